@@ -16,20 +16,13 @@ from typing import Any
 
 import torch
 
-from octavo.ops.triton.config_tables import table_path
+from octavo.ops.triton.config_tables import forget_tables, table_path
 from octavo.ops.triton.gemv import GemvConfig
 from octavo.ops.triton.launch import compiling, pdl
-from octavo.ops.triton.linear_configs import (
-    LinearConfig,
-    bucket_of,
-    forget_tables,
-    key_of,
-    read_table,
-    write_table,
-)
+from octavo.ops.triton.linear_configs import TABLE, LinearConfig, bucket_of, key_of
 from octavo.ops.triton.linear_cost import Product
-from octavo.ops.triton.linear_tuning import candidates, fastest, measure, operands, present_config
 from octavo.ops.triton.linear_uses import LinearUse
+from octavo.ops.triton.product_tuning import fastest, measure
 from octavo_bench.linear_case import Weights
 
 CANDIDATES = 16
@@ -59,19 +52,19 @@ def tune(
         of_product.setdefault(use.product(0), use)
     turns = list(itertools.product(buckets, of_product.values()))
     compiler, weights = Compiler(), Weights(MOST_BYTES, device)
-    kernels = [compiler.start((use, n, c) for c in candidates(use, n, device, CANDIDATES)) for n, use in turns]
+    kernels = [compiler.start((use, n, c) for c in use.candidates(n, device, CANDIDATES)) for n, use in turns]
     notes: list[dict[str, Any]] = []
     for (bucket, use), compiled in zip(turns, kernels, strict=True):
         if time.perf_counter() - started > deadline:
             break
         for kernel in compiled:
             kernel.result()
-        configs = candidates(use, bucket, device, CANDIDATES)
+        configs = use.candidates(bucket, device, CANDIDATES)
         with torch.inference_mode():
             timed = measure(use, bucket, configs, weights.of(use.N, use.K, TURN_BYTES), device)
         key = key_of(use.product(bucket))
         notes += [{"shape": key, "config": str(c), "microseconds": round(taken, 2)} for taken, c in timed]
-        write_table(path, {**read_table(path), key: fastest(timed, present_config(use, bucket, device))})
+        TABLE.write(path, {**TABLE.read(path), key: fastest(timed, use.present(bucket, device))})
         keep()
     forget_tables()
     compiler.close()
@@ -112,4 +105,4 @@ def kernel_key(use: LinearUse, rows: int, config: LinearConfig) -> tuple[object,
 def _compile(use: LinearUse, rows: int, config: LinearConfig) -> None:
     weight = torch.empty(use.N, use.K, dtype=use.dtype, device="cuda")
     with torch.inference_mode(), pdl(), compiling(1):
-        operands(use, rows, weight.device).run(weight, config)
+        use.run(use.operands(rows, weight.device), weight, config)

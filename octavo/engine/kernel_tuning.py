@@ -17,8 +17,8 @@ from octavo.steps.messages import MeasureKernels, Message, PrepareTuning, Reply,
 
 logger = logging.getLogger(__name__)
 
-TUNED_ROWS = (16, 1, 64, 32, 128, 256)
-"""Buckets of rows, those that gain most first."""
+TUNED_ROWS = (16, 1, 64, 8, 32, 128, 256)
+"""Buckets of rows, those that gain most first; 8 is one of packed weights alone."""
 Report = Callable[[float, str], None]
 """Is told the share of the work that is done, and the product that was measured last."""
 

@@ -13,7 +13,7 @@ from octavo.steps.messages import MeasureKernels, PrepareTuning, Tuning, UseKern
 from octavo.steps.shapes import StepShape, all_drafts
 
 if TYPE_CHECKING:
-    from octavo.ops.triton.linear_tuning import LinearTuner
+    from octavo.ops.triton.product_tuning import ProductTuner
 
 
 class KernelTuner:
@@ -22,25 +22,25 @@ class KernelTuner:
     def __init__(self, program: DeviceProgram) -> None:
         """``program``: over buffers that no step uses; it is run once, without launching a kernel."""
         self._device = program.device
-        self._linear = self._of(program)
+        self._products = self._of(program)
 
     def execute(self, message: Tuning) -> Any:
         """See ``Executor``."""
-        from octavo.ops.triton.linear_configs import use
+        from octavo.ops.triton.product_tuning import use_entries
 
         match message:
             case PrepareTuning(num_rows, again):
-                return self._linear.prepare(num_rows, again)
+                return self._products.prepare(num_rows, again)
             case MeasureKernels(key):
-                return self._linear.measure(key)
+                return self._products.measure(key)
             case UseKernels(entries):
-                return use(entries, self._device)
+                return use_entries(entries, self._device)
 
-    def _of(self, program: DeviceProgram) -> LinearTuner:
+    def _of(self, program: DeviceProgram) -> ProductTuner:
         # Imported late: on a machine without a GPU there may be no Triton.
-        from octavo.ops.triton.linear_tuning import LinearTuner
-        from octavo.ops.triton.linear_uses import collecting
+        from octavo.ops.triton.product_calls import collecting
+        from octavo.ops.triton.product_tuning import ProductTuner, uses_of
 
-        with collecting() as uses:
+        with collecting() as calls:
             program(StepShape(1, 1, 1, has_drafter=program.has_drafter, num_proposed=all_drafts(program.has_drafter)))
-        return LinearTuner(uses, self._device)
+        return ProductTuner(uses_of(calls), self._device)

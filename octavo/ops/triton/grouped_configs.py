@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton
 
-from octavo.ops.grouped_linear import LARGEST_COPY, WORDS, PackedGroups, chunk_of
-from octavo.ops.triton.config_tables import Kinds, read_section, table_path
+from octavo.ops.grouped_linear import LARGEST_COPY, WORDS, Number, PackedGroups, chunk_of
+from octavo.ops.triton.config_tables import ConfigTable
 from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
 from octavo.ops.triton.launch import num_multiprocessors, shared_bytes
 
 GroupedConfig = GroupedGemvConfig | GroupedGemmConfig | None
 """``None`` makes the weight dense for cuBLAS."""
-SECTION = "grouped_linear"
-KINDS: Kinds = {"gemv": GroupedGemvConfig, "gemm": GroupedGemmConfig}
+TABLE = ConfigTable("grouped_linear", {"gemv": GroupedGemvConfig, "gemm": GroupedGemmConfig})
 MISSING = object()
 ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 MOST_ROWS = 256
@@ -29,12 +27,38 @@ MOST_GEMV_ROWS = 8
 """Of the default; for more, an H200 is faster with ``grouped_gemm``."""
 
 
+class GroupedProduct(NamedTuple):
+    """The sizes of a product of rows [T, K] with a packed weight [N, K]."""
+
+    number: Number
+    groups: int
+    """Of inputs; 1 for a scale per output."""
+    N: int
+    K: int
+    is_gated: bool
+    """Whether half of the N outputs are gates."""
+
+    @property
+    def outputs(self) -> int:
+        return self.N // 2 if self.is_gated else self.N
+
+    @property
+    def chunks(self) -> int:
+        """Of columns, that lie together in the weight."""
+        return triton.cdiv(self.K, chunk_of(self.number))
+
+
 def config_for(T: int, packed: PackedGroups, is_gated: bool, device: torch.device) -> GroupedConfig:
-    """The configuration for T rows: that of the device's table for this bucket of rows, or a default."""
+    """The configuration for T rows of this weight."""
+    return config_of(T, GroupedProduct(packed.number, len(packed.scales_GN), *packed.shape, is_gated), device)
+
+
+def config_of(T: int, product: GroupedProduct, device: torch.device) -> GroupedConfig:
+    """The configuration for T rows: that of the device's tables for this bucket of rows, or a default."""
     rows = rows_bucket(T)
-    if rows is not None and (found := table_of(device).get(key_of(packed, rows), MISSING)) is not MISSING:
+    if rows is not None and (found := TABLE.of(device).get(key_of(product, rows), MISSING)) is not MISSING:
         return found  # type: ignore[return-value]
-    return default_config(T, packed, is_gated, device)
+    return default_config(T, product, device)
 
 
 def rows_bucket(T: int) -> int | None:
@@ -42,26 +66,16 @@ def rows_bucket(T: int) -> int | None:
     return next((bucket for bucket in ROW_BUCKETS if bucket >= T), None)
 
 
-def key_of(packed: PackedGroups, rows: int) -> str:
-    """The name of a configuration: numbers and group, or "row" for a scale per output, shape, bucket of rows."""
-    N, K = packed.shape
-    group = "row" if len(packed.scales_GN) == 1 else str(packed.group)
-    return f"{packed.number}/{group} {N}x{K}, {rows}"
+def key_of(product: GroupedProduct, rows: int) -> str:
+    """The name of a product's entry in a table: numbers and group, or "row" for a scale per output, shape, rows."""
+    number, groups, N, K, is_gated = product
+    return f"{number}/{'row' if groups == 1 else K // groups} {N}x{K}{' gated' if is_gated else ''}, {rows}"
 
 
-@functools.cache
-def table_of(device: torch.device) -> Mapping[str, GroupedConfig]:
-    """The table of this device, read once."""
-    if device.type != "cuda":
-        return {}
-    return read_section(table_path(torch.cuda.get_device_name(device)), SECTION, KINDS)
-
-
-def default_config(T: int, packed: PackedGroups, is_gated: bool, device: torch.device) -> GroupedConfig:
+def default_config(T: int, product: GroupedProduct, device: torch.device) -> GroupedConfig:
     """Default by the size of the weight, as measurements for Qwen3-8B on an H200 suggest."""
-    N, K = packed.shape
-    outputs = N // 2 if is_gated else N
-    chunks = triton.cdiv(K, chunk_of(packed.number))
+    number, _, N, K, is_gated = product
+    outputs, chunks = product.outputs, product.chunks
     multiprocessors = num_multiprocessors(device)
     if T <= MOST_GEMV_ROWS:
         is_small = triton.cdiv(outputs, 32) < 2 * multiprocessors
@@ -73,7 +87,7 @@ def default_config(T: int, packed: PackedGroups, is_gated: bool, device: torch.d
     tiles = triton.cdiv(outputs, block_n) * triton.cdiv(T, block_t)
     programs = (3 if block_t <= 64 else 2) * multiprocessors
     splits = max(1, min(programs // tiles, chunks // 4, 16))
-    stage = (block_n * (2 if is_gated else 1) * WORDS + block_t * chunk_of(packed.number)) * 2
+    stage = (block_n * (2 if is_gated else 1) * WORDS + block_t * chunk_of(number)) * 2
     stages = max(2, min(4, shared_bytes(device) // stage))
     return GroupedGemmConfig(block_n, block_t, warps, stages, splits)
 

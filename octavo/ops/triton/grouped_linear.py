@@ -16,6 +16,7 @@ from octavo.ops.triton.grouped_gemm import grouped_gemm
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig, grouped_gemv
 from octavo.ops.triton.launch import is_invariant
 from octavo.ops.triton.linear import cublas_linear
+from octavo.ops.triton.product_calls import note_call
 from octavo.ops.triton.rms_norm import rms_norm_triton
 
 FLOATS = (torch.bfloat16, torch.float16)
@@ -45,6 +46,7 @@ def grouped_linear_triton(
         raise ValueError(f"grouped_linear: {N} outputs cannot be gates and as many ups, for activation {activation!r}")
     if T == 0:
         return x_TK.new_empty(0, N if activation is None else N // 2)
+    note_call(x_TK, packed, bias_N, norm_K, residual_TN, activation)
     if is_invariant():
         config: GroupedConfig
         config, in_turn = invariant_config(T, packed, activation is not None)

@@ -14,7 +14,7 @@ from octavo.ops.triton.gemv import GemvConfig, gemv
 from octavo.ops.triton.invariant_linear import invariant_linear
 from octavo.ops.triton.launch import declines_floats, is_compiling, is_invariant
 from octavo.ops.triton.linear_configs import LinearConfig, bucket_of, config_for
-from octavo.ops.triton.linear_uses import note_use
+from octavo.ops.triton.product_calls import note_call
 from octavo.ops.triton.rms_norm import rms_norm_triton
 from octavo.ops.triton.skinny_gemm import SkinnyConfig, skinny_gemm
 
@@ -42,7 +42,7 @@ def linear_triton(
         raise ValueError(f"linear: {N} outputs cannot be gates and as many ups, for activation {activation!r}")
     if T == 0:
         return x_TK.new_empty(0, N if activation is None else N // 2)
-    note_use(weight_NK, bias_N, norm_K, residual_TN, activation)
+    note_call(x_TK, weight_NK, bias_N, norm_K, residual_TN, activation)
     config = None
     if x_TK.dtype != torch.float32 and not is_invariant():
         config = config_for(T, N, K, activation is not None, x_TK.device)

@@ -160,31 +160,57 @@ def _skinny(product: Product, gpu: Gpu) -> Iterator[SkinnyConfig]:
             yield replace(config, prefetch=2) if stages * block_k >= DEEP else config
 
 
+@dataclass(frozen=True)
+class Loop:
+    """How the programs of a kernel read their columns, a chunk after the other."""
+
+    programs: int
+    chunks: int
+    """Of a program."""
+    chunk_bytes: int
+    """In shared memory, of the weight and the rows."""
+    stages: int
+    """Chunks in shared memory at once, and on their way to it."""
+    warps: int
+    sums: int
+    """Of a program, in float32."""
+
+
 def microseconds(product: Product, config: SkinnyConfig, gpu: Gpu, fitted: Fitted = FITTED) -> float:
     """The predicted time of a product."""
     block_t = config.block_t or product.rows
     weights = 2 if product.is_gated else 1
     tiles = triton.cdiv(product.outputs, config.block_n) * triton.cdiv(product.rows, block_t)
-    chunk = (weights * config.block_n + block_t) * config.block_k * 2
-    sums = weights * config.block_n * block_t
-    registers = min(255, OTHER_REGISTERS + sums // (32 * config.warps))
-    at_once = min(
-        gpu.shared_bytes // (config.stages * chunk),
-        MOST_WARPS // config.warps,
-        REGISTERS // (registers * 32 * config.warps),
+    loop = Loop(
+        tiles * config.splits,
+        triton.cdiv(product.K, config.block_k * config.splits),
+        (weights * config.block_n + block_t) * config.block_k * 2,
+        config.stages,
+        config.warps,
+        weights * config.block_n * block_t,
     )
-    programs = tiles * config.splits
-    chunks = triton.cdiv(product.K, config.block_k * config.splits)
-    waves = triton.cdiv(programs, gpu.multiprocessors * max(1, at_once))
+    taken = loop_microseconds(2 * product.K * (product.N + product.rows), loop, config.splits > 1, gpu, fitted)
+    return taken - (fitted.latency * fitted.prefetched if config.prefetch else 0.0)
+
+
+def loop_microseconds(num_bytes: int, loop: Loop, is_split: bool, gpu: Gpu, fitted: Fitted = FITTED) -> float:
+    """The predicted time of a kernel that reads so many bytes, and adds the sums of splits, in this way."""
+    registers = min(255, OTHER_REGISTERS + loop.sums // (32 * loop.warps))
+    at_once = min(
+        gpu.shared_bytes // (loop.stages * loop.chunk_bytes),
+        MOST_WARPS // loop.warps,
+        REGISTERS // (registers * 32 * loop.warps),
+    )
+    waves = triton.cdiv(loop.programs, gpu.multiprocessors * max(1, at_once))
     times = (
-        2 * product.K * (product.N + product.rows) / (gpu.bandwidth * fitted.share),
-        triton.cdiv(programs, gpu.multiprocessors) * chunks * chunk / fitted.multiprocessor,
-        waves * chunks / (config.stages - 1) * fitted.latency,
+        num_bytes / (gpu.bandwidth * fitted.share),
+        triton.cdiv(loop.programs, gpu.multiprocessors) * loop.chunks * loop.chunk_bytes / fitted.multiprocessor,
+        waves * loop.chunks / (loop.stages - 1) * fitted.latency,
     )
     taken = sum(time**SHARPNESS for time in times) ** (1 / SHARPNESS)
-    taken += fitted.start + fitted.latency * (1 - (fitted.prefetched if config.prefetch else 0.0))
-    if config.splits > 1:
-        taken += fitted.split + 2 * 4 * programs * sums / (gpu.bandwidth * fitted.sums_share)
+    taken += fitted.start + fitted.latency
+    if is_split:
+        taken += fitted.split + 2 * 4 * loop.programs * loop.sums / (gpu.bandwidth * fitted.sums_share)
     return float(taken)
 
 

@@ -1,64 +1,57 @@
-"""The linear maps of a model as it calls them, collected from a forward pass that launches nothing."""
+"""Products with weights of 16 bits, for the measuring of kernels."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import Activation
-from octavo.ops.triton.launch import launching_nothing
-from octavo.ops.triton.linear_cost import Product
+from octavo.ops.triton.linear import run_linear
+from octavo.ops.triton.linear_configs import ROW_BUCKETS, TABLE, LinearConfig, config_for, key_of
+from octavo.ops.triton.linear_cost import Product, gpu_of, ranked
+from octavo.ops.triton.product_use import EPS, Operands, ProductUse
+from octavo.ops.triton.skinny_gemm import SkinnyConfig
+
+SPLITS_OF_A_TILE = 2
+"""Candidates that differ in their splits alone."""
 
 
 @dataclass(frozen=True)
-class LinearUse:
-    """How a linear map is called, but for its rows."""
+class LinearUse(ProductUse):
+    """How ``linear`` is called."""
 
-    N: int
-    K: int
-    dtype: torch.dtype = torch.bfloat16
-    has_norm: bool = False
-    has_residual: bool = False
-    has_bias: bool = False
-    activation: Activation | None = None
+    table = TABLE
+    row_buckets = ROW_BUCKETS
+    num_candidates = 6
 
     def product(self, rows: int) -> Product:
         """The product for up to ``rows`` rows."""
-        return Product(self.N, self.K, rows, self.activation is not None)
+        return Product(self.N, self.K, rows, self.is_gated)
 
+    def key(self, rows: int) -> str:
+        return key_of(self.product(rows))
 
-Uses = dict[LinearUse, list[Tensor]]
-"""Uses in the order of the forward pass, and the weights [N, K] that are used so."""
-_uses: ContextVar[Uses | None] = ContextVar("uses", default=None)
+    def present(self, rows: int, device: torch.device) -> LinearConfig:
+        return config_for(rows, self.N, self.K, self.is_gated, device)
 
+    def candidates(self, rows: int, device: torch.device, count: int) -> list[LinearConfig]:
+        """The present configuration, the library's, and those of the least predicted cost, of different tiles."""
+        found: dict[LinearConfig, None] = {self.present(rows, device): None, None: None}
+        tiles: dict[object, int] = {}
+        for config in ranked(self.product(rows), gpu_of(device)):
+            tile: object = config
+            if isinstance(config, SkinnyConfig):
+                tile = config.block_n, config.block_k, config.warps, config.stages, config.block_t
+            tiles[tile] = tiles.get(tile, 0) + 1
+            if tiles[tile] <= SPLITS_OF_A_TILE and len(found) < count + 2:
+                found[config] = None
+        return list(found)
 
-@contextlib.contextmanager
-def collecting() -> Iterator[Uses]:
-    """Collect the linear maps called in this block, where no kernel is launched."""
-    found: Uses = {}
-    token = _uses.set(found)
-    try:
-        with launching_nothing():
-            yield found
-    finally:
-        _uses.reset(token)
+    @property
+    def reference(self) -> LinearConfig:
+        return None
 
-
-def note_use(
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    norm_K: Tensor | None,
-    residual_TN: Tensor | None,
-    activation: Activation | None,
-) -> None:
-    """Note a call, where calls are collected."""
-    found = _uses.get()
-    if found is not None:
-        N, K = weight_NK.shape
-        given = norm_K is not None, residual_TN is not None, bias_N is not None
-        found.setdefault(LinearUse(N, K, weight_NK.dtype, *given, activation), []).append(weight_NK)
+    def run(self, given: Operands, weight: Tensor, config: LinearConfig) -> Tensor:
+        x_TK, bias_N, norm_K, residual_TN = given
+        return run_linear(x_TK, weight, bias_N, norm_K, EPS, residual_TN, self.activation, config)

@@ -1,0 +1,127 @@
+"""Configurations of ``grouped_linear`` that may be the fastest for a product, in an order in which to measure them.
+
+Tiles are ordered by the times of ``linear_cost``, whose numbers are fitted to weights of 16 bits and do not count the
+unpacking: good for a choice of what to measure, not for the choice itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import triton
+
+from octavo.ops.grouped_linear import BITS, WORDS, chunk_of
+from octavo.ops.triton.grouped_configs import GroupedProduct
+from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
+from octavo.ops.triton.grouped_gemv import MAX_ROWS, GroupedGemvConfig
+from octavo.ops.triton.linear_cost import MOST_SUMS, SHARED_BY_COMPILER, Gpu, Loop, loop_microseconds
+from octavo.ops.triton.skinny_gemm import MAX_TILES
+
+MOST_SHARED = 100_000
+"""Bytes of shared memory of a program for few rows: a multiprocessor should have two."""
+MANY_TILES = 4
+"""Of 64 outputs for each multiprocessor, from which on tiles for few rows may be so wide."""
+LEAST_CHUNKS = 4
+"""Of a split."""
+MOST_SPLITS = 16
+AT_ONCE = 8
+"""Of any so many neighbours in the list, each kernel has its share."""
+GEMMS = {1: 1, 8: 3, MAX_ROWS: 5}
+"""Of those, how many are ``GroupedGemmConfig``, by the bucket of rows; for more rows, all."""
+GEMV_ENDS = ({"release": "never", "prefetch": False}, {"release": "early"}, {"release": "early", "prefetch": False})
+GEMM_ENDS = ({"release": "late"}, {"release": "early"})
+"""When the next kernel may start, the likeliest first; and whether a tile is prefetched."""
+
+GroupedKernel = GroupedGemvConfig | GroupedGemmConfig
+
+
+class Predicted(NamedTuple):
+    """A configuration and its predicted time."""
+
+    microseconds: float
+    tile: tuple[int, ...]
+    """What has different configurations in the list; of one tile there is the best."""
+    config: GroupedKernel
+
+
+def ranked(product: GroupedProduct, rows: int, gpu: Gpu) -> list[GroupedKernel]:
+    """Configurations for up to ``rows`` rows on this GPU, different ones first."""
+    gemms = _with_ends(_best_of_tiles(_gemms(product, rows, gpu)), GEMM_ENDS)
+    if rows > MAX_ROWS:
+        return gemms
+    gemvs = _with_ends(_best_of_tiles(_gemvs(product, rows, gpu)), GEMV_ENDS)
+    share = GEMMS[rows]
+    placed = [(i / (AT_ONCE - share), config) for i, config in enumerate(gemvs)]
+    placed += [(i / share, config) for i, config in enumerate(gemms)]
+    return [config for _, config in sorted(placed, key=lambda item: item[0])]
+
+
+def _best_of_tiles(predicted: Iterable[Predicted]) -> list[GroupedKernel]:
+    """The best of each tile, the best of all first."""
+    found: dict[tuple[int, ...], Predicted] = {}
+    for item in predicted:
+        if item.tile not in found or item.microseconds < found[item.tile].microseconds:
+            found[item.tile] = item
+    return [item.config for item in sorted(found.values(), key=lambda item: item.microseconds)]
+
+
+def _with_ends(configs: Sequence[GroupedKernel], ends: Sequence[dict[str, Any]]) -> list[GroupedKernel]:
+    """Every configuration with every end; what is early in both lists comes first."""
+    places = itertools.product(range(len(configs)), range(len(ends)))
+    return [replace(configs[i], **ends[j]) for i, j in sorted(places, key=sum)]
+
+
+def _gemvs(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
+    """Tiles whose words and rows fit into shared memory, and sums into registers."""
+    weights, chunk = 2 if product.is_gated else 1, chunk_of(product.number)
+    block_t = 8 if rows <= 8 else MAX_ROWS
+    most_shared = min(MOST_SHARED, gpu.shared_bytes - SHARED_BY_COMPILER)
+    is_wide = product.outputs >= 64 * MANY_TILES * gpu.multiprocessors
+    for block_n, split, warps in itertools.product((16, 32, 64) if is_wide else (16, 32), (4, 8, 16), (4, 8)):
+        chunk_bytes = split * (weights * block_n * WORDS + block_t * chunk) * 2
+        sums = weights * split * block_n * block_t
+        if split % warps or _registers(product, sums) > MOST_SUMS * 32 * warps:
+            continue
+        for stages in range(2, 6):
+            if stages * chunk_bytes > most_shared:
+                continue
+            programs, chunks = triton.cdiv(product.outputs, block_n), triton.cdiv(product.chunks, split)
+            loop = Loop(programs, chunks, chunk_bytes, stages, warps, sums)
+            taken = loop_microseconds(_num_bytes(product, rows), loop, False, gpu)
+            yield Predicted(taken, (block_n, split, warps), GroupedGemvConfig(block_n, split, warps, stages))
+
+
+def _gemms(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
+    """Tiles that fit, with splits for one to three programs on each multiprocessor."""
+    weights, chunk = 2 if product.is_gated else 1, chunk_of(product.number)
+    block_t = min(max(16, rows), 64 if product.is_gated else 128)
+    most_shared = gpu.shared_bytes - SHARED_BY_COMPILER
+    for block_n, warps, programs in itertools.product((64, 128), (4, 8), (1, 2, 3)):
+        tiles = triton.cdiv(product.outputs, block_n) * triton.cdiv(rows, block_t)
+        most_splits = MOST_SPLITS if tiles <= MAX_TILES else 1
+        splits = max(1, min(programs * gpu.multiprocessors // tiles, product.chunks // LEAST_CHUNKS, most_splits))
+        chunk_bytes = (weights * block_n * WORDS + block_t * chunk) * 2
+        sums = weights * block_n * block_t
+        if (block_n == 64 and warps == 8) or _registers(product, sums) > MOST_SUMS * 32 * warps:
+            continue
+        for stages in range(3, 6):
+            if stages * chunk_bytes > most_shared:
+                continue
+            loop = Loop(tiles * splits, triton.cdiv(product.chunks, splits), chunk_bytes, stages, warps, sums)
+            taken = loop_microseconds(_num_bytes(product, rows), loop, splits > 1, gpu)
+            config = GroupedGemmConfig(block_n, block_t, warps, stages, splits)
+            yield Predicted(taken, (block_n, warps, splits), config)
+
+
+def _registers(product: GroupedProduct, sums: int) -> int:
+    """Of a program, that hold sums: those of a group beside those of all."""
+    return sums if product.groups == 1 else 2 * sums
+
+
+def _num_bytes(product: GroupedProduct, rows: int) -> int:
+    """That a product reads: numbers, scales and rows."""
+    N, K = product.N, product.K
+    return N * K * BITS[product.number] // 8 + 2 * N * product.groups + 2 * rows * K
