@@ -26,7 +26,7 @@ class FakeEngine:
 def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TuningPlan]:
     """The plans with which engines are built, on a GPU that is not there."""
     pytest.importorskip("triton")
-    from octavo.ops.triton import linear_configs
+    from octavo.ops.triton import config_tables
 
     found: list[TuningPlan] = []
 
@@ -39,7 +39,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TuningPlan]:
     monkeypatch.setattr(octavo.build, "build_engine", build_engine)
     monkeypatch.setattr(octavo.device_settings, "resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    monkeypatch.setattr(linear_configs, "_driver_version", lambda: "1.2")
+    monkeypatch.setattr(config_tables, "_driver_version", lambda: "1.2")
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
     return found
 

@@ -16,7 +16,6 @@ from octavo.ops.triton.launch import num_multiprocessors, shared_bytes
 GroupedConfig = GroupedGemvConfig | GroupedGemmConfig | None
 """``None`` makes the weight dense for cuBLAS."""
 TABLE = ConfigTable("grouped_linear", {"gemv": GroupedGemvConfig, "gemm": GroupedGemmConfig})
-MISSING = object()
 ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 MOST_ROWS = 256
 """Beyond these a dense copy is worth its bytes, which are written and read once."""
@@ -45,7 +44,7 @@ class GroupedProduct(NamedTuple):
     @property
     def chunks(self) -> int:
         """Of columns, that lie together in the weight."""
-        return triton.cdiv(self.K, chunk_of(self.number))
+        return -(-self.K // chunk_of(self.number))
 
 
 def config_for(T: int, packed: PackedGroups, is_gated: bool, device: torch.device) -> GroupedConfig:
@@ -56,8 +55,9 @@ def config_for(T: int, packed: PackedGroups, is_gated: bool, device: torch.devic
 def config_of(T: int, product: GroupedProduct, device: torch.device) -> GroupedConfig:
     """The configuration for T rows: that of the device's tables for this bucket of rows, or a default."""
     rows = rows_bucket(T)
-    if rows is not None and (found := TABLE.of(device).get(key_of(product, rows), MISSING)) is not MISSING:
-        return found  # type: ignore[return-value]
+    if rows is not None and (key := key_of(product, rows)) in (table := TABLE.of(device)):
+        found: GroupedConfig = table[key]
+        return found
     return default_config(T, product, device)
 
 

@@ -7,6 +7,7 @@ unpacking: good for a choice of what to measure, not for the choice itself.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ MOST_SHARED = 100_000
 """Bytes of shared memory of a program for few rows: a multiprocessor should have two."""
 MANY_TILES = 4
 """Of 64 outputs for each multiprocessor, from which on tiles for few rows may be so wide."""
+PARTS = (4, 4), (8, 4), (8, 8), (16, 8)
+"""Of a tile for few rows, and the warps that have them."""
 LEAST_CHUNKS = 4
 """Of a split."""
 MOST_SPLITS = 16
@@ -35,6 +38,8 @@ GEMV_ENDS = ({"release": "never", "prefetch": False}, {"release": "early"}, {"re
 GEMM_ENDS = ({"release": "late"}, {"release": "early"})
 """When the next kernel may start, the likeliest first; and whether a tile is prefetched."""
 
+TILES_PER_END = 3
+
 GroupedKernel = GroupedGemvConfig | GroupedGemmConfig
 
 
@@ -43,7 +48,7 @@ class Predicted(NamedTuple):
 
     microseconds: float
     tile: tuple[int, ...]
-    """What has different configurations in the list; of one tile there is the best."""
+    """Of configurations with the same tile the best is kept."""
     config: GroupedKernel
 
 
@@ -60,18 +65,22 @@ def ranked(product: GroupedProduct, rows: int, gpu: Gpu) -> list[GroupedKernel]:
 
 
 def _best_of_tiles(predicted: Iterable[Predicted]) -> list[GroupedKernel]:
-    """The best of each tile, the best of all first."""
+    """The best of each tile, the best of all first; tiles of different outputs take turns."""
     found: dict[tuple[int, ...], Predicted] = {}
-    for item in predicted:
-        if item.tile not in found or item.microseconds < found[item.tile].microseconds:
-            found[item.tile] = item
-    return [item.config for item in sorted(found.values(), key=lambda item: item.microseconds)]
+    for item in sorted(predicted, key=lambda item: item.microseconds):
+        found.setdefault(item.tile, item)
+    turns: Counter[int] = Counter()
+    placed = []
+    for item in found.values():
+        placed.append((turns[item.config.block_n], item.config))
+        turns[item.config.block_n] += 1
+    return [config for _, config in sorted(placed, key=lambda item: item[0])]
 
 
 def _with_ends(configs: Sequence[GroupedKernel], ends: Sequence[dict[str, Any]]) -> list[GroupedKernel]:
-    """Every configuration with every end; what is early in both lists comes first."""
+    """Every configuration with every end; another end comes as late as the configuration TILES_PER_END further on."""
     places = itertools.product(range(len(configs)), range(len(ends)))
-    return [replace(configs[i], **ends[j]) for i, j in sorted(places, key=sum)]
+    return [replace(configs[i], **ends[j]) for i, j in sorted(places, key=lambda at: at[0] + TILES_PER_END * at[1])]
 
 
 def _gemvs(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
@@ -80,10 +89,10 @@ def _gemvs(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
     block_t = 8 if rows <= 8 else MAX_ROWS
     most_shared = min(MOST_SHARED, gpu.shared_bytes - SHARED_BY_COMPILER)
     is_wide = product.outputs >= 64 * MANY_TILES * gpu.multiprocessors
-    for block_n, split, warps in itertools.product((16, 32, 64) if is_wide else (16, 32), (4, 8, 16), (4, 8)):
+    for block_n, (split, warps) in itertools.product((16, 32, 64) if is_wide else (16, 32), PARTS):
         chunk_bytes = split * (weights * block_n * WORDS + block_t * chunk) * 2
         sums = weights * split * block_n * block_t
-        if split % warps or _registers(product, sums) > MOST_SUMS * 32 * warps:
+        if _registers(product, sums) > MOST_SUMS * 32 * warps:
             continue
         for stages in range(2, 6):
             if stages * chunk_bytes > most_shared:

@@ -20,6 +20,7 @@ from octavo.ops.triton.grouped_cost import ranked
 from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
 from octavo.ops.triton.grouped_linear import run_grouped
 from octavo.ops.triton.linear_cost import gpu_of
+from octavo.ops.triton.product_calls import Call
 from octavo.ops.triton.product_use import EPS, Operands, ProductUse
 
 DENSE_ROWS = 128
@@ -39,6 +40,21 @@ class GroupedUse(ProductUse):
     has_zeros: bool = False
     has_minima: bool = False
     has_order: bool = False
+
+    @classmethod
+    def of(cls, call: Call, packed: PackedGroups) -> GroupedUse:
+        """How this call uses this weight."""
+        N, K = packed.shape
+        return cls(
+            N,
+            K,
+            *call[1:],
+            number=packed.number,
+            groups=len(packed.scales_GN),
+            has_zeros=packed.zeros_GN is not None,
+            has_minima=packed.minima_GN is not None,
+            has_order=packed.order_K is not None,
+        )
 
     @property
     def product(self) -> GroupedProduct:

@@ -10,6 +10,7 @@ from torch import Tensor
 from octavo.ops.triton.linear import run_linear
 from octavo.ops.triton.linear_configs import ROW_BUCKETS, TABLE, LinearConfig, config_for, key_of
 from octavo.ops.triton.linear_cost import Product, gpu_of, ranked
+from octavo.ops.triton.product_calls import Call
 from octavo.ops.triton.product_use import EPS, Operands, ProductUse
 from octavo.ops.triton.skinny_gemm import SkinnyConfig
 
@@ -24,6 +25,12 @@ class LinearUse(ProductUse):
     table = TABLE
     row_buckets = ROW_BUCKETS
     num_candidates = 6
+
+    @classmethod
+    def of(cls, call: Call, weight_NK: Tensor) -> LinearUse:
+        """How this call uses this weight."""
+        N, K = weight_NK.shape
+        return cls(N, K, *call[1:])
 
     def product(self, rows: int) -> Product:
         """The product for up to ``rows`` rows."""

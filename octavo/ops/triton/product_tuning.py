@@ -49,16 +49,9 @@ class Timed(NamedTuple):
 def uses_of(calls: Iterable[Call]) -> dict[ProductUse, list[Weight]]:
     """How a model calls its products, in their order, and the weights that are used so."""
     found: dict[ProductUse, list[Weight]] = {}
-    for weight, *given in calls:
-        use: ProductUse
-        if isinstance(weight, PackedGroups):
-            parts = weight.zeros_GN, weight.minima_GN, weight.order_K
-            has = {
-                f"has_{name}": part is not None for name, part in zip(("zeros", "minima", "order"), parts, strict=True)
-            }
-            use = GroupedUse(*weight.shape, *given, number=weight.number, groups=len(weight.scales_GN), **has)
-        else:
-            use = LinearUse(*weight.shape, *given)
+    for call in calls:
+        weight = call.weight
+        use = GroupedUse.of(call, weight) if isinstance(weight, PackedGroups) else LinearUse.of(call, weight)
         found.setdefault(use, []).append(weight)
     return found
 
@@ -150,8 +143,8 @@ def measure(
             taken = _time(use, given, in_turn, config, expected)
             if taken is not None:
                 found.append(Timed(taken, config))
-    except torch.OutOfMemoryError:
-        logger.info("no memory to measure %s", name_of(use, rows))
+    except Exception as failure:  # of the reference, or for want of memory
+        logger.info("%s cannot be measured: %s", name_of(use, rows), failure)
     return found
 
 

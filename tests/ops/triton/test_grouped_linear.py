@@ -12,8 +12,8 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups, grouped_linear
 from octavo.ops.triton import grouped_configs, grouped_gemv, launch
-from octavo.ops.triton.config_tables import FOLDER, read_section, write_section
-from octavo.ops.triton.grouped_configs import GroupedConfig
+from octavo.ops.triton.config_tables import FOLDER, ConfigTable
+from octavo.ops.triton.grouped_configs import TABLE, GroupedConfig
 from octavo.ops.triton.grouped_dense import dense
 from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
@@ -225,9 +225,11 @@ def test_what_does_not_go_together_is_refused(device: str) -> None:
 def test_a_device_uses_its_table(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = random_groups(device, "int4", 64, 256, 128)
     table = {"int4/128 64x256, 8": CONFIGS["gemv"], "int4/128 64x256, 32": None}
-    monkeypatch.setattr(grouped_configs, "table_of", lambda device: table)
+    monkeypatch.setattr(ConfigTable, "of", lambda self, device: table)
     found = [grouped_configs.config_for(T, packed, False, torch.device("cpu")) for T in (2, 8, 17)]
     assert found == [CONFIGS["gemv"], CONFIGS["gemv"], None]
+    gated = grouped_configs.config_for(17, packed, True, torch.device("cpu"))
+    assert isinstance(gated, GroupedGemmConfig)  # gates and ups are another product
     assert isinstance(grouped_configs.config_for(1, packed, False, torch.device("cpu")), GroupedGemvConfig)
     for rows in (9, 200):
         assert isinstance(grouped_configs.config_for(rows, packed, False, torch.device("cpu")), GroupedGemmConfig)
@@ -253,9 +255,10 @@ def test_release_never_launches_without_overlap(release: str, monkeypatch: pytes
 
 
 def test_shipped_tables_can_be_read(tmp_path: Path) -> None:
+    another = ConfigTable("another", TABLE.kinds)
     for path in FOLDER.glob("*.json"):
-        found = read_section(path, grouped_configs.SECTION, grouped_configs.KINDS)
-        write_section(tmp_path / "gpu.json", "another", {"1x1": CONFIGS["gemm"]}, grouped_configs.KINDS)
-        write_section(tmp_path / "gpu.json", grouped_configs.SECTION, found, grouped_configs.KINDS)
-        assert read_section(tmp_path / "gpu.json", grouped_configs.SECTION, grouped_configs.KINDS) == found
-        assert read_section(tmp_path / "gpu.json", "another", grouped_configs.KINDS) == {"1x1": CONFIGS["gemm"]}
+        found = TABLE.read(path)
+        another.write(tmp_path / "gpu.json", {"1x1": CONFIGS["gemm"]})
+        TABLE.write(tmp_path / "gpu.json", found)
+        assert TABLE.read(tmp_path / "gpu.json") == found
+        assert another.read(tmp_path / "gpu.json") == {"1x1": CONFIGS["gemm"]}

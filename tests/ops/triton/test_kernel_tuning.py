@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.ops.triton import linear_configs
 from octavo.ops.triton.gemv import GemvConfig
-from octavo.ops.triton.linear_configs import LinearConfig
-from octavo.ops.triton.linear_tuning import Timed
+from octavo.ops.triton.linear_configs import TABLE, LinearConfig
 from octavo.ops.triton.linear_uses import LinearUse
+from octavo.ops.triton.product_tuning import Timed
 from octavo.ops.triton.skinny_gemm import SkinnyConfig
 from octavo.sim.shapes import SHAPES
 from octavo_bench import kernel_tuning
@@ -94,15 +93,15 @@ def test_what_comes_first_is_tuned_first_until_the_deadline(
     for name, value in {"measure": measure, "Compiler": NoCompiler, "Weights": NoWeights}.items():
         monkeypatch.setattr(kernel_tuning, name, value)
     monkeypatch.setattr(kernel_tuning, "table_path", lambda gpu: tmp_path / "table.json")
-    monkeypatch.setattr(kernel_tuning, "candidates", lambda *args: [fast])
-    monkeypatch.setattr(kernel_tuning, "present_config", lambda *args: None)
+    monkeypatch.setattr(LinearUse, "candidates", lambda *args: [fast])
+    monkeypatch.setattr(LinearUse, "present", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(kernel_tuning.time, "perf_counter", lambda: now[0])
     kept: list[float] = []
     uses = [LinearCase("m", name, N, 64).use for name, N in (("a", 8), ("b", 16), ("again", 8))]
     notes = kernel_tuning.tune(uses, [100, 3, 9, 1], lambda: kept.append(now[0]), deadline=45)
     assert kept == [10, 20, 30, 40, 50]
-    table = linear_configs.read_table(tmp_path / "table.json")
+    table = TABLE.read(tmp_path / "table.json")
     assert set(table) == {"8x64, 128", "16x64, 128", "8x64, 16", "16x64, 16", "8x64, 1"}
     assert set(table.values()) == {fast}
     assert [note["shape"] for note in notes][:2] == ["8x64, 128", "16x64, 128"]

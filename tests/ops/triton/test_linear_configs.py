@@ -9,21 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.ops.triton import linear_configs
-from octavo.ops.triton.config_tables import FOLDER, fields_of, table_path
+from octavo.ops.triton import config_tables, grouped_configs
+from octavo.ops.triton.config_tables import FOLDER, ConfigTable, forget_tables, own_path, table_path
 from octavo.ops.triton.gemv import GemvConfig
-from octavo.ops.triton.linear_configs import (
-    KINDS,
-    LinearConfig,
-    bucket_of,
-    config_for,
-    forget_tables,
-    own_path,
-    read_table,
-    table_of,
-    use,
-    write_table,
-)
+from octavo.ops.triton.linear_configs import TABLE, LinearConfig, bucket_of, config_for
 from octavo.ops.triton.skinny_gemm import SkinnyConfig
 
 CPU = torch.device("cpu")
@@ -35,9 +24,9 @@ CONFIGS: dict[str, LinearConfig] = {
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    write_table(tmp_path / "gpu.json", CONFIGS)
-    assert read_table(tmp_path / "gpu.json") == CONFIGS
-    assert read_table(tmp_path / "another.json") == {}
+    TABLE.write(tmp_path / "gpu.json", CONFIGS)
+    assert TABLE.read(tmp_path / "gpu.json") == CONFIGS
+    assert TABLE.read(tmp_path / "another.json") == {}
 
 
 @pytest.mark.parametrize(
@@ -46,16 +35,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_a_wrong_entry_is_named(tmp_path: Path, fields: dict[str, object]) -> None:
     (tmp_path / "gpu.json").write_text(json.dumps({"linear": {"64x32, 16": fields}}))
     with pytest.raises(ValueError, match=r"gpu.json: linear, 64x32, 16: .*kernels are gemv, skinny, cublas"):
-        read_table(tmp_path / "gpu.json")
+        TABLE.read(tmp_path / "gpu.json")
 
 
 def test_shipped_tables_can_be_read() -> None:
     for path in FOLDER.glob("*.json"):
-        assert read_table(path), path.name
+        assert TABLE.read(path), path.name
 
 
 def test_a_device_uses_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_configs, "table_of", lambda device: CONFIGS)
+    monkeypatch.setattr(ConfigTable, "of", lambda self, device: CONFIGS)
     assert config_for(1, 64, 32, False, CPU) == CONFIGS["64x32, 1"]
     assert config_for(2, 64, 32, False, CPU) == CONFIGS["64x32, 16"]
     assert config_for(100, 64, 32, False, CPU) is None
@@ -79,22 +68,31 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[torch.devic
     """A CUDA device that has neither a table nor measurements, and a cache folder."""
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    monkeypatch.setattr(linear_configs, "_driver_version", lambda: "1.2")
-    linear_configs.forget_tables()
+    monkeypatch.setattr(config_tables, "_driver_version", lambda: "1.2")
+    forget_tables()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield torch.device("cuda:0")
-    linear_configs.forget_tables()
+    forget_tables()
 
 
 def test_what_was_measured_is_used_and_kept_for_the_next_start(gpu: torch.device) -> None:
-    entries = {key: fields_of(config, KINDS) for key, config in CONFIGS.items()}
-    use({key: entries[key] for key in ("64x32, 1", "64x32, 128")}, gpu)
-    use({"64x32, 16": entries["64x32, 16"]}, gpu)
-    assert table_of(gpu) == table_of(torch.device("cuda")) == CONFIGS
+    entries = {key: TABLE.fields_of(config) for key, config in CONFIGS.items()}
+    TABLE.use({key: entries[key] for key in ("64x32, 1", "64x32, 128")}, gpu)
+    TABLE.use({"64x32, 16": entries["64x32, 16"]}, gpu)
+    assert TABLE.of(gpu) == TABLE.of(torch.device("cuda")) == CONFIGS
     forget_tables()
-    assert table_of(gpu) == CONFIGS
+    assert TABLE.of(gpu) == CONFIGS
     assert config_for(128, 64, 32, False, gpu) is None
     assert own_path(gpu).name.startswith("NVIDIA_Test-1.2-triton")
+
+
+def test_ops_share_the_file_of_measurements(gpu: torch.device) -> None:
+    grouped = {"int4/128 64x256, 16": {"kernel": "cublas"}}
+    TABLE.use({"64x32, 128": {"kernel": "cublas"}}, gpu)
+    grouped_configs.TABLE.use(grouped, gpu)
+    forget_tables()
+    assert TABLE.of(gpu) == {"64x32, 128": None}
+    assert grouped_configs.TABLE.of(gpu) == dict.fromkeys(grouped)
 
 
 def test_what_was_measured_on_this_machine_comes_before_the_shipped_table(
@@ -102,10 +100,10 @@ def test_what_was_measured_on_this_machine_comes_before_the_shipped_table(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     key = "4096x4096, 16"
-    shipped = table_of(gpu)[key]
-    use({key: {"kernel": "cublas"}}, gpu)
+    shipped = TABLE.of(gpu)[key]
+    TABLE.use({key: {"kernel": "cublas"}}, gpu)
     forget_tables()
-    assert table_of(gpu)[key] is None
+    assert TABLE.of(gpu)[key] is None
     assert shipped is not None
 
 
@@ -113,10 +111,10 @@ def test_a_broken_file_of_measurements_is_ignored(gpu: torch.device, caplog: pyt
     path = own_path(gpu)
     path.parent.mkdir(parents=True)
     path.write_text('{"linear": {"64x32, 1": {"kernel": "gone"}}}')
-    assert table_of(gpu) == {}
+    assert TABLE.of(gpu) == {}
     path.write_text("{")
     forget_tables()
-    assert table_of(gpu) == {}
+    assert TABLE.of(gpu) == {}
     assert "not used" in caplog.text
 
 
