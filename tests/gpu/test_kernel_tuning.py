@@ -3,46 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+from octavo.ops.grouped_linear import Number
+from octavo.ops.linear import Activation
 
-ROWS = (1, 16, 64, 128)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.ops.triton import linear_configs
+    from octavo.ops.triton import config_tables
 
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
-    linear_configs.forget_tables()
+    config_tables.forget_tables()
 
 
+@pytest.mark.parametrize("number", [None, "int4", "int8", "e4m3"])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_a_shape_is_measured_and_its_choice_used(activation: str | None) -> None:
-    from octavo.ops.triton import linear_configs
-    from octavo.ops.triton.config_tables import fields_of
-    from octavo.ops.triton.linear_configs import KINDS, config_for
-    from octavo.ops.triton.linear_tuning import LinearTuner, candidates, measure
+def test_a_shape_is_measured_and_its_choice_used(activation: Activation | None, number: Number | None) -> None:
+    from octavo.ops.triton import config_tables
+    from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
+    from octavo.ops.triton.grouped_uses import GroupedUse
     from octavo.ops.triton.linear_uses import LinearUse
+    from octavo.ops.triton.product_tuning import ProductTuner, measure, use_entries
+    from octavo.ops.triton.product_use import ProductUse
+    from tests.ops.triton.test_grouped_linear import random_groups
 
     device = torch.device("cuda", 0)
-    use = LinearUse(1408, 704, has_norm=True, has_bias=activation is None, activation=activation)  # type: ignore[arg-type]
-    weights = [torch.randn(use.N, use.K, device=device, dtype=use.dtype) * 0.05 for _ in range(3)]
-    tuner = LinearTuner({use: weights}, device)
-    for rows in ROWS:
-        (key,) = tuner.prepare(rows, again=False)
-        configs = candidates(use, rows, device)
+    use: ProductUse = LinearUse(1408, 640, has_norm=True, has_bias=activation is None, activation=activation)
+    weights: list[Any] = [torch.randn(use.N, use.K, device=device, dtype=use.dtype) * 0.05 for _ in range(3)]
+    if number is not None:
+        group = 0 if number == "e4m3" else 128
+        weights = [random_groups("cuda", number, use.N, use.K, group) for _ in range(3)]
+        use = GroupedUse(**vars(use), number=number, groups=len(weights[0].scales_GN))
+    tuner = ProductTuner({use: weights}, device)
+    for rows in use.row_buckets:
+        (name,) = tuner.prepare(rows, again=False)
+        configs = use.candidates(rows, device, use.num_candidates)
         timed = measure(use, rows, configs, weights, device)
         assert {item.config for item in timed} == set(configs)
         assert all(0.5 < item.microseconds < 1000 for item in timed)
-        entry = tuner.measure(key)
-        linear_configs.use({key: entry}, device)
-        found = config_for(rows, use.N, use.K, activation is not None, device)
-        assert fields_of(found, KINDS) == entry
+        entry = tuner.measure(name)
+        assert entry is not None
+        use_entries({name: entry}, device)
+        assert use.table.fields_of(use.present(rows, device)) == entry
         assert tuner.prepare(rows, again=False) == []
-    before = dict(linear_configs.table_of(device))
-    linear_configs.forget_tables()
-    assert linear_configs.table_of(device) == before
+        if number is not None:
+            assert any(isinstance(config, GroupedGemvConfig) for config in configs) == (rows <= 16)
+    before = dict(use.table.of(device))
+    config_tables.forget_tables()
+    assert use.table.of(device) == before
