@@ -79,7 +79,7 @@ def default_config(T: int, product: GroupedProduct, device: torch.device) -> Gro
     multiprocessors = num_multiprocessors(device)
     if T <= MOST_GEMV_ROWS:
         is_small = triton.cdiv(outputs, 32) < 2 * multiprocessors
-        return GroupedGemvConfig(32, split=8 if is_small else 4, warps=4, stages=3, release="never")
+        return GroupedGemvConfig(32, split=8 if is_small else 4, warps=4, stages=3, release="never", prefetch=False)
     if T > MOST_ROWS and N * K <= LARGEST_COPY:
         return None
     block_t = min(max(16, rows_bucket(T) or MOST_ROWS), 64 if is_gated else 128)  # gates and ups take registers twice

@@ -34,10 +34,16 @@ AT_ONCE = 8
 """Of any so many neighbours in the list, each kernel has its share."""
 GEMMS = {1: 1, 8: 3, MAX_ROWS: 5}
 """Of those, how many are ``GroupedGemmConfig``, by the bucket of rows; for more rows, all."""
-GEMV_ENDS = ({"release": "never", "prefetch": False}, {"release": "early"}, {"release": "early", "prefetch": False})
+NEVER, PREFETCHED, EARLY, LATE = (
+    {"release": "never", "prefetch": False},
+    {"release": "early", "prefetch": True},
+    {"release": "early", "prefetch": False},
+    {"release": "late", "prefetch": False},
+)
+"""When the next kernel may start, and whether a tile is prefetched."""
+ONE_ROW_ENDS, FEW_ROWS_ENDS = (NEVER, PREFETCHED, EARLY, LATE), (NEVER, EARLY, PREFETCHED, LATE)
 GEMM_ENDS = ({"release": "late"}, {"release": "early"})
-"""When the next kernel may start, the likeliest first; and whether a tile is prefetched."""
-
+"""The likeliest first."""
 TILES_PER_END = 3
 
 GroupedKernel = GroupedGemvConfig | GroupedGemmConfig
@@ -57,7 +63,7 @@ def ranked(product: GroupedProduct, rows: int, gpu: Gpu) -> list[GroupedKernel]:
     gemms = _with_ends(_best_of_tiles(_gemms(product, rows, gpu)), GEMM_ENDS)
     if rows > MAX_ROWS:
         return gemms
-    gemvs = _with_ends(_best_of_tiles(_gemvs(product, rows, gpu)), GEMV_ENDS)
+    gemvs = _with_ends(_best_of_tiles(_gemvs(product, rows, gpu)), ONE_ROW_ENDS if rows == 1 else FEW_ROWS_ENDS)
     share = GEMMS[rows]
     placed = [(i / (AT_ONCE - share), config) for i, config in enumerate(gemvs)]
     placed += [(i / share, config) for i, config in enumerate(gemms)]
@@ -84,18 +90,20 @@ def _with_ends(configs: Sequence[GroupedKernel], ends: Sequence[dict[str, Any]])
 
 
 def _gemvs(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
-    """Tiles whose words and rows fit into shared memory, and sums into registers."""
+    """Tiles whose words and rows fit into shared memory, beside a norm of one row, and sums into registers."""
     weights, chunk = 2 if product.is_gated else 1, chunk_of(product.number)
     block_t = 8 if rows <= 8 else MAX_ROWS
     most_shared = min(MOST_SHARED, gpu.shared_bytes - SHARED_BY_COMPILER)
     is_wide = product.outputs >= 64 * MANY_TILES * gpu.multiprocessors
     for block_n, (split, warps) in itertools.product((16, 32, 64) if is_wide else (16, 32), PARTS):
-        chunk_bytes = split * (weights * block_n * WORDS + block_t * chunk) * 2
+        row_bytes = split * block_t * chunk * 2
+        chunk_bytes = split * weights * block_n * WORDS * 2 + row_bytes
+        norm_bytes = row_bytes if rows == 1 else 0
         sums = weights * split * block_n * block_t
         if _registers(product, sums) > MOST_SUMS * 32 * warps:
             continue
         for stages in range(2, 6):
-            if stages * chunk_bytes > most_shared:
+            if (stages - 1) * (chunk_bytes + norm_bytes) > most_shared:
                 continue
             programs, chunks = triton.cdiv(product.outputs, block_n), triton.cdiv(product.chunks, split)
             loop = Loop(programs, chunks, chunk_bytes, stages, warps, sums)
@@ -112,12 +120,13 @@ def _gemms(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
         tiles = triton.cdiv(product.outputs, block_n) * triton.cdiv(rows, block_t)
         most_splits = MOST_SPLITS if tiles <= MAX_TILES else 1
         splits = max(1, min(programs * gpu.multiprocessors // tiles, product.chunks // LEAST_CHUNKS, most_splits))
-        chunk_bytes = (weights * block_n * WORDS + block_t * chunk) * 2
+        row_bytes = block_t * chunk * 2
+        chunk_bytes = weights * block_n * WORDS * 2 + row_bytes
         sums = weights * block_n * block_t
         if (block_n == 64 and warps == 8) or _registers(product, sums) > MOST_SUMS * 32 * warps:
             continue
-        for stages in range(3, 6):
-            if stages * chunk_bytes > most_shared:
+        for stages in range(2, 6):
+            if (stages - 1) * chunk_bytes + row_bytes > most_shared:
                 continue
             loop = Loop(tiles * splits, triton.cdiv(product.chunks, splits), chunk_bytes, stages, warps, sums)
             taken = loop_microseconds(_num_bytes(product, rows), loop, splits > 1, gpu)
