@@ -124,6 +124,10 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         gated = functools.partial(ops.grouped_linear, x, weight, None, norm, 1e-6, None, "silu")
         yield f"grouped_linear {number} {T} gated", gated
         yield f"invariant grouped_linear {number} {T}", functools.partial(_invariantly, plain)
+    for number in ("int4", "uint4"):  # sizes that can be streamed
+        weight, x, norm = _groups(make, number, 416, 1024, 128), make.floats(1, 1024, dtype=dtype), make.floats(1024)
+        streamed = functools.partial(ops.grouped_linear, x, weight, None, norm.to(dtype), 1e-6, None, "silu")
+        yield f"grouped_linear {number} streamed", streamed
     eights = [ScaledValues(make.floats(208, 256).to(kind), make.floats(208, 1), 256) for kind in EIGHT_BITS]
     for scaled, T in itertools.product(eights, (1, 40, 90)):
         x, norm, residual = make.floats(T, 256, dtype=dtype), make.floats(256, dtype=dtype), make.floats(T, 208)
@@ -142,9 +146,9 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield f"grouped_moe {T}", functools.partial(ops.grouped_moe, x, ids, make.floats(T, 3), experts)
 
 
-def _groups(make: Maker, number: Number, N: int, K: int) -> PackedGroups:
+def _groups(make: Maker, number: Number, N: int, K: int, group: int = 64) -> PackedGroups:
     codes = torch.randint(0, 16, (N, K), dtype=torch.uint8, device=make.device)
-    count = K // 64
+    count = K // group
     zeros = make.floats(N, count) if number == "uint4" else None
     minima = make.floats(N, count) if number == "int8" else None
     return PackedGroups.pack(number, codes, make.floats(N, count).bfloat16().float(), zeros, minima_NG=minima)

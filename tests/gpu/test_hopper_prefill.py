@@ -70,7 +70,7 @@ class Batch:
 
 @pytest.fixture(autouse=True)
 def _on_hopper() -> None:
-    from octavo.ops.triton.attention import has_gluon
+    from octavo.ops.triton.launch import has_gluon
 
     if not has_gluon(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("needs Hopper, and the version of Triton that the kernel is for")

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
-import triton
 from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
 from octavo.ops.triton.decode_attention import attend_single_rows, decode_attention
-from octavo.ops.triton.launch import HOPPER, declines_floats, is_invariant
+from octavo.ops.triton.launch import declines_floats, has_gluon, is_invariant
 from octavo.ops.triton.prefill_attention import prefill_attention
 from octavo.ops.triton.rotate_store import rotate_store
 
-GLUON_VERSION = "3.6."
-"""Triton version that the kernels in Gluon, whose interface is not stable, were tested with."""
 GLUON_ROWS = 1024
 """From this number of rows on, a kernel with larger, and fewer, tiles is faster."""
 
@@ -62,10 +57,3 @@ def attention_triton(
         out=out_TNH,
     )
     return out_TNH.view(len(q_TNH), -1)
-
-
-@functools.cache
-def has_gluon(device: torch.device) -> bool:
-    """Whether kernels in Gluon run here."""
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
-    return is_hopper and triton.__version__.startswith(GLUON_VERSION)

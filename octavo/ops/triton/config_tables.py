@@ -32,6 +32,7 @@ MEASURED_SOURCES = (
     "gemv.py",
     "skinny_gemm.py",
     "grouped_gemv.py",
+    "streamed_gemv.py",
     "grouped_gemm.py",
     "grouped_numbers.py",
     "grouped_dense.py",

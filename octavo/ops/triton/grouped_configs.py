@@ -12,10 +12,13 @@ from octavo.ops.triton.config_tables import ConfigTable
 from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
 from octavo.ops.triton.launch import num_multiprocessors, shared_bytes
+from octavo.ops.triton.streamed_configs import StreamedConfig, streamed_configs
 
-GroupedConfig = GroupedGemvConfig | GroupedGemmConfig | None
+GroupedConfig = StreamedConfig | GroupedGemvConfig | GroupedGemmConfig | None
 """``None`` makes the weight dense for cuBLAS."""
-TABLE = ConfigTable("grouped_linear", {"gemv": GroupedGemvConfig, "gemm": GroupedGemmConfig})
+TABLE = ConfigTable(
+    "grouped_linear", {"streamed": StreamedConfig, "gemv": GroupedGemvConfig, "gemm": GroupedGemmConfig}
+)
 ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 MOST_ROWS = 256
 """Beyond these a dense copy is worth its bytes, which are written and read once."""
@@ -45,6 +48,10 @@ class GroupedProduct(NamedTuple):
     def chunks(self) -> int:
         """Of columns, that lie together in the weight."""
         return -(-self.K // chunk_of(self.number))
+
+    def streamed(self, device: torch.device) -> list[StreamedConfig]:
+        """Configurations of the kernel for one row, see ``streamed_configs``."""
+        return streamed_configs(self.number, self.groups, self.K, self.outputs, self.is_gated, device)
 
 
 def config_for(T: int, packed: PackedGroups, is_gated: bool, device: torch.device) -> GroupedConfig:
@@ -77,9 +84,10 @@ def default_config(T: int, product: GroupedProduct, device: torch.device) -> Gro
     number, _, N, K, is_gated = product
     outputs, chunks = product.outputs, product.chunks
     multiprocessors = num_multiprocessors(device)
+    if T == 1 and (streamed := product.streamed(device)):
+        return streamed[0]
     if T <= MOST_GEMV_ROWS:
-        is_small = triton.cdiv(outputs, 32) < 2 * multiprocessors
-        return GroupedGemvConfig(32, split=8 if is_small else 4, warps=4, stages=3, release="never", prefetch=False)
+        return gemv_config(outputs, multiprocessors)
     if T > MOST_ROWS and N * K <= LARGEST_COPY:
         return None
     block_t = min(max(16, rows_bucket(T) or MOST_ROWS), 64 if is_gated else 128)  # gates and ups take registers twice
@@ -90,6 +98,12 @@ def default_config(T: int, product: GroupedProduct, device: torch.device) -> Gro
     stage = (block_n * (2 if is_gated else 1) * WORDS + block_t * chunk_of(number)) * 2
     stages = max(2, min(4, shared_bytes(device) // stage))
     return GroupedGemmConfig(block_n, block_t, warps, stages, splits)
+
+
+def gemv_config(outputs: int, multiprocessors: int) -> GroupedGemvConfig:
+    """The default for a few rows, which takes every weight."""
+    is_small = triton.cdiv(outputs, 32) < 2 * multiprocessors
+    return GroupedGemvConfig(32, split=8 if is_small else 4, warps=4, stages=3, release="never", prefetch=False)
 
 
 def invariant_config(T: int, packed: PackedGroups, is_gated: bool) -> tuple[GroupedGemmConfig, bool]:

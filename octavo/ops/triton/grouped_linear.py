@@ -10,14 +10,15 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups, grouped_linear
 from octavo.ops.linear import Activation
-from octavo.ops.triton.grouped_configs import GroupedConfig, config_for, invariant_config
+from octavo.ops.triton.grouped_configs import GroupedConfig, config_for, gemv_config, invariant_config
 from octavo.ops.triton.grouped_dense import dense
 from octavo.ops.triton.grouped_gemm import grouped_gemm
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig, grouped_gemv
-from octavo.ops.triton.launch import is_invariant
+from octavo.ops.triton.launch import is_invariant, num_multiprocessors
 from octavo.ops.triton.linear import cublas_linear
 from octavo.ops.triton.product_calls import note_call
 from octavo.ops.triton.rms_norm import rms_norm_triton
+from octavo.ops.triton.streamed_configs import StreamedConfig, takes
 
 FLOATS = (torch.bfloat16, torch.float16)
 
@@ -69,13 +70,20 @@ def run_grouped(
     """``ops.grouped_linear`` in this configuration."""
     x_TK = x_TK.contiguous()
     residual_TN = None if residual_TN is None else residual_TN.contiguous()
-    is_few = isinstance(config, GroupedGemvConfig)
+    if isinstance(config, StreamedConfig) and not takes(x_TK, packed):
+        outputs = packed.shape[0] // (1 if activation is None else 2)
+        config = gemv_config(outputs, num_multiprocessors(x_TK.device))
+    is_few = isinstance(config, StreamedConfig | GroupedGemvConfig)
     # In float16 the product of x and the norm's weight could overflow.
     fuses_norm = is_few and len(x_TK) == 1 and packed.order_K is None and x_TK.dtype == torch.bfloat16
     if norm_K is not None and not fuses_norm:
         x_TK, norm_K = rms_norm_triton(x_TK, norm_K, eps), None
     if packed.order_K is not None:
         x_TK = x_TK.index_select(1, packed.order_K)
+    if isinstance(config, StreamedConfig):
+        from octavo.ops.triton.streamed_gemv import streamed_gemv
+
+        return streamed_gemv(x_TK, packed, bias_N, norm_K, eps, residual_TN, activation, config)
     if isinstance(config, GroupedGemvConfig):
         return grouped_gemv(x_TK, packed, bias_N, norm_K, eps, residual_TN, activation, config)
     if config is not None:

@@ -73,11 +73,14 @@ class GroupedUse(ProductUse):
         return config_of(rows, self.product, device)
 
     def candidates(self, rows: int, device: torch.device, count: int) -> list[GroupedConfig]:
-        """The present configuration, for many rows a dense copy, and those of the least predicted cost."""
+        """The present configuration, for many rows a dense copy, for one what streams, and those of the least predicted
+        cost."""
         found: dict[GroupedConfig, None] = {self.present(rows, device): None}
         if rows >= DENSE_ROWS and self.may_be_dense:
             found[None] = None
         most = len(found) + count
+        if rows == 1:
+            found |= dict.fromkeys(self.product.streamed(device))
         for config in ranked(self.product, rows, gpu_of(device)):
             if len(found) < most:
                 found[config] = None

@@ -48,7 +48,7 @@ REGISTERS = 168
 
 
 def suits(q_TNH: Tensor, heads: HeadLayout, cache: LayerCache) -> bool:
-    """Whether the kernel supports these inputs, provided that Gluon is available (``attention.has_gluon``)."""
+    """Whether the kernel supports these inputs, provided that Gluon is available (``launch.has_gluon``)."""
     K, block_size, H = cache.keys.shape[1:]
     group = heads.num_heads // K
     return (

@@ -36,6 +36,8 @@ from octavo.kernel_compiler import preparation
 T = TypeVar("T")
 
 HOPPER = (9, 0)
+GLUON_VERSION = "3.6."
+"""Triton version that the kernels in Gluon, whose interface is not stable, were tested with."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _pdl = ContextVar("pdl", default=False)
@@ -185,6 +187,13 @@ def shared_bytes(device: torch.device) -> int:
         return 99 * 1024
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+@functools.cache
+def has_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon run here."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
+    return is_hopper and triton.__version__.startswith(GLUON_VERSION)
 
 
 def has_assembly(device: torch.device) -> bool:
