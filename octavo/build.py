@@ -49,7 +49,7 @@ from octavo.quant.stored import WeightFormat, dtype_name
 from octavo.runtime import memory
 from octavo.runtime.acceptance import Verify, rule
 from octavo.runtime.drafter import Drafter
-from octavo.runtime.forward import make_forward
+from octavo.runtime.forward import make_forward, make_logits
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.peer_memory import device_collective, visible_gpus
@@ -356,7 +356,8 @@ def make_executor(
     if storage.device.type == "cpu":
         forward = make_forward(model, storage.layers, storage.device, settings.enforce_eager)
         parts = pooling, adapters, part_of_vocabulary(vocab_size, collective), drafter, verify
-        return HostExecutor(model, storage, vocab_size, most, forward, *parts)
+        logits = make_logits(model, storage.device, settings.enforce_eager)
+        return HostExecutor(model, storage, vocab_size, most, forward, *parts, logits)
     vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False)
     kinds = settings.batch_invariant, settings.enforce_eager
     return StreamExecutor(model, storage, vocab_size, most, *kinds, pooling, adapters, vocabulary, drafter, verify)

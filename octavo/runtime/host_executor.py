@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,10 +23,9 @@ from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.replies import Done, Failed
 from octavo.runtime.sampling_state import SamplingState
-from octavo.runtime.step_program import Forward, RowReader, StepProgram
-from octavo.runtime.step_views import batch_indices, view_host_step
+from octavo.runtime.step_program import Forward, Logits, RowReader, StepProgram
+from octavo.runtime.step_views import StepBuffers, batch_indices
 from octavo.runtime.vocabulary import WHOLE, Vocabulary
-from octavo.steps.layout import layout
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
     Compile,
@@ -65,9 +62,10 @@ class HostExecutor:
         vocabulary: Vocabulary = WHOLE,
         drafter: Drafter | None = None,
         verify: Verify | None = None,
+        logits: Logits | None = None,
     ) -> None:
-        """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers; it is used for steps
-        without adapters."""
+        """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers, used for steps without
+        adapters, and ``logits`` one of ``model.logits``."""
         device = storage.device
         max_len = limits.max_blocks * storage.block_size
         self._state = SamplingState(
@@ -83,10 +81,11 @@ class HostExecutor:
         self._forward = forward
         self._model, self._layers = model, storage.layers
         self._program = StepProgram(
-            model, self._compute, self._state, None if adapters is None else adapters.rows, drafter, verify
+            model, self._compute, self._state, None if adapters is None else adapters.rows, drafter, verify, logits
         )
         self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
         self._copies = HostBlockCopies(storage)
+        self._buffers = StepBuffers(storage.num_groups)
         self._num_groups, self._block_size = storage.num_groups, storage.block_size
 
     def send(self, message: Message) -> Reply[Any]:
@@ -119,11 +118,8 @@ class HostExecutor:
 
     def _run(self, message: Step) -> StepResult:
         self._state.update(message.histories, message.lists)
-        is_complete = not message.num_seqs or _token_ids(message, self._num_groups).min() >= 0
-        step = view_host_step(
-            message.inputs if is_complete else bytearray(message.inputs), message.shape, self._num_groups
-        )
-        if not is_complete:
+        step, token_ids_T = self._buffers.filled(message)
+        if message.num_seqs and token_ids_T.min() < 0:
             self._state.stage(step, self._block_size)
         computed = self._program(step, message.shape, message)
         if computed.tokens_R is not None:
@@ -150,7 +146,3 @@ def change_adapters(adapters: Adapters | None, message: LoadAdapter | UnloadAdap
         return Failed(error)
     return Done(None)
 
-
-def _token_ids(message: Step, num_groups: int) -> npt.NDArray[np.int64]:
-    fields, _ = layout(message.shape, num_groups)
-    return np.frombuffer(message.inputs, dtype=np.int64)[fields["token_ids"].first : fields["token_ids"].end]

@@ -115,6 +115,37 @@ class RecordedForward:
         return x_TD
 
 
+class RecordedCall:
+    """A function of one tensor, replayed while it is called with the same memory: decode steps of as many sequences.
+
+    Only the last recording is kept, with its result, which is valid until the next call.
+    """
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        self._compute = compute
+        self._arena = Arena()
+        self._memory: tuple[int, torch.Size, tuple[int, ...]] | None = None
+        self._made: tuple[Recording, Tensor] | None = None
+        self._is_recordable = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What ``compute`` returns. It is recorded at the second call in a row with this memory."""
+        if not self._is_recordable or is_wrapped():
+            return self._compute(x)
+        memory = x.data_ptr(), x.shape, x.stride()
+        if memory != self._memory:
+            self._memory, self._made = memory, None
+            return self._compute(x)
+        if self._made is not None:
+            self._made[0].repeat()
+            return self._made[1]
+        with recording(self._arena) as made:
+            result = self._compute(x)
+        self._is_recordable = not made.foreign
+        self._made = (made, result) if self._is_recordable else None
+        return result
+
+
 def _form(rows: PagedRows, T: int) -> _Form:
     S, width = rows.groups[0].block_tables_SB.shape
     width = max(LEAST_TABLE, _at_least(width))

@@ -30,6 +30,9 @@ Forward = Callable[[Tensor, Tensor, PagedRows], Tensor]
 """The last layer's output for token ids [T] at positions [T], valid until the next call: [T, D], or [R, D] if the rows
 have logits indices."""
 
+Logits = Callable[[Tensor], Tensor]
+"""See ``CausalLM.logits``; the result is valid until the next call."""
+
 LOGPROB_ROWS = 128
 """Prompt positions whose logits are in memory at once."""
 
@@ -59,8 +62,11 @@ class StepProgram:
         adapter_rows: AdapterRows | None = None,
         drafter: Drafter | None = None,
         verify: Verify | None = None,
+        logits: Logits | None = None,
     ) -> None:
+        """``logits``: a faster equivalent of ``model.logits``."""
         self.model = model
+        self._logits = logits or model.logits
         self.state = state
         self._forward = forward
         self._adapter_rows = adapter_rows
@@ -87,7 +93,7 @@ class StepProgram:
         if message is not None and not message.is_sampled and draft is None:
             return Computed(None, None, None, x_TD)
         x_RD = x_TD if indices_R is rows.logits_indices_R else x_TD[indices_R]
-        logits_RV = self.model.logits(x_RD)
+        logits_RV = self._logits(x_RD)
         adjusted_RV = logits_RV
         if extras is not None:
             adjusted_RV = self.state.adjust(logits_RV, step, extras, () if message is None else message.masks)

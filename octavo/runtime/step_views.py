@@ -5,9 +5,11 @@ Shapes: T rows, S sequences, R sampled rows, G groups, B entries of the widest b
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from octavo.steps.layout import layout
 from octavo.steps.messages import Step
 from octavo.steps.shapes import StepShape
 
+MOST_BUFFERS = 16
 TYPES: dict[str, torch.dtype] = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 
 
@@ -96,6 +99,29 @@ def view_host_step(inputs: bytearray, shape: StepShape, num_groups: int) -> Step
     tables = torch.from_numpy(by_type["int32"][tables_at // 4 : tables_at // 4 + num_groups * S * width])
     slots_GT, tables_GSB = at["slot_mapping"].view(num_groups, T), tables.view(num_groups, S, width)
     return _step_tensors(at, shape, slots_GT, tables_GSB, tables)
+
+
+class StepBuffers:
+    """Copies of steps in host memory, one for each form: views take longer to make than to fill."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._made: dict[tuple[StepShape, int], tuple[bytearray, StepTensors, npt.NDArray[np.int64]]] = {}
+
+    def filled(self, message: Step) -> tuple[StepTensors, npt.NDArray[np.int64]]:
+        """The tensors of a step, valid until the next one, and its token ids [T], which are among them."""
+        shape, at = message.shape, 4 * layout(message.shape, self._num_groups)[0]["width"].first
+        form = shape, int.from_bytes(message.inputs[at : at + 4], sys.byteorder)
+        made = self._made.get(form)
+        if made is None:
+            if len(self._made) == MOST_BUFFERS:
+                del self._made[next(iter(self._made))]
+            buffer = bytearray(message.inputs)
+            step = view_host_step(buffer, shape, self._num_groups)
+            made = self._made[form] = buffer, step, step.token_ids_T.numpy()
+        else:
+            made[0][:] = message.inputs
+        return made[1:]
 
 
 def view_step(buffer: Tensor, shape: StepShape, tables_GSB: Tensor) -> StepTensors:
