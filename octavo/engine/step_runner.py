@@ -83,13 +83,17 @@ class StepRunner:
 
     def submit(self, plan: Plan) -> PendingStep:
         """Accept a plan, and send it if possible; never wait for the device."""
+        self._num_unfinished += 1
+        if not self.executor.runs_ahead:
+            pending = PendingStep(self, plan, waits_for_host=True)
+            self._waiting.append(pending)
+            return pending
         of_seq = self.encoder.batch.of_plan(plan)
         pending = PendingStep(self, plan, self.encoder.waits_for_host(plan, of_seq))
-        self._num_unfinished += 1
-        if self.executor.runs_ahead and not pending.waits_for_host and not self._waiting:
-            self._send_step(pending, of_seq=of_seq)
-        else:
+        if pending.waits_for_host or self._waiting:
             self._waiting.append(pending)
+        else:
+            self._send_step(pending, of_seq=of_seq)
         return pending
 
     def finish(self, pending: PendingStep, masks: Masks) -> list[Sampled]:

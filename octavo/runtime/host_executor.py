@@ -145,4 +145,3 @@ def change_adapters(adapters: Adapters | None, message: LoadAdapter | UnloadAdap
     except CheckpointError as error:
         return Failed(error)
     return Done(None)
-

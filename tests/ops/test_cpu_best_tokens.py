@@ -1,12 +1,14 @@
-"""Places and values of the largest numbers as numpy finds them, over blocks of any number of threads."""
+"""The first largest numbers as numpy finds them, over blocks of any number of threads, and error codes."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from octavo.ops.cpu import threads
 from octavo.ops.cpu.best_tokens import BLOCK, best_tokens
+from octavo.ops.sample import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN
 from tests.ops.cpu_cases import needs_float_kernels
 
 pytestmark = needs_float_kernels
@@ -25,10 +27,8 @@ def test_first_largest_numbers(num_threads: int, width: int, monkeypatch: pytest
     x_RV[3] = 0.0
     x_RV[3, 0] = -0.0  # equal to those behind it
     x_RV[4, -1], x_RV[5, width // 3], x_RV[6, -1] = np.nan, np.inf, -np.inf
-    x_RV[7] = np.finfo(np.float32).min
-    found = best_tokens(x_RV)
-    finite = np.isfinite(x_RV).all(-1)
-    assert found.finite_R.tolist() == finite.tolist()
-    assert found.places_R[finite].tolist() == x_RV[finite].argmax(-1).tolist()
-    assert found.values_R[finite].tolist() == x_RV[finite].max(-1).tolist()
+    x_RV[7] = BANNED
+    x_RV[8, width // 2] = OVERFLOWN
+    expected = [*x_RV[:4].argmax(-1).tolist(), NOT_FINITE, NOT_FINITE, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE]
+    assert best_tokens(torch.from_numpy(x_RV)).tolist() == expected
     threads.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The first of the largest numbers of each row, and whether all of the row are finite: what greedy sampling needs.
+"""Greedy sampling: the first of the largest numbers of each row, or why there is none.
 
 Rows are divided into blocks among threads. Bits of float32 are compared as integers, which vectors can do: those of
 negative numbers with all bits but the sign flipped sort like the numbers.
@@ -7,34 +7,25 @@ negative numbers with all bits but the sign flipped sort like the numbers.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver, compiled_task, inlined
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, float_bits, keep, read, view
 from octavo.ops.cpu.threads import run
+from octavo.ops.sample import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN
 
 BLOCK = 4096
 """Less than a microsecond of work."""
 INFINITY = 0x7F800000
 ALL_BUT_SIGN = 0x7FFFFFFF
-ARGUMENTS = fields(task=int, x=int, places=int, values=int, finite=int, largest=int, R=int, V=int, B=int)
+ARGUMENTS = fields(task=int, x=int, tokens=int, largest=int, R=int, V=int, B=int)
 """``largest`` int32 [R, B, 2] is set by the driver: the largest number of each block and the largest without signs."""
-
-
-class Best(NamedTuple):
-    """Of each row: the first place of its largest number, that number, and 1 if all numbers are finite, else 0.
-
-    Rows that are not finite have an unspecified place and number.
-    """
-
-    places_R: npt.NDArray[np.int64]
-    values_R: npt.NDArray[np.float32]
-    finite_R: npt.NDArray[np.int64]
 
 
 @functools.cache
@@ -70,8 +61,7 @@ def _driver() -> int:
         largest = np.empty((a.R, a.B, 2), np.int32)
         a.largest = largest.ctypes.data
         run(pool, a.task, arguments, a.R * a.B, 1)
-        places, values = view(a.places, a.R, np.int64), view(a.values, a.R, np.float32)
-        finite = view(a.finite, a.R, np.int64)
+        tokens = view(a.tokens, a.R, np.int32)
         for r in range(a.R):
             block, widest = 0, np.int32(0)
             for b in range(a.B):
@@ -82,21 +72,34 @@ def _driver() -> int:
             x = view(a.x + 4 * r * a.V, a.V, np.float32)
             while place < a.V - 1 and x[place] != best:
                 place += 1
-            places[r], values[r], finite[r] = place, best, widest < INFINITY
+            if widest >= INFINITY:
+                place = NOT_FINITE
+            elif best == BANNED:
+                place = NOTHING_LEFT
+            elif best == OVERFLOWN:
+                place = OUT_OF_RANGE
+            tokens[r] = place
         keep(largest)
         return 0
 
     return compiled_driver(drive)
 
 
-def best_tokens(x_RV: npt.NDArray[np.float32]) -> Best:
-    """See ``Best``; rows must have at least one number."""
+def best_tokens(x_RV: Tensor) -> Tensor:
+    """int32 [R]: the place of the first largest number of each row of float32 ``x``, or an error code as of
+    ``ops.sample``; rows must have at least one number."""
     if missing(FLOAT_FEATURES) is not None:
-        places_R = x_RV.argmax(axis=1)
-        return Best(places_R, x_RV.max(axis=1), np.array(np.isfinite(x_RV).all(axis=1), np.int64))
-    x_RV, (R, V) = np.ascontiguousarray(x_RV), x_RV.shape
-    found = Best(np.empty(R, np.int64), np.empty(R, np.float32), np.empty(R, np.int64))
-    arguments = np.empty(1, ARGUMENTS)
-    arguments[0] = (_task(), x_RV.ctypes.data, *(x.ctypes.data for x in found), 0, R, V, 0)
+        return _plain_best_tokens(x_RV)
+    x_RV, (R, V) = x_RV.contiguous(), x_RV.shape
+    tokens_R, arguments = torch.empty(R, dtype=torch.int32), np.empty(1, ARGUMENTS)
+    arguments[0] = _task(), x_RV.data_ptr(), tokens_R.data_ptr(), 0, R, V, 0
     call(_driver(), arguments)
-    return found
+    return tokens_R
+
+
+def _plain_best_tokens(x_RV: Tensor) -> Tensor:
+    best_R, places_R = x_RV.amax(dim=1), torch.from_numpy(x_RV.numpy().argmax(axis=1)).int()
+    places_R[best_R == BANNED] = NOTHING_LEFT
+    places_R[best_R == OVERFLOWN] = OUT_OF_RANGE
+    places_R[~x_RV.isfinite().all(dim=1)] = NOT_FINITE
+    return places_R

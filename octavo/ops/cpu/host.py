@@ -28,6 +28,7 @@ def cpu_features() -> frozenset[str]:
     return frozenset(name for name, there in llvmlite.binding.get_host_cpu_features().items() if there)
 
 
+@functools.cache
 def missing(features: tuple[str, ...]) -> str | None:
     """Why code that needs ``features`` cannot run here; ``None`` if it can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":

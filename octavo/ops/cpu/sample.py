@@ -39,28 +39,30 @@ MOST_THREADS = 8
 def sample_by_row(logits_RV: Tensor, params: SampleParams, token_ids_V: Tensor | None = None) -> Tensor:
     """See ``ops.sample``."""
     logits_RV = logits_RV.float()
-    best = best_tokens(logits_RV.numpy())
-    tokens: list[int] = best.places_R.tolist()
-    for r, (value, is_finite) in enumerate(zip(best.values_R.tolist(), best.finite_R.tolist(), strict=True)):
-        if not is_finite:
-            tokens[r] = NOT_FINITE
-        elif value in (BANNED, OVERFLOWN):
-            tokens[r] = NOTHING_LEFT if value == BANNED else OUT_OF_RANGE
+    tokens_R = best_tokens(logits_RV)
     temperatures = params.temperature.tolist()
     if max(temperatures, default=0.0) >= GREEDY_BELOW:
-        hashes_V = _hashes(logits_RV.shape[1]) if token_ids_V is None else hashes_of(token_ids_V)
-        columns = list(zip(*(column.tolist() for column in params), strict=True))
-        drawn = [r for r, t in enumerate(temperatures) if t >= GREEDY_BELOW and tokens[r] != NOT_FINITE]
-
-        @torch.inference_mode()
-        def draw(r: int) -> int:
-            return _draw(logits_RV[r], hashes_V, *columns[r])
-
-        for r, token in zip(drawn, _for_each(draw, drawn), strict=True):
-            tokens[r] = token
+        _draw_rows(logits_RV, params, temperatures, tokens_R, token_ids_V)
     if token_ids_V is not None:
-        tokens = [int(token_ids_V[token]) if token >= 0 else token for token in tokens]
-    return torch.tensor(tokens, dtype=torch.int32)
+        tokens_R = torch.where(tokens_R >= 0, token_ids_V[tokens_R.clamp(min=0)].int(), tokens_R)
+    return tokens_R
+
+
+def _draw_rows(
+    logits_RV: Tensor, params: SampleParams, temperatures: list[float], tokens_R: Tensor, token_ids_V: Tensor | None
+) -> None:
+    """Replace the tokens of rows that are not greedy and whose logits are finite."""
+    hashes_V = _hashes(logits_RV.shape[1]) if token_ids_V is None else hashes_of(token_ids_V)
+    columns = list(zip(*(column.tolist() for column in params), strict=True))
+    best = tokens_R.tolist()
+    drawn = [r for r, t in enumerate(temperatures) if t >= GREEDY_BELOW and best[r] != NOT_FINITE]
+
+    @torch.inference_mode()
+    def draw(r: int) -> int:
+        return _draw(logits_RV[r], hashes_V, *columns[r])
+
+    for r, token in zip(drawn, _for_each(draw, drawn), strict=True):
+        tokens_R[r] = token
 
 
 def _for_each(draw: Callable[[int], int], rows: list[int]) -> Iterable[int]:
