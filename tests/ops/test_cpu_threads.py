@@ -53,7 +53,7 @@ class Counter:
         threads.run(pool, self.task, self.arguments.ctypes.data, len(self.counts), chunk)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("num_threads", [1, 2, 5, 32])
 def test_every_item_is_computed_once(num_threads: int) -> None:
     threads.set_num_threads(num_threads)
     pool = threads.pool_address()

@@ -27,10 +27,11 @@ from octavo.runtime.block_copies import HostBlockCopies
 from octavo.runtime.forward import make_forward
 from octavo.runtime.group_memory import EVEN_SHARES, GroupMemory
 from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
-from octavo.runtime.step_views import view_host_step, view_step
+from octavo.runtime.step_views import StepBuffers, view_host_step, view_step
 from octavo.sampling_params import SamplingParams
 from octavo.steps.layout import StepArrays, num_bytes
 from octavo.steps.limits import StepLimits
+from octavo.steps.messages import Step
 from octavo.steps.shapes import StepShape
 from octavo.types import Request
 from tests.ops.cpu_cases import needs_float_kernels
@@ -163,6 +164,28 @@ def test_a_step_is_packed_and_read_group_by_group() -> None:
     for group, table in zip(on_host.rows.groups, tables, strict=True):
         assert group.block_tables_SB[:2].equal(table)
     assert on_device.rows.groups[1].block_tables_SB.data_ptr() == tables_GSB[1].data_ptr()
+
+
+def test_steps_of_one_form_share_a_buffer() -> None:
+    shape, buffers = StepShape(1, 1, 1), StepBuffers(1)
+
+    def filled(token: int, table: list[int]) -> tuple[int, list[int], int]:
+        message = bytearray(num_bytes(shape, len(table), 1))
+        arrays = StepArrays(message, shape, len(table), 1)
+        arrays.fill("token_ids", [token], 0)
+        arrays.fill_group(0, np.array([7]), np.array([table], np.int32))
+        arrays.finish()
+        step, token_ids_T = buffers.filled(Step(shape, False, 1, 1, message))
+        assert step.token_ids_T.tolist() == token_ids_T.tolist()
+        group = step.rows.groups[0]
+        return int(step.token_ids_T), group.block_tables_SB.tolist()[0], group.slot_mapping_T.data_ptr()
+
+    found = [filled(5, [1, 2]), filled(6, [3, 4]), filled(7, [5, 6, 7]), filled(8, [8, 9])]  # of as many bytes all
+    assert [entry[:2] for entry in found] == [(5, [1, 2]), (6, [3, 4]), (7, [5, 6, 7]), (8, [8, 9])]
+    assert found[0][2] == found[1][2] == found[3][2] != found[2][2]
+    for width in range(3, 40):
+        filled(1, [0] * width)
+    assert filled(9, [1, 2])[:2] == (9, [1, 2])
 
 
 def test_each_layer_has_its_place_in_the_pool_of_its_group(loaded: Loaded) -> None:

@@ -19,7 +19,7 @@ from octavo.quant.stored import WeightFormat
 from octavo.runtime import recorded_forward
 from octavo.runtime.forward import make_forward
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.recorded_forward import RecordedForward
+from octavo.runtime.recorded_forward import RecordedCall, RecordedForward
 from tests.models.checkpoints import FolderSource, make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 
@@ -165,3 +165,27 @@ def test_a_step_that_fails_leaves_the_recording_usable(pair: Pair) -> None:
     with torch.inference_mode(), pytest.raises(IndexError, match="from 0 to 96"):
         pair.recorded(*bad)
     pair.compare(decode_batch([7], 3))
+
+
+def test_logits_are_repeated_on_the_same_memory(pair: Pair) -> None:
+    logits = RecordedCall(pair.model.logits)
+    places, others = torch.empty(3, pair.model.config.hidden_size), torch.empty(2, pair.model.config.hidden_size)  # type: ignore[attr-defined]
+    found = list[Tensor]()
+    with torch.inference_mode():
+        for turn, x_RD in enumerate([places, places, places, others, places, places, places[:2], places[:2]]):
+            x_RD.normal_(generator=torch.Generator().manual_seed(turn))
+            found.append(logits(x_RD))
+            assert torch.equal(found[-1], pair.model.logits(x_RD))
+    memories = [x_RV.data_ptr() for x_RV in found]
+    assert memories[1] == memories[2]
+    assert logits._made is not None
+
+
+def test_logits_with_other_operations_are_never_recorded(pair: Pair) -> None:
+    logits = RecordedCall(lambda x_RD: pair.model.logits(x_RD).tanh())
+    x_RD = torch.empty(3, pair.model.config.hidden_size)  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        for turn in range(4):
+            x_RD.normal_(generator=torch.Generator().manual_seed(turn))
+            assert torch.equal(logits(x_RD), pair.model.logits(x_RD).tanh())
+    assert logits._made is None
