@@ -3,8 +3,8 @@
 For a few tokens, preparing a layer's kernel calls in Python takes longer than computing them. Steps are therefore
 recorded (``ops.cpu.calls``) over input buffers at fixed addresses, into which each step is copied. The buffers have
 room for more sequences than most steps have; those that are not used have no rows. With many threads this is so for
-longer steps too: they are recorded when two in a row have the same form, as chunks of prompts do. Models that use
-operations other than recordable kernels run without recording.
+longer steps too: they are recorded when two in a row have the same form, as chunks of prompts do. Logits are replayed
+while steps have as many rows. Models that use operations other than recordable kernels run without recording.
 
 Shapes: T tokens of the step, R rows whose logits are needed, S sequences, B entries of the widest block table.
 """
