@@ -8,7 +8,6 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,7 @@ from octavo.server.admission import Admission, ClientRequest
 from octavo.server.durable import reader
 from octavo.server.durable.fingerprint import fingerprint
 from octavo.server.durable.log import Damage, LogFile, LogWriter, log_files
-from octavo.server.durable.records import UNREADABLE, Forgotten, Head, Note, encode
+from octavo.server.durable.records import UNREADABLE, Batch, Forgotten, Head, Note
 from octavo.server.durable.recovery import read_logs
 from octavo.server.durable.requests import DurableRequest, begin_of, head_of
 from octavo.server.engine_client import EngineClient
@@ -38,6 +37,9 @@ MAX_RETAINED_BYTES = 256 << 20
 """Ended requests are forgotten early, oldest first, when they take more memory."""
 REQUEST_BYTES = 1200
 """What an ended request takes in memory besides its prompts and outputs."""
+RECORD_SECONDS = 0.1
+"""How long tokens are collected before they become a record. A crash loses them, and they are computed again: writing
+each step at once would have the writing thread compete with each step's streams for the interpreter."""
 REPAIR_SECONDS = 5.0
 """Interval of attempts to write everything again after a write has failed."""
 LOCK_SECONDS = 0.05
@@ -96,8 +98,10 @@ class Journal:
         self._has_timer = False
         """Whether ``_forget_old`` will be called."""
         self._retained_bytes = 0
-        self._batch: list[Note] = []
-        """Items noted since the last pass of the event loop."""
+        self._batch: Batch | None = None
+        """What was noted since the last record."""
+        self._is_flush_due = False
+        """Whether ``_flush_late`` will be called."""
         self._snapshot_bytes = 0
         self.folder = folder
         self._predecessor = predecessor
@@ -341,15 +345,28 @@ class Journal:
     # --- the log ---
 
     def note(self, note: Note) -> None:
-        """Record ``note``: one record for all items of a pass of the event loop."""
-        if not self._batch:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._batch.append(note)
+        """Record ``note``; see ``RECORD_SECONDS``."""
+        (self._batch or self._begin_batch()).add(note)
+
+    def note_tokens(self, number: int, place: int, index: int, tokens: list[int]) -> None:
+        """Record a plain output of some tokens."""
+        (self._batch or self._begin_batch()).add_tokens(number, place, index, tokens)
+
+    def _begin_batch(self) -> Batch:
+        self._batch = batch = Batch()
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_later(RECORD_SECONDS, self._flush_late)
+        return batch
+
+    def _flush_late(self) -> None:
+        self._is_flush_due = False
+        self._flush()
 
     def _flush(self) -> None:
-        batch, self._batch = self._batch, []
-        if batch:
-            self._writer.append(partial(encode, batch))
+        if self._batch is not None:
+            self._writer.append(self._batch.encode)
+            self._batch = None
         if self._writer.num_bytes > max(ROLL_BYTES, 2 * self._snapshot_bytes):
             self._roll()
 
@@ -360,7 +377,7 @@ class Journal:
 
     def _roll(self, replaced: Sequence[LogFile] = ()) -> None:
         """Begin a new file with what is known now, so that the older ones and ``replaced`` can be deleted."""
-        self._batch = []
+        self._batch = None
         records: list[Callable[[], bytes]] = [request.snapshot() for request in self._requests.values()]
         self._snapshot_bytes = sum(request.size for request in self._requests.values())
         self._writer.roll(records, replaced)
@@ -374,9 +391,9 @@ class Journal:
 
     def close(self) -> None:
         """Write what is pending."""
-        batch, self._batch = self._batch, []
-        if batch:
-            self._writer.append(partial(encode, batch))
+        if self._batch is not None:
+            self._writer.append(self._batch.encode)
+            self._batch = None
         self._writer.close()
 
 

@@ -223,9 +223,9 @@ class LogWriter:
                     logger.error("the journal cannot be written; requests go on without it: %s", error)
             else:
                 self._is_failing = False
-            for done in waiting:
+            if waiting:
                 with contextlib.suppress(RuntimeError):  # the event loop is closed
-                    done.get_loop().call_soon_threadsafe(_finish, done)
+                    waiting[0].get_loop().call_soon_threadsafe(_finish, waiting)
             if is_closing:
                 break
         if self._descriptor >= 0:
@@ -279,6 +279,7 @@ class LogWriter:
         os.fdatasync(self._descriptor)
 
 
-def _finish(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)
+def _finish(waiting: list[asyncio.Future[None]]) -> None:
+    for done in waiting:
+        if not done.done():
+            done.set_result(None)

@@ -146,27 +146,45 @@ _decode_outputs = msgspec.msgpack.Decoder(Outputs).decode
 decode = msgspec.msgpack.Decoder(list[Item]).decode
 
 
+class Batch:
+    """What is noted until it becomes one record; the notes of a request are in their order."""
+
+    __slots__ = ("_notes", "_rows")
+
+    def __init__(self) -> None:
+        self._notes: list[Note | array[int]] = []
+        self._rows: array[int] | None = None
+        """The last of ``_notes``, if it is tokens: the numbers of ``Rows``."""
+
+    def add(self, note: Note) -> None:
+        if isinstance(note, Noted) and note.output.tokens and is_plain(note.output):
+            self.add_tokens(note.number, note.place, note.index, note.output.tokens)
+        else:
+            self._notes.append(note)
+            self._rows = None
+
+    def add_tokens(self, number: int, place: int, index: int, tokens: list[int]) -> None:
+        """Add a plain output of some tokens, which makes no object that stays: this is done for each token."""
+        rows = self._rows
+        if rows is None:
+            rows = self._rows = array("I")
+            self._notes.append(rows)
+        low, high = number & _MAX_UINT32, number >> 32
+        for each in tokens:
+            rows.extend((low, high, place, index, each))
+            place += 1
+
+    def encode(self) -> bytes:
+        """The record, once nothing is added any more; for any thread."""
+        return _encode([Rows(note.tobytes()) if isinstance(note, array) else _item_of(note) for note in self._notes])
+
+
 def encode(notes: Iterable[Note]) -> bytes:
-    """One record of all ``notes``; those of a request are in their order."""
-    items: list[Item] = []
-    rows, numbers = array("I"), set[int]()
-    """Tokens that come after all ``items``, and their requests."""
+    """One record of all ``notes``."""
+    batch = Batch()
     for note in notes:
-        if isinstance(note, Noted):
-            number, tokens = note.number, note.output.tokens
-            if tokens and is_plain(note.output):
-                low, high = number & _MAX_UINT32, number >> 32
-                for place, token in enumerate(tokens, note.place):
-                    rows.extend((low, high, place, note.index, token))
-                numbers.add(number)
-                continue
-            if number in numbers:
-                items.append(Rows(rows.tobytes()))
-                rows, numbers = array("I"), set()
-        items.append(_item_of(note))
-    if rows:
-        items.append(Rows(rows.tobytes()))
-    return _encode(items)
+        batch.add(note)
+    return batch.encode()
 
 
 def encode_request(head: Head, begin: Begin, outputs: Outputs) -> bytes:

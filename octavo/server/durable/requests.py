@@ -31,6 +31,7 @@ from octavo.server.durable.records import (
     encode_ended,
     encode_request,
     extent,
+    is_plain,
     merged,
     pack,
     unpack,
@@ -54,6 +55,7 @@ class Owner(Protocol):
     tokenizer: Tokenizer | None
 
     def note(self, note: Note) -> None: ...
+    def note_tokens(self, number: int, place: int, index: int, tokens: list[int]) -> None: ...
     def ended(self, request: DurableRequest) -> None: ...
     def failed(self, request: DurableRequest) -> None: ...
 
@@ -61,16 +63,34 @@ class Owner(Protocol):
 class _Live:
     """What is kept of a request until it has ended."""
 
-    __slots__ = ("begin", "engine_ids", "outputs", "place", "readers", "unfinished")
+    __slots__ = ("_open", "begin", "engine_ids", "outputs", "place", "readers", "unfinished")
 
     def __init__(self, begin: Begin, num_choices: int) -> None:
         self.begin = begin
         self.outputs: Outputs = []
+        """So far; consecutive plain ones of a choice are joined, as so many objects would keep the collector busy."""
+        self._open: dict[int, Output] = {}
+        """Each choice's last output, if tokens can be added to it."""
         self.place = 0
         """Of the next output in the log."""
         self.unfinished = set(range(num_choices))
         self.engine_ids: dict[int, int] = {}
         self.readers: list[Reader] = []
+
+    def add_tokens(self, index: int, tokens: list[int]) -> None:
+        """Take a plain output of some tokens."""
+        if (output := self._open.get(index)) is not None:
+            output.tokens += tokens
+        else:
+            self._open[index] = output = Output(0, tokens.copy())
+            self.outputs.append((index, output))
+        self.place += len(tokens)
+
+    def add(self, index: int, output: Output) -> None:
+        """Take any other output."""
+        self._open.pop(index, None)
+        self.outputs.append((index, output))
+        self.place += extent(output.tokens)
 
 
 class DurableRequest:
@@ -156,14 +176,19 @@ class DurableRequest:
         if output.finish_reason in ("error", "abort"):
             self.on_error(RequestFailed("The engine could not finish this request; other requests are not affected."))
             return
-        self._owner.note(Noted(self.head.number, live.place, index, output))
-        live.place += extent(output.tokens)
-        live.outputs.append((index, output))
-        if output.finish_reason is not None:
-            live.unfinished.discard(index)
+        tokens, number = output.tokens, self.head.number
+        if tokens and is_plain(output):
+            self._owner.note_tokens(number, live.place, index, tokens)
+            live.add_tokens(index, tokens)
+        else:
+            self._owner.note(Noted(number, live.place, index, output))
+            live.add(index, output)
+            if output.finish_reason is not None:
+                live.unfinished.discard(index)
         for reader in list(live.readers):
             reader.on_output(index, output)
-        self._end_if_finished()
+        if not live.unfinished:
+            self._end_if_finished()
 
     def on_error(self, error: RequestError) -> None:
         """The engine failed a choice; one that it only could not finish now continues after a restart."""
@@ -256,8 +281,7 @@ class DurableRequest:
         if live is None:
             assert self._ended is not None
             return partial(encode_ended, self._ended)
-        live.outputs = merged(live.outputs)
-        return partial(encode_request, self.head, live.begin, list(live.outputs))
+        return partial(encode_request, self.head, live.begin, merged(live.outputs))
 
 
 class _Listener:
