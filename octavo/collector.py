@@ -6,6 +6,9 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+YOUNG_OBJECTS = 20_000
+"""New objects after which ``collect_seldom`` has garbage searched."""
+
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
@@ -34,3 +37,12 @@ def leave_out_what_exists() -> None:
     """Collect once, then exclude all existing objects from later collections: they live as long as the process."""
     gc.collect()
     gc.freeze()
+
+
+def collect_seldom() -> None:
+    """Search for garbage after more new objects than Python's 700.
+
+    A step of hundreds of streams makes thousands that soon end by themselves. Searched that often, those that are
+    alive for a moment count as old, and everything is searched again and again, for 60 ms in which no stream moves.
+    """
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.backend_settings import WITHOUT_MODEL
-from octavo.collector import leave_out_what_exists
+from octavo.collector import collect_seldom, leave_out_what_exists
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server.async_engine import AsyncEngine
@@ -228,6 +228,7 @@ class _Serving:
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
         leave_out_what_exists()
+        collect_seldom()
         return server
 
     def _load(self) -> HTTPServer:
