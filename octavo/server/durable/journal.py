@@ -100,8 +100,6 @@ class Journal:
         self._retained_bytes = 0
         self._batch: Batch | None = None
         """What was noted since the last record."""
-        self._is_flush_due = False
-        """Whether ``_flush_late`` will be called."""
         self._snapshot_bytes = 0
         self.folder = folder
         self._predecessor = predecessor
@@ -354,21 +352,18 @@ class Journal:
 
     def _begin_batch(self) -> Batch:
         self._batch = batch = Batch()
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            asyncio.get_running_loop().call_later(RECORD_SECONDS, self._flush_late)
+        asyncio.get_running_loop().call_later(RECORD_SECONDS, self._flush)
         return batch
 
-    def _flush_late(self) -> None:
-        self._is_flush_due = False
-        self._flush()
-
     def _flush(self) -> None:
+        self._write_batch()
+        if self._writer.num_bytes > max(ROLL_BYTES, 2 * self._snapshot_bytes):
+            self._roll()
+
+    def _write_batch(self) -> None:
         if self._batch is not None:
             self._writer.append(self._batch.encode)
             self._batch = None
-        if self._writer.num_bytes > max(ROLL_BYTES, 2 * self._snapshot_bytes):
-            self._roll()
 
     async def synced(self) -> None:
         """Wait until all that was noted before is on disk, or failed to be."""
@@ -391,9 +386,7 @@ class Journal:
 
     def close(self) -> None:
         """Write what is pending."""
-        if self._batch is not None:
-            self._writer.append(self._batch.encode)
-            self._batch = None
+        self._write_batch()
         self._writer.close()
 
 

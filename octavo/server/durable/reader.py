@@ -40,9 +40,6 @@ class Point(NamedTuple):
     """Tokens, plus one at the end."""
     checksum: int
 
-    def __str__(self) -> str:
-        return f"{self.at}.{self.checksum:08x}"
-
 
 class Position(NamedTuple):
     """How far a client is in a stream."""
@@ -74,23 +71,35 @@ class Source(Protocol):
     def stop(self, request_id: int) -> None: ...
 
 
+class _View:
+    """What a reader knows of one choice. All of it is looked at for each token, so it is in one place."""
+
+    __slots__ = ("at", "checksum", "choice", "left", "sent_at", "sent_checksum", "stops")
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self.at = self.checksum = 0
+        """How far the choice is; see ``Point``."""
+        self.sent_at = self.sent_checksum = 0
+        """How far the client is."""
+        self.stops: list[int] = []
+        """Positions up to which the output is rendered at once: where the client is, and the end of a partial piece."""
+        self.left = b""
+        """Events to send before others."""
+
+    def note_sent(self) -> None:
+        """The client has all events so far, or will."""
+        self.sent_at, self.sent_checksum = self.at, self.checksum
+
+
 class Reader:
     """Receives a durable request's outputs for one generation, and numbers the events of its stream."""
 
     def __init__(self, source: Source, begin: Begin, generation: Generation) -> None:
         self.generation = generation
         self.unique, self.created = begin.unique, begin.created
-        choices = generation.choices
         self._source = source
-        self._choices = list(choices)
-        self._points = [Point(0, 0)] * len(choices)
-        """How far each choice is."""
-        self._sent = [Point(0, 0)] * len(choices)
-        """How far the client is."""
-        self._stops: list[list[int]] = [[] for _ in choices]
-        """Positions up to which the output is rendered at once: where the client is, and the end of a partial piece."""
-        self._left = [b""] * len(choices)
-        """Events to send before others."""
+        self._views = [_View(choice) for choice in generation.choices]
         self._position: Position | None = None
         self._writer: EventWriter | None = None
         self._is_by_token = False
@@ -102,10 +111,10 @@ class Reader:
         """
         self._writer, self._position, self._is_by_token = writer, position, is_by_token
         if position is not None:
-            for index, point in enumerate(position.points):
-                self._stops[index] = [point.at] if point.at else []
+            for view, point in zip(self._views, position.points, strict=True):
+                view.stops = [point.at] if point.at else []
             if position.piece is not None:
-                self._stops[position.piece[0]].append(position.piece[1])
+                self._views[position.piece[0]].stops.append(position.piece[1])
         self._source.add_reader(self)
 
     # --- the generation's engine ---
@@ -120,43 +129,44 @@ class Reader:
     # --- output ---
 
     def on_output(self, index: int, output: Output) -> None:
-        choice, stops = self._choices[index], self._stops[index]
+        view = self._views[index]
         if self._is_by_token:
             last = max(len(output.tokens) - 1, 0)
             for place in range(last):
-                self._take(choice, _part(output, place, place + 1))
-            self._take(choice, _part(output, last, None))
+                self._take(view, _part(output, place, place + 1))
+            self._take(view, _part(output, last, None))
             return
-        room = stops[0] - choice.num_tokens if stops else 0
+        room = view.stops[0] - view.choice.num_tokens if view.stops else 0
         if 0 < room < len(output.tokens):
-            self._take(choice, _part(output, 0, room))
+            self._take(view, _part(output, 0, room))
             self.on_output(index, _part(output, room, None))
         else:
-            self._take(choice, output)
+            self._take(view, output)
 
     def on_error(self, error: RequestError) -> None:
         self.generation.fail(error)
 
-    def _take(self, choice: Choice, output: Output) -> None:
+    def _take(self, view: _View, output: Output) -> None:
+        choice = view.choice
         if choice.finish_reason is not None:
             return
-        index, before = choice.index, choice.num_tokens
+        before = choice.num_tokens
         choice.on_output(output)
         counted = output.tokens[: choice.num_tokens - before]
-        checksum = zlib.crc32(array("I", counted), self._points[index].checksum)
-        self._points[index] = Point(choice.num_tokens + (choice.finish_reason is not None), checksum)
-        stops = self._stops[index]
-        if stops and self._points[index].at >= stops[0]:
-            self._pass_stop(choice)
-        elif stops and choice.finish_reason is not None:
-            self._fail()
+        view.checksum = zlib.crc32(array("I", counted), view.checksum)
+        view.at = choice.num_tokens + (choice.finish_reason is not None)
+        if view.stops:
+            if view.at >= view.stops[0]:
+                self._pass_stop(view)
+            elif choice.finish_reason is not None:
+                self._fail()
 
-    def _pass_stop(self, choice: Choice) -> None:
+    def _pass_stop(self, view: _View) -> None:
         """Leave out what the client has, up to here."""
-        index, position = choice.index, self._position
+        choice, position = view.choice, self._position
         assert position is not None
-        point, given = self._points[index], position.points[index]
-        stop = self._stops[index].pop(0)
+        point, given = Point(view.at, view.checksum), position.points[choice.index]
+        stop = view.stops.pop(0)
         if point.at != stop or (stop == given.at and point != given):
             self._fail()
             return
@@ -164,8 +174,8 @@ class Reader:
             data = self._writer.frames(choice)
             if stop != given.at:
                 assert position.piece is not None
-                self._left[index] = self._numbered(index, data, position.piece[2])
-        self._sent[index] = point
+                view.left = self._numbered(view, data, position.piece[2])
+        view.note_sent()
         choice.is_noted = False
         self.generation.note(choice)
 
@@ -179,39 +189,39 @@ class Reader:
 
     def frames(self, choice: Choice) -> bytes:
         """The events of a choice's new output, with ids; empty while the client has all of it."""
-        index = choice.index
+        view = self._views[choice.index]
         assert self._writer is not None
-        if self._stops[index]:
+        if view.stops:
             choice.is_noted = False
             return b""
-        left, self._left[index] = self._left[index], b""
-        if self._points[index].at == self._sent[index].at:
+        left, view.left = view.left, b""
+        if view.at == view.sent_at:
             choice.is_noted = False
             return left
         data = self._writer.frames(choice)
-        return left + self._numbered(index, data, 0) if data else left
+        return left + self._numbered(view, data) if data else left
 
-    def _numbered(self, index: int, data: bytes, num_known: int) -> bytes:
+    def _numbered(self, view: _View, data: bytes, num_known: int = 0) -> bytes:
         """``data``, the events up to where the choice is, with ids; less the first ``num_known`` of them."""
         if not num_known and data.find(b"\n\n") == len(data) - 2:
-            self._sent[index] = self._points[index]
-            return b"id: %b\n%b" % (self._label().encode(), data)
-        before = self._label()
-        self._sent[index] = point = self._points[index]
-        events = data.split(b"\n\n")[:-1]
-        labels = [f"{before}+{index}.{point.at}.{number}" for number in range(1, len(events))]
+            view.note_sent()
+            return b"id: %b\n%b" % (self._label(), data)
+        before, events = self._label(), data.split(b"\n\n")[:-1]
+        view.note_sent()
+        labels = [b"%b+%d.%d.%d" % (before, view.choice.index, view.at, number) for number in range(1, len(events))]
         pairs = list(zip([*labels, self._label()], events, strict=True))[num_known:]
-        return b"".join([b"id: %b\n%b\n\n" % (label.encode(), event) for label, event in pairs])
+        return b"".join([b"id: %b\n%b\n\n" % pair for pair in pairs])
 
     def last_frames(self) -> bytes:
         assert self._writer is not None
         data = self._writer.last_frames()
         if not data or (self._position is not None and self._position.has_usage):
             return b""
-        return b"id: %b+u\n%b" % (self._label().encode(), data)
+        return b"id: %b+u\n%b" % (self._label(), data)
 
-    def _label(self) -> str:
-        return "-".join(map(str, self._sent))
+    def _label(self) -> bytes:
+        """The position of a client that has all events so far."""
+        return b"-".join([b"%d.%08x" % (view.sent_at, view.sent_checksum) for view in self._views])
 
 
 def _part(output: Output, start: int, end: int | None) -> Output:
