@@ -100,7 +100,8 @@ class ServerSettings:
     )
     engine_timeout: float = setting(
         120.0,
-        "seconds without a finished step, while requests run, until the engine is restarted",
+        "seconds without a finished step, while requests run, until the engine is restarted; "
+        "while it starts, seconds in which it uses no processor time",
         low=1,
     )
     health_fail_after: float | None = setting(

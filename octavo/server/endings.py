@@ -1,7 +1,8 @@
-"""Classifies how an engine process ended: by its own fault, or by a signal from outside."""
+"""Classifies how an engine process ended, by its own fault or by a signal from outside, and tells whether it moves."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 
@@ -9,7 +10,8 @@ FAULT_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP}
 )
 """Signals that a process usually causes itself."""
-VMSTAT = Path("/proc/vmstat")
+PROC = Path("/proc")
+VMSTAT = PROC / "vmstat"
 
 
 def num_oom_kills() -> int | None:
@@ -30,3 +32,22 @@ def is_from_outside(status: int, is_out_of_memory: bool) -> bool:
     if status >= 0 or -status in FAULT_SIGNALS:
         return False
     return not (-status == signal.SIGKILL and is_out_of_memory)
+
+
+def processor_time(group: int) -> int | None:
+    """What the processes of a process group have used so far, in clock ticks; ``None`` where it cannot be told.
+
+    A process that loads uses some all the time, however long it takes. One that was stopped by a signal, or waits for a
+    file of a disk that does not answer, uses none.
+    """
+    try:
+        folders = [folder for folder in PROC.iterdir() if folder.name.isdecimal()]
+    except OSError:  # there is no such folder, or no descriptor left
+        return None
+    total: int | None = None
+    for folder in folders:
+        with contextlib.suppress(OSError, IndexError):  # it has ended meanwhile
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                total = (total or 0) + int(fields[11]) + int(fields[12])
+    return total

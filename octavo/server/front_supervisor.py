@@ -19,10 +19,16 @@ import time
 from pathlib import Path
 
 from octavo.errors import ConfigError
+from octavo.server.endings import processor_time
 from octavo.server.service_manager import ALIVE, READY, ServiceManager
 
 TICK = 0.1
 """Seconds between two looks at the child."""
+START_SECONDS = 60.0
+"""A server that starts hangs when it gave no sign of life for at least so long, and used no processor time: before it
+has an event loop it imports modules, and may fetch a model."""
+LOOK_SECONDS = 1.0
+"""Between two looks at what a server that starts has used."""
 MOST_FAILED_STARTS = 5
 """A server that was never ready and is killed is started so often."""
 LEAST_PAUSE, MOST_PAUSE = 0.1, 5.0
@@ -49,7 +55,8 @@ def listen(host: str, port: int) -> socket.socket:
 def supervise(seconds: float) -> int | None:
     """Fork. In the child: ``None``, and the caller goes on to serve. In the parent: its exit code, in the end.
 
-    A server that was ready and gives no sign of life for ``seconds`` is killed and started again.
+    A server that was ready and gives no sign of life for ``seconds`` is killed and started again; see also
+    ``START_SECONDS``.
     """
     folder = Path(tempfile.mkdtemp(prefix="octavo_"))  # of this user only
     address = str(folder / "notify")
@@ -123,12 +130,13 @@ class _Parent:
         Returns its exit code, negative if it was ended by a signal, and whether it had been ready for long.
         """
         ready_at: float | None = None
-        last_sign = last_look = time.monotonic()
+        last_sign = last_look = used_at = time.monotonic()
+        bound, used = max(self._bound, START_SECONDS), 0
         while True:
             for message in self._messages():
                 last_sign = time.monotonic()
                 if message == READY:
-                    ready_at = last_sign
+                    ready_at, bound = last_sign, self._bound
                     self._was_ready = True
                 if message != ALIVE:
                     self._manager.tell(message)
@@ -136,11 +144,14 @@ class _Parent:
             if code is not None:
                 return code, ready_at is not None and now - ready_at > STEADY_SECONDS
             self._manager.be_alive_now()
-            if now - last_look > self._bound / 2:  # this process stood still, and perhaps the child with it
+            if ready_at is None and now - used_at > LOOK_SECONDS:
+                before, used, used_at = used, processor_time(self._child) or 0, now
+                last_sign = last_sign if used == before else now
+            if now - last_look > bound / 2:  # this process stood still, and perhaps the child with it
                 last_sign = now
             last_look = now
-            if ready_at is not None and now - last_sign > self._bound:
-                _say(f"the server gave no sign of life for {self._bound:g} s; it is killed")
+            if now - last_sign > bound:
+                _say(f"the server gave no sign of life for {bound:g} s; it is killed")
                 os.kill(self._child, signal.SIGKILL)
                 last_sign = now
 

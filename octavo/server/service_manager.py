@@ -26,11 +26,14 @@ class ServiceManager:
         """Seconds between signs of life: systemd ends a process that gave none for four of them. 0: it does not."""
         self._next_sign = 0.0
 
-    def ready(self) -> None:
-        """The server answers. From now on the event loop gives signs of life."""
-        self.tell(READY)
+    def starting(self) -> None:
+        """From now on the event loop gives signs of life."""
         if self._interval:
             self._be_alive()
+
+    def ready(self) -> None:
+        """The server answers."""
+        self.tell(READY)
 
     def stopping(self) -> None:
         self.tell(STOPPING)

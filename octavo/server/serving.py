@@ -201,6 +201,7 @@ class _Serving:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        self.manager.starting()
         self.starting = asyncio.create_task(self._start())
         try:
             self.server = await self.starting

@@ -1,8 +1,9 @@
 """Keeps one engine process running.
 
 An engine process that dies is replaced at once. One that sent no message for ``hang_timeout`` seconds is killed and
-replaced: a busy engine reports every step, an idle one answers pings. Consecutive engine processes that delivered no
-output are separated by an exponential backoff of at most ``LONGEST_PAUSE`` seconds.
+replaced: a busy engine reports every step, an idle one answers pings. One that starts must use processor time instead.
+Consecutive engine processes that delivered no output are separated by an exponential backoff of at most
+``LONGEST_PAUSE`` seconds.
 
 After the first successful start no failure is permanent: restarts are retried indefinitely. The first start fails with
 the first error that the engine process reports (of the configuration or the checkpoint) or with its first crash; if the
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ from typing import Any, Protocol
 from octavo.errors import OctavoError
 from octavo.server import wire
 from octavo.server.descriptors import DescriptorReserve
+from octavo.server.endings import processor_time
 from octavo.server.engine_link import EngineLink
 from octavo.types import EngineInfo
 
@@ -175,12 +178,31 @@ class Supervisor:
             with self._reserve.lent():
                 link.start_process(self._argv, self._environment)
             await link.connect(self._config)
-            info = await asyncio.wait_for(asyncio.shield(link.ready), seconds)
+            info = await self._until_ready(link, seconds)
             await self._owner.prepare(link)
             self._owner.on_up(info)
         except BaseException:
             await self._reap(link)
             raise
+
+    async def _until_ready(self, link: EngineLink, seconds: float | None) -> EngineInfo:
+        """Wait until a process is ready: for ``seconds``, and as long as it uses processor time.
+
+        Raises ``OctavoError`` or ``TimeoutError``. Loading may take any time, but never none of a processor.
+        """
+        assert link.pid is not None
+        interval = min(WATCH_SECONDS, self._hang_timeout / 4)
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        used, idle_seconds = processor_time(link.pid), 0.0
+        while not (await asyncio.wait([link.ready], timeout=interval))[0]:
+            before, used = used, processor_time(link.pid)
+            # Looks are counted, not the time between them: this process may have been stopped, too.
+            idle_seconds = 0.0 if used is None or used != before else idle_seconds + interval
+            if idle_seconds > self._hang_timeout:
+                raise TimeoutError(f"it used no processor time for {self._hang_timeout:g} s")
+            if time.monotonic() > deadline:
+                raise TimeoutError("it did not become ready in time")
+        return link.ready.result()
 
     async def _reap(self, link: EngineLink) -> None:
         """Make sure that an engine process that failed or closed its socket has exited; kill it if needed."""
@@ -218,7 +240,7 @@ class Supervisor:
                 await self._start_next((self._hang_timeout + 3 * self._start_seconds) * count)
             except Exception as error:
                 is_known = isinstance(error, OctavoError | OSError | TimeoutError)
-                reason = str(error) or "it did not become ready in time"
+                reason = str(error)
                 logger.error("restarting the engine failed: %s", reason, exc_info=not is_known)
                 self._fruitless += 1
                 self._owner.on_failed_restart(reason, count)

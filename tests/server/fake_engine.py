@@ -66,6 +66,8 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
     start_kill: bool = False
     """The process is killed whenever it starts."""
     start_seconds: float = 0.0
+    is_start_busy: bool = False
+    """Whether the process uses processor time meanwhile."""
     poison: int = -1
     """The process dies instead of sampling output token ``poison_at`` of a prompt that begins with this."""
     poison_at: int = 0
@@ -210,7 +212,9 @@ def build(config: EngineConfig) -> tuple[FakeEngine, EngineInfo]:
     knobs = msgspec.json.decode(config.model.model, type=Knobs)
     if knobs.start_error:
         raise getattr(errors, knobs.start_error, ZeroDivisionError)("layer 3 is missing")
-    time.sleep(knobs.start_seconds)
+    until = time.monotonic() + knobs.start_seconds
+    while time.monotonic() < until:
+        time.sleep(0 if knobs.is_start_busy else 0.01)
     if knobs.start_kill:
         os.kill(os.getpid(), signal.SIGKILL)
     if knobs.start_crash_after:

@@ -233,6 +233,38 @@ def test_a_first_start_that_ends_without_a_word_is_an_error(
     asyncio.run(main())
 
 
+def test_a_start_that_stands_still_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """As one does whose disk does not answer any more."""
+
+    async def main() -> None:
+        engine = make_engine(1.0, **SLOW)
+        starting = asyncio.create_task(engine.start())
+        await until(lambda: engine.pid is not None)
+        stopped = engine.pid
+        kill(engine, signal.SIGSTOP)
+        try:
+            await asyncio.wait_for(starting, 60)
+            assert engine.pid != stopped
+            streams = [send(engine)]
+            await finish(streams)
+            assert_right(streams)
+        finally:
+            await engine.stop(1)
+
+    asyncio.run(main())
+    assert "used no processor time for 1 s" in caplog.text
+
+
+def test_a_start_may_take_long_as_long_as_it_does_something() -> None:
+    async def main() -> None:
+        async with running(1.0, start_seconds=3.0, is_start_busy=True) as engine:
+            assert engine.pid is not None
+            assert engine.num_restarts == 0
+            assert engine._supervisor.generation == 1
+
+    asyncio.run(main())
+
+
 def test_a_kill_in_the_first_start_is_survived() -> None:
     async def main() -> None:
         engine = make_engine(start_seconds=0.5, **SLOW)

@@ -15,7 +15,7 @@ import pytest
 
 from octavo.server import front_supervisor
 from octavo.server.front_supervisor import supervise
-from octavo.server.service_manager import ServiceManager
+from octavo.server.service_manager import ALIVE, ServiceManager
 from octavo_bench.chaos.client import Client, Excuses, Followed
 from octavo_bench.chaos.traffic import COMPLETIONS, Asked
 from tests.conftest import Server
@@ -142,6 +142,45 @@ def test_when_it_is_started_again(tmp_path: Path, act: Callable[[int], int], cod
     log = tmp_path / "log"
     assert run_children(act, log) == code
     assert len(log.read_text()) == starts
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("how", ["stopped", "waits"])
+def test_a_start_that_stands_still_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(front_supervisor, "START_SECONDS", 0.5)
+    monkeypatch.setattr(front_supervisor, "LOOK_SECONDS", 0.05)
+
+    def act(start: int) -> int:
+        if start == 1 and how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif start == 1:
+            time.sleep(20)
+        return 0
+
+    begun = time.monotonic()
+    assert run_children(act, tmp_path / "log", 0.3) == 0
+    assert (tmp_path / "log").read_text() == "xx"
+    assert 0.5 < time.monotonic() - begun < 15
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("how", ["computes", "speaks"])
+def test_a_start_may_take_long_as_long_as_it_does_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(front_supervisor, "START_SECONDS", 0.5)
+    monkeypatch.setattr(front_supervisor, "LOOK_SECONDS", 0.05)
+
+    def act(start: int) -> int:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            if how == "speaks":
+                ServiceManager().tell(ALIVE)
+                time.sleep(0.1)
+        return 0
+
+    assert run_children(act, tmp_path / "log", 0.3) == 0
+    assert (tmp_path / "log").read_text() == "x"
 
 
 @pytest.mark.usefixtures("quick")
