@@ -38,8 +38,7 @@ MAX_RETAINED_BYTES = 256 << 20
 REQUEST_BYTES = 1200
 """What an ended request takes in memory besides its prompts and outputs."""
 RECORD_SECONDS = 0.1
-"""How long tokens are collected before they become a record. A crash loses them, and they are computed again: writing
-each step at once would have the writing thread compete with each step's streams for the interpreter."""
+"""How long tokens are collected for a record: a thread that writes at each step would compete with its streams."""
 REPAIR_SECONDS = 5.0
 """Interval of attempts to write everything again after a write has failed."""
 LOCK_SECONDS = 0.05
@@ -240,9 +239,10 @@ class Journal:
                 found = self._by_key.get((caller.name, key))  # another connection may have been faster
                 if found is not None and found.head.body != digest:
                     raise _reused()
-                if found is None:
-                    found = self._begin(caller, key, digest, client_request, prepared)
-                return found.new_reader().generation
+                if found is not None:
+                    return found.new_reader().generation
+                found = self._begin(caller, key, digest, client_request, prepared)
+                return found.first_reader(prepared).generation
 
             generation = await admission.admit(client_request, begin)
             await self.synced()

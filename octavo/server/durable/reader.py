@@ -95,6 +95,8 @@ class _View:
 class Reader:
     """Receives a durable request's outputs for one generation, and numbers the events of its stream."""
 
+    __slots__ = ("_is_by_token", "_position", "_source", "_views", "_writer", "created", "generation", "unique")
+
     def __init__(self, source: Source, begin: Begin, generation: Generation) -> None:
         self.generation = generation
         self.unique, self.created = begin.unique, begin.created

@@ -236,6 +236,13 @@ class DurableRequest:
 
     # --- readers ---
 
+    def first_reader(self, generation: Generation) -> Reader:
+        """A reader with the generation that the request was made of; see ``new_reader``."""
+        assert self._live is not None
+        generation.account = None  # ``_end_if_finished`` charges it
+        generation.reader = generation.engine = reader = Reader(self, self._live.begin, generation)
+        return reader
+
     def new_reader(self) -> Reader:
         """A reader with a generation of its own, for ``Reader.begin``. Raises ``RequestError``."""
         generation = Generation(self._owner.engine)

@@ -104,6 +104,20 @@ def texts(pairs: list[tuple[str, str]]) -> Any:
     return Text(joined, found)
 
 
+def test_tokens_of_many_steps_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[log.Encode] = []
+    append = log.LogWriter.append
+
+    def count(writer: log.LogWriter, record: log.Encode) -> None:
+        records.append(record)
+        append(writer, record)
+
+    monkeypatch.setattr(log.LogWriter, "append", count)
+    with serving(tmp_path) as served:
+        assert len(events(send(served))) > 20
+    assert len(records) < 10
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

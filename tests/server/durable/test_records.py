@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,17 @@ from octavo.server.durable import recovery
 from octavo.server.durable.log import Damage, LogFile
 from octavo.server.durable.records import (
     UNREADABLE,
+    Batch,
     Begin,
+    Begun,
     Forgotten,
     Head,
     Note,
     Noted,
     Outputs,
+    Rows,
+    Whole,
+    decode,
     decode_begin,
     encode,
     encode_ended,
@@ -169,6 +175,19 @@ def _random_notes(numbers: list[int], rng: random.Random) -> tuple[list[Note], d
         places[number] += len(tokens)
         answers[number][index] += tokens
     return notes, answers
+
+
+def test_a_batch_is_one_record_of_all_notes_in_their_order() -> None:
+    batch = Batch()
+    batch.add((HEAD, BEGIN))
+    batch.add_tokens(FIRST, 0, 0, [5, 6])
+    batch.add_tokens(FIRST, 2, 1, [7])
+    batch.add(Noted(FIRST, 3, 0, Output(1, [8], finish_reason="stop")))
+    batch.add(Noted(FIRST, 4, 1, Output(1, [9])))  # a plain one becomes a row, too
+    items = decode(batch.encode())
+    assert [type(item) for item in items] == [Begun, Rows, Whole, Rows]
+    numbers = [list(array("I", item.rows)) for item in items if isinstance(item, Rows)]
+    assert numbers == [[0, 1, 0, 0, 5, 0, 1, 1, 0, 6, 0, 1, 2, 1, 7], [0, 1, 4, 1, 9]]
 
 
 def test_ended_and_forgotten_requests(tmp_path: Path) -> None:
