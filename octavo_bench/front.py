@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 
 from octavo_bench.paced_engine import MAX_MODEL_LEN, MAX_NUM_SEQS
 from octavo_bench.server_process import ServerProcess, free_port
-from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams
+from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams, with_key
 
 READY_SECONDS = 300.0
 START_SECONDS = 0.3
@@ -89,16 +91,20 @@ def schemas(rate: float, seconds: float, seed: int) -> Iterator[Ask]:
 class FrontProcess:
     """A process that serves streams of an engine that is a clock, and what it used so far."""
 
-    def __init__(self, port: int, server: ServerProcess) -> None:
+    def __init__(self, port: int, server: ServerProcess, has_journal: bool = False) -> None:
         self.port = port
         self.server = server
+        self.has_journal = has_journal
+        """Whether requests have idempotency keys, with which they are written to a journal."""
+        self._keys = itertools.count()
 
     @classmethod
-    def of_octavo(cls, step_ms: float, model: Path) -> FrontProcess:
-        """Octavo's, before a paced engine."""
+    def of_octavo(cls, step_ms: float, model: Path, journal: str | None = None) -> FrontProcess:
+        """Octavo's, before a paced engine; ``journal`` is a folder for one."""
         port = free_port()
         command = [sys.executable, "-m", "octavo_bench.front_process", str(port), str(step_ms), str(model)]
-        return cls(port, ServerProcess(command, f"http://127.0.0.1:{port}"))
+        command += [journal] if journal else []
+        return cls(port, ServerProcess(command, f"http://127.0.0.1:{port}"), journal is not None)
 
     @classmethod
     def of_proxy(cls, upstream: FrontProcess) -> FrontProcess:
@@ -134,6 +140,8 @@ class FrontProcess:
         """One row: what ``streams`` at a time cost and saw while ``others`` came."""
         pid = self.server.process.pid
         asks = [Ask(0.0, completion("Once upon a time", tokens, model=MODEL_NAME))] * streams
+        if self.has_journal:
+            asks = [Ask(0.0, with_key(ask.body, f"{pid}-{next(self._keys)}")) for ask in asks]
         before, start = cpu_seconds(pid), time.perf_counter()
         answers = read_streams(self.port, [*asks, *others])
         used, seconds = cpu_seconds(pid) - before, time.perf_counter() - start
@@ -193,10 +201,13 @@ class Plan(NamedTuple):
     loads: Loads = Loads()
 
 
-def measure(plan: Plan, model: Path, peer: str | None = None, has_proxy: bool = False) -> dict[str, Any]:
+def measure(
+    plan: Plan, model: Path, peer: str | None = None, has_proxy: bool = False, has_journal: bool = False
+) -> dict[str, Any]:
     """Medians and all single runs, of one server after the other in turns.
 
-    With ``has_proxy`` also through a proxy to Octavo's server; ``peer``: an interpreter that has vLLM.
+    With ``has_proxy`` also through a proxy to Octavo's server, with ``has_journal`` also of one with a journal;
+    ``peer``: an interpreter that has vLLM.
     """
     medians, runs = [], []
     for step_ms in plan.steps_ms:
@@ -204,6 +215,9 @@ def measure(plan: Plan, model: Path, peer: str | None = None, has_proxy: bool = 
             fronts = {"octavo": servers.enter_context(FrontProcess.of_octavo(step_ms, model))}
             if has_proxy:
                 fronts["proxy"] = servers.enter_context(FrontProcess.of_proxy(fronts["octavo"]))
+            if has_journal:
+                journal = servers.enter_context(tempfile.TemporaryDirectory(prefix="octavo_journal_"))
+                fronts["journal"] = servers.enter_context(FrontProcess.of_octavo(step_ms, model, journal))
             if peer is not None:
                 fronts["vllm"] = servers.enter_context(FrontProcess.of_vllm(step_ms, model, peer))
             for streams in plan.streams:

@@ -1,4 +1,4 @@
-"""What ``octavo bench front`` measures: ``python -m octavo_bench.front_process PORT STEP_MS MODEL``."""
+"""What ``octavo bench front`` measures: ``python -m octavo_bench.front_process PORT STEP_MS MODEL [JOURNAL]``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from octavo.server import serving
 
 
 def main() -> int:
-    """Serve ``MODEL``'s tokenizer in front of a paced engine until SIGTERM."""
-    port, step_ms, model = sys.argv[1:]
-    config = ServeConfig.from_flat(
-        {"model": model, "port": int(port), "log_level": "error", "served_model_name": "paced"}
-    )
+    """Serve ``MODEL``'s tokenizer in front of a paced engine until SIGTERM; ``JOURNAL``: a folder for one."""
+    port, step_ms, model, *journal = sys.argv[1:]
+    settings = {"model": model, "port": int(port), "log_level": "error", "served_model_name": "paced"}
+    config = ServeConfig.from_flat(settings | ({"journal": journal[0]} if journal else {}))
     argv = [sys.executable, "-m", "octavo_bench.paced_engine", step_ms]
     return serving.run(config, engine_argv=argv)
 

@@ -50,6 +50,11 @@ def completion(prompt: str | list[int], tokens: int, **more: Any) -> bytes:
     )
 
 
+def with_key(request: bytes, key: str) -> bytes:
+    """``request`` with an idempotency key."""
+    return request.replace(b"\r\n", b"\r\nIdempotency-Key: %b\r\n" % key.encode(), 1)
+
+
 def read_streams(port: int, asks: Iterable[Ask]) -> list[Streamed]:
     """Send each request when it is due and read all answers to their ends.
 

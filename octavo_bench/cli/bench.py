@@ -138,6 +138,7 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     front.add_argument("--schemas", type=float, default=0.0, help="as a load: requests a second with hostile schemas")
     front.add_argument("--rounds", type=int, default=1)
     front.add_argument("--proxy", action="store_true", help="also through `octavo serve --backend openai`, in turns")
+    front.add_argument("--journal", action="store_true", help="also with a journal and keyed requests, in turns")
     front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
     front.set_defaults(measure=_front)
     yield front
@@ -295,7 +296,7 @@ def _front(args: argparse.Namespace) -> dict[str, Any]:
 
     loads = Loads(args.newcomers, args.burst, args.schemas)
     plan = Plan(args.streams, args.steps_ms, args.seconds, args.rounds, loads)
-    return measure(plan, model_folder("llama-3.2-1b", cache_dir() / "shapes"), args.vllm, args.proxy)
+    return measure(plan, model_folder("llama-3.2-1b", cache_dir() / "shapes"), args.vllm, args.proxy, args.journal)
 
 
 def _startup(args: argparse.Namespace) -> dict[str, Any]:
