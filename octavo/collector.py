@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-YOUNG_OBJECTS = 20_000
+YOUNG_OBJECTS = 10_000
 """New objects after which ``collect_seldom`` has garbage searched."""
 
 
