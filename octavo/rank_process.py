@@ -13,16 +13,12 @@ import os
 import signal
 import sys
 import traceback
-from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from octavo.collector import importing
 from octavo.errors import OctavoError, RanksLost
-
-STEPS_AHEAD = 2
-"""Steps that are started on a GPU before the first of them is waited for, as many as the engine has in flight."""
 
 
 class EngineGone(Exception):
@@ -63,10 +59,10 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
         from octavo.config import EngineConfig
         from octavo.runtime.memory import Limits
         from octavo.runtime.message_ring import RingReader
-        from octavo.runtime.rank_executor import RankExecutor, finish
+        from octavo.runtime.rank_executor import Follower, RankExecutor
         from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
         from octavo.runtime.rank_memory import RankMemory
-        from octavo.steps.messages import Reply, unpack
+        from octavo.steps.messages import unpack
         from octavo.telemetry.logs import log_to_stderr
 
     start = hear(connection, StartRank)
@@ -84,13 +80,11 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
     except OctavoError as error:
         tell(connection, RankFailed(type(error).__name__, str(error)))
         return 1
-    rank, reader = RankExecutor(executor, memory), RingReader(memory.ring, start.rank - 1, check)
+    rank = Follower(RankExecutor(executor, memory))
+    reader = RingReader(memory.ring, start.rank - 1, check)
     tell(connection, RankReady())
-    replies: deque[Reply[object]] = deque()
     while True:
-        replies.append(rank.send(unpack(reader.next())))
-        while len(replies) > (STEPS_AHEAD if rank.runs_ahead else 0):
-            finish(replies.popleft())
+        rank.execute(unpack(reader.next()))
 
 
 if __name__ == "__main__":

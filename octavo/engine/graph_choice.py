@@ -142,13 +142,13 @@ class GraphChoice:
         )
         started = time.perf_counter()
         try:
-            runner.send(Compile(extra)).wait()
+            runner.send(Compile(extra, in_background=True)).wait()
             self._compiled += extra
         finally:
             self._has_extra_kernels.set()
-        runner.send(Compile(few, BACKGROUND_COMPILE_THREADS)).wait()
+        runner.send(Compile(few, BACKGROUND_COMPILE_THREADS, in_background=True)).wait()
         self._compiled += few
-        runner.send(Compile(shapes, BACKGROUND_COMPILE_THREADS)).wait()
+        runner.send(Compile(shapes, BACKGROUND_COMPILE_THREADS, in_background=True)).wait()
         logger.info("other kernels, in the background: %.1f s", time.perf_counter() - started)
         if not self._uses_graphs:
             return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import zlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from octavo.errors import CheckpointError, RanksLost, RunnerError
 from octavo.runtime.rank_memory import RankMemory
 from octavo.runtime.replies import Done, Failed
 from octavo.steps.messages import (
+    Compile,
     Executor,
     LoadAdapter,
     Message,
@@ -26,13 +28,8 @@ from octavo.steps.messages import (
     WriteBlock,
 )
 
-
-def finish(reply: Reply[object]) -> None:
-    """Wait for a reply that nobody asks for, on another rank than the first, which reports what failed on all."""
-    with contextlib.suppress(CheckpointError):
-        reply.wait()
-
-
+STEPS_AHEAD = 2
+"""Steps that are started on a GPU before the first of them is waited for, as many as the engine has in flight."""
 LAG_AHEAD = 4
 """Steps after which results are compared where ranks run ahead of their hosts, which wait for two steps at most."""
 
@@ -117,3 +114,24 @@ class RankExecutor:
             return reply
         self._executor.send(UnloadAdapter(message.number)).wait()
         return Failed(CheckpointError(error or f"{message.path}: rank {int(is_loaded.int().argmin())} cannot load it"))
+
+
+class Follower:
+    """Executes the messages of a rank but the first, whose replies nobody asks for: the first reports what failed."""
+
+    def __init__(self, rank: RankExecutor) -> None:
+        self._rank = rank
+        self._replies: deque[Reply[object]] = deque()
+
+    def execute(self, message: Message) -> None:
+        """Execute the next message. Raises ``RanksLost``.
+
+        What is compiled in the background is not waited for: that would hold up the steps of all ranks.
+        """
+        reply = self._rank.send(message)
+        if isinstance(message, Compile) and message.in_background:
+            return
+        self._replies.append(reply)
+        while len(self._replies) > (STEPS_AHEAD if self._rank.runs_ahead else 0):
+            with contextlib.suppress(CheckpointError):
+                self._replies.popleft().wait()

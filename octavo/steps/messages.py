@@ -167,6 +167,8 @@ class Compile(msgspec.Struct, frozen=True, array_like=True, tag=True):
     shapes: list[StepShape]
     num_threads: int = 0
     """Threads that compile; 0: one per CPU core."""
+    in_background: bool = False
+    """Whether no rank waits for it: a step that lacks a kernel compiles it itself."""
 
 
 class PrepareTuning(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from octavo.errors import CheckpointError, RanksLost, RunnerError
 from octavo.ops.collective import Collective
+from octavo.runtime.rank_executor import Follower, RankExecutor
 from octavo.runtime.replies import Done, Failed
-from octavo.steps.messages import LoadAdapter, Message, ReadBlock, Reply, Step, StepResult, UnloadAdapter, WriteBlock
+from octavo.steps.messages import (
+    Compile,
+    LoadAdapter,
+    Message,
+    ReadBlock,
+    Reply,
+    Step,
+    StepResult,
+    UnloadAdapter,
+    WriteBlock,
+)
 from octavo.steps.shapes import StepShape
 from tests.runtime.thread_ranks import make_ranks
 
@@ -106,3 +117,24 @@ def test_a_block_is_the_parts_of_all_ranks() -> None:
     ranks.send(WriteBlock(0, bytes(range(9)))).wait()
     ranks.close()
     assert b"".join(rank.block for rank in made) == bytes(range(9))
+
+
+class Endless:
+    """A reply that does not come, which nobody may wait for."""
+
+    def wait(self) -> None:
+        raise AssertionError("it was waited for")
+
+
+def test_other_ranks_do_not_wait_for_what_is_compiled_in_the_background() -> None:
+    class Compiler:
+        runs_ahead = False
+
+        def send(self, message: Message) -> Reply[Any]:
+            return Endless() if isinstance(message, Compile) else Done(None)
+
+    follower = Follower(cast(RankExecutor, Compiler()))
+    follower.execute(Compile([], in_background=True))
+    follower.execute(UnloadAdapter(1))
+    with pytest.raises(AssertionError, match="waited for"):
+        follower.execute(Compile([]))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.ops.cpu.collective import SharedCollective
-from octavo.rank_process import STEPS_AHEAD
-from octavo.runtime.rank_executor import RankExecutor, finish
+from octavo.runtime.rank_executor import Follower, RankExecutor
 from octavo.runtime.rank_memory import RankMemory, make_memory
 from octavo.steps.messages import Executor, Message, Reply, pack, unpack
 
@@ -48,11 +46,9 @@ class ThreadRanks:
 
     def _run(self, rank: RankExecutor, inbox: queue.Queue[bytes | None]) -> None:
         try:
-            replies: deque[Reply[Any]] = deque()
+            follower = Follower(rank)
             while (data := inbox.get()) is not None:
-                replies.append(rank.send(unpack(data)))
-                while len(replies) > (STEPS_AHEAD if rank.runs_ahead else 0):
-                    finish(replies.popleft())
+                follower.execute(unpack(data))
         except Exception as error:
             self.failures.append(error)
             self._collective.abort()
