@@ -62,37 +62,28 @@ def _prefetch(
 
 
 @triton.jit
-def _of_groups(
-    ptr: tl.tensor, chunk: tl.tensor, rows: tl.tensor, ups: tl.tensor, num_rows: tl.tensor, GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """Scales, zeros or minima of all groups in these chunks, [SPLIT, BLOCK_N] each, in the order of their use; none
-    without ``ptr``, and 0 beyond the last group."""
-    tiles: tl.tuple = ()
-    if ptr is not None:
-        for first in tl.static_range(0, 32, WIDTH):
-            for p in tl.static_range(PARTS):
-                group = (chunk * CHUNK + p * (CHUNK // PARTS) + first) // GROUP
-                is_group = (group < GROUPS)[:, None]
-                at = ptr + group.to(tl.int64)[:, None] * num_rows
-                tiles = tiles + (tl.load(at + rows[None, :], mask=is_group, other=0.0),)  # noqa: RUF005
-                if GATED:
-                    tiles = tiles + (tl.load(at + ups[None, :], mask=is_group, other=0.0),)  # noqa: RUF005
-    return tiles
+def _scale_tile(
+    ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, GROUPS: tl.constexpr
+) -> tl.tensor:
+    """Scales or zeros of these groups and rows in float32, 0 beyond the last group."""
+    at = ptr + group.to(tl.int64)[:, None] * num_rows + rows[None, :]
+    return tl.load(at, mask=(group < GROUPS)[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _add_plane(
-    sums: tl.tensor, words: tl.tensor, x: tl.tensor, zeros: tl.tuple, i: tl.constexpr,
-    NUMBER: tl.constexpr, OFFSET: tl.constexpr, PLANE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    sums: tl.tensor, words: tl.tensor, x: tl.tensor, zeros_ptr: tl.tensor, group: tl.tensor, rows: tl.tensor,
+    num_rows: tl.tensor, GROUPS: tl.constexpr, NUMBER: tl.constexpr, OFFSET: tl.constexpr, PLANE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """``sums`` and the products of a plane's numbers, less entry i of ``zeros``; or plus OFFSET, if there is one."""
+    """``sums`` and the products of a plane's numbers, less the zeros of its group; or plus OFFSET, if there is one."""
     values = numbers(words, NUMBER, PLANE, x.dtype, ASSEMBLY)
     if OFFSET:
         if ASSEMBLY is None:
             values = (values.to(tl.float32) + OFFSET).to(x.dtype)
-    elif len(zeros) > 0:
-        values = less(values, zeros[i].to(tl.float32)[:, :, None], ASSEMBLY)
+    elif zeros_ptr is not None:
+        zeros = _scale_tile(zeros_ptr, group, rows, num_rows, GROUPS)
+        values = less(values, zeros[:, :, None], ASSEMBLY)
     return tl.dot(values, x, sums)
 
 
@@ -124,13 +115,8 @@ def products(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Sums of each part [SPLIT, BLOCK_N, BLOCK_T]: the outputs or gates, and the ups; without scales of rows.
-
-    What belongs to groups is loaded a step ahead: the compiler brings only operands of tensor cores early, by way of
-    shared memory, and without that every step would wait for memory.
-    """
+    """Sums of each part [SPLIT, BLOCK_N, BLOCK_T]: the outputs or gates, and the ups; without scales of rows."""
     PLANES: tl.constexpr = CHUNK // 32
-    WEIGHTS: tl.constexpr = 2 if GATED else 1
     CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
     GROUP: tl.constexpr = K // GROUPS
     WIDTH: tl.constexpr = 16 if GROUPS > 1 and GROUP == 16 else 32
@@ -142,17 +128,8 @@ def products(
     ups_at = words_ptr + word_rows(ups, CHUNKS)[None, :, None] + j[None, None, :]
     acc = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
     up = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
-    factors_ptr = scales_ptr if GROUPS > 1 else None
-    next_scales = _of_groups(factors_ptr, part, rows, ups, num_rows, GROUPS, GROUP, CHUNK, WIDTH, PARTS, GATED)
-    next_zeros = _of_groups(zeros_ptr, part, rows, ups, num_rows, GROUPS, GROUP, CHUNK, WIDTH, PARTS, GATED)
-    next_minima = _of_groups(minima_ptr, part, rows, ups, num_rows, GROUPS, GROUP, CHUNK, WIDTH, PARTS, GATED)
     for step in tl.range(0, (CHUNKS + SPLIT - 1) // SPLIT, num_stages=STAGES):
         chunk = step * SPLIT + part
-        scales, zeros, minima = next_scales, next_zeros, next_minima
-        ahead = chunk + SPLIT
-        next_scales = _of_groups(factors_ptr, ahead, rows, ups, num_rows, GROUPS, GROUP, CHUNK, WIDTH, PARTS, GATED)
-        next_zeros = _of_groups(zeros_ptr, ahead, rows, ups, num_rows, GROUPS, GROUP, CHUNK, WIDTH, PARTS, GATED)
-        next_minima = _of_groups(minima_ptr, ahead, rows, ups, num_rows, GROUPS, GROUP, CHUNK, WIDTH, PARTS, GATED)
         is_chunk = True
         if not EVEN_K:
             is_chunk = (chunk < CHUNKS)[:, None, None]
@@ -163,6 +140,7 @@ def products(
             if GATED:
                 up_words = tl.load(ups_at + at, mask=is_chunk, other=0, eviction_policy="evict_first")
             for p in tl.static_range(PARTS):
+                group = (chunk * CHUNK + p * (CHUNK // PARTS) + first) // GROUP
                 x_sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
                 sums, up_sums = acc, up
                 if GROUPS > 1:
@@ -171,36 +149,21 @@ def products(
                     k = chunk[:, None, None] * CHUNK + i * _WORDS + first + j[None, :, None]
                     x = _x_tile(x_ptr, norm_ptr, t[None, None, :], k, T, K, EVEN_K, ASSEMBLY)
                     sums = _add_plane(
-                        sums, words, x, zeros, (first // WIDTH * PARTS + p) * WEIGHTS, NUMBER, OFFSET, i, ASSEMBLY
+                        sums, words, x, zeros_ptr, group, rows, num_rows, GROUPS, NUMBER, OFFSET, i, ASSEMBLY
                     )
                     if GATED:
                         up_sums = _add_plane(
-                            up_sums,
-                            up_words,
-                            x,
-                            zeros,
-                            (first // WIDTH * PARTS + p) * WEIGHTS + 1,
-                            NUMBER,
-                            OFFSET,
-                            i,
-                            ASSEMBLY,
+                            up_sums, up_words, x, zeros_ptr, group, ups, num_rows, GROUPS, NUMBER, OFFSET, i, ASSEMBLY
                         )
                     if OFFSET or minima_ptr is not None:
                         x_sums = tl.dot(tl.full([SPLIT, BLOCK_N, WIDTH], 1.0, x.dtype), x, x_sums)
                 if GROUPS > 1:
                     acc = _scaled(
-                        acc, sums, x_sums, scales, zeros, minima, (first // WIDTH * PARTS + p) * WEIGHTS, OFFSET
+                        acc, sums, x_sums, scales_ptr, zeros_ptr, minima_ptr, group, rows, num_rows, GROUPS, OFFSET
                     )
                     if GATED:
                         up = _scaled(
-                            up,
-                            up_sums,
-                            x_sums,
-                            scales,
-                            zeros,
-                            minima,
-                            (first // WIDTH * PARTS + p) * WEIGHTS + 1,
-                            OFFSET,
+                            up, up_sums, x_sums, scales_ptr, zeros_ptr, minima_ptr, group, ups, num_rows, GROUPS, OFFSET
                         )
                 else:
                     acc, up = sums, up_sums
@@ -209,21 +172,22 @@ def products(
 
 @triton.jit
 def _scaled(
-    acc: tl.tensor, sums: tl.tensor, x_sums: tl.tensor, scales: tl.tuple, zeros: tl.tuple,
-    minima: tl.tuple, i: tl.constexpr, OFFSET: tl.constexpr,
+    acc: tl.tensor, sums: tl.tensor, x_sums: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor,
+    minima_ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, GROUPS: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """``acc`` and a group's sums with its scale, and with its minimum the sums of x: entries i.
+    """``acc`` and a group's sums with its scale, and with its minimum the sums of x.
 
     What numbers are too large by, an offset with the zeros of the groups, is taken from the sums.
     """
     if OFFSET:
-        if len(zeros) == 0:
+        if zeros_ptr is None:
             sums -= x_sums * OFFSET
         else:
-            sums -= x_sums * (zeros[i].to(tl.float32) + OFFSET)[:, :, None]
-    acc += sums * scales[i].to(tl.float32)[:, :, None]
-    if len(minima) > 0:
-        acc += x_sums * minima[i].to(tl.float32)[:, :, None]
+            sums -= x_sums * (_scale_tile(zeros_ptr, group, rows, num_rows, GROUPS) + OFFSET)[:, :, None]
+    acc += sums * _scale_tile(scales_ptr, group, rows, num_rows, GROUPS)[:, :, None]
+    if minima_ptr is not None:
+        acc += x_sums * _scale_tile(minima_ptr, group, rows, num_rows, GROUPS)[:, :, None]
     return acc
 
 

@@ -20,13 +20,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.grouped_linear import TILE, PackedGroups, chunk_of
+from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
 from octavo.ops.triton.grouped_numbers import assembly, offset_of
 from octavo.ops.triton.launch import launch, num_multiprocessors
 from octavo.ops.triton.streamed_configs import StreamedConfig
 from octavo.ops.triton.tile_epilogue import finish
 
-_TILE, _WORDS = gl.constexpr(16), gl.constexpr(32)
+_TILE, _WORDS = gl.constexpr(TILE), gl.constexpr(WORDS)
 
 
 def streamed_gemv(
@@ -179,6 +179,40 @@ def _scaled(
     return (sums - chunk_sums * too_large) * scale
 
 
+@gluon.jit
+def _add_chunks(
+    acc: gl.tensor, up: gl.tensor, words_ring: gl.tensor, scales_ring: gl.tensor, zeros_ring: gl.tensor, row: gl.tensor,
+    sums_of_chunks: gl.tensor, stage: gl.tensor, step: gl.tensor, WEIGHTS: gl.constexpr, EACH: gl.constexpr,
+    PLANES: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr, OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
+    """The sums of the outputs or gates, and of the ups, with the products of a step's chunks, which are there."""
+    SUMS: gl.constexpr = acc.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    none = gl.zeros([WARPS, _TILE, 8], gl.float32, SUMS)
+    for e in gl.static_range(EACH):
+        place, part = stage * (WEIGHTS * EACH) + e, step * EACH + e
+        words = words_ring.index(place).load(LEFT)
+        up_words = words
+        if WEIGHTS == 2:
+            up_words = words_ring.index(place + EACH).load(LEFT)
+        x = _planes(row.index(part), RIGHT, WARPS, PLANES)
+        sums, up_sums = (none, none) if GROUP > 0 else (acc, up)
+        for p in gl.static_range(PLANES):
+            column = x[p].broadcast_to([WARPS, _WORDS, 8])
+            sums = mma_v2(_numbers(words, p, ASSEMBLY), column, sums)
+            if WEIGHTS == 2:
+                up_sums = mma_v2(_numbers(up_words, p, ASSEMBLY), column, up_sums)
+        if GROUP > 0:
+            own = sums_of_chunks.index(part).load(gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None, None]
+            acc += _scaled(sums, own, scales_ring, zeros_ring, place, SUMS, OFFSET)
+            if WEIGHTS == 2:
+                up += _scaled(up_sums, own, scales_ring, zeros_ring, place + EACH, SUMS, OFFSET)
+        else:
+            acc, up = sums, up_sums
+    return acc, up
+
+
 @gluon.jit(do_not_specialize=["num_tiles"])
 def streamed_gemv_kernel(
     x_ptr: gl.tensor, words_ptr: gl.tensor, scales_ptr: gl.tensor, zeros_ptr: gl.tensor, bias_ptr: gl.tensor,
@@ -193,8 +227,6 @@ def streamed_gemv_kernel(
     STEPS: gl.constexpr = PARTS // EACH
     GROUP: gl.constexpr = K // CHUNK // GROUPS if GROUPS > 1 else 0
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     ROW_OFFSETS: gl.constexpr = (
         [[0, 0, 1], [0, 0, 8], [0, 0, 16], [0, 1, 0]] + ([[0, 2, 0]] if PLANES == 4 else [])
         + [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0]] + ([[4, 0, 0]] if WARPS == 8 else [])
@@ -229,26 +261,8 @@ def streamed_gemv_kernel(
         _ask(words_ptr, scales_ptr, zeros_ptr, words_ring, scales_ring, zeros_ring, i + STAGES - 1, count, num_tiles,
              WARPS, EACH, STEPS, WEIGHTS, STAGES, GROUP)  # fmt: skip
         step = i % STEPS
-        for e in gl.static_range(EACH):
-            place, part = i % STAGES * (WEIGHTS * EACH) + e, step * EACH + e
-            words = words_ring.index(place).load(LEFT)
-            up_words = words
-            if WEIGHTS == 2:
-                up_words = words_ring.index(place + EACH).load(LEFT)
-            x = _planes(row.index(part), RIGHT, WARPS, PLANES)
-            sums, up_sums = (acc, up) if GROUPS == 1 else (none, none)
-            for p in gl.static_range(PLANES):
-                column = x[p].broadcast_to([WARPS, _WORDS, 8])
-                sums = mma_v2(_numbers(words, p, ASSEMBLY), column, sums)
-                if WEIGHTS == 2:
-                    up_sums = mma_v2(_numbers(up_words, p, ASSEMBLY), column, up_sums)
-            if GROUPS == 1:
-                acc, up = sums, up_sums
-            else:
-                own = sums_of_chunks.index(part).load(gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None, None]
-                acc += _scaled(sums, own, scales_ring, zeros_ring, place, SUMS, OFFSET)
-                if WEIGHTS == 2:
-                    up += _scaled(up_sums, own, scales_ring, zeros_ring, place + EACH, SUMS, OFFSET)
+        acc, up = _add_chunks(acc, up, words_ring, scales_ring, zeros_ring, row, sums_of_chunks, i % STAGES, step,
+                              WEIGHTS, EACH, PLANES, WARPS, GROUP, OFFSET, ASSEMBLY)  # fmt: skip
         if step == STEPS - 1:
             tile = gl.program_id(0) + i // STEPS * gl.num_programs(0)
             _store_tile(scales_ptr, bias_ptr, residual_ptr, out_ptr, acc, up, factor, tile, num_tiles * _TILE,
