@@ -15,6 +15,7 @@ CHUNK_BYTES = 1024
 """Words of 16 outputs, in a piece."""
 OTHER_BYTES = 2048
 """Of shared memory for each program: sums, and what the hardware keeps."""
+MOST_STAGES = 8
 MANY_TILES = 4
 """Of 16 outputs for each multiprocessor, from which on two programs of half the size share it: while one ends a tile,
 the other multiplies."""
@@ -56,10 +57,11 @@ def streamed_configs(
 
 
 def _of_size(warps: int, programs: int, chunks: int, room: int, weights: int) -> Iterator[StreamedConfig]:
+    """Those with at least two stages in ``room`` bytes; every warp takes as many chunks as the others."""
     for each in (4, 3, 2, 1):
         stage_bytes = warps * each * weights * (CHUNK_BYTES + 2 * TILE + TILE)
         if chunks % (warps * each) == 0 and (stages := room // stage_bytes) >= 2:
-            yield StreamedConfig(warps, each, min(stages, 8), programs)
+            yield StreamedConfig(warps, each, min(stages, MOST_STAGES), programs)
 
 
 def _ring_bytes(config: StreamedConfig) -> int:
@@ -68,5 +70,5 @@ def _ring_bytes(config: StreamedConfig) -> int:
 
 def takes(x_TK: Tensor, packed: PackedGroups) -> bool:
     """Whether the kernel multiplies this row and weight, if its sizes suit it."""
-    has_sums_alone = packed.minima_GN is None and (packed.zeros_GN is None or len(packed.scales_GN) > 1)
-    return len(x_TK) == 1 and x_TK.dtype == torch.bfloat16 and has_sums_alone
+    has_groups = packed.zeros_GN is None or len(packed.scales_GN) > 1
+    return len(x_TK) == 1 and x_TK.dtype == torch.bfloat16 and packed.minima_GN is None and has_groups
