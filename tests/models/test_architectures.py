@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,10 @@ class SpiedModel:
         return hidden
 
     def logits(self, x_RD: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.model.logits(x_RD)
+        return self.noted(self.model.logits, x_RD)
+
+    def noted(self, compute: Callable[[torch.Tensor], torch.Tensor], x_RD: torch.Tensor) -> torch.Tensor:
+        found = compute(x_RD)
         self.seen.append(found.float().clone())
         return found
 
@@ -107,12 +111,14 @@ def logits_of(llm: LLM, prompt: list[int]) -> tuple[torch.Tensor, RequestOutput]
     """The raw logits of every position of a prompt, computed in chunks, float32 [tokens, V]; and its result."""
     runner: Any = llm.engine.runner
     program, reader = runner.executor._program, runner.executor._reader
-    model = program.model
+    model, compute = program.model, program._logits
     program.model = reader._model = spied = SpiedModel(model)
+    program._logits = partial(spied.noted, compute)
     try:
         [result] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5))
     finally:
         program.model = reader._model = model
+        program._logits = compute
     has_more = len(prompt) % SETTINGS["max_num_batched_tokens"] != 1
     last = spied.seen.pop(-2 if has_more else -1)  # what is sampled from comes before the rest of its chunk
     return torch.cat([*spied.seen, last]), result
