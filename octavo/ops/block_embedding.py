@@ -28,6 +28,6 @@ def block_embedding(token_ids_T: Tensor, packed: PackedBlocks) -> Tensor:
     if packed.bits == 4:
         numbers = torch.cat((numbers & 15, numbers >> 4), dim=3)
     numbers = numbers[each_T, :, :, :, rows_T].flatten(2)  # [T, G, group]
-    scales = packed.scales[panels_T].float()[each_T, :, :, rows_T]  # [T, G, 1 or 2]
+    scales = packed.float_scales(panels_T)[each_T, :, :, rows_T]  # [T, G, 1 or 2]
     x = (numbers.float() - packed.zero_point) * scales[..., :1]
     return (x + scales[..., 1:] if packed.has_minima else x).view(T, D)

@@ -10,6 +10,10 @@ panel and group by group, four inputs of row 0, the same four of row 1, and so o
 
 with the scales, and the minima of the formats that have them, as [P, G, 1 or 2, 16]. The last panel is padded with
 zeros.
+
+Where the scales of a block of 256 inputs are small multiples of a float16, as those of Q4_K to Q6_K, that is how they
+are stored, in a fourth to a third of the bytes: [P, K / 256, bytes], each block the factors [1 or 2, 16] as float16,
+then for each of its groups the multiples [1 or 2, 16] as int8.
 """
 
 from __future__ import annotations
@@ -29,6 +33,9 @@ from octavo.ops.linear import Activation, compose
 from octavo.weights.blocks import BlockTensor, Groups, split_groups
 
 PANEL = 16
+BLOCK = 256
+"""Inputs whose scales may have a factor in common."""
+FACTOR_BYTES = 2
 FOUR_BIT_KINDS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 KINDS = FOUR_BIT_KINDS | {"Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"}
 """The block kinds that can be packed. Five- and six-bit numbers take a byte each."""
@@ -48,7 +55,7 @@ class PackedBlocks:
     values: Tensor
     """uint8 [P, G, steps, 16, 4]"""
     scales: Tensor
-    """float16 where that is exact, else float32: [P, G, 1 or 2, 16]"""
+    """[P, G, 1 or 2, 16] in float16 where that is exact, else in float32; or as multiples, uint8 [P, K / 256, bytes]"""
     order: Tensor | None = None
     """int32 [K]: the input that each column multiplies; ``None``: column k multiplies input k."""
 
@@ -58,8 +65,25 @@ class PackedBlocks:
         return self.shape[1] // self.values.shape[1]
 
     @property
+    def has_multiples(self) -> bool:
+        """Whether scales are stored as multiples of factors."""
+        return self.scales.dtype == torch.uint8
+
+    @property
     def has_minima(self) -> bool:
-        return self.scales.shape[2] == 2
+        return self.float_scales(slice(1)).shape[2] == 2
+
+    def float_scales(self, panels: slice | Tensor = slice(None)) -> Tensor:
+        """Scales, and minima, of these panels: float32 [panels, G, 1 or 2, 16]."""
+        scales = self.scales[panels]
+        if not self.has_multiples:
+            return scales.float()
+        each = self.values.shape[1] // scales.shape[1]
+        parts = scales.shape[2] // (PANEL * (FACTOR_BYTES + each))
+        factors, multiples = scales.split_with_sizes([PANEL * FACTOR_BYTES * parts, PANEL * each * parts], dim=2)
+        shape = *scales.shape[:2], -1, parts, PANEL
+        wide = factors.contiguous().view(torch.float16).view(shape).float()
+        return (multiples.contiguous().view(torch.int8).view(shape).float() * wide).flatten(1, 2)
 
     @property
     def num_bytes(self) -> int:
@@ -83,15 +107,19 @@ class PackedBlocks:
 
         ``kind`` names the format. The parts have one zero point.
         """
-        values, scales, zero_point = [], [], 0
+        values, scales, multiples, zero_point = [], [], [], 0
         for groups in parts:
             zero_point = groups.zero_point
             values.append(_value_panels(groups, bits))
-            scales.append(_scale_panels(groups))
+            panels = _scale_panels(groups)
+            multiples.append(_as_multiples(panels, groups))
+            scales.append(panels)
         packed = torch.from_numpy(np.concatenate(values))
-        return cls(
-            kind, shape, bits, zero_point, packed, torch.from_numpy(_smallest_exact(np.concatenate(scales))), order
-        )
+        if all(part is not None for part in multiples):
+            stored = np.concatenate([part for part in multiples if part is not None])
+        else:
+            stored = _smallest_exact(np.concatenate(scales))
+        return cls(kind, shape, bits, zero_point, packed, torch.from_numpy(stored), order)
 
     def unpack(self) -> Tensor:
         """The weight as float32 [N, K], its columns in the order of inputs."""
@@ -101,7 +129,7 @@ class PackedBlocks:
         if self.bits == 4:
             numbers = torch.cat((numbers & 15, numbers >> 4), dim=3)
         numbers = numbers.permute(0, 4, 1, 2, 3, 5).reshape(P, PANEL, G, self.group)
-        parts = self.scales.float().permute(2, 0, 3, 1).unsqueeze(-1)  # [1 or 2, P, 16, G, 1]
+        parts = self.float_scales().permute(2, 0, 3, 1).unsqueeze(-1)  # [1 or 2, P, 16, G, 1]
         weight = (numbers.float() - self.zero_point) * parts[0]
         if self.has_minima:
             weight += parts[1]
@@ -130,6 +158,21 @@ def _scale_panels(groups: Groups) -> npt.NDArray[np.float32]:
     rows = np.stack([_pad_rows(part) for part in parts], axis=1)  # [rows, parts, G]
     panels = rows.reshape(-1, PANEL, len(parts), rows.shape[2]).transpose(0, 3, 2, 1)
     return np.ascontiguousarray(panels, dtype=np.float32)
+
+
+def _as_multiples(panels: npt.NDArray[np.float32], groups: Groups) -> npt.NDArray[np.uint8] | None:
+    """Scale panels as multiples of the groups' factors; ``None`` without factors, or if that is not exact."""
+    if groups.factors is None:
+        return None
+    factors = np.pad(groups.factors, [(0, -len(groups.factors) % PANEL), (0, 0), (0, 0)])
+    P, (_, blocks, parts) = len(panels), factors.shape
+    factors = np.ascontiguousarray(factors.reshape(P, PANEL, blocks, parts).transpose(0, 2, 3, 1))
+    wide, scales = factors[:, :, None].astype(np.float32), panels.reshape(P, blocks, -1, parts, PANEL)
+    with np.errstate(all="ignore"):
+        multiples = np.nan_to_num(np.rint(scales / wide), posinf=0, neginf=0).clip(-128, 127).astype(np.int8)
+        if not np.array_equal(multiples * wide, scales):
+            return None
+    return np.concatenate([part.reshape(P, blocks, -1).view(np.uint8) for part in (factors, multiples)], axis=2)
 
 
 def _smallest_exact(scales: npt.NDArray[np.float32]) -> npt.NDArray[np.floating]:

@@ -94,15 +94,24 @@ class Groups(NamedTuple):
     """[rows, groups]"""
     minima: Floats | None
     """[rows, groups]; ``None`` if the format has none."""
+    factors: npt.NDArray[np.float16] | None = None
+    """[rows, blocks, 1 or 2]: what scales, and minima, of a block are small multiples of, in formats that say so."""
 
 
 def split_groups(tensor: BlockTensor) -> Groups:
     """Unpack a quantised tensor exactly. F32, F16 and BF16 are not supported, as they have no groups."""
     rows, columns = tensor.shape
     zero_point, split = _FORMS[tensor.kind]
-    numbers, scales, minima = split(_as_blocks(tensor))
+    blocks = _as_blocks(tensor)
+    numbers, scales, minima = split(blocks)
     minima = None if minima is None else minima.reshape(rows, -1)
-    return Groups(numbers.reshape(rows, columns), zero_point, scales.reshape(rows, -1), minima)
+    factors = None
+    if places := _FACTORS.get(tensor.kind):
+        halves = [
+            np.float16(sign) * np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16) for at, sign in places
+        ]
+        factors = np.concatenate(halves, axis=1).reshape(rows, -1, len(places))
+    return Groups(numbers.reshape(rows, columns), zero_point, scales.reshape(rows, -1), minima, factors)
 
 
 def dequantize(tensor: BlockTensor) -> Floats:
@@ -120,7 +129,7 @@ def _widen(tensor: BlockTensor, out: Floats) -> None:
     if tensor.kind in _FLOATS:
         _FLOATS[tensor.kind](_as_blocks(tensor), out.reshape(-1, 1))
         return
-    numbers, zero_point, scales, minima = split_groups(tensor)
+    numbers, zero_point, scales, minima, _ = split_groups(tensor)
     groups = out.reshape(*scales.shape, -1)
     groups[:] = numbers.reshape(groups.shape)
     groups -= zero_point
@@ -249,3 +258,6 @@ _FORMS: dict[str, tuple[int, Callable[[Bytes], _Parts]]] = {
     "MXFP4": (12, _mxfp4),
 }
 """The zero point, and the function that unpacks blocks."""
+
+_FACTORS = {"Q4_K": ((0, 1), (2, -1)), "Q5_K": ((0, 1), (2, -1)), "Q6_K": ((208, 1),)}
+"""Where the float16 factors of a block's scales and minima are, and their signs."""

@@ -8,7 +8,7 @@ A panel is 16 rows of the weight, group by group, in the order in which they are
     values   4 bit: [group][step][16 rows][4 bytes]     8 bit: [group][step][16 rows][4 bytes]
              low  nibbles: k = 8 step + 0..3            byte:  k = 4 step + 0..3
              high nibbles: k = 8 step + 4..7
-    scales   [group][16 rows]  or, for formats with minima,  [group][scale, minimum][16 rows]
+    scales   [group][16 rows]  or, for formats with minima,  [group][scale, minimum][16 rows]; or see ``block_scales``
 
 so that one 64-byte load is one operand of ``vpdpbusd``: lane r gets row r's next four k. The other operand is
 four quantised activations of one token, broadcast to every lane. A few tokens are multiplied with a packed panel. For
@@ -35,12 +35,12 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from octavo.ops.cpu.block_scales import load_scales, scale_bytes
 from octavo.ops.cpu.compiled import emitted, inlined
 from octavo.ops.cpu.quantize import OFFSET, PART_WORDS, ROUNDER_BITS, SIDE_BYTES, START, TOKENS_TOGETHER
 from octavo.ops.cpu.vector_ir import (
     F32,
     FLOAT32,
-    FORMAT_BYTES,
     HAS_VNNI,
     I32,
     I64,
@@ -55,7 +55,6 @@ from octavo.ops.cpu.vector_ir import (
     hidden,
     i64,
     load,
-    load_floats,
     offset,
     splat,
     store,
@@ -87,7 +86,7 @@ class _Form:
     def __init__(self, bits: int, group: int, has_minima: int, scale_format: int) -> None:
         self.bits, self.group, self.parts, self.scale_format = bits, group, 1 + has_minima, scale_format
         self.value_bytes = group * bits // 8 * LANES
-        self.row_bytes = LANES * FORMAT_BYTES[scale_format]
+        self.scale_bytes = scale_bytes(scale_format, group, self.parts)
         self.pair_bytes = 2 * (group + 4 * self.parts) * LANES
         self.term_bytes = group + SIDE_BYTES
 
@@ -110,10 +109,10 @@ class _Form:
         half = splat(b, b.trunc(b.shl(b.and_(i, i64(1)), i64(2)), I32))
         return b.and_(b.lshr(packed, half), constant(I32x16, 0x0F0F0F0F))
 
-    def scales(self, b: ir.IRBuilder, place: ir.Value) -> Scales:
-        """A group's scales, and minima if any."""
-        scale = load_floats(b, self.scale_format, place)
-        return scale, load_floats(b, self.scale_format, place, self.row_bytes) if self.parts > 1 else None
+    def scales(self, b: ir.IRBuilder, base: ir.Value, g: ir.Value) -> Scales:
+        """The scales of group g of those at ``base``, and minima if any."""
+        found = load_scales(b, self.scale_format, self.group, self.parts, base, g)
+        return found[0], found[1] if self.parts > 1 else None
 
     def start(self, b: ir.IRBuilder, term: ir.Value) -> ir.Value:
         """Initial value of a total with a term."""
@@ -160,7 +159,7 @@ class _Panel(_Form):
 
     def factors(self, b: ir.IRBuilder, g: ir.Value) -> list[Scales]:
         """A group's scales and minima, of each panel."""
-        return [self.scales(b, offset(b, self._scales, (g, self.parts * self.row_bytes)))]
+        return [self.scales(b, self._scales, g)]
 
 
 class _Pair(_Form):
@@ -188,7 +187,7 @@ class _Pair(_Form):
         """See ``_Panel``."""
         here = offset(b, self._pair, (g, self.pair_bytes))
         places = (self.value_bytes, self.value_bytes + self.pair_bytes // 2)
-        return [self.scales(b, b.add(here, i64(place))) for place in places]
+        return [self.scales(b, b.add(here, i64(place)), i64(0)) for place in places]
 
 
 def _form(*constants: Any) -> tuple[Any, ...] | None:
@@ -256,7 +255,7 @@ def block_dot(
         outs = [offset(b, out, (out_stride, i)) for i in range(panels.count)]
 
         def ask(g: ir.Value) -> None:
-            for base, num_bytes in ((ahead, packed.value_bytes), (scales_ahead, packed.parts * packed.row_bytes)):
+            for base, num_bytes in ((ahead, packed.value_bytes), (scales_ahead, packed.scale_bytes)):
                 ask_for(b, offset(b, base, (g, num_bytes)), num_bytes)
 
         for count in TOKEN_COUNTS[form[0]]:

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from octavo.ops.block_embedding import block_embedding
-from octavo.ops.block_linear import PANEL, PackedBlocks
+from octavo.ops.block_linear import BLOCK, FACTOR_BYTES, PANEL, PackedBlocks
+from octavo.ops.cpu.block_scales import MULTIPLES, format_of
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver, compiled_task
 from octavo.ops.cpu.embedding import supports_ids
 from octavo.ops.cpu.half import widen
 from octavo.ops.cpu.memory import fields, keep, read, view
 from octavo.ops.cpu.threads import run
-from octavo.ops.cpu.vector_ir import FLOAT16, FLOAT32, FORMAT_BYTES
+from octavo.ops.cpu.vector_ir import FLOAT16, FORMAT_BYTES
 
 NUMBERS_A_PIECE = 1024
 ARGUMENTS = fields(
@@ -38,7 +39,9 @@ ARGUMENTS = fields(
 @functools.cache
 def _task(scale_format: int) -> int:
     """Task over rows."""
-    scale_bytes = FORMAT_BYTES[scale_format]
+    is_multiple = scale_format == MULTIPLES
+    float_format = FLOAT16 if is_multiple else scale_format
+    float_bytes = FORMAT_BYTES[float_format]
 
     def gather(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
@@ -48,7 +51,16 @@ def _task(scale_format: int) -> int:
             panel, row = ids[t] // PANEL, ids[t] % PANEL
             for g in range(a.G):
                 at = panel * a.G + g
-                widen(scale_format, a.scales + at * parts * PANEL * scale_bytes, scales.ctypes.data, parts * PANEL)
+                if is_multiple:
+                    each = BLOCK // a.group
+                    block = a.scales + at // each * (parts * PANEL * (FACTOR_BYTES + each))
+                    multiples = view(block + parts * PANEL * (FACTOR_BYTES + at % each), parts * PANEL, np.int8)
+                    widen(FLOAT16, block, scales.ctypes.data, parts * PANEL)
+                    for part in range(parts):
+                        scales[PANEL * part + row] *= np.float32(multiples[PANEL * part + row])
+                else:
+                    place = a.scales + at * parts * PANEL * float_bytes
+                    widen(float_format, place, scales.ctypes.data, parts * PANEL)
                 scale, minimum = scales[row], scales[PANEL + row] if a.has_minima else np.float32(0)
                 values = view(a.values + at * group_bytes, group_bytes, np.uint8)
                 out = view(a.out + 4 * (t * a.G + g) * a.group, a.group, np.float32)
@@ -87,7 +99,7 @@ def block_embedding_numba(token_ids_T: Tensor, packed: PackedBlocks) -> Tensor:
     arguments = np.empty(1, ARGUMENTS)
     addresses = ids.data_ptr(), packed.values.data_ptr(), packed.scales.data_ptr(), out_TD.data_ptr()
     form = D // packed.group, packed.group, packed.bits, packed.zero_point, int(packed.has_minima)
-    task = _task(FLOAT16 if packed.scales.dtype == torch.float16 else FLOAT32)
+    task = _task(format_of(packed))
     arguments[0] = (task, *addresses, len(ids), V, *form)
     call(_driver(), arguments, f"block_embedding: token ids must be from 0 to {V - 1}")
     return out_TD

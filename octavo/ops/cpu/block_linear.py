@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
 from octavo.ops.cpu.block_dot import PAIR_FROM, add_large_parts, block_dot, take_apart, tokens_at_once
+from octavo.ops.cpu.block_scales import format_of, scale_bytes
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, TILE_BYTES, finish
@@ -19,7 +20,7 @@ from octavo.ops.cpu.quantize import PART_WORDS, SIDE_BYTES, TOKENS_TOGETHER, qua
 from octavo.ops.cpu.rms_norm import normalise_row
 from octavo.ops.cpu.tensors import address, check_linear, declines_activations
 from octavo.ops.cpu.threads import run, width
-from octavo.ops.cpu.vector_ir import AHEAD, FLOAT16, FLOAT32, FORMAT_BYTES
+from octavo.ops.cpu.vector_ir import AHEAD
 from octavo.ops.linear import Activation, compose
 
 TOKENS_AT_ONCE = 258
@@ -183,8 +184,8 @@ def _finish_item(a: Any, first: int, count: int, panels: Any, sums: int, stride:
 @functools.cache
 def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) -> int:
     """Task over pairs of panels of the output."""
-    value_bytes, scale_bytes = group * bits // 8 * PANEL, (1 + has_minima) * PANEL * FORMAT_BYTES[scale_format]
-    half_bytes, scales_ahead = (group + 4 * (1 + has_minima)) * PANEL, AHEAD * scale_bytes // value_bytes
+    value_bytes, factor_bytes = group * bits // 8 * PANEL, scale_bytes(scale_format, group, 1 + has_minima)
+    half_bytes, scales_ahead = (group + 4 * (1 + has_minima)) * PANEL, AHEAD * factor_bytes // value_bytes
 
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
@@ -194,7 +195,7 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
             first = item // a.columns * a.rows
             count, panels, later = min(a.rows, a.T - first), _panels_of(a, item), _panels_of(a, item + 1)
             for half in range(2 if a.is_pair or a.gate else 1):
-                weights = _panel_at(a, panels[half], value_bytes, scale_bytes)
+                weights = _panel_at(a, panels[half], value_bytes, factor_bytes)
                 if a.is_pair:
                     out = apart + half * half_bytes
                     take_apart(bits, group, has_minima, scale_format, weights[0], weights[1], out, a.G)
@@ -216,8 +217,8 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
                     )
             if a.is_pair:
                 near = (
-                    _panel_at(a, later[0], value_bytes, scale_bytes),
-                    _panel_at(a, later[1], value_bytes, scale_bytes),
+                    _panel_at(a, later[0], value_bytes, factor_bytes),
+                    _panel_at(a, later[1], value_bytes, factor_bytes),
                 )
                 _sum_up(1, bits, group, has_minima, scale_format, a, first, count, (apart, 0), near, sums, stride)
             _finish_item(a, first, count, panels, sums, stride)
@@ -280,11 +281,10 @@ def block_linear_numba(
     x = x_TK.contiguous()
     out_TN = residual_TN if residual_TN is not None else torch.empty(T, width)
     has_minima = int(packed.has_minima)
-    scale_format = FLOAT16 if packed.scales.dtype == torch.float16 else FLOAT32
     arguments = np.empty(1, ARGUMENTS)
     arguments[0] = (
         *(address(bias_N), address(residual_TN), out_TN.data_ptr(), GATES[activation], T, N),
-        *(_prepare_task(), _multiply_task(packed.bits, packed.group, has_minima, scale_format)),
+        *(_prepare_task(), _multiply_task(packed.bits, packed.group, has_minima, format_of(packed))),
         *(
             x.data_ptr(),
             address(norm_K),
