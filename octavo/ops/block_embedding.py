@@ -24,10 +24,7 @@ def block_embedding(token_ids_T: Tensor, packed: PackedBlocks) -> Tensor:
         raise IndexError(f"block_embedding: token ids must be from 0 to {V - 1}")
     panels_T, rows_T = token_ids_T // PANEL, token_ids_T % PANEL
     each_T = torch.arange(T, device=token_ids_T.device)
-    numbers = packed.values[panels_T].unsqueeze(3)  # [T, G, steps, 1, 16, 4]
-    if packed.bits == 4:
-        numbers = torch.cat((numbers & 15, numbers >> 4), dim=3)
-    numbers = numbers[each_T, :, :, :, rows_T].flatten(2)  # [T, G, group]
+    numbers = packed.numbers(panels_T)[each_T, :, :, rows_T].flatten(2)  # [T, G, group]
     scales = packed.float_scales(panels_T)[each_T, :, :, rows_T]  # [T, G, 1 or 2]
     x = (numbers.float() - packed.zero_point) * scales[..., :1]
     return (x + scales[..., 1:] if packed.has_minima else x).view(T, D)

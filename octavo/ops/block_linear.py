@@ -7,6 +7,7 @@ panel and group by group, four inputs of row 0, the same four of row 1, and so o
 
     8 bit   [P, G, group / 4, 16, 4]   one byte a number
     4 bit   [P, G, group / 8, 16, 4]   low halves: inputs 8 s + 0..3 of the group; high halves: 8 s + 4..7
+    5, 6    their low 4 bits like this, then [P, G, 1, 16, 4]: bits (bits - 4) i on of a byte are input 4 i + 0..3's
 
 with the scales, and the minima of the formats that have them, as [P, G, 1 or 2, 16]. The last panel is padded with
 zeros.
@@ -37,8 +38,9 @@ BLOCK = 256
 """Inputs whose scales may have a factor in common."""
 FACTOR_BYTES = 2
 FOUR_BIT_KINDS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
-KINDS = FOUR_BIT_KINDS | {"Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K"}
-"""The block kinds that can be packed. Five- and six-bit numbers take a byte each."""
+NUMBER_BITS = dict.fromkeys(FOUR_BIT_KINDS, 4) | {"Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
+KINDS = frozenset(NUMBER_BITS)
+"""The block kinds that can be packed."""
 
 ROWS_AT_ONCE = 64 * PANEL
 """Rows to give to ``PackedBlocks.of_groups`` at a time, which bounds temporary memory."""
@@ -94,16 +96,15 @@ class PackedBlocks:
         """Repack blocks into panels. Raises ``ValueError`` for a kind that is not in ``KINDS``."""
         if tensor.kind not in KINDS:
             raise ValueError(f"blocks of kind {tensor.kind} cannot be packed; these can: {', '.join(sorted(KINDS))}")
-        bits = 4 if tensor.kind in FOUR_BIT_KINDS else 8
         parts = (tensor.data[start : start + ROWS_AT_ONCE] for start in range(0, tensor.shape[0], ROWS_AT_ONCE))
         blocks = (BlockTensor(tensor.kind, (len(data), tensor.shape[1]), data) for data in parts)
-        return cls.of_groups(tensor.kind, tensor.shape, bits, map(split_groups, blocks))
+        return cls.of_groups(tensor.kind, tensor.shape, NUMBER_BITS[tensor.kind], map(split_groups, blocks))
 
     @classmethod
     def of_groups(
         cls, kind: str, shape: tuple[int, int], bits: int, parts: Iterable[Groups], order: Tensor | None = None
     ) -> PackedBlocks:
-        """Pack rows of numbers of ``bits`` bits, 4 or 8, in parts of ``ROWS_AT_ONCE`` rows (the last may have fewer).
+        """Pack rows of numbers of 4, 5, 6 or 8 ``bits``, in parts of ``ROWS_AT_ONCE`` rows (the last may have fewer).
 
         ``kind`` names the format. The parts have one zero point.
         """
@@ -121,14 +122,24 @@ class PackedBlocks:
             stored = _smallest_exact(np.concatenate(scales))
         return cls(kind, shape, bits, zero_point, packed, torch.from_numpy(stored), order)
 
+    def numbers(self, panels: slice | Tensor = slice(None)) -> Tensor:
+        """The numbers of these panels, four inputs of each row at a time: uint8 [panels, G, group / 4, 16, 4]."""
+        values = self.values[panels]
+        if self.bits == 8:
+            return values
+        halves = values[:, :, : self.group // 8]
+        low = torch.stack((halves & 15, halves >> 4), dim=3).flatten(2, 3)
+        if self.bits == 4:
+            return low
+        width = self.bits - 4
+        shifts = width * torch.arange(self.group // 4, dtype=torch.uint8)
+        return low | (values[:, :, -1:] >> shifts[:, None, None] & (1 << width) - 1) << 4
+
     def unpack(self) -> Tensor:
         """The weight as float32 [N, K], its columns in the order of inputs."""
         N, K = self.shape
         P, G = self.values.shape[:2]
-        numbers = self.values.unsqueeze(3)
-        if self.bits == 4:
-            numbers = torch.cat((numbers & 15, numbers >> 4), dim=3)
-        numbers = numbers.permute(0, 4, 1, 2, 3, 5).reshape(P, PANEL, G, self.group)
+        numbers = self.numbers().permute(0, 3, 1, 2, 4).reshape(P, PANEL, G, self.group)
         parts = self.float_scales().permute(2, 0, 3, 1).unsqueeze(-1)  # [1 or 2, P, 16, G, 1]
         weight = (numbers.float() - self.zero_point) * parts[0]
         if self.has_minima:
@@ -145,6 +156,11 @@ def _pad_rows(rows: npt.NDArray[Number]) -> npt.NDArray[Number]:
 
 
 def _value_panels(groups: Groups, bits: int) -> npt.NDArray[np.uint8]:
+    if bits in (5, 6):
+        low = _value_panels(groups._replace(numbers=groups.numbers & np.uint8(15)), 4)
+        high = _value_panels(groups._replace(numbers=groups.numbers >> np.uint8(4)), 8)
+        shifts = np.uint8(bits - 4) * np.arange(high.shape[2], dtype=np.uint8)
+        return np.concatenate([low, np.bitwise_or.reduce(high << shifts[:, None, None], axis=2, keepdims=True)], axis=2)
     numbers, G = _pad_rows(groups.numbers), groups.scales.shape[1]
     fours = numbers.view(np.uint32).reshape(len(numbers) // PANEL, PANEL, G, -1, 8 // bits).transpose(0, 2, 4, 3, 1)
     panels = np.ascontiguousarray(fours[:, :, 0])

@@ -8,6 +8,7 @@ A panel is 16 rows of the weight, group by group, in the order in which they are
     values   4 bit: [group][step][16 rows][4 bytes]     8 bit: [group][step][16 rows][4 bytes]
              low  nibbles: k = 8 step + 0..3            byte:  k = 4 step + 0..3
              high nibbles: k = 8 step + 4..7
+             5 and 6 bit: the same, then the upper bits of all k, see ``PackedBlocks``
     scales   [group][16 rows]  or, for formats with minima,  [group][scale, minimum][16 rows]; or see ``block_scales``
 
 so that one 64-byte load is one operand of ``vpdpbusd``: lane r gets row r's next four k. The other operand is
@@ -92,14 +93,17 @@ class _Form:
 
     def weights(self, b: ir.IRBuilder, values: ir.Value) -> Iterator[ir.Value]:
         """A group's unsigned weights, four k at a time; loaded one by one, to use few registers."""
-        nibble = constant(I32x16, 0x0F0F0F0F)
-        for step in range(self.group * self.bits // 32):
+        if self.bits == 8:
+            for step in range(self.group // 4):
+                yield load(b, I32x16, values, step * STEP_BYTES)
+            return
+        nibble, width = constant(I32x16, 0x0F0F0F0F), self.bits - 4
+        high = load(b, I32x16, values, self.group // 8 * STEP_BYTES) if width else None
+        for step in range(self.group // 8):
             packed = load(b, I32x16, values, step * STEP_BYTES)
-            if self.bits == 8:
-                yield packed
-            else:
-                yield b.and_(packed, nibble)
-                yield b.and_(b.lshr(packed, constant(I32x16, 4)), nibble)
+            for half in range(2):
+                low = b.and_(b.lshr(packed, constant(I32x16, 4)) if half else packed, nibble)
+                yield low if high is None else b.or_(low, _fifth_and_sixth(b, high, width, 2 * step + half))
 
     def weight(self, b: ir.IRBuilder, values: ir.Value, i: ir.Value) -> ir.Value:
         """The ``i``th of ``weights``."""
@@ -107,7 +111,13 @@ class _Form:
             return load(b, I32x16, offset(b, values, (i, STEP_BYTES)))
         packed = load(b, I32x16, offset(b, values, (b.lshr(i, i64(1)), STEP_BYTES)))
         half = splat(b, b.trunc(b.shl(b.and_(i, i64(1)), i64(2)), I32))
-        return b.and_(b.lshr(packed, half), constant(I32x16, 0x0F0F0F0F))
+        low = b.and_(b.lshr(packed, half), constant(I32x16, 0x0F0F0F0F))
+        if self.bits == 4:
+            return low
+        width = self.bits - 4
+        high = load(b, I32x16, values, self.group // 8 * STEP_BYTES)
+        field = b.lshr(high, splat(b, b.trunc(b.mul(i, i64(width)), I32)))
+        return b.or_(low, b.shl(b.and_(field, constant(I32x16, _in_bytes((1 << width) - 1))), constant(I32x16, 4)))
 
     def scales(self, b: ir.IRBuilder, base: ir.Value, g: ir.Value) -> Scales:
         """The scales of group g of those at ``base``, and minima if any."""
@@ -138,6 +148,18 @@ def _add_products(
     products = [fma(b, b.bitcast(total, F32x16), x_scale, start) for total in totals]
     triples = zip(products, scales, results, strict=True)
     return [fma(b, scale, product, result) for product, (scale, _), result in triples]
+
+
+def _in_bytes(value: int) -> int:
+    """The same in each byte of a word."""
+    return 0x01010101 * value
+
+
+def _fifth_and_sixth(b: ir.IRBuilder, high: ir.Value, width: int, i: int) -> ir.Value:
+    """The upper bits of the ``i``th four k, ``width`` of them, in their place: bits 4 on of each byte."""
+    right = width * i - 4
+    moved = b.lshr(high, constant(I32x16, right)) if right > 0 else b.shl(high, constant(I32x16, -right))
+    return b.and_(moved, constant(I32x16, _in_bytes(((1 << width) - 1) << 4)))
 
 
 class _Panel(_Form):

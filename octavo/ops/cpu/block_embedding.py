@@ -65,11 +65,14 @@ def _task(scale_format: int) -> int:
                 values = view(a.values + at * group_bytes, group_bytes, np.uint8)
                 out = view(a.out + 4 * (t * a.G + g) * a.group, a.group, np.float32)
                 for k in range(a.group):
-                    # Four inputs of a row are adjacent; with four bits, the next four are in the same bytes.
-                    step, half = (k // 8, k // 4 % 2) if a.bits == 4 else (k // 4, 0)
+                    # Four inputs of a row are adjacent; with fewer bits, the next four are in the same bytes.
+                    step = k // 4 if a.bits == 8 else k // 8
                     number = np.int32(values[(step * PANEL + row) * 4 + k % 4])
-                    if a.bits == 4:
-                        number = number >> 4 if half else number & 15
+                    if a.bits < 8:
+                        number = number >> 4 if k // 4 % 2 else number & 15
+                    if 4 < a.bits < 8:
+                        high = np.int32(values[(a.group // 8 * PANEL + row) * 4 + k % 4]) >> (a.bits - 4) * (k // 4)
+                        number |= (high & (1 << (a.bits - 4)) - 1) << 4
                     x = np.float32(number - a.zero_point) * scale
                     out[k] = x + minimum if a.has_minima else x
         keep(scales)
