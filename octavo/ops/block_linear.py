@@ -73,19 +73,25 @@ class PackedBlocks:
 
     @property
     def has_minima(self) -> bool:
-        return self.float_scales(slice(1)).shape[2] == 2
+        return self._num_parts == 2
+
+    @property
+    def _num_parts(self) -> int:
+        """1, or 2 with minima; by shapes alone, as it is asked for in every step."""
+        if not self.has_multiples:
+            return self.scales.shape[2]
+        return self.scales.shape[2] // (PANEL * (FACTOR_BYTES + self.values.shape[1] // self.scales.shape[1]))
 
     def float_scales(self, panels: slice | Tensor = slice(None)) -> Tensor:
         """Scales, and minima, of these panels: float32 [panels, G, 1 or 2, 16]."""
         scales = self.scales[panels]
         if not self.has_multiples:
             return scales.float()
-        each = self.values.shape[1] // scales.shape[1]
-        parts = scales.shape[2] // (PANEL * (FACTOR_BYTES + each))
+        (P, blocks, _), parts = scales.shape, self._num_parts
+        each = self.values.shape[1] // blocks
         factors, multiples = scales.split_with_sizes([PANEL * FACTOR_BYTES * parts, PANEL * each * parts], dim=2)
-        shape = *scales.shape[:2], -1, parts, PANEL
-        wide = factors.contiguous().view(torch.float16).view(shape).float()
-        return (multiples.contiguous().view(torch.int8).view(shape).float() * wide).flatten(1, 2)
+        wide = factors.contiguous().view(torch.float16).view(P, blocks, 1, parts, PANEL).float()
+        return (multiples.contiguous().view(torch.int8).view(P, blocks, each, parts, PANEL) * wide).flatten(1, 2)
 
     @property
     def num_bytes(self) -> int:

@@ -30,6 +30,6 @@ def test_only_tokens_while_all_sequences_decode_count() -> None:
 def test_a_server_compared_with_the_engine(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path)
     config = EngineConfig.from_flat({"model": model, "load_format": "dummy", "max_model_len": 64})
-    rows = list(served_and_in_process(bench_config(config, [2]), [2], prompt=8, decode=8, rounds=1))
+    rows = list(served_and_in_process(bench_config(config, [2]), [2], prompt=8, decode=40, rounds=1))
     assert [row["sequences"] for row in rows] == [2]
     assert rows[0]["ratio"] == pytest.approx(rows[0]["served_tok_s"] / rows[0]["in_process_tok_s"], rel=0.01)
