@@ -13,7 +13,7 @@ from octavo.ops.block_linear import BLOCK, FACTOR_BYTES, PANEL, PackedBlocks
 from octavo.ops.cpu.block_scales import MULTIPLES, format_of
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import compiled_driver, compiled_task
-from octavo.ops.cpu.embedding import supports_ids
+from octavo.ops.cpu.embedding import has_known_ids, supports_ids
 from octavo.ops.cpu.half import widen
 from octavo.ops.cpu.memory import fields, keep, read, view
 from octavo.ops.cpu.threads import run
@@ -84,10 +84,8 @@ def _task(scale_format: int) -> int:
 def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
-        ids = view(a.ids, a.T, np.int64)
-        for t in range(a.T):
-            if not 0 <= ids[t] < a.V:
-                return 1
+        if not has_known_ids(a):
+            return 1
         run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_PIECE // (a.G * a.group)))
         return 0
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver
+from octavo.ops.cpu.compiled import compiled_driver, inlined
 from octavo.ops.cpu.half import widen
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, read, view
@@ -20,16 +21,26 @@ from octavo.ops.embedding import embedding
 ARGUMENTS = fields(ids=int, table=int, out=int, T=int, V=int, row_bytes=int)
 
 
+@inlined
+def has_known_ids(a: Any) -> bool:
+    """Whether all T ids of a call are rows of its table, 0 to V - 1."""
+    ids = view(a.ids, a.T, np.int64)
+    are_known = True
+    for t in range(a.T):
+        are_known &= 0 <= ids[t] < a.V
+    return are_known
+
+
 @functools.cache
 def _widening_driver(number_format: int) -> int:
     item = FORMAT_BYTES[number_format]
 
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
+        if not has_known_ids(a):
+            return 1
         ids, D = view(a.ids, a.T, np.int64), a.row_bytes // item
         for t in range(a.T):
-            if not 0 <= ids[t] < a.V:
-                return 1
             widen(number_format, a.table + ids[t] * a.row_bytes, a.out + 4 * D * t, D)
         return 0
 
@@ -40,10 +51,10 @@ def _widening_driver(number_format: int) -> int:
 def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
+        if not has_known_ids(a):
+            return 1
         ids = view(a.ids, a.T, np.int64)
         for t in range(a.T):
-            if not 0 <= ids[t] < a.V:
-                return 1
             row = view(a.table + ids[t] * a.row_bytes, a.row_bytes, np.uint8)
             out = view(a.out + t * a.row_bytes, a.row_bytes, np.uint8)
             for i in range(a.row_bytes):  # numba takes much longer to compile an assignment of slices
