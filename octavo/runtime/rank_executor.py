@@ -117,7 +117,7 @@ class RankExecutor:
 
 
 class Follower:
-    """Executes the messages of a rank but the first, whose replies nobody asks for: the first reports what failed."""
+    """Executes messages on every rank except rank 0. Their replies are not used: rank 0 reports failures."""
 
     def __init__(self, rank: RankExecutor) -> None:
         self._rank = rank

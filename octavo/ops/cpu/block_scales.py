@@ -23,7 +23,7 @@ from octavo.ops.cpu.vector_ir import (
 )
 
 MULTIPLES = len(FORMAT_BYTES)
-"""A format of scales, beside the formats of floats."""
+"""The format of scales that are stored as int8 multiples of a block's factors; all others are formats of floats."""
 
 
 def format_of(packed: PackedBlocks) -> int:

@@ -90,7 +90,7 @@ def _with_ends(configs: Sequence[GroupedKernel], ends: Sequence[dict[str, Any]])
 
 
 def _gemvs(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
-    """Tiles whose words and rows fit into shared memory, beside a norm of one row, and sums into registers."""
+    """Tiles whose words, rows, and norm of a single row fit into shared memory, and whose sums fit into registers."""
     weights, chunk = 2 if product.is_gated else 1, chunk_of(product.number)
     block_t = 8 if rows <= 8 else MAX_ROWS
     most_shared = min(MOST_SHARED, gpu.shared_bytes - SHARED_BY_COMPILER)
@@ -135,7 +135,7 @@ def _gemms(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
 
 
 def _registers(product: GroupedProduct, sums: int) -> int:
-    """Of a program, that hold sums: those of a group beside those of all."""
+    """Registers of a program for accumulators: one set for the current group and one for all groups."""
     return sums if product.groups == 1 else 2 * sums
 
 

@@ -1,13 +1,13 @@
-"""One row times a weight of ``PackedGroups``, whose words stream through shared memory from before the row is there.
+"""One row times a weight of ``PackedGroups``, in a persistent kernel that loads weights before the row is computed.
 
-Shapes: K inputs, N outputs. As many programs as fit at once walk over tiles of 16 outputs. Each asks for the first
-words of its tiles before it waits for the kernel that computes the row: so the memory is busy while one kernel ends and
-the next one starts, which takes as long as reading a small weight. The row, times the weight of a fused RMSNorm, then
-goes to shared memory in the order in which tensor cores take it.
+Shapes: K inputs, N outputs. As many programs as fit at once iterate over tiles of 16 outputs. With programmatic
+dependent launch each starts to copy weights to shared memory before it waits for the kernel that computes the row: so
+the memory is busy while one kernel ends and the next one starts, which takes as long as reading a small weight. The
+row, times the weight of a fused RMSNorm, is then written to shared memory in the order in which tensor cores read it.
 
-Warps share the columns of a tile: each takes whole chunks, whose words it has asked for itself. Words become numbers in
-the registers that tensor cores read. The scale of a group multiplies its sums, from which is taken what the numbers are
-too large by (``offset_of``, and zeros), times the sum of the chunk's part of the row.
+Warps divide the columns of a tile: each computes whole chunks, whose words it has copied itself. Words become numbers
+in the registers that tensor cores read. The scale of a group multiplies its sums, from which is taken what the numbers
+are too large by (``offset_of``, and zeros), times the sum of the chunk's part of the row.
 
 Written in Gluon, which exposes the ring; see ``launch.has_gluon``.
 """
