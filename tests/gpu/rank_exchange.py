@@ -1,16 +1,21 @@
-"""One rank that sums and gathers with others over peer memory, alone and in a graph.
+"""One rank that sums and gathers with others over peer memory, alone, in a graph, and while modules are loaded.
 
 Run as ``python -m tests.gpu.rank_exchange RANK SIZE MEMORY``; prints a digest of all results.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
+import threading
 import time
 import zlib
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from octavo.runtime.peer_memory import device_collective
@@ -19,6 +24,8 @@ from octavo.runtime.rank_memory import RankMemory
 ROWS = (1, 2, 3, 17, 64, 513, 4096)
 WIDTH = 1024
 NUM_REPLAYS = 100
+CHAIN = 64
+"""Sums in a graph, one right after the other."""
 
 
 def parts(rows: int, size: int, dtype: torch.dtype) -> list[Tensor]:
@@ -28,6 +35,7 @@ def parts(rows: int, size: int, dtype: torch.dtype) -> list[Tensor]:
 
 def main() -> None:
     rank, size, descriptor = map(int, sys.argv[1:])
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     collective = device_collective(RankMemory(descriptor, rank, size).collective, torch.device("cuda"))
     delays, digest = random.Random(rank), 0
     for dtype in (torch.float32, torch.bfloat16):
@@ -42,6 +50,7 @@ def main() -> None:
             digest = zlib.crc32(found.cpu().view(torch.uint8).numpy().tobytes(), digest)
             time.sleep(delays.random() * 0.01)
     digest = replayed(collective, rank, size, digest)
+    replay_while_loading(collective, rank, size)
     print(digest)
 
 
@@ -63,6 +72,49 @@ def replayed(collective: object, rank: int, size: int, digest: int) -> int:
             assert (second == expected).all(), (number, second.flatten()[:4], expected)
             digest = zlib.crc32(second.cpu().numpy().tobytes(), digest)
     return digest
+
+
+def replay_while_loading(collective: Any, rank: int, size: int) -> None:
+    """Long chains of sums while another thread loads modules, which makes a multiprocessor fetch instructions again.
+
+    Then the warps of a program run far apart.
+    """
+    num_replays = 2000 if torch.cuda.device_count() >= size else 5  # on a shared GPU, ranks run by turns
+    x = torch.full((1, 4 * WIDTH), float(rank + 1), device="cuda", dtype=torch.bfloat16)
+    stream, is_over = torch.cuda.Stream(), threading.Event()
+    loading = threading.Thread(target=load_modules, args=(torch.cuda.current_device(), is_over))
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        sums = [collective.all_reduce(x.clone()) for _ in range(CHAIN)]
+        graph.capture_end()
+        loading.start()
+        try:
+            for _ in range(num_replays):
+                graph.replay()
+            stream.synchronize()
+        finally:
+            is_over.set()
+    loading.join()
+    assert all((found == sum(range(1, size + 1))).all() for found in sums)
+
+
+@triton.jit
+def _add_one(x: tl.tensor, BLOCK: tl.constexpr) -> None:
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i) + 1)
+
+
+def load_modules(device: int, is_over: threading.Event) -> None:
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.zeros(256, device="cuda")
+        image = _add_one[(1,)](x, BLOCK=256).asm["cubin"]
+        driver = ctypes.CDLL("libcuda.so.1")
+        while not is_over.is_set():
+            module = ctypes.c_void_p()
+            assert driver.cuModuleLoadData(ctypes.byref(module), image) == 0
+            assert driver.cuModuleUnload(module) == 0
 
 
 if __name__ == "__main__":

@@ -177,6 +177,7 @@ def _small_exchange_kernel(
 def _count(launches: tl.tensor) -> tl.tensor:
     """The number of this launch, which this program has counted; it wraps around, as comparisons do."""
     number = tl.load(launches) + 1
+    tl.debug_barrier()  # every warp reads the count, and one of them writes it
     tl.store(launches, number)
     return number
 
