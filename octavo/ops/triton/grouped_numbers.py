@@ -100,6 +100,24 @@ def assembly(packed: PackedGroups, dtype: torch.dtype, offset: int = 0) -> tuple
     return tuple(_ASSEMBLY.format(_text(number, plane, is_bfloat16, offset)) for plane in range(16 // BITS[number]))
 
 
+def entry_offset(packed: PackedGroups) -> int:
+    """By how much ``entry_assembly`` wants zeros larger than they are."""
+    return 128 if packed.number == "uint4" and packed.zeros_GN is not None else 0
+
+
+def entry_assembly(packed: PackedGroups) -> tuple[str, ...]:
+    """For each plane of words, PTX that makes entries of the weight in bfloat16 of two words.
+
+    Its operands are the words, and their zeros and scales, which it ignores if there are none, or one scale a row.
+    """
+    ends = "" if packed.zeros_GN is None else "sub.rn.bf16x2 $0, $0, $2;"
+    if len(packed.scales_GN) > 1:
+        ends += "mul.rn.bf16x2 $0, $0, $3;"
+    offset = entry_offset(packed)
+    planes = range(16 // BITS[packed.number])
+    return tuple(_ASSEMBLY.format(_text(packed.number, plane, True, offset) + ends) for plane in planes)
+
+
 def _text(number: Number, plane: int, is_bfloat16: bool, offset: int) -> str:
     if number in ("int4", "uint4"):
         return _int4(plane, is_bfloat16, None if offset else 8 if number == "int4" else 0)
