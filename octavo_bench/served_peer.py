@@ -41,6 +41,8 @@ GOODPUT = "goodput"
 """The workload whose figure is the highest request rate within limits; all others are closed loops."""
 GOODPUT_FIGURE = "goodput_requests_s"
 ENERGY = "mj_per_token"
+PATHS = "model_id", "tokenizer_id"
+"""What the client tells of folders of this machine, which is not kept."""
 STEADY_SECONDS = 7.0
 """Shortest run whose energy is told: power is read once a second, and a run's edges are not what it takes."""
 
@@ -171,7 +173,7 @@ class ServedComparison:
         found = self.clients.run(arguments, seconds=max(self._left(), 1.0))
         if found["completed"] != load.prompts:
             raise ConfigError(f"{found['completed']} of {load.prompts} requests were served: {found['first_errors']}")
-        return found
+        return {name: value for name, value in found.items() if name not in PATHS}
 
     def _check_time(self, workload: str, engine: str) -> None:
         mine = [run for run in self.runs if (run["workload"], run["engine"]) == (workload, engine)]

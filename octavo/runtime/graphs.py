@@ -46,11 +46,15 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def _run_and_capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
-        """Run once, so that all lazy initialisation is done; then capture, which executes nothing."""
+        """Run once, so that all lazy initialisation is done; then capture, which executes nothing.
+
+        A capture allocates memory of its own and cannot have what others no longer use, so that is given back before.
+        """
         started = time.perf_counter()
         with without_collections(), self._around():  # a tensor freed by the collector would end the capture
             self._run(shape)
             torch.cuda.current_stream().synchronize()
+            torch.cuda.empty_cache()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

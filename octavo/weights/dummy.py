@@ -17,8 +17,14 @@ It is prime, so that no two rows of a matrix are equal."""
 NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 class DummyCheckpoint:
-    """Returns small random float32 values for any name and shape, determined by name and seed alone."""
+    """Returns small random values for any name and shape, determined by name and seed alone.
+
+    They have the dtype that the configuration names, as in the files of such a checkpoint, or else float32.
+    """
 
     is_dummy = True
     has_blocks = False
@@ -29,6 +35,7 @@ class DummyCheckpoint:
         self.config = config
         self.generation_config = generation_config
         self.seed = seed
+        self._dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
         generator = torch.Generator().manual_seed(seed)
         self._pool = torch.randn(POOL_SIZE, generator=generator).mul_(STANDARD_DEVIATION).to(device)
 
@@ -46,7 +53,7 @@ class DummyCheckpoint:
         pool = self._pool.roll(int.from_bytes(digest[:8], "little") % POOL_SIZE)
         if name.endswith(NORMS):
             pool += 1
-        values = torch.empty(torch.Size(shape).numel(), device=pool.device)
+        values = torch.empty(torch.Size(shape).numel(), device=pool.device, dtype=self._dtype)
         for part in torch.split(values, POOL_SIZE):
             part.copy_(pool[: len(part)])
         return values.reshape(shape)

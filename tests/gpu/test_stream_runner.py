@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
+from octavo.runtime.graphs import Graphs
+from octavo.steps.shapes import StepShape
 from tests.gpu.checkpoints import write_checkpoint
 from tests.models.families import VOCAB_SIZE, make_checkpoint
 
@@ -183,3 +186,15 @@ def test_greedy_tokens_of_other_families_are_those_of_the_cpu(row: str, tmp_path
     assert found == generate(tmp_path, some, params, enforce_eager=True, **settings)
     with LLM(str(tmp_path), device="cpu", **settings) as llm:
         assert found == [list(result.outputs[0].token_ids) for result in llm.generate(some, params)]
+
+
+def test_a_graph_gets_memory_that_was_freed_before() -> None:
+    size = 300 << 20
+
+    def run(shape: StepShape) -> None:
+        torch.empty(size, dtype=torch.uint8, device="cuda").zero_()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.empty_cache()
+        torch.empty(torch.cuda.mem_get_info()[0] - size - (100 << 20), dtype=torch.uint8, device="cuda")
+        Graphs(run, contextlib.nullcontext)(StepShape(1, 1, 1))

@@ -86,7 +86,8 @@ def test_settings_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_throughput_is_that_of_the_records() -> None:
-    rows = [line for line in (DOCS / "performance.md").read_text().splitlines() if "/peer_" in line and line[0] == "|"]
+    lines = (DOCS / "performance.md").read_text().splitlines()
+    rows = [line for line in lines if "/peer_" in line and "_tp2" not in line and line[0] == "|"]
     assert len(rows) == 4
     for line in rows:
         files = RECORD.findall(line)
@@ -100,6 +101,14 @@ def test_figures_of_two_gpus_are_those_of_the_records() -> None:
     for title, figure in {"output tokens/s, Octavo / vLLM": "output_tok_s", **FIGURES}.items():
         for line in [line for line in section.splitlines() if line.startswith(f"| {title} |")]:
             assert cells(line)[1:] == [as_shown(files, f"W{n}", figure) for n in (1, 2, 3, 4)]
+
+
+def test_figures_of_larger_models_on_two_gpus_are_those_of_the_records() -> None:
+    lines = (DOCS / "performance.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("|") and "_tp2" in line]
+    assert len(rows) == 2
+    for line in rows:
+        assert cells(line)[1:] == [as_shown(RECORD.findall(line), f"W{n}", "output_tok_s") for n in (1, 2, 3)]
 
 
 def test_latency_is_that_of_the_record() -> None:

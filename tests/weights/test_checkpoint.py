@@ -67,6 +67,12 @@ def test_dummy_weights_depend_on_name_and_seed_alone() -> None:
     assert dummy.load("model.norm.weight", (500,)).mean() == pytest.approx(1, abs=0.01)
 
 
+def test_dummies_have_the_dtype_of_the_configuration() -> None:
+    for key in ("dtype", "torch_dtype"):
+        weight = DummyCheckpoint({key: "bfloat16"}, {}, seed=1).load("lm_head.weight", (30, 20))
+        assert torch.equal(weight, DummyCheckpoint({}, {}, seed=1).load("lm_head.weight", (30, 20)).bfloat16())
+
+
 def test_large_dummies_have_no_two_equal_rows() -> None:
     weight = DummyCheckpoint({}, {}, 0).load("lm_head.weight", (3 * POOL_SIZE // 1024 + 5, 1024))
     assert len(torch.unique(weight[:, :2], dim=0)) == len(weight)

@@ -35,8 +35,8 @@ WORD_BYTES = 4
 PAIR_BYTES = 8
 UNIT_BYTES = 16
 """Messages are multiples of what a thread reads or writes at once."""
-LONGEST_WAIT = 1 << 27
-"""Polls of the better part of a microsecond: minutes, as another rank may be compiling kernels."""
+LONGEST_WAIT = 1 << 29
+"""Polls of 0.3 us (H100): minutes, as another rank may be compiling kernels."""
 
 
 def buffer_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
