@@ -14,6 +14,20 @@ _ROWS_AT_ONCE = gl.constexpr(32)
 
 
 @gluon.jit
+def steps_of(program: gl.tensor, programs: gl.tensor, count: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
+    """Where the steps of a program, of ``count``, begin and end."""
+    return program * count // programs, (program + 1) * count // programs
+
+
+@gluon.jit
+def programs_of(
+    start: gl.tensor, units: gl.tensor, programs: gl.tensor, count: gl.tensor
+) -> tuple[gl.tensor, gl.tensor]:
+    """The first and the last program that have steps of the tile whose ``units`` steps begin at ``start``."""
+    return ((start + 1) * programs - 1) // count, ((start + units) * programs - 1) // count
+
+
+@gluon.jit
 def end_tile(
     acc: gl.tensor, up: gl.tensor, scales_ptr: gl.tensor, bias_ptr: gl.tensor, residual_ptr: gl.tensor,
     out_ptr: gl.tensor, sums_ptr: gl.tensor, counters_ptr: gl.tensor, start: gl.tensor,
@@ -21,8 +35,7 @@ def end_tile(
     ACTIVATION: gl.constexpr,
 ) -> None:  # fmt: skip
     """Store the tile, or a program's share of its sums; the last program to have a share adds them in their order."""
-    programs = gl.num_programs(0)
-    begun_by, ended_by = ((start + 1) * programs - 1) // count, ((start + units) * programs - 1) // count
+    begun_by, ended_by = programs_of(start, units, gl.num_programs(0), count)
     is_whole = begun_by == ended_by
     if not is_whole:
         _store_share(sums_ptr, acc, up, begun_by, gl.program_id(0), ACTIVATION)

@@ -36,7 +36,7 @@ from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
 from octavo.ops.triton.grouped_numbers import entry_assembly, entry_offset
 from octavo.ops.triton.launch import counters, launch
 from octavo.ops.triton.pipelined_configs import MOST_PROGRAMS, UNIT, PipelinedConfig
-from octavo.ops.triton.pipelined_end import end_tile
+from octavo.ops.triton.pipelined_end import end_tile, steps_of
 
 _TILE, _WORDS, _UNIT = gl.constexpr(TILE), gl.constexpr(WORDS), gl.constexpr(UNIT)
 _BOX_BYTES = 128
@@ -317,8 +317,7 @@ def pipelined_gemm_kernel(
         mbarrier.init(empty.index(slot), count=1)
     units, tiles_t = (K + _UNIT - 1) // _UNIT, (T + BLOCK_T - 1) // BLOCK_T
     count = (num_outputs + BLOCK_N - 1) // BLOCK_N * tiles_t * units
-    begin = gl.program_id(0) * count // gl.num_programs(0)
-    end = (gl.program_id(0) + 1) * count // gl.num_programs(0)
+    begin, end = steps_of(gl.program_id(0), gl.num_programs(0), count)
     gl.warp_specialize(
         [
             (_consume, (x_ring, words_ring, scales_ring, zeros_ring, full, empty, scales_ptr, bias_ptr, residual_ptr,
