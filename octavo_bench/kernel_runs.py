@@ -128,6 +128,12 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         weight, x, norm = _groups(make, number, 416, 1024, 128), make.floats(1, 1024, dtype=dtype), make.floats(1024)
         streamed = functools.partial(ops.grouped_linear, x, weight, None, norm.to(dtype), 1e-6, None, "silu")
         yield f"grouped_linear {number} streamed", streamed
+    for number, T in itertools.product(PACKED[:2], (3, 33, 130)):  # whose copies overlap products
+        weight, x = _groups(make, number, 416, 1024, 128), make.floats(T, 1024, dtype=dtype)
+        gated = functools.partial(ops.grouped_linear, x, weight, None, None, 0.0, None, "silu")
+        yield f"grouped_linear {number} pipelined {T} gated", gated
+        weight, x = _groups(make, number, 200, 1000, 1000), make.floats(T, 1000, dtype=dtype)
+        yield f"grouped_linear {number} pipelined {T}", functools.partial(ops.grouped_linear, x, weight)
     eights = [ScaledValues(make.floats(208, 256).to(kind), make.floats(208, 1), 256) for kind in EIGHT_BITS]
     for scaled, T in itertools.product(eights, (1, 40, 90)):
         x, norm, residual = make.floats(T, 256, dtype=dtype), make.floats(256, dtype=dtype), make.floats(T, 208)

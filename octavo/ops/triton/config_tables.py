@@ -34,6 +34,8 @@ MEASURED_SOURCES = (
     "grouped_gemv.py",
     "streamed_gemv.py",
     "grouped_gemm.py",
+    "pipelined_gemm.py",
+    "pipelined_end.py",
     "grouped_numbers.py",
     "grouped_dense.py",
 )

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import triton
 
 from octavo.ops.grouped_linear import BITS, WORDS, chunk_of
-from octavo.ops.triton.grouped_configs import GroupedProduct
 from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
 from octavo.ops.triton.grouped_gemv import MAX_ROWS, GroupedGemvConfig
+from octavo.ops.triton.grouped_product import GroupedProduct
 from octavo.ops.triton.linear_cost import MOST_SUMS, SHARED_BY_COMPILER, Gpu, Loop, loop_microseconds
 from octavo.ops.triton.skinny_gemm import MAX_TILES
 
@@ -91,7 +91,7 @@ def _with_ends(configs: Sequence[GroupedKernel], ends: Sequence[dict[str, Any]])
 
 def _gemvs(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
     """Tiles whose words, rows, and norm of a single row fit into shared memory, and whose sums fit into registers."""
-    weights, chunk = 2 if product.is_gated else 1, chunk_of(product.number)
+    weights, chunk = product.weights, chunk_of(product.number)
     block_t = 8 if rows <= 8 else MAX_ROWS
     most_shared = min(MOST_SHARED, gpu.shared_bytes - SHARED_BY_COMPILER)
     is_wide = product.outputs >= 64 * MANY_TILES * gpu.multiprocessors
@@ -113,7 +113,7 @@ def _gemvs(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
 
 def _gemms(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
     """Tiles that fit, with splits for one to three programs on each multiprocessor."""
-    weights, chunk = 2 if product.is_gated else 1, chunk_of(product.number)
+    weights, chunk = product.weights, chunk_of(product.number)
     block_t = min(max(16, rows), 64 if product.is_gated else 128)
     most_shared = gpu.shared_bytes - SHARED_BY_COMPILER
     for block_n, warps, programs in itertools.product((64, 128), (4, 8), (1, 2, 3)):

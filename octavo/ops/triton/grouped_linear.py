@@ -1,4 +1,4 @@
-"""``grouped_linear`` for CUDA devices: a few rows fused, more on tensor cores, many by cuBLAS on a dense copy.
+"""``grouped_linear`` for CUDA devices: one row fused, more on tensor cores, many by cuBLAS on a dense copy.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -10,15 +10,17 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups, grouped_linear
 from octavo.ops.linear import Activation
-from octavo.ops.triton.grouped_configs import GroupedConfig, config_for, gemv_config, invariant_config
+from octavo.ops.triton.grouped_configs import GroupedConfig, config_for, invariant_config
 from octavo.ops.triton.grouped_dense import dense
 from octavo.ops.triton.grouped_gemm import grouped_gemm
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig, grouped_gemv
-from octavo.ops.triton.launch import is_invariant, num_multiprocessors
+from octavo.ops.triton.grouped_product import GroupedProduct
+from octavo.ops.triton.launch import is_invariant
 from octavo.ops.triton.linear import cublas_linear
+from octavo.ops.triton.pipelined_configs import PipelinedConfig
 from octavo.ops.triton.product_calls import note_call
 from octavo.ops.triton.rms_norm import rms_norm_triton
-from octavo.ops.triton.streamed_configs import StreamedConfig, takes
+from octavo.ops.triton.streamed_configs import StreamedConfig
 
 FLOATS = (torch.bfloat16, torch.float16)
 
@@ -52,7 +54,8 @@ def grouped_linear_triton(
         config: GroupedConfig
         config, in_turn = invariant_config(T, packed, activation is not None)
     else:
-        config, in_turn = config_for(T, packed, activation is not None, x_TK.device), False
+        product = GroupedProduct.of(packed, activation is not None, x_TK.dtype)
+        config, in_turn = config_for(T, product, x_TK.device), False
     return run_grouped(x_TK, packed, bias_N, norm_K, eps, residual_TN, activation, config, in_turn)
 
 
@@ -67,12 +70,9 @@ def run_grouped(
     config: GroupedConfig,
     splits_in_turn: bool = False,
 ) -> Tensor:
-    """``ops.grouped_linear`` in this configuration."""
+    """``ops.grouped_linear`` in this configuration, whose kernel takes the product."""
     x_TK = x_TK.contiguous()
     residual_TN = None if residual_TN is None else residual_TN.contiguous()
-    if isinstance(config, StreamedConfig) and not takes(x_TK, packed):
-        outputs = packed.shape[0] // (1 if activation is None else 2)
-        config = gemv_config(outputs, num_multiprocessors(x_TK.device))
     is_few = isinstance(config, StreamedConfig | GroupedGemvConfig)
     # In float16 the product of x and the norm's weight could overflow.
     fuses_norm = is_few and len(x_TK) == 1 and packed.order_K is None and x_TK.dtype == torch.bfloat16
@@ -84,6 +84,10 @@ def run_grouped(
         from octavo.ops.triton.streamed_gemv import streamed_gemv
 
         return streamed_gemv(x_TK, packed, bias_N, norm_K, eps, residual_TN, activation, config)
+    if isinstance(config, PipelinedConfig):
+        from octavo.ops.triton.pipelined_gemm import pipelined_gemm
+
+        return pipelined_gemm(x_TK, packed, bias_N, residual_TN, activation, config)
     if isinstance(config, GroupedGemvConfig):
         return grouped_gemv(x_TK, packed, bias_N, norm_K, eps, residual_TN, activation, config)
     if config is not None:

@@ -8,20 +8,16 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import LARGEST_COPY, Number, PackedGroups
-from octavo.ops.triton.grouped_configs import (
-    ROW_BUCKETS,
-    TABLE,
-    GroupedConfig,
-    GroupedProduct,
-    config_of,
-    key_of,
-)
+from octavo.ops.triton.grouped_configs import ROW_BUCKETS, TABLE, GroupedConfig, config_for, key_of
 from octavo.ops.triton.grouped_cost import ranked
 from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
 from octavo.ops.triton.grouped_linear import run_grouped
+from octavo.ops.triton.grouped_product import GroupedProduct
 from octavo.ops.triton.linear_cost import gpu_of
+from octavo.ops.triton.pipelined_configs import pipelined_configs
 from octavo.ops.triton.product_calls import Call
 from octavo.ops.triton.product_use import EPS, Operands, ProductUse
+from octavo.ops.triton.streamed_configs import streamed_configs
 
 DENSE_ROWS = 128
 """From so many rows on, a dense copy of the weight may be worth its bytes."""
@@ -40,6 +36,7 @@ class GroupedUse(ProductUse):
     has_zeros: bool = False
     has_minima: bool = False
     has_order: bool = False
+    scale_bytes: int = 2
 
     @classmethod
     def of(cls, call: Call, packed: PackedGroups) -> GroupedUse:
@@ -54,12 +51,14 @@ class GroupedUse(ProductUse):
             has_zeros=packed.zeros_GN is not None,
             has_minima=packed.minima_GN is not None,
             has_order=packed.order_K is not None,
+            scale_bytes=packed.scales_GN.element_size(),
         )
 
     @property
     def product(self) -> GroupedProduct:
         """The product for any number of rows."""
-        return GroupedProduct(self.number, self.groups, self.N, self.K, self.is_gated)
+        sizes = self.number, self.groups, self.N, self.K, self.is_gated
+        return GroupedProduct(*sizes, self.dtype, self.has_zeros, self.has_minima, self.scale_bytes)
 
     @property
     def may_be_dense(self) -> bool:
@@ -70,17 +69,17 @@ class GroupedUse(ProductUse):
         return key_of(self.product, rows)
 
     def present(self, rows: int, device: torch.device) -> GroupedConfig:
-        return config_of(rows, self.product, device)
+        return config_for(rows, self.product, device)
 
     def candidates(self, rows: int, device: torch.device, count: int) -> list[GroupedConfig]:
-        """The present configuration, for many rows a dense copy, for one what streams, and those of the least predicted
-        cost."""
+        """The present configuration, for many rows a dense copy, what overlaps copies and products, and those of the
+        least predicted cost."""
         found: dict[GroupedConfig, None] = {self.present(rows, device): None}
         if rows >= DENSE_ROWS and self.may_be_dense:
             found[None] = None
         most = len(found) + count
-        if rows == 1:
-            found |= dict.fromkeys(self.product.streamed(device))
+        overlapping = streamed_configs(self.product, device) if rows == 1 else []
+        found |= dict.fromkeys(overlapping or pipelined_configs(self.product, rows, device))
         for config in ranked(self.product, rows, gpu_of(device)):
             if len(found) < most:
                 found[config] = None

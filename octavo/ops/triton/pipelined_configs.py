@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+
+from octavo.ops.grouped_linear import TILE, WORDS, chunk_of
+from octavo.ops.triton.grouped_product import GroupedProduct
+from octavo.ops.triton.launch import has_gluon, num_multiprocessors, shared_bytes
+from octavo.ops.triton.linear_cost import MOST_SUMS
 
 UNIT = 128
 """Columns of a step."""
 MOST_PROGRAMS = 1 << 12
+BOX_BYTES = 128
+"""Boxes in shared memory begin at multiples of so many bytes."""
+OTHER_BYTES = 1024
+"""Of shared memory for a program, beside its rings."""
+KEPT_BYTES = 1024
+"""Of shared memory for each program on a multiprocessor, that the hardware keeps for itself."""
+LEAST_STEPS = 4
+"""Of a program, where several share a tile."""
+LEAST_STAGES = {1: 3, 2: 3, 3: 6}
+"""By the programs on a multiprocessor: with fewer, more shared memory for each is better."""
 
 
 @dataclass(frozen=True)
@@ -25,3 +45,79 @@ class PipelinedConfig:
     """Among which the steps of the product are divided."""
     registers: int
     """Of a thread, at most."""
+
+
+class _Tiling(NamedTuple):
+    """A configuration for any product: at most so many stages, and as many programs on a multiprocessor."""
+
+    block_n: int
+    warps: int
+    resident: int
+    registers: int
+    stages: int
+
+
+_THREE, _TWO, _ONE = _Tiling(64, 4, 3, 80, 8), _Tiling(64, 4, 2, 128, 8), _Tiling(64, 4, 1, 168, 4)
+_WIDE = _Tiling(128, 8, 1, 168, 8)
+_TILINGS = {
+    16: (_THREE, _TWO, _Tiling(128, 4, 2, 128, 8), _WIDE),
+    32: (_THREE, _TWO, _WIDE),
+    64: (_TWO, _WIDE),
+    128: (_TWO, _ONE, _Tiling(128, 4, 1, 168, 5), _WIDE),
+    256: (_ONE._replace(registers=255),),
+}
+"""By the rows of a tile, the likeliest first, as measured on an H100. Narrow tiles give every multiprocessor several
+programs, one of which ends a tile while another multiplies; wide ones take fewer rows from the cache."""
+
+
+def takes(product: GroupedProduct, device: torch.device) -> bool:
+    """Whether the kernel computes this product, and runs here.
+
+    Rows must begin at multiples of 16 bytes for the tensor memory accelerator; ups at a tile of the weight.
+    """
+    is_whole = product.K % 8 == 0 and product.has_whole_groups and (not product.is_gated or product.outputs % TILE == 0)
+    is_plain = product.dtype == torch.bfloat16 and not product.has_minima
+    return is_whole and is_plain and has_gluon(device)
+
+
+def fits(config: PipelinedConfig, product: GroupedProduct, device: torch.device) -> bool:
+    """Whether the kernel has the shared memory to compute this product so, if it takes it."""
+    return config.stages * _stage_bytes(config.block_n, config.block_t, product) + OTHER_BYTES <= shared_bytes(device)
+
+
+def pipelined_configs(product: GroupedProduct, rows: int, device: torch.device) -> list[PipelinedConfig]:
+    """What fits this product of up to ``rows`` rows, the likeliest first: none if the kernel does not take it.
+
+    Fewer rows than a tile has are filled up with zeros by the copies, and not stored.
+    """
+    return list(_configs(product, rows, device)) if takes(product, device) else []
+
+
+def _configs(product: GroupedProduct, rows: int, device: torch.device) -> Iterator[PipelinedConfig]:
+    most_rows = 128 if product.is_gated else 256  # gates and ups take registers twice
+    largest = min(max(16, triton.next_power_of_2(rows)), most_rows)
+    for block_t in (largest, 128) if largest > 128 else (largest,):
+        for block_n, warps, resident, registers, most_stages in _TILINGS[block_t]:
+            room = (shared_bytes(device) + KEPT_BYTES) // resident - KEPT_BYTES - OTHER_BYTES
+            stages = min(most_stages, room // _stage_bytes(block_n, block_t, product))
+            sums = product.weights * block_n * block_t
+            if stages >= LEAST_STAGES[resident] and sums <= MOST_SUMS * 32 * warps:
+                tiles = triton.cdiv(product.outputs, block_n) * triton.cdiv(rows, block_t)
+                programs = _programs(tiles, triton.cdiv(product.K, UNIT), resident * num_multiprocessors(device))
+                yield PipelinedConfig(block_n, block_t, warps, stages, programs, registers)
+
+
+def _programs(tiles: int, steps: int, most: int) -> int:
+    """As many programs for each tile as there is room for, or all that there is room for, with several tiles each.
+
+    A tile that ends in the middle of a program costs more than the multiprocessors that an even division leaves idle.
+    """
+    return tiles * max(1, min(most // tiles, steps // LEAST_STEPS)) if tiles <= most else most
+
+
+def _stage_bytes(block_n: int, block_t: int, product: GroupedProduct) -> int:
+    """Operands of a step: rows, words, scales and zeros."""
+    chunk = chunk_of(product.number)
+    scales = 0 if product.groups == 1 else max(BOX_BYTES, block_n * product.scale_bytes)
+    zeros = max(BOX_BYTES, block_n) if product.has_zeros else 0
+    return block_t * UNIT * 2 + product.weights * (UNIT // chunk) * (block_n * WORDS * 2 + scales + zeros)

@@ -35,12 +35,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
 from octavo.ops.triton.grouped_numbers import entry_assembly, entry_offset
 from octavo.ops.triton.launch import counters, launch
-from octavo.ops.triton.pipelined_configs import MOST_PROGRAMS, UNIT, PipelinedConfig
+from octavo.ops.triton.pipelined_configs import BOX_BYTES, MOST_PROGRAMS, UNIT, PipelinedConfig
 from octavo.ops.triton.pipelined_end import end_tile, steps_of
 
 _TILE, _WORDS, _UNIT = gl.constexpr(TILE), gl.constexpr(WORDS), gl.constexpr(UNIT)
-_BOX_BYTES = 128
-"""Boxes in shared memory begin at multiples of so many bytes."""
+_ALIGNMENT = 16
+"""Of addresses that the tensor memory accelerator takes, in bytes."""
 
 
 def pipelined_gemm(
@@ -53,9 +53,12 @@ def pipelined_gemm(
 ) -> Tensor:
     """``ops.grouped_linear`` without norm and order; the residual is overwritten and returned.
 
-    For products that ``pipelined_configs`` takes.
+    For products that ``pipelined_configs`` takes, and any number of rows: copies fill a tile up with zeros, and only
+    rows that there are have results. Rows and residual are contiguous.
     """
     (T, K), N = x_TK.shape, packed.shape[0]
+    if x_TK.data_ptr() % _ALIGNMENT:  # a view into other rows
+        x_TK = x_TK.clone()
     outputs = N if activation is None else N // 2
     out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
     has_groups = len(packed.scales_GN) > 1
@@ -98,7 +101,7 @@ def _word_tiles(packed: PackedGroups, block_n: int) -> TensorDescriptor:
 
 def _flat_tiles(values_GN: Tensor, block_n: int) -> TensorDescriptor:
     """Scales or zeros of at least ``block_n`` outputs and one group as a box."""
-    size = max(block_n, _BOX_BYTES // values_GN.element_size())
+    size = max(block_n, BOX_BYTES // values_GN.element_size())
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * values_GN.element_size(), rank=1)
     return TensorDescriptor(values_GN, [values_GN.numel()], [1], [size], layout)
 

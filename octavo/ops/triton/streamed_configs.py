@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from octavo.ops.grouped_linear import TILE, Number, PackedGroups, chunk_of
+from octavo.ops.grouped_linear import TILE, chunk_of
+from octavo.ops.triton.grouped_product import GroupedProduct
 from octavo.ops.triton.launch import has_gluon, num_multiprocessors, shared_bytes
 
 CHUNK_BYTES = 1024
@@ -35,40 +35,37 @@ class StreamedConfig:
     """On each multiprocessor."""
 
 
-def streamed_configs(
-    number: Number, groups: int, K: int, outputs: int, is_gated: bool, device: torch.device
-) -> list[StreamedConfig]:
-    """What fits a weight of this form, the likeliest first: none if the kernel does not take it, or cannot run here.
+def takes(product: GroupedProduct, device: torch.device) -> bool:
+    """Whether the kernel computes this product for one row, if its sizes suit it, and runs here."""
+    is_whole = product.K % chunk_of(product.number) == 0 and product.outputs % TILE == 0 and product.has_whole_groups
+    has_groups = product.groups > 1 or not product.has_zeros
+    is_plain = product.dtype == torch.bfloat16 and not product.has_minima
+    return is_whole and has_groups and is_plain and has_gluon(device)
+
+
+def streamed_configs(product: GroupedProduct, device: torch.device) -> list[StreamedConfig]:
+    """What fits this product, the likeliest first: none if the kernel does not take it, or cannot run here.
 
     Half of the shared memory is left to the kernel before or after, so that both can be there at once.
     """
-    chunk = chunk_of(number)
-    is_whole = K % chunk == 0 and outputs % TILE == 0 and (groups == 1 or K // groups % chunk == 0)
-    if not (is_whole and has_gluon(device)):
+    if not takes(product, device):
         return []
-    is_many = outputs // TILE >= MANY_TILES * num_multiprocessors(device)
+    is_many = product.outputs // TILE >= MANY_TILES * num_multiprocessors(device)
     sizes = [(4, 2), (8, 1), (4, 1)] if is_many else [(8, 1), (4, 1), (4, 2)]
-    row_bytes, weights = 2 * K, 2 if is_gated else 1
     found = []
     for warps, programs in sizes:
-        room = shared_bytes(device) // (2 * programs) - OTHER_BYTES - row_bytes
-        found += sorted(_of_size(warps, programs, K // chunk, room, weights), key=_ring_bytes, reverse=True)[:2]
+        room = shared_bytes(device) // (2 * programs) - OTHER_BYTES - 2 * product.K
+        found += sorted(_of_size(warps, programs, product, room), key=_ring_bytes, reverse=True)[:2]
     return found
 
 
-def _of_size(warps: int, programs: int, chunks: int, room: int, weights: int) -> Iterator[StreamedConfig]:
+def _of_size(warps: int, programs: int, product: GroupedProduct, room: int) -> Iterator[StreamedConfig]:
     """Those with at least two stages in ``room`` bytes; every warp takes as many chunks as the others."""
     for each in (4, 3, 2, 1):
-        stage_bytes = warps * each * weights * (CHUNK_BYTES + 2 * TILE + TILE)
-        if chunks % (warps * each) == 0 and (stages := room // stage_bytes) >= 2:
+        stage_bytes = warps * each * product.weights * (CHUNK_BYTES + 2 * TILE + TILE)
+        if product.chunks % (warps * each) == 0 and (stages := room // stage_bytes) >= 2:
             yield StreamedConfig(warps, each, min(stages, MOST_STAGES), programs)
 
 
 def _ring_bytes(config: StreamedConfig) -> int:
     return config.stages * config.chunks * config.warps
-
-
-def takes(x_TK: Tensor, packed: PackedGroups) -> bool:
-    """Whether the kernel multiplies this row and weight, if its sizes suit it."""
-    has_groups = packed.zeros_GN is None or len(packed.scales_GN) > 1
-    return len(x_TK) == 1 and x_TK.dtype == torch.bfloat16 and packed.minima_GN is None and has_groups

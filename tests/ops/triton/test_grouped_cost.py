@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from octavo.ops.grouped_linear import Number
-from octavo.ops.triton.grouped_configs import ROW_BUCKETS, GroupedProduct
+from octavo.ops.triton.grouped_configs import ROW_BUCKETS
 from octavo.ops.triton.grouped_cost import ranked
 from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
+from octavo.ops.triton.grouped_product import GroupedProduct
 from octavo.ops.triton.linear_cost import Gpu
 
 H200 = Gpu(132, 4.8e6, 227 * 1024, has_copy_engine=True)

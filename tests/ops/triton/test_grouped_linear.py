@@ -13,11 +13,12 @@ from torch import Tensor
 from octavo.ops.grouped_linear import PackedGroups, grouped_linear
 from octavo.ops.triton import grouped_configs, grouped_gemv, launch
 from octavo.ops.triton.config_tables import FOLDER, ConfigTable
-from octavo.ops.triton.grouped_configs import TABLE, GroupedConfig
+from octavo.ops.triton.grouped_configs import TABLE, GroupedConfig, config_for
 from octavo.ops.triton.grouped_dense import dense
 from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
 from octavo.ops.triton.grouped_linear import grouped_linear_triton, run_grouped
+from octavo.ops.triton.grouped_product import GroupedProduct
 from octavo.ops.triton.launch import counters, invariant
 from octavo.ops.triton.skinny_gemm import MAX_TILES
 from tests.ops.triton.poison import poison_new_tensors
@@ -226,13 +227,13 @@ def test_a_device_uses_its_table(device: str, monkeypatch: pytest.MonkeyPatch) -
     packed = random_groups(device, "int4", 64, 256, 128)
     table = {"int4/128 64x256, 8": CONFIGS["gemv"], "int4/128 64x256, 32": None}
     monkeypatch.setattr(ConfigTable, "of", lambda self, device: table)
-    found = [grouped_configs.config_for(T, packed, False, torch.device("cpu")) for T in (2, 8, 17)]
+    plain, gated = (GroupedProduct.of(packed, is_gated, torch.bfloat16) for is_gated in (False, True))
+    found = [config_for(T, plain, torch.device("cpu")) for T in (2, 8, 17)]
     assert found == [CONFIGS["gemv"], CONFIGS["gemv"], None]
-    gated = grouped_configs.config_for(17, packed, True, torch.device("cpu"))
-    assert isinstance(gated, GroupedGemmConfig)  # gates and ups are another product
-    assert isinstance(grouped_configs.config_for(1, packed, False, torch.device("cpu")), GroupedGemvConfig)
+    assert isinstance(config_for(17, gated, torch.device("cpu")), GroupedGemmConfig)  # another product
+    assert isinstance(config_for(1, plain, torch.device("cpu")), GroupedGemvConfig)
     for rows in (9, 200):
-        assert isinstance(grouped_configs.config_for(rows, packed, False, torch.device("cpu")), GroupedGemmConfig)
+        assert isinstance(config_for(rows, plain, torch.device("cpu")), GroupedGemmConfig)
 
 
 @pytest.mark.parametrize("release", ["early", "late", "never"])

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+import torch
 
+from octavo.ops.triton import pipelined_gemm
+from octavo.ops.triton.grouped_linear import run_grouped
+from octavo.ops.triton.pipelined_configs import PipelinedConfig
 from octavo.ops.triton.pipelined_end import programs_of, steps_of
+from octavo.ops.triton.rms_norm import rms_norm_triton
+from tests.ops.triton.test_grouped_linear import random_groups
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -39,3 +46,31 @@ def test_every_step_is_taken_once_and_shares_have_places_of_their_own(seed: int)
     assert all(place < 2 * programs for place in places)
     if programs % tiles == 0:
         assert all(len(takes) == programs // tiles for takes in takers)
+
+
+@pytest.mark.parametrize("first", [0, 1, 8])
+def test_rows_are_copied_where_their_address_is_not_one_for_the_copies(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, so that 8 are 16 bytes."""
+    given: list[Any] = []
+    monkeypatch.setattr(pipelined_gemm, "launch", lambda kernel, grid, *args, **options: given.append(args[0].base))
+    packed = random_groups("cpu", "int4", 64, 1024, 128)
+    flat = torch.randn(5 * 1024 + first).bfloat16()
+    x_TK = flat[first:].view(5, 1024)
+    config = PipelinedConfig(64, 16, warps=4, stages=4, programs=2, registers=128)
+    assert run_grouped(x_TK, packed, None, None, 0.0, None, None, config).shape == (5, 64)
+    assert torch.equal(given[0], x_TK)
+    assert given[0].data_ptr() % 16 == 0
+    assert (given[0].data_ptr() == x_TK.data_ptr()) == (first % 8 == 0)
+
+
+def test_rows_are_normed_and_put_in_order_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(pipelined_gemm, "launch", lambda kernel, grid, *args, **options: given.append(args[0].base))
+    packed = random_groups("cpu", "int4", 64, 1024, 128, order=True)
+    x_TK, norm_K = torch.randn(9, 1024).bfloat16(), torch.rand(1024).bfloat16()
+    config = PipelinedConfig(64, 16, warps=4, stages=4, programs=2, registers=128)
+    run_grouped(x_TK, packed, None, norm_K, 1e-6, None, None, config)
+    assert packed.order_K is not None
+    assert torch.equal(given[0], rms_norm_triton(x_TK, norm_K, 1e-6)[:, packed.order_K])

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from octavo.ops.grouped_linear import Number, chunk_of
-from octavo.ops.triton import grouped_configs, streamed_configs
-from octavo.ops.triton.grouped_configs import GroupedProduct, default_config
+from octavo.ops.triton.config_tables import ConfigTable
+from octavo.ops.triton.grouped_configs import config_for, default_config
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
-from octavo.ops.triton.streamed_configs import CHUNK_BYTES, StreamedConfig, takes
-from tests.ops.triton.test_grouped_linear import random_groups
+from octavo.ops.triton.grouped_product import GroupedProduct
+from octavo.ops.triton.streamed_configs import CHUNK_BYTES, StreamedConfig, streamed_configs, takes
+from tests.ops.triton.on_hopper import SHARED_BYTES, as_on_hopper
 
 CPU = torch.device("cpu")
-SHARED = 227 * 1024
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the device were a GPU of 132 multiprocessors on which the kernel runs."""
-    monkeypatch.setattr(streamed_configs, "has_gluon", lambda device: True)
-    for module in (streamed_configs, grouped_configs):
-        monkeypatch.setattr(module, "shared_bytes", lambda device: SHARED)
-        monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
+    as_on_hopper(monkeypatch)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -33,7 +27,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("K", [1024, 2048, 2560, 4096, 5120, 12288, 14336, 28672])
 def test_two_kernels_fit_on_a_multiprocessor(number: Number, is_gated: bool, K: int) -> None:
     for outputs in (1024, 4096, 24576):
-        found = GroupedProduct(number, 1, outputs * (1 + is_gated), K, is_gated).streamed(CPU)
+        found = streamed_configs(GroupedProduct(number, 1, outputs * (1 + is_gated), K, is_gated), CPU)
         assert found
         assert len(set(found)) == len(found)
         for config in found:
@@ -41,7 +35,7 @@ def test_two_kernels_fit_on_a_multiprocessor(number: Number, is_gated: bool, K: 
             assert (rest, config.warps in (4, 8), config.stages >= 2) == (0, True, True)
             assert steps > 0
             ring = config.stages * config.chunks * config.warps * (1 + is_gated) * CHUNK_BYTES
-            assert 2 * config.programs * (ring + 2 * K) < SHARED
+            assert 2 * config.programs * (ring + 2 * K) < SHARED_BYTES
 
 
 @pytest.mark.usefixtures("hopper")
@@ -55,7 +49,7 @@ def test_two_kernels_fit_on_a_multiprocessor(number: Number, is_gated: bool, K: 
     ],
 )
 def test_other_shapes_have_none(product: GroupedProduct) -> None:
-    assert product.streamed(CPU) == []
+    assert streamed_configs(product, CPU) == []
     assert isinstance(default_config(1, product, CPU), GroupedGemvConfig)
 
 
@@ -63,20 +57,30 @@ def test_other_shapes_have_none(product: GroupedProduct) -> None:
 def test_one_row_streams_by_default_and_more_do_not() -> None:
     product = GroupedProduct("int4", 32, 6144, 4096, False)
     assert default_config(1, product, CPU) == StreamedConfig(8, 4, 3, 1)
-    assert isinstance(default_config(2, product, CPU), GroupedGemvConfig)
+    assert not isinstance(default_config(2, product, CPU), StreamedConfig)
     assert default_config(1, product._replace(N=24576, is_gated=True), CPU) == StreamedConfig(4, 1, 5, 2)
 
 
 def test_without_gluon_there_are_none() -> None:
-    assert GroupedProduct("int4", 32, 6144, 4096, False).streamed(CPU) == []
+    assert streamed_configs(GroupedProduct("int4", 32, 6144, 4096, False), CPU) == []
 
 
-def test_rows_and_weights_that_it_takes() -> None:
-    row = torch.zeros(1, 1024, dtype=torch.bfloat16)
-    plain = random_groups("cpu", "int4", 64, 1024, 128)
-    assert takes(row, plain)
-    assert takes(row, random_groups("cpu", "int4", 64, 1024, 128, zeros=True))
-    assert not takes(row, random_groups("cpu", "int4", 64, 1024, 0, zeros=True))
-    assert not takes(row, replace(plain, minima_GN=plain.scales_GN))
-    assert not takes(row.half(), plain)
-    assert not takes(row.expand(2, -1), plain)
+@pytest.mark.usefixtures("hopper")
+def test_weights_and_activations_that_it_takes() -> None:
+    product = GroupedProduct("int4", 8, 64, 1024, False)
+    assert takes(product, CPU)
+    assert takes(product._replace(has_zeros=True), CPU)
+    assert not takes(product._replace(groups=1, has_zeros=True), CPU)
+    assert not takes(product._replace(has_minima=True), CPU)
+    assert not takes(product._replace(dtype=torch.float16), CPU)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_an_entry_is_passed_over_where_the_kernel_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, entry = GroupedProduct("int4", 32, 6144, 4096, False), StreamedConfig(4, 1, 2, 1)
+    table = {"int4/128 6144x4096, 1": entry, "int4/128 6144x4096, 8": entry}
+    monkeypatch.setattr(ConfigTable, "of", lambda self, device: table)
+    assert config_for(1, product, CPU) == entry
+    assert isinstance(config_for(1, product._replace(dtype=torch.float16), CPU), GroupedGemvConfig)
+    assert isinstance(config_for(1, product._replace(has_minima=True), CPU), GroupedGemvConfig)
+    assert not isinstance(config_for(2, product, CPU), StreamedConfig)
