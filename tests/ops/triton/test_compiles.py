@@ -60,13 +60,14 @@ def passing(self, *args, **kwargs):
 JITFunction.run = passing
 
 from octavo.ops import dispatch
-from octavo.ops.triton import attention, launch, streamed_configs
+from octavo.ops.triton import attention, grouped_numbers, launch, pipelined_configs, streamed_configs
 choose = dispatch.Op._choose
 dispatch.Op._choose = lambda self, device, dtype: choose(self, "cuda", dtype)
 from octavo_bench.kernel_runs import calls
 
-for module in (attention, streamed_configs):
+for module in (attention, pipelined_configs, streamed_configs):
     module.has_gluon = lambda device: triton.__version__.startswith(launch.GLUON_VERSION)
+grouped_numbers.has_assembly = lambda device: True
 launch._compiling.set(set())
 launch._pdl.set(True)
 for name, call in calls(torch.device("cpu")):
@@ -111,7 +112,7 @@ print(*built)
 def test_every_launch_passes_the_front_end(tmp_path: Path) -> None:
     printed = run_alone(SCRIPT, tmp_path)
     assert "FAILED" not in printed, printed[-4000:]
-    in_gluon = [KERNELS / "hopper_prefill.py", KERNELS / "streamed_gemv.py"]
+    in_gluon = [KERNELS / name for name in ("hopper_prefill.py", "streamed_gemv.py", "pipelined_gemm.py")]
     unknown = [] if triton.__version__.startswith(GLUON_VERSION) else in_gluon
     sources = "".join(path.read_text() for path in KERNELS.glob("*.py") if path not in unknown)
     assert set(printed.split()) == set(re.findall(r"^def (\w*kernel)\(", sources, re.MULTILINE))
