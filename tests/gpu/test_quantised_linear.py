@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from octavo.ops.grouped_linear import PackedGroups
 from tests.ops.triton.test_grouped_linear import GroupedCase, random_groups
 from tests.ops.triton.test_linear import PARTS
 
@@ -16,6 +18,19 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 LAYERS, REPLAYS = 6, 30
 NUMBERS = {"int4": 128, "uint4": 32, "int8": 0, "e4m3": 128, "e2m1": 16}
 """Numbers with the length of their groups, 0 for a scale per output."""
+FORMS: dict[str, tuple[str, int, int, bool, torch.dtype]] = {
+    "int4": ("int4", 1152, 128, False, torch.bfloat16),
+    "int4, float32 scales": ("int4", 1024, 512, False, torch.float32),
+    "int4, per output": ("int4", 1000, 0, False, torch.bfloat16),
+    "uint4 with zeros": ("uint4", 1024, 128, True, torch.float16),
+    "int4 with zeros, per output": ("int4", 1000, 0, True, torch.float32),
+    "int8 with zeros": ("int8", 960, 64, True, torch.bfloat16),
+    "int8, per output": ("int8", 1032, 0, False, torch.float16),
+    "e4m3": ("e4m3", 1024, 128, False, torch.bfloat16),
+    "e4m3, per output": ("e4m3", 1000, 0, False, torch.float32),
+    "e2m1": ("e2m1", 1152, 128, False, torch.bfloat16),
+}
+"""Weights without minima: numbers, inputs, length of groups, whether there are zeros, type of scales."""
 
 
 class Chain:
@@ -68,6 +83,57 @@ def test_real_shapes_agree_with_float64(T: int, number: str, parts: str) -> None
     given: dict[str, Any] = PARTS[parts]
     case = GroupedCase.random("cuda", T, random_groups("cuda", number, 6144, 4096, NUMBERS[number]), **given)
     case.check(grouped_linear(*case.arguments()))
+
+
+def weight_of(form: str, N: int) -> PackedGroups:
+    number, K, group, zeros, dtype = FORMS[form]
+    packed = random_groups("cuda", number, N, K, group, zeros)
+    return replace(packed, minima_GN=None, scales_GN=packed.scales_GN.to(dtype))
+
+
+@pytest.mark.parametrize("T", [2, 9, 16, 17, 64, 100, 256])
+@pytest.mark.parametrize(("parts", "N"), [("norm and silu", 1184), ("bias and residual", 600), ("plain", 37)])
+@pytest.mark.parametrize("form", FORMS)
+def test_pipelined_products_agree_with_float64(
+    form: str, parts: str, N: int, T: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the default configuration, with tiles divided in all ways, and as ``grouped_linear`` uses it; ``int4`` also in
+    all that are measured."""
+    from octavo.ops import grouped_linear
+    from octavo.ops.triton.config_tables import ConfigTable
+    from octavo.ops.triton.grouped_configs import config_for
+    from octavo.ops.triton.grouped_linear import run_grouped
+    from octavo.ops.triton.grouped_product import GroupedProduct
+    from octavo.ops.triton.launch import has_gluon
+    from octavo.ops.triton.pipelined_configs import PipelinedConfig, pipelined_configs
+
+    device = torch.device("cuda", 0)
+    if not has_gluon(device):
+        pytest.skip("needs a Hopper GPU and the Triton that the kernel is for")
+    monkeypatch.setattr(ConfigTable, "of", lambda self, device: {})
+    packed = weight_of(form, N)
+    case = GroupedCase.random("cuda", T, packed, **PARTS[parts])
+    product = GroupedProduct.of(packed, parts == "norm and silu", torch.bfloat16)
+    config = config_for(T, product, device)
+    assert isinstance(config, PipelinedConfig)
+    tried = [replace(config, programs=programs) for programs in (1, 2, 7, 20, config.programs)]
+    tried += pipelined_configs(product, T, device) if form == "int4" else []
+    for one in tried:
+        first, second = (run_grouped(*case.arguments(), one) for _ in range(2))
+        case.check(first)
+        assert torch.equal(first, second), "sums are added in one order"
+    case.check(grouped_linear(*case.arguments()))
+
+
+def test_rows_at_any_address_are_taken() -> None:
+    from octavo.ops import grouped_linear
+
+    packed = weight_of("int4", 592)
+    flat = torch.randn(16 * 1152 + 1, device="cuda").bfloat16()
+    unaligned = flat[1:].view(16, 1152)
+    assert torch.equal(grouped_linear(unaligned, packed), grouped_linear(unaligned.clone(), packed))
+    beside = torch.randn(16, 2 * 1152, device="cuda").bfloat16()[:, 1152:]
+    assert torch.equal(grouped_linear(beside, packed), grouped_linear(beside.contiguous(), packed))
 
 
 def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
