@@ -215,13 +215,17 @@ def first_shapes(
     Startup waits for them, so each one must be worth its kernels' compilation.
     """
     shapes = {_decode_shape(max_num_seqs, max_num_seqs)}
+    most_drafts = max_num_seqs * max_drafts
     for rows in (512, min(max_num_rows, MIXED_ROWS[-1])):
         if 1 < rows <= max_num_rows:
-            shapes.add(padded_shape(rows, min(rows - 1, max_num_seqs), rows, max_num_seqs)[0])
+            sizes = rows, min(rows - 1, max_num_seqs), rows, max_num_seqs
+            with_drafts, has_graph = padded_shape(*sizes, num_drafts=most_drafts)
+            shapes |= {padded_shape(*sizes)[0], *([with_drafts] if has_graph else [])}
     if with_adapters:
-        shapes |= {shape._replace(has_adapters=True) for shape in _largest(shapes)}
+        without_drafts = {shape for shape in shapes if not shape.num_drafts}
+        shapes |= {shape._replace(has_adapters=True) for shape in _largest(without_drafts)}
     if max_drafts:
-        shapes.add(verification_shape(max_num_seqs, max_num_seqs * max_drafts, max_num_seqs))
+        shapes.add(verification_shape(max_num_seqs, most_drafts, max_num_seqs))
     plain = {shape for shape in shapes if has_drafter and not shape.num_drafts}
     return sorted({*plain, *(_with_drafter(shape, has_drafter) for shape in shapes)}, reverse=True)
 

@@ -390,6 +390,25 @@ def test_padding(num_seqs: int, with_adapters: bool, kind: Kind) -> None:
             assert num_seqs <= shape.num_seqs <= 256
 
 
+@pytest.mark.parametrize("max_num_seqs", [4, 64, 256])
+@pytest.mark.parametrize("num_rows", [30, 513, 2000])
+def test_steps_of_prompts_and_drafts_have_a_shape_from_the_start(max_num_seqs: int, num_rows: int) -> None:
+    first = first_shapes(max_num_seqs, 2048, max_drafts=3, has_drafter=True)
+    kind = Kind(has_drafter=True, num_proposed=3)
+    for num_seqs in (1, 4, 20):
+        for num_drafts in (0, 1, 3 * num_seqs):
+            if num_seqs <= max_num_seqs and num_seqs + num_drafts < num_rows:
+                shape, has_graph = padded_shape(num_rows, num_seqs, 25, max_num_seqs, kind, num_drafts)
+                assert has_graph
+                assert any(known.holds(shape) for known in first)
+
+
+def test_adapters_have_a_shape_from_the_start_without_drafts_too() -> None:
+    first = first_shapes(64, 2048, with_adapters=True, max_drafts=3)
+    shape, _ = padded_shape(300, 20, 25, 64, Kind(has_adapters=True))
+    assert any(known.holds(shape) for known in first)
+
+
 def test_steps_look_for_adapters_only_where_there_are_any() -> None:
     assert not any(shape.has_adapters for shape in graph_shapes(8, 64))
     assert {shape[3:5] for shape in first_shapes(8, 64, with_adapters=True)} == {(False, False), (False, True)}

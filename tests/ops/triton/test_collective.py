@@ -5,14 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from octavo.ops.triton.collective import PeerCollective, buffer_bytes
+from tests.ops.triton.test_compiles import run_alone
 from tests.triton_interpreter import DEVICE
 
 SLOT_BYTES = 4096
@@ -79,3 +82,31 @@ def test_an_odd_number_of_16_bits_is_summed() -> None:
 
 def check_sum(collective: PeerCollective, parts: torch.Tensor) -> None:
     assert torch.equal(collective.all_reduce(parts[collective.rank].clone()), parts.sum(0))
+
+
+COUNTING = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from octavo.ops.triton import collective
+
+KINDS = {"x": "*bf16", "residual": "*bf16", "out": "*bf16", "addresses": "*i64", "launches": "*i32"}
+KINDS |= {"count": "i32", "stride": "i32"}
+SIZES = {"RANK": 0, "SIZE": 2, "GATHERS": False, "LONGEST_WAIT": 9, "PDL": True, "PROGRAMS": 128}
+SIZES |= {"BLOCK": 512, "SLOT": 1 << 16, "PAIRS_AT": 1024, "DATA_AT": 1024}
+for kernel in (collective._small_exchange_kernel, collective._large_exchange_kernel):
+    constants = {name: SIZES[name] for name in kernel.arg_names if name in SIZES}
+    source = ASTSource(kernel, {**KINDS, **dict.fromkeys(constants, "constexpr")}, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    print("KERNEL", compiled.asm["ptx"])
+"""
+
+
+def test_every_warp_reads_the_number_of_the_launch_before_it_is_counted_on(tmp_path: Path) -> None:
+    """A warp that came late would read the next number, and wait for words that never come."""
+    kernels = run_alone(COUNTING, tmp_path).split("KERNEL")[1:]
+    assert len(kernels) == 2
+    for ptx in kernels:
+        counting = re.search(r"ld\.global.*?st\.global", ptx, re.DOTALL)
+        assert counting is not None
+        assert "bar.sync" in counting.group()
