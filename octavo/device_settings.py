@@ -16,8 +16,7 @@ from octavo.quant.stored import WeightFormat
 from octavo.runtime.cpu_threads import default_num_threads
 from octavo.runtime.device_program import load_kernels
 from octavo.weights.checkpoint import Checkpoint
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from octavo.weights.dtypes import DTYPES, stated_dtype
 
 
 def prepared_device(settings: ModelSettings) -> torch.device:
@@ -79,8 +78,8 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
     if device.type == "cpu":
         is_quantised = method is not None or any(at_load)
         return WeightFormat(torch.float32, device, without_kernel("cpu") is None, *at_load, is_quantised)
-    own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    return WeightFormat(torch.float16 if own == "float16" else torch.bfloat16, device, True, *at_load)
+    is_float16 = stated_dtype(checkpoint.config) == torch.float16
+    return WeightFormat(torch.float16 if is_float16 else torch.bfloat16, device, True, *at_load)
 
 
 def kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:

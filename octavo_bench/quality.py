@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.config import EngineConfig
-from octavo.device_settings import DTYPES, weight_format
+from octavo.device_settings import weight_format
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups
@@ -28,6 +28,7 @@ from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Source
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.dtypes import DTYPES
 from octavo.weights.hub import resolve_model
 from octavo_bench.offline import OfflineBench, bench_config
 from octavo_bench.quality_formats import Variant

@@ -142,8 +142,9 @@ def _model(config: EngineConfig) -> Iterator[str]:
 
 
 def _kernels(config: EngineConfig) -> Iterator[str]:
-    from octavo.device_settings import DTYPES, resolve_device
+    from octavo.device_settings import resolve_device
     from octavo.ops import dispatch
+    from octavo.weights.dtypes import DTYPES
 
     device = resolve_device(config.model.device)
     dtype = DTYPES[config.model.dtype if config.model.dtype != "auto" else _automatic_dtype(device.type)]

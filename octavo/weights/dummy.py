@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from octavo.errors import CheckpointError
+from octavo.weights.dtypes import stated_dtype
 
 STANDARD_DEVIATION = 0.02
 POOL_SIZE = 1_048_573
@@ -15,9 +16,6 @@ POOL_SIZE = 1_048_573
 It is prime, so that no two rows of a matrix are equal."""
 
 NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
-
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class DummyCheckpoint:
@@ -35,7 +33,7 @@ class DummyCheckpoint:
         self.config = config
         self.generation_config = generation_config
         self.seed = seed
-        self._dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+        self._dtype = stated_dtype(config) or torch.float32
         generator = torch.Generator().manual_seed(seed)
         self._pool = torch.randn(POOL_SIZE, generator=generator).mul_(STANDARD_DEVIATION).to(device)
 
