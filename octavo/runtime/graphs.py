@@ -48,7 +48,7 @@ class Graphs:
     def _run_and_capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
         """Run once, so that all lazy initialisation is done; then capture, which executes nothing.
 
-        A capture allocates memory of its own and cannot have what others no longer use, so that is given back before.
+        A capture allocates in a pool of its own and cannot take memory that is cached elsewhere, so caches are emptied.
         """
         started = time.perf_counter()
         with without_collections(), self._around():  # a tensor freed by the collector would end the capture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -216,11 +217,11 @@ def first_shapes(
     """
     shapes = {_decode_shape(max_num_seqs, max_num_seqs)}
     most_drafts = max_num_seqs * max_drafts
-    for rows in (512, min(max_num_rows, MIXED_ROWS[-1])):
+    for rows, drafts in itertools.product((512, min(max_num_rows, MIXED_ROWS[-1])), {0, most_drafts}):
         if 1 < rows <= max_num_rows:
-            sizes = rows, min(rows - 1, max_num_seqs), rows, max_num_seqs
-            with_drafts, has_graph = padded_shape(*sizes, num_drafts=most_drafts)
-            shapes |= {padded_shape(*sizes)[0], *([with_drafts] if has_graph else [])}
+            seqs = min(rows - 1, max_num_seqs)
+            shape, has_graph = padded_shape(rows, seqs, rows, max_num_seqs, num_drafts=drafts)
+            shapes |= {shape} if has_graph else set()
     if with_adapters:
         without_drafts = {shape for shape in shapes if not shape.num_drafts}
         shapes |= {shape._replace(has_adapters=True) for shape in _largest(without_drafts)}

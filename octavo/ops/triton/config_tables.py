@@ -35,7 +35,7 @@ MEASURED_SOURCES = (
     "streamed_gemv.py",
     "grouped_gemm.py",
     "pipelined_gemm.py",
-    "pipelined_end.py",
+    "pipelined_epilogue.py",
     "grouped_numbers.py",
     "grouped_dense.py",
 )

@@ -20,7 +20,7 @@ MOST_PROGRAMS = 1 << 12
 BOX_BYTES = 128
 """Boxes in shared memory begin at multiples of so many bytes."""
 OTHER_BYTES = 1024
-"""Of shared memory for a program, beside its rings."""
+"""Shared memory of a program besides its ring buffers."""
 KEPT_BYTES = 1024
 """Of shared memory for each program on a multiprocessor, that the hardware keeps for itself."""
 LEAST_STEPS = 4

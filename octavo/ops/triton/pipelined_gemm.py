@@ -36,7 +36,7 @@ from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
 from octavo.ops.triton.grouped_numbers import entry_assembly, entry_offset
 from octavo.ops.triton.launch import counters, launch
 from octavo.ops.triton.pipelined_configs import BOX_BYTES, MOST_PROGRAMS, UNIT, PipelinedConfig
-from octavo.ops.triton.pipelined_end import end_tile, steps_of
+from octavo.ops.triton.pipelined_epilogue import end_tile, steps_of
 
 _TILE, _WORDS, _UNIT = gl.constexpr(TILE), gl.constexpr(WORDS), gl.constexpr(UNIT)
 _ALIGNMENT = 16

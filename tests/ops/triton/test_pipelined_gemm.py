@@ -11,7 +11,7 @@ import torch
 from octavo.ops.triton import pipelined_gemm
 from octavo.ops.triton.grouped_linear import run_grouped
 from octavo.ops.triton.pipelined_configs import PipelinedConfig
-from octavo.ops.triton.pipelined_end import programs_of, steps_of
+from octavo.ops.triton.pipelined_epilogue import programs_of, steps_of
 from octavo.ops.triton.rms_norm import rms_norm_triton
 from tests.ops.triton.test_grouped_linear import random_groups
 
