@@ -107,6 +107,8 @@ def run_decode_attention(
         prologue.cos_TR.stride(0) if prologue and prologue.cos_TR is not None else 0,
         block_tables_SB.stride(0),
         keys.stride(0),
+        config.splits,
+        config.min_tiles,
         HEAD_STRIDE=keys.stride(1),
         SLOT_STRIDE=keys.stride(2),
         BLOCK_SIZE=keys.shape[2],
@@ -116,7 +118,7 @@ def run_decode_attention(
 
 
 def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfig) -> dict[str, Any]:
-    """Compile-time constants of the kernel."""
+    """Compile-time constants of the kernel: as few as can be, since each of their values is a kernel to compile."""
     G, H = heads.num_heads // heads.num_kv_heads, heads.head_dim
     padded_G, padded_H = triton.next_power_of_2(G), max(16, triton.next_power_of_2(H))  # tensor cores add up 16
     dot = config.dot or padded_G >= 16  # Triton turns sums of so many rows' products into a dot of its own, in TF32
@@ -133,8 +135,7 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
         "CAPPED": heads.softcap > 0,
         "PROLOGUE": prologue is not None,
         "TILE": config.tile,
-        "SPLITS": config.splits,
-        "MIN_TILES": config.min_tiles,
+        "SPLIT": config.splits > 1,
         "AT_ONCE": min(at_once, triton.next_power_of_2(config.splits)),
         "DOT": dot,
         "STAGES": config.stages,
@@ -143,17 +144,18 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
     }
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "max_splits", "min_tiles"])
 def _decode_kernel(
     x: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor,
     k_cache: tl.tensor, v_cache: tl.tensor, k_scales: tl.tensor, v_scales: tl.tensor, tables: tl.tensor,
     cu_seqlens: tl.tensor, seq_lens: tl.tensor, sinks: tl.tensor, out: tl.tensor, parts: tl.tensor, logs: tl.tensor,
     counters: tl.tensor, scale: tl.tensor, cap: tl.tensor, eps: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor,
-    angle_stride: tl.tensor, table_stride: tl.tensor, block_stride: tl.tensor, HEAD_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
-    H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, PROLOGUE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr,
-    AT_ONCE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    angle_stride: tl.tensor, table_stride: tl.tensor, block_stride: tl.tensor, max_splits: tl.tensor,
+    min_tiles: tl.tensor, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BY_ROW: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr,
+    HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PROLOGUE: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -161,7 +163,7 @@ def _decode_kernel(
     if not PROLOGUE:
         after_predecessor(PDL)  # it stored the step's keys and values
     row, length, own = _row(seq, cu_seqlens, seq_lens, PROLOGUE, BY_ROW)
-    seen_from, num_runs, begin, last = _run(length, split, WINDOW, TILE, SPLITS, MIN_TILES)
+    seen_from, num_runs, begin, last = _run(length, split, max_splits, min_tiles, WINDOW, TILE)
     is_active = split < num_runs
     tile = kv_head * HEAD_STRIDE + t[:, None] * SLOT_STRIDE + d
     tables += own * table_stride
@@ -188,9 +190,8 @@ def _decode_kernel(
     if not is_active:  # from here on loads are waited for: all of them are on their way
         return
 
-    q = q_heads[0]
+    q = turned(q_heads, q_norm, q_weights, q_angles, eps, H, 1) if PROLOGUE else q_heads[0]
     if PROLOGUE:
-        q = turned(q_heads, q_norm, q_weights, q_angles, eps, H, 1)
         k_own = divided(turned(k_head, k_norm, k_weights, k_angles, eps, H, 0), k_scales, k_scale).to(k.dtype)
         k, v = tl.where(is_own, k_own, k), tl.where(is_own, divided(v_own, v_scales, v_scale).to(v.dtype), v)
         to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SLOT_STRIDE + kv_head * HEAD_STRIDE
@@ -202,7 +203,7 @@ def _decode_kernel(
     )  # fmt: skip
     _finish(
         out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), sinks, split, num_runs,
-        seq.to(tl.int64) * K + kv_head, kv_head * G, r, d, G, GP, H, HP, SPLITS, AT_ONCE,
+        seq.to(tl.int64) * K + kv_head, kv_head * G, r, d, max_splits, G, GP, H, HP, SPLIT, AT_ONCE,
     )  # fmt: skip
 
 
@@ -229,14 +230,14 @@ def _row(
 
 @triton.jit
 def _run(
-    length: tl.tensor, split: tl.tensor, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    length: tl.tensor, split: tl.tensor, max_splits: tl.tensor, min_tiles: tl.tensor, WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The first visible position, the number of runs, and the first and last tile of this program's run."""
     seen_from = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
     first = seen_from // TILE
     num_tiles = tl.cdiv(length, TILE) - first
-    tiles_each = tl.maximum(tl.cdiv(num_tiles, SPLITS), MIN_TILES)
+    tiles_each = tl.maximum(tl.cdiv(num_tiles, max_splits), min_tiles)
     begin = first + split * tiles_each
     last = tl.minimum(begin + tiles_each, first + num_tiles) - 1
     return seen_from, tl.cdiv(num_tiles, tiles_each), begin, last
@@ -314,13 +315,13 @@ def _attend(
 def _finish(
     out: tl.tensor, parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, sums: tl.tensor, sinks: tl.tensor,
     split: tl.tensor, num_runs: tl.tensor, pair: tl.tensor, first_head: tl.tensor, r: tl.tensor, d: tl.tensor,
-    G: tl.constexpr, GP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLITS: tl.constexpr,
+    max_splits: tl.tensor, G: tl.constexpr, GP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write a pair's result: this run's if it is the only one, or that of all runs if this is the last to finish."""
-    if SPLITS > 1 and num_runs > 1:
-        parts += pair * SPLITS * GP * H
-        logs += pair * SPLITS * GP
+    if SPLIT and num_runs > 1:
+        parts += pair * max_splits * GP * H
+        logs += pair * max_splits * GP
         if leave_part(parts, logs, counters + pair, sums, split, num_runs, r, d, GP, H):
             g = tl.arange(0, GP)
             all_sums = add_parts(parts, logs, num_runs, d, GP, H, HP, AT_ONCE)

@@ -83,8 +83,8 @@ def attend_single_rows(
         q_TNH, keys, out_TNL, block_tables_SB, rows.seq_lens_S,
         torch.empty(*shape, L, dtype=torch.float32, device=q_TNH.device),
         torch.empty(shape, dtype=torch.float32, device=q_TNH.device), counters(q_TNH.device, MAX_PAIRS),
-        scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0),
-        **_constants(q_TNH, split, keys, config), MIN_TILES=MIN_KEYS // config.keys, SPLITS=splits,
+        scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0), splits,
+        **_constants(q_TNH, split, keys, config), MIN_TILES=MIN_KEYS // config.keys, SPLIT=splits > 1,
     )
     # fmt: on
 
@@ -130,13 +130,13 @@ def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: Config) -> dict
     }
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "max_splits"])
 def single_rows_kernel(
     q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor, seq_lens_ptr: tl.tensor,
     parts_ptr: tl.tensor, logs_ptr: tl.tensor, counters_ptr: tl.tensor, scale: tl.tensor, table_stride: tl.tensor,
-    block_stride: tl.tensor, N: tl.constexpr, P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
-    SPLITS: tl.constexpr, PDL: tl.constexpr,
+    block_stride: tl.tensor, max_splits: tl.tensor, N: tl.constexpr, P: tl.constexpr, L: tl.constexpr,
+    PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, MIN_TILES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """A run of keys for ROWS heads of a sequence's one row."""
     split, seq = tl.program_id(0), tl.program_id(2)
@@ -144,7 +144,7 @@ def single_rows_kernel(
     after_predecessor(PDL)
     length = tl.load(seq_lens_ptr + seq)
     num_tiles = tl.cdiv(length, KEYS)
-    tiles_each = tl.maximum(tl.cdiv(num_tiles, SPLITS), MIN_TILES)
+    tiles_each = tl.maximum(tl.cdiv(num_tiles, max_splits), MIN_TILES)
     num_runs = tl.cdiv(num_tiles, tiles_each)
     if split < num_runs:
         q_ML, q_MP = _queries(q_ptr, seq * N + head_M, head_M < N, P, L, PP, LP)
@@ -155,10 +155,10 @@ def single_rows_kernel(
             P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
         )  # fmt: skip
         out_ptr += seq.to(tl.int64) * N * L
-        if SPLITS > 1 and num_runs > 1:
+        if SPLIT and num_runs > 1:
             pair = seq.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-            parts_ptr += pair * SPLITS * ROWS * L
-            logs_ptr += pair * SPLITS * ROWS
+            parts_ptr += pair * max_splits * ROWS * L
+            logs_ptr += pair * max_splits * ROWS
             m_M = tl.arange(0, ROWS)
             if leave_part(parts_ptr, logs_ptr, counters_ptr + pair, sums, split, num_runs, m_M, d_L, ROWS, L):
                 sums = add_parts(parts_ptr, logs_ptr, num_runs, d_L, ROWS, L, LP, 1)
