@@ -24,6 +24,8 @@ REQUEST_SECONDS = 180.0
 """A request without an answer for so long is lost."""
 PAUSES = (0.1, 2.0)
 """Least and most seconds between the recovery from a fault and the next fault."""
+LEAST_REQUESTS = 6
+"""Each client sends so many between two looks at the server, also where the faults are done before it could."""
 QUIET_SECONDS = 20.0
 """What a server may take to let go of everything, after the last answer."""
 MORE_DESCRIPTORS = 8
@@ -120,7 +122,9 @@ class Chaos:
     async def _ask_until(self, is_over: asyncio.Event, worker: int) -> None:
         client = Client(self._target.url, self._target.excuses)
         rng = random.Random(f"{self._plan.seed}:{worker}:{self._num_faults}")
-        while not is_over.is_set():
+        num_asked = 0
+        while num_asked < LEAST_REQUESTS or not is_over.is_set():
+            num_asked += 1
             index = rng.randrange(len(self._requests))
             asked = self._requests[index]
             manner = rng.choice(MANNERS) if asked.is_streamed else "plain"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.server import service_manager
 from octavo.server.service_manager import ServiceManager
 from tests.conftest import Server
 
@@ -34,6 +37,15 @@ def drain(receiver: socket.socket) -> list[bytes]:
         return found
     finally:
         receiver.settimeout(10)
+
+
+def fill(receiver: socket.socket) -> None:
+    """Send to it until its queue is full."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sender.sendto(b"WATCHDOG=1", receiver.getsockname())
 
 
 @pytest.mark.slow
@@ -69,6 +81,40 @@ def test_abstract_addresses_and_the_watch_on_another_process(monkeypatch: pytest
         monkeypatch.setenv("WATCHDOG_PID", "1")
         ServiceManager().ready()  # needs no event loop, as nothing is repeated
         assert drain(receiver) == [b"READY=1"]
+
+
+@pytest.mark.parametrize("watch", ["40000", ""])
+def test_a_change_is_told_once_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, manager: socket.socket, tmp_path: Path, watch: str
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    monkeypatch.setenv("WATCHDOG_USEC", watch)
+    monkeypatch.setattr(service_manager, "RETRY_SECONDS", 0.01)
+
+    async def serve() -> list[bytes]:
+        fill(manager)
+        teller = ServiceManager()
+        teller.starting()
+        teller.ready()
+        teller.stopping()
+        drain(manager)
+        await asyncio.sleep(0.1)
+        return drain(manager)
+
+    assert [message for message in asyncio.run(serve()) if message != b"WATCHDOG=1"] == [b"READY=1", b"STOPPING=1"]
+
+
+def test_without_an_event_loop_a_change_is_told_at_the_next_sign(
+    monkeypatch: pytest.MonkeyPatch, manager: socket.socket, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    monkeypatch.delenv("WATCHDOG_USEC", raising=False)
+    fill(manager)
+    teller = ServiceManager()
+    teller.tell(b"READY=1")
+    drain(manager)
+    teller.be_alive_now()
+    assert drain(manager) == [b"READY=1"]
 
 
 def test_a_manager_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
