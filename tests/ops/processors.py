@@ -1,4 +1,4 @@
-"""Logits processors for one row, in torch: what ``ops.adjust_logits`` must do.
+"""Logits processors for one row, in torch: what ``ops.adjust_logits`` and truncation in ``ops.sample`` must do.
 
 Each takes float32 [V] and returns a new tensor; a banned token is at minus infinity. Token ids beyond the vocabulary
 are ignored.
@@ -8,6 +8,7 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.ops.cpu.truncation import NEVER
+NEVER = -math.inf
 
 
 def apply_mask(logits_V: Tensor, mask: npt.NDArray[np.uint8]) -> Tensor:
@@ -64,3 +65,24 @@ def _ids(token_ids: Iterable[int], logits_V: Tensor) -> Tensor:
     vocab_size = len(logits_V)
     known = [token for token in token_ids if 0 <= token < vocab_size]
     return torch.tensor(known, dtype=torch.int64, device=logits_V.device)
+
+
+def keep_min_p(logits_V: Tensor, min_p: float) -> Tensor:
+    """Keep tokens at least ``min_p`` times as probable as the most probable one."""
+    return _keep_from(logits_V, logits_V.max() + math.log(min_p))
+
+
+def keep_top_k(logits_V: Tensor, k: int) -> Tensor:
+    """Keep the k most probable tokens, and ties of the last of them."""
+    return _keep_from(logits_V, logits_V.sort(descending=True).values[min(k, len(logits_V)) - 1])
+
+
+def keep_top_p(logits_V: Tensor, top_p: float) -> Tensor:
+    """Keep the fewest tokens, most probable first, that together reach ``top_p``, and ties of the last of them."""
+    sorted_V = logits_V.sort(descending=True).values
+    last = int((sorted_V.double().softmax(0).cumsum(0) < top_p).sum())
+    return _keep_from(logits_V, sorted_V[min(last, len(sorted_V) - 1)])
+
+
+def _keep_from(logits_V: Tensor, threshold: Tensor) -> Tensor:
+    return logits_V.masked_fill(logits_V < threshold, NEVER)

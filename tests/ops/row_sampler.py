@@ -30,7 +30,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.ops.cpu import truncation
 from octavo.ops.noise import exponentials, token_hashes
 from octavo.sampling_params import SamplingParams
 from octavo.types import TokenLogprobs
@@ -146,10 +145,10 @@ class Sampler:
             logits_V = truncate(logits_V, params)
         best, token = logits_V.max(dim=0)
         if not math.isfinite(best):
-            return 0, NOTHING_LEFT if best == truncation.NEVER else OVERFLOW
+            return 0, NOTHING_LEFT if best == processors.NEVER else OVERFLOW
         if params.is_greedy:
             return int(token), None
-        ids_C = (logits_V > truncation.NEVER).nonzero().squeeze(1)
+        ids_C = (logits_V > processors.NEVER).nonzero().squeeze(1)
         race_C = logits_V[ids_C] - exponentials(self._hashes_V[ids_C], row.seed, row.position).log_()
         return int(ids_C[race_C.argmax()]), None
 
@@ -198,11 +197,11 @@ def truncate(logits_V: Tensor, params: SamplingParams) -> Tensor:
     if params.temperature != 1:
         logits_V = logits_V / params.temperature
     if params.min_p > 0:
-        logits_V = truncation.keep_min_p(logits_V, params.min_p)
+        logits_V = processors.keep_min_p(logits_V, params.min_p)
     if params.top_k > 0:
-        logits_V = truncation.keep_top_k(logits_V, params.top_k)
+        logits_V = processors.keep_top_k(logits_V, params.top_k)
     if params.top_p < 1:
-        logits_V = truncation.keep_top_p(logits_V, params.top_p)
+        logits_V = processors.keep_top_p(logits_V, params.top_p)
     return logits_V
 
 

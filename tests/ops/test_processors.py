@@ -9,7 +9,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from octavo.ops.cpu import truncation
 from tests.ops import processors
 
 VOCAB = 500
@@ -75,38 +74,34 @@ def test_frequency_and_presence_penalties(row: torch.Tensor) -> None:
 def test_min_p(row: torch.Tensor, min_p: float) -> None:
     probabilities = softmax(row.double().numpy())
     expected = set(np.flatnonzero(probabilities >= min_p * probabilities.max()).tolist())
-    assert kept(truncation.keep_min_p(row, min_p), row) == expected
+    assert kept(processors.keep_min_p(row, min_p), row) == expected
 
 
 @pytest.mark.parametrize("k", [1, 2, 77, VOCAB, VOCAB + 1])
 def test_top_k(row: torch.Tensor, k: int) -> None:
-    assert kept(truncation.keep_top_k(row, k), row) == set(np.argsort(-row.numpy())[:k].tolist())
+    assert kept(processors.keep_top_k(row, k), row) == set(np.argsort(-row.numpy())[:k].tolist())
 
 
 def test_top_k_keeps_what_is_as_good_as_the_last() -> None:
     row = torch.tensor([1.0, 2.0, 2.0, 3.0, 0.0])
-    assert kept(truncation.keep_top_k(row, 2), row) == {1, 2, 3}
+    assert kept(processors.keep_top_k(row, 2), row) == {1, 2, 3}
 
 
-@pytest.mark.parametrize("guesses", [(256,), (2, 30), ()])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999999])
-def test_top_p(
-    row: torch.Tensor, top_p: float, scale: float, guesses: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(truncation, "NUCLEUS_GUESSES", guesses)
+def test_top_p(row: torch.Tensor, top_p: float, scale: float) -> None:
     row = row * scale
     probabilities = softmax(row.double().numpy())
     order = np.argsort(-probabilities)
     count = int(np.sum(np.cumsum(probabilities[order]) < top_p)) + 1
-    assert kept(truncation.keep_top_p(row, top_p), row) == set(order[:count].tolist())
+    assert kept(processors.keep_top_p(row, top_p), row) == set(order[:count].tolist())
 
 
 def test_top_p_is_of_what_earlier_steps_left() -> None:
     row = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     row[0] = -math.inf
-    assert kept(truncation.keep_top_p(row, 0.49), row) == {1}
-    assert kept(truncation.keep_top_p(row, 0.51), row) == {1, 2, 3}
+    assert kept(processors.keep_top_p(row, 0.49), row) == {1}
+    assert kept(processors.keep_top_p(row, 0.51), row) == {1, 2, 3}
 
 
 def test_inputs_are_left_alone(row: torch.Tensor) -> None:
@@ -116,9 +111,9 @@ def test_inputs_are_left_alone(row: torch.Tensor) -> None:
     processors.add_bias(row, {1: 1.0})
     processors.penalize_repetition(row, [1], 2.0)
     processors.penalize_output(row, [1], 1.0, 1.0)
-    truncation.keep_min_p(row, 0.5)
-    truncation.keep_top_k(row, 1)
-    truncation.keep_top_p(row, 0.5)
+    processors.keep_min_p(row, 0.5)
+    processors.keep_top_k(row, 1)
+    processors.keep_top_p(row, 0.5)
     assert torch.equal(row, before)
 
 

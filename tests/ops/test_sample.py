@@ -52,7 +52,7 @@ def test_what_is_out_of_range_has_no_token() -> None:
     assert ops.sample(logits_RV, uniform_params(3, temperature=0)).tolist() == [OUT_OF_RANGE, 3, 0]
 
 
-@pytest.mark.parametrize("kernel", ["reference", "rowwise"])
+@pytest.mark.parametrize("kernel", ["reference", "numba"])
 def test_columns_may_be_a_part_of_the_vocabulary(kernel: str) -> None:
     R, V = 60, 300
     whole_RV = make_logits("flat", R, V, torch.float32)

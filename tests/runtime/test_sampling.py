@@ -186,8 +186,8 @@ def test_ids_beyond_the_vocabulary_do_nothing() -> None:
     assert SAMPLER.sample(scores, [strange])[0].token == int(scores.argmax())
 
 
-def test_greedy_rows_are_not_touched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "_draw", lambda *_: pytest.fail("a greedy row went the slow way"))
+def test_greedy_rows_need_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "_driver", lambda: pytest.fail("a greedy row was drawn"))
     SAMPLER.sample(logits(4), [row(temperature=0, min_tokens=1, logprobs=1)] * 4)
 
 
