@@ -1,4 +1,4 @@
-"""In-process throughput: prompts of random ids, then greedy decoding, at several numbers of sequences."""
+"""In-process throughput: prompts of random ids, then decoding, at several numbers of sequences."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineInfo, Output, Request
 
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 CPU_STEP_TOKENS = 512
 """Tokens of a step on a CPU: throughput is measured, and nobody waits for a first token meanwhile."""
 
@@ -37,11 +38,10 @@ def build_prepared(config: EngineConfig) -> tuple[Engine, EngineInfo]:
 
 
 def random_requests(
-    count: int, prompt: int, max_tokens: int, vocab_size: int, first_id: int, seed: int
+    count: int, prompt: int, max_tokens: int, vocab_size: int, first_id: int, seed: int, params: SamplingParams = GREEDY
 ) -> list[Request]:
-    """Greedy requests that share nothing and never stop by themselves."""
+    """Requests that share nothing."""
     rng = random.Random(seed)
-    params = SamplingParams(temperature=0, ignore_eos=True)
     return [
         Request(first_id + i, [rng.randrange(vocab_size) for _ in range(prompt)], params, max_tokens)
         for i in range(count)
@@ -106,7 +106,9 @@ def check_fit(info: EngineInfo, sequences: int, length: int) -> None:
 class OfflineBench:
     """One loaded engine; each ``run`` measures one number of sequences once."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, params: SamplingParams = GREEDY) -> None:
+        """``params`` are those of every request; they should ignore the end of a text."""
+        self._params = params
         self.engine: Engine
         self.info: EngineInfo
         self.engine, self.info = build_prepared(config)
@@ -119,16 +121,13 @@ class OfflineBench:
         """
         slack = -(-sequences * prompt // self.info.max_num_batched_tokens) + 2
         check_fit(self.info, sequences, prompt + decode + slack)
-        vocab = self.info.vocab_size
-        prefill = time_prefill(
-            self.engine, random_requests(sequences, prompt, 1, vocab, self._ids(sequences), self.next_id)
-        )
-        decoding = random_requests(sequences, prompt, decode + slack, vocab, self._ids(sequences), self.next_id)
+        prefill = time_prefill(self.engine, self._requests(sequences, prompt, 1))
+        decoding = self._requests(sequences, prompt, decode + slack)
         return {"prefill_tok_s": prefill, "decode_tok_s": time_decode(self.engine, decoding, decode)}
 
-    def _ids(self, count: int) -> int:
+    def _requests(self, count: int, prompt: int, max_tokens: int) -> list[Request]:
         first, self.next_id = self.next_id, self.next_id + count
-        return first
+        return random_requests(count, prompt, max_tokens, self.info.vocab_size, first, self.next_id, self._params)
 
 
 def bench_config(config: EngineConfig, sequences: Sequence[int]) -> EngineConfig:

@@ -43,6 +43,9 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     offline = kinds.add_parser("offline", help="prefill and decode tokens per second, in this process")
     add_settings(offline, EngineConfig)
     peer.add_work(offline)
+    offline.add_argument("--temperature", type=float, default=0.0, help="of every request; 0 is greedy")
+    offline.add_argument("--top-k", type=int, default=0, help="of every request; 0: off")
+    offline.add_argument("--top-p", type=float, default=1.0, help="of every request")
     _add_peak(offline)
     offline.set_defaults(measure=_offline)
     yield offline
@@ -157,11 +160,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _offline(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.sampling_params import SamplingParams
     from octavo_bench.offline import OfflineBench, bench_config
     from octavo_bench.utilisation import Utilisation
 
     config = engine_config(args)
-    bench = OfflineBench(bench_config(config, args.sequences))
+    sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    params = SamplingParams(**sampling, ignore_eos=True)
+    bench = OfflineBench(bench_config(config, args.sequences), params)
     used = Utilisation.of(config, bench.info.device, args.peak)
     rows = []
     for count in args.sequences:
@@ -173,7 +179,7 @@ def _offline(args: argparse.Namespace) -> dict[str, Any]:
         figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
         rows.append({"sequences": count, "prompt": args.prompt, "decode": args.decode, **figures})
         print(f"octavo: {count} sequences measured", file=sys.stderr)
-    return {**_engine(config, bench.info), "peak_tflops": used.peak, "rows": rows}
+    return {**_engine(config, bench.info), "peak_tflops": used.peak, "sampling": sampling, "rows": rows}
 
 
 def _engine(config: EngineConfig, info: Any) -> dict[str, Any]:

@@ -73,7 +73,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 def test_offline(measured: Measure, tiny: tuple[str, ...]) -> None:
-    record = measured("offline", *tiny, "--sequences", "1,2", "--prompt", "16", "--decode", "4", "--rounds", "1")
+    work = ("--sequences", "1,2", "--prompt", "16", "--decode", "4", "--rounds", "1")
+    record = measured("offline", *tiny, *work, "--temperature", "0.8", "--top-p", "0.95")
+    assert record["result"]["sampling"] == {"temperature": 0.8, "top_k": 0, "top_p": 0.95}
     for row in record["result"]["rows"]:
         assert row["prefill_tok_s"]["median"] > 0
         assert row["decode_tok_s"]["median"] > 0

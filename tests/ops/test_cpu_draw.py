@@ -79,7 +79,7 @@ def test_every_token_that_reaches_a_score_is_listed(scale: float) -> None:
 def test_the_smallest_bits_are_no_exception() -> None:
     """A hash that makes the bits of a variate zero gives the largest noise."""
     logits, hashes = np.zeros(3, np.float32), np.array([0, 5, 1 << 31], np.uint32)
-    places, key = np.empty(3, np.int32), (np.uint64(1), np.uint64(0))
+    places, key = np.empty(3, np.int32), (np.uint32(1), np.uint32(0))
     count = draw.list_possible(logits, hashes, ONE, NEVER, key, np.float32(22.8), places)
     assert 0 in places[:count]
 

@@ -74,26 +74,26 @@ def _split_mix(x: Any) -> Any:
 
 @compiled
 def key_of(seed: Any, position: Any) -> Any:
-    """``noise.key_of``: factor and offset, as uint64."""
+    """``noise.key_of``: factor and offset, as uint32."""
     key = _split_mix(_split_mix(np.uint64(seed)) ^ np.uint64(position))
-    return (key >> np.uint64(32)) | np.uint64(1), key & np.uint64(0xFFFFFFFF)
+    return np.uint32((key >> np.uint64(32)) | np.uint64(1)), np.uint32(key & np.uint64(0xFFFFFFFF))
 
 
 @inlined
 def _bits(hashed: Any, factor: Any, offset: Any) -> Any:
-    """The 32 bits of a token's variate, see ``noise.exponentials``; uint64."""
-    low = np.uint64(0xFFFFFFFF)
-    x = (hashed * factor + offset) & low
-    x ^= x >> np.uint64(16)
-    x = (x * np.uint64(0x7FEB352D)) & low
-    x ^= x >> np.uint64(15)
-    x = (x * np.uint64(0x846CA68B)) & low
-    return x ^ (x >> np.uint64(16))
+    """The bits of a token's variate, see ``noise.exponentials``; all uint32. Without the casts numba would compute in
+    64 bits, half as many at once."""
+    x = np.uint32(np.uint32(hashed * factor) + offset)
+    x = np.uint32(x ^ (x >> np.uint32(16)))
+    x = np.uint32(x * np.uint32(0x7FEB352D))
+    x = np.uint32(x ^ (x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ (x >> np.uint32(16)))
 
 
 @inlined
 def _score(x: Any, hashed: Any, factor: Any, offset: Any) -> Any:
-    bits = _bits(np.uint64(hashed), factor, offset)
+    bits = _bits(hashed, factor, offset)
     uniform = min(np.float32((np.float64(bits) + 0.5) * 2.0**-32), LARGEST_UNIFORM)
     exponential = np.float32(-math.log1p(-np.float64(uniform)))
     return x - np.float32(math.log(np.float64(exponential)))
@@ -104,9 +104,10 @@ def mass_from(logits: Any, temperature: Any, peak: Any, least: Any) -> Any:
     """The sum of e ** (x - peak) over the tokens whose x is at least ``least``."""
     total, powers = 0.0, np.empty(BLOCK, np.float32)
     for first in range(0, len(logits), BLOCK):
-        size, num_counted = min(BLOCK, len(logits) - first), 0
+        part = logits[first : first + BLOCK]  # the compiler makes vectors of places counted from 0 only
+        size, num_counted = len(part), 0
         for i in range(size):
-            powers[i] = _scaled(logits[first + i], temperature)
+            powers[i] = _scaled(part[i], temperature)
             num_counted += powers[i] >= least
         if num_counted == 0:
             continue
@@ -140,13 +141,13 @@ def kth_largest(numbers: Any, k: int) -> Any:
     """Of at least k numbers. The largest so far are a heap; groups without a larger one than its least are passed."""
     heap, count, group = np.empty(k, np.int32), 0, 64
     for first in range(0, len(numbers), group):
-        end, most = min(first + group, len(numbers)), -ALL_BUT_SIGN
-        for i in range(first, end):
-            most = max(most, _sort_key(numbers[i]))
+        part, most = numbers[first : first + group], -ALL_BUT_SIGN
+        for i in range(len(part)):
+            most = max(most, _sort_key(part[i]))
         if count == k and most <= heap[0]:
             continue
-        for i in range(first, end):
-            key = _sort_key(numbers[i])
+        for i in range(len(part)):
+            key = _sort_key(part[i])
             if count < k:
                 place = count
                 count += 1
@@ -184,16 +185,20 @@ def list_possible(logits: Any, hashes: Any, temperature: Any, cut: Any, key: Any
     count, bounds, factor, offset = 0, np.empty(BLOCK, np.float32), key[0], key[1]
     least = reached - ROUNDING * (np.float32(1) + abs(reached))
     for first in range(0, len(logits), BLOCK):
-        size, num_kept = min(BLOCK, len(logits) - first), 0
+        part, hashes_here = logits[first : first + BLOCK], hashes[first : first + BLOCK]
+        size, num_kept, num_possible = len(part), 0, 0
         for i in range(size):
-            bounds[i] = _scaled(logits[first + i], temperature)
+            bounds[i] = _scaled(part[i], temperature)
             num_kept += bounds[i] >= cut
         if num_kept == 0:
             continue
         for i in range(size):
-            bits = _bits(np.uint64(hashes[first + i]), factor, offset)
-            logarithm = np.float32(int_bits(np.float32(np.int64(bits)))) * BINARY_PLACES - np.float32(127 + 32)
+            half = np.int32(_bits(hashes_here[i], factor, offset) >> np.uint32(1))  # vectors have no unsigned numbers
+            logarithm = np.float32(int_bits(np.float32(half))) * BINARY_PLACES - np.float32(127 + 31)
             bounds[i] = bounds[i] - logarithm * LOG_2 if bounds[i] >= cut else -INFINITY
+            num_possible += bounds[i] >= least
+        if num_possible == 0:
+            continue
         for i in range(size):
             if bounds[i] >= least:
                 places[count] = first + i
