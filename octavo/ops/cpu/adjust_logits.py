@@ -1,77 +1,138 @@
-"""``adjust_logits`` row by row, each with only the adjustments of its request.
+"""``adjust_logits`` in compiled code, a row at a time on each thread.
 
-numpy instead of torch: calls on few numbers cost a fraction. Within a row a banned token is at minus infinity, which no
-other adjustment changes.
+Within a row a banned token is at minus infinity, which no other adjustment changes.
 
-Shapes: R rows, V vocabulary, B biases.
+Shapes: R rows, V vocabulary, S slots of histories, L longest history, B biases, E banned ids, W bytes of a mask.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from octavo.ops.adjust_logits import Adjustments, adjust_logits
+from octavo.ops.cpu.calls import call
+from octavo.ops.cpu.compiled import compiled, compiled_driver, compiled_task
+from octavo.ops.cpu.host import FLOAT_FEATURES, missing
+from octavo.ops.cpu.memory import fields, int_bits, keep, read, view
+from octavo.ops.cpu.threads import run
 from octavo.ops.sample import BANNED, OVERFLOWN
 
-Floats = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int32]
+LEAST, MOST, NEVER = np.float32(BANNED), np.float32(OVERFLOWN), np.float32(-math.inf)
+NOT_A_NUMBER, ONE, ZERO = np.float32(math.nan), np.float32(1), np.float32(0)
+ALL_BUT_SIGN, INFINITY_BITS = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+ARGUMENTS = fields(
+    task=int, given=int, adjusted=int, history=int, slot=int, length=int, num_prompt_tokens=int, repetition=int,
+    frequency=int, presence=int, bias_ids=int, bias=int, banned_ids=int, mask=int, has_mask=int,
+    R=int, V=int, L=int, B=int, E=int, W=int,
+)  # fmt: skip
+"""Addresses of the fields of ``Adjustments``, in their order, between those of logits and sizes."""
 
 
-@adjust_logits.kernel(device="cpu", name="rowwise", preference=10, supports=lambda dtype: None)
-@np.errstate(all="ignore")
-def adjust_logits_by_row(logits_RV: Tensor, adjustments: Adjustments) -> Tensor:
+@functools.cache
+def _task() -> int:
+    """Task over rows."""
+
+    def adjust(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, ARGUMENTS)
+        slot, length = view(a.slot, a.R, np.int32), view(a.length, a.R, np.int32)
+        num_prompt_tokens, has_mask = view(a.num_prompt_tokens, a.R, np.int32), view(a.has_mask, a.R, np.uint8)
+        repetition, frequency = view(a.repetition, a.R, np.float32), view(a.frequency, a.R, np.float32)
+        presence = view(a.presence, a.R, np.float32)
+        for r in range(begin, end):
+            given, x = view(a.given + 4 * r * a.V, a.V, np.float32), view(a.adjusted + 4 * r * a.V, a.V, np.float32)
+            x[:] = given
+            if has_mask[r]:
+                keep_allowed(x, view(a.mask + r * a.W, a.W, np.uint8))
+            banned = view(a.banned_ids + 4 * r * a.E, a.E, np.int32)
+            for i in range(a.E):
+                if 0 <= banned[i] < a.V:
+                    x[banned[i]] = NEVER
+            ids, bias = view(a.bias_ids + 4 * r * a.B, a.B, np.int32), view(a.bias + 4 * r * a.B, a.B, np.float32)
+            for i in range(a.B):
+                if 0 <= ids[i] < a.V:
+                    x[ids[i]] += NEVER if bias[i] == LEAST else bias[i]
+            if slot[r] >= 0:
+                tokens = view(a.history + 4 * slot[r] * a.L, length[r], np.int32)
+                penalize(x, tokens, num_prompt_tokens[r], repetition[r], frequency[r], presence[r])
+            finish(x, given)
+
+    return compiled_task(adjust)
+
+
+@compiled
+def keep_allowed(x: Any, mask: Any) -> None:
+    """Ban tokens whose bit is not set, and those beyond the mask."""
+    reached = min(len(x), 8 * len(mask))
+    for byte in range(reached // 8):
+        if mask[byte] != 0xFF:
+            eight, bits = x[8 * byte : 8 * byte + 8], np.int32(mask[byte])
+            for i in range(8):
+                eight[i] = eight[i] if bits >> i & 1 else NEVER
+    for i in range(reached // 8 * 8, reached):
+        if not mask[i // 8] >> (i % 8) & 1:
+            x[i] = NEVER
+    x[reached:] = NEVER
+
+
+@compiled
+def penalize(x: Any, tokens: Any, num_prompt_tokens: int, repetition: Any, frequency: Any, presence: Any) -> None:
+    """Apply the penalties for ``tokens``, those of the prompt first, in place."""
+    seen = np.zeros(len(x), np.int32)
+    if repetition != ONE:
+        for token in tokens:
+            if 0 <= token < len(x) and seen[token] == 0:
+                x[token] = x[token] / repetition if x[token] > ZERO else x[token] * repetition
+                seen[token] = -1
+    if frequency != ZERO or presence != ZERO:
+        output = tokens[num_prompt_tokens:]
+        for token in output:
+            if 0 <= token < len(x):
+                seen[token] = max(seen[token], 0) + 1
+        for token in output:
+            if 0 <= token < len(x) and seen[token] > 0:
+                x[token] -= np.float32(seen[token]) * frequency + presence
+                seen[token] = 0
+    keep(seen)
+
+
+@compiled
+def finish(x: Any, given: Any) -> None:
+    """Bring everything into range; what was not finite becomes no number."""
+    widest = np.int32(0)
+    for i in range(len(x)):
+        x[i] = min(max(x[i], LEAST), MOST)
+        widest = max(widest, int_bits(given[i]) & ALL_BUT_SIGN)
+    if widest >= INFINITY_BITS:
+        for i in range(len(x)):
+            if not math.isfinite(given[i]):
+                x[i] = NOT_A_NUMBER
+
+
+@functools.cache
+def _driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        run(pool, a.task, arguments, a.R, np.int64(1))  # a literal would be compiled separately
+        return 0
+
+    return compiled_driver(drive)
+
+
+@adjust_logits.kernel(device="cpu", name="numba", preference=10, supports=lambda dtype: missing(FLOAT_FEATURES))
+def adjust_logits_numba(logits_RV: Tensor, adjustments: Adjustments) -> Tensor:
     """See ``ops.adjust_logits``."""
-    a = adjustments
-    given_RV = logits_RV.float()
-    adjusted_RV = given_RV.clone()
-    rows_RV: Floats = adjusted_RV.numpy()
-    V = rows_RV.shape[1]
-    for row in np.flatnonzero(a.has_mask_R.numpy()):
-        bits = np.unpackbits(a.mask_RW[row].numpy(), count=V, bitorder="little")
-        rows_RV[row, bits == 0] = -math.inf
-    for r, ids in _rows_with_ids(a.banned_ids_RE):
-        rows_RV[r, _known(ids, V)] = -math.inf
-    for r, ids in _rows_with_ids(a.bias_ids_RB):
-        is_known = (ids >= 0) & (ids < V)
-        bias = a.bias_RB[r].numpy()[is_known]
-        rows_RV[r, ids[is_known]] += np.where(bias == BANNED, -math.inf, bias)
-    history_SL: Ids = a.history_SL.numpy()
-    columns = (a.slot_R, a.length_R, a.num_prompt_tokens_R, a.repetition_R, a.frequency_R, a.presence_R)
-    for r, (slot, length, num_prompt_tokens, *penalties) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        if slot >= 0:
-            _penalize(rows_RV[r], history_SL[slot, :length], num_prompt_tokens, *penalties)
-    adjusted_RV.clamp_(BANNED, OVERFLOWN)
-    if not math.isfinite(given_RV.sum()):
-        adjusted_RV.masked_fill_(~given_RV.isfinite(), math.nan)
+    given_RV = logits_RV.float().contiguous()
+    adjusted_RV, (R, V) = torch.empty_like(given_RV), given_RV.shape
+    held = [field.contiguous() for field in adjustments]
+    lists = (adjustments.history_SL, adjustments.bias_ids_RB, adjustments.banned_ids_RE, adjustments.mask_RW)
+    arguments = np.empty(1, ARGUMENTS)
+    addresses = (given_RV.data_ptr(), adjusted_RV.data_ptr(), *(field.data_ptr() for field in held))
+    arguments[0] = _task(), *addresses, R, V, *(ids.shape[1] for ids in lists)
+    call(_driver(), arguments)
     return adjusted_RV
-
-
-def _rows_with_ids(ids_RB: Tensor) -> Iterator[tuple[Any, Ids]]:
-    """The rows with any token id, and their ids; padding is negative."""
-    array_RB: Ids = ids_RB.numpy()
-    for r in np.flatnonzero(array_RB.max(axis=1, initial=-1) >= 0):
-        yield r, array_RB[r]
-
-
-def _penalize(
-    logits_V: Floats, tokens: Ids, num_prompt_tokens: int, repetition: float, frequency: float, presence: float
-) -> None:
-    """Apply the penalties for ``tokens`` in place."""
-    V = len(logits_V)
-    if repetition != 1:
-        ids = _known(tokens, V)
-        logits = logits_V[ids]
-        logits_V[ids] = np.where(logits > 0, logits / repetition, logits * repetition)  # the same for each occurrence
-    if frequency != 0 or presence != 0:
-        ids, counts = np.unique(_known(tokens[num_prompt_tokens:], V), return_counts=True)
-        logits_V[ids] -= counts.astype(np.float32) * frequency + presence
-
-
-def _known(ids: Ids, vocab_size: int) -> Ids:
-    return ids[(ids >= 0) & (ids < vocab_size)]
