@@ -194,7 +194,7 @@ def test_a_lost_worker_ends_the_engine(tmp_path: Path, fault: str, message: str)
             started = time.monotonic()
             with pytest.raises(WorkerLost, match=message):
                 greedy(engine, [1, 2])
-            assert time.monotonic() - started < 1.4
+            assert time.monotonic() - started < 5, "the default is 30 s, and a slow machine may take seconds itself"
         worker.fault = ""
         assert tokens(greedy(build(tmp_path, address)[0], [1, 2])) == [3, 4, 5, 6]
 
