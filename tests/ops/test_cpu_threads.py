@@ -186,7 +186,7 @@ ops.block_linear(torch.zeros(1, 32), PackedBlocks.pack(random_blocks("Q4_1", 32,
 
 
 def test_a_second_process_does_not_compile(tmp_path: Path) -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "OCTAVO_CACHE_DIR": str(tmp_path)}
 
     def start() -> set[Path]:
         subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, capture_output=True)
@@ -215,5 +215,5 @@ def test_without_numba_the_references_run_and_the_reason_is_reported() -> None:
 
 
 def test_a_folder_that_cannot_be_written_only_costs_time() -> None:
-    environment = {**os.environ, "XDG_CACHE_HOME": "/proc/nowhere"}
+    environment = {**os.environ, "OCTAVO_CACHE_DIR": "/proc/nowhere"}
     subprocess.run([sys.executable, "-c", ONE_KERNEL], env=environment, check=True, capture_output=True)
