@@ -2,7 +2,7 @@
 
 Within a row a banned token is at minus infinity, which no other adjustment changes.
 
-Shapes: R rows, V vocabulary, S slots of histories, L longest history, B biases, E banned ids, W bytes of a mask.
+Shapes: R rows, V vocabulary, L longest history, B biases, E banned ids, W bytes of a mask.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from torch import Tensor
 
 from octavo.ops.adjust_logits import Adjustments, adjust_logits
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled, compiled_driver, compiled_task
+from octavo.ops.cpu.compiled import compiled, compiled_task
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, int_bits, keep, read, view
-from octavo.ops.cpu.threads import run
+from octavo.ops.cpu.sort_keys import ALL_BUT_SIGN
+from octavo.ops.cpu.task_driver import task_driver
 from octavo.ops.sample import BANNED, OVERFLOWN
 
 LEAST, MOST, NEVER = np.float32(BANNED), np.float32(OVERFLOWN), np.float32(-math.inf)
 NOT_A_NUMBER, ONE, ZERO = np.float32(math.nan), np.float32(1), np.float32(0)
-ALL_BUT_SIGN, INFINITY_BITS = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+INFINITY_BITS = np.int32(0x7F800000)
 ARGUMENTS = fields(
-    task=int, given=int, adjusted=int, history=int, slot=int, length=int, num_prompt_tokens=int, repetition=int,
-    frequency=int, presence=int, bias_ids=int, bias=int, banned_ids=int, mask=int, has_mask=int,
-    R=int, V=int, L=int, B=int, E=int, W=int,
+    task=int, R=int, piece=int, V=int, L=int, B=int, E=int, W=int, given=int, adjusted=int, history=int, slot=int,
+    length=int, num_prompt_tokens=int, repetition=int, frequency=int, presence=int, bias_ids=int, bias=int,
+    banned_ids=int, mask=int, has_mask=int,
 )  # fmt: skip
-"""Addresses of the fields of ``Adjustments``, in their order, between those of logits and sizes."""
+"""Sizes, addresses of logits, and those of the fields of ``Adjustments`` in their order."""
 
 
 @functools.cache
@@ -114,16 +115,6 @@ def finish(x: Any, given: Any) -> None:
                 x[i] = NOT_A_NUMBER
 
 
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        run(pool, a.task, arguments, a.R, np.int64(1))  # a literal would be compiled separately
-        return 0
-
-    return compiled_driver(drive)
-
-
 @adjust_logits.kernel(device="cpu", name="numba", preference=10, supports=lambda dtype: missing(FLOAT_FEATURES))
 def adjust_logits_numba(logits_RV: Tensor, adjustments: Adjustments) -> Tensor:
     """See ``ops.adjust_logits``."""
@@ -133,6 +124,6 @@ def adjust_logits_numba(logits_RV: Tensor, adjustments: Adjustments) -> Tensor:
     lists = (adjustments.history_SL, adjustments.bias_ids_RB, adjustments.banned_ids_RE, adjustments.mask_RW)
     arguments = np.empty(1, ARGUMENTS)
     addresses = (given_RV.data_ptr(), adjusted_RV.data_ptr(), *(field.data_ptr() for field in held))
-    arguments[0] = _task(), *addresses, R, V, *(ids.shape[1] for ids in lists)
-    call(_driver(), arguments)
+    arguments[0] = _task(), R, 1, V, *(ids.shape[1] for ids in lists), *addresses
+    call(task_driver(), arguments)
     return adjusted_RV

@@ -1,29 +1,27 @@
 """Greedy sampling: the first of the largest numbers of each row, or why there is none.
 
-Rows are divided into blocks among threads. Bits of float32 are compared as integers, which vectors can do: those of
-negative numbers with all bits but the sign flipped sort like the numbers.
+Rows are divided into blocks among threads, which compare numbers as integers (``sort_keys.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver, compiled_task, inlined
+from octavo.ops.cpu.compiled import compiled_driver, compiled_task
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
-from octavo.ops.cpu.memory import fields, float_bits, keep, read, view
+from octavo.ops.cpu.memory import fields, keep, read, view
+from octavo.ops.cpu.sort_keys import ALL_BUT_SIGN, flipped, of_sort_key
 from octavo.ops.cpu.threads import run
 from octavo.ops.sample import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN
 
 BLOCK = 4096
 """Less than a microsecond of work."""
 INFINITY = 0x7F800000
-ALL_BUT_SIGN = 0x7FFFFFFF
 ARGUMENTS = fields(task=int, x=int, tokens=int, largest=int, R=int, V=int, B=int)
 """``largest`` int32 [R, B, 2] is set by the driver: the largest number of each block and the largest without signs."""
 
@@ -38,19 +36,13 @@ def _task() -> int:
         for item in range(begin, end):
             first = item % a.B * BLOCK
             bits = view(a.x + 4 * (item // a.B * a.V + first), min(BLOCK, a.V - first), np.int32)
-            most, widest = np.int32(-ALL_BUT_SIGN - 1), np.int32(0)
+            most, widest = np.int32(~ALL_BUT_SIGN), np.int32(0)
             for i in range(len(bits)):
-                most = max(most, bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(ALL_BUT_SIGN)))
-                widest = max(widest, bits[i] & np.int32(ALL_BUT_SIGN))
+                most = max(most, flipped(bits[i]))
+                widest = max(widest, bits[i] & ALL_BUT_SIGN)
             largest[2 * item], largest[2 * item + 1] = most, widest
 
     return compiled_task(measure)
-
-
-@inlined
-def _number(key: Any) -> Any:
-    """The number that sorts as ``key`` does."""
-    return float_bits(np.int32(key ^ ((key >> np.int32(31)) & np.int32(ALL_BUT_SIGN))))
 
 
 @functools.cache
@@ -65,10 +57,10 @@ def _driver() -> int:
         for r in range(a.R):
             block, widest = 0, np.int32(0)
             for b in range(a.B):
-                if _number(largest[r, b, 0]) > _number(largest[r, block, 0]):
+                if of_sort_key(largest[r, b, 0]) > of_sort_key(largest[r, block, 0]):
                     block = b
                 widest = max(widest, largest[r, b, 1])
-            place, best = block * BLOCK, _number(largest[r, block, 0])
+            place, best = block * BLOCK, of_sort_key(largest[r, block, 0])
             x = view(a.x + 4 * r * a.V, a.V, np.float32)
             while place < a.V - 1 and x[place] != best:
                 place += 1

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver, compiled_task, inlined
+from octavo.ops.cpu.compiled import compiled_task, inlined
 from octavo.ops.cpu.dense_dot import dense_dot
 from octavo.ops.cpu.memory import fields, read, view
+from octavo.ops.cpu.task_driver import task_driver
 from octavo.ops.cpu.tensors import declines_floats, whole_vectors
-from octavo.ops.cpu.threads import run
 from octavo.ops.cpu.vector_ir import FLOAT32, LANES
 from octavo.ops.rms_norm import rms_norm
 
 NUMBERS_A_PIECE = 8192
-ARGUMENTS = fields(task=int, x=int, weight=int, out=int, T=int, width=int, num_columns=int, eps=float)
+ARGUMENTS = fields(task=int, T=int, piece=int, x=int, weight=int, out=int, width=int, num_columns=int, eps=float)
 
 
 @inlined
@@ -45,16 +45,6 @@ def _task() -> int:
     return compiled_task(normalise)
 
 
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_PIECE // a.width))
-        return 0
-
-    return compiled_driver(drive)
-
-
 @rms_norm.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
 def rms_norm_numba(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """See ``ops.rms_norm``; ``x`` may have more than two axes."""
@@ -63,6 +53,6 @@ def rms_norm_numba(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape)
     arguments = np.empty(1, ARGUMENTS)
     addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-    arguments[0] = (_task(), *addresses, x.numel() // width, width, D, eps)
-    call(_driver(), arguments)
+    arguments[0] = (_task(), x.numel() // width, max(1, NUMBERS_A_PIECE // width), *addresses, width, D, eps)
+    call(task_driver(), arguments)
     return (out if width == D else out[..., :D]).to(x_TD.dtype)

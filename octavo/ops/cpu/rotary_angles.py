@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver, compiled_task
+from octavo.ops.cpu.compiled import compiled_task
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, read, view
-from octavo.ops.cpu.threads import run
+from octavo.ops.cpu.task_driver import task_driver
 from octavo.ops.rotary_angles import rotary_angles
 
 ANGLES_A_PIECE = 64
-ARGUMENTS = fields(task=int, positions=int, frequencies=int, cos=int, sin=int, T=int, R=int, factor=float)
+ARGUMENTS = fields(task=int, T=int, piece=int, positions=int, frequencies=int, cos=int, sin=int, R=int, factor=float)
 
 
 @functools.cache
@@ -37,16 +37,6 @@ def _task() -> int:
     return compiled_task(turn)
 
 
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        run(pool, a.task, arguments, a.T, max(1, ANGLES_A_PIECE // max(1, a.R)))
-        return 0
-
-    return compiled_driver(drive)
-
-
 def _supports(dtype: torch.dtype) -> str | None:
     return missing(FLOAT_FEATURES) if dtype == torch.int64 else f"positions must be int64, got {dtype}"
 
@@ -59,6 +49,6 @@ def rotary_angles_numba(positions_T: Tensor, frequencies_R: Tensor, factor: floa
     cos_TR, sin_TR = torch.empty(T, R), torch.empty(T, R)
     arguments = np.empty(1, ARGUMENTS)
     addresses = positions.data_ptr(), frequencies.data_ptr(), cos_TR.data_ptr(), sin_TR.data_ptr()
-    arguments[0] = (_task(), *addresses, T, R, factor)
-    call(_driver(), arguments)
+    arguments[0] = (_task(), T, max(1, ANGLES_A_PIECE // max(1, R)), *addresses, R, factor)
+    call(task_driver(), arguments)
     return cos_TR, sin_TR

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from octavo.ops.cpu.best_tokens import best_tokens
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver, compiled_task
-from octavo.ops.cpu.draw import draw, key_of
+from octavo.ops.cpu.compiled import compiled_task
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.cpu.memory import fields, read, view
-from octavo.ops.cpu.threads import run
+from octavo.ops.cpu.sample_row import key_of, sample_row
+from octavo.ops.cpu.task_driver import task_driver
 from octavo.ops.noise import hashes_of, token_hashes
 from octavo.ops.sample import GREEDY_BELOW, SampleParams, sample
 
 ARGUMENTS = fields(
-    task=int, logits=int, hashes=int, tokens=int, temperature=int, min_p=int, top_k=int, top_p=int, seed=int,
-    position=int, R=int, V=int,
+    task=int, R=int, piece=int, V=int, logits=int, hashes=int, tokens=int, temperature=int, min_p=int, top_k=int,
+    top_p=int, seed=int, position=int,
 )  # fmt: skip
 
 
@@ -32,7 +32,7 @@ ARGUMENTS = fields(
 def _task() -> int:
     """Task over rows. ``tokens`` are the greedy ones, or error codes, and those of other rows are replaced."""
 
-    def draw_rows(arguments: int, begin: int, end: int) -> None:
+    def sample_rows(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
         tokens, hashes = view(a.tokens, a.R, np.int32), view(a.hashes, a.V, np.uint32)
         temperature, min_p = view(a.temperature, a.R, np.float32), view(a.min_p, a.R, np.float32)
@@ -42,19 +42,9 @@ def _task() -> int:
             if tokens[r] >= 0 and temperature[r] >= GREEDY_BELOW:
                 logits = view(a.logits + 4 * r * a.V, a.V, np.float32)
                 key = key_of(seed[r], position[r])
-                tokens[r] = draw(logits, hashes, tokens[r], temperature[r], min_p[r], top_k[r], top_p[r], key)
+                tokens[r] = sample_row(logits, hashes, tokens[r], temperature[r], min_p[r], top_k[r], top_p[r], key)
 
-    return compiled_task(draw_rows)
-
-
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        run(pool, a.task, arguments, a.R, np.int64(1))  # a literal would be compiled separately
-        return 0
-
-    return compiled_driver(drive)
+    return compiled_task(sample_rows)
 
 
 @sample.kernel(device="cpu", name="numba", preference=10, supports=lambda dtype: missing(FLOAT_FEATURES))
@@ -66,8 +56,8 @@ def sample_numba(logits_RV: Tensor, params: SampleParams, token_ids_V: Tensor | 
         hashes_V = _hashes(V) if token_ids_V is None else _hashes_of(token_ids_V)
         columns, arguments = [column.contiguous() for column in params], np.empty(1, ARGUMENTS)
         places = (logits_RV.data_ptr(), hashes_V.ctypes.data, tokens_R.data_ptr(), *(c.data_ptr() for c in columns))
-        arguments[0] = _task(), *places, R, V
-        call(_driver(), arguments)
+        arguments[0] = _task(), R, 1, V, *places
+        call(task_driver(), arguments)
     if token_ids_V is not None:
         tokens_R = torch.where(tokens_R >= 0, token_ids_V[tokens_R.clamp(min=0)].int(), tokens_R)
     return tokens_R

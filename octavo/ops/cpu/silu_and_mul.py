@@ -12,16 +12,16 @@ from numba import types
 from torch import Tensor
 
 from octavo.ops.cpu.calls import call
-from octavo.ops.cpu.compiled import compiled_driver, compiled_task, emitted
+from octavo.ops.cpu.compiled import compiled_task, emitted
 from octavo.ops.cpu.epilogue import SILU, gated
 from octavo.ops.cpu.memory import fields, read
+from octavo.ops.cpu.task_driver import task_driver
 from octavo.ops.cpu.tensors import declines_floats, whole_vectors
-from octavo.ops.cpu.threads import run
 from octavo.ops.cpu.vector_ir import LANES, F32x16, Loop, i64, load, offset, store
 from octavo.ops.silu_and_mul import silu_and_mul
 
 NUMBERS_A_PIECE = 8192
-ARGUMENTS = fields(task=int, gate_up=int, out=int, T=int, width=int)
+ARGUMENTS = fields(task=int, T=int, piece=int, gate_up=int, out=int, width=int)
 
 
 @emitted
@@ -52,23 +52,14 @@ def _task() -> int:
     return compiled_task(gate_rows)
 
 
-@functools.cache
-def _driver() -> int:
-    def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
-        run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_PIECE // a.width))
-        return 0
-
-    return compiled_driver(drive)
-
-
 @silu_and_mul.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
 def silu_and_mul_numba(gate_up_T2F: Tensor) -> Tensor:
     """See ``ops.silu_and_mul``."""
     T, F = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     gate_up = whole_vectors(gate_up_T2F.float().view(T, 2, F))
-    out = torch.empty(T, gate_up.shape[2])
+    width = gate_up.shape[2]
+    out = torch.empty(T, width)
     arguments = np.empty(1, ARGUMENTS)
-    arguments[0] = (_task(), gate_up.data_ptr(), out.data_ptr(), T, gate_up.shape[2])
-    call(_driver(), arguments)
+    arguments[0] = (_task(), T, max(1, NUMBERS_A_PIECE // width), gate_up.data_ptr(), out.data_ptr(), width)
+    call(task_driver(), arguments)
     return out[:, :F].to(gate_up_T2F.dtype)

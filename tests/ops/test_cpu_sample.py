@@ -1,4 +1,4 @@
-"""The compiled draw of a token: its parts against sorts and exact scores, whole rows against the reference."""
+"""Compiled sampling: its parts against sorts and exact scores, whole rows against the reference."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.ops.cpu import draw, threads
-from octavo.ops.cpu.draw import BLOCK
+from octavo.ops.cpu import sample_row, threads
+from octavo.ops.cpu.sample_row import BLOCK
 from octavo.ops.noise import exponentials, key_of, token_hashes
 from octavo.ops.sample import BANNED, SampleParams
 from tests.ops.cpu_cases import needs_float_kernels
@@ -65,10 +65,10 @@ def test_every_token_that_reaches_a_score_is_listed(scale: float) -> None:
         logits_V[seed::7] = BANNED
         scores_V = logits_V - exponentials(hashes_V, seed, 5 * seed).log_()
         reached = float(scores_V.sort().values[-(1 + 20 * (seed % 3))])
-        key = draw.key_of(np.int64(seed), np.int32(5 * seed))
+        key = sample_row.key_of(np.int64(seed), np.int32(5 * seed))
         assert key == key_of(seed, 5 * seed)
         hashes = hashes_V.numpy().astype(np.uint32)
-        count = draw.list_possible(logits_V.numpy(), hashes, ONE, NEVER, key, np.float32(reached), places)
+        count = sample_row.list_possible(logits_V.numpy(), hashes, ONE, NEVER, key, np.float32(reached), places)
         found, winners = places[:count].tolist(), (scores_V >= reached).nonzero().squeeze(1).tolist()
         assert set(winners) <= set(found)
         assert found == sorted(found)
@@ -80,7 +80,7 @@ def test_the_smallest_bits_are_no_exception() -> None:
     """A hash that makes the bits of a variate zero gives the largest noise."""
     logits, hashes = np.zeros(3, np.float32), np.array([0, 5, 1 << 31], np.uint32)
     places, key = np.empty(3, np.int32), (np.uint32(1), np.uint32(0))
-    count = draw.list_possible(logits, hashes, ONE, NEVER, key, np.float32(22.8), places)
+    count = sample_row.list_possible(logits, hashes, ONE, NEVER, key, np.float32(22.8), places)
     assert 0 in places[:count]
 
 
@@ -89,8 +89,8 @@ def test_kth_largest(size: int) -> None:
     numbers = np.random.default_rng(size).standard_normal(size).astype(np.float32)
     numbers[::3] = np.round(numbers[::3])
     for k in sorted({1, 2, 40, size // 2, size - 1, size} & set(range(1, size + 1))):
-        assert draw.kth_largest(numbers, k) == np.sort(numbers)[-k]
-        assert draw.kth_largest(np.sort(numbers), k) == np.sort(numbers)[-k]
+        assert sample_row.kth_largest(numbers, k) == np.sort(numbers)[-k]
+        assert sample_row.kth_largest(np.sort(numbers), k) == np.sort(numbers)[-k]
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
@@ -102,7 +102,9 @@ def test_mass(size: int, temperature: float) -> None:
     logits[1::9] = BANNED
     for least in (NEVER, np.sort(x)[size // 2], x.max()):
         expected = np.exp(np.float64(x[x >= least]) - np.float64(x.max())).sum()
-        assert draw.mass_from(logits, np.float32(temperature), x.max(), least) == pytest.approx(expected, rel=1e-6)
+        assert sample_row.mass_from(logits, np.float32(temperature), x.max(), least) == pytest.approx(
+            expected, rel=1e-6
+        )
 
 
 def test_greedy_rows_and_draws_share_a_call(num_threads: int) -> None:

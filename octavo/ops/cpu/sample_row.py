@@ -1,4 +1,4 @@
-"""The draw of one row's token, in compiled code.
+"""Sampling of one row, in compiled code.
 
 A token's score is its scaled logit x = logit / temperature minus the logarithm of an exponential variate of
 ``ops.noise``; the kept token with the largest score wins. Nothing is sorted:
@@ -22,6 +22,7 @@ import numpy as np
 
 from octavo.ops.cpu.compiled import compiled, inlined
 from octavo.ops.cpu.memory import float_bits, int_bits, keep
+from octavo.ops.cpu.sort_keys import ALL_BUT_SIGN, of_sort_key, sort_key
 from octavo.ops.noise import LARGEST_BELOW_ONE
 from octavo.ops.sample import BANNED, NOTHING_LEFT, OUT_OF_RANGE
 
@@ -32,7 +33,6 @@ ROUNDING = np.float32(1e-4)
 INFINITY = np.float32(math.inf)
 LEAST_LOGIT = np.float32(BANNED)
 LARGEST_UNIFORM = np.float32(LARGEST_BELOW_ONE)
-ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
 LOG2_E, LOG_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 LOG_2_UPPER, LOG_2_LOWER = np.float32(0.693359375), np.float32(-2.12194440e-4)
 ROUNDER = np.float32(1.5 * 2**23)
@@ -44,6 +44,16 @@ BINARY_PLACES = np.float32(2.0**-23)
 @inlined
 def _scaled(logit: Any, temperature: Any) -> Any:
     return logit / temperature if logit > LEAST_LOGIT else -INFINITY
+
+
+@inlined
+def _scale(part: Any, temperature: Any, least: Any, scaled: Any) -> Any:
+    """Fill ``scaled``; returns how many of its numbers are ``least`` or more."""
+    count = 0
+    for i in range(len(part)):
+        scaled[i] = _scaled(part[i], temperature)
+        count += scaled[i] >= least
+    return count
 
 
 @inlined
@@ -105,11 +115,8 @@ def mass_from(logits: Any, temperature: Any, peak: Any, least: Any) -> Any:
     total, powers = 0.0, np.empty(BLOCK, np.float32)
     for first in range(0, len(logits), BLOCK):
         part = logits[first : first + BLOCK]  # the compiler makes vectors of places counted from 0 only
-        size, num_counted = len(part), 0
-        for i in range(size):
-            powers[i] = _scaled(part[i], temperature)
-            num_counted += powers[i] >= least
-        if num_counted == 0:
+        size = len(part)
+        if not _scale(part, temperature, least, powers):
             continue
         for i in range(size):
             powers[i] = _exp(powers[i] - peak) if powers[i] >= least else np.float32(0)
@@ -124,18 +131,6 @@ def mass_from(logits: Any, temperature: Any, peak: Any, least: Any) -> Any:
     return total
 
 
-@inlined
-def _sort_key(x: Any) -> Any:
-    """An int32 that sorts as a float32 does: the compiler makes vectors of the largest of these only."""
-    bits = int_bits(x)
-    return np.int32(bits ^ np.int32((bits >> np.int32(31)) & ALL_BUT_SIGN))
-
-
-@inlined
-def _of_sort_key(key: Any) -> Any:
-    return float_bits(np.int32(key ^ np.int32((key >> np.int32(31)) & ALL_BUT_SIGN)))
-
-
 @compiled
 def kth_largest(numbers: Any, k: int) -> Any:
     """Of at least k numbers. The largest so far are a heap; groups without a larger one than its least are passed."""
@@ -143,11 +138,11 @@ def kth_largest(numbers: Any, k: int) -> Any:
     for first in range(0, len(numbers), group):
         part, most = numbers[first : first + group], -ALL_BUT_SIGN
         for i in range(len(part)):
-            most = max(most, _sort_key(part[i]))
+            most = max(most, sort_key(part[i]))
         if count == k and most <= heap[0]:
             continue
         for i in range(len(part)):
-            key = _sort_key(part[i])
+            key = sort_key(part[i])
             if count < k:
                 place = count
                 count += 1
@@ -159,7 +154,7 @@ def kth_largest(numbers: Any, k: int) -> Any:
                 _replace_least(heap, key)
     least = heap[0]
     keep(heap)
-    return _of_sort_key(least)
+    return of_sort_key(least)
 
 
 @inlined
@@ -186,11 +181,8 @@ def list_possible(logits: Any, hashes: Any, temperature: Any, cut: Any, key: Any
     least = reached - ROUNDING * (np.float32(1) + abs(reached))
     for first in range(0, len(logits), BLOCK):
         part, hashes_here = logits[first : first + BLOCK], hashes[first : first + BLOCK]
-        size, num_kept, num_possible = len(part), 0, 0
-        for i in range(size):
-            bounds[i] = _scaled(part[i], temperature)
-            num_kept += bounds[i] >= cut
-        if num_kept == 0:
+        size, num_possible = len(part), 0
+        if not _scale(part, temperature, cut, bounds):
             continue
         for i in range(size):
             half = np.int32(_bits(hashes_here[i], factor, offset) >> np.uint32(1))  # vectors have no unsigned numbers
@@ -208,7 +200,9 @@ def list_possible(logits: Any, hashes: Any, temperature: Any, cut: Any, key: Any
 
 
 @compiled
-def draw(logits: Any, hashes: Any, best: int, temperature: Any, min_p: Any, top_k: int, top_p: Any, key: Any) -> Any:
+def sample_row(
+    logits: Any, hashes: Any, best: int, temperature: Any, min_p: Any, top_k: int, top_p: Any, key: Any
+) -> Any:
     """The place of the token drawn, or an error code as of ``ops.sample``; ``best`` is the place of the largest logit,
     which is a number."""
     peak = _scaled(logits[best], temperature)
@@ -223,34 +217,37 @@ def draw(logits: Any, hashes: Any, best: int, temperature: Any, min_p: Any, top_
         cut = max(cut, _scaled(kth_largest(logits, top_k), temperature))
     places = np.empty(len(logits), np.int32)
     count = list_possible(logits, hashes, temperature, cut, key, _score(peak, hashes[best], key[0], key[1]), places)
-    scores = np.empty(count, np.float32)
+    scaled, scores = np.empty(count, np.float32), np.empty(count, np.float32)
     for i in range(count):
-        x = _scaled(logits[places[i]], temperature)
-        scores[i] = _score(x, hashes[places[i]], key[0], key[1])
-    place = _best_kept(logits, temperature, peak, cut, top_p, places[:count], scores)
+        scaled[i] = _scaled(logits[places[i]], temperature)
+        scores[i] = _score(scaled[i], hashes[places[i]], key[0], key[1])
+    place = places[_best_kept(logits, temperature, peak, cut, top_p, scaled, scores)]
     keep(places)
+    keep(scaled)
     keep(scores)
     return place
 
 
 @compiled
-def _best_kept(logits: Any, temperature: Any, peak: Any, cut: Any, top_p: Any, places: Any, scores: Any) -> Any:
-    """Of these tokens, one of which has the largest logit, that with the largest score among those which are kept."""
-    kept_from, dropped, share = cut, -INFINITY, 0.0
-    if top_p < 1:
-        kept_from, share = peak, top_p * mass_from(logits, temperature, peak, cut)
+def _best_kept(logits: Any, temperature: Any, peak: Any, cut: Any, top_p: Any, scaled: Any, scores: Any) -> Any:
+    """Of the tokens with these x and scores, the one with the largest score that is kept; one of them has ``peak``."""
+    kept_from, dropped, share = peak if top_p < 1 else cut, -INFINITY, -1.0
     while True:
         best = -1
-        for i in range(len(places)):
-            if (best < 0 or scores[i] > scores[best]) and _scaled(logits[places[i]], temperature) > dropped:
+        for i in range(len(scores)):
+            if (best < 0 or scores[i] > scores[best]) and scaled[i] > dropped:
                 best = i
-        x = _scaled(logits[places[best]], temperature)
-        if x >= kept_from or mass_from(logits, temperature, peak, _next_above(x)) < share:
-            return places[best]
+        x = scaled[best]
+        if x >= kept_from:
+            return best
+        if share < 0:
+            share = top_p * mass_from(logits, temperature, peak, cut)
+        if mass_from(logits, temperature, peak, _next_above(x)) < share:
+            return best
         dropped = x
 
 
 @inlined
 def _next_above(x: Any) -> Any:
     """The float32 after a finite one. Adding zero makes -0, which is as large as 0, a 0."""
-    return _of_sort_key(np.int32(_sort_key(x + np.float32(0)) + np.int32(1)))
+    return of_sort_key(np.int32(sort_key(x + np.float32(0)) + np.int32(1)))
