@@ -20,9 +20,9 @@ from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.dtypes import DTYPES, stated_dtype
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""With this variable torch asks for pages of 2 MiB for tensors at least as large, which Linux, as it is set up as a
-rule, gives to those alone who ask. Weights are then read with fewer looks at page tables. torch reads it once, before
-its first tensor."""
+"""Makes torch ask for transparent huge pages, of 2 MiB, for tensors at least as large: Linux as usually set up
+("madvise") gives them to those alone who ask. Reading weights then misses the TLB less often. torch reads this variable
+once, at its first tensor."""
 
 
 def prepared_device(settings: ModelSettings) -> torch.device:

@@ -190,11 +190,14 @@ def test_a_lost_worker_ends_the_engine(tmp_path: Path, fault: str, message: str)
     with serving(worker) as address:
         engine, _ = build(tmp_path, address, grpc_timeout=0.5)
         worker.fault = fault
+        seconds = []
         for _ in range(2):
             started = time.monotonic()
             with pytest.raises(WorkerLost, match=message):
                 greedy(engine, [1, 2])
-            assert time.monotonic() - started < 5, "the default is 30 s, and a slow machine may take seconds itself"
+            seconds.append(time.monotonic() - started)
+        assert min(seconds) < 1.4
+        assert max(seconds) < 5, "a busy machine may hold up one of them"
         worker.fault = ""
         assert tokens(greedy(build(tmp_path, address)[0], [1, 2])) == [3, 4, 5, 6]
 

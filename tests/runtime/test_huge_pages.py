@@ -1,4 +1,4 @@
-"""Tensors of an engine on a CPU lie in large pages, where the system gives these to those who ask."""
+"""An engine on a CPU gets transparent huge pages for its tensors where the system gives them on madvise(2)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(re.search(r"AnonHugePages: *([0-9]+)", pathlib.Path("/proc/self/smaps_roll
 
 @pytest.mark.skipif(
     not ENABLED.exists() or "[madvise]" not in ENABLED.read_text(),
-    reason="the system gives large pages to all, or none",
+    reason="huge pages are on for all, or off",
 )
 def test_large_tensors_lie_in_huge_pages() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
