@@ -159,7 +159,7 @@ def _decode_kernel(
 ) -> None:  # fmt: skip
     """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    d, r, t = tl.arange(0, HP), tl.arange(0, ROWS), tl.arange(0, TILE)
+    d, g, t = tl.arange(0, HP), tl.arange(0, GP), tl.arange(0, TILE)
     if not PROLOGUE:
         after_predecessor(PDL)  # it stored the step's keys and values
     row, length, own = _row(seq, cu_seqlens, seq_lens, PROLOGUE, BY_ROW)
@@ -173,24 +173,24 @@ def _decode_kernel(
     is_stored = ((position >= seen_from) & (position < length) & is_active)[:, None] & (d < H) & ~is_own
     k = tl.load(k_cache + at + tile, mask=is_stored, other=0.0)
     v = tl.load(v_cache + at + tile, mask=is_stored, other=0.0)
-    d_RD, d_TD = tl.broadcast_to(d[None, :], [ROWS, HP]), tl.broadcast_to(d[None, :], [TILE, HP])
+    d_GD, d_TD = tl.broadcast_to(d[None, :], [GP, HP]), tl.broadcast_to(d[None, :], [TILE, HP])
     k_scale, v_scale = load_scales(k_scales, v_scales, kv_head)
-    q_weights, k_weights = load_norm(q_norm, d_RD, H, R), load_norm(k_norm, d, H, R)
+    q_weights, k_weights = load_norm(q_norm, d_GD, H, R), load_norm(k_norm, d, H, R)
     if PROLOGUE:
         after_predecessor(PDL)
-
     x += row * x_stride
-    q_heads = load_heads(x + ((kv_head * G + r) * H)[:, None], (r < G)[:, None] & is_active, d_RD, H, R)
+    q_heads = load_heads(x + ((kv_head * G + g) * H)[:, None], (g < G)[:, None] & is_active, d_GD, H, R)
     if PROLOGUE:
         k_head = load_heads(x + (K * G + kv_head) * H, is_active, d, H, R)
         v_own = tl.load(x + (K * G + K + kv_head) * H + d_TD, mask=is_own & is_active, other=0.0)
-        q_angles = load_angles(cos, sin, row * angle_stride, is_active, d_RD, R)
+        q_angles = load_angles(cos, sin, row * angle_stride, is_active, d_GD, R)
         k_angles = load_angles(cos, sin, row * angle_stride, is_active, d, R)
         slot = tl.load(slots + row, mask=is_active, other=-1)
     if not is_active:  # from here on loads are waited for: all of them are on their way
         return
 
     q = turned(q_heads, q_norm, q_weights, q_angles, eps, H, 1) if PROLOGUE else q_heads[0]
+    q, g = _repeated(q.to(x.dtype.element_ty), g, ROWS)
     if PROLOGUE:
         k_own = divided(turned(k_head, k_norm, k_weights, k_angles, eps, H, 0), k_scales, k_scale).to(k.dtype)
         k, v = tl.where(is_own, k_own, k), tl.where(is_own, divided(v_own, v_scales, v_scale).to(v.dtype), v)
@@ -198,12 +198,12 @@ def _decode_kernel(
         tl.store(k_cache + to + d, k_own, mask=(d < H) & (slot >= 0) & (split == num_runs - 1))
         tl.store(v_cache + to + d_TD, v, mask=is_own & (slot >= 0))
     peak, total, acc = _walk(
-        q.to(x.dtype.element_ty), k, v, k_cache + tile, v_cache + tile, tables, begin, last, seen_from, length,
+        q, k, v, k_cache + tile, v_cache + tile, tables, begin, last, seen_from, length,
         scale * k_scale, cap, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, WINDOW, CAPPED, DOT, STAGES,
     )  # fmt: skip
     _finish(
         out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), sinks, split, num_runs,
-        seq.to(tl.int64) * K + kv_head, kv_head * G, r, d, max_splits, G, GP, H, HP, SPLIT, AT_ONCE,
+        seq.to(tl.int64) * K + kv_head, kv_head * G, g, d, max_splits, G, GP, H, HP, SPLIT, AT_ONCE,
     )  # fmt: skip
 
 
@@ -251,6 +251,18 @@ def _tile_start(
     """Where the tile of this index starts in a head's part of the cache; tiles do not cross blocks."""
     block = tl.load(tables + index * TILE // BLOCK_SIZE, mask=is_tile, other=0)
     return block.to(tl.int64) * block_stride + index * TILE % BLOCK_SIZE * SLOT_STRIDE
+
+
+@triton.jit
+def _repeated(q: tl.tensor, g: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """Queries as often as fill the rows that tensor cores take, and which of them a row is; the repeated ones are none
+    of them, and their results are not stored."""
+    GP: tl.constexpr = q.shape[0]
+    if ROWS > GP:
+        q = tl.reshape(tl.broadcast_to(q[:, None, :], [GP, ROWS // GP, q.shape[1]]), [ROWS, q.shape[1]])
+        r = tl.arange(0, ROWS)
+        g = tl.where(r % (ROWS // GP) == 0, r // (ROWS // GP), GP)
+    return q, g
 
 
 @triton.jit
@@ -314,7 +326,7 @@ def _attend(
 @triton.jit
 def _finish(
     out: tl.tensor, parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, sums: tl.tensor, sinks: tl.tensor,
-    split: tl.tensor, num_runs: tl.tensor, pair: tl.tensor, first_head: tl.tensor, r: tl.tensor, d: tl.tensor,
+    split: tl.tensor, num_runs: tl.tensor, pair: tl.tensor, first_head: tl.tensor, g: tl.tensor, d: tl.tensor,
     max_splits: tl.tensor, G: tl.constexpr, GP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -322,9 +334,9 @@ def _finish(
     if SPLIT and num_runs > 1:
         parts += pair * max_splits * GP * H
         logs += pair * max_splits * GP
-        if leave_part(parts, logs, counters + pair, sums, split, num_runs, r, d, GP, H):
-            g = tl.arange(0, GP)
+        if leave_part(parts, logs, counters + pair, sums, split, num_runs, g, d, GP, H):
+            head = tl.arange(0, GP)
             all_sums = add_parts(parts, logs, num_runs, d, GP, H, HP, AT_ONCE)
-            store_heads(out, all_sums, first_head + g, g < G, d, sinks, H)
+            store_heads(out, all_sums, first_head + head, head < G, d, sinks, H)
     else:
-        store_heads(out, sums, first_head + r, r < G, d, sinks, H)
+        store_heads(out, sums, first_head + g, g < G, d, sinks, H)

@@ -37,7 +37,7 @@ CONFIGS: dict[tuple[int, int], DecodeConfig] = {
     (512, 128): DecodeConfig(64, 4, 1),
     (1024, 128): DecodeConfig(32, 2, 1),
     (2048, 128): DecodeConfig(32, 2, 1),
-    (8, 256): DecodeConfig(32, 2, 16, stages=3),
+    (8, 256): DecodeConfig(32, 4, 16),
     (16, 256): DecodeConfig(64, 4, 16),
     (32, 256): DecodeConfig(32, 4, 8),
     (64, 256): DecodeConfig(32, 2, 8, 2),
