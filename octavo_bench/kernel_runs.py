@@ -128,6 +128,7 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         weight, x, norm = _groups(make, number, 416, 1024, 128), make.floats(1, 1024, dtype=dtype), make.floats(1024)
         streamed = functools.partial(ops.grouped_linear, x, weight, None, norm.to(dtype), 1e-6, None, "silu")
         yield f"grouped_linear {number} streamed", streamed
+        yield f"grouped_output_mlp {number}", _output_mlp(make, number, dtype)
     for number, T in itertools.product(PACKED[:2], (3, 33, 130)):  # whose copies overlap products
         weight, x = _groups(make, number, 416, 1024, 128), make.floats(T, 1024, dtype=dtype)
         gated = functools.partial(ops.grouped_linear, x, weight, None, None, 0.0, None, "silu")
@@ -150,6 +151,14 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         experts = GroupedExperts(7, gate_up, down)
         x = make.floats(T, 64, dtype=dtype)
         yield f"grouped_moe {T}", functools.partial(ops.grouped_moe, x, ids, make.floats(T, 3), experts)
+
+
+def _output_mlp(make: Maker, number: Number, dtype: torch.dtype) -> Call:
+    """What follows attention, for one row."""
+    shapes = (512, 1024), (2 * 1024, 512), (512, 1024)
+    output, gate_up, down = (_groups(make, number, *shape, 128) for shape in shapes)
+    attended, x, norm = (make.floats(*shape, dtype=dtype) for shape in ((1, 1024), (1, 512), (512,)))
+    return functools.partial(ops.grouped_output_mlp, attended, x, output, norm, 1e-6, gate_up, down, "silu")
 
 
 def _groups(make: Maker, number: Number, N: int, K: int, group: int = 64) -> PackedGroups:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.moe import MoE, Router, SharedExpert
+from octavo.layers.output_mlp import output_mlp
 from octavo.models.config import ACTIVATIONS, read_common
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
@@ -186,7 +187,7 @@ class DeepseekLayer(LlamaLayer):
         out_TNL = ops.latent_attention(qk_TW, self.num_heads, *angles, cache, rows, config.scale)
         out_TNL, x_TD = rows.pick(out_TNL, x_TD)
         out_TNV = ops.head_linear(out_TNL, self.value_map_NVL)
-        return self.mlp(self.o_proj(out_TNV.flatten(1), residual=x_TD))
+        return output_mlp(self.o_proj, self.mlp, out_TNV.flatten(1), x_TD)
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):

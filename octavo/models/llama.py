@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMLP
+from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import DefaultRope, Rotary
 from octavo.models.config import ACTIVATIONS, FULL, ModelConfig, layer_windows, read_common, read_layer_types
 from octavo.models.keys import ConfigKeys
@@ -135,7 +136,7 @@ class LlamaLayer:
         """The next residual stream, [T, D], or [R, D] with logits indices; ``x`` may be overwritten."""
         qkv_TW = self.qkv_proj(x_TD, norm=self.input_norm)
         attended_TN, x_TD = rows.pick(attention(qkv_TW, self.heads, *angles, cache, rows), x_TD)
-        return self.mlp(self.o_proj(attended_TN, residual=x_TD))
+        return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
 
 
 class LlamaForCausalLM:

@@ -16,6 +16,7 @@ from octavo.ops.gelu import gelu
 from octavo.ops.gelu_and_mul import gelu_and_mul
 from octavo.ops.grouped_linear import grouped_linear
 from octavo.ops.grouped_moe import grouped_moe
+from octavo.ops.grouped_output_mlp import grouped_output_mlp
 from octavo.ops.head_linear import head_linear
 from octavo.ops.keep_draft import keep_draft
 from octavo.ops.keep_own_rows import keep_own_rows
@@ -60,6 +61,7 @@ __all__ = [
     "gelu_and_mul",
     "grouped_linear",
     "grouped_moe",
+    "grouped_output_mlp",
     "head_linear",
     "keep_draft",
     "keep_own_rows",

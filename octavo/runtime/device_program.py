@@ -171,6 +171,15 @@ def batch_invariant() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def beside_others() -> Iterator[None]:
+    """Launch no kernel in this block that may not run beside one of its kind, as another executor may run it."""
+    from octavo.ops.triton.launch import device_shared
+
+    with device_shared():
+        yield
+
+
+@contextlib.contextmanager
 def compiled_only(num_threads: int | None = None) -> Iterator[None]:
     """Compile the kernels launched in this block, ``num_threads`` at a time, without running them."""
     from octavo.ops.triton.launch import compiling

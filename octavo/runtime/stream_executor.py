@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
 from octavo.runtime.device_program import (
     DeviceProgram,
     batch_invariant,
+    beside_others,
     compiled_only,
     launched_early,
 )
@@ -91,6 +93,10 @@ class Results:
         return StepResult(self._tokens_R.tolist(), accepted, reports)
 
 
+_executors: WeakSet[StreamExecutor] = WeakSet()
+"""Of this process."""
+
+
 class StreamExecutor:
     """Runs a model on a device that executes kernels asynchronously."""
 
@@ -127,6 +133,10 @@ class StreamExecutor:
         self._compiling: Compiling | None = None
         self._pools = storage.pools
         self._memory = SleepingMemory(device)
+        self._device = self._program.device
+        self._is_beside_others = self._is_cuda and any(other._device == self._device for other in _executors)
+        """Whether this process had another executor on the device when this one was made."""
+        _executors.add(self)
 
     def send(self, message: Message) -> Reply[Any]:
         """See ``Executor``."""
@@ -241,7 +251,12 @@ class StreamExecutor:
 
     @contextlib.contextmanager
     def _around(self) -> Iterator[None]:
-        with torch.inference_mode(), batch_invariant() if self._batch_invariant else contextlib.nullcontext():
+        with contextlib.ExitStack() as settings:
+            settings.enter_context(torch.inference_mode())
+            if self._batch_invariant:
+                settings.enter_context(batch_invariant())
+            if self._is_beside_others:
+                settings.enter_context(beside_others())
             yield
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.linear import Linear
+from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import Rotary
 from octavo.models.drafters.head import Renamed, llama_like
 from octavo.models.keys import ConfigKeys, wrong
@@ -72,7 +73,7 @@ class DFlashLayer(Qwen3Layer):
         parts = self.q_proj(x_TD, norm=self.input_norm), self.qkv_proj(x_TD, norm=self.input_norm)
         attended_TN = ops.attention(ops.concat(*parts), self.heads, *angles, cache, rows)
         attended_TN, x_TD = rows.pick(attended_TN, x_TD)
-        return self.mlp(self.o_proj(attended_TN, residual=x_TD))
+        return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
 
 
 class DFlashModel:

@@ -19,6 +19,7 @@ from octavo import ops
 from octavo.errors import CheckpointError
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
+from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import Rotary
 from octavo.models.drafters.head import Renamed, llama_like
 from octavo.models.keys import ConfigKeys, wrong
@@ -105,7 +106,7 @@ class FirstLayer(LlamaLayer):
         attended_TN, residual_TD = rows.pick(
             ops.attention(self._qkv(embedded_TD, h_TD), self.heads, *angles, cache, rows), residual_TD
         )
-        return self.mlp(self.o_proj(attended_TN, residual=residual_TD))
+        return output_mlp(self.o_proj, self.mlp, attended_TN, residual_TD)
 
     def remember(
         self, embedded_TD: Tensor, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows

@@ -33,6 +33,7 @@ MEASURED_SOURCES = (
     "skinny_gemm.py",
     "grouped_gemv.py",
     "streamed_gemv.py",
+    "streamed_steps.py",
     "grouped_gemm.py",
     "pipelined_gemm.py",
     "pipelined_epilogue.py",

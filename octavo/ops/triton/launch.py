@@ -1,4 +1,4 @@
-"""How kernels are launched, and the two settings that the runner makes around a forward pass.
+"""How kernels are launched, and the settings that the runner makes around a forward pass.
 
 Programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and Synchronization") lets a
 kernel start while the one before it drains. Its rules for every kernel of a step:
@@ -42,6 +42,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _pdl = ContextVar("pdl", default=False)
 _invariant = ContextVar("invariant", default=False)
+_shares_device = ContextVar("shares_device", default=False)
 _compiling: ContextVar[set[Any] | frozenset[Any] | None] = ContextVar("compiling", default=None)
 """Kernels that are being compiled, where none is run; a frozen set where none is compiled either."""
 
@@ -84,6 +85,19 @@ def is_invariant() -> bool:
 def invariant() -> Iterator[None]:
     """In this block a row's result does not depend on the number of rows or on the other rows, to the bit."""
     with _set(_invariant, True):
+        yield
+
+
+def is_device_shared() -> bool:
+    """Whether kernels may run beside those of another stream of this process that wait for each other's programs."""
+    return _shares_device.get()
+
+
+@contextlib.contextmanager
+def device_shared() -> Iterator[None]:
+    """In this block no kernel is launched whose programs wait for each other. Such a kernel needs room for all of them
+    at once: two of them, on two streams, could each have half of it for ever."""
+    with _set(_shares_device, True):
         yield
 
 

@@ -42,6 +42,11 @@ def collecting() -> Iterator[list[Call]]:
         _calls.reset(token)
 
 
+def is_collecting() -> bool:
+    """Whether products are noted, and none is computed."""
+    return _calls.get() is not None
+
+
 def note_call(
     x_TK: Tensor,
     weight: Tensor | PackedGroups,

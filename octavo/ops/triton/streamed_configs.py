@@ -1,9 +1,9 @@
-"""Tilings of ``streamed_gemv``: which fit a product, and when it may be used at all."""
+"""Tilings of ``streamed_gemv`` and ``streamed_output_mlp``: which fit a product, and when they may be used at all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,8 @@ CHUNK_BYTES = 1024
 OTHER_BYTES = 2048
 """Of shared memory for each program: sums, and what the hardware keeps."""
 MOST_STAGES = 8
+FEWEST_STAGES = 3
+"""That keep the memory busy while a program computes."""
 MANY_TILES = 4
 """Of 16 outputs for each multiprocessor, from which on two programs of half the size share it: while one ends a tile,
 the other multiplies."""
@@ -35,6 +37,26 @@ class StreamedConfig:
     """On each multiprocessor."""
 
 
+@dataclass(frozen=True)
+class OutputMLPConfig:
+    """Tiling parameters of ``streamed_output_mlp``."""
+
+    warps: int
+    """4 or 8."""
+    chunks: tuple[int, int, int]
+    """Of every warp at a time, for each of the three products."""
+    stages: int
+    """Steps whose words are in shared memory, or on their way to it."""
+    programs: int
+    """On each multiprocessor."""
+
+    @property
+    def places(self) -> int:
+        """Chunks of every warp that a step has at most; gates have ups beside them."""
+        output, gates, down = self.chunks
+        return max(output, 2 * gates, down)
+
+
 def takes(product: GroupedProduct, device: torch.device) -> bool:
     """Whether the kernel computes this product for one row, if its sizes suit it, and runs here."""
     is_whole = product.K % chunk_of(product.number) == 0 and product.outputs % TILE == 0 and product.has_whole_groups
@@ -46,7 +68,7 @@ def takes(product: GroupedProduct, device: torch.device) -> bool:
 def streamed_configs(product: GroupedProduct, device: torch.device) -> list[StreamedConfig]:
     """What fits this product, the likeliest first: none if the kernel does not take it, or cannot run here.
 
-    Half of the shared memory is left to the kernel before or after, so that both can be there at once.
+    Two thirds of the shared memory are left to the kernel before or after, so that both can be there at once.
     """
     if not takes(product, device):
         return []
@@ -54,18 +76,62 @@ def streamed_configs(product: GroupedProduct, device: torch.device) -> list[Stre
     sizes = [(4, 2), (8, 1), (4, 1)] if is_many else [(8, 1), (4, 1), (4, 2)]
     found = []
     for warps, programs in sizes:
-        room = shared_bytes(device) // (2 * programs) - OTHER_BYTES - 2 * product.K
-        found += sorted(_of_size(warps, programs, product, room), key=_ring_bytes, reverse=True)[:2]
+        room = shared_bytes(device) // (3 * programs) - OTHER_BYTES - 2 * product.K
+        found += sorted(_of_size(warps, programs, product, room), key=_likelihood, reverse=True)[:2]
     return found
+
+
+def output_mlp_config(products: Sequence[GroupedProduct], device: torch.device) -> OutputMLPConfig | None:
+    """The tiling of attention's output projection, gates with ups, and the down projection as one kernel; ``None`` if
+    it does not take them.
+
+    A third of the shared memory is left to the kernel before or after. Two programs of four warps on a multiprocessor
+    were faster than one of eight, as one multiplies while the other ends a tile; long rows leave room for one only.
+    """
+    kinds = {(each.number, each.has_zeros, each.groups > 1, each.scale_bytes) for each in products}
+    if len(kinds) > 1 or not all(takes(product, device) for product in products):
+        return None
+    for warps, programs in ((4, 2), (8, 1), (4, 1)):
+        row_bytes = 2 * max(product.K for product in products)
+        room = 2 * shared_bytes(device) // (3 * programs) - OTHER_BYTES - row_bytes
+        found = list(_for_warps(warps, programs, products, room))
+        if found:
+            return max(found, key=_fewest_chunks)
+    return None
+
+
+def _for_warps(warps: int, programs: int, products: Sequence[GroupedProduct], room: int) -> Iterator[OutputMLPConfig]:
+    """Those with enough stages in ``room`` bytes, in steps of up to four and up to two chunks of every warp."""
+    for most in (4, 2):
+        output, gates, down = (
+            next((c for c in (4, 2, 1) if c * each.weights <= most and each.chunks % (warps * c) == 0), 0)
+            for each in products
+        )
+        config = OutputMLPConfig(warps, (output, gates, down), 0, programs)
+        stages = min(room // (warps * max(1, config.places) * _place_bytes(products[0])), MOST_STAGES)
+        if output * gates * down and stages >= FEWEST_STAGES:
+            yield replace(config, stages=stages)
+
+
+def _fewest_chunks(config: OutputMLPConfig) -> int:
+    """Of every warp, on their way to shared memory at once."""
+    output, gates, down = config.chunks
+    return config.stages * min(output, 2 * gates, down)
 
 
 def _of_size(warps: int, programs: int, product: GroupedProduct, room: int) -> Iterator[StreamedConfig]:
     """Those with at least two stages in ``room`` bytes; every warp takes as many chunks as the others."""
     for each in (4, 3, 2, 1):
-        stage_bytes = warps * each * product.weights * (CHUNK_BYTES + 2 * TILE + TILE)
+        stage_bytes = warps * each * product.weights * _place_bytes(product)
         if product.chunks % (warps * each) == 0 and (stages := room // stage_bytes) >= 2:
             yield StreamedConfig(warps, each, min(stages, MOST_STAGES), programs)
 
 
-def _ring_bytes(config: StreamedConfig) -> int:
-    return config.stages * config.chunks * config.warps
+def _place_bytes(product: GroupedProduct) -> int:
+    """Words, scales and zeros of a chunk."""
+    return CHUNK_BYTES + TILE * (product.scale_bytes + product.has_zeros)
+
+
+def _likelihood(config: StreamedConfig) -> tuple[int, int]:
+    """Three stages are enough, and then large steps are better than many."""
+    return min(config.stages, FEWEST_STAGES), config.chunks

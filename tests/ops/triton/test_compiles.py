@@ -112,7 +112,10 @@ print(*built)
 def test_every_launch_passes_the_front_end(tmp_path: Path) -> None:
     printed = run_alone(SCRIPT, tmp_path)
     assert "FAILED" not in printed, printed[-4000:]
-    in_gluon = [KERNELS / name for name in ("hopper_prefill.py", "streamed_gemv.py", "pipelined_gemm.py")]
+    in_gluon = [
+        KERNELS / name
+        for name in ("hopper_prefill.py", "streamed_gemv.py", "streamed_output_mlp.py", "pipelined_gemm.py")
+    ]
     unknown = [] if triton.__version__.startswith(GLUON_VERSION) else in_gluon
     sources = "".join(path.read_text() for path in KERNELS.glob("*.py") if path not in unknown)
     assert set(printed.split()) == set(re.findall(r"^def (\w*kernel)\(", sources, re.MULTILINE))
