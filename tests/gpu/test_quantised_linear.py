@@ -92,7 +92,7 @@ def weight_of(form: str, N: int) -> PackedGroups:
 
 
 @pytest.mark.parametrize("T", [2, 9, 16, 17, 64, 100, 256])
-@pytest.mark.parametrize(("parts", "N"), [("norm and silu", 1184), ("bias and residual", 600), ("plain", 37)])
+@pytest.mark.parametrize(("parts", "N"), [("norm and silu", 1184), ("bias and residual", 608), ("plain", 48)])
 @pytest.mark.parametrize("form", FORMS)
 def test_pipelined_products_agree_with_float64(
     form: str, parts: str, N: int, T: int, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +125,16 @@ def test_pipelined_products_agree_with_float64(
     case.check(grouped_linear(*case.arguments()))
 
 
+@pytest.mark.parametrize("N", [37, 44])
+@pytest.mark.parametrize("T", [2, 64])
+def test_scales_that_copies_do_not_take_are_read_otherwise(T: int, N: int) -> None:
+    """The scales of a group begin at no multiple of 16 bytes."""
+    from octavo.ops import grouped_linear
+
+    case = GroupedCase.random("cuda", T, weight_of("int4", N))
+    case.check(grouped_linear(*case.arguments()))
+
+
 def test_rows_at_any_address_are_taken() -> None:
     from octavo.ops import grouped_linear
 
@@ -146,3 +156,69 @@ def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
         whole = grouped_linear(x_TK, packed, activation="silu")
         for T in (1, 2, 16, 63, 64, 65, 300):
             assert torch.equal(grouped_linear(x_TK[5 : 5 + T], packed, activation="silu"), whole[5 : 5 + T])
+
+
+OUTPUT_MLPS: dict[str, tuple[str, int, bool, int, int, int]] = {
+    "int4": ("int4", 128, False, 1024, 1024, 3072),
+    "int4 of Qwen3-8B": ("int4", 128, False, 4096, 4096, 12288),
+    "int4 of Llama-3.1-70B": ("int4", 128, False, 8192, 8192, 28672),
+    "uint4 with zeros": ("uint4", 128, True, 1024, 2048, 3072),
+    "int8, per output": ("int8", 0, False, 1024, 512, 1536),
+    "e4m3": ("e4m3", 64, False, 1024, 1024, 2048),
+}
+"""Numbers, groups, zeros, and the sizes of the model, of attention's outputs, and of the feed-forward layer."""
+
+
+class OutputMLPs:
+    """What follows attention, in several layers."""
+
+    def __init__(self, form: str) -> None:
+        number, group, zeros, D, A, F = OUTPUT_MLPS[form]
+        self.start_1D, self.attended_1A = (torch.randn(1, size, device="cuda").bfloat16() for size in (D, A))
+        self.norm_D = torch.rand(D, device="cuda").bfloat16() + 0.5
+        shapes = [(D, A), (2 * F, D), (D, F)]
+        self.layers = [[self._weight(number, *shape, group, zeros) for shape in shapes] for _ in range(3)]
+        self.x_1D = self.start_1D.clone()
+
+    @staticmethod
+    def _weight(number: str, N: int, K: int, group: int, zeros: bool) -> PackedGroups:
+        return replace(random_groups("cuda", number, N, K, group, zeros), minima_GN=None)
+
+    def run(self) -> Tensor:
+        from octavo.ops import grouped_output_mlp
+
+        x = self.x_1D.copy_(self.start_1D)
+        for output, gate_up, down in self.layers:
+            x = grouped_output_mlp(self.attended_1A, x, output, self.norm_D, 1e-6, gate_up, down, "silu")
+        return x
+
+    def expected(self) -> Tensor:
+        """In float64, but for the roundings to bfloat16 between products."""
+        x = self.start_1D.double()
+        for output, gate_up, down in self.layers:
+            x = (x + self.attended_1A.double() @ output.unpack().double().T).bfloat16().double()
+            normed = x * torch.rsqrt(x.square().mean() + 1e-6) * self.norm_D.double()
+            gates, ups = (normed @ gate_up.unpack().double().T).chunk(2, dim=1)
+            inner = (torch.nn.functional.silu(gates) * ups).bfloat16().double()
+            x = (x + inner @ down.unpack().double().T).bfloat16().double()
+        return x
+
+
+@pytest.mark.parametrize("form", OUTPUT_MLPS)
+def test_what_follows_attention_is_one_kernel_and_agrees_with_float64(form: str) -> None:
+    from octavo.ops.triton.graph_timing import capture
+    from octavo.ops.triton.grouped_output_mlp import config_of
+    from octavo.ops.triton.launch import has_gluon, pdl
+
+    layers = OutputMLPs(form)
+    if has_gluon(torch.device("cuda", 0)):
+        assert all(config_of(*weights, layers.x_1D) is not None for weights in layers.layers)
+    expected, first = layers.expected(), layers.run().clone()
+    error = (first.double() - expected).norm() / expected.norm()
+    assert error < 0.01
+    with pdl():
+        graph = capture([layers.run])
+    for _ in range(REPLAYS):
+        layers.x_1D.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(layers.x_1D, first)

@@ -26,9 +26,10 @@ TABLE = ConfigTable(
         "gemm": GroupedGemmConfig,
     },
 )
-ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-MOST_ROWS = 256
+ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
 """Beyond these a dense copy is worth its bytes, which are written and read once."""
+MOST_GEMM_ROWS = 256
+"""Beyond these it is where ``pipelined_gemm`` cannot be used."""
 ENOUGH_PROGRAMS = 256
 """Of an invariant product; affects the order of sums, so it does not depend on the device."""
 MAX_SPLITS = 8
@@ -77,14 +78,16 @@ def default_config(T: int, product: GroupedProduct, device: torch.device) -> Gro
         return pipelined[0]
     if T <= MOST_GEMV_ROWS:
         return _gemv_config(product.outputs, num_multiprocessors(device))
-    if T > MOST_ROWS and product.N * product.K <= LARGEST_COPY:
+    if T > MOST_GEMM_ROWS and product.N * product.K <= LARGEST_COPY:
         return None
     return _gemm_config(T, product, device)
 
 
 def _gemm_config(T: int, product: GroupedProduct, device: torch.device) -> GroupedGemmConfig:
     is_gated = product.is_gated
-    block_t = min(max(16, rows_bucket(T) or MOST_ROWS), 64 if is_gated else 128)  # gates and ups take registers twice
+    block_t = min(
+        max(16, rows_bucket(T) or MOST_GEMM_ROWS), 64 if is_gated else 128
+    )  # gates and ups take registers twice
     block_n, warps = (64, 4) if is_gated or block_t < 128 else (128, 8)
     tiles = triton.cdiv(product.outputs, block_n) * triton.cdiv(T, block_t)
     programs = (3 if block_t <= 64 else 2) * num_multiprocessors(device)

@@ -19,12 +19,20 @@ UNIT = 128
 MOST_PROGRAMS = 1 << 12
 BOX_BYTES = 128
 """Boxes in shared memory begin at multiples of so many bytes."""
+ALIGNMENT = 16
+"""Of what the tensor memory accelerator copies from, in bytes."""
 OTHER_BYTES = 1024
 """Shared memory of a program besides its ring buffers."""
 KEPT_BYTES = 1024
 """Of shared memory for each program on a multiprocessor, that the hardware keeps for itself."""
 LEAST_STEPS = 4
 """Of a program, where several share a tile."""
+SHARED_STEPS = 4
+"""What it costs a program to share a tile, in steps."""
+UNEVEN = 0.75
+"""The pace of programs that take several tiles and end in the middle of one, next to whole tiles."""
+LEAST_SORTED = 128
+"""Rows of a tile from which on tilings are sorted by their pace; those of smaller ones are in their order."""
 LEAST_STAGES = {1: 3, 2: 3, 3: 6}
 """By the programs on a multiprocessor: with fewer, more shared memory for each is better."""
 
@@ -55,27 +63,32 @@ class _Tiling(NamedTuple):
     resident: int
     registers: int
     stages: int
+    pace: float = 1.0
+    """Of products that give every multiprocessor whole tiles, relative to the fastest tiling."""
 
 
-_THREE, _TWO, _ONE = _Tiling(64, 4, 3, 80, 8), _Tiling(64, 4, 2, 128, 8), _Tiling(64, 4, 1, 168, 4)
-_WIDE = _Tiling(128, 8, 1, 168, 8)
+_THREE, _TWO, _ONE = _Tiling(64, 4, 3, 80, 8), _Tiling(64, 4, 2, 128, 8, 0.75), _Tiling(64, 4, 1, 168, 5, 0.8)
+_WIDE = _Tiling(128, 8, 1, 168, 8, 0.87)
 _TILINGS = {
     16: (_THREE, _TWO, _Tiling(128, 4, 2, 128, 8), _WIDE),
     32: (_THREE, _TWO, _WIDE),
     64: (_TWO, _WIDE),
-    128: (_TWO, _ONE, _Tiling(128, 4, 1, 168, 5), _WIDE),
-    256: (_ONE._replace(registers=255),),
+    128: (_TWO, _ONE, _Tiling(128, 4, 1, 168, 5, 0.84), _WIDE),
+    256: (_ONE._replace(registers=255, pace=0.93), _WIDE._replace(pace=1.0)),
 }
-"""By the rows of a tile, the likeliest first, as measured on an H100. Narrow tiles give every multiprocessor several
-programs, one of which ends a tile while another multiplies; wide ones take fewer rows from the cache."""
+"""By the rows of a tile, as measured on an H100; of few rows the likeliest first. Narrow tiles give multiprocessors
+several programs, one of which ends a tile while another multiplies; wide ones take fewer rows from the cache."""
 
 
 def takes(product: GroupedProduct, device: torch.device) -> bool:
     """Whether the kernel computes this product, and runs here.
 
-    Rows must begin at multiples of 16 bytes for the tensor memory accelerator; ups at a tile of the weight.
+    Rows, and the scales and zeros of a group, must begin at multiples of 16 bytes for the tensor memory accelerator;
+    ups at a tile of the weight.
     """
     is_whole = product.K % 8 == 0 and product.has_whole_groups and (not product.is_gated or product.outputs % TILE == 0)
+    sides = [product.scale_bytes, *([1] if product.has_zeros else [])]
+    is_whole &= product.groups == 1 or all(product.N * size % ALIGNMENT == 0 for size in sides)
     is_plain = product.dtype == torch.bfloat16 and not product.has_minima
     return is_whole and is_plain and has_gluon(device)
 
@@ -88,23 +101,27 @@ def fits(config: PipelinedConfig, product: GroupedProduct, device: torch.device)
 def pipelined_configs(product: GroupedProduct, rows: int, device: torch.device) -> list[PipelinedConfig]:
     """What fits this product of up to ``rows`` rows, the likeliest first: none if the kernel does not take it.
 
-    Fewer rows than a tile has are filled up with zeros by the copies, and not stored.
+    Fewer rows than a tile has are filled up with zeros by the copies, and not stored. That takes the copies longer
+    than rows that are there: 160 in place of 85 us for 288 rows in tiles of 256.
     """
-    return list(_configs(product, rows, device)) if takes(product, device) else []
+    found = list(_configs(product, rows, device)) if takes(product, device) else []
+    return [config for _, config in sorted(found, key=lambda item: -item[0])]
 
 
-def _configs(product: GroupedProduct, rows: int, device: torch.device) -> Iterator[PipelinedConfig]:
-    most_rows = 128 if product.is_gated else 256  # gates and ups take registers twice
+def _configs(product: GroupedProduct, rows: int, device: torch.device) -> Iterator[tuple[float, PipelinedConfig]]:
+    """What fits, with its pace, which is the same for all tiles of few rows."""
+    most_rows = 128 if product.is_gated or (rows > 256 and rows % 256) else 256  # gates and ups take registers twice
     largest = min(max(16, triton.next_power_of_2(rows)), most_rows)
     for block_t in (largest, 128) if largest > 128 else (largest,):
-        for block_n, warps, resident, registers, most_stages in _TILINGS[block_t]:
+        for block_n, warps, resident, registers, most_stages, pace in _TILINGS[block_t]:
             room = (shared_bytes(device) + KEPT_BYTES) // resident - KEPT_BYTES - OTHER_BYTES
             stages = min(most_stages, room // _stage_bytes(block_n, block_t, product))
             sums = product.weights * block_n * block_t
             if stages >= LEAST_STAGES[resident] and sums <= MOST_SUMS * 32 * warps:
                 tiles = triton.cdiv(product.outputs, block_n) * triton.cdiv(rows, block_t)
-                programs = _programs(tiles, triton.cdiv(product.K, UNIT), resident * num_multiprocessors(device))
-                yield PipelinedConfig(block_n, block_t, warps, stages, programs, registers)
+                steps, most = triton.cdiv(product.K, UNIT), resident * num_multiprocessors(device)
+                config = PipelinedConfig(block_n, block_t, warps, stages, _programs(tiles, steps, most), registers)
+                yield _pace(pace, config, tiles, steps, most) if largest >= LEAST_SORTED else 0.0, config
 
 
 def _programs(tiles: int, steps: int, most: int) -> int:
@@ -113,6 +130,15 @@ def _programs(tiles: int, steps: int, most: int) -> int:
     A tile that ends in the middle of a program costs more than the multiprocessors that an even division leaves idle.
     """
     return tiles * max(1, min(most // tiles, steps // LEAST_STEPS)) if tiles <= most else most
+
+
+def _pace(pace: float, config: PipelinedConfig, tiles: int, steps: int, most: int) -> float:
+    """The pace of a tiling with so many tiles of so many steps, where ``most`` programs fill the device."""
+    if tiles > most:
+        return pace * UNEVEN
+    own_steps = steps * tiles / config.programs
+    shared = own_steps / (own_steps + SHARED_STEPS) if config.programs > tiles else 1.0
+    return pace * shared * config.programs / most
 
 
 def _stage_bytes(block_n: int, block_t: int, product: GroupedProduct) -> int:

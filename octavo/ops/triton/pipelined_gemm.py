@@ -35,12 +35,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
 from octavo.ops.triton.grouped_numbers import entry_assembly, entry_offset
 from octavo.ops.triton.launch import counters, launch
-from octavo.ops.triton.pipelined_configs import BOX_BYTES, MOST_PROGRAMS, UNIT, PipelinedConfig
+from octavo.ops.triton.pipelined_configs import ALIGNMENT, BOX_BYTES, MOST_PROGRAMS, UNIT, PipelinedConfig
 from octavo.ops.triton.pipelined_epilogue import end_tile, steps_of
 
 _TILE, _WORDS, _UNIT = gl.constexpr(TILE), gl.constexpr(WORDS), gl.constexpr(UNIT)
-_ALIGNMENT = 16
-"""Of addresses that the tensor memory accelerator takes, in bytes."""
 
 
 def pipelined_gemm(
@@ -57,7 +55,7 @@ def pipelined_gemm(
     rows that there are have results. Rows and residual are contiguous.
     """
     (T, K), N = x_TK.shape, packed.shape[0]
-    if x_TK.data_ptr() % _ALIGNMENT:  # a view into other rows
+    if x_TK.data_ptr() % ALIGNMENT:  # a view into other rows
         x_TK = x_TK.clone()
     outputs = N if activation is None else N // 2
     out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
