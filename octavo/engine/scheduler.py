@@ -143,8 +143,11 @@ class Scheduler:
         budget = total_budget = self.step_budget.of_step(num_behind, len(self.cut), num_free)
         chosen, num_reserved = self._reserve_budget(budget) if self.cut else (None, 0)
         budget -= num_reserved
-        self.cut = []
-        drafts_of = NO_DRAFTS if self.speculation is None else self.speculation.choose(self.running.values())
+        has_cut, self.cut = bool(self.cut), []
+        drafts_of = NO_DRAFTS
+        if self.speculation is not None:
+            is_mixed = self.speculation.on_device and (has_cut or self._next_admissible() is not None)
+            drafts_of = self.speculation.choose(self.running.values(), is_mixed)
         for seq in list(self.running.values()):
             num_behind -= 1
             start = seq.num_computed_tokens

@@ -21,8 +21,9 @@ class Speculation:
         self.proposer = proposer
         self.max_drafts = max_drafts
         self.choice = choice
-        self._on_device = proposer.num_lookahead > 0
-        self.num_proposed = max_drafts if self._on_device else 0
+        self.on_device = proposer.num_lookahead > 0
+        """Whether the executor's drafter makes the drafts."""
+        self.num_proposed = max_drafts if self.on_device else 0
         """Drafts of a sequence that the executor's drafter makes at the end of the step that is being planned;
         ``NO_DRAFTER``: it does not run."""
 
@@ -31,19 +32,23 @@ class Speculation:
         """See ``Proposer``."""
         return self.proposer.num_lookahead
 
-    def choose(self, running: Iterable[Sequence]) -> Drafts:
+    def choose(self, running: Iterable[Sequence], is_mixed: bool = False) -> Drafts:
         """The drafts that the next step verifies.
 
         Drafts of the executor's drafter must be made one step ahead: a step makes as many as it would verify itself,
-        had the step before it made all.
+        had the step before it made all. With ``is_mixed``, for a step that computes prompts as well, it verifies none:
+        rows are not cheap there, and there would be many more shapes, whose graphs are captured while users wait.
         """
         if self.choice is None:
             return {seq: guess.tokens for seq in running if (guess := self._guess(seq)).tokens}
         if self.choice.drafter_use is not None and not self.choice.drafter_use.runs():
             self.num_proposed = NO_DRAFTER
             return NO_DRAFTS
-        num_made, pauses = max(0, self.num_proposed) if self._on_device else self.max_drafts, self.choice.pauses
-        num_measured = self.max_drafts if self._on_device and self.choice.measures_next else 0
+        if self.on_device and is_mixed:
+            self.num_proposed = self.max_drafts
+            return NO_DRAFTS
+        num_made, pauses = max(0, self.num_proposed) if self.on_device else self.max_drafts, self.choice.pauses
+        num_measured = self.max_drafts if self.on_device and self.choice.measures_next else 0
         if pauses:
             self.num_proposed = num_measured
             return NO_DRAFTS
@@ -52,7 +57,7 @@ class Speculation:
         if not guesses:
             return NO_DRAFTS
         drafts = self.choice.choose(guesses, len(decoding))
-        if self._on_device:
+        if self.on_device:
             self.num_proposed = num_measured or max(map(len, drafts.values()), default=0)
         return {seq: tokens[:num_made] for seq, tokens in drafts.items()} if num_made else NO_DRAFTS
 
