@@ -11,14 +11,16 @@ from octavo.engine.step_costs import StepCosts
 from octavo.steps.shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled, Sequence
 
-MARGIN = 0.01
+MARGIN = 0.03
 """Drafts must promise so much more than no drafts: estimates have errors, and a rejected draft gives nothing."""
 STEPS_BETWEEN_MEASUREMENTS = 256
 """Now and then a step has no drafts, and another one has drafts whatever they promise, so that costs are known."""
 HOPEFUL, STEPS_BETWEEN_HOPES = 4, 64
-"""So many steps in a row, now and then, take what drafts cost for half of what it was found to be. Sizes that were slow
-when they were last tried, on a busy machine or with kernels that were being compiled, are tried again, if that could
-pay."""
+BOLD, STEPS_BETWEEN_BOLD = 2, 256
+"""So many steps in a row, now and then, take what drafts cost for half of what it was found to be; the bold ones, which
+are rarer, also for no more than fewer drafts cost: of two, the second verifies what the first has made. So sizes are
+tried again that were slow when they were last tried, on a busy machine, without a graph or while kernels were
+compiled, if that could pay."""
 MANY_SEQS, PAUSE = 32, 8
 """A batch of many sequences that gains nothing from drafts is looked at again after so many steps."""
 
@@ -36,7 +38,7 @@ class DraftChoice:
         self.costs = StepCosts()
         self.drafting_costs = StepCosts(self.costs.drift) if on_device else self.costs
         """Of steps at whose end a drafter makes as many drafts of a sequence as the step verifies."""
-        self.drafter_use = DrafterUse(self.costs) if on_device else None
+        self.drafter_use = DrafterUse(self.costs, self.drafting_costs) if on_device else None
         self.rates = AcceptanceRates(max_drafts)
         self._num_steps = 0
         self._pause = 0
@@ -65,13 +67,15 @@ class DraftChoice:
         if plain is None or not slots:
             return {}
         is_hopeful = 0 <= self._num_steps % STEPS_BETWEEN_HOPES - STEPS_BETWEEN_HOPES // 2 < HOPEFUL
-        best, best_speed, expected = 0, (1 + MARGIN) * num_seqs / plain, float(num_seqs)
+        is_bold = 0 <= self._num_steps % STEPS_BETWEEN_BOLD - STEPS_BETWEEN_HOPES // 2 < BOLD
+        best, best_speed, expected, least = 0, (1 + MARGIN) * num_seqs / plain, float(num_seqs), float("inf")
         for count, (negated, _, _) in enumerate(slots, 1):
             expected -= negated
             seconds = self.drafting_costs.seconds(num_seqs + count, (num_seqs, plain))
             seconds = seconds or self.costs.seconds(num_seqs + count)
             if seconds is not None and is_hopeful:
-                seconds = (seconds + plain) / 2
+                least = min(least, seconds) if is_bold else seconds
+                seconds = min((seconds + plain) / 2, least)
             if seconds is not None and expected / seconds > best_speed:
                 best, best_speed = count, expected / seconds
         if not best and num_seqs >= MANY_SEQS:

@@ -22,9 +22,9 @@ class DrafterUse:
     that later drafts of the same sequences may be worse; how often they are accepted is learnt as always.
     """
 
-    def __init__(self, filling: StepCosts) -> None:
-        """``filling``: costs of steps in which the drafter only fills its cache."""
-        self._filling = filling
+    def __init__(self, filling: StepCosts, drafting: StepCosts) -> None:
+        """``filling``: costs of steps in which the drafter only fills its cache; ``drafting``: of those with drafts."""
+        self._filling, self._drafting = filling, drafting
         self._resting = StepCosts(filling.drift)
         self._runs = True
         self._num_left = TRIAL
@@ -44,6 +44,7 @@ class DrafterUse:
     def _decide(self) -> None:
         if not self._runs:
             self._runs, self._num_left = True, TRIAL
+            self._drafting.forget()  # it may be from while kernels were compiled
         elif self._tokens * self._plain_seconds >= self._plain_tokens * self._seconds:
             self._num_left, self._rest = TRIAL, FIRST_REST
         else:

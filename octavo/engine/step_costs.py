@@ -55,6 +55,10 @@ class StepCosts:
         self.drift.scale *= ratio**DRIFT
         self._seconds[size] *= ratio ** (max(RATE, 1 / seen) - DRIFT)
 
+    def forget(self) -> None:
+        """No size is known any more."""
+        self._seconds, self._num_seen, self._known = {}, {}, []
+
     def seconds(self, num_rows: int, least: tuple[int, float] | None = None) -> float | None:
         """Expected duration of a step; ``None`` before any size is known.
 

@@ -6,11 +6,13 @@ import random
 
 import pytest
 
+from octavo.cache.kv_cache import KVCache
 from octavo.engine.acceptance import AcceptanceRates
 from octavo.engine.device_drafts import DeviceDrafts
 from octavo.engine.draft_choice import STEPS_BETWEEN_MEASUREMENTS, DraftChoice
 from octavo.engine.drafter_use import LONGEST_REST, TRIAL, DrafterUse
 from octavo.engine.proposer import Guess
+from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_costs import LEAST_SEEN, StepCosts
 from octavo.sampling_params import SamplingParams
@@ -94,7 +96,7 @@ def test_a_drafter_runs_again_once_its_drafts_are_accepted() -> None:
     filling, seq, ran = StepCosts(), sequence(), list[bool]()
     for _ in range(LEAST_SEEN):
         filling.note(1, 1.05)
-    use = DrafterUse(filling)
+    use = DrafterUse(filling, StepCosts(filling.drift))
     for number in range(8000):
         ran.append(use.runs())
         is_good = number >= 4000
@@ -208,3 +210,87 @@ def test_what_was_slow_once_is_tried_again(on_device: bool) -> None:
         speculation.note_step(plan, (1 + 0.05 * len(drafts) + 0.05 * num_made) * rng.uniform(0.95, 1.05))
         counts.append(len(drafts))
     assert sum(counts[-100:]) > 100
+
+
+@pytest.mark.parametrize("slower", [3, 20, 200])
+@pytest.mark.parametrize("num_seqs", [1, 16])
+def test_costs_from_while_kernels_were_compiled_are_measured_again(num_seqs: int, slower: int) -> None:
+    """The first steps with drafts after a start wait for their kernels, and the drafter rests; later it is found to
+    pay."""
+    rng, sequences = random.Random(3), [sequence(number) for number in range(num_seqs)]
+    for seq in sequences:
+        seq.decodes, seq.status = True, Status.RUNNING
+    speculation = Speculation(DeviceDrafts(MAX_DRAFTS), MAX_DRAFTS, DraftChoice(MAX_DRAFTS, on_device=True))
+    counts, elapsed = list[int](), 0.0
+    for _ in range(6000):
+        chosen = speculation.choose(sequences)
+        drafts_of, accepted = [chosen.get(seq, ()) for seq in sequences], []
+        num_made = speculation.num_proposed
+        for drafts in drafts_of:
+            accepted.append(next((i for i in range(len(drafts)) if rng.random() >= 0.7), len(drafts)))
+        seconds = 1 + 0.02 * sum(map(len, drafts_of)) / num_seqs
+        if num_made != NO_DRAFTER:
+            seconds += 0.05 + 0.2 * num_made / MAX_DRAFTS
+        if elapsed < 2000 and (num_made > 0 or any(drafts_of)):
+            seconds *= slower
+        plan: Plan = [
+            Scheduled(seq, 2, (1,), drafts, True, seq.epoch, num_proposed=num_made)
+            for seq, drafts in zip(sequences, drafts_of, strict=True)
+        ]
+        speculation.learn(plan, [Sampled([7] * count + [8]) for count in accepted])
+        speculation.note_step(plan, seconds * rng.uniform(0.95, 1.05))
+        elapsed += seconds
+        counts.append(sum(map(len, drafts_of)))
+    assert sum(count > 0 for count in counts[-1000:]) > 900
+
+
+def test_a_size_that_was_slow_once_is_tried_again_where_a_smaller_one_pays() -> None:
+    """Steps with one draft pay, and would hide for long that those with all of them pay more."""
+    rng, seq = random.Random(4), sequence()
+    seq.decodes, seq.status = True, Status.RUNNING
+    choice = DraftChoice(MAX_DRAFTS, on_device=True)
+    speculation = Speculation(DeviceDrafts(MAX_DRAFTS), MAX_DRAFTS, choice)
+    for _ in range(LEAST_SEEN):
+        choice.costs.note(1, 1.0)
+        choice.drafting_costs.note(2, 1.2)
+        choice.drafting_costs.note(MAX_DRAFTS + 1, 8.0)
+    counts = list[int]()
+    for _ in range(120):
+        drafts = speculation.choose([seq]).get(seq, ())
+        num_made, num_accepted = speculation.num_proposed, 0
+        while num_accepted < len(drafts) and rng.random() < 0.75:
+            num_accepted += 1
+        plan: Plan = [Scheduled(seq, 2, (1,), drafts, True, seq.epoch, num_proposed=num_made)]
+        speculation.learn(plan, [Sampled([7] * num_accepted + [8])])
+        speculation.note_step(plan, (1.1 + 0.05 * len(drafts)) * rng.uniform(0.95, 1.05))
+        counts.append(len(drafts))
+    assert sum(counts[-40:]) > 40 * (MAX_DRAFTS - 1)
+
+
+def test_steps_that_compute_prompts_verify_no_drafts() -> None:
+    """Drafts of the executor's drafter: with a prompt in three chunks beside a sequence that decodes, they wait."""
+    choice = DraftChoice(MAX_DRAFTS, on_device=True)
+    for num_rows in range(1, 3 * (MAX_DRAFTS + 1)):
+        for _ in range(LEAST_SEEN):
+            choice.costs.note(num_rows, 1.0)
+            choice.drafting_costs.note(num_rows, 1.0)
+    scheduler = Scheduler(
+        KVCache(200, 4, enable_prefix_caching=False),
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        speculation=Speculation(DeviceDrafts(MAX_DRAFTS), MAX_DRAFTS, choice),
+    )
+    scheduler.add(make_request(0, prompt=[1, 2], max_tokens=300))
+    drafts = list[int]()
+    for number in range(24):
+        if number == 8:
+            scheduler.add(make_request(1, prompt=[1] * 40, max_tokens=200))
+        plan = scheduler.schedule()
+        is_mixed = any(len(item.tokens) > 1 for item in plan)
+        drafts.append(-1 if is_mixed else sum(len(item.drafts) for item in plan))
+        assert not (is_mixed and any(item.drafts for item in plan))
+        scheduler.commit(plan, [Sampled([7] * (1 + len(item.drafts)) if item.samples else []) for item in plan])
+        scheduler.note_step(plan, 1.0)
+    assert drafts.count(-1) == 4
+    assert drafts[7] == MAX_DRAFTS
+    assert drafts[-1] == 2 * MAX_DRAFTS
