@@ -52,8 +52,8 @@ class StepBudget:
         self.most = max_num_batched_tokens
         self.max_itl = settings.max_itl or inf
         self.model = StepModel(max_num_batched_tokens)
-        self._context = 0
-        """Context of the last step."""
+        self._context = self._decode_context = 0
+        """Context of the last step, and that of its sequences that decode."""
         self._position = 0
         """Where the furthest prompt of the last step ended."""
         self._most_rows = 0
@@ -88,7 +88,7 @@ class StepBudget:
         budgets, seconds = self.model.knots[is_enough], curve[is_enough]
         if len(budgets) < 2:
             return self.most
-        alone = self.model.seconds(Load(num_decoding, num_decoding, self._context))
+        alone = self.model.seconds(Load(num_decoding, num_decoding, self._decode_context))
         delay = WAITING_WEIGHT * alone * num_pending / (num_decoding + num_pending)
         costs = (np.maximum(seconds - alone, 0) + delay) / (budgets - num_decoding)
         best = int(np.argmax(costs <= (1 + TOLERANCE) * costs.min()))
@@ -122,6 +122,7 @@ class StepBudget:
             return
         load = load_of(plan)
         self._context = load.context
+        self._decode_context = sum([item.start for item in plan if len(item.tokens) == 1])
         self._most_rows = max(self._most_rows, load.rows)
         if load.has_prompt:
             self._position = max([item.start + len(item.tokens) for item in plan if len(item.tokens) > 1])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import pytest
 
 from octavo.config import SchedulerSettings
 from octavo.engine.step_budget import NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS, STEPS_BETWEEN_TRIALS
+from octavo.engine.step_model import Load
 from octavo.sampling_params import SamplingParams
-from octavo.types import Plan, Request
+from octavo.types import Plan, Request, Scheduled, Sequence
 from octavo_bench.virtual import RequestProgress, StepCost, VirtualEngine
 
 MOST = 2048
@@ -67,6 +69,24 @@ def test_prompts_are_computed_where_rows_are_free(free: int) -> None:
 def test_steps_are_full_where_each_has_a_price() -> None:
     sizes, _ = serve(StepCost(base=0.02))
     assert usual(sizes) == MOST
+
+
+def test_a_long_prompt_has_few_chunks() -> None:
+    """Small chunks would be cheap, but for the prompt's context, which each of them reads again, and decodes do not."""
+    budget, rng = Recorder(CheapRows(), SchedulerSettings()).engine.scheduler.step_budget, random.Random(1)
+    for _ in range(2000):
+        rows, context = rng.randrange(16, MOST), rng.randrange(40000)
+        load = Load(rows, rng.randrange(1, 17), context, rows > 16, float(rng.randrange(1 << 20)))
+        budget.model.learn(load, 0.01 + 2e-5 * max(0, rows - 256) + 4e-7 * context)
+    sequences = [Sequence(Request(n, [1] * 40000, SamplingParams(), 9)) for n in range(17)]
+    decodes = [Scheduled(seq, 100, (1,), (), True, 0) for seq in sequences[:16]]
+    budgets = []
+    for start in (0, 32000):
+        plan = [*decodes, Scheduled(sequences[16], start, (1,) * 256, (), False, 0)]
+        budget.learn(plan, 272, 0.01 + 4e-7 * (1600 + start))
+        budgets.append(usual([budget.of_step(17, 1, 0) for _ in range(200)]))
+    assert budgets[0] == 256
+    assert budgets[1] >= 1024
 
 
 def test_other_budgets_are_tried_rarely() -> None:
