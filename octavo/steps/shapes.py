@@ -85,8 +85,9 @@ MIXED_ROWS = (
 )
 """Rows of graphs with prefill. Longer steps keep the device busy without a graph."""
 FEW_ROWS = 512
-FEW_SEQS, MANY_SEQS = (8, 32), (64,)
-"""Sequences of graphs with prefill of at most FEW_ROWS, and with more; above the largest, ``max_num_seqs``."""
+FEW_SEQS, MANY_SEQS = (8, 32), (8, 64)
+"""Sequences of graphs with prefill of at most FEW_ROWS, and with more; above the largest, ``max_num_seqs``. The fewer
+they are, the more programs share the context of one in decode attention: with 64 there is one for each kv head."""
 EXTRA_BATCH_SIZES = (1, 4, 16, 32, 64, 128, 192, 256)
 EXTRA_MIXED_ROWS = (64, 256, 512, 1024, MIXED_ROWS[-1])
 """``BATCH_SIZES`` and ``MIXED_ROWS`` of steps with extras: fewer, since such steps are rarer."""
