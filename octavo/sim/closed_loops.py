@@ -26,10 +26,12 @@ WORKLOADS = {
     "W3": Workload(256, 1024, 256, 0.0, 64),
     "W4": Workload(512, 512, 256, 0.0, 256),
     "W5": Workload(4, 4096, 64, 0.0, 1),
+    "W6": Workload(2, 32512, 128, 0.0, 1),
+    "W7": Workload(8, 32512, 128, 0.0, 8),
     "S1": Workload(4, 64, 16, 0.0, 2),
 }
 """W1: a few users with short, uneven requests. W2: one user. W3, W4: many and very many at once. W5: one long prompt.
-S1: small, for trying out a measurement."""
+W6, W7: prompts of 32k, one and eight at a time. S1: small, for trying out a measurement."""
 
 
 def named_workloads(names: str) -> list[str]:
