@@ -171,11 +171,11 @@ def batch_invariant() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def beside_others() -> Iterator[None]:
-    """Launch no kernel in this block that may not run beside one of its kind, as another executor may run it."""
-    from octavo.ops.triton.launch import device_shared
+def without_grid_barriers() -> Iterator[None]:
+    """Launch no kernel with a grid-wide barrier in this block: another executor of the device may launch one."""
+    from octavo.ops.triton.launch import no_grid_barriers
 
-    with device_shared():
+    with no_grid_barriers():
         yield
 
 

@@ -31,9 +31,9 @@ from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
 from octavo.runtime.device_program import (
     DeviceProgram,
     batch_invariant,
-    beside_others,
     compiled_only,
     launched_early,
+    without_grid_barriers,
 )
 from octavo.runtime.drafter import Drafter
 from octavo.runtime.graphs import Graphs
@@ -134,7 +134,7 @@ class StreamExecutor:
         self._pools = storage.pools
         self._memory = SleepingMemory(device)
         self._device = self._program.device
-        self._is_beside_others = self._is_cuda and any(other._device == self._device for other in _executors)
+        self._shares_device = self._is_cuda and any(other._device == self._device for other in _executors)
         """Whether this process had another executor on the device when this one was made."""
         _executors.add(self)
 
@@ -255,8 +255,8 @@ class StreamExecutor:
             settings.enter_context(torch.inference_mode())
             if self._batch_invariant:
                 settings.enter_context(batch_invariant())
-            if self._is_beside_others:
-                settings.enter_context(beside_others())
+            if self._shares_device:
+                settings.enter_context(without_grid_barriers())
             yield
 
 

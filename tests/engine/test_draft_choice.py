@@ -268,7 +268,7 @@ def test_a_size_that_was_slow_once_is_tried_again_where_a_smaller_one_pays() -> 
 
 
 def test_steps_that_compute_prompts_verify_no_drafts() -> None:
-    """Drafts of the executor's drafter: with a prompt in three chunks beside a sequence that decodes, they wait."""
+    """Drafts of the executor's drafter: in mixed batches, here for the chunks of a prompt, there are none."""
     choice = DraftChoice(MAX_DRAFTS, on_device=True)
     for num_rows in range(1, 3 * (MAX_DRAFTS + 1)):
         for _ in range(LEAST_SEEN):

@@ -12,7 +12,7 @@ from octavo.ops.grouped_output_mlp import grouped_output_mlp
 from octavo.ops.linear import Activation
 from octavo.ops.triton.grouped_linear import declines_grouped
 from octavo.ops.triton.grouped_product import GroupedProduct
-from octavo.ops.triton.launch import is_device_shared, is_invariant
+from octavo.ops.triton.launch import allows_grid_barriers, is_invariant
 from octavo.ops.triton.product_calls import is_collecting
 from octavo.ops.triton.streamed_configs import OutputMLPConfig, output_mlp_config
 
@@ -30,7 +30,7 @@ def grouped_output_mlp_triton(
 ) -> Tensor:
     """See ``ops.grouped_output_mlp``. While products are collected, each is called by itself as for several rows."""
     config = None
-    if len(x_TD) == 1 and not is_invariant() and not is_device_shared() and not is_collecting():
+    if len(x_TD) == 1 and allows_grid_barriers() and not is_invariant() and not is_collecting():
         config = config_of(output, gate_up, down, x_TD)
     if config is None:
         return grouped_output_mlp.reference(attended_TA, x_TD, output, norm_D, eps, gate_up, down, activation)

@@ -42,7 +42,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _pdl = ContextVar("pdl", default=False)
 _invariant = ContextVar("invariant", default=False)
-_shares_device = ContextVar("shares_device", default=False)
+_grid_barriers = ContextVar("grid_barriers", default=True)
 _compiling: ContextVar[set[Any] | frozenset[Any] | None] = ContextVar("compiling", default=None)
 """Kernels that are being compiled, where none is run; a frozen set where none is compiled either."""
 
@@ -88,16 +88,16 @@ def invariant() -> Iterator[None]:
         yield
 
 
-def is_device_shared() -> bool:
-    """Whether kernels may run beside those of another stream of this process that wait for each other's programs."""
-    return _shares_device.get()
+def allows_grid_barriers() -> bool:
+    """Whether kernels may have grid-wide barriers, for which all programs must be resident at once."""
+    return _grid_barriers.get()
 
 
 @contextlib.contextmanager
-def device_shared() -> Iterator[None]:
-    """In this block no kernel is launched whose programs wait for each other. Such a kernel needs room for all of them
-    at once: two of them, on two streams, could each have half of it for ever."""
-    with _set(_shares_device, True):
+def no_grid_barriers() -> Iterator[None]:
+    """In this block no kernel with a grid-wide barrier is launched. Two of them on two streams of a process could each
+    hold a part of the device and wait for the rest for ever."""
+    with _set(_grid_barriers, False):
         yield
 
 

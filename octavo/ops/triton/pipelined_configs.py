@@ -30,9 +30,9 @@ LEAST_STEPS = 4
 SHARED_STEPS = 4
 """What it costs a program to share a tile, in steps."""
 UNEVEN = 0.75
-"""The pace of programs that take several tiles and end in the middle of one, next to whole tiles."""
+"""Throughput where programs take several tiles and end in the middle of one, relative to whole tiles."""
 LEAST_SORTED = 128
-"""Rows of a tile from which on tilings are sorted by their pace; those of smaller ones are in their order."""
+"""Rows of a tile from which on tilings are sorted by expected throughput; those of smaller ones are in their order."""
 LEAST_STAGES = {1: 3, 2: 3, 3: 6}
 """By the programs on a multiprocessor: with fewer, more shared memory for each is better."""
 
@@ -63,8 +63,8 @@ class _Tiling(NamedTuple):
     resident: int
     registers: int
     stages: int
-    pace: float = 1.0
-    """Of products that give every multiprocessor whole tiles, relative to the fastest tiling."""
+    throughput: float = 1.0
+    """Relative to the fastest tiling, of products whose whole tiles keep all multiprocessors busy."""
 
 
 _THREE, _TWO, _ONE = _Tiling(64, 4, 3, 80, 8), _Tiling(64, 4, 2, 128, 8, 0.75), _Tiling(64, 4, 1, 168, 5, 0.8)
@@ -74,7 +74,7 @@ _TILINGS = {
     32: (_THREE, _TWO, _WIDE),
     64: (_TWO, _WIDE),
     128: (_TWO, _ONE, _Tiling(128, 4, 1, 168, 5, 0.84), _WIDE),
-    256: (_ONE._replace(registers=255, pace=0.93), _WIDE._replace(pace=1.0)),
+    256: (_ONE._replace(registers=255, throughput=0.93), _WIDE._replace(throughput=1.0)),
 }
 """By the rows of a tile, as measured on an H100; of few rows the likeliest first. Narrow tiles give multiprocessors
 several programs, one of which ends a tile while another multiplies; wide ones take fewer rows from the cache."""
@@ -109,11 +109,11 @@ def pipelined_configs(product: GroupedProduct, rows: int, device: torch.device) 
 
 
 def _configs(product: GroupedProduct, rows: int, device: torch.device) -> Iterator[tuple[float, PipelinedConfig]]:
-    """What fits, with its pace, which is the same for all tiles of few rows."""
+    """What fits, with its expected throughput; 0 for all tiles of few rows, which are in their order."""
     most_rows = 128 if product.is_gated or (rows > 256 and rows % 256) else 256  # gates and ups take registers twice
     largest = min(max(16, triton.next_power_of_2(rows)), most_rows)
     for block_t in (largest, 128) if largest > 128 else (largest,):
-        for block_n, warps, resident, registers, most_stages, pace in _TILINGS[block_t]:
+        for block_n, warps, resident, registers, most_stages, throughput in _TILINGS[block_t]:
             room = (shared_bytes(device) + KEPT_BYTES) // resident - KEPT_BYTES - OTHER_BYTES
             stages = min(most_stages, room // _stage_bytes(block_n, block_t, product))
             sums = product.weights * block_n * block_t
@@ -121,7 +121,7 @@ def _configs(product: GroupedProduct, rows: int, device: torch.device) -> Iterat
                 tiles = triton.cdiv(product.outputs, block_n) * triton.cdiv(rows, block_t)
                 steps, most = triton.cdiv(product.K, UNIT), resident * num_multiprocessors(device)
                 config = PipelinedConfig(block_n, block_t, warps, stages, _programs(tiles, steps, most), registers)
-                yield _pace(pace, config, tiles, steps, most) if largest >= LEAST_SORTED else 0.0, config
+                yield _expected(throughput, config, tiles, steps, most) if largest >= LEAST_SORTED else 0.0, config
 
 
 def _programs(tiles: int, steps: int, most: int) -> int:
@@ -132,13 +132,13 @@ def _programs(tiles: int, steps: int, most: int) -> int:
     return tiles * max(1, min(most // tiles, steps // LEAST_STEPS)) if tiles <= most else most
 
 
-def _pace(pace: float, config: PipelinedConfig, tiles: int, steps: int, most: int) -> float:
-    """The pace of a tiling with so many tiles of so many steps, where ``most`` programs fill the device."""
+def _expected(throughput: float, config: PipelinedConfig, tiles: int, steps: int, most: int) -> float:
+    """Throughput of a tiling with so many tiles of so many steps, where ``most`` programs fill the device."""
     if tiles > most:
-        return pace * UNEVEN
+        return throughput * UNEVEN
     own_steps = steps * tiles / config.programs
     shared = own_steps / (own_steps + SHARED_STEPS) if config.programs > tiles else 1.0
-    return pace * shared * config.programs / most
+    return throughput * shared * config.programs / most
 
 
 def _stage_bytes(block_n: int, block_t: int, product: GroupedProduct) -> int:

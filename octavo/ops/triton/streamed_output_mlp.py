@@ -8,8 +8,8 @@ kernels of their own each would start when the one before it has ended, with emp
 resident and wait for each other between the products, while the weights of the next one are on their way already: the
 memory stays busy. See ``streamed_steps`` for the products.
 
-That all programs become resident is certain while no other stream runs such a kernel on the device, see
-``launch.device_shared``: other kernels end, and a successor starts after all programs of this one have.
+The two grid-wide barriers need all programs resident. They become so unless another stream runs a kernel with such
+barriers, see ``launch.no_grid_barriers``: other kernels end, and a successor starts after all programs of this one.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def _ask_next(
 
 
 @gluon.jit
-def _meet(counter_ptr: gl.tensor) -> None:
+def _grid_barrier(counter_ptr: gl.tensor) -> None:
     """Wait until all programs are here, with what they have written visible.
 
-    The highest bit changes when all have arrived: after two meetings the counter is what it was.
+    The highest bit changes when all have arrived: after two barriers the counter is what it was.
     """
     gl.thread_barrier()
     last = gl.num_programs(0) - 1
@@ -197,12 +197,12 @@ def streamed_output_mlp_kernel(
         gl.to_tensor(0), counts, tiles, weights, rings, row, norm, eps, attended_ptr, x_ptr, x_ptr, CHUNKS, GROUPS,
         EACH, 0, CHUNK, OFFSET, PLACES, STAGES, None, ASSEMBLY, WARPS,
     )  # fmt: skip
-    _meet(counter_ptr)
+    _grid_barrier(counter_ptr)
     done = _multiply(
         done, counts, tiles, weights, rings, row, norm, eps, x_ptr, None, inner_ptr, CHUNKS, GROUPS, EACH, 1, CHUNK,
         OFFSET, PLACES, STAGES, ACTIVATION, ASSEMBLY, WARPS,
     )  # fmt: skip
-    _meet(counter_ptr)
+    _grid_barrier(counter_ptr)
     _multiply(
         done, counts, tiles, weights, rings, row, norm, eps, inner_ptr, x_ptr, x_ptr, CHUNKS, GROUPS, EACH, 2, CHUNK,
         OFFSET, PLACES, STAGES, None, ASSEMBLY, WARPS,

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.ops import grouped_output_mlp
 from octavo.ops.triton import grouped_output_mlp as in_triton
 from octavo.ops.triton.grouped_output_mlp import grouped_output_mlp_triton
-from octavo.ops.triton.launch import device_shared, invariant
+from octavo.ops.triton.launch import invariant, no_grid_barriers
 from octavo.ops.triton.product_calls import collecting
 from tests.ops.triton.test_grouped_linear import random_groups
 
@@ -49,7 +49,7 @@ def test_several_rows_are_not(asked: list[int]) -> None:
     assert asked == []
 
 
-@pytest.mark.parametrize("around", [device_shared, invariant, collecting])
+@pytest.mark.parametrize("around", [no_grid_barriers, invariant, collecting])
 def test_nor_is_one_beside_others_invariant_or_while_products_are_collected(around: Any, asked: list[int]) -> None:
     with around():
         grouped_output_mlp_triton(*arguments(1))
