@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from octavo.engine.acceptance import AcceptanceRates
 from octavo.engine.drafter_use import DrafterUse
 from octavo.engine.proposer import Guess
+from octavo.engine.step_budget import DraftRoom
 from octavo.engine.step_costs import StepCosts
-from octavo.steps.shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled, Sequence
 
 MARGIN = 0.03
@@ -88,32 +88,37 @@ class DraftChoice:
             counts[number] += 1
         return {seq: guess.tokens[:count] for (seq, guess), count in zip(guesses.items(), counts, strict=True) if count}
 
+    def all_pay(self, guesses: Mapping[Sequence, Guess], room: DraftRoom) -> bool:
+        """Whether a step with prompts gains from all ``guesses``: whether the tokens that they promise take less time
+        in their rows than in a step of these sequences without drafts and prompts."""
+        num_drafts = sum([len(guess.tokens) for guess in guesses.values()])
+        plain = self.costs.seconds(len(guesses))
+        if plain is None or not 0 < num_drafts <= room.num_drafts:
+            return False
+        survivals = [self.rates.survivals(seq, len(guess.tokens), guess.chances) for seq, guess in guesses.items()]
+        saved = sum(map(sum, survivals)) * plain / len(guesses)
+        return saved > (1 + MARGIN) * num_drafts * room.row_seconds(num_drafts)
+
     def learn(self, plan: Plan, sampled: list[Sampled]) -> None:
         """Record which drafts of a committed plan were accepted."""
-        if self.drafter_use is not None and _only_decodes(plan):
+        if self.drafter_use is not None:
             self.drafter_use.learn(plan, sampled)
         for item, result in zip(plan, sampled, strict=True):
             if item.samples and result.tokens and not item.is_stale:
                 self.rates.learn(item.seq, len(item.drafts), len(result.tokens) - 1)
 
-    def note_step(self, plan: Plan, seconds: float) -> None:
-        """Record the duration of a step; those with prompts are left out."""
-        if _only_decodes(plan):
-            if self.drafter_use is not None:
-                self.drafter_use.note_step(plan, seconds)
+    def note_step(self, plan: Plan, seconds: float, plain: float | None = None) -> None:
+        """Record the duration of a step; see ``DrafterUse``."""
+        if self.drafter_use is not None:
+            self.drafter_use.note_step(plan, seconds, plain)
+        if plain is None:
             num_proposed = max([item.num_proposed for item in plan], default=0)
             num_verified = [len(item.drafts) for item in plan]
-            if num_proposed == NO_DRAFTER:
-                return
             if self.drafting_costs is self.costs or not num_proposed:
                 self.costs.note(len(plan) + sum(num_verified), seconds)
-            elif num_proposed == max(num_verified):
+            elif num_proposed == max(num_verified):  # and not NO_DRAFTER
                 self.drafting_costs.note(len(plan) + sum(num_verified), seconds)
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` has ended."""
         self.rates.forget(seq)
-
-
-def _only_decodes(plan: Plan) -> bool:
-    return all(len(item.tokens) == 1 for item in plan)

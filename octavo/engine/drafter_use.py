@@ -6,16 +6,19 @@ from octavo.engine.step_costs import OUTLIER, StepCosts
 from octavo.steps.shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled
 
-TRIAL = 48
+TRIAL = 32
 """Steps with the drafter, after which its use is decided."""
 FIRST_REST, LONGEST_REST = 128, 1024
-"""Steps without the drafter after a trial that did not pay: twice as many after each such trial."""
+"""Steps without the drafter after a trial that did not pay: twice as many after each such trial, and half as many after
+one that did."""
+LEAST_COST = 0.01
+"""Share of a step that a drafter costs at least, whatever was measured: estimates have errors."""
 FILLING_SHARE = 0.05
 """Share of a step that filling the drafter's cache is taken for, before any step of so many sequences was without."""
 
 
 class DrafterUse:
-    """Compares the steps of a trial with what the same steps take without the drafter.
+    """Compares what drafts save with what the drafter costs, over the steps of a trial.
 
     A drafter costs time in every step, even if none of its drafts is verified: it fills its cache with all tokens.
     While it rests, steps are those of an engine without a drafter. Its cache then lacks the tokens of these steps, so
@@ -29,10 +32,11 @@ class DrafterUse:
         self._runs = True
         self._num_left = TRIAL
         self._rest = FIRST_REST
-        self._tokens = self._seconds = 0.0
-        """Of the trial's steps."""
-        self._plain_tokens = self._plain_seconds = 0.0
-        """The same without the drafter, by the costs of such steps."""
+        self._saved = self._spent = 0.0
+        """Seconds, over the steps of a trial: what the tokens of accepted drafts would take in steps of decodes without
+        the drafter, and what the steps took in addition to those without it."""
+        self._plain = 0.0
+        """Seconds that the steps of a trial would take without the drafter."""
 
     def runs(self) -> bool:
         """Whether the drafter runs in the next step; to be asked once for each step."""
@@ -45,27 +49,37 @@ class DrafterUse:
         if not self._runs:
             self._runs, self._num_left = True, TRIAL
             self._drafting.forget()  # it may be from while kernels were compiled
-        elif self._tokens * self._plain_seconds >= self._plain_tokens * self._seconds:
-            self._num_left, self._rest = TRIAL, FIRST_REST
+        elif self._saved > max(self._spent, LEAST_COST * self._plain):
+            self._num_left, self._rest = TRIAL, max(FIRST_REST, self._rest // 2)
         else:
             self._runs, self._num_left = False, self._rest
             self._rest = min(2 * self._rest, LONGEST_REST)
-        self._tokens = self._seconds = self._plain_tokens = self._plain_seconds = 0.0
+        self._saved = self._spent = self._plain = 0.0
 
     def learn(self, plan: Plan, sampled: list[Sampled]) -> None:
-        """Record the results of a step of decodes."""
+        """Record the results of a step."""
         if plan[0].num_proposed != NO_DRAFTER:
-            self._tokens += sum([len(result.tokens) for result in sampled])
+            num_decoding = sum([len(item.tokens) == 1 for item in plan])
+            num_accepted = sum([max(0, len(result.tokens) - 1) for result in sampled])
+            if num_accepted:
+                self._saved += num_accepted * (self._plain_seconds(num_decoding) or 0.0) / num_decoding
 
-    def note_step(self, plan: Plan, seconds: float) -> None:
-        """Record the duration of a step of decodes."""
+    def note_step(self, plan: Plan, seconds: float, plain: float | None = None) -> None:
+        """Record the duration of a step. ``plain``: what it would take without drafts and the drafter; to be given for
+        steps with prompts."""
         num_seqs = len(plan)
         if plan[0].num_proposed == NO_DRAFTER:
-            self._resting.note(num_seqs, seconds)
+            if plain is None:
+                self._resting.note(num_seqs, seconds)
             return
-        plain = self._resting.seconds(num_seqs) if self._resting.covers(num_seqs) else None
         if plain is None:
-            plain = (1 - FILLING_SHARE) * (self._filling.seconds(num_seqs) or seconds)
-        self._plain_tokens += num_seqs
-        self._plain_seconds += plain
-        self._seconds += min(seconds, OUTLIER * plain)
+            plain = self._plain_seconds(num_seqs) or (1 - FILLING_SHARE) * seconds
+        self._plain += plain
+        self._spent += min(seconds, OUTLIER * plain) - plain
+
+    def _plain_seconds(self, num_seqs: int) -> float | None:
+        """Seconds of a step of decodes without the drafter; ``None`` if nothing is known of such steps."""
+        if self._resting.covers(num_seqs):
+            return self._resting.seconds(num_seqs)
+        filling = self._filling.seconds(num_seqs)
+        return None if filling is None else (1 - FILLING_SHARE) * filling

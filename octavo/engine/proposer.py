@@ -14,6 +14,10 @@ class Guess(NamedTuple):
     chances: tuple[float, ...] = ()
     """Probability that each is accepted, given that those before it are; empty: the engine uses what it has learnt."""
 
+    def first(self, count: int) -> Guess:
+        """Its first ``count`` drafts."""
+        return Guess(self.tokens[:count], self.chances[:count])
+
 
 NO_GUESS = Guess()
 

@@ -140,14 +140,16 @@ class Scheduler:
         plan: Plan = []
         num_behind = len(self.running)
         num_free = self.max_num_seqs - num_behind - len(self.leaving)
-        budget = total_budget = self.step_budget.of_step(num_behind, len(self.cut), num_free)
-        chosen, num_reserved = self._reserve_budget(budget) if self.cut else (None, 0)
-        budget -= num_reserved
-        has_cut, self.cut = bool(self.cut), []
-        drafts_of = NO_DRAFTS
+        total_budget = self.step_budget.of_step(num_behind, len(self.cut), num_free)
+        drafts_of, num_drafts = NO_DRAFTS, 0
         if self.speculation is not None:
-            is_mixed = self.speculation.on_device and (has_cut or self._next_admissible() is not None)
-            drafts_of = self.speculation.choose(self.running.values(), is_mixed)
+            is_mixed = self.speculation.on_device and (self.cut or self._next_admissible() is not None)
+            room = self.step_budget.draft_room(total_budget, num_behind) if is_mixed else None
+            drafts_of = self.speculation.choose(self.running.values(), room)
+            num_drafts = min(room.num_drafts, sum(map(len, drafts_of.values()))) if room is not None else 0
+        total_budget = min(total_budget + num_drafts, self.step_budget.most)
+        chosen, num_reserved = self._reserve_budget(total_budget - num_drafts) if self.cut else (None, 0)
+        budget, self.cut = total_budget - num_reserved, []
         for seq in list(self.running.values()):
             num_behind -= 1
             start = seq.num_computed_tokens
@@ -410,7 +412,7 @@ class Scheduler:
         self.stats.step_seconds = seconds
         self.step_budget.learn(plan, self.stats.step_tokens, seconds)
         if self.speculation is not None:
-            self.speculation.note_step(plan, seconds)
+            self.speculation.note_step(plan, seconds, self.step_budget.plain_seconds(plan))
 
     def snapshot(self) -> EngineStats:
         """Counters and gauges as of now; O(1)."""

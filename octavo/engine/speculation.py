@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.proposer import NO_GUESS, Guess, Proposer
-from octavo.steps.shapes import MAX_DRAFTS, NO_DRAFTER
+from octavo.engine.step_budget import DraftRoom
+from octavo.steps.shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled, Sequence, Status
 
 Drafts = Mapping[Sequence, tuple[int, ...]]
@@ -23,7 +24,7 @@ class Speculation:
         self.choice = choice
         self.on_device = proposer.num_lookahead > 0
         """Whether the executor's drafter makes the drafts."""
-        self.num_proposed = max_drafts if self.on_device else 0
+        self.num_proposed = max_drafts if self.on_device else NO_DRAFTER
         """Drafts of a sequence that the executor's drafter makes at the end of the step that is being planned;
         ``NO_DRAFTER``: it does not run."""
 
@@ -32,34 +33,40 @@ class Speculation:
         """See ``Proposer``."""
         return self.proposer.num_lookahead
 
-    def choose(self, running: Iterable[Sequence], is_mixed: bool = False) -> Drafts:
-        """The drafts that the next step verifies.
+    def choose(self, running: Iterable[Sequence], room: DraftRoom | None = None) -> Drafts:
+        """The drafts that the next step verifies; ``room`` if the executor has a drafter and the step has prompts.
 
         Drafts of the executor's drafter must be made one step ahead: a step makes as many as it would verify itself,
-        had the step before it made all. With ``is_mixed``, for a step that computes prompts as well, it verifies none:
-        rows are not cheap there, and there would be many more shapes, whose graphs are captured while users wait.
+        had the step before it made all. With prompts it makes all, and verifies all that were made or none, so that
+        such steps have few shapes: each has a graph, which may be captured while users wait.
         """
         if self.choice is None:
             return {seq: guess.tokens for seq in running if (guess := self._guess(seq)).tokens}
         if self.choice.drafter_use is not None and not self.choice.drafter_use.runs():
             self.num_proposed = NO_DRAFTER
             return NO_DRAFTS
-        if self.on_device and is_mixed:
+        num_made = max(0, self.num_proposed) if self.on_device else self.max_drafts
+        if room is not None:
             self.num_proposed = self.max_drafts
-            return NO_DRAFTS
-        num_made, pauses = max(0, self.num_proposed) if self.on_device else self.max_drafts, self.choice.pauses
+            guesses = {seq: guess.first(num_made) for seq, guess in self._guesses(running).items()}
+            pays = self.choice.all_pay(guesses, room)
+            return {seq: guess.tokens for seq, guess in guesses.items()} if pays else NO_DRAFTS
+        pauses = self.choice.pauses
         num_measured = self.max_drafts if self.on_device and self.choice.measures_next else 0
         if pauses:
-            self.num_proposed = num_measured
+            self.num_proposed = num_measured if self.on_device else NO_DRAFTER
             return NO_DRAFTS
-        decoding = [seq for seq in running if seq.decodes and seq.status is Status.RUNNING]
-        guesses = {seq: guess for seq in decoding if (guess := self._guess(seq)).tokens}
+        num_decoding = sum([seq.decodes and seq.status is Status.RUNNING for seq in running])
+        guesses = self._guesses(running)
         if not guesses:
             return NO_DRAFTS
-        drafts = self.choice.choose(guesses, len(decoding))
+        drafts = self.choice.choose(guesses, num_decoding)
         if self.on_device:
             self.num_proposed = num_measured or max(map(len, drafts.values()), default=0)
         return {seq: tokens[:num_made] for seq, tokens in drafts.items()} if num_made else NO_DRAFTS
+
+    def _guesses(self, running: Iterable[Sequence]) -> dict[Sequence, Guess]:
+        return {seq: guess for seq in running if (guess := self._guess(seq)).tokens}
 
     def _guess(self, seq: Sequence) -> Guess:
         if not seq.decodes or seq.status is not Status.RUNNING:
@@ -74,10 +81,10 @@ class Speculation:
         if self.choice is not None:
             self.choice.learn(plan, sampled)
 
-    def note_step(self, plan: Plan, seconds: float) -> None:
-        """Record that a step took ``seconds``."""
+    def note_step(self, plan: Plan, seconds: float, plain: float | None = None) -> None:
+        """Record that a step took ``seconds``; ``plain``: what a step with prompts would take without speculation."""
         if self.choice is not None:
-            self.choice.note_step(plan, seconds)
+            self.choice.note_step(plan, seconds, plain)
 
     def forget(self, seq: Sequence) -> None:
         """``seq`` has ended."""
@@ -89,4 +96,4 @@ class Speculation:
 def num_proposed(speculation: Speculation | None) -> int:
     """Drafts that the executor's drafter, if it has one, makes at the end of the step that is being planned; or
     ``NO_DRAFTER``."""
-    return MAX_DRAFTS if speculation is None else speculation.num_proposed
+    return NO_DRAFTER if speculation is None else speculation.num_proposed

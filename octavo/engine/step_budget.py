@@ -8,13 +8,16 @@ better kernels. Which is better depends on the model, the device and the load, s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
 from octavo.config import SchedulerSettings
 from octavo.engine.policies.policy import Policy
 from octavo.engine.step_model import Array, Load, StepModel, load_of
+from octavo.steps.shapes import NO_DRAFTER
 from octavo.types import Plan
 
 MARGIN = 0.9
@@ -33,6 +36,15 @@ DECODES_BETWEEN_SAMPLES = 4
 """Steps of decodes alone are alike: each so many-th is learned from, which saves the host time."""
 STEPS_BETWEEN_TRIALS = 32
 """Later the next smaller and the next larger budget are tried in turn, once in so many steps."""
+
+
+class DraftRoom(NamedTuple):
+    """What a step with prompts has for drafts."""
+
+    num_drafts: int
+    """Most drafts of all sequences."""
+    row_seconds: Callable[[int], float]
+    """What each of a number of drafts takes."""
 
 
 class StepBudget:
@@ -54,6 +66,8 @@ class StepBudget:
         self.model = StepModel(max_num_batched_tokens)
         self._context = self._decode_context = 0
         """Context of the last step, and that of its sequences that decode."""
+        self._num_proposed = NO_DRAFTER
+        """Drafts of a sequence that the drafter made in the last step."""
         self._position = 0
         """Where the furthest prompt of the last step ended."""
         self._most_rows = 0
@@ -75,7 +89,7 @@ class StepBudget:
         chooses = num_pending > 0 and num_cut < num_running and self.model.is_ready
         if not chooses and limit == inf:
             return self.most
-        curve = self.model.curve(num_running, self._context, self._position)
+        curve = self.model.curve(num_running, self._context, self._position, self._num_proposed)
         budget = self._cheapest(curve, num_running, num_running - num_cut, num_pending) if chooses else self.most
         if limit < inf:
             num_rows = min(int(np.interp(limit, curve, self.model.knots)), MOST_GROWTH * self._most_rows)
@@ -88,7 +102,8 @@ class StepBudget:
         budgets, seconds = self.model.knots[is_enough], curve[is_enough]
         if len(budgets) < 2:
             return self.most
-        alone = self.model.seconds(Load(num_decoding, num_decoding, self._decode_context))
+        drafts = max(0, self._num_proposed)
+        alone = self.model.seconds(Load(num_decoding, num_decoding, self._decode_context, num_proposed=drafts))
         delay = WAITING_WEIGHT * alone * num_pending / (num_decoding + num_pending)
         costs = (np.maximum(seconds - alone, 0) + delay) / (budgets - num_decoding)
         best = int(np.argmax(costs <= (1 + TOLERANCE) * costs.min()))
@@ -107,6 +122,21 @@ class StepBudget:
             return min(max(best + (1 if number % 2 else -1), 0), len(budgets) - 1)
         return best
 
+    def draft_room(self, budget: int, num_running: int) -> DraftRoom:
+        """Room for drafts in a step with prompts: in addition to its ``budget``, with at least half of the largest
+        step's rows left to prompts."""
+        most = (self.most - num_running) // 2 if self.model.is_ready else 0
+        return DraftRoom(most, lambda count: self.model.row_seconds(min(budget, self.most - count), count))
+
+    def plain_seconds(self, plan: Plan) -> float | None:
+        """Predicted seconds of a step with prompts, without drafts and without the executor's drafter; ``None`` for a
+        step of decodes alone, whose seconds are known better."""
+        load = load_of(plan)
+        if not load.has_prompt:
+            return None
+        rows = load.rows - sum([len(item.drafts) for item in plan])
+        return self.model.seconds(load.without_drafter._replace(rows=rows))
+
     def admits(self, num_running: int) -> bool:
         """Whether one more sequence may run in addition to ``num_running`` others."""
         limit = MARGIN * min([self.max_itl, *self.waiting.targets()])
@@ -122,6 +152,7 @@ class StepBudget:
             return
         load = load_of(plan)
         self._context = load.context
+        self._num_proposed = load.num_proposed if load.drafted_rows else NO_DRAFTER
         self._decode_context = sum([item.start for item in plan if len(item.tokens) == 1])
         self._most_rows = max(self._most_rows, load.rows)
         if load.has_prompt:

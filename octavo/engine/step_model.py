@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from octavo.steps.shapes import NO_DRAFTER
 from octavo.types import Plan
 
 Array = npt.NDArray[np.float64]
@@ -15,14 +16,17 @@ FORGETTING = 0.99
 """Forgetting factor: weight of a step in the fit, relative to the step after it."""
 NOISE = 0.03
 """Relative standard deviation of step times; it sets how fast the first steps are believed, and no more."""
-OUTLIER = 4.0
+OUTLIER = 2.0
 """A step's time is capped at this multiple of the expected time, for example when a kernel was compiled."""
 LEAST_SEEN = 8
 """Steps that are learned from without a cap, and after which the model can be used."""
 FIRST_KNOT = 64
-NUM_LINEAR = 5
+NUM_LINEAR = 7
 ROW_UNIT, SEQUENCE_UNIT, CONTEXT_UNIT, PAIR_UNIT = 256, 16, 1 << 16, 1 << 22
 """Units in which coefficients are of the order of a step's time."""
+DRAFTED_ROW_UNIT, DRAFT_UNIT = 1 << 12, 8
+"""Units of a drafter's work: larger, since before it has rested nothing but the size of a coefficient says which part
+of a step's time is the drafter's."""
 
 
 class Load(NamedTuple):
@@ -37,6 +41,15 @@ class Load(NamedTuple):
     """Whether any sequence computes more than one token."""
     pairs: float = 0.0
     """Query-key pairs of those sequences."""
+    drafted_rows: int = 0
+    """Rows with which the executor's drafter fills its cache: all of them, or none if it rests."""
+    num_proposed: int = 0
+    """Drafts that it makes for each sequence."""
+
+    @property
+    def without_drafter(self) -> Load:
+        """The same step if the drafter rests."""
+        return self._replace(drafted_rows=0, num_proposed=0)
 
 
 def load_of(plan: Plan) -> Load:
@@ -48,7 +61,9 @@ def load_of(plan: Plan) -> Load:
         count = len(item.tokens)
         rows += count - 1
         pairs += count * (item.start + count / 2)
-    return Load(rows, len(plan), sum([item.start for item in plan]), bool(chunks), pairs)
+    num_proposed = max([item.num_proposed for item in plan], default=NO_DRAFTER)
+    drafter = (0, 0) if num_proposed == NO_DRAFTER else (rows, num_proposed)
+    return Load(rows, len(plan), sum([item.start for item in plan]), bool(chunks), pairs, *drafter)
 
 
 class StepModel:
@@ -79,7 +94,8 @@ class StepModel:
 
     def _features(self, load: Load) -> Array:
         context, pairs = load.context / CONTEXT_UNIT, load.pairs / PAIR_UNIT
-        linear = (1.0, load.has_prompt, load.sequences / SEQUENCE_UNIT, context, pairs)
+        drafter = load.drafted_rows / DRAFTED_ROW_UNIT, load.num_proposed / DRAFT_UNIT
+        linear = (1.0, load.has_prompt, load.sequences / SEQUENCE_UNIT, *drafter, context, pairs)
         by_row = np.clip(load.rows - self.knots[:-1], 0, self._widths) * self._scales
         return np.array([*linear, *by_row])
 
@@ -91,20 +107,30 @@ class StepModel:
     def _beside_rows(self, load: Load) -> float:
         """Seconds of everything but the rows."""
         base, *slopes = self._fit[:NUM_LINEAR].tolist()
-        prompt, per_sequence, per_position, per_pair = [max(0.0, slope) for slope in slopes]
+        prompt, per_sequence, per_drafted, per_draft, per_position, per_pair = [max(0.0, slope) for slope in slopes]
+        drafter = per_drafted * load.drafted_rows / DRAFTED_ROW_UNIT + per_draft * load.num_proposed / DRAFT_UNIT
         attention = per_position * load.context / CONTEXT_UNIT + per_pair * load.pairs / PAIR_UNIT
-        return float(base + prompt * load.has_prompt + per_sequence * load.sequences / SEQUENCE_UNIT + attention)
+        fixed = base + prompt * load.has_prompt + per_sequence * load.sequences / SEQUENCE_UNIT
+        return float(fixed + drafter + attention)
 
     def seconds(self, load: Load) -> float:
         """Predicted seconds of a step."""
         return max(0.0, float(np.interp(load.rows, self.knots, self._at_knots())) + self._beside_rows(load))
 
-    def curve(self, sequences: int, context: int, position: int) -> Array:
+    def row_seconds(self, first: int, count: int) -> float:
+        """Seconds of one of ``count`` rows in addition to ``first``."""
+        before, after = np.interp([first, first + count], self.knots, self._at_knots()).tolist()
+        return float(after - before) / count
+
+    def curve(self, sequences: int, context: int, position: int, num_proposed: int = NO_DRAFTER) -> Array:
         """Predicted seconds of steps of as many rows as each knot has: those beyond one for each sequence are of
-        prompts that have come to ``position``."""
-        per_pair = max(0.0, float(self._fit[NUM_LINEAR - 1])) / PAIR_UNIT
+        prompts that have come to ``position``. ``num_proposed``: drafts that the drafter makes for each sequence."""
+        *_, per_drafted, _, _, per_pair = np.maximum(self._fit[:NUM_LINEAR], 0).tolist()
         pairs = np.maximum(0, self.knots - sequences) * position
-        return self._at_knots() + self._beside_rows(Load(0, sequences, context, True)) + per_pair * pairs
+        drafted = self.knots if num_proposed != NO_DRAFTER else np.zeros_like(self.knots)
+        fixed = self._beside_rows(Load(0, sequences, context, True, num_proposed=max(0, num_proposed)))
+        by_knot: Array = per_pair / PAIR_UNIT * pairs + per_drafted / DRAFTED_ROW_UNIT * drafted
+        return self._at_knots() + fixed + by_knot
 
     def learn(self, load: Load, seconds: float) -> None:
         """Update the model: a step took ``seconds``, which is ignored unless it is positive."""

@@ -88,6 +88,8 @@ FEW_ROWS = 512
 FEW_SEQS, MANY_SEQS = (8, 32), (8, 64)
 """Sequences of graphs with prefill of at most FEW_ROWS, and with more; above the largest, ``max_num_seqs``. The fewer
 they are, the more programs share the context of one in decode attention: with 64 there is one for each kv head."""
+DRAFT_MIXED_ROWS = (*(64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536), MIXED_ROWS[-1])
+"""``MIXED_ROWS`` of steps with drafts: fewer, since drafts and prompts come in many numbers."""
 EXTRA_BATCH_SIZES = (1, 4, 16, 32, 64, 128, 192, 256)
 EXTRA_MIXED_ROWS = (64, 256, 512, 1024, MIXED_ROWS[-1])
 """``BATCH_SIZES`` and ``MIXED_ROWS`` of steps with extras: fewer, since such steps are rarer."""
@@ -98,8 +100,6 @@ def padded(size: int, sizes: tuple[int, ...], step: int) -> int:
     return next((known for known in sizes if known >= size), -(-size // step) * step)
 
 
-MIXED_DRAFTS_FACTOR = 4
-"""Drafts of graphs with prefill are powers of this; those of other graphs are powers of 2."""
 MAX_DRAFTS = 32
 """Most drafts of a sequence in a step."""
 NO_DRAFTER = -1
@@ -111,12 +111,9 @@ def all_drafts(makes_drafts: bool) -> int:
     return MAX_DRAFTS if makes_drafts else 0
 
 
-def padded_drafts(num_drafts: int, factor: int = 2) -> int:
-    """The smallest power of ``factor`` that is at least ``num_drafts``."""
-    size = 1
-    while size < num_drafts:
-        size *= factor
-    return size
+def padded_drafts(num_drafts: int) -> int:
+    """The smallest power of 2 that is at least ``num_drafts``."""
+    return 1 << max(0, num_drafts - 1).bit_length()
 
 
 def kinds(with_adapters: bool, has_drafter: bool = False) -> list[Kind]:
@@ -142,10 +139,11 @@ def padded_shape(
     if num_drafts and num_rows == num_seqs + num_drafts:
         return verification_shape(num_seqs, num_drafts, max_num_seqs, kind), True
     if num_drafts:
-        num_drafts = padded_drafts(num_drafts, MIXED_DRAFTS_FACTOR)
+        num_drafts = padded_drafts(num_drafts)
         num_rows = max(num_rows, num_drafts + num_seqs + 1)
         shape, has_graph = padded_shape(num_rows, num_seqs, max_query_len, max_num_seqs, kind)
         rows = max(shape.num_rows, shape.num_seqs + num_drafts + 1)  # not every row is sampled
+        rows, has_graph = padded(rows, DRAFT_MIXED_ROWS, 128), has_graph and rows <= DRAFT_MIXED_ROWS[-1]
         return shape._replace(num_rows=rows, max_query_len=rows, num_drafts=num_drafts), has_graph
     most_seqs = max(max_num_seqs, num_seqs)
     if max_query_len == 1:
@@ -177,6 +175,17 @@ def _verification_shapes(max_num_seqs: int, max_drafts: int, kind: Kind) -> set[
     return shapes
 
 
+def _mixed_draft_shapes(max_num_seqs: int, max_num_rows: int, max_drafts: int, kind: Kind) -> set[StepShape]:
+    """Padded shapes with prompts and ``max_drafts`` drafts for each sequence but that of one prompt."""
+    shapes = set()
+    for rows in DRAFT_MIXED_ROWS if max_drafts and not kind.has_extras else ():
+        for seqs in {min(size, max_num_seqs) for size in (*_mixed_seqs(rows), max_num_seqs)}:
+            drafts = (seqs - 1) * max_drafts
+            if 0 < drafts < rows - seqs and rows <= max_num_rows:
+                shapes.add(padded_shape(rows, seqs, rows, max_num_seqs, kind, drafts))
+    return {shape for shape, has_graph in shapes if has_graph}
+
+
 def _mixed_seqs(num_rows: int) -> tuple[int, ...]:
     return FEW_SEQS if num_rows <= FEW_ROWS else MANY_SEQS
 
@@ -190,12 +199,14 @@ def graph_shapes(
 ) -> list[StepShape]:
     """All shapes with a graph, the largest first, so that smaller ones reuse its memory; those with extras last.
 
-    Steps with both prompts and drafts are left out: their graphs are captured when they are first used.
+    Of steps with both prompts and drafts there are those in which nearly all sequences have all drafts, and no extras:
+    other graphs are captured when they are first used.
     """
     shapes = set()
     for kind in kinds(with_adapters, has_drafter):
         if bool(kind.num_proposed) == has_drafter:  # what verifies drafts makes the next ones
             shapes |= _verification_shapes(max_num_seqs, max_drafts, kind)
+            shapes |= _mixed_draft_shapes(max_num_seqs, max_num_rows, max_drafts, kind)
         for size in range(1, max_num_seqs + 1):
             shapes.add(padded_shape(size, size, 1, max_num_seqs, kind)[0])
         for rows in MIXED_ROWS:

@@ -267,30 +267,30 @@ def test_a_size_that_was_slow_once_is_tried_again_where_a_smaller_one_pays() -> 
     assert sum(counts[-40:]) > 40 * (MAX_DRAFTS - 1)
 
 
-def test_steps_that_compute_prompts_verify_no_drafts() -> None:
-    """Drafts of the executor's drafter: in mixed batches, here for the chunks of a prompt, there are none."""
-    choice = DraftChoice(MAX_DRAFTS, on_device=True)
-    for num_rows in range(1, 3 * (MAX_DRAFTS + 1)):
-        for _ in range(LEAST_SEEN):
-            choice.costs.note(num_rows, 1.0)
-            choice.drafting_costs.note(num_rows, 1.0)
+@pytest.mark.parametrize("pays", [True, False])
+def test_steps_with_prompts_verify_all_drafts_or_none(pays: bool) -> None:
+    """Drafts of the executor's drafter: all, and in addition to the prompts' rows, if their rows cost less than the
+    tokens are worth that they promise."""
     scheduler = Scheduler(
-        KVCache(200, 4, enable_prefix_caching=False),
+        KVCache(600, 4, enable_prefix_caching=False),
         max_num_seqs=4,
-        max_num_batched_tokens=16,
-        speculation=Speculation(DeviceDrafts(MAX_DRAFTS), MAX_DRAFTS, choice),
+        max_num_batched_tokens=64,
+        speculation=Speculation(DeviceDrafts(MAX_DRAFTS), MAX_DRAFTS, DraftChoice(MAX_DRAFTS, on_device=True)),
     )
-    scheduler.add(make_request(0, prompt=[1, 2], max_tokens=300))
-    drafts = list[int]()
-    for number in range(24):
-        if number == 8:
-            scheduler.add(make_request(1, prompt=[1] * 40, max_tokens=200))
+    for number in (0, 1):
+        scheduler.add(make_request(number, prompt=[1, 2], max_tokens=900))
+    mixed = list[Plan]()
+    for number in range(160):
+        if number % 8 == 7:
+            scheduler.add(make_request(number, prompt=[1] * 40, max_tokens=1))
         plan = scheduler.schedule()
-        is_mixed = any(len(item.tokens) > 1 for item in plan)
-        drafts.append(-1 if is_mixed else sum(len(item.drafts) for item in plan))
-        assert not (is_mixed and any(item.drafts for item in plan))
-        scheduler.commit(plan, [Sampled([7] * (1 + len(item.drafts)) if item.samples else []) for item in plan])
-        scheduler.note_step(plan, 1.0)
-    assert drafts.count(-1) == 4
-    assert drafts[7] == MAX_DRAFTS
-    assert drafts[-1] == 2 * MAX_DRAFTS
+        mixed += [plan] if any(len(item.tokens) > 2 for item in plan) else []
+        num_rows = sum(len(item.tokens) + len(item.drafts) for item in plan)
+        assert num_rows <= 64
+        accepted = [len(item.drafts) * pays for item in plan]
+        results = zip(plan, accepted, strict=True)
+        scheduler.commit(plan, [Sampled([7] * (1 + count) if item.samples else []) for item, count in results])
+        scheduler.note_step(plan, 1.0 + 0.01 * num_rows)
+    late = [sum(len(item.drafts) for item in plan) for plan in mixed[-5:]]
+    assert late == ([2 * MAX_DRAFTS] * 5 if pays else [0] * 5)
+    assert all(sum(len(item.tokens) for item in plan) >= 10 for plan in mixed), "drafts left too little to prompts"

@@ -64,6 +64,22 @@ def test_the_cost_of_prompts_is_remembered_while_none_come() -> None:
     assert model.seconds(load) == pytest.approx(seconds_of(load), rel=0.1)
 
 
+def test_what_a_drafter_takes_is_told_apart_once_it_has_rested() -> None:
+    model, rng = StepModel(2048), random.Random(6)
+    for step in range(600):
+        load = any_load(rng)
+        seconds = seconds_of(load)
+        if step % 100 < 30:
+            load = load._replace(drafted_rows=load.rows, num_proposed=3)
+            seconds += 0.002 + 1e-6 * load.rows
+        model.learn(load, seconds * rng.uniform(0.97, 1.03))
+    for load in (Load(16, 16, 16_000), Load(1024, 16, 48_000, True, 1000 * 2000)):
+        drafting = load._replace(drafted_rows=load.rows, num_proposed=3)
+        assert drafting.without_drafter == load
+        assert model.seconds(load) == pytest.approx(seconds_of(load), rel=0.05)
+        assert model.seconds(drafting) - model.seconds(load) == pytest.approx(0.002 + 1e-6 * load.rows, rel=0.3)
+
+
 def test_it_stays_sound_over_many_steps_of_few_kinds() -> None:
     model, rng = StepModel(2048), random.Random(5)
     loads: list[Callable[[], Load]] = [lambda: Load(8, 8, 9000), lambda: Load(519, 8, 9000, True, 1e6)]
