@@ -34,6 +34,8 @@ BACKGROUND_COMPILE_THREADS = 2
 SECONDS_BETWEEN_CAPTURES = 1.0
 IDLE_SECONDS = 0.05
 """The device counts as idle this long after the last step."""
+NEARLY = 1.25
+"""A graph with at most so many times the rows is good enough while there is traffic: a capture delays a step."""
 HANDOVER_SECONDS = 0.001
 """Pause between two captures on an idle device, in which a waiting step can take the lock."""
 
@@ -55,6 +57,8 @@ class GraphChoice:
         self._uses_graphs = uses_graphs
         self._captured: set[StepShape] = set()
         self._compiled: list[StepShape] = []
+        self._wanted: dict[StepShape, None] = {}
+        """Shapes of steps that were padded to others, oldest first: their graphs are the first when it is idle."""
         self._next_capture = float("inf")
         self._last_capture = float("-inf")
         self._has_extra_kernels = threading.Event()
@@ -81,18 +85,26 @@ class GraphChoice:
         """
         if shape in self._captured:
             return shape, True
+        self._wanted[shape] = None
+        known = _smallest(self._captured, shape)
+        if known is not None and _size(known) <= NEARLY * _size(shape):
+            return known, True
         now = time.monotonic()
         if now >= self._next_capture:
             self._next_capture = now + SECONDS_BETWEEN_CAPTURES
         else:
-            known = min((known for known in (*self._captured, *self._compiled) if known.holds(shape)), default=None)
+            known = _smallest((*self._captured, *self._compiled), shape)
             if known is None and now < self._last_capture + SECONDS_BETWEEN_CAPTURES:
                 return shape, False
             shape = known or shape
         if shape not in self._captured:
-            self._captured.add(shape)
+            self._note_captured(shape)
             self._last_capture = now
         return shape, True
+
+    def _note_captured(self, shape: StepShape) -> None:
+        self._captured.add(shape)
+        self._wanted.pop(shape, None)
 
     # ---- compiling and capturing, at startup and in the background
 
@@ -130,7 +142,7 @@ class GraphChoice:
         self._start_thread(_capture_the_rest, runner, sorted(lost.difference(first)))
 
     def _capture(self, runner: StepRunner, shape: StepShape) -> Reply[Any]:
-        self._captured.add(shape)
+        self._note_captured(shape)
         return runner.capture(shape)
 
     def compile_the_rest(self, runner: StepRunner) -> list[StepShape]:
@@ -156,16 +168,27 @@ class GraphChoice:
         return shapes
 
     def capture_when_idle(self, runner: StepRunner, shape: StepShape) -> None:
-        """Capture the graph of ``shape`` as soon as the device is idle."""
+        """Capture the graph of ``shape`` as soon as the device is idle, after those that steps have asked for."""
 
         def make() -> Any:
-            self._captured.add(shape)
-            return runner.encoder.encode_padding(shape, uses_graph=True)
+            next_shape = next(reversed([*self._wanted]), shape)
+            self._note_captured(next_shape)
+            return runner.encoder.encode_padding(next_shape, uses_graph=True)
 
         while shape not in self._captured and not runner.is_closed:
             is_idle = runner.send_when_idle(make, IDLE_SECONDS)
             # A thread that waits for the lock gets it only if it is not acquired again at once.
             time.sleep(HANDOVER_SECONDS if is_idle else IDLE_SECONDS)
+
+
+def _smallest(shapes: Iterable[StepShape], shape: StepShape) -> StepShape | None:
+    """The smallest of ``shapes``, to which another thread may add, that a step of ``shape`` can be padded to."""
+    return min((known for known in tuple(shapes) if known.holds(shape)), default=None)
+
+
+def _size(shape: StepShape) -> int:
+    """Rows of the layers and of the head."""
+    return shape.num_rows + shape.num_samples
 
 
 def _prepare_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner]) -> None:

@@ -491,6 +491,23 @@ def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> 
     assert graphs.fit(small_extra._replace(has_adapters=True))[1] is True
 
 
+def test_a_graph_of_nearly_the_size_will_do_until_the_device_is_idle() -> None:
+    """Then the graphs that steps have asked for come first, the newest of them before the others."""
+    graphs: Any = GraphChoice(64, 512)
+    graphs._captured, graphs._next_capture = {StepShape(20, 20, 1), StepShape(512, 64, 512)}, 0.0
+    assert graphs.fit(StepShape(16, 16, 1)) == (StepShape(20, 20, 1), True)
+    assert graphs.fit(StepShape(448, 64, 448)) == (StepShape(512, 64, 512), True)
+    assert graphs.fit(StepShape(8, 8, 1)) == (StepShape(8, 8, 1), True), "twice the rows are too many"
+    captured: list[StepShape] = []
+    runner: Any = SimpleNamespace(
+        is_closed=False,
+        send_when_idle=lambda make, seconds: make() is None,
+        encoder=SimpleNamespace(encode_padding=lambda shape, uses_graph: captured.append(shape)),
+    )
+    graphs.capture_when_idle(runner, StepShape(1, 1, 1))
+    assert captured == [StepShape(448, 64, 448), StepShape(16, 16, 1), StepShape(1, 1, 1)]
+
+
 def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to() -> None:
     graphs: Any = GraphChoice(8, 32)
     graphs._has_extra_kernels.clear()
