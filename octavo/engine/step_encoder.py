@@ -92,7 +92,7 @@ class StepEncoder:
         has_extras, needs_rows = bool(needs & Needs.EXTRAS), bool(needs & Needs.ROWS)
         num_proposed = NO_DRAFTER
         if self.has_drafter:  # a step that verifies drafts makes as many: there are no graphs of steps that do not
-            num_proposed = max([max(item.num_proposed, len(item.drafts)) for item in plan], default=0)
+            num_proposed = max([max(item.num_proposed, len(item.drafts) or NO_DRAFTER) for item in plan])
         runs_drafter = num_proposed != NO_DRAFTER
         kind = Kind(has_extras, self._uses_lora(plan, has_extras), runs_drafter, max(0, num_proposed))
         is_plain = not needs & (Needs.MASKS | Needs.ROWS)

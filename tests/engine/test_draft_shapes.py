@@ -6,9 +6,13 @@ import random
 
 import pytest
 
+from octavo.engine.persistent_batch import PersistentBatch
+from octavo.engine.step_encoder import StepEncoder
 from octavo.steps.layout import num_bytes
 from octavo.steps.limits import StepLimits
-from octavo.steps.shapes import Kind, StepShape, graph_shapes, padded_shape, verification_shape
+from octavo.steps.shapes import Kind, StepShape, exact_shape, graph_shapes, padded_shape, verification_shape
+from octavo.types import ON_DEVICE, GroupBlocks, Plan, Scheduled, Sequence
+from tests.engine.making import make_request
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -56,3 +60,16 @@ def test_a_shape_holds_smaller_ones_of_its_kind() -> None:
     assert drafting.holds(fills_cache)
     assert not fills_cache.holds(drafting)
     assert not drafting.holds(decode)
+
+
+@pytest.mark.parametrize(
+    ("num_proposed", "num_drafts", "of_step"), [(-1, 0, None), (0, 0, 0), (3, 0, 3), (0, 2, 2), (4, 2, 4)]
+)
+def test_a_step_makes_the_drafts_that_were_planned(num_proposed: int, num_drafts: int, of_step: int | None) -> None:
+    """``None``: the drafter rests. A step that verifies drafts makes as many at least."""
+    encoder = StepEncoder(PersistentBatch(4, 8, 1), 4, 100, exact_shape, has_drafter=True)
+    seq = Sequence(make_request(0, prompt=[1, 2, 3], max_tokens=9))
+    seq.groups = [GroupBlocks([0, 1, 2])]
+    plan: Plan = [Scheduled(seq, 2, (3,), (ON_DEVICE,) * num_drafts, True, 0, num_proposed=num_proposed)]
+    shape = encoder.encode(plan, encoder.batch.of_plan(plan)).shape
+    assert (shape.num_proposed if shape.has_drafter else None) == of_step
