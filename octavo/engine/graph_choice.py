@@ -149,7 +149,7 @@ class GraphChoice:
         """Compile the kernels of all other shapes while steps run; returns the shapes whose graphs to capture next."""
         extra, few, shapes = (
             first_extra_shapes(*self._limits),
-            next_shapes(self._limits[0], *self._limits[3:]),
+            next_shapes(*self._limits[:2], *self._limits[3:]),
             graph_shapes(*self._limits),
         )
         started = time.perf_counter()

@@ -243,13 +243,25 @@ def first_shapes(
     return sorted({*plain, *(_with_drafter(shape, has_drafter) for shape in shapes)}, reverse=True)
 
 
-def next_shapes(max_num_seqs: int, max_drafts: int = 0, has_drafter: bool = False) -> list[StepShape]:
+NEXT_MIXED_ROWS = 256
+
+
+def next_shapes(
+    max_num_seqs: int, max_num_rows: int, max_drafts: int = 0, has_drafter: bool = False
+) -> list[StepShape]:
     """Shapes to compile next, the smallest first: small batches are faster with their own kernels."""
     shapes = {_decode_shape(size, max_num_seqs) for size in (1, 16)}
+    seqs = min(FEW_SEQS[-1], max_num_seqs)
+    if NEXT_MIXED_ROWS <= max_num_rows:
+        shapes.add(padded_shape(NEXT_MIXED_ROWS, seqs, NEXT_MIXED_ROWS, max_num_seqs)[0])
+    resting = set(shapes) if has_drafter else set()
     for size in (1, 16) if max_drafts else ():
         few = min(size, max_num_seqs)
         shapes.add(verification_shape(few, few * max_drafts, max_num_seqs))
-    return sorted(_with_drafter(shape, has_drafter) for shape in shapes)
+    if max_drafts and seqs * (1 + max_drafts) < NEXT_MIXED_ROWS <= max_num_rows:
+        drafts = seqs * max_drafts
+        shapes.add(padded_shape(NEXT_MIXED_ROWS, seqs, NEXT_MIXED_ROWS, max_num_seqs, num_drafts=drafts)[0])
+    return sorted({*resting, *(_with_drafter(shape, has_drafter) for shape in shapes)})
 
 
 def _with_drafter(shape: StepShape, has_drafter: bool) -> StepShape:

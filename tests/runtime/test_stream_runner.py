@@ -464,7 +464,7 @@ def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(loaded: 
 
 def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> None:
     graphs: Any = GraphChoice(64, 512)
-    first, few, extra = first_shapes(64, 512), next_shapes(64), first_extra_shapes(64, 512)
+    first, few, extra = first_shapes(64, 512), next_shapes(64, 512), first_extra_shapes(64, 512)
     small, mixed = StepShape(4, 4, 1), StepShape(48, 8, 48)
     small_extra = small._replace(has_extras=True)
 
@@ -518,8 +518,8 @@ def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to() -> Non
 
     runner: Any = SimpleNamespace(send=send)
     assert graphs.compile_the_rest(runner) == graph_shapes(8, 32)
-    assert told == [(first_extra_shapes(8, 32), False), (next_shapes(8), True), (graph_shapes(8, 32), True)]
-    assert graphs._compiled == [*first_extra_shapes(8, 32), *next_shapes(8)]
+    assert told == [(first_extra_shapes(8, 32), False), (next_shapes(8, 32), True), (graph_shapes(8, 32), True)]
+    assert graphs._compiled == [*first_extra_shapes(8, 32), *next_shapes(8, 32)]
 
 
 def test_only_plain_steps_have_graphs_captured(loaded: Loaded) -> None:
