@@ -225,6 +225,7 @@ def _settle(
     both = Counter(weights) + Counter({dtype_name(form.dtype): drafting.num_bytes})
     sizes = both, free, ranks.collective.size
     limits, budget = memory.settle(config, model, kv_dtype, form.dtype, form.device.type, *sizes, drafting.cache)
+    logger.info("memory budget, with contexts of %d tokens:\n%s", limits.max_model_len, budget.table())
     ranks.settle(limits)
     return limits, budget
 

@@ -32,6 +32,9 @@ GIB = 1 << 30
 CPU_KV_MEMORY = 1 * GIB
 CPU_KV_SHARE = 0.5
 """Default share of free memory for the KV cache on a CPU."""
+LEAST_CONTEXT = 8192
+LEAST_SEQS, LEAST_TOKENS = 16, 256
+"""Limits of a batch are not made smaller than these for a longer context."""
 LOGITS_COPIES = 4
 """Tensors of the size of the logits that sampling holds at once."""
 
@@ -105,6 +108,10 @@ def free_memory(device: torch.device, gpu_memory_utilization: float) -> int:
     return min((size for size in known if size is not None), default=4 * GIB)
 
 
+class NoRoom(ConfigError):
+    """The KV cache does not fit besides weights and activations."""
+
+
 def settle(
     settings: EngineConfig,
     model: ModelConfig,
@@ -120,11 +127,48 @@ def settle(
 
     With several ranks, all bytes are those of one rank, ``free`` of the rank that has least. ``draft_specs`` say what
     the layers of a drafter cache, next to those of the model.
+    A context as long as was asked for, or of ``LEAST_CONTEXT``, is worth more than a large batch: limits of the batch
+    that are not given are halved until it fits.
     Raises ``ConfigError`` naming the setting to change when something does not fit.
     """
-    defaults = DEFAULTS[device]
-    block_size = settings.cache.block_size or defaults.block_size
-    max_num_seqs, max_num_batched_tokens = batch_limits(settings.scheduler, defaults)
+    batch = batch_limits(settings.scheduler, DEFAULTS[device])
+    needed = settings.model.max_model_len or min(model.max_position_embeddings, LEAST_CONTEXT)
+    is_given = settings.cache.num_kv_blocks is not None or settings.cache.kv_cache_memory is not None
+    while True:
+        smaller = _smaller_batch(settings.scheduler, batch)
+        try:
+            limits, budget = _settle(
+                settings, model, kv_dtype, dtype, device, weights, free, num_ranks, draft_specs, batch
+            )
+            if limits.max_model_len >= needed or smaller is None or is_given:
+                break
+        except NoRoom:
+            if smaller is None:
+                raise
+        batch = smaller
+    if batch != batch_limits(settings.scheduler, DEFAULTS[device]):
+        logger.warning("steps have at most %d sequences and %d tokens, so that longer contexts fit into memory", *batch)
+    if settings.model.max_model_len is None and limits.max_model_len < model.max_position_embeddings:
+        shorter = limits.max_model_len, model.max_position_embeddings, budget.kv_cache / GIB
+        logger.warning("max_model_len is %d, not the model's %d: the KV cache has %.2f GiB", *shorter)
+    return limits, budget
+
+
+def _settle(
+    settings: EngineConfig,
+    model: ModelConfig,
+    kv_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: str,
+    weights: Mapping[str, int],
+    free: int,
+    num_ranks: int,
+    draft_specs: Sequence[LayerCacheSpec],
+    batch: tuple[int, int],
+) -> tuple[Limits, MemoryBudget]:
+    """``settle`` for a batch of at most so many sequences and tokens; raises ``NoRoom``."""
+    max_num_seqs, max_num_batched_tokens = batch
+    block_size = settings.cache.block_size or DEFAULTS[device].block_size
     max_model_len = _longest_asked(settings, model)
     activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks)
     if device == "cuda":
@@ -173,6 +217,16 @@ def batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple
     return seqs, tokens or max(defaults.max_num_batched_tokens, seqs)
 
 
+def _smaller_batch(settings: SchedulerSettings, batch: tuple[int, int]) -> tuple[int, int] | None:
+    """Half of the limits that are not given; ``None`` if that is no less or too little."""
+    seqs, tokens = batch
+    if settings.max_num_seqs is None:
+        seqs = max(min(seqs, LEAST_SEQS), seqs // 2)
+    if settings.max_num_batched_tokens is None:
+        tokens = max(min(tokens, LEAST_TOKENS), tokens // 2, seqs)
+    return (seqs, tokens) if (seqs, tokens) != batch else None
+
+
 def _longest_asked(settings: EngineConfig, model: ModelConfig) -> int:
     asked = settings.model.max_model_len
     if asked is not None and asked > model.max_position_embeddings:
@@ -192,16 +246,7 @@ def _longest_that_fits(pools: GroupMemory, longest: int, size: int) -> int:
     )
     if blocks <= 1:
         return longest
-    fitting = (blocks - 1) * block_size
-    logger.warning(
-        "max_model_len is %d, not the model's %d: %.2f GiB of memory are left for the KV cache, and one sequence of "
-        "that length takes %.2f GiB",
-        fitting,
-        longest,
-        size / GIB,
-        pools.least_bytes(longest) / GIB,
-    )
-    return fitting
+    return (blocks - 1) * block_size
 
 
 def _given_blocks(settings: CacheSettings, per_block: int) -> int | None:
@@ -224,7 +269,7 @@ def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, 
             f"{block_size}; lower max_model_len to {num_blocks * block_size}, or raise num_kv_blocks or kv_cache_memory"
         )
     if num_blocks * per_block > room:
-        raise ConfigError(
+        raise NoRoom(
             f"the KV cache needs {num_blocks * per_block / GIB:.2f} GiB ({num_blocks} blocks of {block_size} tokens) "
             f"but {max(room, 0) / GIB:.2f} GiB of memory are free besides weights and activations; "
             f"lower max_model_len (now {max_model_len}; {max(room // per_block, 0) * block_size} would fit), "

@@ -252,7 +252,7 @@ def next_shapes(
     """Shapes to compile next, the smallest first: small batches are faster with their own kernels."""
     shapes = {_decode_shape(size, max_num_seqs) for size in (1, 16)}
     seqs = min(FEW_SEQS[-1], max_num_seqs)
-    if NEXT_MIXED_ROWS <= max_num_rows:
+    if max_num_rows >= NEXT_MIXED_ROWS:
         shapes.add(padded_shape(NEXT_MIXED_ROWS, seqs, NEXT_MIXED_ROWS, max_num_seqs)[0])
     resting = set(shapes) if has_drafter else set()
     for size in (1, 16) if max_drafts else ():

@@ -101,12 +101,27 @@ def test_free_memory_bounds_the_context_that_is_not_given(device: str, caplog: p
     def used(limits: Limits, budget: MemoryBudget) -> int:
         return budget.kv_cache + budget.activations + budget.logits
 
-    free = GIB * 6 // 10 if device == "cuda" else GIB // 2
+    free = GIB * 4 // 10 if device == "cuda" else GIB // 2
     limits, budget = settled(free=free, device=device)
     assert 1000 < limits.max_model_len < 8192
     assert limits.num_kv_blocks * limits.block_size == limits.max_model_len
     assert used(limits, budget) <= free < used(limits, budget) + limits.block_size * PER_TOKEN
     assert f"max_model_len is {limits.max_model_len}, not the model's 8192" in caplog.text
+
+
+def test_a_smaller_batch_makes_room_for_a_context(caplog: pytest.LogCaptureFixture) -> None:
+    """Only by limits that are not given, and no further than the context needs that was asked for."""
+    free = GIB * 6 // 10
+    limits, _ = settled(free=free, device="cuda")
+    assert (limits.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens) == (8192, 128, 1024)
+    assert "at most 128 sequences and 1024 tokens" in caplog.text
+    limits, _ = settled(free=free, device="cuda", max_model_len=2048)
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (256, 2048)
+    limits, _ = settled(free=free, device="cuda", max_num_seqs=256)
+    assert limits.max_num_seqs == 256 == limits.max_num_batched_tokens
+    assert limits.max_model_len < 8192
+    with pytest.raises(ConfigError, match="lower max_model_len"):
+        settled(free=free, device="cuda", max_model_len=8192, max_num_seqs=256)
 
 
 def test_a_cache_smaller_than_a_block_is_refused() -> None:
