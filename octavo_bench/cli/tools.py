@@ -15,9 +15,10 @@ from octavo_bench.cli.results import add_results, begin, check_results, conclude
 
 def add_kinds(kinds: Any) -> None:
     """Add each sub-command; these print what they make themselves."""
-    shape = kinds.add_parser("shape", help="write a model folder of a public model's shape, without weights")
+    shape = kinds.add_parser("shape", help="write a model folder of a public model's shape")
     shape.add_argument("name")
     shape.add_argument("folder", type=Path)
+    shape.add_argument("--weights", action="store_true", help="with random weights, so that engines serve the same")
     shape.set_defaults(run=_shape)
 
     roofline = kinds.add_parser("roofline", help="the least time of a decode step, from bytes and arithmetic")
@@ -79,6 +80,10 @@ def _shape(args: argparse.Namespace) -> int:
     from octavo_bench.dummy_models import write_model
 
     print(write_model(args.name, args.folder))
+    if args.weights:
+        from octavo_bench.dummy_weights import write_weights
+
+        print(f"{write_weights(args.folder) / 1e9:.2f} GB of weights")
     return 0
 
 
