@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import math
+import os
 import shutil
 import statistics
 import subprocess
@@ -55,13 +56,20 @@ def gpus() -> list[str]:
     """Name, driver version and memory of each GPU; empty where there is no NVIDIA driver."""
     if shutil.which("nvidia-smi") is None:
         return []
-    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit", "--format=csv,noheader"]
+    query = "--query-gpu=name,driver_version,memory.total,power.limit"
+    command = ["nvidia-smi", query, "--format=csv,noheader", *_visible()]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return found.stdout.splitlines() if found.returncode == 0 else []
 
 
+def _visible() -> list[str]:
+    """The arguments for the GPUs that programs may use here."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ["-i", visible] if visible else []
+
+
 class GpuWatch:
-    """Utilisation, clocks, power, memory and temperature of every GPU of this machine; nothing without one."""
+    """Utilisation, clocks, power, memory and temperature of every GPU that programs may use; nothing without one."""
 
     def __init__(self, milliseconds: int = MILLISECONDS) -> None:
         self.samples: list[Sample] = []
@@ -70,7 +78,7 @@ class GpuWatch:
         self._process: subprocess.Popen[str] | None = None
         if gpus():
             query = f"--query-gpu=index,{','.join(FIGURES)}"
-            command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", str(milliseconds)]
+            command = ["nvidia-smi", query, "--format=csv,noheader,nounits", *_visible(), "-lms", str(milliseconds)]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             self._reader = threading.Thread(target=self._read, daemon=True)
             self._reader.start()

@@ -15,11 +15,7 @@ from octavo_bench.cli.results import add_results, begin, check_results, conclude
 
 def add_kinds(kinds: Any) -> None:
     """Add each sub-command; these print what they make themselves."""
-    shape = kinds.add_parser("shape", help="write a model folder of a public model's shape")
-    shape.add_argument("name")
-    shape.add_argument("folder", type=Path)
-    shape.add_argument("--weights", action="store_true", help="with random weights, so that engines serve the same")
-    shape.set_defaults(run=_shape)
+    _add_shape(kinds)
 
     roofline = kinds.add_parser("roofline", help="the least time of a decode step, from bytes and arithmetic")
     roofline.add_argument("model", help="a shape's name, or a folder with a config.json")
@@ -74,6 +70,14 @@ def add_kinds(kinds: Any) -> None:
     gpu.add_argument("--deadline", type=float, default=560, help="seconds in all")
     gpu.add_argument("--python-path", help="PYTHONPATH of vLLM, where it is not installed beside Octavo")
     gpu.set_defaults(run=_gpu)
+
+
+def _add_shape(kinds: Any) -> None:
+    shape = kinds.add_parser("shape", help="write a model folder of a public model's shape")
+    shape.add_argument("name")
+    shape.add_argument("folder", type=Path)
+    shape.add_argument("--weights", action="store_true", help="with random weights, so that engines serve the same")
+    shape.set_defaults(run=_shape)
 
 
 def _shape(args: argparse.Namespace) -> int:

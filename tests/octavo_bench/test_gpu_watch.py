@@ -98,3 +98,16 @@ def test_a_trace_needs_a_gpu(
     assert "gpu_trace: nvidia-smi finds no GPU on this machine" in capsys.readouterr().err
     assert main(["bench", "overhead", "--gpu-trace", str(tmp_path / "trace.txt")]) == 2
     assert "gpu_trace: 'trace.txt' must end with .csv or .svg or .png" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("driver")
+def test_only_gpus_that_programs_may_use_are_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text(program.read_text().replace("case", f'echo "$*" >> {said}\ncase', 1))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    watch = GpuWatch()
+    while not watch.samples:
+        time.sleep(0.001)
+    watch.close()
+    assert [line.count("-i 1") for line in said.read_text().splitlines()] == [1, 1]
