@@ -223,11 +223,12 @@ def first_shapes(
     max_drafts: int = 0,
     has_drafter: bool = False,
 ) -> list[StepShape]:
-    """A few shapes that hold every step without extras that has a graph, the largest first.
+    """A few shapes that hold every step without extras that has a graph, the largest first, and that of one sequence,
+    which would take three times as long with the kernels of many.
 
     Startup waits for them, so each one must be worth its kernels' compilation.
     """
-    shapes = {_decode_shape(max_num_seqs, max_num_seqs)}
+    shapes = {_decode_shape(size, max_num_seqs) for size in (1, max_num_seqs)}
     most_drafts = max_num_seqs * max_drafts
     for rows, drafts in itertools.product((512, min(max_num_rows, MIXED_ROWS[-1])), {0, most_drafts}):
         if 1 < rows <= max_num_rows:
@@ -238,25 +239,24 @@ def first_shapes(
         without_drafts = {shape for shape in shapes if not shape.num_drafts}
         shapes |= {shape._replace(has_adapters=True) for shape in _largest(without_drafts)}
     if max_drafts:
-        shapes.add(verification_shape(max_num_seqs, most_drafts, max_num_seqs))
+        shapes |= {verification_shape(size, size * max_drafts, max_num_seqs) for size in (1, max_num_seqs)}
     plain = {shape for shape in shapes if has_drafter and not shape.num_drafts}
     return sorted({*plain, *(_with_drafter(shape, has_drafter) for shape in shapes)}, reverse=True)
 
 
-NEXT_MIXED_ROWS = 256
+NEXT_SEQS, NEXT_MIXED_ROWS = 16, 256
 
 
 def next_shapes(
     max_num_seqs: int, max_num_rows: int, max_drafts: int = 0, has_drafter: bool = False
 ) -> list[StepShape]:
     """Shapes to compile next, the smallest first: small batches are faster with their own kernels."""
-    shapes = {_decode_shape(size, max_num_seqs) for size in (1, 16)}
-    seqs = min(FEW_SEQS[-1], max_num_seqs)
+    few, seqs = min(NEXT_SEQS, max_num_seqs), min(FEW_SEQS[-1], max_num_seqs)
+    shapes = {_decode_shape(few, max_num_seqs)}
     if max_num_rows >= NEXT_MIXED_ROWS:
         shapes.add(padded_shape(NEXT_MIXED_ROWS, seqs, NEXT_MIXED_ROWS, max_num_seqs)[0])
     resting = set(shapes) if has_drafter else set()
-    for size in (1, 16) if max_drafts else ():
-        few = min(size, max_num_seqs)
+    if max_drafts:
         shapes.add(verification_shape(few, few * max_drafts, max_num_seqs))
     if max_drafts and seqs * (1 + max_drafts) < NEXT_MIXED_ROWS <= max_num_rows:
         drafts = seqs * max_drafts
