@@ -21,6 +21,8 @@ BOLD, STEPS_BETWEEN_BOLD = 2, 256
 are rarer, also for no more than fewer drafts cost: of two, the second verifies what the first has made. So sizes are
 tried again that were slow when they were last tried, on a busy machine, without a graph or while kernels were
 compiled, if that could pay."""
+PROBES = 8
+"""Drafts that are verified, whatever they cost, while it is not known whether a drafter's drafts are ever right."""
 MANY_SEQS, PAUSE = 32, 8
 """A batch of many sequences that gains nothing from drafts is looked at again after so many steps."""
 
@@ -80,6 +82,8 @@ class DraftChoice:
                 best, best_speed = count, expected / seconds
         if not best and num_seqs >= MANY_SEQS:
             self._pause = PAUSE
+        if self.drafter_use is not None and self.drafter_use.is_unsure and num_seqs >= PROBES:
+            best = max(best, min(len(slots), PROBES))
         num_measured, phase = divmod(self._num_steps, STEPS_BETWEEN_MEASUREMENTS)
         if phase == STEPS_BETWEEN_MEASUREMENTS // 2:
             best = 1 + num_measured % len(slots)

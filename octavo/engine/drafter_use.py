@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from octavo.engine.step_costs import OUTLIER, StepCosts
+from octavo.engine.step_costs import LEAST_SEEN, StepCosts
 from octavo.steps.shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled
 
 TRIAL = 32
 """Steps with the drafter, after which its use is decided."""
+MOST_LOSS = 16
+"""A trial ends when it has lost the time of so many steps: a large drafter's steps take many times as long."""
 FIRST_REST, LONGEST_REST = 128, 1024
 """Steps without the drafter after a trial that did not pay: twice as many after each such trial, and half as many after
 one that did."""
+OUTLIER = 8.0
+"""Largest ratio of a step's duration to that without the drafter that counts: other steps wait for a compiler."""
+HOPELESS = 0.25
+"""Share of first drafts that are accepted below which the drafter rests."""
+LEAST_TRIED, ENOUGH_TRIED, MOST_TRIED = 4, 16, 64
+"""So many first drafts may show that it is hopeless, so many are wanted, and so many are remembered."""
+MOST_FILLING = 0.1
+"""Share of a step beyond which a drafter does not go on filling its cache while its drafts do not pay."""
 LEAST_COST = 0.01
 """Share of a step that a drafter costs at least, whatever was measured: estimates have errors."""
 FILLING_SHARE = 0.05
-"""Share of a step that filling the drafter's cache is taken for, before any step of so many sequences was without."""
+"""Share of a step that filling the drafter's cache is taken for in the first trial, before a step was without."""
 
 
 class DrafterUse:
@@ -22,7 +32,8 @@ class DrafterUse:
 
     A drafter costs time in every step, even if none of its drafts is verified: it fills its cache with all tokens.
     While it rests, steps are those of an engine without a drafter. Its cache then lacks the tokens of these steps, so
-    that later drafts of the same sequences may be worse; how often they are accepted is learnt as always.
+    that later drafts of the same sequences are worse. So it does not rest because a batch is large, where right drafts
+    do not pay either: it fills its cache, if that is cheap, and drafts again when fewer sequences run.
     """
 
     def __init__(self, filling: StepCosts, drafting: StepCosts) -> None:
@@ -32,11 +43,15 @@ class DrafterUse:
         self._runs = True
         self._num_left = TRIAL
         self._rest = FIRST_REST
+        self._num_seqs = 0
+        """Of the last step of decodes."""
         self._saved = self._spent = 0.0
         """Seconds, over the steps of a trial: what the tokens of accepted drafts would take in steps of decodes without
         the drafter, and what the steps took in addition to those without it."""
         self._plain = 0.0
         """Seconds that the steps of a trial would take without the drafter."""
+        self._tried = self._accepted = 0.0
+        """First drafts of sequences that were verified, and accepted; old ones count less."""
 
     def runs(self) -> bool:
         """Whether the drafter runs in the next step; to be asked once for each step."""
@@ -49,18 +64,44 @@ class DrafterUse:
         if not self._runs:
             self._runs, self._num_left = True, TRIAL
             self._drafting.forget()  # it may be from while kernels were compiled
-        elif self._saved > max(self._spent, LEAST_COST * self._plain):
-            self._num_left, self._rest = TRIAL, max(FIRST_REST, self._rest // 2)
+        elif self._pays or not (self._is_hopeless or self._fills_dearly):
+            self._runs = self._resting.covers(self._num_seqs)
+            self._num_left = TRIAL if self._runs else LEAST_SEEN + 1  # what steps take without it was a guess
+            self._rest = max(FIRST_REST, self._rest // 2)
         else:
             self._runs, self._num_left = False, self._rest
             self._rest = min(2 * self._rest, LONGEST_REST)
         self._saved = self._spent = self._plain = 0.0
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether some drafts are to be verified whatever they cost, since too little is known."""
+        return self._tried < ENOUGH_TRIED
+
+    @property
+    def _is_hopeless(self) -> bool:
+        return self._tried >= LEAST_TRIED and self._accepted < HOPELESS * self._tried
+
+    @property
+    def _pays(self) -> bool:
+        return self._saved > max(self._spent, LEAST_COST * self._plain)
+
+    @property
+    def _fills_dearly(self) -> bool:
+        filling = self._filling.seconds(self._num_seqs)
+        if filling is None or not self._resting.covers(self._num_seqs):
+            return False
+        return filling > (1 + MOST_FILLING) * (self._resting.seconds(self._num_seqs) or filling)
 
     def learn(self, plan: Plan, sampled: list[Sampled]) -> None:
         """Record the results of a step."""
         if plan[0].num_proposed != NO_DRAFTER:
             num_decoding = sum([len(item.tokens) == 1 for item in plan])
             num_accepted = sum([max(0, len(result.tokens) - 1) for result in sampled])
+            if self._tried > MOST_TRIED:
+                self._tried, self._accepted = self._tried / 2, self._accepted / 2
+            self._tried += sum([bool(item.drafts) for item in plan])
+            self._accepted += sum([len(result.tokens) > 1 for result in sampled])
             if num_accepted:
                 self._saved += num_accepted * (self._plain_seconds(num_decoding) or 0.0) / num_decoding
 
@@ -68,6 +109,8 @@ class DrafterUse:
         """Record the duration of a step. ``plain``: what it would take without drafts and the drafter; to be given for
         steps with prompts."""
         num_seqs = len(plan)
+        if plain is None:
+            self._num_seqs = num_seqs
         if plan[0].num_proposed == NO_DRAFTER:
             if plain is None:
                 self._resting.note(num_seqs, seconds)
@@ -76,6 +119,8 @@ class DrafterUse:
             plain = self._plain_seconds(num_seqs) or (1 - FILLING_SHARE) * seconds
         self._plain += plain
         self._spent += min(seconds, OUTLIER * plain) - plain
+        if self._spent - self._saved > MOST_LOSS * plain:
+            self._num_left = 0
 
     def _plain_seconds(self, num_seqs: int) -> float | None:
         """Seconds of a step of decodes without the drafter; ``None`` if nothing is known of such steps."""

@@ -27,6 +27,8 @@ class Speculation:
         self.num_proposed = max_drafts if self.on_device else NO_DRAFTER
         """Drafts of a sequence that the executor's drafter makes at the end of the step that is being planned;
         ``NO_DRAFTER``: it does not run."""
+        self._pays_alone = True
+        """Whether the last step without prompts had drafts, or would have had, had they been made."""
 
     @property
     def num_lookahead(self) -> int:
@@ -37,8 +39,8 @@ class Speculation:
         """The drafts that the next step verifies; ``room`` if the executor has a drafter and the step has prompts.
 
         Drafts of the executor's drafter must be made one step ahead: a step makes as many as it would verify itself,
-        had the step before it made all. With prompts it makes all, and verifies all that were made or none, so that
-        such steps have few shapes: each has a graph, which may be captured while users wait.
+        had the step before it made all. With prompts it makes all or none, and verifies all that were made or none,
+        so that such steps have few shapes: each has a graph, which may be captured while users wait.
         """
         if self.choice is None:
             return {seq: guess.tokens for seq in running if (guess := self._guess(seq)).tokens}
@@ -47,10 +49,10 @@ class Speculation:
             return NO_DRAFTS
         num_made = max(0, self.num_proposed) if self.on_device else self.max_drafts
         if room is not None:
-            self.num_proposed = self.max_drafts
-            guesses = {seq: guess.first(num_made) for seq, guess in self._guesses(running).items()}
-            pays = self.choice.all_pay(guesses, room)
-            return {seq: guess.tokens for seq, guess in guesses.items()} if pays else NO_DRAFTS
+            guesses = self._guesses(running)
+            made = {seq: guess.first(num_made) for seq, guess in guesses.items()}
+            self.num_proposed = self.max_drafts if self._pays_alone or self.choice.all_pay(guesses, room) else 0
+            return {seq: guess.tokens for seq, guess in made.items()} if self.choice.all_pay(made, room) else NO_DRAFTS
         pauses = self.choice.pauses
         num_measured = self.max_drafts if self.on_device and self.choice.measures_next else 0
         if pauses:
@@ -61,6 +63,7 @@ class Speculation:
         if not guesses:
             return NO_DRAFTS
         drafts = self.choice.choose(guesses, num_decoding)
+        self._pays_alone = bool(drafts)
         if self.on_device:
             self.num_proposed = num_measured or max(map(len, drafts.values()), default=0)
         return {seq: tokens[:num_made] for seq, tokens in drafts.items()} if num_made else NO_DRAFTS

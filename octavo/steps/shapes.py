@@ -132,10 +132,8 @@ def kinds(with_adapters: bool, has_drafter: bool = False) -> list[Kind]:
 def padded_shape(
     num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int, kind: Kind = PLAIN, num_drafts: int = 0
 ) -> tuple[StepShape, bool]:
-    """The padded shape of a step, and whether it has a CUDA graph. Its drafter makes all of its drafts or none; beside
-    prompts it makes all, so that there are fewer graphs."""
-    makes_drafts = kind.num_proposed > 0 or (kind.has_drafter and max_query_len > 1)
-    kind = kind._replace(num_proposed=all_drafts(makes_drafts))
+    """The padded shape of a step, and whether it has a CUDA graph. Its drafter makes all of its drafts or none."""
+    kind = kind._replace(num_proposed=all_drafts(kind.num_proposed > 0))
     if num_drafts and num_rows == num_seqs + num_drafts:
         return verification_shape(num_seqs, num_drafts, max_num_seqs, kind), True
     if num_drafts:

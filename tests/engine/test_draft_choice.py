@@ -91,6 +91,23 @@ def test_a_drafter_that_does_not_pay_makes_no_drafts(num_seqs: int, cost_of_draf
     assert speed >= 0.98, "slower than without speculation"
 
 
+def test_a_drafter_as_large_as_the_model_rests() -> None:
+    """Though it is always right: its steps take several times as long, and what they take without it is found out."""
+    seq = sequence()
+    seq.decodes, seq.status = True, Status.RUNNING
+    speculation = Speculation(DeviceDrafts(MAX_DRAFTS), MAX_DRAFTS, DraftChoice(MAX_DRAFTS, on_device=True))
+    num_tokens, spent = 0, 0.0
+    for _ in range(3000):
+        drafts = speculation.choose([seq]).get(seq, ())
+        num_made = speculation.num_proposed
+        seconds = 1.0 if num_made == NO_DRAFTER else 2.0 + num_made
+        plan: Plan = [Scheduled(seq, 2, (1,), drafts, True, seq.epoch, num_proposed=num_made)]
+        speculation.learn(plan, [Sampled([7] * (1 + len(drafts)))])
+        speculation.note_step(plan, seconds)
+        num_tokens, spent = num_tokens + 1 + len(drafts), spent + seconds
+    assert num_tokens / spent > 0.95
+
+
 def test_a_drafter_runs_again_once_its_drafts_are_accepted() -> None:
     """After a long time without success each trial begins anew, and a good one keeps the drafter."""
     filling, seq, ran = StepCosts(), sequence(), list[bool]()
@@ -100,7 +117,8 @@ def test_a_drafter_runs_again_once_its_drafts_are_accepted() -> None:
     for number in range(8000):
         ran.append(use.runs())
         is_good = number >= 4000
-        plan: Plan = [Scheduled(seq, 2, (1,), (), True, 0, num_proposed=1 if ran[-1] else NO_DRAFTER)]
+        drafts = (7,) if ran[-1] else ()
+        plan: Plan = [Scheduled(seq, 2, (1,), drafts, True, 0, num_proposed=1 if ran[-1] else NO_DRAFTER)]
         use.learn(plan, [Sampled([7, 8] if is_good and ran[-1] else [8])])
         use.note_step(plan, 1.2 if ran[-1] else 1.0)
     assert ran[:TRIAL] == [True] * TRIAL

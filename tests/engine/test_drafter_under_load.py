@@ -22,7 +22,7 @@ from octavo.types import Masks, Plan, Sampled
 from tests.engine.making import make_request
 
 K, MAX_SEQS = 3, 256
-PASSES = 2
+PASSES = 3
 
 
 def seconds_of(plan: Plan) -> float:
@@ -51,8 +51,11 @@ class Device:
         self.clock, self.rate = clock, rate
         self.rng = random.Random(1)
         self.free_at = 0.0
+        self.num_steps = self.num_resting = 0
 
     def submit(self, plan: Plan) -> Step:
+        self.num_steps += 1
+        self.num_resting += plan[0].num_proposed == NO_DRAFTER
         self.free_at = max(self.free_at, self.clock.now) + seconds_of(plan) * self.rng.uniform(0.97, 1.03)
         return Step(self, plan, self.free_at)
 
@@ -76,13 +79,19 @@ class Step:
 
 def tokens_per_second(name: str, rate: float | None) -> float:
     """Over passes of a workload behind each other; without a rate, without a drafter."""
+    return served(name, rate)[0]
+
+
+def served(name: str, rate: float | None) -> tuple[float, Device]:
+    """Tokens per second, and the device behind the last step."""
     clock, load, rng = Clock(), WORKLOADS[name], random.Random(1)
+    device = Device(clock, rate or 0.0)
     speculation = None if rate is None else Speculation(DeviceDrafts(K), K, DraftChoice(K, on_device=True))
     cache = KVCache(4000, 64, enable_prefix_caching=False)
     scheduler = Scheduler(
         cache, max_num_seqs=MAX_SEQS, max_num_batched_tokens=2048, clock=clock, speculation=speculation
     )
-    engine = Engine(scheduler, Device(clock, rate or 0.0), depth=2)
+    engine = Engine(scheduler, device, depth=2)
     num_left, num_live, num_tokens = PASSES * load.prompts, 0, 0
     while num_left or num_live:
         while num_left and num_live < load.concurrency:
@@ -94,7 +103,7 @@ def tokens_per_second(name: str, rate: float | None) -> float:
         for output in engine.step():
             num_tokens += len(output.tokens)
             num_live -= output.finish_reason is not None
-    return num_tokens / clock.now
+    return num_tokens / clock.now, device
 
 
 @pytest.mark.parametrize(("name", "least"), [("W1", 1.4), ("W2", 1.9), ("W3", 1.1), ("W4", 0.98)])
@@ -106,3 +115,11 @@ def test_drafts_that_are_accepted_make_every_load_faster(name: str, least: float
 @pytest.mark.parametrize("name", ["W1", "W2", "W3", "W4"])
 def test_drafts_that_are_rejected_cost_little(name: str) -> None:
     assert tokens_per_second(name, 0.0) > 0.98 * tokens_per_second(name, None)
+
+
+def test_a_drafter_that_is_right_keeps_its_cache_in_large_batches() -> None:
+    """Where even accepted drafts do not pay, so that it can draft for the same sequences once others have ended."""
+    _, device = served("W4", 0.7225)
+    assert device.num_resting < 0.05 * device.num_steps
+    _, device = served("W4", 0.0)
+    assert device.num_resting > 0.8 * device.num_steps
