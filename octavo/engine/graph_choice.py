@@ -59,6 +59,8 @@ class GraphChoice:
         self._compiled: list[StepShape] = []
         self._wanted: dict[StepShape, None] = {}
         """Shapes of steps that were padded to others, oldest first: their graphs are the first when it is idle."""
+        self._nearest: dict[StepShape, StepShape | None] = {}
+        """The smallest captured shape that holds another one, as long as nothing more is captured."""
         self._next_capture = float("inf")
         self._last_capture = float("-inf")
         self._has_extra_kernels = threading.Event()
@@ -85,8 +87,11 @@ class GraphChoice:
         """
         if shape in self._captured:
             return shape, True
-        self._wanted[shape] = None
-        known = _smallest(self._captured, shape)
+        nearest = self._nearest  # another thread may put a new one there
+        if shape not in nearest:
+            self._wanted[shape] = None
+            nearest[shape] = _smallest(self._captured, shape)
+        known = nearest[shape]
         if known is not None and _size(known) <= NEARLY * _size(shape):
             return known, True
         now = time.monotonic()
@@ -104,6 +109,7 @@ class GraphChoice:
 
     def _note_captured(self, shape: StepShape) -> None:
         self._captured.add(shape)
+        self._nearest = {}
         self._wanted.pop(shape, None)
 
     # ---- compiling and capturing, at startup and in the background
@@ -134,7 +140,7 @@ class GraphChoice:
             return
         started = time.perf_counter()
         lost, first = self._captured, first_shapes(*self._limits)
-        self._captured = set()
+        self._captured, self._nearest = set(), {}
         self._compiled += lost.difference(first)
         for reply in [self._capture(runner, shape) for shape in first]:
             reply.wait()

@@ -469,7 +469,7 @@ def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> 
     small_extra = small._replace(has_extras=True)
 
     def fit(shape: StepShape, compiled: tuple[StepShape, ...] = ()) -> StepShape:
-        graphs._captured, graphs._compiled = set(first), list(compiled)
+        graphs._captured, graphs._nearest, graphs._compiled = set(first), {}, list(compiled)
         found, has_graph = graphs.fit(shape)
         assert (found in graphs) is has_graph, "what a step runs through is captured by then"
         return found  # type: ignore[no-any-return]
