@@ -1,4 +1,4 @@
-"""Whether the executor's drafter runs at all: while it raises the tokens per second of steps of decodes."""
+"""Whether the executor's drafter runs at all: while its drafts pay, or might if fewer sequences ran."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DrafterUse:
         if not self._runs:
             self._runs, self._num_left = True, TRIAL
             self._drafting.forget()  # it may be from while kernels were compiled
-        elif self._pays or not (self._is_hopeless or self._fills_dearly):
+        elif self._pays or not (self._is_hopeless or self._filling_is_costly):
             self._runs = self._resting.covers(self._num_seqs)
             self._num_left = TRIAL if self._runs else LEAST_SEEN + 1  # what steps take without it was a guess
             self._rest = max(FIRST_REST, self._rest // 2)
@@ -87,7 +87,7 @@ class DrafterUse:
         return self._saved > max(self._spent, LEAST_COST * self._plain)
 
     @property
-    def _fills_dearly(self) -> bool:
+    def _filling_is_costly(self) -> bool:
         filling = self._filling.seconds(self._num_seqs)
         if filling is None or not self._resting.covers(self._num_seqs):
             return False

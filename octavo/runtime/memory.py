@@ -33,6 +33,7 @@ CPU_KV_MEMORY = 1 * GIB
 CPU_KV_SHARE = 0.5
 """Default share of free memory for the KV cache on a CPU."""
 LEAST_CONTEXT = 8192
+"""A context, if the model has it, for which the batch is made smaller where memory is little."""
 LEAST_SEQS, LEAST_TOKENS = 16, 256
 """Limits of a batch are not made smaller than these for a longer context."""
 LOGITS_COPIES = 4
