@@ -51,13 +51,16 @@ class AcceptanceRates:
         self._of_all = Counts(max_drafts)
         self._of: WeakKeyDictionary[Sequence, Counts] = WeakKeyDictionary()
 
+    def fade(self) -> None:
+        """One more step has ended: what is known of all sequences counts a little less."""
+        self._of_all.forget(OF_ALL)
+
     def learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Record a step of ``seq``, with or without drafts."""
         own = self._of.get(seq)
         if own is None:
             own = self._of[seq] = Counts(self._max_drafts)
         own.forget(OF_SEQUENCE)
-        self._of_all.forget(OF_ALL)
         if num_drafts:
             own.add(num_drafts, num_accepted)
             self._of_all.add(num_drafts, num_accepted)

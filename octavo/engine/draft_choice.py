@@ -107,6 +107,7 @@ class DraftChoice:
         """Record which drafts of a committed plan were accepted."""
         if self.drafter_use is not None:
             self.drafter_use.learn(plan, sampled)
+        self.rates.fade()
         for item, result in zip(plan, sampled, strict=True):
             if item.samples and result.tokens and not item.is_stale:
                 self.rates.learn(item.seq, len(item.drafts), len(result.tokens) - 1)

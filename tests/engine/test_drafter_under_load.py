@@ -3,6 +3,7 @@ take about as long as those of Qwen3-8B with an EAGLE-3 head on an H100."""
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 
@@ -82,6 +83,7 @@ def tokens_per_second(name: str, rate: float | None) -> float:
     return served(name, rate)[0]
 
 
+@functools.cache
 def served(name: str, rate: float | None) -> tuple[float, Device]:
     """Tokens per second, and the device behind the last step."""
     clock, load, rng = Clock(), WORKLOADS[name], random.Random(1)
