@@ -92,7 +92,7 @@ class GraphChoice:
             self._wanted[shape] = None
             nearest[shape] = _smallest(self._captured, shape)
         known = nearest[shape]
-        if known is not None and _size(known) <= NEARLY * _size(shape):
+        if known is not None and _is_nearly(known, shape):
             return known, True
         now = time.monotonic()
         if now >= self._next_capture:
@@ -192,9 +192,10 @@ def _smallest(shapes: Iterable[StepShape], shape: StepShape) -> StepShape | None
     return min((known for known in tuple(shapes) if known.holds(shape)), default=None)
 
 
-def _size(shape: StepShape) -> int:
-    """Rows of the layers and of the head."""
-    return shape.num_rows + shape.num_samples
+def _is_nearly(known: StepShape, shape: StepShape) -> bool:
+    """Whether ``known``, which holds ``shape``, has hardly more rows of layers and head, and makes as many drafts."""
+    size, least = known.num_rows + known.num_samples, shape.num_rows + shape.num_samples
+    return size <= NEARLY * least and known.num_proposed == shape.num_proposed
 
 
 def _prepare_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner]) -> None:

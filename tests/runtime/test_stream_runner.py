@@ -498,6 +498,9 @@ def test_a_graph_of_nearly_the_size_will_do_until_the_device_is_idle() -> None:
     assert graphs.fit(StepShape(16, 16, 1)) == (StepShape(20, 20, 1), True)
     assert graphs.fit(StepShape(448, 64, 448)) == (StepShape(512, 64, 512), True)
     assert graphs.fit(StepShape(8, 8, 1)) == (StepShape(8, 8, 1), True), "twice the rows are too many"
+    fills = StepShape(20, 20, 1, has_drafter=True)
+    graphs._captured, graphs._next_capture = graphs._captured | {fills._replace(num_proposed=32)}, 0.0
+    assert graphs.fit(fills) == (fills, True), "drafts that nobody asked for take long to make"
     captured: list[StepShape] = []
     runner: Any = SimpleNamespace(
         is_closed=False,
