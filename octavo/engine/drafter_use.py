@@ -11,8 +11,8 @@ TRIAL = 32
 MOST_LOSS = 16
 """A trial ends when it has lost the time of so many steps: a large drafter's steps take many times as long."""
 FIRST_REST, LONGEST_REST = 128, 1024
-"""Steps without the drafter after a trial that did not pay: twice as many after each such trial, and half as many after
-one that did."""
+"""Steps after a trial that did not pay, without the drafter or with its costs measured anew: twice as many after each
+such trial, and half as many after one that did."""
 OUTLIER = 8.0
 """Largest ratio of a step's duration to that without the drafter that counts: other steps wait for a compiler."""
 HOPELESS = 0.25
@@ -61,16 +61,18 @@ class DrafterUse:
         return self._runs
 
     def _decide(self) -> None:
+        pays = self._pays
+        if not pays:
+            self._drafting.forget()  # what drafts cost may be from while kernels were compiled
         if not self._runs:
             self._runs, self._num_left = True, TRIAL
-            self._drafting.forget()  # it may be from while kernels were compiled
-        elif self._pays or not (self._is_hopeless or self._filling_is_costly):
-            self._runs = self._resting.covers(self._num_seqs)
-            self._num_left = TRIAL if self._runs else LEAST_SEEN + 1  # what steps take without it was a guess
-            self._rest = max(FIRST_REST, self._rest // 2)
+        elif not self._resting.covers(self._num_seqs) and (pays or not self._is_hopeless):
+            self._runs, self._num_left = False, LEAST_SEEN + 1  # what steps take without the drafter was a guess
+        elif pays:
+            self._num_left, self._rest = TRIAL, max(FIRST_REST, self._rest // 2)
         else:
-            self._runs, self._num_left = False, self._rest
-            self._rest = min(2 * self._rest, LONGEST_REST)
+            self._runs = not (self._is_hopeless or self._filling_is_costly)
+            self._num_left, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
         self._saved = self._spent = self._plain = 0.0
 
     @property
