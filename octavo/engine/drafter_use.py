@@ -21,10 +21,6 @@ LEAST_TRIED, ENOUGH_TRIED, MOST_TRIED = 4, 16, 64
 """So many first drafts may show that it is hopeless, so many are wanted, and so many are remembered."""
 MOST_FILLING = 0.1
 """Share of a step beyond which a drafter does not go on filling its cache while its drafts do not pay."""
-LEAST_COST = 0.01
-"""Share of a step that a drafter costs at least, whatever was measured: estimates have errors."""
-FILLING_SHARE = 0.05
-"""Share of a step that filling the drafter's cache is taken for in the first trial, before a step was without."""
 
 
 class DrafterUse:
@@ -48,8 +44,6 @@ class DrafterUse:
         self._saved = self._spent = 0.0
         """Seconds, over the steps of a trial: what the tokens of accepted drafts would take in steps of decodes without
         the drafter, and what the steps took in addition to those without it."""
-        self._plain = 0.0
-        """Seconds that the steps of a trial would take without the drafter."""
         self._tried = self._accepted = 0.0
         """First drafts of sequences that were verified, and accepted; old ones count less."""
 
@@ -73,7 +67,7 @@ class DrafterUse:
         else:
             self._runs = not (self._is_hopeless or self._filling_is_costly)
             self._num_left, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
-        self._saved = self._spent = self._plain = 0.0
+        self._saved = self._spent = 0.0
 
     @property
     def is_unsure(self) -> bool:
@@ -86,7 +80,7 @@ class DrafterUse:
 
     @property
     def _pays(self) -> bool:
-        return self._saved > max(self._spent, LEAST_COST * self._plain)
+        return self._saved > max(self._spent, 0.0)
 
     @property
     def _filling_is_costly(self) -> bool:
@@ -118,15 +112,11 @@ class DrafterUse:
                 self._resting.note(num_seqs, seconds)
             return
         if plain is None:
-            plain = self._plain_seconds(num_seqs) or (1 - FILLING_SHARE) * seconds
-        self._plain += plain
+            plain = self._plain_seconds(num_seqs) or seconds
         self._spent += min(seconds, OUTLIER * plain) - plain
         if self._spent - self._saved > MOST_LOSS * plain:
             self._num_left = 0
 
     def _plain_seconds(self, num_seqs: int) -> float | None:
-        """Seconds of a step of decodes without the drafter; ``None`` if nothing is known of such steps."""
-        if self._resting.covers(num_seqs):
-            return self._resting.seconds(num_seqs)
-        filling = self._filling.seconds(num_seqs)
-        return None if filling is None else (1 - FILLING_SHARE) * filling
+        """Seconds of a step of decodes without the drafter; before any such step, of one that fills its cache."""
+        return (self._resting if self._resting.covers(num_seqs) else self._filling).seconds(num_seqs)
