@@ -109,10 +109,6 @@ def free_memory(device: torch.device, gpu_memory_utilization: float) -> int:
     return min((size for size in known if size is not None), default=4 * GIB)
 
 
-class NoRoom(ConfigError):
-    """The KV cache does not fit besides weights and activations."""
-
-
 def settle(
     settings: EngineConfig,
     model: ModelConfig,
@@ -123,52 +119,17 @@ def settle(
     free: int,
     num_ranks: int = 1,
     draft_specs: Sequence[LayerCacheSpec] = (),
+    batch: tuple[int, int] | None = None,
 ) -> tuple[Limits, MemoryBudget]:
     """Resolve the limits that the settings leave open, given the free bytes and those of the loaded weights by format.
 
     With several ranks, all bytes are those of one rank, ``free`` of the rank that has least. ``draft_specs`` say what
     the layers of a drafter cache, next to those of the model.
     A context as long as was asked for, or of ``LEAST_CONTEXT``, is worth more than a large batch: limits of the batch
-    that are not given are halved until it fits.
+    that are not given are halved until it fits; ``batch``, sequences and tokens, is what they were halved to.
     Raises ``ConfigError`` naming the setting to change when something does not fit.
     """
-    batch = batch_limits(settings.scheduler, DEFAULTS[device])
-    needed = settings.model.max_model_len or min(model.max_position_embeddings, LEAST_CONTEXT)
-    is_given = settings.cache.num_kv_blocks is not None or settings.cache.kv_cache_memory is not None
-    while True:
-        smaller = _smaller_batch(settings.scheduler, batch)
-        try:
-            limits, budget = _settle(
-                settings, model, kv_dtype, dtype, device, weights, free, num_ranks, draft_specs, batch
-            )
-            if limits.max_model_len >= needed or smaller is None or is_given:
-                break
-        except NoRoom:
-            if smaller is None:
-                raise
-        batch = smaller
-    if batch != batch_limits(settings.scheduler, DEFAULTS[device]):
-        logger.warning("steps have at most %d sequences and %d tokens, so that longer contexts fit into memory", *batch)
-    if settings.model.max_model_len is None and limits.max_model_len < model.max_position_embeddings:
-        shorter = limits.max_model_len, model.max_position_embeddings, budget.kv_cache / GIB
-        logger.warning("max_model_len is %d, not the model's %d: the KV cache has %.2f GiB", *shorter)
-    return limits, budget
-
-
-def _settle(
-    settings: EngineConfig,
-    model: ModelConfig,
-    kv_dtype: torch.dtype,
-    dtype: torch.dtype,
-    device: str,
-    weights: Mapping[str, int],
-    free: int,
-    num_ranks: int,
-    draft_specs: Sequence[LayerCacheSpec],
-    batch: tuple[int, int],
-) -> tuple[Limits, MemoryBudget]:
-    """``settle`` for a batch of at most so many sequences and tokens; raises ``NoRoom``."""
-    max_num_seqs, max_num_batched_tokens = batch
+    max_num_seqs, max_num_batched_tokens = batch or batch_limits(settings.scheduler, DEFAULTS[device])
     block_size = settings.cache.block_size or DEFAULTS[device].block_size
     max_model_len = _longest_asked(settings, model)
     activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks)
@@ -182,6 +143,10 @@ def _settle(
     pools = GroupMemory.of(specs, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens)
     per_block = sum(pools.bytes_per_block)
     given = _given_blocks(settings.cache, per_block)
+    needed = settings.model.max_model_len or min(model.max_position_embeddings, LEAST_CONTEXT)
+    smaller = _smaller_batch(settings.scheduler, max_num_seqs, max_num_batched_tokens)
+    if smaller and (pools.least_bytes(needed) if given is None else given * per_block) > room:
+        return settle(settings, model, kv_dtype, dtype, device, weights, free, num_ranks, draft_specs, smaller)
     if settings.model.max_model_len is None:
         max_model_len = _longest_that_fits(pools, max_model_len, room if given is None else given * per_block)
     kept = pools.kept(max_model_len)[0]
@@ -194,6 +159,8 @@ def _settle(
     kv_bytes, first_bytes = pools.num_bytes(num_blocks), pools.bytes_per_block[0]
     of_others = kv_bytes - num_blocks[0] * first_bytes
     _check_fit(max_model_len, kept, num_blocks[0], block_size, first_bytes, room - of_others)
+    if batch is not None:
+        logger.warning("steps have at most %d sequences and %d tokens, so that longer contexts fit into memory", *batch)
     limits = Limits(max_model_len, block_size, tuple(groups), tuple(num_blocks), max_num_seqs, max_num_batched_tokens)
     return limits, MemoryBudget(sum(weights.values()), kv_bytes, activations, logits)
 
@@ -218,14 +185,14 @@ def batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple
     return seqs, tokens or max(defaults.max_num_batched_tokens, seqs)
 
 
-def _smaller_batch(settings: SchedulerSettings, batch: tuple[int, int]) -> tuple[int, int] | None:
+def _smaller_batch(settings: SchedulerSettings, num_seqs: int, num_tokens: int) -> tuple[int, int] | None:
     """Half of the limits that are not given; ``None`` if that is no less or too little."""
-    seqs, tokens = batch
+    seqs, tokens = num_seqs, num_tokens
     if settings.max_num_seqs is None:
         seqs = max(min(seqs, LEAST_SEQS), seqs // 2)
     if settings.max_num_batched_tokens is None:
         tokens = max(min(tokens, LEAST_TOKENS), tokens // 2, seqs)
-    return (seqs, tokens) if (seqs, tokens) != batch else None
+    return (seqs, tokens) if (seqs, tokens) != (num_seqs, num_tokens) else None
 
 
 def _longest_asked(settings: EngineConfig, model: ModelConfig) -> int:
@@ -247,7 +214,16 @@ def _longest_that_fits(pools: GroupMemory, longest: int, size: int) -> int:
     )
     if blocks <= 1:
         return longest
-    return (blocks - 1) * block_size
+    fitting = (blocks - 1) * block_size
+    logger.warning(
+        "max_model_len is %d, not the model's %d: %.2f GiB of memory are left for the KV cache, and one sequence of "
+        "that length takes %.2f GiB",
+        fitting,
+        longest,
+        size / GIB,
+        pools.least_bytes(longest) / GIB,
+    )
+    return fitting
 
 
 def _given_blocks(settings: CacheSettings, per_block: int) -> int | None:
@@ -270,7 +246,7 @@ def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, 
             f"{block_size}; lower max_model_len to {num_blocks * block_size}, or raise num_kv_blocks or kv_cache_memory"
         )
     if num_blocks * per_block > room:
-        raise NoRoom(
+        raise ConfigError(
             f"the KV cache needs {num_blocks * per_block / GIB:.2f} GiB ({num_blocks} blocks of {block_size} tokens) "
             f"but {max(room, 0) / GIB:.2f} GiB of memory are free besides weights and activations; "
             f"lower max_model_len (now {max_model_len}; {max(room // per_block, 0) * block_size} would fit), "
