@@ -15,24 +15,26 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
 
+from octavo.models.outline import Outline
 from octavo.models.registry import load_model, read_config
 from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Part
 from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.safetensors import read_configs
 
 SHARD_BYTES = 4 << 30
 
 
-class Asked(DummyCheckpoint):
-    """Notes the tensors that a model asks for, and gives it their shapes."""
+class Asked(Outline):
+    """Notes the shapes of the tensors that a model asks for."""
 
     def __init__(self, checkpoint: DummyCheckpoint) -> None:
-        self.config = checkpoint.config
+        super().__init__(checkpoint, leave_out=frozenset())
         self.shapes: dict[str, tuple[int, ...]] = {}
 
-    def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def load(self, name: str, shape: tuple[int, ...]) -> Part:
         self.shapes[name] = shape
-        return torch.empty(shape, device="meta")
+        return super().load(name, shape)
 
 
 def write_weights(folder: Path, seed: int = 0) -> int:
