@@ -18,7 +18,8 @@ OUTLIER = 8.0
 HOPELESS = 0.25
 """Share of first drafts that are accepted below which the drafter rests."""
 LEAST_TRIED, ENOUGH_TRIED, MOST_TRIED = 4, 16, 64
-"""So many first drafts may show that it is hopeless, so many are wanted, and so many are remembered."""
+"""Numbers of first drafts: the least that this share is computed of, those after which none are verified just for it,
+and those after which old ones count half."""
 MOST_FILLING = 0.1
 """Share of a step beyond which a drafter does not go on filling its cache while its drafts do not pay."""
 
@@ -61,7 +62,7 @@ class DrafterUse:
         if not self._runs:
             self._runs, self._num_left = True, TRIAL
         elif not self._resting.covers(self._num_seqs) and (pays or not self._is_hopeless):
-            self._runs, self._num_left = False, LEAST_SEEN + 1  # what steps take without the drafter was a guess
+            self._runs, self._num_left = False, LEAST_SEEN + 1  # their seconds without the drafter were estimated
         elif pays:
             self._num_left, self._rest = TRIAL, max(FIRST_REST, self._rest // 2)
         else:

@@ -56,7 +56,8 @@ class Speculation:
         pauses = self.choice.pauses
         num_measured = self.max_drafts if self.on_device and self.choice.measures_next else 0
         if pauses:
-            self.num_proposed = num_measured if self.on_device else NO_DRAFTER
+            if self.on_device:
+                self.num_proposed = num_measured
             return NO_DRAFTS
         num_decoding = sum([seq.decodes and seq.status is Status.RUNNING for seq in running])
         guesses = self._guesses(running)

@@ -131,9 +131,9 @@ class StepBudget:
     def plain_seconds(self, plan: Plan) -> float | None:
         """Predicted seconds of a step with prompts, without drafts and without the executor's drafter; ``None`` for a
         step of decodes alone, whose seconds are known better."""
-        load = load_of(plan)
-        if not load.has_prompt:
+        if all(len(item.tokens) == 1 for item in plan):
             return None
+        load = load_of(plan)
         rows = load.rows - sum([len(item.drafts) for item in plan])
         return self.model.seconds(load.without_drafter._replace(rows=rows))
 
