@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from octavo.engine.proposer import Guess
+from octavo.engine.proposer import Proposal
 from octavo.errors import RunnerError
 from octavo.types import (
     ON_DEVICE,
@@ -140,14 +140,14 @@ class ToyProposer:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def propose(self, seq: Sequence, count: int) -> Guess:
+    def propose(self, seq: Sequence, count: int) -> Proposal:
         prefix = empty_digest(seq.request.cache_salt)
         num_pending = seq.tokens.count(None)
         for token in seq.tokens[: len(seq.tokens) - num_pending]:
             assert token is not None, "a token follows a pending one"
             prefix = digest(prefix, token)
         guesses = guess_tokens(self.rng, prefix, num_pending + min(count, self.rng.randrange(5)))
-        return Guess(tuple(guesses[num_pending:]))
+        return Proposal(tuple(guesses[num_pending:]))
 
     def forget(self, seq: Sequence) -> None:
         """There is nothing to forget."""
@@ -160,8 +160,8 @@ class DeviceProposer:
         self.rng = rng
         self.num_lookahead = rng.randrange(4)
 
-    def propose(self, seq: Sequence, count: int) -> Guess:
-        return Guess((ON_DEVICE,) * min(count, self.rng.randrange(NUM_DEVICE_DRAFTS + 1)))
+    def propose(self, seq: Sequence, count: int) -> Proposal:
+        return Proposal((ON_DEVICE,) * min(count, self.rng.randrange(NUM_DEVICE_DRAFTS + 1)))
 
     def forget(self, seq: Sequence) -> None:
         """There is nothing to forget."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.engine.proposer import Guess
+from octavo.engine.proposer import Proposal
 from octavo.engine.speculation import Speculation
 from octavo.types import Sequence
 
@@ -20,8 +20,8 @@ class FromFunction:
     def __init__(self, guesses: Guesses) -> None:
         self.guesses = guesses
 
-    def propose(self, seq: Sequence, count: int) -> Guess:
-        return Guess(tuple(self.guesses(seq)[:count]))
+    def propose(self, seq: Sequence, count: int) -> Proposal:
+        return Proposal(tuple(self.guesses(seq)[:count]))
 
     def forget(self, seq: Sequence) -> None:
         """There is nothing to forget."""

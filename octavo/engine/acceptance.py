@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from octavo.types import Sequence
 
 PRIOR, PRIOR_WEIGHT = 0.5, 8.0
-"""Rate before anything is known, and the number of drafts that this guess is worth: fewer would be given up after the
+"""Rate before anything is known, and the number of drafts that it is worth: fewer would be given up after the
 first few that are rejected."""
 RATE_WEIGHT = 2.0
 """Number of drafts of a sequence that the rate of all sequences is worth."""

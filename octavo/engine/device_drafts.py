@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.engine.proposer import Guess
+from octavo.engine.proposer import Proposal
 from octavo.types import ON_DEVICE, Sequence
 
 
@@ -14,9 +14,9 @@ class DeviceDrafts:
         self.num_lookahead = num_drafts if num_lookahead is None else num_lookahead
         self._all = (ON_DEVICE,) * num_drafts
 
-    def propose(self, seq: Sequence, count: int) -> Guess:
+    def propose(self, seq: Sequence, count: int) -> Proposal:
         """See ``Proposer``."""
-        return Guess(self._all[:count])
+        return Proposal(self._all[:count])
 
     def forget(self, seq: Sequence) -> None:
         """Nothing is kept."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from octavo.engine.acceptance import AcceptanceRates
 from octavo.engine.drafter_use import DrafterUse
-from octavo.engine.proposer import Guess
+from octavo.engine.proposer import Proposal
 from octavo.engine.step_budget import DraftRoom
 from octavo.engine.step_costs import StepCosts
 from octavo.types import Plan, Sampled, Sequence
@@ -58,12 +58,12 @@ class DraftChoice:
         """Whether the step after the one that is being planned has drafts whatever they promise."""
         return (self._num_steps + 1) % STEPS_BETWEEN_MEASUREMENTS == STEPS_BETWEEN_MEASUREMENTS // 2
 
-    def choose(self, guesses: Mapping[Sequence, Guess], num_seqs: int) -> dict[Sequence, tuple[int, ...]]:
-        """The drafts to verify out of ``guesses``, in a step of ``num_seqs`` sequences that decode."""
+    def choose(self, proposals: Mapping[Sequence, Proposal], num_seqs: int) -> dict[Sequence, tuple[int, ...]]:
+        """The drafts to verify out of ``proposals``, in a step of ``num_seqs`` sequences that decode."""
         slots = sorted(
             (-survival, position, number)
-            for number, (seq, guess) in enumerate(guesses.items())
-            for position, survival in enumerate(self.rates.survivals(seq, len(guess.tokens), guess.chances))
+            for number, (seq, proposal) in enumerate(proposals.items())
+            for position, survival in enumerate(self.rates.survivals(seq, len(proposal.tokens), proposal.chances))
         )
         plain = self.costs.seconds(num_seqs)
         if plain is None or not slots:
@@ -87,20 +87,26 @@ class DraftChoice:
         num_measured, phase = divmod(self._num_steps, STEPS_BETWEEN_MEASUREMENTS)
         if phase == STEPS_BETWEEN_MEASUREMENTS // 2:
             best = 1 + num_measured % len(slots)
-        counts = [0] * len(guesses)
+        counts = [0] * len(proposals)
         for _, _, number in slots[:best]:
             counts[number] += 1
-        return {seq: guess.tokens[:count] for (seq, guess), count in zip(guesses.items(), counts, strict=True) if count}
+        return {
+            seq: proposal.tokens[:count]
+            for (seq, proposal), count in zip(proposals.items(), counts, strict=True)
+            if count
+        }
 
-    def all_pay(self, guesses: Mapping[Sequence, Guess], room: DraftRoom) -> bool:
-        """Whether a step with prompts gains from all ``guesses``: whether the tokens that they promise take less time
-        in their rows than in a step of these sequences without drafts and prompts."""
-        num_drafts = sum([len(guess.tokens) for guess in guesses.values()])
-        plain = self.costs.seconds(len(guesses))
+    def all_pay(self, proposals: Mapping[Sequence, Proposal], room: DraftRoom) -> bool:
+        """Whether a mixed step should verify all drafts of ``proposals``: whether the tokens that are expected to be
+        accepted take less time there, in the rows of the drafts, than in decode steps of these sequences."""
+        num_drafts = sum([len(proposal.tokens) for proposal in proposals.values()])
+        plain = self.costs.seconds(len(proposals))
         if plain is None or not 0 < num_drafts <= room.num_drafts:
             return False
-        survivals = [self.rates.survivals(seq, len(guess.tokens), guess.chances) for seq, guess in guesses.items()]
-        saved = sum(map(sum, survivals)) * plain / len(guesses)
+        survivals = [
+            self.rates.survivals(seq, len(proposal.tokens), proposal.chances) for seq, proposal in proposals.items()
+        ]
+        saved = sum(map(sum, survivals)) * plain / len(proposals)
         return saved > (1 + MARGIN) * num_drafts * room.row_seconds(num_drafts)
 
     def learn(self, plan: Plan, sampled: list[Sampled]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
-from octavo.engine.proposer import Guess
+from octavo.engine.proposer import Proposal
 from octavo.speculative_config import Ngram
 from octavo.types import Sequence
 
@@ -22,7 +22,7 @@ class NgramProposer:
         self.settings = settings
         self._seen: WeakKeyDictionary[Sequence, Seen] = WeakKeyDictionary()
 
-    def propose(self, seq: Sequence, count: int) -> Guess:
+    def propose(self, seq: Sequence, count: int) -> Proposal:
         """See ``Proposer``."""
         seen = self._seen.get(seq)
         if seen is None:
@@ -31,7 +31,7 @@ class NgramProposer:
         while seq.tokens[num_known - 1] is None:
             num_known -= 1
         num_pending = len(seq.tokens) - num_known
-        return Guess(tuple(seen.continuation(seq.tokens, num_known, num_pending + count)[num_pending:]))
+        return Proposal(tuple(seen.continuation(seq.tokens, num_known, num_pending + count)[num_pending:]))
 
     def forget(self, seq: Sequence) -> None:
         """See ``Proposer``."""

@@ -7,19 +7,19 @@ from typing import NamedTuple, Protocol
 from octavo.types import Sequence
 
 
-class Guess(NamedTuple):
+class Proposal(NamedTuple):
     """Drafts for the next tokens of a sequence."""
 
     tokens: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
     """Probability that each is accepted, given that those before it are; empty: the engine uses what it has learnt."""
 
-    def first(self, count: int) -> Guess:
+    def first(self, count: int) -> Proposal:
         """Its first ``count`` drafts."""
-        return Guess(self.tokens[:count], self.chances[:count])
+        return Proposal(self.tokens[:count], self.chances[:count])
 
 
-NO_GUESS = Guess()
+NO_PROPOSAL = Proposal()
 
 
 class Proposer(Protocol):
@@ -28,11 +28,11 @@ class Proposer(Protocol):
     num_lookahead: int
     """Positions behind a step's rows to which the executor's drafter writes keys and values; 0 without one."""
 
-    def propose(self, seq: Sequence, count: int) -> Guess:
+    def propose(self, seq: Sequence, count: int) -> Proposal:
         """At most ``count`` drafts for positions ``len(seq.tokens)`` and after; called once for each planned step.
 
         The last entries of ``seq.tokens`` may be ``None``: steps in flight are sampling them, at most so many. The
-        proposer guesses these too, and leaves them out of its drafts.
+        proposer predicts these too, and leaves them out of its drafts.
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from octavo.engine.draft_choice import DraftChoice
-from octavo.engine.proposer import NO_GUESS, Guess, Proposer
+from octavo.engine.proposer import NO_PROPOSAL, Proposal, Proposer
 from octavo.engine.step_budget import DraftRoom
 from octavo.steps.shapes import NO_DRAFTER
 from octavo.types import Plan, Sampled, Sequence, Status
@@ -28,7 +28,7 @@ class Speculation:
         """Drafts of a sequence that the executor's drafter makes at the end of the step that is being planned;
         ``NO_DRAFTER``: it does not run."""
         self._pays_alone = True
-        """Whether the last step without prompts had drafts, or would have had, had they been made."""
+        """Whether the last step of decodes had drafts, or would have had, had they been made."""
 
     @property
     def num_lookahead(self) -> int:
@@ -36,23 +36,25 @@ class Speculation:
         return self.proposer.num_lookahead
 
     def choose(self, running: Iterable[Sequence], room: DraftRoom | None = None) -> Drafts:
-        """The drafts that the next step verifies; ``room`` if the executor has a drafter and the step has prompts.
+        """The drafts that the next step verifies; ``room`` for a mixed step of an executor that has a drafter.
 
         Drafts of the executor's drafter must be made one step ahead: a step makes as many as it would verify itself,
-        had the step before it made all. With prompts it makes all or none, and verifies all that were made or none,
-        so that such steps have few shapes: each has a graph, which may be captured while users wait.
+        had the step before it made all. A mixed step makes all or none, and verifies all that were made or none, so
+        that there are few padded shapes: each has a graph, which may be captured while users wait.
         """
         if self.choice is None:
-            return {seq: guess.tokens for seq in running if (guess := self._guess(seq)).tokens}
+            return {seq: proposal.tokens for seq in running if (proposal := self._proposal(seq)).tokens}
         if self.choice.drafter_use is not None and not self.choice.drafter_use.runs():
             self.num_proposed = NO_DRAFTER
             return NO_DRAFTS
         num_made = max(0, self.num_proposed) if self.on_device else self.max_drafts
         if room is not None:
-            guesses = self._guesses(running)
-            made = {seq: guess.first(num_made) for seq, guess in guesses.items()}
-            self.num_proposed = self.max_drafts if self._pays_alone or self.choice.all_pay(guesses, room) else 0
-            return {seq: guess.tokens for seq, guess in made.items()} if self.choice.all_pay(made, room) else NO_DRAFTS
+            proposals = self._proposals(running)
+            made = {seq: proposal.first(num_made) for seq, proposal in proposals.items()}
+            self.num_proposed = self.max_drafts if self._pays_alone or self.choice.all_pay(proposals, room) else 0
+            if not self.choice.all_pay(made, room):
+                return NO_DRAFTS
+            return {seq: proposal.tokens for seq, proposal in made.items()}
         pauses = self.choice.pauses
         num_measured = self.max_drafts if self.on_device and self.choice.measures_next else 0
         if pauses:
@@ -60,25 +62,25 @@ class Speculation:
                 self.num_proposed = num_measured
             return NO_DRAFTS
         num_decoding = sum([seq.decodes and seq.status is Status.RUNNING for seq in running])
-        guesses = self._guesses(running)
-        if not guesses:
+        proposals = self._proposals(running)
+        if not proposals:
             return NO_DRAFTS
-        drafts = self.choice.choose(guesses, num_decoding)
+        drafts = self.choice.choose(proposals, num_decoding)
         self._pays_alone = bool(drafts)
         if self.on_device:
             self.num_proposed = num_measured or max(map(len, drafts.values()), default=0)
         return {seq: tokens[:num_made] for seq, tokens in drafts.items()} if num_made else NO_DRAFTS
 
-    def _guesses(self, running: Iterable[Sequence]) -> dict[Sequence, Guess]:
-        return {seq: guess for seq in running if (guess := self._guess(seq)).tokens}
+    def _proposals(self, running: Iterable[Sequence]) -> dict[Sequence, Proposal]:
+        return {seq: proposal for seq in running if (proposal := self._proposal(seq)).tokens}
 
-    def _guess(self, seq: Sequence) -> Guess:
+    def _proposal(self, seq: Sequence) -> Proposal:
         if not seq.decodes or seq.status is not Status.RUNNING:
-            return NO_GUESS
+            return NO_PROPOSAL
         limit = seq.request.params.num_speculative_tokens
         most = self.max_drafts if limit is None else min(limit, self.max_drafts)
         count = min(most, seq.max_computed_tokens - len(seq.tokens))
-        return self.proposer.propose(seq, count) if count > 0 else NO_GUESS
+        return self.proposer.propose(seq, count) if count > 0 else NO_PROPOSAL
 
     def learn(self, plan: Plan, sampled: list[Sampled]) -> None:
         """Record the results of ``plan``, which is about to be committed."""

@@ -39,12 +39,12 @@ STEPS_BETWEEN_TRIALS = 32
 
 
 class DraftRoom(NamedTuple):
-    """What a step with prompts has for drafts."""
+    """How many drafts a mixed step may verify, and what they cost."""
 
     num_drafts: int
     """Most drafts of all sequences."""
     row_seconds: Callable[[int], float]
-    """What each of a number of drafts takes."""
+    """Seconds of each row, if there are so many drafts."""
 
 
 class StepBudget:

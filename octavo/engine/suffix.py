@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from octavo.engine.hit_rates import HitRates
 from octavo.engine.match_chains import NOTHING, MatchChains
-from octavo.engine.proposer import NO_GUESS, Guess
+from octavo.engine.proposer import NO_PROPOSAL, Proposal
 from octavo.speculative_config import Suffix
 from octavo.types import Sequence
 
@@ -49,7 +49,7 @@ class SuffixProposer:
         self.rates = HitRates()
         self._own: WeakKeyDictionary[Sequence, MatchChains] = WeakKeyDictionary()
 
-    def propose(self, seq: Sequence, count: int) -> Guess:
+    def propose(self, seq: Sequence, count: int) -> Proposal:
         """See ``Proposer``."""
         own = self._own.get(seq)
         if own is None:
@@ -64,13 +64,13 @@ class SuffixProposer:
         self.rates.check(seq, seq.tokens)
         draft = self.best(own, context, num_pending + count, seq.request.cache_salt)
         if len(draft.tokens) <= num_pending:
-            return NO_GUESS
+            return NO_PROPOSAL
         chances = self.rates.expect(seq, num_known, draft.tokens, draft.shares, draft.length)
         pending = 1.0
         for chance in chances[:num_pending]:
             pending *= chance
         rest = chances[num_pending:]
-        return Guess(tuple(draft.tokens[num_pending:]), (pending * rest[0], *rest[1:]))
+        return Proposal(tuple(draft.tokens[num_pending:]), (pending * rest[0], *rest[1:]))
 
     @property
     def _depth(self) -> int:

@@ -11,7 +11,7 @@ from octavo.engine.acceptance import AcceptanceRates
 from octavo.engine.device_drafts import DeviceDrafts
 from octavo.engine.draft_choice import STEPS_BETWEEN_MEASUREMENTS, DraftChoice
 from octavo.engine.drafter_use import LONGEST_REST, TRIAL, DrafterUse
-from octavo.engine.proposer import Guess
+from octavo.engine.proposer import Proposal
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_costs import LEAST_SEEN, StepCosts
@@ -43,7 +43,7 @@ def test_what_is_chosen_is_worth_its_cost(cost_of_row: float, rate: float) -> No
     rng, choice, seq = random.Random(1), DraftChoice(MAX_DRAFTS), sequence()
     num_tokens, spent = 0, 0.0
     for _ in range(3000):
-        chosen = {} if choice.pauses else choice.choose({seq: Guess((7,) * MAX_DRAFTS)}, 1)
+        chosen = {} if choice.pauses else choice.choose({seq: Proposal((7,) * MAX_DRAFTS)}, 1)
         num_drafts, num_accepted = len(chosen.get(seq, ())), 0
         while num_accepted < num_drafts and rng.random() < rate:
             num_accepted += 1
@@ -134,7 +134,7 @@ def test_a_full_batch_gets_drafts_only_where_they_survive() -> None:
     for num_rows in range(8, 41):
         for _ in range(LEAST_SEEN):
             choice.costs.note(num_rows, 1 + 0.05 * (num_rows - 8))
-    chosen = choice.choose({seq: Guess((7,) * MAX_DRAFTS) for seq in sequences}, 8)
+    chosen = choice.choose({seq: Proposal((7,) * MAX_DRAFTS) for seq in sequences}, 8)
     assert {seq.id: len(drafts) for seq, drafts in chosen.items()} == {0: MAX_DRAFTS, 1: MAX_DRAFTS}
 
 
@@ -143,8 +143,8 @@ def test_the_least_sure_drafts_are_left_out_by_the_proposers_own_chances() -> No
     for num_rows in (1, 2, 3, 4, 5):
         for _ in range(LEAST_SEEN):
             choice.costs.note(num_rows, 1 + 0.3 * (num_rows - 1))
-    guess = Guess((1, 2, 3, 4), (0.9, 0.9, 0.1, 0.9))
-    assert choice.choose({seq: guess}, 1) == {seq: (1, 2)}
+    proposal = Proposal((1, 2, 3, 4), (0.9, 0.9, 0.1, 0.9))
+    assert choice.choose({seq: proposal}, 1) == {seq: (1, 2)}
 
 
 def test_a_step_without_drafts_comes_now_and_then() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from octavo.engine import step_budget
 from octavo.engine.engine import Engine
-from octavo.engine.proposer import NO_GUESS, Guess
+from octavo.engine.proposer import NO_PROPOSAL, Proposal
 from octavo.engine.speculation import Speculation
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
@@ -58,9 +58,9 @@ class Diary:
         self.calls.append(("prepare", request.id))
         return self.future
 
-    def propose(self, seq: Sequence, count: int) -> Guess:
+    def propose(self, seq: Sequence, count: int) -> Proposal:
         self.calls.append(("propose", count))
-        return NO_GUESS
+        return NO_PROPOSAL
 
     def forget(self, seq: Sequence) -> None:
         self.calls.append(("forget", seq.id))

@@ -143,9 +143,9 @@ def test_chances_are_learnt_from_drafts_that_nobody_verified() -> None:
     seq = Sequence(make_request(2, prompt=[1, 2], max_tokens=9999))
     for _ in range(600):
         seq.tokens.append(seq.tokens[-2])
-        guess = proposer.propose(seq, 4)
-    assert len(guess.tokens) == 4
-    assert min(guess.chances) > 0.9
+        proposal = proposer.propose(seq, 4)
+    assert len(proposal.tokens) == 4
+    assert min(proposal.chances) > 0.9
 
 
 @pytest.mark.parametrize("depth", [1, 2])
