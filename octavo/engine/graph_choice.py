@@ -36,6 +36,8 @@ IDLE_SECONDS = 0.05
 """The device counts as idle this long after the last step."""
 NEARLY = 1.25
 """A graph with at most so many times the rows is good enough while there is traffic: a capture delays a step."""
+FEW_ROWS = 16
+"""Up to so many rows but one, steps take the same time: that of reading the weights, by the same kernels."""
 HANDOVER_SECONDS = 0.001
 """Pause between two captures on an idle device, in which a waiting step can take the lock."""
 
@@ -193,9 +195,11 @@ def _smallest(shapes: Iterable[StepShape], shape: StepShape) -> StepShape | None
 
 
 def _is_nearly(known: StepShape, shape: StepShape) -> bool:
-    """Whether ``known``, which holds ``shape``, has hardly more rows of layers and head, and makes as many drafts."""
+    """Whether ``known``, which holds ``shape``, takes hardly longer: it makes as many drafts, and has hardly more rows
+    of layers and head, or few for the same number of sequences."""
     size, least = known.num_rows + known.num_samples, shape.num_rows + shape.num_samples
-    return size <= NEARLY * least and known.num_proposed == shape.num_proposed
+    has_few = 1 < shape.num_rows <= known.num_rows <= FEW_ROWS and known.num_seqs == shape.num_seqs
+    return (has_few or size <= NEARLY * least) and known.num_proposed == shape.num_proposed
 
 
 def _prepare_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner]) -> None:

@@ -37,6 +37,7 @@ from octavo.steps.shapes import (
     kinds,
     next_shapes,
     padded_shape,
+    verification_shape,
 )
 from octavo.types import Output, Request, Scheduled, Sequence, Status
 from tests.runtime.making import CPU, stream_runner
@@ -501,6 +502,9 @@ def test_a_graph_of_nearly_the_size_will_do_until_the_device_is_idle() -> None:
     fills = StepShape(20, 20, 1, has_drafter=True)
     graphs._captured, graphs._next_capture = graphs._captured | {fills._replace(num_proposed=32)}, 0.0
     assert graphs.fit(fills) == (fills, True), "drafts that nobody asked for take long to make"
+    four, one = verification_shape(1, 4, 64), verification_shape(1, 1, 64)
+    graphs._captured, graphs._next_capture = graphs._captured | {four}, 0.0
+    assert graphs.fit(one) == (four, True), "few rows take as long as one more"
     captured: list[StepShape] = []
     runner: Any = SimpleNamespace(
         is_closed=False,
@@ -508,7 +512,7 @@ def test_a_graph_of_nearly_the_size_will_do_until_the_device_is_idle() -> None:
         encoder=SimpleNamespace(encode_padding=lambda shape, uses_graph: captured.append(shape)),
     )
     graphs.capture_when_idle(runner, StepShape(1, 1, 1))
-    assert captured == [StepShape(448, 64, 448), StepShape(16, 16, 1), StepShape(1, 1, 1)]
+    assert captured == [one, StepShape(448, 64, 448), StepShape(16, 16, 1), StepShape(1, 1, 1)]
 
 
 def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to() -> None:
