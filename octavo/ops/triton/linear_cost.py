@@ -34,7 +34,9 @@ SHARED_BY_COMPILER = 1024
 """Bytes of shared memory that the compiler may take for itself."""
 MOST_SPLITS = 16
 DEEP = 384
-"""Columns in flight from which it pays to prefetch them."""
+"""Columns in flight from which it pays to prefetch some."""
+PREFETCHED = 256
+"""So many, or two chunks if that is less."""
 LEAST_BANDWIDTH = 0.1
 """TB/s, for drivers that do not know their memory."""
 
@@ -92,7 +94,7 @@ GEMV = [
     GemvConfig(2, 4096, 8, programs=4),
 ]
 TILES = {
-    16: [(16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 64, 64, 4, 6), (16, 128, 64, 4, 5)],
+    16: [(16, 64, 256, 4, 3), (16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 64, 64, 4, 6), (16, 128, 64, 4, 5)],
     32: [(32, 64, 128, 4, 4), (32, 64, 128, 4, 3), (32, 64, 64, 4, 5), (32, 128, 64, 4, 4)],
     64: [(64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 128, 128, 8, 3), (64, 64, 64, 4, 4)],
     128: [(128, 128, 64, 8, 4), (128, 64, 128, 8, 3), (128, 64, 64, 4, 4)],
@@ -157,7 +159,7 @@ def _skinny(product: Product, gpu: Gpu) -> Iterator[SkinnyConfig]:
             config = SkinnyConfig(
                 block_n, block_k, warps, stages, splits, copy_engine=gpu.has_copy_engine, block_t=fixed_t
             )
-            yield replace(config, prefetch=2) if stages * block_k >= DEEP else config
+            yield replace(config, prefetch=min(2, PREFETCHED // block_k)) if stages * block_k >= DEEP else config
 
 
 @dataclass(frozen=True)
