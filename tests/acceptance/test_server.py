@@ -5,27 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
+from tests.completions import TEXT, client_of, complete, complete_all, mixed_drafting, mixed_requests, wait_until_idle
 from tests.conftest import Server, start_server
 from tests.server import raw
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
-
-TEXT = (
-    "An octavo is a book made of sheets folded three times into eight leaves. The size of a page follows from the "
-    "size of the sheet, and so an octavo is smaller than a quarto and larger than a duodecimo. Printers liked it "
-    "because it was cheap to print, light to carry and easy to read. "
-)
 
 
 @pytest.fixture(scope="module")
@@ -34,81 +26,6 @@ def server() -> Iterator[Server]:
     server = start_server()
     yield server
     assert server.stop() == 0
-
-
-def mixed_requests(count: int, seed: int) -> list[dict[str, Any]]:
-    """Completions of mixed lengths and mixed sampling parameters; the same list for the same seed."""
-    rng = random.Random(seed)
-    requests = []
-    for number in range(count):
-        words = (TEXT * 4).split()
-        start, length = rng.randrange(60), rng.choice([3, 9, 20, 60, 130])
-        body: dict[str, Any] = {
-            "model": "smollm2-135m",
-            "prompt": f"{number}. " + " ".join(words[start : start + length]),
-            "max_tokens": rng.choice([8, 30, 60]),
-            "ignore_eos": rng.random() < 0.5,
-            "seed": 1000 + number,
-        }
-        body |= rng.choice(
-            [
-                {"temperature": 0},
-                {"temperature": 0.8, "top_p": 0.9},
-                {"temperature": 1.0, "top_k": 40, "min_p": 0.02},
-                {"temperature": 0.7, "repetition_penalty": 1.2},
-                {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 0.3},
-                {"temperature": 1.2, "logit_bias": {"11": -5, "30": 2}, "min_tokens": 5, "n": 2},
-            ]
-        )
-        requests.append(body)
-    return requests
-
-
-async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON events of a stream, which must close with [DONE]."""
-    done = False
-    async for line in response.aiter_lines():
-        if line.startswith("data: "):
-            assert not done, "an event after [DONE]"
-            done = line == "data: [DONE]"
-            if not done:
-                yield json.loads(line[6:])
-    assert done, "the stream ended without [DONE]"
-
-
-async def complete(client: httpx.AsyncClient, body: dict[str, Any], stream: bool) -> dict[int, tuple[str, str]]:
-    """Choice index to (text, finish_reason)."""
-    if not stream:
-        response = await client.post("/v1/completions", json=body)
-        assert response.status_code == 200, response.text
-        return {c["index"]: (c["text"], c["finish_reason"]) for c in response.json()["choices"]}
-    texts: dict[int, str] = {}
-    reasons: dict[int, str] = {}
-    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        assert response.status_code == 200, await response.aread()
-        async for event in events(response):
-            assert "error" not in event, event
-            for choice in event["choices"]:
-                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-                if choice["finish_reason"]:
-                    assert choice["index"] not in reasons, "two ends of one choice"
-                    reasons[choice["index"]] = choice["finish_reason"]
-    return {index: (texts[index], reasons[index]) for index in texts}
-
-
-def client_of(server: Server) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=4000, max_keepalive_connections=100)
-    return httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits)
-
-
-def wait_until_idle(server: Server) -> dict[str, Any]:
-    """The statistics once nothing runs; at most ten seconds from now."""
-    for _ in range(100):
-        stats: dict[str, Any] = server.get("/stats").json()
-        if not stats["num_running"] and not stats["num_waiting"] and not stats["num_live"]:
-            break
-        time.sleep(0.1)
-    return stats
 
 
 def test_first_answer(server: Server) -> None:
@@ -137,12 +54,8 @@ def test_batching_preemption_and_streaming_change_nothing(serve: Callable[..., S
     roomy.stop()
     tight = serve("--max-model-len", "512", "--num-kv-blocks", "33", "--block-size", "16", "--max-num-seqs", "32")
 
-    async def together(stream: bool) -> list[Any]:
-        async with client_of(tight) as client:
-            return await asyncio.gather(*(complete(client, body, stream) for body in bodies))
-
     for stream in (True, False):
-        results = asyncio.run(together(stream))
+        results = asyncio.run(complete_all(tight, bodies, stream))
         for body, result, wanted in zip(bodies, results, expected, strict=True):
             assert result == wanted, body
     stats = wait_until_idle(tight)
@@ -165,20 +78,8 @@ def test_a_hundred_mixed_requests_with_drafts(server: Server, serve: Callable[..
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
     tight = "--max-model-len", "256", "--num-kv-blocks", "17", "--block-size", "16", "--max-num-seqs", "32"
     drafting = serve("--speculative-config", json.dumps(settings), *tight)
-    bodies = mixed_requests(100, seed=5)
-    for number, body in enumerate(bodies):
-        if number % 10 == 3:
-            body["structured_outputs"] = {"regex": "( [a-z]+){4,9}[.]"}
-        if number % 10 == 7:
-            body["stop"] = ["the", "\n"]
-        if number % 10 == 5:
-            body["num_speculative_tokens"] = number % 3
-
-    async def all_of(one: Server) -> list[Any]:
-        async with client_of(one) as client:
-            return await asyncio.gather(*(complete(client, body, stream=True) for body in bodies))
-
-    found, want = asyncio.run(all_of(drafting)), asyncio.run(all_of(server))
+    bodies = mixed_drafting(100, seed=5)
+    found, want = (asyncio.run(complete_all(one, bodies, stream=True)) for one in (drafting, server))
     for body, result, wanted in zip(bodies, found, want, strict=True):
         assert result == wanted, body
     stats = wait_until_idle(drafting)
