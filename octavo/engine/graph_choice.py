@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from octavo.background import start_thread, stop_if_ending
 from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, tune_kernels
 from octavo.engine.step_runner import StepRunner
 from octavo.steps.messages import Compile, Reply
@@ -134,7 +135,7 @@ class GraphChoice:
         self._start_thread(_prepare_the_rest, runner)
 
     def _start_thread(self, work: Callable[..., None], runner: StepRunner, *args: Any) -> None:
-        threading.Thread(target=work, args=(self, weakref.ref(runner), *args), name=PREPARING, daemon=True).start()
+        start_thread(PREPARING, work, self, weakref.ref(runner), *args)
 
     def capture_again(self, runner: StepRunner) -> None:
         """The executor lost its graphs: capture the first ones now, and the others when they are used or it is idle."""
@@ -184,6 +185,7 @@ class GraphChoice:
             return runner.encoder.encode_padding(next_shape, uses_graph=True)
 
         while shape not in self._captured and not runner.is_closed:
+            stop_if_ending()
             is_idle = runner.send_when_idle(make, IDLE_SECONDS)
             # A thread that waits for the lock gets it only if it is not acquired again at once.
             time.sleep(HANDOVER_SECONDS if is_idle else IDLE_SECONDS)

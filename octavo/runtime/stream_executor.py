@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo.background import start_thread, stop_if_ending
 from octavo.errors import RunnerError
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters
@@ -212,6 +212,7 @@ class StreamExecutor:
             program = self._make_program()
             with compiled_only(message.num_threads or None), self._as_in_graphs():
                 for shape in message.shapes:
+                    stop_if_ending()
                     program(shape)
 
     # ---- sleep
@@ -266,8 +267,7 @@ class Compiling:
     def __init__(self, work: partial[None]) -> None:
         self._work = work
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="compile", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("compile", self._run)
 
     def _run(self) -> None:
         try:

@@ -20,7 +20,6 @@ import functools
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -31,6 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
+from octavo.background import Pool
 from octavo.kernel_compiler import preparation
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ def compiling(num_threads: int | None = None) -> Iterator[None]:
     preparation().join()
     kernels: set[Any] = set()
     are_known = threading.Event()
-    with ThreadPoolExecutor(num_threads or os.cpu_count(), initializer=are_known.wait) as executor:
+    with Pool(num_threads or os.cpu_count(), initializer=are_known.wait) as executor:
         with triton.AsyncCompileMode(executor), _set(_compiling, kernels):
             try:
                 yield
