@@ -42,8 +42,7 @@ class Roofline(CostModel):
         self._seconds_a_weight = (weight_bytes / bandwidth, 2 / arithmetic)
         self._last_active = shape.last_weights_read(1)
         self._body_active = shape.active_weights - self._last_active
-        pair_flops = 4 * shape.layers * shape.heads * shape.head_dim
-        self._attention = (shape.kv_values_per_token * VALUE_BYTES / bandwidth, pair_flops / arithmetic)
+        self._attention = (shape.kv_values_per_token * VALUE_BYTES / bandwidth, shape.pair_flops / arithmetic)
         self._base = shape.layers * LAYER_SECONDS
         self._per_token = 0.0
         if tensor_parallel > 1:

@@ -1,7 +1,7 @@
 """The least time that one step of a model can take: its bytes over the bandwidth, its arithmetic over the peak.
 
-A step reads every matrix once, of a mixture of experts those that some token uses, and the keys and values of every
-context once; the embedding table is only looked up.
+A step reads every matrix once, of a mixture of experts those that some token uses, and the keys and values (or
+latents) of every context once; the embedding table is only looked up.
 Norms, biases and activations are left out: they are thousandths of that. (The roofline model: Williams, Waterman and
 Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009.)
 """
@@ -32,6 +32,23 @@ class Mixture(NamedTuple):
         return self.experts * (1 - float((1 - self.chosen / self.experts) ** tokens))
 
 
+class Latent(NamedTuple):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are maps of a latent.
+
+    Queries and outputs take these maps over, so that a position is one cached vector: the latent, which is the value
+    too, and a rotated part of the key.
+    """
+
+    rank: int
+    """Width of the latent."""
+    rotated: int
+    plain: int
+    """Width of the part of a query that is mapped to the latent space."""
+    value: int
+    query_rank: int
+    """Rank of the query projection; 0 if it has none."""
+
+
 class Shape(NamedTuple):
     """Dimensions that determine the bytes and the arithmetic of a decoder."""
 
@@ -39,13 +56,16 @@ class Shape(NamedTuple):
     hidden: int
     heads: int
     kv_heads: int
+    """1 with latent attention."""
     head_dim: int
+    """With latent attention, the width of a cached vector."""
     ffn: int
     """Width of a feed-forward part without experts."""
     ffn_matrices: int
     """3 with a gate, else 2."""
     vocab: int
     mixture: Mixture | None = None
+    latent: Latent | None = None
 
     @property
     def matrix_weights(self) -> int:
@@ -60,20 +80,42 @@ class Shape(NamedTuple):
     @property
     def kv_values_per_token(self) -> int:
         """Number of keys and values per position of the context, in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        tensors = 2 if self.latent is None else 1
+        return tensors * self.layers * self.kv_heads * self.head_dim
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations of a token for a position of its context, in all layers: each head's score and weighted sum."""
+        value = self.head_dim if self.latent is None else self.latent.rank
+        return 2 * self.layers * self.heads * (self.head_dim + value)
 
     def weights_read(self, tokens: float) -> float:
         """Weights that a step of ``tokens`` tokens reads, which all sample."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         num_sparse = 0 if self.mixture is None else self.mixture.layers
         dense = (self.layers - num_sparse) * self._ffn_weights(tokens, is_sparse=False)
         sparse = num_sparse * self._ffn_weights(tokens, is_sparse=True)
+        attention = self._input_weights() + self._output_weights()
         return self.layers * attention + dense + sparse + self.hidden * self.vocab
 
     def last_weights_read(self, tokens: float) -> float:
         """Of these, weights used only by tokens that sample: after the last layer's attention, including the head."""
-        output = self.hidden * self.head_dim * self.heads
-        return output + self._ffn_weights(tokens, is_sparse=self.mixture is not None) + self.hidden * self.vocab
+        ffn = self._ffn_weights(tokens, is_sparse=self.mixture is not None)
+        return self._output_weights() + ffn + self.hidden * self.vocab
+
+    def _input_weights(self) -> int:
+        """Weights of a layer before its attention."""
+        if self.latent is None:
+            return self.hidden * self.head_dim * (self.heads + 2 * self.kv_heads)
+        rank, rotated, plain, _, query_rank = self.latent
+        queries = self.heads * (plain + rotated)
+        query = query_rank * (self.hidden + queries) if query_rank else self.hidden * queries
+        return query + self.hidden * self.head_dim + self.heads * plain * rank
+
+    def _output_weights(self) -> int:
+        """Weights of a layer between its attention and its feed-forward part."""
+        if self.latent is None:
+            return self.hidden * self.head_dim * self.heads
+        return self.heads * self.latent.value * (self.latent.rank + self.hidden)
 
     def _ffn_weights(self, tokens: float, is_sparse: bool) -> float:
         if not is_sparse or self.mixture is None:
@@ -83,28 +125,38 @@ class Shape(NamedTuple):
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
-    """The shape in the keys of a ``config.json``; raise ``ConfigError`` for latent attention and unknown kinds."""
-    if config.get("kv_lora_rank"):
-        raise ConfigError("roofline: this model has latent attention; give one with keys and values for each head")
+    """The shape in the keys of a ``config.json``; raise ``ConfigError`` for unknown kinds."""
     try:
         if config.get("model_type") == "gpt2":
             hidden, heads = config["n_embd"], config["n_head"]
             ffn = config.get("n_inner") or 4 * hidden
             return Shape(config["n_layer"], hidden, heads, heads, hidden // heads, ffn, 2, config["vocab_size"])
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], _latent_of(config)
+        kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+        if latent is not None:
+            kv_heads, head_dim = 1, latent.rank + latent.rotated
         return Shape(
             config["num_hidden_layers"],
             hidden,
             heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or hidden // heads,
+            kv_heads,
+            head_dim,
             config["intermediate_size"],
             3,
             config["vocab_size"],
             _mixture_of(config),
+            latent,
         )
     except KeyError as error:
         raise ConfigError(f"roofline: the configuration has no {error.args[0]}") from None
+
+
+def _latent_of(config: Mapping[str, Any]) -> Latent | None:
+    rank = config.get("kv_lora_rank")
+    if not rank:
+        return None
+    rotated, plain, value = (config[key] for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    return Latent(rank, rotated, plain, value, config.get("q_lora_rank") or 0)
 
 
 def _mixture_of(config: Mapping[str, Any]) -> Mixture | None:
@@ -134,8 +186,7 @@ class Work(NamedTuple):
 def decode_work(shape: Shape, batch: int, context: int, weight_bytes: float = 2, kv_bytes: float = 2) -> Work:
     """One new token for each of ``batch`` sequences of ``context`` tokens; ``*_bytes`` are those of one value."""
     moved = shape.weights_read(batch) * weight_bytes + shape.kv_values_per_token * kv_bytes * batch * context
-    scores_and_sums = 4 * shape.layers * shape.heads * shape.head_dim * context
-    return Work(round(moved), batch * (2 * shape.active_weights + scores_and_sums))
+    return Work(round(moved), batch * (2 * shape.active_weights + shape.pair_flops * context))
 
 
 def prefill_work(shape: Shape, tokens: int, weight_bytes: float = 2, kv_bytes: float = 2) -> Work:
@@ -145,4 +196,4 @@ def prefill_work(shape: Shape, tokens: int, weight_bytes: float = 2, kv_bytes: f
     pairs = tokens * (tokens + 1) // 2
     last = round(shape.last_weights_read(1))
     flops = 2 * tokens * (shape.active_weights - last) + 2 * last
-    return Work(round(moved), flops + 4 * shape.layers * shape.heads * shape.head_dim * pairs)
+    return Work(round(moved), flops + shape.pair_flops * pairs)

@@ -14,21 +14,24 @@ DENSE = [
     *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "llama-3.1-70b"),
     *("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "gemma-3-1b", "gpt2"),
 ]
-MIXTURES = ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b"]
+MIXTURES = ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v2-lite"]
+RANKED = {**SHAPES["deepseek-v2-lite"], "q_lora_rank": 96, "v_head_dim": 80, "num_attention_heads": 4}
+"""Latent attention whose queries are projected in two steps."""
 
 
-@pytest.mark.parametrize("name", DENSE + MIXTURES)
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES, "ranked"])
 def test_matrix_weights_are_the_matrices_of_the_model(name: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**SHAPES[name])
+    shape = RANKED if name == "ranked" else SHAPES[name]
+    config = AutoConfig.for_model(**shape)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     matrices = sum(weight.numel() for key, weight in model.named_parameters() if weight.ndim >= 2 and "bias" not in key)
     looked_up = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
     positions = model.transformer.wpe.weight.numel() if name == "gpt2" else 0
-    assert shape_of(SHAPES[name]).matrix_weights == matrices - looked_up - positions
+    assert shape_of(shape).matrix_weights == matrices - looked_up - positions
 
 
 def test_a_decode_step() -> None:
@@ -37,6 +40,17 @@ def test_a_decode_step() -> None:
     work = decode_work(shape, batch=64, context=1000, weight_bytes=2, kv_bytes=1)
     assert work.bytes == 2 * shape.matrix_weights + 64 * 1000 * 2 * 32 * 8 * 128
     assert work.flops == 64 * (2 * shape.matrix_weights + 4 * 32 * 4096 * 1000)
+
+
+def test_a_decode_step_of_latent_attention() -> None:
+    """A position is one vector of 512 + 64 numbers in each layer, for all of 16 heads, of which 512 are the value."""
+    shape = shape_of(SHAPES["deepseek-v2-lite"])
+    assert shape.kv_values_per_token == 27 * 576
+    work = decode_work(shape, batch=16, context=512, weight_bytes=2, kv_bytes=1)
+    assert work.bytes == round(2 * shape.weights_read(16)) + 16 * 512 * 27 * 576
+    assert work.flops == 16 * (2 * shape.active_weights + 27 * 16 * 2 * (576 + 512) * 512)
+    behind = 16 * 128 * (512 + 2048) + 2048 * (64 + 3 * (6 + 2) * 1408) + 2048 * 102_400
+    assert shape.last_weights_read(1) == pytest.approx(behind)
 
 
 def test_a_step_of_a_mixture_reads_the_experts_of_its_tokens() -> None:
@@ -61,7 +75,7 @@ def test_layers_without_experts_and_shared_ones() -> None:
     assert shape_of({**dense, **sizes, **places, "mlp_only_layers": [0]}).mixture == (14, 4, 2, 32, 48)
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite"])
 def test_one_token_of_prompt_is_one_step_of_decoding(name: str) -> None:
     shape = shape_of(SHAPES[name])
     assert prefill_work(shape, 1) == decode_work(shape, 1, 1)
@@ -74,7 +88,7 @@ def test_the_slower_of_moving_and_computing_counts() -> None:
 
 
 def test_what_is_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="latent attention"):
-        shape_of(SHAPES["deepseek-v2-lite"])
+    with pytest.raises(ConfigError, match="no v_head_dim"):
+        shape_of({key: value for key, value in SHAPES["deepseek-v2-lite"].items() if key != "v_head_dim"})
     with pytest.raises(ConfigError, match="no intermediate_size"):
         shape_of({"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1})
