@@ -26,6 +26,7 @@ from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts
+from octavo.ops.latent_attention import LatentHeads
 from octavo.ops.moe import ClampedSwish, Experts
 from octavo.ops.route import Routing
 from octavo.ops.sample import SampleParams
@@ -109,7 +110,8 @@ def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     x, weight = make.floats(70, 96, dtype=dtype), make.floats(200, 96, dtype=dtype)
     yield "invariant linear", functools.partial(_invariantly, functools.partial(ops.linear, x, weight))
     heads = make.floats(5, 3, 24, dtype=dtype), make.floats(3, 40, 24, dtype=dtype)
-    yield "head_linear", functools.partial(_invariantly, functools.partial(ops.head_linear, *heads))
+    yield "head_linear", functools.partial(ops.head_linear, *heads)
+    yield "invariant head_linear", functools.partial(_invariantly, functools.partial(ops.head_linear, *heads))
 
 
 def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -190,15 +192,17 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             yield f"invariant attention {max(lens[0])} {H} {cache_dtype}", functools.partial(_invariantly, plain)
         for N_latent in (4, 40):
             latents = make.cache(12, 1, 2 * 8 + 64, cache_dtype)
+            key_map, norm = make.floats(N_latent, 64, 24, dtype=dtype), make.floats(64, dtype=dtype)
             latent = functools.partial(
-                ops.latent_attention, make.floats(T, (N_latent + 1) * 80, dtype=dtype), N_latent,
-                make.floats(T, 8), make.floats(T, 8), LayerCache(latents, latents), rows, 0.1,
+                ops.latent_attention, make.floats(T, N_latent * 40, dtype=dtype), make.floats(T, 80, dtype=dtype),
+                LatentHeads(key_map, norm, 1e-6, 0.1), make.floats(T, 8), make.floats(T, 8),
+                LayerCache(latents, latents), rows,
             )  # fmt: skip
             yield f"latent_attention {max(lens[0])} {N_latent} {cache_dtype}", latent
 
 
 def _long_prompt(make: Maker) -> Iterator[tuple[str, Call]]:
-    """The kernel that some GPUs have for prompts of a thousand rows, beside a sequence of one row and padding."""
+    """What some GPUs have for prompts of a thousand rows, beside a sequence of one row and padding."""
     heads = HeadLayout(4, 2, 128, 0.1)
     ends = make.ints([0, 1, 1100])
     slots = make.ints([-1] * 1101, torch.int64)
@@ -209,6 +213,12 @@ def _long_prompt(make: Maker) -> Iterator[tuple[str, Call]]:
     cache = LayerCache(zeros[0], zeros[1])
     qkv, angles = make.floats(1101, 8 * 128, dtype=torch.bfloat16), make.floats(1101, 64)
     yield "attention of a long prompt", functools.partial(ops.attention, qkv, heads, angles, angles, cache, rows)
+    q, kv, key_map, norm, latents = (
+        make.floats(*shape, dtype=torch.bfloat16)
+        for shape in ((1101, 4 * 40), (1101, 80), (4, 64, 24), (64,), (19, 1, 64, 80))
+    )
+    args = LatentHeads(key_map, norm, 1e-6, 0.1), angles[:, :8], angles[:, :8], LayerCache(latents, latents), rows
+    yield "latent_attention of a long prompt", functools.partial(ops.latent_attention, q, kv, *args)
 
 
 def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -25,7 +25,7 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.latent_attention import join_heads
+from octavo.ops.latent_attention import LatentHeads
 from octavo.ops.route import Routing
 
 LATENT_EPS = 1e-6
@@ -131,10 +131,9 @@ class DeepseekLayer(LlamaLayer):
     def __init__(self, config: DeepseekConfig, weights: WeightLoader, prefix: str, index: int) -> None:
         D, N, L, R = config.hidden_size, config.num_heads, config.latent_size, config.rotary_width
         name, head = f"{prefix}.self_attn", config.plain_size + R
-        self.config = config
-        self.num_heads = weights.num_own(N)
+        self.query_rank = config.query_rank
         self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps)
-        rank, query = config.query_rank, f"{name}.q_b_proj" if config.query_rank else f"{name}.q_proj"
+        rank, query = self.query_rank, f"{name}.q_b_proj" if self.query_rank else f"{name}.q_proj"
         query_order = kv_order = None
         if config.is_interleaved:
             query_order = half_split_rows(N, head, R, first=config.plain_size)
@@ -145,11 +144,12 @@ class DeepseekLayer(LlamaLayer):
         self.q_proj = weights.column(query, N * head, rank or D, num_heads=N, order=query_order)
         kv_name = f"{name}.kv_a_proj_with_mqa"
         self.kv_proj = weights.replicated(kv_name, L + R, D, config.attention_bias, order=kv_order)
-        self.kv_norm = weights.norm(f"{name}.kv_a_layernorm", L, LATENT_EPS)
+        kv_norm = weights.norm(f"{name}.kv_a_layernorm", L, LATENT_EPS)
         sizes = [config.plain_size, config.value_size]
         maps = weights.matrix(f"{name}.kv_b_proj", N * sum(sizes), L, num_heads=N).view(-1, sum(sizes), L)
         key_map_NPL, value_map_NVL = maps.split_with_sizes(sizes, dim=1)
-        self.key_map_NLP, self.value_map_NVL = key_map_NPL.mT.contiguous(), value_map_NVL.contiguous()
+        self.latent_heads = LatentHeads(key_map_NPL.mT.contiguous(), kv_norm.weight_D, kv_norm.eps, config.scale)
+        self.value_map_NVL = value_map_NVL.contiguous()
         self.o_proj = weights.row(f"{name}.o_proj", D, N * config.value_size, config.output_bias)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
@@ -176,15 +176,9 @@ class DeepseekLayer(LlamaLayer):
         return MoE(router, experts, shared, weights.collective)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
-        config, T = self.config, len(x_TD)
         h_TD = self.input_norm(x_TD)
-        q_TN = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if config.query_rank else self.q_proj(h_TD)
-        sizes = [config.plain_size, config.rotary_width]
-        plain_TNP, q_rotated = q_TN.view(T, self.num_heads, -1).split_with_sizes(sizes, dim=-1)
-        latent_TL, k_rotated = self.kv_proj(h_TD).split_with_sizes([config.latent_size, sizes[1]], dim=-1)
-        q_TNL = ops.head_linear(plain_TNP, self.key_map_NLP)
-        qk_TW = join_heads(q_rotated, q_TNL, k_rotated, self.kv_norm(latent_TL))
-        out_TNL = ops.latent_attention(qk_TW, self.num_heads, *angles, cache, rows, config.scale)
+        q_TW = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if self.query_rank else self.q_proj(h_TD)
+        out_TNL = ops.latent_attention(q_TW, self.kv_proj(h_TD), self.latent_heads, *angles, cache, rows)
         out_TNL, x_TD = rows.pick(out_TNL, x_TD)
         out_TNV = ops.head_linear(out_TNL, self.value_map_NVL)
         return output_mlp(self.o_proj, self.mlp, out_TNV.flatten(1), x_TD)

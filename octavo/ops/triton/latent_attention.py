@@ -2,7 +2,8 @@
 
 A tile's rows are heads of one token, or of a few. Where every sequence has one row its context is split among
 programs, and the last to finish adds their sums (Dao et al., "Flash-Decoding", 2023); else a program iterates over the
-full context of its rows (Dao et al., arXiv 2205.14135). All bounds are read on the device.
+full context of its rows (Dao et al., arXiv 2205.14135). All bounds are read on the device, and so is how many programs
+share a context: a program's sums are as many bytes as some thirty keys, so that few share a short one.
 
 Shapes: T tokens, S sequences, N heads, P rotated part of a head, L latent, H = P + L; a tile's rows M and keys C.
 """
@@ -16,19 +17,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
-from octavo.ops.latent_attention import latent_attention
+from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.latent_attention import LatentHeads, latent_attention
 from octavo.ops.triton.decode_attention import MAX_PAIRS
-from octavo.ops.triton.launch import after_predecessor, counters, declines_floats, is_invariant, launch
+from octavo.ops.triton.latent_inputs import latent_inputs
+from octavo.ops.triton.launch import (
+    after_predecessor,
+    counters,
+    declines_floats,
+    is_invariant,
+    launch,
+    prefetch_lines,
+    shared_bytes,
+)
 from octavo.ops.triton.prefill_attention import MAX_SPARE, NO_SCORE, key_blocks
-from octavo.ops.triton.rotate_store import rotate_store
 from octavo.ops.triton.split_sums import LOG2_E, add_parts, leave_part, store_heads
 
-PROGRAMS = 2 * 132
-"""Programs that fill a device: two for each multiprocessor of an H200."""
-MAX_SPLITS = 32
-MIN_KEYS = 64
-"""Fewest keys that are worth a program."""
+PROGRAMS = 132
+"""Programs that fill a device: one for each multiprocessor of an H200, whose shared memory it needs."""
 
 
 class Config(NamedTuple):
@@ -40,23 +46,24 @@ class Config(NamedTuple):
     stages: int
 
 
-FEW_HEADS, MANY_HEADS, ROWS = Config(16, 32, 4, 3), Config(32, 32, 8, 2), Config(64, 32, 8, 2)
-"""For one token of up to 16 heads, of more, and for several tokens; a float8 cache takes registers to widen."""
+FEW_HEADS, MANY_HEADS, ROWS = Config(16, 64, 8, 3), Config(32, 64, 8, 2), Config(64, 64, 8, 2)
+"""For one token of up to 16 heads, of more, and for several tokens; measured on an H100 with latents of 512."""
+FITTING_KEYS = {220 * 1024: 64, 114 * 1024: 32, 0: 16}
+"""Keys of a tile for which two stages of ROWS fit, by the bytes of shared memory that a program may have at least."""
 FLOAT32 = Config(16, 16, 8, 1)
 """Its products are made of multiply-adds."""
 
 
 @latent_attention.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
 def latent_attention_triton(
-    qk_TW: Tensor, num_heads: int, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows, scale: float
+    q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
 ) -> Tensor:
     """See ``ops.latent_attention``. Where results may not depend on other rows, one kernel takes all rows."""
-    T, H, split = len(qk_TW), cache.keys.shape[3], 2 * cos_TR.shape[1]
-    heads = HeadLayout(num_heads, 1, H, scale)
-    q_TNH = rotate_store(qk_TW, heads, cos_TR, sin_TR, cache.keys, None, rows.of(cache).slot_mapping_T)
-    out_TNL = q_TNH.new_empty(T, num_heads, H - split)
+    (N, L, _), (T, R) = heads.key_map_NLP.shape, cos_TR.shape
+    q_TNH = latent_inputs(q_TW, kv_TC, heads, cos_TR, sin_TR, cache.keys, rows.of(cache).slot_mapping_T)
+    out_TNL = q_TNH.new_empty(T, N, L)
     run = attend_single_rows if rows.max_query_len == 1 and not is_invariant() else attend_rows
-    run(q_TNH, split, cache, rows, scale, out_TNL)
+    run(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL)
     return out_TNL
 
 
@@ -75,16 +82,17 @@ def attend_single_rows(
     config = _config(q_TNH, FEW_HEADS if N <= 16 else MANY_HEADS)
     tiles = triton.cdiv(N, config.rows)
     assert S * tiles <= MAX_PAIRS, f"{S} sequences of {tiles} tiles of heads are more than {MAX_PAIRS} pairs"
-    splits = splits or max(1, min(MAX_SPLITS, triton.cdiv(PROGRAMS, S * tiles)))
+    splits = splits or max(1, PROGRAMS // (S * tiles))
     shape = (S * tiles, splits, config.rows)
+    part_keys = config.rows * L * 4 / (keys.shape[3] * keys.element_size())  # keys of as many bytes as a run's sums
     # fmt: off
     launch(
         single_rows_kernel, (splits, tiles, S),
         q_TNH, keys, out_TNL, block_tables_SB, rows.seq_lens_S,
         torch.empty(*shape, L, dtype=torch.float32, device=q_TNH.device),
         torch.empty(shape, dtype=torch.float32, device=q_TNH.device), counters(q_TNH.device, MAX_PAIRS),
-        scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0), splits,
-        **_constants(q_TNH, split, keys, config), MIN_TILES=MIN_KEYS // config.keys, SPLIT=splits > 1,
+        scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0), splits, part_keys,
+        **_constants(q_TNH, split, keys, config), SPLIT=splits > 1,
     )
     # fmt: on
 
@@ -93,7 +101,7 @@ def attend_rows(q_TNH: Tensor, split: int, cache: LayerCache, rows: PagedRows, s
     """Fill ``out`` for any numbers of rows."""
     T, N, _ = q_TNH.shape
     keys, block_tables_SB = cache.keys, rows.of(cache).block_tables_SB
-    S, config = len(rows.seq_lens_S), _config(q_TNH, ROWS if keys.element_size() > 1 else MANY_HEADS)
+    S, config = len(rows.seq_lens_S), _config(q_TNH, ROWS)
     heads = min(triton.next_power_of_2(N), config.rows)
     programs = T // (config.rows // heads) + min(S, MAX_SPARE)
     # fmt: off
@@ -107,14 +115,17 @@ def attend_rows(q_TNH: Tensor, split: int, cache: LayerCache, rows: PagedRows, s
 
 
 def _config(q_TNH: Tensor, config: Config) -> Config:
-    return FLOAT32 if q_TNH.dtype == torch.float32 else config
+    """The configuration for this dtype and device."""
+    if q_TNH.dtype == torch.float32:
+        return FLOAT32
+    room = shared_bytes(q_TNH.device)
+    keys = next(keys for least, keys in FITTING_KEYS.items() if room >= least)
+    return config if keys >= config.keys else config._replace(keys=keys, stages=2)
 
 
 def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: Config) -> dict[str, int]:
     """Compile-time constants of both kernels."""
     _, N, H = q_TNH.shape
-    assert cache.shape[1] == 1, "latents have one kv head"
-    assert cache.stride()[2:] == (H, 1), "the slots of a block must lie side by side"
     assert q_TNH.is_contiguous()
     return {
         "N": N,
@@ -134,24 +145,29 @@ def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: Config) -> dict
 def single_rows_kernel(
     q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor, seq_lens_ptr: tl.tensor,
     parts_ptr: tl.tensor, logs_ptr: tl.tensor, counters_ptr: tl.tensor, scale: tl.tensor, table_stride: tl.tensor,
-    block_stride: tl.tensor, max_splits: tl.tensor, N: tl.constexpr, P: tl.constexpr, L: tl.constexpr,
-    PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, MIN_TILES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    block_stride: tl.tensor, max_splits: tl.tensor, part_keys: tl.tensor, N: tl.constexpr, P: tl.constexpr,
+    L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """A run of keys for ROWS heads of a sequence's one row."""
     split, seq = tl.program_id(0), tl.program_id(2)
     head_M, d_L = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, LP)
+    length = tl.load(seq_lens_ptr + seq)  # it and the table are of kernels long before
+    keys_each = _keys_of_run(length, max_splits, part_keys, KEYS)
+    num_runs = tl.cdiv(length, keys_each)
+    begin = split * keys_each
+    end = tl.minimum(begin + keys_each, length)
+    tables_ptr += seq.to(tl.int64) * table_stride
+    if PDL and split < num_runs:  # the first keys are on their way to the cache when the queries are there
+        key_C = tl.minimum(begin + tl.arange(0, KEYS), end - 1)
+        block_C = tl.load(tables_ptr + key_C // BLOCK_SIZE).to(tl.int64)
+        at_C1 = cache_ptr + (block_C * block_stride + key_C % BLOCK_SIZE * (P + L))[:, None]
+        prefetch_lines(at_C1, (P + L) * cache_ptr.dtype.element_ty.primitive_bitwidth // 8)
     after_predecessor(PDL)
-    length = tl.load(seq_lens_ptr + seq)
-    num_tiles = tl.cdiv(length, KEYS)
-    tiles_each = tl.maximum(tl.cdiv(num_tiles, max_splits), MIN_TILES)
-    num_runs = tl.cdiv(num_tiles, tiles_each)
     if split < num_runs:
         q_ML, q_MP = _queries(q_ptr, seq * N + head_M, head_M < N, P, L, PP, LP)
-        begin = split * tiles_each * KEYS
         sums = _walk(
-            q_ML, q_MP, tl.zeros_like(head_M) + length - 1, begin, tl.minimum(begin + tiles_each * KEYS, length),
-            cache_ptr, tables_ptr + seq.to(tl.int64) * table_stride, block_stride, scale,
+            q_ML, q_MP, tl.zeros_like(head_M) + length - 1, begin, end, cache_ptr, tables_ptr, block_stride, scale,
             P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
         )  # fmt: skip
         out_ptr += seq.to(tl.int64) * N * L
@@ -165,6 +181,18 @@ def single_rows_kernel(
                 store_heads(out_ptr, sums, head_M, head_M < N, d_L, None, L)
         else:
             store_heads(out_ptr, sums, head_M, head_M < N, d_L, None, L)
+
+
+@triton.jit
+def _keys_of_run(length: tl.tensor, max_splits: tl.tensor, part_keys: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
+    """How many keys of a context a program takes, in whole tiles.
+
+    It reads these, and the last to finish reads the sums of all runs as well, each of as many bytes as ``part_keys``
+    keys. The more keys a run has, the fewer runs there are: it is least where both parts are the same.
+    """
+    balanced = tl.sqrt(length.to(tl.float32) * part_keys).to(tl.int32)
+    keys = tl.maximum(tl.maximum(tl.cdiv(length, max_splits), balanced), 1)
+    return tl.cdiv(keys, KEYS) * KEYS
 
 
 @triton.jit(do_not_specialize=["S", "table_stride"])
@@ -226,13 +254,14 @@ def _walk(
     peak_M = tl.full([q_ML.shape[0]], NO_SCORE, tl.float32)
     total_M = tl.zeros([q_ML.shape[0]], tl.float32)
     acc_ML = tl.zeros([q_ML.shape[0], LP], tl.float32)
+    block = key_blocks(table_ptr, begin, end, BLOCK_SIZE, KEYS)
     for at in tl.range(begin, end, KEYS, num_stages=STAGES):
         key_C = at + tl.arange(0, KEYS)
         is_key_C1 = (key_C < end)[:, None]  # slots behind may be NaN, which a weight of 0 would not undo
-        block = key_blocks(table_ptr, at, end, BLOCK_SIZE, KEYS).to(tl.int64)
-        at_C1 = cache_ptr + block * block_stride + (key_C % BLOCK_SIZE)[:, None] * (P + L)
+        at_C1 = cache_ptr + block.to(tl.int64) * block_stride + (key_C % BLOCK_SIZE)[:, None] * (P + L)
         k_CL = tl.load(at_C1 + P + d_L[None, :], mask=is_key_C1 & (d_L < L)[None, :], other=0.0).to(q_ML.dtype)
         k_CP = tl.load(at_C1 + p_P[None, :], mask=is_key_C1 & (p_P < P)[None, :], other=0.0).to(q_ML.dtype)
+        block = key_blocks(table_ptr, at + KEYS, end, BLOCK_SIZE, KEYS)
         scores_MC = tl.dot(q_MP, tl.trans(k_CP), input_precision="ieee")
         scores_MC = tl.dot(q_ML, tl.trans(k_CL), scores_MC, input_precision="ieee") * scale
         scores_MC = tl.where(key_C[None, :] <= tl.minimum(position_M, end - 1)[:, None], scores_MC, float("-inf"))

@@ -31,13 +31,13 @@ def rotate_store(
     cos_TR: Tensor | None,
     sin_TR: Tensor | None,
     k_cache: Tensor,
-    v_cache: Tensor | None,
+    v_cache: Tensor,
     slot_mapping_T: Tensor,
     scales: KVScales | None = None,
 ) -> Tensor:
     """Queries as attention takes them, a new tensor [T, N, H]; keys and values go to their slots.
 
-    Without a cache for values, rows end with their keys; where another layer has stored them, with their queries.
+    Where another layer has stored keys and values, rows end with their queries.
 
     As ``ops.rms_norm``, ``ops.apply_rope`` and ``ops.store_kv`` together, in float32 in between. Nothing is stored for
     rows of a negative slot. Numbers that a float8 cache cannot hold become the nearest that it can.
@@ -45,7 +45,7 @@ def rotate_store(
     T, N, K, H = qkv_TW.shape[0], heads.num_heads, heads.num_kv_heads, heads.head_dim
     assert qkv_TW.stride(1) == 1, "the columns of a row must lie side by side"
     pairs, at_once = H // 2 if cos_TR is None else cos_TR.shape[1], HEADS if H <= WIDE else 1
-    parts, v_cache = (1, k_cache) if v_cache is None else (0 if heads.shares_cache else 2, v_cache)
+    parts = 0 if heads.shares_cache else 2
     assert k_cache.stride()[2:] == v_cache.stride()[2:] == (H, 1), "the slots of a block must lie side by side"
     q_TNH = torch.empty((T, N, H), dtype=qkv_TW.dtype, device=qkv_TW.device)
     # fmt: off
@@ -85,8 +85,8 @@ def _rotate_store_kernel(
         is_in_MG = is_row_M[:, None] & (head_G < N)[None, :]
         to_query_MG = q_ptr + (t_M.to(tl.int64) * N)[:, None] * H + head_G[None, :] * H
         # fmt: off
-        _rotate(row_ptrs + head_G[None, :, None] * H, to_query_MG, is_in_MG, is_in_MG, t_M, is_row_M, q_norm_ptr,
-                None, cos_ptr, sin_ptr, angle_stride, eps, H, PAIRS, PAIR_BLOCK, REST_BLOCK)
+        rotate_heads(row_ptrs + head_G[None, :, None] * H, to_query_MG, is_in_MG, is_in_MG, t_M, is_row_M, q_norm_ptr,
+                     None, cos_ptr, sin_ptr, angle_stride, eps, H, PAIRS, PAIR_BLOCK, REST_BLOCK)
         # fmt: on
     elif group < QUERY_GROUPS + KEY_GROUPS:
         head_G = (group - QUERY_GROUPS) * HEADS + tl.arange(0, HEADS)
@@ -97,8 +97,8 @@ def _rotate_store_kernel(
         if k_scale_ptr is not None:
             unit_G = 1 / tl.load(k_scale_ptr + head_G, mask=head_G < K, other=1.0)
         # fmt: off
-        _rotate(row_ptrs + (N + head_G)[None, :, None] * H, to_key_MG, is_in_MG, is_to_MG, t_M, is_row_M, k_norm_ptr,
-                unit_G, cos_ptr, sin_ptr, angle_stride, eps, H, PAIRS, PAIR_BLOCK, REST_BLOCK)
+        rotate_heads(row_ptrs + (N + head_G)[None, :, None] * H, to_key_MG, is_in_MG, is_to_MG, t_M, is_row_M,
+                     k_norm_ptr, unit_G, cos_ptr, sin_ptr, angle_stride, eps, H, PAIRS, PAIR_BLOCK, REST_BLOCK)
         # fmt: on
     else:
         head_G = (group - QUERY_GROUPS - KEY_GROUPS) * HEADS + tl.arange(0, HEADS)
@@ -113,7 +113,7 @@ def _rotate_store_kernel(
 
 
 @triton.jit
-def _rotate(
+def rotate_heads(
     from_MG1: tl.tensor, to_MG: tl.tensor, is_in_MG: tl.tensor, is_to_MG: tl.tensor, t_M: tl.tensor,
     is_row_M: tl.tensor, norm_ptr: tl.tensor, unit_G: tl.tensor, cos_ptr: tl.tensor, sin_ptr: tl.tensor,
     angle_stride: tl.tensor, eps: tl.tensor, H: tl.constexpr, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr,

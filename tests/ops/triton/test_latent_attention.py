@@ -10,8 +10,8 @@ from torch import Tensor
 
 from octavo.ops import latent_attention as dispatched
 from octavo.ops.attention import GroupRows, LayerCache, PagedRows
-from octavo.ops.latent_attention import join_heads
-from octavo.ops.triton import latent_attention as module
+from octavo.ops.latent_attention import LatentHeads
+from octavo.ops.triton import latent_attention
 from octavo.ops.triton.latent_attention import attend_single_rows, latent_attention_triton
 from octavo.ops.triton.launch import invariant
 
@@ -35,6 +35,7 @@ class Step:
         N: int = 4,
         R: int = 8,
         L: int = 32,
+        P: int = 24,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
         block_size: int = 16,
@@ -61,7 +62,10 @@ class Step:
             slots = [slots.pop(0) if q_len else -1 for q_len in query_lens]
             self.slots = [slot for slot in slots if slot >= 0]
             T = S
-        self.qk = torch.randn(T + pads, (N + 1) * H).to(device, dtype)
+        self.q = torch.randn(T + pads, N * (P + 2 * R)).to(device, dtype)
+        self.kv = torch.randn(T + pads, L + 2 * R).to(device, dtype)
+        key_map, norm = torch.randn(N, L, P) * P**-0.5, torch.randn(L)
+        self.heads = LatentHeads(key_map.to(device, dtype), norm.to(device, dtype), 1e-5, float(H**-0.5))
         self.angles = (torch.rand(T + pads, R) * 6).to(device)
         self.cache = cache.to(device, cache_dtype or dtype)
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
@@ -69,18 +73,14 @@ class Step:
         where, tables, starts, lens = (x.to(device) for x in (where, tables, starts, torch.tensor(seq_lens).int()))
         self.rows = PagedRows((GroupRows(where, tables),), starts, lens, max(query_lens))
 
-    @property
-    def scale(self) -> float:
-        return float((2 * self.R + self.L) ** -0.5)
-
     def run(self, run: Any = latent_attention_triton) -> Tensor:
         """The result [rows, N, L] of the rows that are not padding, checked for what was stored."""
         before = self.cache.clone()
         cache = LayerCache(self.cache, self.cache)
-        out = run(self.qk, self.N, self.angles.cos(), self.angles.sin(), cache, self.rows, self.scale)
+        out = run(self.q, self.kv, self.heads, self.angles.cos(), self.angles.sin(), cache, self.rows)
         is_row = self.rows.groups[0].slot_mapping_T >= 0
         by_slot, old = (part.float().transpose(1, 2).flatten(0, 1) for part in (self.cache, before))
-        turned = self.turned()[is_row, self.N]
+        turned = self.inputs()[1][is_row]
         stored = by_slot[self.slots][:, 0].double()
         assert ((stored - turned).abs() <= turned.abs() * ROUNDING[self.cache.dtype] + 2**-9).all()
         others = torch.ones(len(by_slot), dtype=torch.bool).index_fill_(0, torch.tensor(self.slots), False)
@@ -88,23 +88,34 @@ class Step:
         found: Tensor = out[is_row]
         return found
 
-    def turned(self) -> Tensor:
-        """Queries and the key after the rotation, float64 [T, N + 1, H]."""
-        qk = self.qk.double().view(len(self.qk), self.N + 1, -1)
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """What attention takes: the queries [T, N, H] and the key [T, H], in float64."""
         R, turn = self.R, torch.complex(self.angles.double().cos(), self.angles.double().sin())[:, None]
-        turned = torch.complex(qk[..., :R].contiguous(), qk[..., R : 2 * R].contiguous()) * turn
-        return torch.cat((turned.real, turned.imag, qk[..., 2 * R :]), -1)
+
+        def turned(x_TNR: Tensor) -> Tensor:
+            pairs = torch.complex(x_TNR[..., :R].contiguous(), x_TNR[..., R:].contiguous()) * turn
+            return torch.cat((pairs.real, pairs.imag), -1)
+
+        q_TNQ, latent_TL, k_rotated = (
+            self.q.double().unflatten(1, (self.N, -1)),
+            *self.kv.double().tensor_split([self.L], 1),
+        )
+        mapped_TNL = torch.einsum("tnp,nlp->tnl", q_TNQ[..., : -2 * R], self.heads.key_map_NLP.double())
+        rms_T1 = (latent_TL.square().mean(1, keepdim=True) + self.heads.norm_eps).sqrt()
+        normed_TL = latent_TL / rms_T1 * self.heads.norm_L.double()
+        queries = torch.cat((turned(q_TNQ[..., -2 * R :]), mapped_TNL), -1)
+        return queries, torch.cat((turned(k_rotated[:, None])[:, 0], normed_TL), -1)
 
     def expected(self) -> Tensor:
         """float64 [rows, N, L], with keys as the cache holds them; after ``run``."""
-        q_TNH, rows = self.turned()[self.rows.groups[0].slot_mapping_T >= 0, : self.N].to(self.qk.dtype).double(), []
+        q_TNH, rows = self.inputs()[0][self.rows.groups[0].slot_mapping_T >= 0].to(self.q.dtype).double(), []
         at = 0
         for s, (q_len, seq_len) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
             blocks = self.rows.groups[0].block_tables_SB[s][: -(-seq_len // self.cache.shape[2])].long()
             keys = self.cache.float().double()[blocks, 0].flatten(0, 1)
             for i in range(q_len):
                 seen = keys[: seq_len - q_len + i + 1]
-                rows.append((q_TNH[at + i] @ seen.T * self.scale).softmax(1) @ seen[:, 2 * self.R :])
+                rows.append((q_TNH[at + i] @ seen.T * self.heads.scale).softmax(1) @ seen[:, 2 * self.R :])
             at += q_len
         return torch.stack(rows)
 
@@ -112,7 +123,7 @@ class Step:
 def check(step: Step) -> None:
     found, wanted = step.run().double(), step.expected()
     error = ((found - wanted).abs() / wanted.abs().clamp(min=1)).max()
-    assert error < TOLERANCE[step.qk.dtype], f"largest error {error}"
+    assert error < TOLERANCE[step.q.dtype], f"largest error {error}"
 
 
 @pytest.mark.parametrize(("dtype", "block_size"), KINDS)
@@ -148,16 +159,31 @@ def test_float8_cache(is_single: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_any_number_of_splits_gives_the_same(splits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_splits_gives_the_same(splits: int, device: str) -> None:
     """Counters are left at zero: the second step is as right as the first."""
-    monkeypatch.setattr(module, "MIN_KEYS", 16)
     step = Step([1] * 3, [100, 16, 1], device)
     step.run()
-    q = step.turned()[:, : step.N].float().contiguous()
+    q = step.inputs()[0].float().contiguous()
     for _ in range(2):
         out = torch.full((3, step.N, step.L), NAN, device=device)
-        attend_single_rows(q, 2 * step.R, LayerCache(step.cache, step.cache), step.rows, step.scale, out, splits)
+        attend_single_rows(q, 2 * step.R, LayerCache(step.cache, step.cache), step.rows, step.heads.scale, out, splits)
         torch.testing.assert_close(out.double(), step.expected(), rtol=3e-6, atol=3e-6)
+
+
+def test_few_programs_share_a_short_context(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number grows with the root of its length; a program alone leaves nothing to add."""
+    monkeypatch.setattr(latent_attention, "shared_bytes", lambda device: 227 * 1024)
+    step = Step([1] * 4, [64, 512, 900, 2000], device, N=2, R=32, L=512, dtype=torch.bfloat16)
+    made, empty = list[Tensor](), torch.empty
+
+    def kept(*args: Any, **options: Any) -> Tensor:
+        made.append(empty(*args, **options).fill_(NAN))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", kept)
+    check(step)
+    (parts,) = (tensor for tensor in made if tensor.dim() == 4)
+    assert (~parts[:, :, 0, 0].isnan()).sum(1).tolist() == [0, 4, 5, 8]
 
 
 def test_rows_are_the_same_in_any_step_where_asked_for(device: str) -> None:
@@ -168,7 +194,8 @@ def test_rows_are_the_same_in_any_step_where_asked_for(device: str) -> None:
         slots, tables = whole.rows.groups[0]
         group = GroupRows(slots[39:40], tables)
         last.cache, last.rows = whole.cache, PagedRows((group,), last.rows.cu_seqlens_q, last.rows.seq_lens_S, 1)
-        last.qk, last.angles, last.slots = whole.qk[39:40], whole.angles[39:40], whole.slots[39:]
+        last.q, last.kv, last.heads = whole.q[39:40], whole.kv[39:40], whole.heads
+        last.angles, last.slots = whole.angles[39:40], whole.slots[39:]
         assert torch.equal(last.run(), expected[39:])
 
 
@@ -179,10 +206,3 @@ def test_the_reference_does_the_same() -> None:
         tables[tables == 2**30] = 0  # it looks behind a table's end
         found, wanted = step.run(dispatched.reference).double(), step.expected()
         torch.testing.assert_close(found, wanted, rtol=3e-6, atol=3e-6)
-
-
-def test_joined_heads_are_rotated_parts_then_latents() -> None:
-    parts = [torch.randn(3, 2, 4), torch.randn(3, 2, 6), torch.randn(3, 4), torch.randn(3, 6)]
-    joined = join_heads(*parts).view(3, 3, 10)
-    assert torch.equal(joined[:, :2], torch.cat(parts[:2], -1))
-    assert torch.equal(joined[:, 2], torch.cat(parts[2:], -1))
