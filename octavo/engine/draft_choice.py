@@ -107,7 +107,7 @@ class DraftChoice:
             self.rates.survivals(seq, len(proposal.tokens), proposal.chances) for seq, proposal in proposals.items()
         ]
         saved = sum(map(sum, survivals)) * plain / len(proposals)
-        return saved > (1 + MARGIN) * num_drafts * room.row_seconds(num_drafts)
+        return saved > (1 + MARGIN) * num_drafts * room.draft_seconds(num_drafts)
 
     def learn(self, plan: Plan, sampled: list[Sampled]) -> None:
         """Record which drafts of a committed plan were accepted."""

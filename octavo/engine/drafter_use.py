@@ -20,8 +20,9 @@ HOPELESS = 0.25
 LEAST_TRIED, ENOUGH_TRIED, MOST_TRIED = 4, 16, 64
 """Numbers of first drafts: the least that this share is computed of, those after which none are verified just for it,
 and those after which old ones count half."""
-MOST_FILLING = 0.1
-"""Share of a step beyond which a drafter does not go on filling its cache while its drafts do not pay."""
+MOST_FILLING = 0.01
+"""Share of a step beyond which a drafter does not go on filling its cache while its drafts do not pay: what that costs
+all the time, while holes in the cache are gone with the sequences of the rest."""
 
 
 class DrafterUse:

@@ -12,6 +12,11 @@ from octavo.types import Plan, Sampled, Sequence, Status
 
 Drafts = Mapping[Sequence, tuple[int, ...]]
 NO_DRAFTS: Drafts = {}
+NEWEST = 0.1
+"""Weight of the newest mixed step in the share of those that a step of decodes follows."""
+LEAST_CHANCE = 0.25
+"""Of a step of decodes after a mixed one, so that drafts for it are made. Drafts save some times what making them costs
+if they pay at all; made for another mixed step, which does not verify them, they are lost."""
 
 
 class Speculation:
@@ -29,6 +34,9 @@ class Speculation:
         ``NO_DRAFTER``: it does not run."""
         self._pays_alone = True
         """Whether the last step of decodes had drafts, or would have had, had they been made."""
+        self._was_mixed = False
+        self._decodes_follow = 1.0
+        """Share of mixed steps that a step of decodes follows."""
 
     @property
     def num_lookahead(self) -> int:
@@ -44,6 +52,9 @@ class Speculation:
         """
         if self.choice is None:
             return {seq: proposal.tokens for seq in running if (proposal := self._proposal(seq)).tokens}
+        if self._was_mixed:
+            self._decodes_follow += NEWEST * ((room is None) - self._decodes_follow)
+        self._was_mixed = room is not None
         if self.choice.drafter_use is not None and not self.choice.drafter_use.runs():
             self.num_proposed = NO_DRAFTER
             return NO_DRAFTS
@@ -51,7 +62,8 @@ class Speculation:
         if room is not None:
             proposals = self._proposals(running)
             made = {seq: proposal.first(num_made) for seq, proposal in proposals.items()}
-            self.num_proposed = self.max_drafts if self._pays_alone or self.choice.all_pay(proposals, room) else 0
+            pays_next = self._pays_alone and self._decodes_follow > LEAST_CHANCE
+            self.num_proposed = self.max_drafts if pays_next or self.choice.all_pay(proposals, room) else 0
             if not self.choice.all_pay(made, room):
                 return NO_DRAFTS
             return {seq: proposal.tokens for seq, proposal in made.items()}

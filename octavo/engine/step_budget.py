@@ -43,8 +43,8 @@ class DraftRoom(NamedTuple):
 
     num_drafts: int
     """Most drafts of all sequences."""
-    row_seconds: Callable[[int], float]
-    """Seconds of each row, if there are so many drafts."""
+    draft_seconds: Callable[[int], float]
+    """Seconds of each draft, if there are so many."""
 
 
 class StepBudget:
@@ -126,7 +126,7 @@ class StepBudget:
         """Room for drafts in a step with prompts: in addition to its ``budget``, with at least half of the largest
         step's rows left to prompts."""
         most = (self.most - num_running) // 2 if self.model.is_ready else 0
-        return DraftRoom(most, lambda count: self.model.row_seconds(min(budget, self.most - count), count))
+        return DraftRoom(most, lambda count: self.model.draft_seconds(min(budget, self.most - count), count))
 
     def plain_seconds(self, plan: Plan) -> float | None:
         """Predicted seconds of a step with prompts, without drafts and without the executor's drafter; ``None`` for a
@@ -135,7 +135,7 @@ class StepBudget:
             return None
         load = load_of(plan)
         rows = load.rows - sum([len(item.drafts) for item in plan])
-        return self.model.seconds(load.without_drafter._replace(rows=rows))
+        return self.model.seconds(load.without_drafter._replace(rows=rows, num_verified=0))
 
     def admits(self, num_running: int) -> bool:
         """Whether one more sequence may run in addition to ``num_running`` others."""

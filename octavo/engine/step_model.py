@@ -21,12 +21,27 @@ OUTLIER = 2.0
 LEAST_SEEN = 8
 """Steps that are learned from without a cap, and after which the model can be used."""
 FIRST_KNOT = 64
-NUM_LINEAR = 7
-ROW_UNIT, SEQUENCE_UNIT, CONTEXT_UNIT, PAIR_UNIT = 256, 16, 1 << 16, 1 << 22
-"""Units in which coefficients are of the order of a step's time."""
-DRAFTED_ROW_UNIT, DRAFT_UNIT = 1 << 12, 8
-"""Units of a drafter's work: larger, since before it has rested nothing but the size of a coefficient says which part
-of a step's time is the drafter's."""
+ROW_UNIT = 256
+"""The unit of rows, in which coefficients are of the order of a step's time."""
+
+
+class Linear(NamedTuple):
+    """The linear terms of a step's time: quantities, or the seconds of one of each."""
+
+    steps: float
+    prompts: float
+    """1 for a step that has any."""
+    sequences: float
+    drafted_rows: float
+    num_proposed: float
+    num_verified: float
+    context: float
+    pairs: float
+
+
+UNITS: Array = np.array(Linear(1, 1, 16, 1 << 12, 8, 256, 1 << 16, 1 << 22), np.float64)
+"""In these, coefficients are of the order of a step's time; those of a drafter's work are larger, since before it has
+rested nothing but the size of a coefficient says which part of a step's time is the drafter's."""
 
 
 class Load(NamedTuple):
@@ -45,25 +60,33 @@ class Load(NamedTuple):
     """Rows with which the executor's drafter fills its cache: all of them, or none if it rests."""
     num_proposed: int = 0
     """Drafts that it makes for each sequence."""
+    num_verified: int = 0
+    """Drafts among the rows: each has logits, and they make for more padding."""
 
     @property
     def without_drafter(self) -> Load:
         """The same step if the drafter rests."""
         return self._replace(drafted_rows=0, num_proposed=0)
 
+    @property
+    def linear(self) -> Linear:
+        """The quantities that a step's time is linear in."""
+        drafter = self.drafted_rows, self.num_proposed
+        return Linear(1, self.has_prompt, self.sequences, *drafter, self.num_verified, self.context, self.pairs)
+
 
 def load_of(plan: Plan) -> Load:
     """The load of ``plan``."""
     chunks = [item for item in plan if len(item.tokens) > 1]
-    rows = len(plan) + sum([len(item.drafts) for item in plan])
-    pairs = 0.0
+    num_verified = sum([len(item.drafts) for item in plan])
+    rows, pairs = len(plan) + num_verified, 0.0
     for item in chunks:
         count = len(item.tokens)
         rows += count - 1
         pairs += count * (item.start + count / 2)
     num_proposed = max([item.num_proposed for item in plan], default=NO_DRAFTER)
     drafter = (0, 0) if num_proposed == NO_DRAFTER else (rows, num_proposed)
-    return Load(rows, len(plan), sum([item.start for item in plan]), bool(chunks), pairs, *drafter)
+    return Load(rows, len(plan), sum([item.start for item in plan]), bool(chunks), pairs, *drafter, num_verified)
 
 
 class StepModel:
@@ -82,7 +105,7 @@ class StepModel:
         """Numbers of rows, from 0 to ``most_rows``."""
         self._widths: Array = np.diff(self.knots)
         self._scales: Array = 1 / np.sqrt(self._widths * ROW_UNIT)
-        self._fit: Array = np.zeros(NUM_LINEAR + len(self._widths))
+        self._fit: Array = np.zeros(len(UNITS) + len(self._widths))
         self._doubt: Array = np.eye(len(self._fit))
         """Covariance of the coefficients, relative to the variance of relative errors."""
         self._num_seen = 0
@@ -93,43 +116,40 @@ class StepModel:
         return self._num_seen > LEAST_SEEN
 
     def _features(self, load: Load) -> Array:
-        context, pairs = load.context / CONTEXT_UNIT, load.pairs / PAIR_UNIT
-        drafter = load.drafted_rows / DRAFTED_ROW_UNIT, load.num_proposed / DRAFT_UNIT
-        linear = (1.0, load.has_prompt, load.sequences / SEQUENCE_UNIT, *drafter, context, pairs)
         by_row = np.clip(load.rows - self.knots[:-1], 0, self._widths) * self._scales
-        return np.array([*linear, *by_row])
+        return np.concatenate((np.array(load.linear, np.float64) / UNITS, by_row))
 
     def _at_knots(self) -> Array:
         """Seconds of as many rows as each knot has."""
-        slopes = np.maximum(self._fit[NUM_LINEAR:], 0)
+        slopes = np.maximum(self._fit[len(UNITS) :], 0)
         return np.concatenate(([0.0], np.cumsum(slopes * self._widths * self._scales)))
+
+    def _seconds_each(self) -> Linear:
+        """Seconds of one of each linear term; only a step itself may take less than none."""
+        steps, *others = (self._fit[: len(UNITS)] / UNITS).tolist()
+        return Linear(steps, *[max(0.0, seconds) for seconds in others])
 
     def _beside_rows(self, load: Load) -> float:
         """Seconds of everything but the rows."""
-        base, *slopes = self._fit[:NUM_LINEAR].tolist()
-        prompt, per_sequence, per_drafted, per_draft, per_position, per_pair = [max(0.0, slope) for slope in slopes]
-        drafter = per_drafted * load.drafted_rows / DRAFTED_ROW_UNIT + per_draft * load.num_proposed / DRAFT_UNIT
-        attention = per_position * load.context / CONTEXT_UNIT + per_pair * load.pairs / PAIR_UNIT
-        fixed = base + prompt * load.has_prompt + per_sequence * load.sequences / SEQUENCE_UNIT
-        return float(fixed + drafter + attention)
+        return sum([seconds * number for seconds, number in zip(self._seconds_each(), load.linear, strict=True)])
 
     def seconds(self, load: Load) -> float:
         """Predicted seconds of a step."""
         return max(0.0, float(np.interp(load.rows, self.knots, self._at_knots())) + self._beside_rows(load))
 
-    def row_seconds(self, first: int, count: int) -> float:
-        """Seconds of one of ``count`` rows in addition to ``first``."""
-        before, after = np.interp([first, first + count], self.knots, self._at_knots()).tolist()
-        return float(after - before) / count
+    def draft_seconds(self, rows: int, count: int) -> float:
+        """Seconds of verifying each of ``count`` drafts in addition to ``rows``."""
+        before, after = np.interp([rows, rows + count], self.knots, self._at_knots()).tolist()
+        return float(after - before) / count + self._seconds_each().num_verified
 
     def curve(self, sequences: int, context: int, position: int, num_proposed: int = NO_DRAFTER) -> Array:
         """Predicted seconds of steps of as many rows as each knot has: those beyond one for each sequence are of
         prompts that have come to ``position``. ``num_proposed``: drafts that the drafter makes for each sequence."""
-        *_, per_drafted, _, _, per_pair = np.maximum(self._fit[:NUM_LINEAR], 0).tolist()
+        each = self._seconds_each()
         pairs = np.maximum(0, self.knots - sequences) * position
         drafted = self.knots if num_proposed != NO_DRAFTER else np.zeros_like(self.knots)
         fixed = self._beside_rows(Load(0, sequences, context, True, num_proposed=max(0, num_proposed)))
-        by_knot: Array = per_pair / PAIR_UNIT * pairs + per_drafted / DRAFTED_ROW_UNIT * drafted
+        by_knot: Array = each.pairs * pairs + each.drafted_rows * drafted
         return self._at_knots() + fixed + by_knot
 
     def learn(self, load: Load, seconds: float) -> None:
