@@ -13,6 +13,8 @@ from octavo.types import Plan, Sampled, Sequence
 
 MARGIN = 0.03
 """Drafts must promise so much more than no drafts: estimates have errors, and a rejected draft gives nothing."""
+MIXED_MARGIN = 0.2
+"""In mixed steps, which have many sizes: what a step of each takes is known less well than for steps of decodes."""
 STEPS_BETWEEN_MEASUREMENTS = 256
 """Now and then a step has no drafts, and another one has drafts whatever they promise, so that costs are known."""
 HOPEFUL, STEPS_BETWEEN_HOPES = 4, 64
@@ -107,7 +109,7 @@ class DraftChoice:
             self.rates.survivals(seq, len(proposal.tokens), proposal.chances) for seq, proposal in proposals.items()
         ]
         saved = sum(map(sum, survivals)) * plain / len(proposals)
-        return saved > (1 + MARGIN) * num_drafts * room.draft_seconds(num_drafts)
+        return saved > (1 + MIXED_MARGIN) * num_drafts * room.draft_seconds(num_drafts)
 
     def learn(self, plan: Plan, sampled: list[Sampled]) -> None:
         """Record which drafts of a committed plan were accepted."""

@@ -10,6 +10,8 @@ TRIAL = 32
 """Steps with the drafter, after which its use is decided."""
 MOST_LOSS = 16
 """A trial ends when it has lost the time of so many steps: a large drafter's steps take many times as long."""
+LOAD_CHANGE = 2
+"""A rest ends when so many times as many sequences decode as when it began, or as few."""
 FIRST_REST, LONGEST_REST = 128, 1024
 """Steps after a trial that did not pay, without the drafter or with its costs measured anew: twice as many after each
 such trial, and half as many after one that did."""
@@ -21,8 +23,8 @@ LEAST_TRIED, ENOUGH_TRIED, MOST_TRIED = 4, 16, 64
 """Numbers of first drafts: the least that this share is computed of, those after which none are verified just for it,
 and those after which old ones count half."""
 MOST_FILLING = 0.01
-"""Share of a step beyond which a drafter does not go on filling its cache while its drafts do not pay: what that costs
-all the time, while holes in the cache are gone with the sequences of the rest."""
+"""Share of a step beyond which a drafter does not go on filling its cache while its drafts do not pay: that costs time
+in every step, and what its cache lacks is gone with the sequences of the rest."""
 
 
 class DrafterUse:
@@ -30,8 +32,8 @@ class DrafterUse:
 
     A drafter costs time in every step, even if none of its drafts is verified: it fills its cache with all tokens.
     While it rests, steps are those of an engine without a drafter. Its cache then lacks the tokens of these steps, so
-    that later drafts of the same sequences are worse. So it does not rest because a batch is large, where right drafts
-    do not pay either: it fills its cache, if that is cheap, and drafts again when fewer sequences run.
+    that later drafts of the same sequences are worse. So it goes on filling its cache if that is cheap, where right
+    drafts do not pay, as in a large batch. Else it rests until the batch has another size, or for some steps.
     """
 
     def __init__(self, filling: StepCosts, drafting: StepCosts) -> None:
@@ -41,8 +43,8 @@ class DrafterUse:
         self._runs = True
         self._num_left = TRIAL
         self._rest = FIRST_REST
-        self._num_seqs = 0
-        """Of the last step of decodes."""
+        self._num_seqs = self._judged_seqs = 0
+        """Of the last step of decodes, and of that for which the drafts did not pay; 0 in a rest just to measure."""
         self._saved = self._spent = 0.0
         """Seconds, over the steps of a trial: what the tokens of accepted drafts would take in steps of decodes without
         the drafter, and what the steps took in addition to those without it."""
@@ -52,9 +54,15 @@ class DrafterUse:
     def runs(self) -> bool:
         """Whether the drafter runs in the next step; to be asked once for each step."""
         self._num_left -= 1
-        if self._num_left < 0:
+        if self._num_left < 0 or (not self._runs and self._has_other_load):
             self._decide()
         return self._runs
+
+    @property
+    def _has_other_load(self) -> bool:
+        """Whether so many more or fewer sequences run than when the rest began that right drafts may pay now."""
+        fewer, more = sorted((self._num_seqs, self._judged_seqs))
+        return 0 < LOAD_CHANGE * fewer <= more and not self._is_hopeless
 
     def _decide(self) -> None:
         pays = self._pays
@@ -64,11 +72,13 @@ class DrafterUse:
             self._runs, self._num_left = True, TRIAL
         elif not self._resting.covers(self._num_seqs) and (pays or not self._is_hopeless):
             self._runs, self._num_left = False, LEAST_SEEN + 1  # their seconds without the drafter were estimated
+            self._judged_seqs = 0
         elif pays:
             self._num_left, self._rest = TRIAL, max(FIRST_REST, self._rest // 2)
         else:
             self._runs = not (self._is_hopeless or self._filling_is_costly)
             self._num_left, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
+            self._judged_seqs = self._num_seqs
         self._saved = self._spent = 0.0
 
     @property
