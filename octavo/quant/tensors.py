@@ -60,6 +60,10 @@ class Tensors:
         """Whether the checkpoint has this tensor."""
         return name in self.names
 
+    def has_module(self, name: str) -> bool:
+        """Whether the checkpoint has tensors of this module, whatever its format calls them."""
+        return any(tensor.startswith(f"{name}.") for tensor in self.names)
+
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
         """A floating-point or block-quantised tensor of this shape."""
         part = self._take(name, shape)

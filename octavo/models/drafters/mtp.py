@@ -17,7 +17,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from octavo import ops
-from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.drafters.head import Renamed, llama_like
 from octavo.models.llama import LlamaConfig
@@ -65,14 +64,12 @@ class MTPHead:
     """See ``DraftHead``."""
 
     def __init__(self, config: ModelConfig, source: Source, form: WeightFormat, model: CausalLM) -> None:
-        """``source``: the checkpoint of ``model``, which has this ``config``. Raises ``CheckpointError``."""
+        """``source``: the checkpoint of ``model``, which has this ``config`` and MTP layers. Raises
+        ``CheckpointError``."""
         target = llama_like(model, "mtp")
         assert isinstance(config, LlamaConfig)
         source = TextPart(source)
-        prefixes = mtp_prefixes(source.names(), config.num_layers)
-        if not prefixes:
-            raise CheckpointError("speculative_config: the model's checkpoint has no MTP layers")
-        names = mtp_names(prefixes[0])
+        names = mtp_names(mtp_prefixes(source.names(), config.num_layers)[0])
         own = {name: name for name in source.names() if name.startswith(names.prefix) and not LATER.match(name)}
         weights = WeightLoader(Renamed(source, own), form, method=config.quantization)
         D, L, eps, offset = config.hidden_size, config.num_layers, config.norm_eps, config.norm_offset
@@ -81,9 +78,9 @@ class MTPHead:
         self.target_ids: Tensor | None = None
         self.cache = config.cache[-1:]
         self._target, self._masks_first = target, names.masks_first
-        has = weights.tensors.has
+        has = weights.tensors.has_module
         self._embedding = target.embedding
-        if has(f"{names.embedding}.weight"):
+        if has(names.embedding):
             self._embedding = weights.embedding(names.embedding, config.vocab_size, D)
         self._embedding_norm = weights.norm(names.embedding_norm, D, eps, offset)
         self._hidden_norm = weights.norm(names.hidden_norm, D, eps, offset)
@@ -91,7 +88,7 @@ class MTPHead:
         self._layer = target.layer_class(config, weights, names.layer, L)
         self._norm = weights.norm(names.norm, D, eps, offset)
         self._head = target.head
-        if has(f"{names.head}.weight"):
+        if has(names.head):
             self._head = weights.head(names.head, self._embedding, (config.vocab_size, D), False)
         weights.tensors.finish()
         self.num_bytes = weights.bytes_by_format.total()
