@@ -15,7 +15,7 @@ import torch
 
 from octavo import ops
 from octavo.backend_settings import WITHOUT_MODEL
-from octavo.build_drafter import LoadedDrafter, Target, load_drafter, make_proposer
+from octavo.build_drafter import LoadedDrafter, Target, find_drafter, load_drafter, make_proposer
 from octavo.build_encoder import build_encoder
 from octavo.build_remote import build_remote
 from octavo.build_runner import make_grammars, make_runner
@@ -95,11 +95,12 @@ def build_engine(
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
+    method = parse_speculative_config(config.speculative.speculative_config)
+    found = find_drafter(method, config, model_config, checkpoint, device)
     with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
         collective = device_collective(ranks.collective, device)
         loaded, adapters = load_any(config.model, model_config, checkpoint, form, collective)
-        method = parse_speculative_config(config.speculative.speculative_config)
-        drafting = load_drafter(method, config, Target(loaded, model_config, checkpoint, form))
+        drafting = load_drafter(method, config, Target(loaded, model_config, form), found)
         phases.done("weights")
         limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting)
         storage = _storage(model_config, loaded, limits, kv_dtype, device, collective.size, drafting.cache)

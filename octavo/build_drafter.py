@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+import torch
 
 from octavo.config import EngineConfig
 from octavo.device_settings import weight_format
@@ -16,7 +19,7 @@ from octavo.engine.suffix import SuffixProposer
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
-from octavo.models.drafters.dflash import DFlashModel
+from octavo.models.drafters.dflash import DFlashModel, DFlashSettings
 from octavo.models.drafters.eagle3 import Eagle3Head
 from octavo.models.drafters.head import DraftHead
 from octavo.models.drafters.mtp import MTPHead
@@ -53,7 +56,6 @@ class Target(NamedTuple):
 
     loaded: LoadedModel
     config: ModelConfig
-    checkpoint: Checkpoint
     form: WeightFormat
 
 
@@ -70,35 +72,76 @@ def make_proposer(method: Method) -> Proposer:
             return DeviceDrafts(method.num_speculative_tokens)
 
 
-def load_drafter(method: Method | None, config: EngineConfig, target: Target) -> LoadedDrafter:
-    """The drafter of a method that has one. Raises ``ConfigError`` or ``CheckpointError``."""
-    if method is None and mtp_prefixes(TextPart(target.checkpoint).names(), target.config.num_layers):
+def find_drafter(
+    method: Method | None, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, device: torch.device
+) -> Checkpoint | None:
+    """The checkpoint of the drafter of a method that has one, which may be the model's own, ``checkpoint``.
+
+    Called before the model's weights are loaded, which may take minutes: raises ``ConfigError`` or ``CheckpointError``
+    for settings and checkpoints that do not go together, as far as can be seen without weights.
+    """
+    has_mtp = bool(mtp_prefixes(TextPart(checkpoint).names(), model.num_layers))
+    if method is None and has_mtp:
         logger.info('the checkpoint has an MTP layer; --speculative-config \'{"method": "mtp"}\' drafts with it')
     if not isinstance(method, WithDrafter):
-        return NO_DRAFTER
+        return None
     settings = config.model
     if settings.enable_lora or settings.tensor_parallel_size > 1:
         other = "enable_lora" if settings.enable_lora else "tensor_parallel_size above 1"
         raise ConfigError(f'speculative_config: "{_name(method)}" cannot be combined with {other}')
-    try:
-        if isinstance(method, DraftModel):
-            return _model(method, config, target)
+    if not isinstance(method, OwnCheckpoint):
+        if not has_mtp:
+            raise CheckpointError("speculative_config: the model's checkpoint has no MTP layers")
+        return checkpoint
+    with _naming_drafter():
+        found = _open(config, method.model, device)
         if isinstance(method, DFlash):
-            return _block(method, config, target)
-        return _head(method, config, target)
-    except CheckpointError as error:
-        raise CheckpointError(f"the drafter: {error}") from None
+            most = DFlashSettings(found.config, model.num_layers, model.vocab_size).block_size - 1
+            if method.num_speculative_tokens > most:
+                raise ConfigError(
+                    f"speculative_config: num_speculative_tokens must be less than the drafter's block_size, {most + 1}"
+                )
+        if isinstance(method, DraftModel) and isinstance(read_config(found.config), EncoderConfig):
+            raise ConfigError("speculative_config: model is an encoder; a drafter must generate text")
+    return found
+
+
+def load_drafter(
+    method: Method | None, config: EngineConfig, target: Target, found: Checkpoint | None
+) -> LoadedDrafter:
+    """The drafter that was found. Raises ``ConfigError`` or ``CheckpointError``."""
+    if found is None or not isinstance(method, WithDrafter):
+        return NO_DRAFTER
+    with _naming_drafter():
+        if isinstance(method, DraftModel):
+            return _model(method, config, target, found)
+        if isinstance(method, DFlash):
+            return _block(method, config, target, found)
+        return _head(method, config, target, found)
 
 
 def _name(method: Method) -> str:
     return str(method.__struct_config__.tag)
 
 
-def _open(config: EngineConfig, name: str, form: WeightFormat) -> Checkpoint:
+@contextlib.contextmanager
+def _naming_drafter() -> Iterator[None]:
+    """Say that what is wrong with a checkpoint is wrong with the drafter's."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"the drafter: {error}") from None
+
+
+def _open(config: EngineConfig, name: str, device: torch.device) -> Checkpoint:
     """The checkpoint of a drafter; its weights are random if the model's are."""
     settings = dataclasses.replace(config.model, model=name, revision=None)
     load_format = "dummy" if config.model.load_format == "dummy" else "auto"
-    return open_checkpoint(resolve_model(settings), load_format, config.model.seed, str(form.device))
+    try:
+        folder = resolve_model(settings)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: {error}") from None
+    return open_checkpoint(folder, load_format, config.model.seed, str(device))
 
 
 def _form(method: OwnCheckpoint, config: EngineConfig, checkpoint: Checkpoint, default: WeightFormat) -> WeightFormat:
@@ -113,15 +156,14 @@ def _form(method: OwnCheckpoint, config: EngineConfig, checkpoint: Checkpoint, d
     return dataclasses.replace(found, dtype=default.dtype)
 
 
-def _head(method: WithDrafter, config: EngineConfig, target: Target) -> LoadedDrafter:
+def _head(method: WithDrafter, config: EngineConfig, target: Target, checkpoint: Checkpoint) -> LoadedDrafter:
     form, model = target.form, target.loaded.model
     head: DraftHead
     if isinstance(method, Eagle3):
-        checkpoint = _open(config, method.model, form)
         form = _form(method, config, checkpoint, form)
         head = Eagle3Head(checkpoint.config, checkpoint, form, model, target.config.max_position_embeddings)
     else:
-        head = MTPHead(target.config, target.checkpoint, form, model)
+        head = MTPHead(target.config, checkpoint, form, model)
 
     def start(storage: KVStorage) -> Drafter:
         count, vocab_size = method.num_speculative_tokens, target.config.vocab_size
@@ -130,28 +172,20 @@ def _head(method: WithDrafter, config: EngineConfig, target: Target) -> LoadedDr
     return LoadedDrafter(head.cache, head.num_bytes, start)
 
 
-def _block(method: DFlash, config: EngineConfig, target: Target) -> LoadedDrafter:
-    checkpoint = _open(config, method.model, target.form)
+def _block(method: DFlash, config: EngineConfig, target: Target, checkpoint: Checkpoint) -> LoadedDrafter:
     max_len = target.config.max_position_embeddings
     form = _form(method, config, checkpoint, target.form)
     model = DFlashModel(checkpoint.config, checkpoint, form, target.loaded.model, max_len)
-    count = method.num_speculative_tokens
-    if count >= model.block_size:
-        raise ConfigError(
-            f"speculative_config: num_speculative_tokens must be less than the drafter's block_size, {model.block_size}"
-        )
 
     def start(storage: KVStorage) -> Drafter:
-        return BlockDrafter(model, storage.draft_layers, storage.block_size, count)
+        return BlockDrafter(model, storage.draft_layers, storage.block_size, method.num_speculative_tokens)
 
     return LoadedDrafter(model.cache, model.num_bytes, start)
 
 
-def _model(method: DraftModel, config: EngineConfig, target: Target) -> LoadedDrafter:
-    checkpoint = _open(config, method.model, target.form)
+def _model(method: DraftModel, config: EngineConfig, target: Target, checkpoint: Checkpoint) -> LoadedDrafter:
     own = read_config(checkpoint.config)
-    if isinstance(own, EncoderConfig):
-        raise ConfigError("speculative_config: model is an encoder; a drafter must generate text")
+    assert not isinstance(own, EncoderConfig)
     if own.vocab_size != target.config.vocab_size:
         sizes = f"{own.vocab_size} tokens, and the model {target.config.vocab_size}"
         logger.warning("the drafter has %s: drafts are accepted only if the tokens that both have are the same", sizes)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
+import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo import LLM, SamplingParams, build
@@ -31,6 +35,7 @@ from tests.llm.test_any_requests import some_params, without_rounding
 from tests.llm.tiny import write_checkpoint
 from tests.models.drafter_files import Reference, dflash, eagle3, model_reference, mtp
 from tests.models.families import make_checkpoint
+from tests.quant.writers import Writer, compressed, gptq, quantise
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_kv_blocks": 120, "max_num_batched_tokens": 48}
 NUM_DRAFTS = 4
@@ -110,6 +115,12 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Made:
         return made[name]
 
     return get
+
+
+@pytest.fixture
+def loading_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a large model take minutes: what can be found out without them is."""
+    monkeypatch.setattr(build, "load_any", lambda *_: pytest.fail("the model's weights were loaded"))
 
 
 Drawn = tuple[int, int, list[Tensor]]
@@ -280,7 +291,6 @@ def test_outputs_have_the_distribution_of_the_model(tmp_path: Path, acceptance: 
     ("name", "changes", "words"),
     [
         ("draft_model", {"model": ""}, "model"),
-        ("draft_model", {"model": "/nowhere"}, "/nowhere"),
         ("draft_model", {"num_speculative_tokens": 0}, "num_speculative_tokens"),
         ("draft_model", {"depth": 3}, "depth.*the keys of draft_model are num_speculative_tokens, adaptive"),
         ("draft_model", {"method": "medusa"}, "one of ngram, suffix, draft_model, eagle3, mtp, dflash"),
@@ -288,7 +298,6 @@ def test_outputs_have_the_distribution_of_the_model(tmp_path: Path, acceptance: 
         ("draft_model", {"quantization": "int3"}, "quantization"),
         ("eagle3 of its authors", {"method": "draft_model"}, "LlamaForCausalLMEagle3"),
         ("draft_model", {"method": "eagle3"}, "fc.weight"),
-        (DFLASH, {"num_speculative_tokens": 5}, "block_size, 5"),
     ],
 )
 def test_wrong_settings_are_named(case_of: Made, name: str, changes: dict[str, Any], words: str) -> None:
@@ -297,7 +306,89 @@ def test_wrong_settings_are_named(case_of: Made, name: str, changes: dict[str, A
         LLM(case.target, **SETTINGS, speculative_config={**case.config, **changes})
 
 
-def test_a_checkpoint_without_mtp_layers_is_refused(case_of: Made) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        (DFLASH, {"dflash_config": "abc"}, "dflash_config is 'abc'; it must be an object"),
+        (
+            DFLASH,
+            {"dflash_config": {"mask_token_id": 3}, "aux_hidden_state_layer_ids": 5},
+            "aux_hidden_state_layer_ids is 5",
+        ),
+        (DFLASH, {"transformer_layer_config": [1]}, "transformer_layer_config"),
+        ("eagle3 of its authors", {"eagle_config": [1]}, "eagle_config"),
+    ],
+)
+def test_wrong_configurations_are_named(
+    case_of: Made, tmp_path: Path, name: str, changes: dict[str, Any], words: str
+) -> None:
+    case = case_of(name)
+    with pytest.raises(CheckpointError, match=f"the drafter: .*{re.escape(words)}"):
+        LLM(case.target, **SETTINGS, speculative_config={**case.config, "model": changed_copy(case, tmp_path, changes)})
+
+
+def changed_copy(case: Case, folder: Path, changes: dict[str, Any]) -> str:
+    """A copy of a case's drafter with other keys in its configuration; those that are ``None`` are left out."""
+    copy = Path(shutil.copytree(case.config["model"], folder / "draft"))
+    values = json.loads((copy / "config.json").read_text()) | changes
+    (copy / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return str(copy)
+
+
+def test_an_embedding_of_fewer_tokens_than_the_model_has_is_refused(case_of: Made, tmp_path: Path) -> None:
+    """Else a request would fail as soon as it has a token that the head does not know."""
+    case = case_of("eagle3 of its authors")
+    draft = changed_copy(case, tmp_path, {"vocab_size": VOCAB_SIZE - 1})
+    weights = load_file(f"{draft}/model.safetensors")
+    weights["embed_tokens.weight"] = torch.zeros(VOCAB_SIZE - 1, weights["fc.weight"].shape[0])
+    save_file(weights, f"{draft}/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"vocab_size is .* as the model has"):
+        LLM(case.target, **SETTINGS, speculative_config={**case.config, "model": draft})
+
+
+def test_draft_tokens_that_the_model_does_not_have_are_refused(case_of: Made, tmp_path: Path) -> None:
+    case = case_of("eagle3 of its authors")
+    draft = changed_copy(case, tmp_path, {})
+    weights = load_file(f"{draft}/model.safetensors")
+    weights["d2t"] += VOCAB_SIZE
+    save_file(weights, f"{draft}/model.safetensors")
+    with pytest.raises(CheckpointError, match="d2t leads out of the model's vocabulary"):
+        LLM(case.target, **SETTINGS, speculative_config={**case.config, "model": draft})
+
+
+@pytest.mark.parametrize(
+    "write", [compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16), gptq(4, 16)]
+)
+@pytest.mark.parametrize("name", ["mtp of Qwen3-Next", "mtp of GLM-4"])
+def test_a_packed_mtp_layer_is_known(case_of: Made, tmp_path: Path, name: str, write: Writer) -> None:
+    """Without drafts it is left out; with them no output changes."""
+    quantise(case_of(name).target, tmp_path / "packed", write)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    answers = []
+    for config in (None, {"method": "mtp", "adaptive": False}):
+        with LLM(tmp_path / "packed", **SETTINGS, speculative_config=config) as llm:
+            answers.append([result.outputs[0].token_ids for result in llm.generate([[1, 2, 3], [5, 6]], params)])
+            assert (llm.engine.stats().num_drafts > 0) == (config is not None)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "settings", "words"),
+    [
+        ("draft_model", {"model": "/nowhere"}, {}, "speculative_config: model: '/nowhere' does not exist"),
+        ("draft_model", {}, {"enable_lora": True}, "cannot be combined with enable_lora"),
+        (DFLASH, {"num_speculative_tokens": 5}, {}, "block_size, 5"),
+    ],
+)
+def test_what_is_wrong_is_said_before_weights_are_loaded(
+    case_of: Made, loading_fails: None, name: str, config: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    case = case_of(name)
+    with pytest.raises(ConfigError, match=words):
+        LLM(case.target, **SETTINGS, **settings, speculative_config={**case.config, **config})
+
+
+def test_a_checkpoint_without_mtp_layers_is_refused(case_of: Made, loading_fails: None) -> None:
     with pytest.raises(CheckpointError, match="no MTP layers"):
         LLM(case_of("draft_model").target, **SETTINGS, speculative_config={"method": "mtp"})
 
@@ -305,9 +396,3 @@ def test_a_checkpoint_without_mtp_layers_is_refused(case_of: Made) -> None:
 def test_an_mtp_layer_is_found(case_of: Made, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), LLM(case_of("mtp of Qwen3-Next").target, **SETTINGS):
         assert "has an MTP layer" in caplog.text
-
-
-def test_a_drafter_is_not_combined_with_adapters(case_of: Made) -> None:
-    case = case_of("draft_model")
-    with pytest.raises(ConfigError, match="enable_lora"):
-        LLM(case.target, **SETTINGS, speculative_config=case.config, enable_lora=True)

@@ -34,9 +34,8 @@ class DFlashSettings:
     """What is particular to these drafters. Raises ``CheckpointError`` for what is not supported."""
 
     def __init__(self, values: Mapping[str, Any], num_layers: int, vocab_size: int) -> None:
-        outer = ConfigKeys(values)
-        own = {**values, **(outer.get("dflash_config") or {})}
-        keys = ConfigKeys(own)
+        ConfigKeys(values).child("dflash_config")  # refuses what is not an object
+        keys = ConfigKeys({**values, **(values.get("dflash_config") or {})})
         self.block_size = keys.size("block_size", 16, low=2)
         self.mask_token_id = keys.size("mask_token_id", low=0)
         if self.mask_token_id >= vocab_size:
@@ -44,14 +43,14 @@ class DFlashSettings:
         for key in ("causal", "use_swa"):
             if keys.flag(key):
                 raise wrong(key, True, "false")
-        after = keys.get("target_layer_ids")
-        if after is not None:
-            layers = [i + 1 for i in after if type(i) is int] if isinstance(after, list | tuple) else []
-        else:
-            layers = list(keys.get("aux_hidden_state_layer_ids") or ())
-        if not layers or not all(type(i) is int and 0 <= i <= num_layers for i in layers):
-            raise wrong("target_layer_ids", after, f"a list of layers, from 0 to {num_layers - 1}")
-        self.layers = tuple(layers)
+        key, inputs = "target_layer_ids", "aux_hidden_state_layer_ids"
+        if keys.get(key) is None and keys.get(inputs) is not None:
+            key = inputs
+        given, most = keys.get(key), num_layers if key == inputs else num_layers - 1
+        is_list = isinstance(given, list | tuple) and len(given) > 0
+        if not is_list or not all(type(i) is int and 0 <= i <= most for i in given):
+            raise wrong(key, given, f"a list of layers, from 0 to {most}")
+        self.layers = tuple(i + num_layers - most for i in given)  # the output of a layer is the input of the next
 
 
 class DFlashLayer(Qwen3Layer):
@@ -86,8 +85,8 @@ class DFlashModel:
         target = llama_like(model, "dflash")
         D, vocab_size, num_layers = target.config.hidden_size, target.config.vocab_size, target.config.num_layers
         settings = DFlashSettings(values, num_layers, vocab_size)
-        inner = values.get("transformer_layer_config")
-        config = read_qwen(ConfigKeys(inner if isinstance(inner, Mapping) else values), max_len)
+        keys = ConfigKeys(values)
+        config = read_qwen(keys.child("transformer_layer_config") or keys, max_len)
         if config.hidden_size != D:
             raise wrong("hidden_size", config.hidden_size, f"{D}, as the model has")
         if any(config.windows):

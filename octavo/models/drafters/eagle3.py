@@ -63,7 +63,7 @@ def read_eagle3(
     for name in ("use_sliding_window", "sliding_window", "max_window_layers"):
         keys.get(name)  # heads have full attention; configurations that are copied from models have these keys, too
     config = read_llama(keys, max_len)
-    nested = ConfigKeys({**(outer.get("eagle_config") or {})})
+    nested = outer.child("eagle_config") or ConfigKeys({})
     default = 2, num_layers // 2, num_layers - 3
     layers = nested.get(LAYERS_KEY) or outer.get(LAYERS_KEY) or [layer for layer in default if layer >= 0]
     if not isinstance(layers, list | tuple) or not all(type(i) is int and 0 <= i <= num_layers for i in layers):
@@ -150,6 +150,8 @@ class Eagle3Head:
         shares = not has("embed_tokens.weight")
         if shares and own.hidden_size != D:
             raise CheckpointError(f"tensor embed_tokens.weight is missing, and the model's has width {own.hidden_size}")
+        if not shares and config.vocab_size < own.vocab_size:
+            raise wrong("vocab_size", config.vocab_size, f"at least {own.vocab_size}, as the model has")
         table = target.embedding if shares else weights.embedding("embed_tokens", config.vocab_size, D)
         self._embedding = table
         self._input_norm = weights.norm("input_norm", count * E, eps) if settings.norm_before_fc else None
@@ -163,8 +165,10 @@ class Eagle3Head:
         self._norm = weights.norm("norm", D, eps)
         self.target_ids: Tensor | None = None
         if has("d2t"):
-            offsets = weights.tensors.typed("d2t", (W,), torch.int64)
-            self.target_ids = (torch.arange(W) + offsets).to(form.device)
+            ids = torch.arange(W) + weights.tensors.typed("d2t", (W,), torch.int64)
+            are_known = (ids >= 0) & (ids < own.vocab_size)
+            weights.tensors.check(are_known, f"tensor d2t leads out of the model's vocabulary of {own.vocab_size}")
+            self.target_ids = ids.to(form.device)
         elif source.is_dummy:
             self.target_ids = torch.arange(W, device=form.device)
         elif own.vocab_size != W:
