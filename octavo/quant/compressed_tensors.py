@@ -1,16 +1,15 @@
 """Checkpoints of the compressed-tensors library: integers, FP8 and FP4 in groups of modules.
 
 ``config_groups`` maps a name to the modules of a group (``targets``: a class, a module's name, or ``re:`` and a
-pattern) and how their weights are stored (``weights``, ``format``). Kernels may round activations to FP8 where the
-configuration asks for that (``input_activations``) and weights are FP8, and to INT8 likewise; to nothing else, which is
-more precise than what it may ask for.
+pattern) and how their weights are stored (``weights``, ``format``), or the name of a preset to targets alone. Kernels
+may round activations to FP8 where the configuration asks for that (``input_activations``) and weights are FP8, and to
+INT8 likewise; to nothing else, which is more precise than what it may ask for.
 
 Shapes: K inputs, N outputs, G groups of inputs.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,15 +29,14 @@ from octavo.quant.keys import INSTEAD, QuantKeys
 from octavo.quant.plain import Plain
 from octavo.quant.scaled import ScaledStored
 from octavo.quant.stored import StoredWeight
-from octavo.quant.targets import compiled
+from octavo.quant.targets import PATTERN, Targets, compiled
 from octavo.quant.tensors import Tensors
 
 PACKED, NVFP4, MXFP4, MXFP8 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
-NAIVE = ("int-quantized", "float-quantized", "naive-quantized")
+BYTES_INT, BYTES_FLOAT = "int-quantized", "float-quantized"
+NAIVE = (BYTES_INT, BYTES_FLOAT, "naive-quantized")
 FORMATS = (PACKED, NVFP4, MXFP4, MXFP8, *NAIVE)
 MIXED = "mixed-precision"
-CLASSES = re.compile(r"\w+")
-"""A target without dots is a class of modules, such as Linear."""
 MXFP8_BLOCK = (1, 32)
 INT, FP8, FP4 = ("int", False), ("float", False), ("float", True)
 HELD = {
@@ -49,6 +47,42 @@ HELD = {
     **dict(zip(NAIVE, ((INT,), (FP8,), (INT, FP8)), strict=True)),
 }
 """The numbers that each format can hold: their type, and whether they are floats of 4 bits."""
+
+
+def _preset(form: str, weights: Mapping[str, Any], activations: str = "", bits: int = 8) -> Mapping[str, Any]:
+    """A group without targets; ``activations``: their type, if they are quantised."""
+    given = {"type": activations, "num_bits": bits} if activations else None
+    return {"format": form, "weights": weights, "input_activations": given}
+
+
+_INT8_WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel"}
+_INT_WEIGHTS: Mapping[int, Mapping[str, Any]] = {
+    bits: {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 128} for bits in range(2, 9)
+}
+_FP8_WEIGHTS = {"num_bits": 8, "type": "float"}
+_NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NVFP4_GROUP}
+_MXFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": MXFP4_GROUP}
+_MXFP8_WEIGHTS = {**_FP8_WEIGHTS, "strategy": "group", "group_size": MXFP8_BLOCK[1]}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "UNQUANTIZED": {"format": "dense"},
+    **{f"W{bits}A16": _preset(PACKED, ints) for bits, ints in _INT_WEIGHTS.items()},
+    "W4A16_ASYM": _preset(PACKED, {**_INT_WEIGHTS[4], "symmetric": False}),
+    **{f"W{bits}A8": _preset(BYTES_INT, _INT_WEIGHTS[bits], "int") for bits in range(2, 8)},
+    **{f"W{bits}A4": _preset(BYTES_INT, _INT_WEIGHTS[bits], "int", 4) for bits in range(2, 5)},
+    **dict.fromkeys(("W8A8", "INT8"), _preset(BYTES_INT, _INT8_WEIGHTS, "int")),
+    "W4AFP8": _preset(BYTES_INT, _INT_WEIGHTS[4], "float"),
+    "FP8": _preset(BYTES_FLOAT, {**_FP8_WEIGHTS, "strategy": "tensor"}, "float"),
+    "FP8_DYNAMIC": _preset(BYTES_FLOAT, {**_FP8_WEIGHTS, "strategy": "channel"}, "float"),
+    "FP8_BLOCK": _preset(BYTES_FLOAT, {**_FP8_WEIGHTS, "strategy": "block", "block_structure": (128, 128)}, "float"),
+    "NVFP4A16": _preset(NVFP4, _NVFP4_WEIGHTS),
+    "NVFP4": _preset(NVFP4, _NVFP4_WEIGHTS, "float", 4),
+    "MXFP4A16": _preset(MXFP4, _MXFP4_WEIGHTS),
+    "MXFP4": _preset(MXFP4, _MXFP4_WEIGHTS, "float", 4),
+    "MXFP4XFP8": _preset(MXFP4, _MXFP4_WEIGHTS, "float"),
+    "MXFP8A16": _preset(MXFP8, _MXFP8_WEIGHTS),
+    "MXFP8": _preset(MXFP8, _MXFP8_WEIGHTS, "float"),
+}
+"""Groups by the names that the library has for them, in the formats that it chooses where none is given."""
 
 
 @dataclass(frozen=True)
@@ -71,43 +105,40 @@ class _Scheme:
 class CompressedTensors(Plain):
     """Modules without a scale are unquantised."""
 
-    groups: tuple[tuple[tuple[str, ...], _Scheme], ...]
-    """Targets and scheme of each group."""
+    schemes: Targets[_Scheme]
+    """Of groups whose weights are quantised."""
     ignored: tuple[str, ...] = ()
+    """Names and patterns of unquantised modules; used for random weights alone."""
     is_cache_fp8: bool = True
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> CompressedTensors:
         """Read a ``quantization_config``. Raises ``CheckpointError``."""
-        keys = QuantKeys(values)
+        keys = QuantKeys(_without_presets(values))
         keys.refuse("transform_config", "rotation of weights and activations (Hadamard transforms)")
         sparsity = keys.child("sparsity_config")
         if sparsity is not None:
             sparsity.word("format", ("dense",), "dense", f"Sparse weights (2:4) are not supported. {INSTEAD}")
         default = keys.word("format", (*FORMATS, MIXED, "dense"), PACKED)
         groups = []
-        for _, group in (keys.child("config_groups") or QuantKeys({})).children():
+        for name, group in (keys.child("config_groups") or QuantKeys({})).children():
             weights = group.child("weights")
             if weights is not None:  # else activations alone are quantised
                 form = group.word("format", (*FORMATS, "dense"), default) if default != "dense" else "dense"
                 if form != "dense":
                     scheme = _read_scheme(weights, group.child("input_activations"), form)
-                    groups.append((group.names("targets"), scheme))
+                    groups.append((f"config_groups.{name}.targets", group.names("targets"), scheme))
         if not groups and default != "dense" and keys.child("kv_cache_scheme") is None:
             raise keys.wrong("config_groups", "an object with at least one group of quantised weights")
-        ignored = keys.names("ignore")
-        for name in (*ignored, *(target for targets, _ in groups for target in targets)):
-            if name.startswith("re:"):
-                compiled(name.removeprefix("re:"), "config_groups or ignore")
-        return cls(tuple(groups), ignored, has_fp8_scales(keys))
+        return cls(Targets.of(groups), keys.names("ignore"), has_fp8_scales(keys))
 
     @property
     def has_fp8_cache_scales(self) -> bool:
         return self.is_cache_fp8
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
-        scheme = self._scheme(name)
-        if is_quantised_dummy(name, (), tensors) and not any(_names(target, name) for target in self.ignored):
+        scheme = self.schemes.find(name)
+        if is_quantised_dummy(name, (), tensors) and not any(_ignores(ignored, name) for ignored in self.ignored):
             if scheme is not None:
                 return _dummy(scheme, name, shape, tensors)
         elif tensors.has(f"{name}.weight_scale"):
@@ -116,21 +147,34 @@ class CompressedTensors(Plain):
             return _read(scheme, name, shape, tensors)
         return super().matrix(name, shape, tensors, is_transposed)
 
-    def _scheme(self, name: str) -> _Scheme | None:
-        """The scheme of the group that targets the module; names and patterns go before classes."""
-        for names in (_names, _names_class):
-            for targets, scheme in self.groups:
-                if any(names(target, name) for target in targets):
-                    return scheme
-        return None
+
+def _without_presets(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration with whole groups in place of the names of presets. Raises ``CheckpointError``."""
+    groups = values.get("config_groups")
+    if not isinstance(groups, Mapping):
+        return values
+    has_format = values.get("format") not in (None, MIXED)
+    whole = {}
+    for name, group in groups.items():
+        if isinstance(group, list):
+            if name.upper() not in PRESETS:
+                known = " or ".join(PRESETS)
+                found = f"config: quantization_config.config_groups.{name} is a list"
+                raise CheckpointError(f"{found}; such a group must be one of the presets {known}. {INSTEAD}")
+            group = {**PRESETS[name.upper()], "targets": group}
+            if has_format:
+                del group["format"]
+        whole[name] = group
+    return {**values, "config_groups": whole}
 
 
 def _read_scheme(keys: QuantKeys, activations: QuantKeys | None, form: str) -> _Scheme:
-    kind = keys.word("type", ("int", "float"), "int")
+    kind = keys.word("type", ("int", "float"), "int", any_case=True)
     bits = keys.integer("num_bits", range(2, 9) if kind == "int" else (4, 8), 8)
     group_size = keys.get("group_size")
     implied = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
-    strategy = keys.word("strategy", ("tensor", "channel", "group", "tensor_group", "block"), implied)
+    strategies = ("tensor", "channel", "group", "tensor_group", "block")
+    strategy = keys.word("strategy", strategies, implied, any_case=True)
     if (kind, bits == 4 and kind == "float") not in HELD[form]:
         raise keys.wrong("num_bits", f"what the format {form} holds, and type as well")
     group = 0
@@ -144,7 +188,9 @@ def _read_scheme(keys: QuantKeys, activations: QuantKeys | None, form: str) -> _
     if has_zeros and kind == "float":
         raise keys.wrong("symmetric", "true for floating-point weights")
     rounds_activations = (
-        activations is not None and activations.get("type", "int") == kind and activations.get("num_bits", 8) == 8
+        activations is not None
+        and str(activations.get("type", "int")).lower() == kind
+        and activations.get("num_bits", 8) == 8
     )
     return _Scheme(form, bits, kind == "float", strategy, group, block, has_zeros, rounds_activations)
 
@@ -249,14 +295,8 @@ def _dummy(scheme: _Scheme, name: str, shape: tuple[int, int], tensors: Tensors)
     return replace(stored, rounds_activations=scheme.rounds_activations and scheme.format != PACKED)
 
 
-def _names(target: str, module: str) -> bool:
-    """Whether a target or an ignored name names the module itself."""
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
-    return target == module
-
-
-def _names_class(target: str, module: str) -> bool:
-    """Whether a target is the class of a module: an embedding, or else any other class."""
-    is_class = CLASSES.fullmatch(target) is not None
-    return is_class and ("Embedding" in target) == module.endswith(("embed_tokens", "wte"))
+def _ignores(ignored: str, module: str) -> bool:
+    """Whether an entry of ``ignore`` is the module's name, or a pattern that matches it."""
+    if ignored.startswith(PATTERN):
+        return compiled(ignored.removeprefix(PATTERN), "ignore").match(module) is not None
+    return ignored == module

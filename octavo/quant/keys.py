@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from octavo.errors import CheckpointError
 
 INSTEAD = "Use a checkpoint of this model that is not quantised, or a GGUF file of it"
+PAIR = re.compile(r"[0-9]{1,8}x[0-9]{1,8}")
 
 
 class QuantKeys:
@@ -42,9 +44,18 @@ class QuantKeys:
             raise self.wrong(key, "true or false")
         return value
 
-    def word(self, key: str, allowed: Collection[str], default: str | None = None, instead: str = INSTEAD) -> str:
-        """One of these words; ``instead`` says what works in place of another."""
+    def word(
+        self,
+        key: str,
+        allowed: Collection[str],
+        default: str | None = None,
+        instead: str = INSTEAD,
+        any_case: bool = False,
+    ) -> str:
+        """One of these words; ``instead`` says what works in place of another. ``any_case``: as lower case."""
         value = self.get(key, default)
+        if any_case and isinstance(value, str):
+            value = value.lower()
         if not isinstance(value, str) or value not in allowed:
             raise self.wrong(key, _either(allowed), instead)
         return value
@@ -71,10 +82,12 @@ class QuantKeys:
             yield key, self.child(key) or QuantKeys({}, f"{self._path}.{key}")
 
     def pair(self, key: str) -> tuple[int, int] | None:
-        """Two positive integers, ``None`` if absent."""
+        """Two positive integers, as a list or like "128x128"; ``None`` if absent."""
         value = self.get(key)
         if value is None:
             return None
+        if isinstance(value, str) and PAIR.fullmatch(value):
+            value = [int(size) for size in value.split("x")]
         if not isinstance(value, list | tuple) or len(value) != 2 or not all(_is_size(size) for size in value):
             raise self.wrong(key, "a list of two positive integers")
         return value[0], value[1]

@@ -3,13 +3,68 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from octavo.errors import CheckpointError
 
 MOST_REPEATS = 5
 ESCAPES_AND_CLASSES = re.compile(r"\\.|\[[^\]]*\]")
 REPEATS, REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+PATTERN = "re:"
+"""Begins a target of compressed-tensors that is a pattern."""
+LINEAR_CLASSES = ("Linear", "LinearBase")
+HEAD_CLASSES = (*LINEAR_CLASSES, "ParallelLMHead")
+EMBEDDING_CLASSES = ("Embedding", "Gemma3TextScaledWordEmbedding", "VocabParallelEmbedding")
+"""Classes of modules in torch, transformers and vLLM, in alphabetical order."""
+EMBEDDING_NAMES = re.compile(r"embed_tokens|wte|wpe|\w+_embeddings")
+"""The last components of names of embeddings."""
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Targets(Generic[Value]):
+    """Values of modules, found as the compressed-tensors library does.
+
+    A target that is the module's name goes before patterns, which are matched from the start of the name, and those go
+    before classes, whatever their groups. Of several patterns, or classes, the first in alphabetical order counts; of
+    equal targets, the last. (vLLM takes the first name or pattern in the order of the groups.)
+    """
+
+    names: Mapping[str, Value]
+    """Values by names of modules and classes."""
+    patterns: tuple[tuple[re.Pattern[str], Value], ...]
+    """In alphabetical order."""
+
+    @classmethod
+    def of(cls, groups: Iterable[tuple[str, Sequence[str], Value]]) -> Targets[Value]:
+        """Each group has a key, by which errors name it, its targets and their value. Raises ``CheckpointError``."""
+        names, patterns = {}, {}
+        for key, targets, value in groups:
+            for target in targets:
+                if target.startswith(PATTERN):
+                    patterns[target] = compiled(target.removeprefix(PATTERN), key), value
+                else:
+                    names[target] = value
+        return cls(names, tuple(patterns[target] for target in sorted(patterns)))
+
+    def find(self, module: str) -> Value | None:
+        """The value of this module, ``None`` if no target matches it."""
+        if module in self.names:
+            return self.names[module]
+        for pattern, value in self.patterns:
+            if pattern.match(module):
+                return value
+        return next((self.names[name] for name in _classes(module) if name in self.names), None)
+
+
+def _classes(module: str) -> tuple[str, ...]:
+    """The targets that are classes of this module."""
+    component = module.rpartition(".")[2]
+    if EMBEDDING_NAMES.fullmatch(component):
+        return EMBEDDING_CLASSES
+    return HEAD_CLASSES if component == "lm_head" else LINEAR_CLASSES
 
 
 def compiled(pattern: str, key: str) -> re.Pattern[str]:

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_range
 from torch import Tensor
 
+from octavo.errors import CheckpointError
 from octavo.quant.compressed_tensors import CompressedTensors
 from octavo.quant.float4 import Float4Stored
 from octavo.quant.grouped import GroupedStored
@@ -151,3 +154,51 @@ def test_integers_made_for_integer_activations_are_known_as_such(activations: st
     assert [part.rounds_activations for part in (stored, *parts)] == [rounds] * 7
     halves = torch.cat([part.dense(WeightFormat(torch.float32, CPU)) for part in parts[2:4]], dim=1)
     assert torch.equal(halves, expected)
+
+
+@pytest.mark.parametrize(
+    ("form", "weights", "plain"),
+    [
+        (
+            "float-quantized",
+            {**FP8, "strategy": "block", "block_structure": "128x64"},
+            {**FP8, "strategy": "block", "block_structure": [128, 64]},
+        ),
+        ("pack-quantized", {**INT4, "type": "INT", "strategy": "GROUP"}, INT4),
+        ("nvfp4-pack-quantized", {"num_bits": 4, "type": "Float", "strategy": "Tensor_Group", "group_size": 16}, None),
+    ],
+)
+def test_spellings_of_the_library(form: str, weights: dict[str, Any], plain: dict[str, Any] | None) -> None:
+    """What it writes after reading a spelling means the same."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations={"type": "FLOAT"})
+    groups: list[dict[str, Any]] = [
+        {"targets": ["Linear"], "weights": weights, "input_activations": {"type": "FLOAT", "num_bits": 8}},
+        scheme.model_dump(mode="json"),
+    ]
+    if plain is not None:
+        groups.append({**groups[0], "weights": plain})
+    first, *others = (CompressedTensors.read({"format": form, "config_groups": {"group_0": group}}) for group in groups)
+    assert others == [first] * (len(groups) - 1)
+
+
+@pytest.mark.parametrize("name", PRESET_SCHEMES)
+@pytest.mark.parametrize("form", [None, "mixed-precision", "pack-quantized"])
+def test_presets_are_the_librarys(name: str, form: str | None) -> None:
+    """The library writes the group that a preset stands for, and chooses the format where none is given."""
+    scheme = preset_name_to_scheme(name, ["re:.*_proj"])
+    inferred = infer_module_format(torch.nn.Linear, scheme).value
+    group = {**scheme.model_dump(mode="json"), "format": form if form == "pack-quantized" else inferred}
+    other = {"targets": ["lm_head"], "weights": INT4, "format": "pack-quantized"}
+
+    def read(groups: dict[str, Any]) -> CompressedTensors:
+        return CompressedTensors.read({"format": form, "config_groups": {"group_0": other, **groups}})
+
+    try:
+        expected = read({"group_1": group})
+    except CheckpointError:
+        with pytest.raises(CheckpointError, match=rf"config_groups\.{name}[. ]"):
+            read({name: ["re:.*_proj"]})
+        assert form == "pack-quantized" or name.startswith("MXFP6")
+        return
+    for spelled in (name, name.lower()):
+        assert read({spelled: ["re:.*_proj"]}) == expected

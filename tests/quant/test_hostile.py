@@ -190,10 +190,6 @@ def compressed_config(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "rotation": "hadamard"}, r"rotation is hadamard: rotation of activations is not"),
         ({"quant_method": "gptq", "dynamic": {"+:(": {}}}, r"dynamic: '\(' is not a pattern"),
         ({"quant_method": "gptq", "dynamic": {"-:(a+)+x": {}}}, r"dynamic: '\(a\+\)\+x' has repeated groups or more"),
-        (
-            {**compressed_config(), "ignore": ["re:" + ".*" * 6]},
-            r"ignore: .* has repeated groups or more than 5 repeats",
-        ),
         ({"quant_method": "gptq", "dynamic": {"+:a": {"bits": 9}}}, r"dynamic\.\+:a\.bits is 9"),
         ({"quant_method": "awq", "version": "gemv"}, r"version is 'gemv'; it must be gemm\. Use a checkpoint"),
         ({"quant_method": "awq", "bits": 8}, r"bits is 8; it must be 4"),
@@ -207,6 +203,14 @@ def compressed_config(**changes: Any) -> dict[str, Any]:
         (
             {**compressed_config(), "sparsity_config": {"format": "sparse-24-bitmask"}},
             r"Sparse weights \(2:4\) are not",
+        ),
+        (
+            {**compressed_config(), "config_groups": {"MXFP6A16": ["Linear"]}},
+            r"config_groups\.MXFP6A16 is a list; such a group must be one of the presets UNQUANTIZED or W2A16 or",
+        ),
+        (
+            compressed_config(strategy="block", block_structure="128x0"),
+            r"block_structure is '128x0'; it must be a list",
         ),
         (compressed_config(num_bits=16), r"group_0\.weights\.num_bits is 16; it must be from 2 to 8"),
         (compressed_config(group_size=3), r"weights\.group_size is 3; it must be from 8 to"),
