@@ -5,7 +5,6 @@ Shapes: T tokens, D model, X experts, S experts selected per token.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from octavo import ops
@@ -15,6 +14,7 @@ from octavo.layers.norm import RMSNorm
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.linear import Activation
 from octavo.ops.route import Routing
+from octavo.ops.steady import sigmoid
 
 
 class Router:
@@ -43,7 +43,7 @@ class SharedExpert:
         gated_TF = self.gate_up(x_TD, activation=self.activation)
         if self.share is None:
             return self.down(gated_TF, residual=residual_TD)
-        return residual_TD.add_(self.down(gated_TF).mul_(torch.sigmoid(self.share(x_TD))))
+        return residual_TD.add_(self.down(gated_TF).mul_(sigmoid(self.share(x_TD))))
 
 
 class MoE:

@@ -19,6 +19,7 @@ from octavo.models.config import ModelConfig, architecture
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
 from octavo.ops.attention import HeadLayout
+from octavo.ops.steady import sigmoid
 
 GELUS = {"gelu": False, "gelu_python": False, "gelu_new": True, "gelu_pytorch_tanh": True, "gelu_fast": True}
 """Names of GELU, and whether each is the tanh approximation."""
@@ -172,4 +173,4 @@ class BertModel:
         assert self.head is not None, "this model has no classification head"
         dense, out = self.head
         logits_S = out(torch.tanh(dense(first_SD)))[:, 0].float()
-        return torch.sigmoid(logits_S) if self.config.squashes else logits_S
+        return sigmoid(logits_S) if self.config.squashes else logits_S

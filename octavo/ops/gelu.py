@@ -5,13 +5,15 @@ Shapes: T tokens, F ffn.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
-from torch.nn import functional
 
+from octavo.ops import steady
 from octavo.ops.dispatch import op
 
 
 @op
 def gelu(x_TF: Tensor, approximate: bool) -> Tensor:
     """``x * Phi(x)``, or its tanh form with ``approximate``; in float32 at least; a new tensor of x's dtype."""
-    return functional.gelu(x_TF, approximate="tanh" if approximate else "none")
+    wide_TF = x_TF.to(torch.promote_types(x_TF.dtype, torch.float32))
+    return (steady.gelu_tanh(wide_TF) if approximate else steady.gelu(wide_TF)).to(x_TF.dtype)

@@ -42,15 +42,21 @@ def latent_attention(
     cache has one kv head, and one tensor for keys and values. The results of padding rows are unspecified, and nothing
     is stored for them.
     """
+    q_TNH = store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
+    tables = (rows.of(cache).block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S)
+    out_TNH: Tensor = paged_attention(q_TNH, cache.keys, cache.values, *tables, heads.scale)
+    return out_TNH[..., 2 * cos_TR.shape[1] :]
+
+
+def store_latents(
+    q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
+) -> Tensor:
+    """Store what ``latent_attention`` stores; returns the queries that it attends with, a new tensor [T, N, H]."""
     (N, L, P), (T, R) = heads.key_map_NLP.shape, cos_TR.shape
     plain_TNP, q_rotated = q_TW.view(T, N, P + 2 * R).split_with_sizes([P, 2 * R], dim=-1)
     latent_TL, k_rotated = kv_TC.split_with_sizes([L, 2 * R], dim=-1)
     q_rotated, k_rotated = apply_rope(q_rotated, k_rotated[:, None], cos_TR, sin_TR)
     latent_TL = rms_norm(latent_TL, heads.norm_L, heads.norm_eps)
-    q_TNH = torch.cat((q_rotated, head_linear(plain_TNP, heads.key_map_NLP)), dim=-1)
     k_T1H = torch.cat((k_rotated, latent_TL[:, None]), dim=-1)
-    slot_mapping_T, block_tables_SB = rows.of(cache)
-    store_kv(k_T1H, k_T1H, cache.keys, cache.values, slot_mapping_T)
-    tables = (block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S)
-    out_TNH: Tensor = paged_attention(q_TNH, cache.keys, cache.values, *tables, heads.scale)
-    return out_TNH[..., 2 * R :]
+    store_kv(k_T1H, k_T1H, cache.keys, cache.values, rows.of(cache).slot_mapping_T)
+    return torch.cat((q_rotated, head_linear(plain_TNP, heads.key_map_NLP)), dim=-1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.ops.dispatch import op
 from octavo.ops.linear import Activation, linear
+from octavo.ops.steady import sigmoid
 
 
 class ClampedSwish(NamedTuple):
@@ -25,7 +26,7 @@ class ClampedSwish(NamedTuple):
         wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
         gate, up = wide.chunk(2, dim=-1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (gate * torch.sigmoid(self.alpha * gate) * (up + 1)).to(gate_up.dtype)
+        return (gate * sigmoid(self.alpha * gate) * (up + 1)).to(gate_up.dtype)
 
 
 class Experts(NamedTuple):

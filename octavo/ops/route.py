@@ -13,6 +13,7 @@ from torch import Tensor
 from octavo.ops.dispatch import op
 from octavo.ops.linear import linear
 from octavo.ops.rms_norm import rms_norm
+from octavo.ops.steady import sigmoid
 
 SMALLEST_SUM = 1e-20
 """Added to sums of shares that are divided by."""
@@ -52,7 +53,7 @@ def route(
     logits_TX = linear(normed_TD.float(), weight_XD)
     if routing.bias_X is not None:
         logits_TX = logits_TX + routing.bias_X
-    scores_TX = logits_TX.softmax(dim=-1) if routing.scoring == "softmax" else logits_TX.sigmoid()
+    scores_TX = logits_TX.softmax(dim=-1) if routing.scoring == "softmax" else sigmoid(logits_TX)
     worth_TX = logits_TX if routing.correction_X is None else scores_TX + routing.correction_X
     if routing.groups[0] > 1:
         worth_TX = _without_other_groups(worth_TX, routing)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.ops import steady
 from octavo.ops.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 
@@ -53,6 +56,32 @@ def test_silu_over_the_whole_range() -> None:
     normal = wide.abs() < 87
     assert bool(((found.double() - exact).abs() <= 4e-7 * exact.abs())[normal].all())
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-35, equal_nan=True)
+
+
+@pytest.mark.parametrize("function", [steady.sigmoid, steady.gelu, steady.gelu_tanh])
+def test_functions_of_numbers_do_not_depend_on_where_these_are(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(90, 7) * 3
+    whole = function(x)
+    for first in range(1, 80):
+        assert torch.equal(function(x[first : first + 9].clone()), whole[first : first + 9])
+        assert torch.equal(function(x[:first, :5]), whole[:first, :5])
+
+
+def test_functions_of_numbers_are_right() -> None:
+    x = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([0.0, 1e38, -1e38, float("nan")])])
+    exact = x.double()
+    assert_close(steady.sigmoid(x)[:-1], exact.sigmoid()[:-1])
+    assert_close(steady.gelu(x)[:-1], torch.nn.functional.gelu(exact)[:-1])
+    assert_close(steady.gelu_tanh(x)[:-1], torch.nn.functional.gelu(exact, approximate="tanh")[:-1])
+    assert steady.sigmoid(x)[-1].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_maps_of_heads(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(9, 3, 50).to(dtype)[:, :, :40], torch.randn(3, 21, 40).to(dtype)
+    found = ops.head_linear(x, weight)
+    assert_close(found / 10, torch.einsum("tnk,nok->tno", x.double(), weight.double()) / 10)
+    assert torch.equal(ops.head_linear(x[4:6], weight), found[4:6])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,25 @@
+"""On a CPU a request's log-probabilities are the same alone and among others, to the bit, for every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from tests.models.families import ROWS, make_checkpoint
+
+PROMPTS = [[(7 * i + 3 * j) % 60 + 1 for j in range(length)] for i, length in enumerate((1, 5, 17, 33, 40, 9, 3))]
+PARAMS = [SamplingParams(temperature=i % 2, seed=i, max_tokens=12, ignore_eos=True, logprobs=2) for i in range(7)]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_log_probabilities_are_those_of_a_request_alone(tmp_path: Path, row: str) -> None:
+    make_checkpoint(tmp_path, row)
+    settings = {"device": "cpu", "dtype": "float32", "block_size": 8, "num_kv_blocks": 120}
+    with LLM(tmp_path, **settings, enable_prefix_caching=False, max_num_batched_tokens=24) as llm:
+        alone = [llm.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        together = llm.generate(PROMPTS, PARAMS)
+    for one, other in zip(alone, together, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
