@@ -98,7 +98,7 @@ def _check(config: EngineConfig) -> int:
     free = memory.free_memory(device, config.cache.gpu_memory_utilization)
     if isinstance(model, EncoderConfig):
         return _fit_encoder(config, path, model, loaded.num_bytes, form.dtype, free)
-    for line in _check_modules(config, loaded):
+    for line in (*_check_modules(config, loaded), *_check_drafter(config, model, checkpoint, device)):
         print(line)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
     sizes: Mapping[str, int] = loaded.bytes_by_format
@@ -190,6 +190,19 @@ def _check_modules(config: EngineConfig, loaded: LoadedModel | LoadedEncoder) ->
     for name, folder in parse_lora_modules(config.model.lora_modules).items():
         changes = list(changes_of(Path(folder), loaded.maps, WeightFormat(torch.float32, torch.device("meta"))))
         yield f"adapter {name} fits: it changes {len(changes)} of {len(loaded.maps)} maps"
+
+
+def _check_drafter(
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, device: torch.device
+) -> Iterator[str]:
+    """A line about the drafter of the settings. Raises ``ConfigError`` or ``CheckpointError`` for one that cannot draft
+    for the model, as far as can be seen without weights."""
+    from octavo.build_drafter import find_drafter
+    from octavo.speculative_config import parse_speculative_config
+
+    method = parse_speculative_config(config.speculative.speculative_config)
+    if find_drafter(method, config, model, checkpoint, device) is not None:
+        yield "the drafter is found; its weights and its part of the KV cache are not counted below"
 
 
 def describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoint: Checkpoint) -> Iterator[str]:

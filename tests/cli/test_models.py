@@ -134,6 +134,26 @@ def test_a_sound_checkpoint_is_described_without_its_weights(
     assert "fits on cpu" in out
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "draft_model", "model": "/nowhere"}, "speculative_config: model: '/nowhere' does not exist"),
+        ({"method": "mtp"}, "no MTP layers"),
+        ({"method": "draft_model", "model": "itself"}, "the drafter is found"),
+    ],
+)
+def test_a_drafter_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, str], words: str
+) -> None:
+    make_checkpoint(tmp_path, "llama/gqa")
+    if config.get("model") == "itself":
+        config = {**config, "model": str(tmp_path)}
+    code = main(["models", str(tmp_path), "--device", "cpu", "--speculative-config", json.dumps(config)])
+    shown = capsys.readouterr()
+    assert words in shown.out + shown.err
+    assert (code == 0) == ("found" in words)
+
+
 def test_a_model_that_does_not_fit_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path, "llama/gqa")
     assert main(["models", str(tmp_path), "--device", "cpu", "--num-kv-blocks", "100000000000"]) == 1
