@@ -6,14 +6,19 @@ import argparse
 import dataclasses
 from importlib.util import find_spec
 
-from octavo.cli.settings import load_config
+from octavo.cli.settings import load_config, positive
 from octavo.config import EngineConfig, cache_dir
 from octavo.errors import ConfigError
 
 
 def numbers(text: str) -> list[int]:
-    """``"1,4,16"`` as numbers."""
-    return [int(part) for part in text.split(",")]
+    """``"1,4,16"`` as numbers of at least 1."""
+    return [positive(part) for part in text.split(",")]
+
+
+def counts(text: str) -> list[int]:
+    """``"0,1,4"`` as numbers of at least 0."""
+    return [positive(part) if part != "0" else 0 for part in text.split(",")]
 
 
 def reals(text: str) -> list[float]:

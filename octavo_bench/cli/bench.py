@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_settings
+from octavo.cli.settings import add_settings, positive
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
 from octavo_bench.cli import ablation, chaos, deciding, drafts, peer, quality, serve, suites, sweeps, tools
 from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
@@ -55,7 +55,7 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     throughput.add_argument("--num-prompts", type=int, default=1000)
     throughput.add_argument("--input-len", type=int, default=512, help="prompt tokens of each")
     throughput.add_argument("--output-len", type=int, default=256, help="output tokens of each")
-    throughput.add_argument("--rounds", type=int, default=3, help="runs; medians are reported")
+    throughput.add_argument("--rounds", type=positive, default=3, help="runs; medians are reported")
     _add_peak(throughput)
     throughput.set_defaults(measure=_throughput)
     yield throughput
@@ -73,7 +73,9 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     fidelity = kinds.add_parser("fidelity", help="what `octavo simulate` predicts beside what the engine does")
     add_settings(fidelity, EngineConfig)
     fidelity.add_argument("--num-prompts", type=int, default=40, help="requests of a workload in each round")
-    fidelity.add_argument("--rounds", type=int, default=5, help="parts of each workload; all together are compared")
+    fidelity.add_argument(
+        "--rounds", type=positive, default=5, help="parts of each workload; all together are compared"
+    )
     fidelity.set_defaults(measure=_fidelity)
     yield fidelity
 
@@ -139,7 +141,7 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     front.add_argument("--newcomers", type=float, default=0.0, help="as a load: requests a second with long prompts")
     front.add_argument("--burst", type=int, default=1, help="newcomers that come together")
     front.add_argument("--schemas", type=float, default=0.0, help="as a load: requests a second with hostile schemas")
-    front.add_argument("--rounds", type=int, default=1)
+    front.add_argument("--rounds", type=positive, default=1)
     front.add_argument("--proxy", action="store_true", help="also through `octavo serve --backend openai`, in turns")
     front.add_argument("--journal", action="store_true", help="also with a journal and keyed requests, in turns")
     front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
@@ -148,7 +150,7 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
 
     startup = kinds.add_parser("startup", help="seconds from `octavo serve` to ready and to the first answer")
     startup.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    startup.add_argument("--rounds", type=int, default=5)
+    startup.add_argument("--rounds", type=positive, default=5)
     startup.set_defaults(measure=_startup)
     yield startup
 

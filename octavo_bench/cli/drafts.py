@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_settings
+from octavo.cli.settings import add_settings, positive
 from octavo.config import EngineConfig
 from octavo_bench.cli.arguments import engine_config, numbers
 from octavo_bench.cli.results import add_results
@@ -19,9 +19,11 @@ def add_kinds(kinds: Any) -> None:
     add_settings(speculate, EngineConfig)
     speculate.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts")
     speculate.add_argument("--batches", type=numbers, default=[1, 4], help="sequences at a time")
-    speculate.add_argument("--max-tokens", type=int, default=128, help="most tokens of an answer")
+    speculate.add_argument("--max-tokens", type=positive, default=128, help="most tokens of an answer")
     speculate.add_argument("--temperature", type=float, default=0.0)
-    speculate.add_argument("--rounds", type=int, default=3, help="in which the two engines take turns, after a first")
+    speculate.add_argument(
+        "--rounds", type=positive, default=3, help="in which the two engines take turns, after a first"
+    )
     add_results(speculate)
     speculate.set_defaults(measure=_speculate)
     _add_training(
@@ -36,7 +38,7 @@ def _add_training(train: argparse.ArgumentParser) -> None:
     train.add_argument("--answer-tokens", type=int, default=192, help="most tokens of an answer")
     train.add_argument("--temperature", type=float, default=0.7, help="at which they are generated")
     train.add_argument("--draft-vocab-size", type=int, default=8192, help="most frequent tokens, which can be drafted")
-    train.add_argument("--rounds", type=int, default=4, help="tokens that are drafted in training")
+    train.add_argument("--rounds", type=positive, default=4, help="tokens that are drafted in training")
     train.add_argument("--text-length", type=int, default=256, help="tokens of a text; the rest is cut off")
     train.add_argument("--batch-size", type=int, default=32, help="texts of a training step")
     train.add_argument("--learning-rate", type=float, default=1e-3)
@@ -46,7 +48,7 @@ def _add_training(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--kinds", nargs="+", choices=KINDS, default=["chat", "code", "repeat"], help="of the measurement"
     )
-    train.add_argument("--max-tokens", type=int, default=128, help="most tokens of an answer in the measurement")
+    train.add_argument("--max-tokens", type=positive, default=128, help="most tokens of an answer in the measurement")
     add_results(train)
     train.set_defaults(measure=_train)
 

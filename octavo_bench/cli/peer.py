@@ -28,7 +28,7 @@ def add_work(parser: Any) -> None:
     parser.add_argument("--sequences", type=numbers, default=[1, 4, 16], help="how many at once, comma-separated")
     parser.add_argument("--prompt", type=int, default=512, help="prompt tokens of each sequence")
     parser.add_argument("--decode", type=int, default=64, help="decode steps that are timed")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each size; medians are reported")
+    parser.add_argument("--rounds", type=positive, default=3, help="runs of each size; medians are reported")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

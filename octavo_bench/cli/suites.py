@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.settings import add_settings, load_config
+from octavo.cli.settings import add_settings, load_config, positive
 from octavo.config import EngineConfig, cache_dir
 from octavo.errors import ConfigError
 from octavo_bench.cli.results import add_results, begin, finish
@@ -30,7 +30,7 @@ def add_kinds(kinds: Any) -> None:
     suites.add_argument("--shape", default="gpt2", help="of `octavo bench shape`")
     suites.add_argument("--suites", default=",".join(SUITES), help="of all, comma-separated")
     suites.add_argument("--small", action="store_true", help="little of each, for trying out and for CPUs")
-    suites.add_argument("--rounds", type=int, default=3, help="runs of each case; medians are reported")
+    suites.add_argument("--rounds", type=positive, default=3, help="runs of each case; medians are reported")
     add_results(suites)
     suites.set_defaults(run=run)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.cli.settings import positive
 from octavo.errors import ConfigError
-from octavo_bench.cli.arguments import numbers
+from octavo_bench.cli.arguments import counts, numbers
 from octavo_bench.cli.results import add_results, begin, check_results, conclude, finish
 
 
@@ -29,11 +29,11 @@ def add_kinds(kinds: Any) -> None:
 
     lora = kinds.add_parser("lora", help="what LoRA adapters cost in a decode step on a CPU, with random weights")
     lora.add_argument("model", type=Path, help="folder with a config.json")
-    lora.add_argument("--adapters", type=numbers, default=[0, 1, 4, 16], help="numbers of adapters in a batch")
+    lora.add_argument("--adapters", type=counts, default=[0, 1, 4, 16], help="numbers of adapters in a batch")
     lora.add_argument("--sequences", type=int, default=16)
     lora.add_argument("--rank", type=int, default=16)
     lora.add_argument("--steps", type=int, default=32)
-    lora.add_argument("--rounds", type=int, default=3, help="in which the numbers of adapters take turns")
+    lora.add_argument("--rounds", type=positive, default=3, help="in which the numbers of adapters take turns")
     add_results(lora)
     lora.set_defaults(run=_lora)
 
@@ -45,7 +45,9 @@ def add_kinds(kinds: Any) -> None:
     switch.add_argument("--kv-cache-memory", type=float, default=0.25, help="GiB of KV cache of each model")
     switch.add_argument("--requests", type=int, default=300, help="over all models, in random order")
     switch.add_argument("--concurrency", type=int, default=4, help="requests at once")
-    switch.add_argument("--rounds", type=int, default=5, help="switches to each model, of which medians are reported")
+    switch.add_argument(
+        "--rounds", type=positive, default=5, help="switches to each model, of which medians are reported"
+    )
     add_results(switch)
     switch.set_defaults(run=_switch)
 

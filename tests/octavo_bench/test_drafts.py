@@ -99,3 +99,10 @@ def test_prompts_of_measurements_are_not_those_of_training() -> None:
     measured = {prompt for kind in KINDS for prompt in prompts_of(kind, 0, 200)}
     assert not measured & set(training_messages())
     assert len(set(prompts_of("chat", 0, 72))) == len(set(prompts_of("code", 0, 72))) == 72
+
+
+@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--max-tokens", "0"], ["--batches", "1,0"], ["--batches", "-3"]])
+def test_sizes_are_at_least_one(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "speculate", "smollm2-135m", *flags])
+    assert f"{flags[0]}: must be at least 1" in capsys.readouterr().err
