@@ -38,7 +38,7 @@ IDLE_SECONDS = 0.05
 NEARLY = 1.25
 """A graph with at most so many times the rows is good enough while there is traffic: a capture delays a step."""
 FEW_ROWS = 16
-"""Up to so many rows but one, steps take the same time: that of reading the weights, by the same kernels."""
+"""Steps of 2 to so many rows take the same time: that of reading the weights, by the same kernels."""
 HANDOVER_SECONDS = 0.001
 """Pause between two captures on an idle device, in which a waiting step can take the lock."""
 

@@ -31,7 +31,7 @@ def test_a_hundred_mixed_requests_with_drafts(tmp_path: Path, serve: Callable[..
     bodies = mixed_drafting(100, seed=5)
     want = asyncio.run(complete_all(plain, bodies, stream=False))
     plain.stop()
-    drafting = serve(str(tmp_path), *ROOM, "--num-kv-blocks", "66", "--speculative-config", json.dumps(settings))
+    drafting = serve(str(tmp_path), *ROOM, "--num-kv-blocks", "72", "--speculative-config", json.dumps(settings))
     found = asyncio.run(complete_all(drafting, bodies, stream=True))
     for body, result, wanted in zip(bodies, found, want, strict=True):
         assert result == wanted, body
