@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 LAYERS, REPLAYS = 8, 50
@@ -39,17 +41,7 @@ class Chain:
 
 @pytest.mark.parametrize("T", [1, 16, 64])
 def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(T: int) -> None:
-    from octavo.ops.triton.graph_timing import capture
-    from octavo.ops.triton.launch import pdl
-
-    chain = Chain(T)
-    expected = chain.run().clone()
-    with pdl():
-        graph = capture([chain.run])
-    for _ in range(REPLAYS):
-        chain.x_TD.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(chain.x_TD, expected)
+    assert_a_graph_gives_the_same_bits(Chain(T), REPLAYS)
 
 
 def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
