@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from octavo.quant.tensors import has_module
+
 QWEN_PREFIX = "mtp."
 
 
@@ -12,11 +14,10 @@ def mtp_prefixes(names: Collection[str], num_layers: int) -> list[str]:
 
     A layer is known by its projection, whose weight has other names where it is packed.
     """
-    modules = {name.rpartition(".")[0] for name in names}
-    if f"{QWEN_PREFIX}fc" in modules:
+    if has_module(names, f"{QWEN_PREFIX}fc"):
         return [QWEN_PREFIX]
     found, layer = [], num_layers
-    while f"model.layers.{layer}.eh_proj" in modules:
+    while has_module(names, f"model.layers.{layer}.eh_proj"):
         found.append(f"model.layers.{layer}.")
         layer += 1
     return found

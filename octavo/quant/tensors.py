@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -43,6 +43,11 @@ class Source(Protocol):
     def load(self, name: str, shape: tuple[int, ...]) -> Part: ...
 
 
+def has_module(names: Iterable[str], module: str) -> bool:
+    """Whether there are tensors of a module, whatever its format calls them, among these names."""
+    return any(name.startswith(f"{module}.") for name in names)
+
+
 class Tensors:
     """Reads tensors and records which were read. Methods raise ``CheckpointError`` naming the tensor."""
 
@@ -61,8 +66,8 @@ class Tensors:
         return name in self.names
 
     def has_module(self, name: str) -> bool:
-        """Whether the checkpoint has tensors of this module, whatever its format calls them."""
-        return any(tensor.startswith(f"{name}.") for tensor in self.names)
+        """Whether the checkpoint has tensors of this module."""
+        return has_module(self.names, name)
 
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
         """A floating-point or block-quantised tensor of this shape."""
