@@ -12,9 +12,9 @@ from octavo.layers.experts import Mixture
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.ops.elementwise import sigmoid
 from octavo.ops.linear import Activation
 from octavo.ops.route import Routing
-from octavo.ops.steady import sigmoid
 
 
 class Router:

@@ -19,7 +19,7 @@ from octavo.models.config import ModelConfig, architecture
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
 from octavo.ops.attention import HeadLayout
-from octavo.ops.steady import sigmoid
+from octavo.ops.elementwise import sigmoid
 
 GELUS = {"gelu": False, "gelu_python": False, "gelu_new": True, "gelu_pytorch_tanh": True, "gelu_fast": True}
 """Names of GELU, and whether each is the tanh approximation."""

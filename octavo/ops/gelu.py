@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops import steady
+from octavo.ops import elementwise
 from octavo.ops.dispatch import op
 
 
@@ -16,4 +16,4 @@ from octavo.ops.dispatch import op
 def gelu(x_TF: Tensor, approximate: bool) -> Tensor:
     """``x * Phi(x)``, or its tanh form with ``approximate``; in float32 at least; a new tensor of x's dtype."""
     wide_TF = x_TF.to(torch.promote_types(x_TF.dtype, torch.float32))
-    return (steady.gelu_tanh(wide_TF) if approximate else steady.gelu(wide_TF)).to(x_TF.dtype)
+    return elementwise.gelu(wide_TF, approximate).to(x_TF.dtype)

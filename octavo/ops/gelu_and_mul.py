@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import op
-from octavo.ops.steady import gelu, gelu_tanh
+from octavo.ops.elementwise import gelu
 
 
 @op
@@ -19,5 +19,4 @@ def gelu_and_mul(gate_up_T2F: Tensor, approximate: bool) -> Tensor:
     With ``approximate``, GELU is its tanh form (Hendrycks and Gimpel, arXiv 1606.08415).
     """
     gate_TF, up_TF = gate_up_T2F.to(torch.promote_types(gate_up_T2F.dtype, torch.float32)).chunk(2, dim=-1)
-    gate_TF = gelu_tanh(gate_TF) if approximate else gelu(gate_TF)
-    return (gate_TF * up_TF).to(gate_up_T2F.dtype)
+    return (gelu(gate_TF, approximate) * up_TF).to(gate_up_T2F.dtype)

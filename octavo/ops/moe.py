@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import op
+from octavo.ops.elementwise import sigmoid
 from octavo.ops.linear import Activation, linear
-from octavo.ops.steady import sigmoid
 
 
 class ClampedSwish(NamedTuple):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import op
+from octavo.ops.elementwise import sigmoid
 from octavo.ops.linear import linear
 from octavo.ops.rms_norm import rms_norm
-from octavo.ops.steady import sigmoid
 
 SMALLEST_SUM = 1e-20
 """Added to sums of shares that are divided by."""
