@@ -202,7 +202,7 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
 
 
 def _long_prompt(make: Maker) -> Iterator[tuple[str, Call]]:
-    """What some GPUs have for prompts of a thousand rows, beside a sequence of one row and padding."""
+    """A batch of one token, a prompt of 1,100 tokens and padding: some GPUs have kernels of their own for it."""
     heads = HeadLayout(4, 2, 128, 0.1)
     ends = make.ints([0, 1, 1100])
     slots = make.ints([-1] * 1101, torch.int64)

@@ -15,8 +15,8 @@ NO_DRAFTS: Drafts = {}
 NEWEST = 0.1
 """Weight of the newest mixed step in the share of those that a step of decodes follows."""
 LEAST_CHANCE = 0.25
-"""Of a step of decodes after a mixed one, so that drafts for it are made. Drafts save some times what making them costs
-if they pay at all; made for another mixed step, which does not verify them, they are lost."""
+"""How often a step of decodes has to follow a mixed step for a mixed step to make drafts at all. Drafts that pay save
+several times what they cost; a mixed step that comes next does not verify them, and they are lost."""
 
 
 class Speculation:

@@ -149,12 +149,12 @@ class CompressedTensors(Plain):
 
 
 def _without_presets(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration with whole groups in place of the names of presets. Raises ``CheckpointError``."""
+    """The configuration with its presets expanded. Raises ``CheckpointError``."""
     groups = values.get("config_groups")
     if not isinstance(groups, Mapping):
         return values
     has_format = values.get("format") not in (None, MIXED)
-    whole = {}
+    expanded = {}
     for name, group in groups.items():
         if isinstance(group, list):
             if name.upper() not in PRESETS:
@@ -164,8 +164,8 @@ def _without_presets(values: Mapping[str, Any]) -> Mapping[str, Any]:
             group = {**PRESETS[name.upper()], "targets": group}
             if has_format:
                 del group["format"]
-        whole[name] = group
-    return {**values, "config_groups": whole}
+        expanded[name] = group
+    return {**values, "config_groups": expanded}
 
 
 def _read_scheme(keys: QuantKeys, activations: QuantKeys | None, form: str) -> _Scheme:

@@ -33,8 +33,8 @@ def test_a_hundred_mixed_requests_with_drafts(tmp_path: Path, serve: Callable[..
     plain.stop()
     drafting = serve(str(tmp_path), *ROOM, "--num-kv-blocks", "72", "--speculative-config", json.dumps(settings))
     found = asyncio.run(complete_all(drafting, bodies, stream=True))
-    for body, result, wanted in zip(bodies, found, want, strict=True):
-        assert result == wanted, body
+    for body, result, expected in zip(bodies, found, want, strict=True):
+        assert result == expected, body
     stats = wait_until_idle(drafting)
     assert stats["num_preemptions"] > 0
     assert 0 < stats["num_accepted_drafts"] < stats["num_drafts"]

@@ -185,7 +185,7 @@ def single_rows_kernel(
 
 @triton.jit
 def _keys_of_run(length: tl.tensor, max_splits: tl.tensor, part_keys: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
-    """How many keys of a context a program takes, in whole tiles.
+    """How many keys of a context a program takes, a multiple of KEYS.
 
     It reads these, and the last to finish reads the sums of all runs as well, each of as many bytes as ``part_keys``
     keys. The more keys a run has, the fewer runs there are: it is least where both parts are the same.
