@@ -1,6 +1,7 @@
 """``scaled_linear`` for CUDA devices: rows are rounded to 8 bits, with a scale each, and multiplied as such.
 
-A few rows are multiplied with all parts fused, many by cuBLAS.
+A few rows are multiplied with all parts fused, many by cuBLAS. A single row is not rounded, but under ``invariant()``:
+reading the weight takes as long, and rounding is a kernel of its own.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -16,6 +17,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from octavo.ops.linear import Activation
 from octavo.ops.scaled_linear import ScaledValues, scaled_linear
+from octavo.ops.triton.gemv import GemvConfig, gemv
 from octavo.ops.triton.invariant_linear import BLOCK_T, invariant_config
 from octavo.ops.triton.launch import is_compiling, is_invariant
 from octavo.ops.triton.linear_configs import bucket_of
@@ -64,6 +66,11 @@ def scaled_linear_triton(
     if T == 0:
         return x_TK.new_empty(0, N if activation is None else N // 2)
     residual_TN = None if residual_TN is None else residual_TN.contiguous()
+    if T == 1 and not is_invariant():
+        one = _of_bytes(Product(N, -(-K // 2), 1, activation is not None), x_TK.device)
+        assert isinstance(one, GemvConfig)
+        given = x_TK.contiguous(), weight.values_NK, bias_N, norm_K, eps, residual_TN, activation
+        return gemv(*given, one, weight.scales_NG)
     values_TK, x_scales_T1 = round_rows(x_TK.contiguous(), norm_K, eps, weight.values_NK.dtype)
     if T > FEW_ROWS and not is_invariant() and K % LIBRARY_MULTIPLE == N % LIBRARY_MULTIPLE == 0:
         return _by_library(values_TK, x_scales_T1, weight, bias_N, residual_TN, activation, x_TK.dtype)
@@ -82,15 +89,16 @@ def _config(T: int, N: int, K: int, is_gated: bool, device: torch.device) -> tup
         return config, BLOCK_T, in_turn
     rows = bucket_of(max(min(T, FEW_ROWS), FEWEST_ROWS))
     assert rows is not None
-    return _of_bytes(Product(N, -(-K // 2), rows, is_gated), device), rows, False
+    few = _of_bytes(Product(N, -(-K // 2), rows, is_gated), device)
+    assert isinstance(few, SkinnyConfig)
+    return replace(few, prefetch=2), rows, False
 
 
 @functools.cache
-def _of_bytes(product: Product, device: torch.device) -> SkinnyConfig:
+def _of_bytes(product: Product, device: torch.device) -> GemvConfig | SkinnyConfig:
     """The configuration for twice as many columns of 8 bits as the product has of 16: their bytes are the same."""
     best = ranked(product, gpu_of(device))[0]
-    assert isinstance(best, SkinnyConfig)
-    return replace(best, block_k=2 * best.block_k, prefetch=2)
+    return replace(best, block_k=2 * best.block_k)
 
 
 def _by_library(

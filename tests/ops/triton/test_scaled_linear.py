@@ -1,4 +1,4 @@
-"""Weights of 8 bits times rows rounded to their type: every part, tiles not full, the same bits for a row."""
+"""Weights of 8 bits times rows, rounded to their type if several: all parts, partial tiles, the same bits for a row."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.ops.triton.test_linear import PARTS
 from tests.triton_interpreter import DEVICE
 
 EPS = 1e-6
-SHAPES = [(1, 48, 64), (7, 72, 96), (40, 130, 100)]
+SHAPES = [(1, 48, 64), (1, 130, 1100), (7, 72, 96), (40, 130, 100)]
 if DEVICE == "cuda":
-    SHAPES += [(1, 6144, 4096), (64, 4096, 2048), (90, 520, 100), (300, 6144, 4096)]
+    SHAPES += [(1, 6144, 4096), (1, 4096, 12288), (64, 4096, 2048), (90, 520, 100), (300, 6144, 4096)]
 
 
 NUMBERS = [torch.float8_e4m3fn, torch.int8]
@@ -27,21 +27,21 @@ def random_values(N: int, K: int, number: torch.dtype = torch.float8_e4m3fn) -> 
     return ScaledValues(values_NK, torch.rand(N, 1, device=DEVICE) * 0.02 + 0.01, K)
 
 
-def rounded(x_TK: Tensor, number: torch.dtype, norm_K: Tensor | None = None) -> Tensor:
-    """Rows as they are rounded, in float64."""
+def rounded(x_TK: Tensor, number: torch.dtype | None, norm_K: Tensor | None = None) -> Tensor:
+    """Rows as they are rounded to these numbers, if to any, in float64."""
     x_TK = x_TK.float()
     if norm_K is not None:
         x_TK = x_TK * torch.rsqrt(x_TK.square().mean(1, keepdim=True) + EPS) * norm_K.float()
+    if number is None:
+        return x_TK.double()
     scales_T1 = x_TK.abs().amax(1, keepdim=True) / (127 if number == torch.int8 else 448)
     x_TK = x_TK / scales_T1
     return (x_TK.round() if number == torch.int8 else x_TK.to(number)).double() * scales_T1.double()
 
 
 def expected(x_TK: Tensor, weight: ScaledValues, given: dict[str, Tensor | None], activation: str | None) -> Tensor:
-    y_TN = (
-        rounded(x_TK, weight.values_NK.dtype, given["norm_K"])
-        @ (weight.values_NK.double() * weight.scales_NG.double()).T
-    )
+    number = weight.values_NK.dtype if len(x_TK) > 1 else None
+    y_TN = rounded(x_TK, number, given["norm_K"]) @ (weight.values_NK.double() * weight.scales_NG.double()).T
     if given["bias_N"] is not None:
         y_TN += given["bias_N"].double()
     if activation is not None:
@@ -54,7 +54,7 @@ def expected(x_TK: Tensor, weight: ScaledValues, given: dict[str, Tensor | None]
 @pytest.mark.parametrize(("T", "N", "K"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("number", NUMBERS)
-def test_products_are_those_of_rounded_rows(
+def test_products_of_several_rows_are_those_of_rounded_rows(
     number: torch.dtype, dtype: torch.dtype, T: int, N: int, K: int, parts: str
 ) -> None:
     torch.manual_seed(T)
