@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,14 +15,18 @@ from octavo.errors import ConfigError
 from octavo.text.chat_template import load_chat_template
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.weights.hub import resolve_model
-from octavo_bench.draft_prompts import prompts_of
+from octavo_bench.draft_prompts import KINDS, prompts_of
 from octavo_bench.draft_training_prompts import training_messages
 from octavo_bench.speculate import Side, Work
 
 MARK = "<<<message>>>"
 FIRST_LETTER = 1000
 """Number of the first letter; lower ones are for measurements."""
+MOST_HELD = 1024
 MESSAGE_TOKENS = 48
+MESSAGE_TEMPERATURE = 0.9
+OPENINGS = ("", "Write a", "", "Explain", "", "What", "", "Describe", "", "How", "", "Tell", "", "Why", "", "Give me")
+"""What the messages that the model writes itself begin with."""
 
 
 class Text(NamedTuple):
@@ -37,21 +43,38 @@ class Wanted(NamedTuple):
     max_tokens: int
     """Most tokens of an answer."""
     temperature: float
+    max_generation_seconds: float
+    """What is not finished by then is cut off."""
 
 
-def generate(config: EngineConfig, wanted: Wanted, seed: int) -> list[Text]:
-    """Answers, in random order. Raises ``ConfigError`` for a model without a tokenizer."""
+class Texts(NamedTuple):
+    """Answers to different messages."""
+
+    used: list[Text]
+    held: list[Text]
+    """Greedy ones, which are not for training."""
+
+
+def generate(config: EngineConfig, wanted: Wanted, seed: int) -> Texts:
+    """Answers to messages in random order. Raises ``ConfigError`` for a model without a tokenizer."""
     tokenizer = load_tokenizer(Path(config.model.tokenizer or resolve_model(config.model)))
     if tokenizer is None:
         raise ConfigError("bench train-draft: the model has no tokenizer")
-    chat, rng = ChatFormat(config, tokenizer), random.Random(seed)
-    side = Side(config)
-    messages = _messages(side, chat, wanted.num_answers // 2)
-    fitting = [prompt for message in messages if len(prompt := chat.prompt(message)) < side.info.max_model_len]
-    prompts = [fitting[i % len(fitting)] for i in range(wanted.num_answers)]
-    rng.shuffle(prompts)
-    run = side.run(prompts, Work((), (), wanted.max_tokens, wanted.temperature, 0))
-    return [Text(prompt + answer, len(prompt)) for prompt, answer in zip(prompts, run.tokens, strict=True)]
+    chat, side = ChatFormat(config, tokenizer), Side(config)
+    until = time.perf_counter() + wanted.max_generation_seconds
+    messages = _messages(side, chat, wanted.num_answers)
+    prompts = [prompt for message in messages if len(prompt := chat.prompt(message)) < side.info.max_model_len]
+    random.Random(seed).shuffle(prompts)
+    num_held = min(MOST_HELD, len(prompts) // 10)
+    held, rest = prompts[:num_held], prompts[num_held:]
+    asked = [rest[i % len(rest)] for i in range(wanted.num_answers)]
+    greedy = _answers(side, held, Work((), (), wanted.max_tokens, 0.0, 0), math.inf)
+    return Texts(_answers(side, asked, Work((), (), wanted.max_tokens, wanted.temperature, 0), until), greedy)
+
+
+def _answers(side: Side, prompts: Sequence[list[int]], work: Work, until: float) -> list[Text]:
+    answered = zip(prompts, side.run(prompts, work, until).tokens, strict=True)
+    return [Text(prompt + answer, len(prompt)) for prompt, answer in answered if answer]
 
 
 class ChatFormat:
@@ -71,16 +94,21 @@ class ChatFormat:
         return self.tokenizer.encode(self.before + message + self.after, add_special_tokens=not self.is_chat)
 
 
-def _messages(side: Side, chat: ChatFormat, num_own: int) -> list[str]:
+def _messages(side: Side, chat: ChatFormat, num_wanted: int) -> list[str]:
     """Built-in messages, and those that the model writes where a user would."""
-    letters = [prompts_of(kind, FIRST_LETTER, 40) for kind in ("edit", "extract", "repeat")]
+    letters = [prompts_of(kind, FIRST_LETTER, max(40, num_wanted // 100)) for kind in ("edit", "extract", "repeat")]
     messages = [*training_messages(), *itertools.chain.from_iterable(letters)]
-    if not chat.is_chat or not num_own:
+    num_own = num_wanted - len(messages)
+    if not chat.is_chat or num_own <= 0:
         return messages
-    start = chat.tokenizer.encode(chat.before, add_special_tokens=False)
-    run = side.run([start] * num_own, Work((), (), MESSAGE_TOKENS, 1.0, 0))
-    own = {_complete(chat.tokenizer, tokens, side.info.eos_token_ids) for tokens in run.tokens}
-    return messages + sorted(own - {""})
+    starts = [chat.tokenizer.encode(opening, add_special_tokens=False) for opening in OPENINGS]
+    before = chat.tokenizer.encode(chat.before, add_special_tokens=False)
+    begun = [starts[i % len(starts)] for i in range(num_own)]
+    run = side.run([before + start for start in begun], Work((), (), MESSAGE_TOKENS, MESSAGE_TEMPERATURE, 0))
+    eos_ids = side.info.eos_token_ids
+    own = {_complete(chat.tokenizer, start + rest, eos_ids) for start, rest in zip(begun, run.tokens, strict=True)}
+    measured = {prompt for kind in KINDS for prompt in prompts_of(kind, 0, FIRST_LETTER)}
+    return messages + sorted(own - measured - {""})
 
 
 def _complete(tokenizer: Tokenizer, tokens: Sequence[int], eos_ids: Sequence[int]) -> str:

@@ -1,10 +1,12 @@
 """Trains an EAGLE-3 head on texts, beside the model whose hidden states it continues.
 
-Shapes: B texts of L tokens, T = B L rows, S anchors, D model, E hidden states, V vocabulary, W draft vocabulary.
+Shapes: B texts of L tokens, T = B L rows, R of them are compared, S anchors, D model, E hidden states, V vocabulary, W
+draft vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import Counter
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from octavo.models.drafters.head import llama_like
 from octavo.models.layer_cache import kv_groups
@@ -23,12 +26,14 @@ from octavo.quant.stored import WeightFormat
 from octavo.runtime.drafter import tap_layers
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.checkpoint import Checkpoint
-from octavo_bench.draft_texts import Text
+from octavo_bench.draft_texts import Text, Texts
 from octavo_bench.eagle3_module import Eagle3
 
 BLOCK = 32
-ROUND_WEIGHT = 0.8
-"""Weight of a round's loss, relative to the round before."""
+ROUND_WEIGHT = 0.6
+"""Weight of a round's loss, relative to the round before: a draft counts only if those before it are accepted."""
+MATRIX_RATE = 4.0
+"""Learning rate of matrices, relative to that of embeddings and norms."""
 WARM_UP = 0.03
 
 
@@ -37,6 +42,8 @@ class Training(NamedTuple):
 
     num_rounds: int
     """Tokens that the head drafts in training."""
+    ffn_size: int | None
+    """Width of the head's feed-forward layer; ``None``: that of the model's."""
     draft_vocab_size: int
     text_length: int
     """Tokens of a text; longer ones are cut."""
@@ -47,15 +54,26 @@ class Training(NamedTuple):
     seed: int
 
 
+class Drawn(NamedTuple):
+    """Texts of a batch."""
+
+    tokens_BL: Tensor
+    rows_R: Tensor
+    """Of all B L rows those whose next token is part of an answer, as far as every round has an anchor for them."""
+
+
 class Batch(NamedTuple):
     """What the model computes for a batch of texts."""
 
     hidden_BLE: Tensor
     embedded_BLD: Tensor
-    logits_BLW: Tensor
-    """Of the draft vocabulary."""
-    is_right_BL: Tensor
-    """Rows whose most likely next token is in the draft vocabulary, and part of an answer."""
+    rows_R: Tensor
+    target_RW: Tensor
+    """Its distribution over the draft vocabulary."""
+    most_likely_R: Tensor
+    """Its most likely token of the whole vocabulary."""
+    is_known_R: Tensor
+    """Whether that is in the draft vocabulary."""
 
 
 class Teacher:
@@ -81,19 +99,21 @@ class Teacher:
         self._rows = PagedRows((GroupRows(slots_BL.flatten(), tables),), starts, lengths, length)
 
     @torch.no_grad()
-    def compute(self, tokens_BL: Tensor, answers_BL: Tensor, target_ids_W: Tensor) -> Batch:
-        """``answers``: rows whose next token is part of an answer."""
-        shape, flat_T = tokens_BL.shape, tokens_BL.flatten()
+    def compute(self, drawn: Drawn, target_ids_W: Tensor) -> Batch:
+        shape, flat_T = drawn.tokens_BL.shape, drawn.tokens_BL.flatten()
         x_TD = self.model.forward(flat_T, self._positions_T, self._storage.layers, self._rows).clone()
         states = [x_TD if tap is None else tap.x_TD for tap in (self._taps[layer] for layer in self.layers)]
-        logits_TV = self.model.logits(x_TD)
-        is_known_V = torch.zeros(logits_TV.shape[1], dtype=torch.bool, device=flat_T.device)
+        logits_RV = self.model.logits(x_TD[drawn.rows_R])
+        is_known_V = torch.zeros(logits_RV.shape[1], dtype=torch.bool, device=flat_T.device)
         is_known_V[target_ids_W] = True
+        most_likely_R = logits_RV.argmax(-1)
         return Batch(
             torch.cat(states, dim=1).view(*shape, -1),
             self.model.embedding(flat_T).view(*shape, -1),
-            logits_TV[:, target_ids_W].view(*shape, -1),
-            is_known_V[logits_TV.argmax(-1)].view(shape) & answers_BL,
+            drawn.rows_R,
+            logits_RV[:, target_ids_W].float().softmax(-1),
+            most_likely_R,
+            is_known_V[most_likely_R],
         )
 
 
@@ -107,28 +127,28 @@ class Trained(NamedTuple):
     record: dict[str, Any]
 
 
-def train(checkpoint: Checkpoint, device: torch.device, texts: Sequence[Text], training: Training) -> Trained:
-    """Train a head on all but the last tenth of the texts, which is for the record's agreement."""
+def train(checkpoint: Checkpoint, device: torch.device, texts: Texts, training: Training) -> Trained:
+    """Train a head; what is held back is for the record's agreement."""
     torch.manual_seed(training.seed)
     teacher = Teacher(checkpoint, device, training)
-    config = teacher.config
-    target_ids_W, coverage = draft_vocabulary(texts, min(training.draft_vocab_size, config.vocab_size))
+    config = dataclasses.replace(teacher.config, ffn_size=training.ffn_size or teacher.config.ffn_size)
+    used, held = texts
+    target_ids_W, coverage = draft_vocabulary(used, min(training.draft_vocab_size, config.vocab_size))
     ids = target_ids_W.to(device)
     head = Eagle3(config, len(teacher.layers), len(ids)).to(device)
     head.start_from(_rows_of_head(teacher, ids), teacher.model.norm.weight_D.float())
-    optimiser = torch.optim.AdamW(head.parameters(), lr=training.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    num_held = max(training.batch_size, len(texts) // 10)
-    used, held = texts[:-num_held], texts[-num_held:]
+    optimisers = _optimisers(head)
     curve, started, step, progress = [], time.perf_counter(), 0, 0.0
     while progress < 1:
-        batch = teacher.compute(*_drawn(used, training, device, step), ids)
-        for group in optimiser.param_groups:
-            group["lr"] = training.learning_rate * min(progress / WARM_UP + 0.01, 1.0, 1.01 - progress)
-        losses, agreements = _rounds(head, batch, training.num_rounds)
-        optimiser.zero_grad()
+        batch = teacher.compute(_drawn(used, training, device, step), ids)
+        rate = training.learning_rate * min(progress / WARM_UP + 0.01, 1.0, 1.01 - progress)
+        losses, are_right = _rounds(head, batch, training.num_rounds, ids)
+        head.zero_grad()
         torch.stack([ROUND_WEIGHT**i * loss for i, loss in enumerate(losses)]).sum().backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
-        optimiser.step()
+        for optimiser, factor in optimisers:
+            optimiser.param_groups[0]["lr"] = factor * rate
+            optimiser.step()
         step += 1
         seconds = time.perf_counter() - started
         progress = max(step / training.max_steps, seconds / training.max_seconds)
@@ -137,7 +157,7 @@ def train(checkpoint: Checkpoint, device: torch.device, texts: Sequence[Text], t
                 "step": step,
                 "seconds": seconds,
                 "losses": torch.stack(losses).detach(),
-                "agreement": torch.stack(agreements),
+                "agreement": _shares(are_right),
             }
             curve.append({key: _rounded(value) for key, value in entry.items()})
     record = {
@@ -148,9 +168,18 @@ def train(checkpoint: Checkpoint, device: torch.device, texts: Sequence[Text], t
         "num_steps": step,
         "seconds": round(time.perf_counter() - started, 1),
         "curve": curve,
-        "held_agreement": _held_agreement(head, teacher, held, training, ids),
+        **_held(head, teacher, held, training, ids),
     }
     return Trained(head, target_ids_W, teacher.layers, config, record)
+
+
+def _optimisers(head: Eagle3) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for matrices within the layer, AdamW for the rest; each with its share of the learning rate."""
+    matrices = [weight for part in (head.fc, head.midlayer) for weight in part.parameters() if weight.ndim == 2]
+    inner = set(matrices)
+    rest = [weight for weight in head.parameters() if weight not in inner]
+    muon = torch.optim.Muon(matrices, momentum=0.95, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return [(muon, MATRIX_RATE), (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0), 1.0)]
 
 
 def draft_vocabulary(texts: Sequence[Text], size: int) -> tuple[Tensor, float]:
@@ -168,38 +197,41 @@ def _rows_of_head(teacher: Teacher, ids: Tensor) -> Tensor:
     return torch.cat([part for part in parts if part is not None])[ids].float()
 
 
-def _drawn(texts: Sequence[Text], training: Training, device: torch.device, number: int) -> tuple[Tensor, Tensor]:
-    """Batch ``number``: tokens [B, L], and the rows whose next token is part of an answer [B, L]."""
-    B, L = training.batch_size, training.text_length
+def _drawn(texts: Sequence[Text], training: Training, device: torch.device, number: int) -> Drawn:
+    """Batch ``number``."""
+    B, L, J = training.batch_size, training.text_length, training.num_rounds
     order = torch.randperm(
         len(texts), generator=torch.Generator().manual_seed(training.seed + number * B // len(texts))
     )
-    tokens_BL, answers_BL = torch.zeros(B, L, dtype=torch.int64), torch.zeros(B, L, dtype=torch.bool)
+    tokens_BL, is_compared_BL = torch.zeros(B, L, dtype=torch.int64), torch.zeros(B, L, dtype=torch.bool)
     for row in range(B):
         text = texts[int(order[(number * B + row) % len(texts)])]
         kept = text.tokens[:L]
         tokens_BL[row, : len(kept)] = torch.tensor(kept)
-        answers_BL[row, max(0, text.num_prompt_tokens - 1) : len(kept) - 1] = True
-    return tokens_BL.to(device), answers_BL.to(device)
+        is_compared_BL[row, max(J, text.num_prompt_tokens - 1) : min(L - J, len(kept) - 1)] = True
+    return Drawn(tokens_BL.to(device), is_compared_BL.flatten().nonzero().flatten().to(device))
 
 
-def _rounds(head: Eagle3, batch: Batch, num_rounds: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The loss of each round, and how often its most likely token is the model's."""
-    losses, agreements = [], []
-    bf16 = batch.hidden_BLE.device.type == "cuda"
+def _rounds(head: Eagle3, batch: Batch, num_rounds: int, ids: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The loss of each round, and the rows [R] for which its most likely token is the model's."""
+    losses, are_right = [], []
+    bf16, L = batch.hidden_BLE.device.type == "cuda", batch.hidden_BLE.shape[1]
+    text_R, at_R = batch.rows_R // L, batch.rows_R % L
+    num_known = batch.is_known_R.sum().clamp(min=1)
     with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-        for number, logits_BSW in enumerate(
-            head(_like(head, batch.hidden_BLE), _like(head, batch.embedded_BLD), num_rounds)
-        ):
-            S, ahead = logits_BSW.shape[1], number + 1
-            target_BSW = batch.logits_BLW[:, ahead : ahead + S].float()
-            counts_BS = batch.is_right_BL[:, ahead : ahead + S]
-            each_BS = -(target_BSW.softmax(-1) * logits_BSW.float().log_softmax(-1)).sum(-1)
-            num_rows = counts_BS.sum().clamp(min=1)
-            losses.append((each_BS * counts_BS).sum() / num_rows)
-            same_BS = logits_BSW.argmax(-1) == target_BSW.argmax(-1)
-            agreements.append((same_BS & counts_BS).sum() / num_rows)
-    return losses, agreements
+        outputs = head(_like(head, batch.hidden_BLE), _like(head, batch.embedded_BLD), num_rounds)
+        for number, x_BSD in enumerate(outputs):
+            anchors_R = text_R * x_BSD.shape[1] + at_R - number - 1
+            logits_RW = head.logits(x_BSD.flatten(0, 1).index_select(0, anchors_R))
+            each_R = functional.cross_entropy(logits_RW.float(), batch.target_RW, reduction="none")
+            losses.append((each_R * batch.is_known_R).sum() / num_known)
+            are_right.append(ids[logits_RW.argmax(-1)] == batch.most_likely_R)
+    return losses, are_right
+
+
+def _shares(are_right: Sequence[Tensor]) -> Tensor:
+    right_JR = torch.stack(list(are_right))
+    return right_JR.sum(1) / max(1, right_JR.shape[1])
 
 
 def _like(head: Eagle3, x: Tensor) -> Tensor:
@@ -207,15 +239,37 @@ def _like(head: Eagle3, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _held_agreement(
+def _held(
     head: Eagle3, teacher: Teacher, texts: Sequence[Text], training: Training, ids: Tensor
-) -> list[float]:
-    """How often each round's most likely token is the model's, on texts that were not used."""
-    found = []
-    for number in range(min(8, max(1, len(texts) // training.batch_size))):
-        batch = teacher.compute(*_drawn(texts, training, ids.device, number), ids)
-        found.append(torch.stack(_rounds(head, batch, training.num_rounds)[1]))
-    return [round(float(value), 4) for value in torch.stack(found).mean(0)]
+) -> dict[str, list[float]]:
+    """On texts that were not used: how often each round's most likely token is the model's, and how often those of all
+    rounds before it are, too, from the same anchor on."""
+    agreement, accepted, L = [], [], training.text_length
+    for number in range(min(16, max(1, len(texts) // training.batch_size))):
+        batch = teacher.compute(_drawn(texts, training, ids.device, number), ids)
+        are_right = _rounds(head, batch, training.num_rounds, ids)[1]
+        agreement.append(_shares(are_right))
+        accepted.append(accepted_by_position(are_right, batch.rows_R, batch.hidden_BLE.shape[0] * L))
+    return {
+        "held_agreement": _rounded(torch.stack(agreement).mean(0)),
+        "held_accepted_by_position": _rounded(torch.stack(accepted).mean(0)),
+    }
+
+
+def accepted_by_position(are_right: Sequence[Tensor], rows_R: Tensor, num_rows: int) -> Tensor:
+    """How often the first drafts are right up to each one, by anchors whose rounds are all compared."""
+    is_compared_T = torch.zeros(num_rows, dtype=torch.bool, device=rows_R.device)
+    is_compared_T[rows_R] = True
+    count = num_rows - len(are_right) + 1
+    counts, chain, found = torch.ones_like(is_compared_T[:count]), torch.ones_like(is_compared_T[:count]), []
+    for i in range(len(are_right)):
+        counts = counts & is_compared_T[i : i + count]
+    for i, is_right_R in enumerate(are_right):
+        is_right_T = torch.zeros_like(is_compared_T)
+        is_right_T[rows_R] = is_right_R
+        chain = chain & is_right_T[i : i + count]
+        found.append((chain & counts).sum() / counts.sum().clamp(min=1))
+    return torch.stack(found)
 
 
 def _rounded(value: Any) -> Any:

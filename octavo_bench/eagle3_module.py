@@ -92,7 +92,7 @@ class Layer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """The head; ``config`` is that of the model it drafts for, whose sizes it has."""
+    """The head; ``config`` has the sizes of its layer."""
 
     def __init__(self, config: LlamaConfig, num_inputs: int, draft_vocab_size: int) -> None:
         super().__init__()
@@ -113,9 +113,14 @@ class Eagle3(nn.Module):
             last.weight.mul_(0.1)
 
     def forward(self, hidden_BLE: Tensor, embedded_BLD: Tensor, num_rounds: int) -> Iterator[Tensor]:
-        """The logits [B, S, W] of each round, for S = L - num_rounds - 1 anchors; the last rows have none."""
+        """The output [B, S, D] of each round, for S = L - num_rounds - 1 anchors; the last rows have none."""
         S = hidden_BLE.shape[1] - num_rounds - 1
         x_BSD, rounds = self.fc(hidden_BLE[:, :S]), list[KeysValues]()
         for number in range(num_rounds):
             x_BSD = self.midlayer(embedded_BLD[:, number + 1 : number + 1 + S], x_BSD, rounds)
-            yield self.lm_head(self.norm(x_BSD))
+            yield x_BSD
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits [..., W] of outputs [..., D]."""
+        result: Tensor = self.lm_head(self.norm(x))
+        return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -53,8 +54,9 @@ class Side:
         self.engine, self.info = build_prepared(config)
         self._next_id = 0
 
-    def run(self, prompts: Sequence[list[int]], work: Work) -> Run:
-        """Answer all prompts at once; the time is that from when all have begun."""
+    def run(self, prompts: Sequence[list[int]], work: Work, until: float = math.inf) -> Run:
+        """Answer all prompts at once; the time is that from when all have begun. Answers are cut off at ``until``, a
+        time of ``time.perf_counter``."""
         engine, before = self.engine, self.engine.stats()
         params = SamplingParams(temperature=work.temperature)
         answers: dict[int, list[int]] = {}
@@ -66,13 +68,17 @@ class Side:
             answers[self._next_id] = []
             self._next_id += 1
         started = 0.0
-        num_decoded = 0
+        num_begun = num_decoded = 0
         while engine.has_work:
-            if not started and all(answers.values()):
+            if time.perf_counter() > until:
+                for request_id in answers:
+                    engine.abort(request_id)
+            if not started and num_begun == len(answers):
                 started = time.perf_counter()
             for output in engine.step():
                 if output.error is not None:
                     raise ConfigError(f"a request failed: {output.error}")
+                num_begun += bool(output.tokens and not answers[output.request_id])
                 answers[output.request_id] += output.tokens
                 num_decoded += len(output.tokens) if started else 0
         seconds = time.perf_counter() - started

@@ -23,6 +23,8 @@ from octavo_bench.draft_training import Trained, Training, train
 
 MEMORY_SHARE = 0.5
 """Of a GPU's memory: the most that generation takes."""
+SEQUENCES = 1024
+"""That a GPU generates at once."""
 
 
 class Plan(NamedTuple):
@@ -41,7 +43,7 @@ def run(config: EngineConfig, plan: Plan) -> dict[str, Any]:
     share = min(config.cache.gpu_memory_utilization, MEMORY_SHARE)
     config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, gpu_memory_utilization=share))
     started = time.perf_counter()
-    texts = generate(config, plan.wanted, plan.training.seed)
+    texts = generate(_many_at_once(config), plan.wanted, plan.training.seed)
     generated = time.perf_counter() - started
     _give_memory_back()
     trained = train(_checkpoint(config.model), resolve_device(config.model.device), texts, plan.training)
@@ -55,6 +57,13 @@ def run(config: EngineConfig, plan: Plan) -> dict[str, Any]:
     speculative = dataclasses.replace(config.speculative, speculative_config=json.dumps({**head, "adaptive": False}))
     with_head = dataclasses.replace(config, speculative=speculative)
     return record | {"measured": speculate.measure(with_head, plan.work)}
+
+
+def _many_at_once(config: EngineConfig) -> EngineConfig:
+    """With as many sequences in a step as a GPU's throughput needs, unless a number is given."""
+    if config.scheduler.max_num_seqs is not None or resolve_device(config.model.device).type == "cpu":
+        return config
+    return dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, max_num_seqs=SEQUENCES))
 
 
 def _checkpoint(settings: ModelSettings) -> Any:

@@ -37,13 +37,18 @@ def _add_training(train: argparse.ArgumentParser) -> None:
     train.add_argument("--num-answers", type=int, default=20_000, help="answers that are generated for training")
     train.add_argument("--answer-tokens", type=int, default=192, help="most tokens of an answer")
     train.add_argument("--temperature", type=float, default=0.7, help="at which they are generated")
+    train.add_argument(
+        "--max-generation-seconds", type=float, default=300.0, help="of messages and answers; the rest is cut off"
+    )
     train.add_argument("--draft-vocab-size", type=int, default=8192, help="most frequent tokens, which can be drafted")
     train.add_argument("--rounds", type=positive, default=4, help="tokens that are drafted in training")
+    train.add_argument("--ffn-size", type=positive, help="width of the feed-forward layer; default: the model's")
     train.add_argument("--text-length", type=int, default=256, help="tokens of a text; the rest is cut off")
     train.add_argument("--batch-size", type=int, default=32, help="texts of a training step")
     train.add_argument("--learning-rate", type=float, default=1e-3)
     train.add_argument("--max-steps", type=int, default=10_000)
     train.add_argument("--max-seconds", type=float, default=300.0, help="of training alone")
+    train.add_argument("--measured-rounds", type=positive, default=3, help="of the measurement")
     train.add_argument("--num-drafts", type=int, default=4, help="num_speculative_tokens of the measurement")
     train.add_argument(
         "--kinds", nargs="+", choices=KINDS, default=["chat", "code", "repeat"], help="of the measurement"
@@ -68,6 +73,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
 
     training = Training(
         args.rounds,
+        args.ffn_size,
         args.draft_vocab_size,
         args.text_length,
         args.batch_size,
@@ -76,6 +82,6 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
         args.max_seconds,
         args.seed or 0,
     )
-    wanted = Wanted(args.num_answers, args.answer_tokens, args.temperature)
-    work = Work(args.kinds, [1], args.max_tokens, 0.0, 3)
+    wanted = Wanted(args.num_answers, args.answer_tokens, args.temperature, args.max_generation_seconds)
+    work = Work(args.kinds, [1], args.max_tokens, 0.0, args.measured_rounds)
     return run(engine_config(args), Plan(args.folder, wanted, training, work, args.num_drafts))

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from octavo.cli import main
+from octavo.config import EngineConfig
 from octavo.weights.checkpoint import open_checkpoint
 from octavo_bench.draft_prompts import KINDS, prompts_of
-from octavo_bench.draft_training import Teacher, Training
+from octavo_bench.draft_texts import Wanted, generate
+from octavo_bench.draft_training import Drawn, Teacher, Training, accepted_by_position
 from octavo_bench.draft_training_prompts import training_messages
 from octavo_bench.eagle3_module import Eagle3
+from octavo_bench.speculate import Side, Work
 from tests.llm.tiny import write_checkpoint
 from tests.models.families import make_checkpoint
 
@@ -57,13 +60,24 @@ def test_speculation_is_measured_by_kind_and_batch(
 def test_a_head_is_trained_and_drafts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = tmp_path / "head"
     sizes = ["--num-answers", "24", "--answer-tokens", "32", "--text-length", "96", "--batch-size", "4"]
-    sizes += ["--max-steps", "30", "--rounds", "2", "--draft-vocab-size", "200", "--num-drafts", "2"]
+    sizes += [
+        "--max-steps",
+        "30",
+        "--rounds",
+        "2",
+        "--draft-vocab-size",
+        "200",
+        "--num-drafts",
+        "2",
+        "--ffn-size",
+        "96",
+    ]
     asked = ["--folder", str(head), *sizes, "--kinds", "chat", "--max-tokens", "16"]
     record = bench(capsys, tmp_path / "r.json", "train-draft", str(folder), *SETTINGS, *asked)
     curve = record["curve"]
     assert curve[-1]["step"] == record["num_steps"] == 30
     assert curve[-1]["losses"][0] < curve[0]["losses"][0]
-    assert len(record["held_agreement"]) == 2
+    assert len(record["held_agreement"]) == len(record["held_accepted_by_position"]) == 2
     [row] = record["measured"]["rows"]
     assert row["same_tokens"]
     assert row["num_drafts"] > 0
@@ -72,13 +86,13 @@ def test_a_head_is_trained_and_drafts(folder: Path, tmp_path: Path, capsys: pyte
 
 def test_training_computes_what_decoding_does(folder: Path) -> None:
     """A round of an anchor is what the head gives for a text that ends there, followed by its own outputs."""
-    training = Training(3, 50, 40, 2, 1e-3, 1, 1.0, 0)
+    training = Training(3, None, 50, 40, 2, 1e-3, 1, 1.0, 0)
     teacher = Teacher(open_checkpoint(folder), torch.device("cpu"), training)
     head = Eagle3(teacher.config, len(teacher.layers), 50)
     tokens_BL = torch.randint(0, 200, (2, 40))
-    batch = teacher.compute(tokens_BL, torch.ones(2, 40, dtype=torch.bool), torch.arange(50))
+    batch = teacher.compute(Drawn(tokens_BL, torch.arange(0)), torch.arange(50))
     with torch.no_grad():
-        rounds = torch.stack(list(head(batch.hidden_BLE, batch.embedded_BLD, 3)))
+        rounds = head.logits(torch.stack(list(head(batch.hidden_BLE, batch.embedded_BLD, 3))))
         for anchor in (0, 7, 35):
             for text in range(2):
                 want = decoded(head, batch.hidden_BLE[text, : anchor + 1], batch.embedded_BLD[text], 3)
@@ -93,6 +107,30 @@ def decoded(head: Eagle3, hidden_TE: Tensor, embedded_LD: Tensor, count: int) ->
         found.append(head.lm_head(head.norm(x_TD[-1])))
         rows_TD = torch.cat((rows_TD, x_TD[-1:]))
     return torch.stack(found)
+
+
+def test_held_texts_have_prompts_of_their_own(folder: Path) -> None:
+    config = {"model": str(folder), "device": "cpu", "max_num_seqs": 8, "max_model_len": 384, "block_size": 16}
+    used, held = generate(EngineConfig.from_flat(config), Wanted(40, 2, 0.7, 300.0), 0)
+    assert len(used) == 40
+    assert held
+    prompts = [{tuple(text.tokens[: text.num_prompt_tokens]) for text in texts} for texts in (used, held)]
+    assert not prompts[0] & prompts[1]
+
+
+def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
+    """Rows 2 to 4 and 6 to 7 are compared, so that two rounds of anchors 2, 3 and 6 are."""
+    rows_R = torch.tensor([2, 3, 4, 6, 7])
+    first, second = torch.tensor([1, 0, 1, 1, 0]).bool(), torch.tensor([0, 1, 1, 0, 0]).bool()
+    accepted = accepted_by_position([first, second], rows_R, 8)
+    torch.testing.assert_close(accepted, torch.tensor([2 / 3, 1 / 3]))
+
+
+def test_answers_are_cut_off_in_time(folder: Path) -> None:
+    side = Side(EngineConfig.from_flat({"model": str(folder), "device": "cpu", "max_num_seqs": 2, "block_size": 16}))
+    work = Work((), (), 4, 0.0, 0)
+    assert side.run([[1, 2, 3]] * 5, work, until=0.0).tokens == [[]] * 5
+    assert all(side.run([[1, 2, 3]] * 5, work).tokens)
 
 
 def test_prompts_of_measurements_are_not_those_of_training() -> None:
