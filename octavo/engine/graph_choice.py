@@ -33,12 +33,18 @@ PREPARING = "prepare"
 BACKGROUND_COMPILE_THREADS = 2
 """Few: half of compiling is Python, so each of these threads competes for the GIL with the thread that runs steps."""
 SECONDS_BETWEEN_CAPTURES = 1.0
+"""A step that no captured or compiled shape holds runs eagerly if a step has captured a graph this recently."""
 IDLE_SECONDS = 0.05
 """The device counts as idle this long after the last step."""
 NEARLY = 1.25
 """A graph with at most so many times the rows is good enough while there is traffic: a capture delays a step."""
 FEW_ROWS = 16
 """Steps of 2 to so many rows take the same time: that of reading the weights, by the same kernels."""
+UNWANTED_DRAFTS = 0.5
+"""The least part of a step's time that counts as lost if its drafter makes drafts that nobody asked for. Rows do not
+tell that: a drafter runs once for each draft, which takes about a sixth of a short step with a head of one layer, and
+more with a draft model. Rather too much: a graph that is captured too early costs once, too late it costs every step.
+"""
 HANDOVER_SECONDS = 0.001
 """Pause between two captures on an idle device, in which a waiting step can take the lock."""
 
@@ -64,7 +70,14 @@ class GraphChoice:
         """Shapes of steps that were padded to others, oldest first: their graphs are the first when it is idle."""
         self._nearest: dict[StepShape, StepShape | None] = {}
         """The smallest captured shape that holds another one, as long as nothing more is captured."""
-        self._next_capture = float("inf")
+        self._losses: dict[StepShape, float] = {}
+        """By shape that may be captured: seconds that steps lost by being padded to a larger one that is captured."""
+        self._losing: tuple[StepShape, float, float] | None = None
+        """If the last step was padded so: the shape to capture, the part of its time that is lost, when it was sent."""
+        self._capture_seconds = 0.0
+        """What a capture takes, as measured when the first graphs were captured."""
+        self._has_all_kernels = False
+        """Whether compiling in the background has ended, so that any shape may be captured."""
         self._last_capture = float("-inf")
         self._has_extra_kernels = threading.Event()
         """Steps with extras wait for this event, for a second or two after startup."""
@@ -79,6 +92,7 @@ class GraphChoice:
             self._has_extra_kernels.wait()
         shape, has_graph = padded_shape(*sizes[:3], self._limits[0], kind, sizes.num_drafts)
         if not (sizes.is_plain and has_graph and self._uses_graphs):
+            self._note_loss()
             return shape, False
         return self.fit(shape)
 
@@ -86,8 +100,12 @@ class GraphChoice:
         """The shape to pad a step to, and whether it runs through a graph: its own shape, or a larger one that is
         captured, or compiled and so quick to capture. Without any, it runs eagerly if there was a capture just now.
 
-        Captures that delay a step are at least ``SECONDS_BETWEEN_CAPTURES`` apart, to keep them unnoticeable.
+        A capture delays a step by the time of many. So a step that a captured graph holds is padded to it, until such
+        steps have lost as much time by padding as a capture takes. Then the graph that they lack is captured: their
+        own, or before all kernels are compiled, the smallest that is. So captures take no more time than padding has
+        cost before, as far as rows tell, and a shape of a few steps is never captured.
         """
+        self._note_loss()
         if shape in self._captured:
             return shape, True
         nearest = self._nearest  # another thread may put a new one there
@@ -95,25 +113,46 @@ class GraphChoice:
             self._wanted[shape] = None
             nearest[shape] = _smallest(self._captured, shape)
         known = nearest[shape]
-        if known is not None and _is_nearly(known, shape):
+        if known is None:
+            return self._fit_without_graph(shape)
+        if _is_nearly(known, shape):
             return known, True
-        now = time.monotonic()
-        if now >= self._next_capture:
-            self._next_capture = now + SECONDS_BETWEEN_CAPTURES
-        else:
-            known = _smallest((*self._captured, *self._compiled), shape)
-            if known is None and now < self._last_capture + SECONDS_BETWEEN_CAPTURES:
-                return shape, False
-            shape = known or shape
-        if shape not in self._captured:
-            self._note_captured(shape)
-            self._last_capture = now
+        best = shape if self._has_all_kernels else _smallest((known, *self._compiled), shape) or known
+        if best not in self._captured:
+            if self._losses.get(best, 0.0) >= self._capture_seconds:
+                return self._capture_on_the_way(best)
+            self._losing = best, _part_lost(known, best), time.monotonic()
+        return known, True
+
+    def _fit_without_graph(self, shape: StepShape) -> tuple[StepShape, bool]:
+        """``fit`` of a shape that no captured graph holds."""
+        is_soon = time.monotonic() < self._last_capture + SECONDS_BETWEEN_CAPTURES
+        known = None if self._has_all_kernels and not is_soon else _smallest(self._compiled, shape)
+        if known is None and is_soon:
+            return shape, False
+        return self._capture_on_the_way(known or shape)
+
+    def _capture_on_the_way(self, shape: StepShape) -> tuple[StepShape, bool]:
+        """The step that is sent now captures the graph of ``shape``."""
+        self._note_captured(shape)
+        self._last_capture = time.monotonic()
         return shape, True
+
+    def _note_loss(self) -> None:
+        """Add what the last step has lost, if it was padded. It took about as long as it is since it was sent, as the
+        next step is sent shortly before it ends; or less, if the device was idle: so this counts as a capture at most.
+        """
+        if self._losing is not None:
+            shape, part, started = self._losing
+            seconds = min(time.monotonic() - started, self._capture_seconds)
+            self._losses[shape] = self._losses.get(shape, 0.0) + part * seconds
+            self._losing = None
 
     def _note_captured(self, shape: StepShape) -> None:
         self._captured.add(shape)
         self._nearest = {}
         self._wanted.pop(shape, None)
+        self._losses.pop(shape, None)
 
     # ---- compiling and capturing, at startup and in the background
 
@@ -129,26 +168,31 @@ class GraphChoice:
         started = time.perf_counter()
         runner.send(Compile(first)).wait()
         compiled = time.perf_counter()
-        for reply in [self._capture(runner, shape) for shape in first]:
-            reply.wait()
-        logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, time.perf_counter() - compiled)
+        seconds = self._capture_all(runner, first)
+        logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, seconds)
         self._start_thread(_prepare_the_rest, runner)
 
     def _start_thread(self, work: Callable[..., None], runner: StepRunner, *args: Any) -> None:
         start_thread(PREPARING, work, self, weakref.ref(runner), *args)
 
     def capture_again(self, runner: StepRunner) -> None:
-        """The executor lost its graphs: capture the first ones now, and the others when they are used or it is idle."""
+        """The executor lost its graphs: capture the first ones now, the others when steps need them or it is idle."""
         if not self._uses_graphs:
             return
-        started = time.perf_counter()
         lost, first = self._captured, first_shapes(*self._limits)
         self._captured, self._nearest = set(), {}
         self._compiled += lost.difference(first)
-        for reply in [self._capture(runner, shape) for shape in first]:
-            reply.wait()
-        logger.info("graphs, captured again: %.2f s", time.perf_counter() - started)
+        logger.info("graphs, captured again: %.2f s", self._capture_all(runner, first))
         self._start_thread(_capture_the_rest, runner, sorted(lost.difference(first)))
+
+    def _capture_all(self, runner: StepRunner, shapes: list[StepShape]) -> float:
+        """Capture the graphs of ``shapes``; returns the seconds that it took, and notes what one takes."""
+        started = time.perf_counter()
+        for reply in [self._capture(runner, shape) for shape in shapes]:
+            reply.wait()
+        seconds = time.perf_counter() - started
+        self._capture_seconds = seconds / len(shapes)
+        return seconds
 
     def _capture(self, runner: StepRunner, shape: StepShape) -> Reply[Any]:
         self._note_captured(shape)
@@ -173,7 +217,7 @@ class GraphChoice:
         logger.info("other kernels, in the background: %.1f s", time.perf_counter() - started)
         if not self._uses_graphs:
             return []
-        self._next_capture = 0.0
+        self._has_all_kernels = True
         return shapes
 
     def capture_when_idle(self, runner: StepRunner, shape: StepShape) -> None:
@@ -202,6 +246,13 @@ def _is_nearly(known: StepShape, shape: StepShape) -> bool:
     size, least = known.num_rows + known.num_samples, shape.num_rows + shape.num_samples
     has_few = 1 < shape.num_rows <= known.num_rows <= FEW_ROWS and known.num_seqs == shape.num_seqs
     return (has_few or size <= NEARLY * least) and known.num_proposed == shape.num_proposed
+
+
+def _part_lost(known: StepShape, shape: StepShape) -> float:
+    """The part of a step's time that is lost by padding it from ``shape`` to ``known``: that of its padding rows."""
+    size, least = known.num_rows + known.num_samples, shape.num_rows + shape.num_samples
+    part = 1 - least / size
+    return part if known.num_proposed == shape.num_proposed else max(part, UNWANTED_DRAFTS)
 
 
 def _prepare_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner]) -> None:

@@ -5,28 +5,32 @@ It runs here on the CPU with the reference operations, without graphs but with a
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from octavo.cache.kv_cache import KVCache
+from octavo.engine import graph_choice
 from octavo.engine.engine import Engine
-from octavo.engine.graph_choice import SECONDS_BETWEEN_CAPTURES, GraphChoice
+from octavo.engine.graph_choice import PREPARING, SECONDS_BETWEEN_CAPTURES, GraphChoice
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import NOT_NUMBERS
+from octavo.engine.step_runner import StepRunner
 from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
+from octavo.sim.clock import Clock
 from octavo.steps.limits import StepLimits
 from octavo.steps.shapes import (
     Kind,
@@ -484,9 +488,10 @@ def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> 
     assert fit(StepShape(32, 32, 1), compiled) == StepShape(64, 64, 1)
     assert fit(small_extra, compiled) == StepShape(64, 64, 1, has_extras=True)
     assert fit(mixed._replace(has_extras=True), compiled) == extra[0]
-    graphs._next_capture = 0.0
+    graphs._has_all_kernels = True
     assert fit(small, compiled) == small
-    assert fit(small, compiled) == StepShape(16, 16, 1), "the next capture may come a second later"
+    graphs._capture_seconds = 0.1
+    assert fit(small, compiled) == StepShape(64, 64, 1), "its steps have lost no time yet"
     assert graphs.fit(small_extra._replace(has_adapters=True))[1] is False, "nothing holds it: it runs without a graph"
     graphs._last_capture -= SECONDS_BETWEEN_CAPTURES
     assert graphs.fit(small_extra._replace(has_adapters=True))[1] is True
@@ -495,15 +500,15 @@ def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> 
 def test_a_graph_of_nearly_the_size_will_do_until_the_device_is_idle() -> None:
     """Then the graphs that steps have asked for come first, the newest of them before the others."""
     graphs: Any = GraphChoice(64, 512)
-    graphs._captured, graphs._next_capture = {StepShape(20, 20, 1), StepShape(512, 64, 512)}, 0.0
+    graphs._captured, graphs._has_all_kernels = {StepShape(20, 20, 1), StepShape(512, 64, 512)}, True
     assert graphs.fit(StepShape(16, 16, 1)) == (StepShape(20, 20, 1), True)
     assert graphs.fit(StepShape(448, 64, 448)) == (StepShape(512, 64, 512), True)
     assert graphs.fit(StepShape(8, 8, 1)) == (StepShape(8, 8, 1), True), "twice the rows are too many"
     fills = StepShape(20, 20, 1, has_drafter=True)
-    graphs._captured, graphs._next_capture = graphs._captured | {fills._replace(num_proposed=32)}, 0.0
+    graphs._captured = graphs._captured | {fills._replace(num_proposed=32)}
     assert graphs.fit(fills) == (fills, True), "drafts that nobody asked for take long to make"
     four, one = verification_shape(1, 4, 64), verification_shape(1, 1, 64)
-    graphs._captured, graphs._next_capture = graphs._captured | {four}, 0.0
+    graphs._captured = graphs._captured | {four}
     assert graphs.fit(one) == (four, True), "few rows take as long as one more"
     captured: list[StepShape] = []
     runner: Any = SimpleNamespace(
@@ -513,6 +518,111 @@ def test_a_graph_of_nearly_the_size_will_do_until_the_device_is_idle() -> None:
     )
     graphs.capture_when_idle(runner, StepShape(1, 1, 1))
     assert captured == [one, StepShape(448, 64, 448), StepShape(16, 16, 1), StepShape(1, 1, 1)]
+
+
+CAPTURE_SECONDS, STEP_SECONDS = 1 / 8, 1 / 128
+"""Sums of these have no rounding."""
+STEPS_OF_A_CAPTURE = 16
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What ``GraphChoice`` takes for the time."""
+    clock = Clock()
+    monkeypatch.setattr(graph_choice, "time", SimpleNamespace(monotonic=clock, perf_counter=clock))
+    return clock
+
+
+class SlowCaptures:
+    """A runner to which kernels take no time, and captures do; it is closed, so that none follow in the background."""
+
+    is_closed = True
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def send(self, message: Any) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+    def capture(self, shape: StepShape) -> Any:
+        return SimpleNamespace(wait=self._wait)
+
+    def _wait(self) -> None:
+        self.clock.now += CAPTURE_SECONDS
+
+
+def warmed_up(clock: Clock, *, max_drafts: int = 0, has_drafter: bool = False) -> GraphChoice:
+    """Everything is compiled, and the first graphs are captured."""
+    graphs, runner = GraphChoice(256, 2048, max_drafts=max_drafts, has_drafter=has_drafter), SlowCaptures(clock)
+    graphs.warm_up(cast(StepRunner, runner))
+    for thread in threading.enumerate():
+        if thread.name == PREPARING:
+            thread.join()
+    return graphs
+
+
+def steps_until_captured(graphs: GraphChoice, clock: Clock, shape: StepShape, pause: float = 0.0) -> int:
+    """Steps of a shape that are padded to a larger one, before one has its own; with pauses between them."""
+    for num_steps in range(1000):
+        found, has_graph = graphs.fit(shape)
+        assert has_graph
+        if found == shape:
+            return num_steps
+        clock.now += STEP_SECONDS + pause
+    raise AssertionError("it was never captured")
+
+
+def test_shapes_of_one_step_each_are_never_captured_in_its_way(clock: Clock) -> None:
+    graphs: Any = warmed_up(clock)
+    before = set(graphs._captured)
+    for shape in graph_shapes(256, 2048):
+        if not shape.has_extras:
+            assert graphs.fit(shape)[0] in before
+            clock.now += 5.0  # whatever the time between them
+    assert graphs._captured == before
+
+
+def test_a_shape_is_captured_when_padding_has_lost_the_time_of_a_capture(clock: Clock) -> None:
+    graphs = warmed_up(clock)
+    half = padded_shape(128, 128, 1, 256)[0]
+    assert steps_until_captured(graphs, clock, half) == 2 * STEPS_OF_A_CAPTURE
+    assert steps_until_captured(graphs, clock, half) == 0
+    eighth = padded_shape(16, 16, 1, 256)[0]  # now padded to 128
+    assert steps_until_captured(graphs, clock, eighth) == math.ceil(STEPS_OF_A_CAPTURE / (7 / 8))
+
+
+def test_other_steps_and_pauses_are_no_losses_of_a_shape(clock: Clock) -> None:
+    graphs, half, large = warmed_up(clock), padded_shape(128, 128, 1, 256)[0], first_shapes(256, 2048)[0]
+    graphs.fit(half)
+    clock.now += STEP_SECONDS
+    for _ in range(100):
+        assert graphs.fit(large) == (large, True)
+        clock.now += STEP_SECONDS
+    assert steps_until_captured(graphs, clock, half) == 2 * STEPS_OF_A_CAPTURE - 1
+    other = padded_shape(64, 64, 1, 256)[0]
+    assert steps_until_captured(graphs, clock, other, pause=60.0) == 2, "each pause counts as one capture at most"
+
+
+def test_unwanted_drafts_count_as_half_of_a_step(clock: Clock) -> None:
+    graphs: Any = warmed_up(clock, max_drafts=3, has_drafter=True)
+    drafting = padded_shape(256, 256, 1, 256, Kind(has_drafter=True, num_proposed=3))[0]
+    assert drafting in graphs
+    filling = drafting._replace(num_proposed=0)
+    assert steps_until_captured(graphs, clock, filling) == 2 * STEPS_OF_A_CAPTURE
+
+
+def test_until_all_is_compiled_padding_counts_for_what_is(clock: Clock) -> None:
+    """Steps of several sizes lack the same graph."""
+    graphs: Any = warmed_up(clock)
+    graphs._has_all_kernels = False
+    small = [padded_shape(size, size, 1, 256)[0] for size in (2, 4, 8, 12)]
+    compiled = StepShape(16, 16, 1)
+    found = []
+    for num_steps in range(100):
+        found.append(graphs.fit(small[num_steps % 4])[0])
+        clock.now += STEP_SECONDS
+    num_padded = math.ceil(STEPS_OF_A_CAPTURE / (15 / 16))
+    assert found == [StepShape(256, 256, 1)] * num_padded + [compiled] * (100 - num_padded)
 
 
 def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to() -> None:
@@ -533,7 +643,7 @@ def test_only_plain_steps_have_graphs_captured(loaded: Loaded) -> None:
     """A graph that a step does not run through must not be taken for captured."""
     engine = stream_engine(loaded)
     graphs: Any = GraphChoice(8, 32)
-    graphs._next_capture = 0.0
+    graphs._has_all_kernels = True
     runner: Any = engine.runner
     runner.encoder.choose_shape = graphs.choose
     sent: list[Any] = []
