@@ -37,4 +37,7 @@ def test_a_hundred_mixed_requests_with_drafts(tmp_path: Path, serve: Callable[..
         assert result == expected, body
     stats = wait_until_idle(drafting)
     assert stats["num_preemptions"] > 0
-    assert 0 < stats["num_accepted_drafts"] < stats["num_drafts"]
+    if adaptive:  # whether drafts pay with so small a model, and so how many there are, depends on the machine
+        assert stats["num_accepted_drafts"] <= stats["num_drafts"]
+    else:
+        assert 0 < stats["num_accepted_drafts"] < stats["num_drafts"]
