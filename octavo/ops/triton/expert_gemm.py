@@ -93,7 +93,7 @@ def expert_gemm_kernel(
         if TILES_ARE_OLD:
             if PDL:
                 own = row + tl.minimum(outputs, num_outputs - 1)
-                prefetch_lines(weight_ptr + own.to(tl.int64)[:, None] * K, 2 * BLOCK_K)
+                prefetch_lines(weight_ptr + own.to(tl.int64)[:, None] * K, BLOCK_K)
             wait_for_predecessor(PDL)
         start_successor(PDL)
         acc, up = _sum_chunks(

@@ -87,7 +87,7 @@ def expert_down_kernel(
     is_there = is_chosen[:, None, None]
     weights = _weights(rows, 0, is_there, F, BLOCK_F)
     if PDL and PREFETCH and CHUNKS > 1:
-        prefetch_lines(tl.reshape(rows + BLOCK_F, [EXPERTS * OUTPUTS, 1]), 2 * (F - BLOCK_F))
+        prefetch_lines(tl.reshape(rows + BLOCK_F, [EXPERTS * OUTPUTS, 1]), F - BLOCK_F)
     after_predecessor(PDL)
     acc = tl.zeros([EXPERTS, OUTPUTS, BLOCK_F], tl.float32)
     for c in tl.static_range(CHUNKS):

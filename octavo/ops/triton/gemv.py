@@ -189,14 +189,13 @@ def gemv_kernel(
 ) -> None:  # fmt: skip
     """One tile for each program, in chunks of columns; the next chunk is loaded while one is summed."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    BYTES: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     GATED: tl.constexpr = ACTIVATION is not None
     start = tl.program_id(0) * OUTPUTS
     rows = weight_ptr + row_starts(start, num_outputs, K, OUTPUTS, GATED, EVEN_N)
     weights = weight_chunk(rows, 0, True, K, BLOCK_K)
     scales = _scales_of(scales_ptr, start, num_outputs, OUTPUTS, GATED, EVEN_N)
     if PDL and PREFETCH and CHUNKS > 1:
-        prefetch_lines(rows + BLOCK_K, BYTES * (K - BLOCK_K if CHUNKS - 1 < PREFETCH else PREFETCH * BLOCK_K))
+        prefetch_lines(rows + BLOCK_K, K - BLOCK_K if CHUNKS - 1 < PREFETCH else PREFETCH * BLOCK_K)
     wait_for_predecessor(PDL)
     if late == 0:
         start_successor(PDL)
@@ -231,7 +230,6 @@ def walking_gemv_kernel(
 ) -> None:  # fmt: skip
     """A few programs iterate over the tiles; the first chunk of x stays in registers, the others are cached."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    BYTES: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     GATED: tl.constexpr = ACTIVATION is not None
     first, step = tl.program_id(0), tl.num_programs(0)
     rows = weight_ptr + row_starts(first * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N)
@@ -241,10 +239,10 @@ def walking_gemv_kernel(
         norm = column_chunk(norm_ptr, 0, K, BLOCK_K)
     if PDL and PREFETCH:
         if CHUNKS > 1 and STAGES == 1:
-            prefetch_lines(rows + BLOCK_K, BYTES * (K - BLOCK_K))
+            prefetch_lines(rows + BLOCK_K, K - BLOCK_K)
         for p in tl.static_range(1 if STAGES == 1 else 0, 1 + PREFETCH):
             tile = tl.minimum(first + p * step, num_tiles - 1)
-            prefetch_lines(weight_ptr + row_starts(tile * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N), BYTES * K)
+            prefetch_lines(weight_ptr + row_starts(tile * OUTPUTS, num_outputs, K, OUTPUTS, GATED, EVEN_N), K)
     wait_for_predecessor(PDL)
     if late == 0:
         start_successor(PDL)

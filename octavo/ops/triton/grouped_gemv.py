@@ -54,11 +54,11 @@ def _prefetch(
     """Bring the words and scales of a tile into the cache: rows ``n`` on, all in whole tiles of 16."""
     tile = n // _TILE + tl.arange(0, BLOCK_N // _TILE)
     tile = tl.minimum(tile, (num_rows - 1) // _TILE).to(tl.int64)
-    prefetch_lines((words_ptr + tile * (CHUNKS * _TILE * _WORDS))[:, None], CHUNKS * _TILE * _WORDS * 2)
+    prefetch_lines((words_ptr + tile * (CHUNKS * _TILE * _WORDS))[:, None], CHUNKS * _TILE * _WORDS)
     if GROUPS > 1:
         group = tl.minimum(tl.arange(0, triton.next_power_of_2(GROUPS)), GROUPS - 1)
         at = scales_ptr + group.to(tl.int64) * num_rows + tl.minimum(n, num_rows - 1)
-        prefetch_lines(at[:, None], BLOCK_N * 2)
+        prefetch_lines(at[:, None], BLOCK_N)
 
 
 @triton.jit

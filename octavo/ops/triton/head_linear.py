@@ -105,8 +105,7 @@ def prefetch_outputs(
 ) -> None:
     """Bring the weights of these outputs of a head into the cache, while the kernel before this one runs."""
     if PDL:
-        BYTES: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-        prefetch_lines(weight_ptr + (tl.minimum(o_B, OUTPUTS - 1) * K)[:, None], K * BYTES)
+        prefetch_lines(weight_ptr + (tl.minimum(o_B, OUTPUTS - 1) * K)[:, None], K)
 
 
 @triton.jit

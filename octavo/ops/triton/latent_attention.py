@@ -162,7 +162,7 @@ def single_rows_kernel(
         key_C = tl.minimum(begin + tl.arange(0, KEYS), end - 1)
         block_C = tl.load(tables_ptr + key_C // BLOCK_SIZE).to(tl.int64)
         at_C1 = cache_ptr + (block_C * block_stride + key_C % BLOCK_SIZE * (P + L))[:, None]
-        prefetch_lines(at_C1, (P + L) * cache_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch_lines(at_C1, P + L)
     after_predecessor(PDL)
     if split < num_runs:
         q_ML, q_MP = _queries(q_ptr, seq * N + head_M, head_M < N, P, L, PP, LP)

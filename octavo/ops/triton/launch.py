@@ -165,9 +165,9 @@ def after_predecessor(PDL: tl.constexpr) -> None:
 
 
 @triton.jit
-def prefetch_lines(rows: tl.tensor, BYTES: tl.constexpr) -> None:
-    """Bring BYTES from each of these addresses, [rows, 1], into the second-level cache, in lines of 128 bytes."""
-    LINES: tl.constexpr = (BYTES + 127) // 128
+def prefetch_lines(rows: tl.tensor, COUNT: tl.constexpr) -> None:
+    """Bring COUNT numbers at each of these addresses, [rows, 1], into the second-level cache, in lines of 128 bytes."""
+    LINES: tl.constexpr = (COUNT * rows.dtype.element_ty.primitive_bitwidth // 8 + 127) // 128
     WIDTH: tl.constexpr = triton.next_power_of_2(LINES)
     line = tl.arange(0, WIDTH)
     line = tl.minimum(line, LINES - 1)

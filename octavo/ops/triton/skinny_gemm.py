@@ -128,11 +128,10 @@ def _prefetch(
     COLUMNS: tl.constexpr, GATED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Bring the first COLUMNS from ``k`` on of a tile's weight rows into the cache."""
-    BYTES: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     at = weight_ptr + tl.minimum(outputs, num_outputs - 1).to(tl.int64)[:, None] * K + k
-    prefetch_lines(at, BYTES * COLUMNS)
+    prefetch_lines(at, COLUMNS)
     if GATED:
-        prefetch_lines(at + num_outputs.to(tl.int64) * K, BYTES * COLUMNS)
+        prefetch_lines(at + num_outputs.to(tl.int64) * K, COLUMNS)
 
 
 @triton.jit
