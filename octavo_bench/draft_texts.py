@@ -25,6 +25,8 @@ FIRST_LETTER = 1000
 MOST_HELD = 1024
 MESSAGE_TOKENS = 48
 MESSAGE_TEMPERATURE = 0.9
+MESSAGES_SHARE = 0.5
+"""Of the time for generation, at most."""
 OPENINGS = ("", "Write a", "", "Explain", "", "What", "", "Describe", "", "How", "", "Tell", "", "Why", "", "Give me")
 """What the messages that the model writes itself begin with."""
 
@@ -61,8 +63,9 @@ def generate(config: EngineConfig, wanted: Wanted, seed: int) -> Texts:
     if tokenizer is None:
         raise ConfigError("bench train-draft: the model has no tokenizer")
     chat, side = ChatFormat(config, tokenizer), Side(config)
-    until = time.perf_counter() + wanted.max_generation_seconds
-    messages = _messages(side, chat, wanted.num_answers)
+    started = time.perf_counter()
+    until = started + wanted.max_generation_seconds
+    messages = _messages(side, chat, wanted.num_answers, started + MESSAGES_SHARE * wanted.max_generation_seconds)
     prompts = [prompt for message in messages if len(prompt := chat.prompt(message)) < side.info.max_model_len]
     random.Random(seed).shuffle(prompts)
     num_held = min(MOST_HELD, len(prompts) // 10)
@@ -94,8 +97,8 @@ class ChatFormat:
         return self.tokenizer.encode(self.before + message + self.after, add_special_tokens=not self.is_chat)
 
 
-def _messages(side: Side, chat: ChatFormat, num_wanted: int) -> list[str]:
-    """Built-in messages, and those that the model writes where a user would."""
+def _messages(side: Side, chat: ChatFormat, num_wanted: int, until: float) -> list[str]:
+    """Built-in messages, and those that the model writes, where a user would, and ends before ``until``."""
     letters = [prompts_of(kind, FIRST_LETTER, max(40, num_wanted // 100)) for kind in ("edit", "extract", "repeat")]
     messages = [*training_messages(), *itertools.chain.from_iterable(letters)]
     num_own = num_wanted - len(messages)
@@ -104,7 +107,8 @@ def _messages(side: Side, chat: ChatFormat, num_wanted: int) -> list[str]:
     starts = [chat.tokenizer.encode(opening, add_special_tokens=False) for opening in OPENINGS]
     before = chat.tokenizer.encode(chat.before, add_special_tokens=False)
     begun = [starts[i % len(starts)] for i in range(num_own)]
-    run = side.run([before + start for start in begun], Work((), (), MESSAGE_TOKENS, MESSAGE_TEMPERATURE, 0))
+    work = Work((), (), MESSAGE_TOKENS, MESSAGE_TEMPERATURE, 0)
+    run = side.run([before + start for start in begun], work, until)
     eos_ids = side.info.eos_token_ids
     own = {_complete(chat.tokenizer, start + rest, eos_ids) for start, rest in zip(begun, run.tokens, strict=True)}
     measured = {prompt for kind in KINDS for prompt in prompts_of(kind, 0, FIRST_LETTER)}
