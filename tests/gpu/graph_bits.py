@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 
-class Chain(Protocol):
-    """Layers that all depend on the one before."""
+def assert_a_graph_gives_the_same_bits(run: Callable[[], Tensor], x: Tensor, replays: int) -> Tensor:
+    """Compare replays of a graph with dependent launch with plain launches, whose result is returned.
 
-    x_TD: Tensor
-    """What all layers are added to."""
-
-    def run(self) -> Tensor:
-        """Fill ``x_TD`` anew, compute all layers, and return it."""
-        ...
-
-
-def assert_a_graph_gives_the_same_bits(chain: Chain, replays: int) -> Tensor:
-    """Compare replays of a graph with dependent launch with plain launches, whose result is returned."""
+    ``run`` fills ``x`` anew, computes layers that all depend on the one before and end in it, and returns it.
+    """
     from octavo.ops.triton.graph_timing import capture
     from octavo.ops.triton.launch import pdl
 
-    expected = chain.run().clone()
+    expected = run().clone()
     with pdl():
-        graph = capture([chain.run])
+        graph = capture([run])
     for _ in range(replays):
-        chain.x_TD.fill_(float("nan"))
+        x.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(chain.x_TD, expected)
+        assert torch.equal(x, expected)
     return expected

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
 from tests.models.test_architectures import SETTINGS
 from tests.models.test_quantised import PROMPT, checkpoint, logprobs
 from tests.ops.triton.test_scaled_linear import EPS, NUMBERS, random_values, rounded
@@ -22,8 +23,6 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(number: torch.dtype, T: int) -> None:
     from octavo.ops import scaled_linear
-    from octavo.ops.triton.graph_timing import capture
-    from octavo.ops.triton.launch import pdl
 
     shapes = [(512, 512), (512, 512), (2048, 512), (512, 1024)]
     layers = [[random_values(*shape, number) for shape in shapes] for _ in range(6)]
@@ -39,14 +38,7 @@ def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(number: 
             x = scaled_linear(inner, down, residual_TN=x)
         return x
 
-    exact = run().clone()
-    assert exact.isfinite().all()
-    with pdl():
-        graph = capture([run])
-    for _ in range(30):
-        x_TD.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(x_TD, exact)
+    assert assert_a_graph_gives_the_same_bits(run, x_TD, replays=30).isfinite().all()
 
 
 @pytest.mark.parametrize("T", [1, 40, 90])
