@@ -41,7 +41,7 @@ NEARLY = 1.25
 FEW_ROWS = 16
 """Steps of 2 to so many rows take the same time: that of reading the weights, by the same kernels."""
 UNWANTED_DRAFTS = 0.5
-"""The least part of a step's time that counts as lost if its drafter makes drafts that nobody asked for. Rows do not
+"""The least part of a step's time that counts as lost if its graph makes drafts and the step needs none. Rows do not
 tell that: a drafter runs once for each draft, which takes about a sixth of a short step with a head of one layer, and
 more with a draft model. Rather too much: a graph that is captured too early costs once, too late it costs every step.
 """
