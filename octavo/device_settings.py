@@ -16,6 +16,7 @@ from octavo.quant.blocks import without_kernel
 from octavo.quant.stored import WeightFormat
 from octavo.runtime.cpu_threads import default_num_threads
 from octavo.runtime.device_program import load_kernels
+from octavo.runtime.memory import release_unused
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.dtypes import DTYPES, stated_dtype
 
@@ -26,12 +27,14 @@ once, at its first tensor."""
 
 
 def prepared_device(settings: ModelSettings) -> torch.device:
-    """The device, with the number of CPU threads set, or with GPU kernels being loaded while the model is."""
+    """The device, with the number of CPU threads set; or with GPU kernels being loaded while the model is, and all
+    memory free that is not in use."""
     device = resolve_device(settings.device)
     if device.type == "cpu":
         os.environ.setdefault(HUGE_PAGES, "1")
         _share_cores(max(1, default_num_threads() // settings.tensor_parallel_size))
     else:
+        release_unused(device)
         load_kernels()
     return device
 

@@ -98,11 +98,21 @@ class MemoryBudget:
         return "\n".join(f"{name.replace('_', ' '):<12}{size / 2**20:>12,.1f} MiB" for name, size in rows)
 
 
+def release_unused(device: torch.device) -> None:
+    """Give what a discarded engine of this process has held back to a GPU.
+
+    Before weights are loaded: the allocator would put them into the memory of that engine's cache, and only memory of
+    which nothing is in use can be given back.
+    """
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def free_memory(device: torch.device, gpu_memory_utilization: float) -> int:
     """Bytes that this process may still allocate on the device."""
     if device.type == "cuda":
-        gc.collect()  # a discarded engine of this process may still hold memory
-        torch.cuda.empty_cache()
+        release_unused(device)
         free, total = torch.cuda.mem_get_info(device)
         return free - int(total * (1 - gpu_memory_utilization))
     known = [_meminfo_available(), _cgroup_available(Path("/sys/fs/cgroup"))]
