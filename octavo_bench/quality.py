@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.config import EngineConfig
-from octavo.device_settings import weight_format
+from octavo.device_settings import resolve_device, resolve_kv_dtype, weight_format
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups
@@ -28,7 +28,6 @@ from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Source
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.checkpoint import open_checkpoint
-from octavo.weights.dtypes import DTYPES
 from octavo.weights.hub import resolve_model
 from octavo_bench.offline import OfflineBench, bench_config
 from octavo_bench.quality_formats import Variant
@@ -39,8 +38,6 @@ ROWS_AT_ONCE = 64
 """Positions whose whole distributions are in memory together."""
 PROMPT, DECODE = 64, 48
 """Tokens of the one sequence whose decoding is timed."""
-CPU = torch.device("cpu")
-FLOAT32 = WeightFormat(torch.float32, CPU)
 
 
 class Scorer:
@@ -50,18 +47,20 @@ class Scorer:
         self, config: ModelConfig, checkpoint: Source, form: WeightFormat, kv_dtype: torch.dtype, window: int
     ) -> None:
         self.loaded: LoadedModel = load_model(config, checkpoint, form)
+        self.device = form.device
         self.num_blocks = -(-window // BLOCK)
-        self.storage = KVStorage(config.cache, kv_groups(config.cache), [self.num_blocks], BLOCK, kv_dtype, CPU)
+        groups = kv_groups(config.cache)
+        self.storage = KVStorage(config.cache, groups, [self.num_blocks], BLOCK, kv_dtype, form.device)
 
     def outputs(self, tokens: Sequence[int]) -> Tensor:
         """The last layer's outputs [T, D] for one window."""
-        T = len(tokens)
-        positions = torch.arange(T)
-        blocks = list(range(self.num_blocks))
-        tables, starts, lengths = (torch.tensor(values, dtype=torch.int32) for values in ([blocks], [0, T], [T]))
+        T, device = len(tokens), self.device
+        ids, positions = torch.tensor(tokens, device=device), torch.arange(T, device=device)
+        values = [list(range(self.num_blocks))], [0, T], [T]
+        tables, starts, lengths = (torch.tensor(each, dtype=torch.int32, device=device) for each in values)
         rows = PagedRows((GroupRows(positions, tables),), starts, lengths, T)
         with torch.inference_mode():
-            return self.loaded.model.forward(torch.tensor(tokens), positions, self.storage.layers, rows)
+            return self.loaded.model.forward(ids, positions, self.storage.layers, rows)
 
     def logprobs(self, outputs_RD: Tensor) -> Tensor:
         """Log-probabilities float32 [R, V] of what follows each position."""
@@ -79,7 +78,8 @@ class Reference:
         longest = max(map(len, windows))
         if longest > self.config.max_position_embeddings:
             raise ConfigError(f"window: {longest} tokens; the model's context is {self.config.max_position_embeddings}")
-        self.scorer = Scorer(self.config, checkpoint, FLOAT32, torch.float32, longest)
+        form = WeightFormat(torch.float32, resolve_device(config.model.device))
+        self.scorer = Scorer(self.config, checkpoint, form, torch.float32, longest)
         self.windows = windows
         self.outputs = [self.scorer.outputs(window) for window in windows]
 
@@ -117,7 +117,7 @@ def score(reference: Reference, scorer: Scorer) -> Score:
     """How far a format's probabilities are from the reference's."""
     apart, agrees, surprises = [], [], []
     for window, exact_TD in zip(reference.windows, reference.outputs, strict=True):
-        found_TD, following = scorer.outputs(window), torch.tensor(window[1:])
+        found_TD, following = scorer.outputs(window), torch.tensor(window[1:], device=scorer.device)
         for first in range(0, len(window), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             found_RV, exact_RV = scorer.logprobs(found_TD[rows]), reference.scorer.logprobs(exact_TD[rows])
@@ -125,7 +125,7 @@ def score(reference: Reference, scorer: Scorer) -> Score:
             agrees.append(found_RV.argmax(-1) == exact_RV.argmax(-1))
             next_R = following[rows]
             surprises.append(-found_RV[: len(next_R)].gather(1, next_R[:, None]).squeeze(1))
-    return Score(torch.cat(apart), torch.cat(agrees), torch.cat(surprises).double())
+    return Score(torch.cat(apart).cpu(), torch.cat(agrees).cpu(), torch.cat(surprises).double().cpu())
 
 
 @dataclass
@@ -178,8 +178,9 @@ def measure(
 def _scored(variant: Variant, reference: Reference) -> Row:
     settings = variant.config.model
     checkpoint = open_checkpoint(resolve_model(settings), settings.load_format, settings.seed)
-    form = weight_format(settings, CPU, checkpoint)
-    kv_dtype = DTYPES.get(variant.config.cache.kv_cache_dtype, form.kv_dtype)
+    device = resolve_device(settings.device)
+    form = weight_format(settings, device, checkpoint)
+    kv_dtype = resolve_kv_dtype(variant.config.cache.kv_cache_dtype, form, device)
     model_config = read_config(checkpoint.config)
     if model_config.vocab_size != reference.config.vocab_size:
         raise ConfigError(

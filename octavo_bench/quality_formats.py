@@ -70,7 +70,7 @@ def _settings(name: str) -> dict[str, Any]:
 
 
 def _with(config: EngineConfig, changes: dict[str, Any]) -> EngineConfig:
-    return EngineConfig.from_flat({**to_flat(config), **changes, "device": "cpu"})
+    return EngineConfig.from_flat({**to_flat(config), **changes})
 
 
 def read_text(path: Path | None) -> Text:

@@ -22,7 +22,7 @@ def _names(text: str) -> list[str]:
 def add_kinds(kinds: Any) -> None:
     """Add the sub-command, which prints its table itself."""
     quality = kinds.add_parser(
-        "quality", help="formats of a model's weights: bytes, perplexity, KL from float32, decode tokens/s; on a CPU"
+        "quality", help="formats of a model's weights: bytes, perplexity, KL from float32, decode tokens/s"
     )
     add_settings(quality, EngineConfig)
     quality.add_argument(

@@ -12,6 +12,7 @@ from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.registry import read_config
+from octavo.quant.stored import WeightFormat
 from octavo_bench import quality, quality_formats
 from octavo_bench.dummy_models import make_tokenizer
 from tests.models import families
@@ -31,7 +32,8 @@ def config_of(folder: Path) -> EngineConfig:
 def test_windows_are_scored_as_transformers_scores_them(tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, "gqa")
     source = FolderSource(tmp_path)
-    scorer = quality.Scorer(read_config(source.config), source, quality.FLOAT32, torch.float32, 60)
+    form = WeightFormat(torch.float32, torch.device("cpu"))
+    scorer = quality.Scorer(read_config(source.config), source, form, torch.float32, 60)
     for tokens in windows(2, 60):
         with torch.inference_mode():
             expected = reference(torch.tensor([tokens])).logits[0].log_softmax(-1)
