@@ -28,10 +28,11 @@ WORKLOADS = {
     "W5": Workload(4, 4096, 64, 0.0, 1),
     "W6": Workload(2, 32512, 128, 0.0, 1),
     "W7": Workload(8, 32512, 128, 0.0, 8),
+    "W8": Workload(2, 130_560, 128, 0.0, 1),
     "S1": Workload(4, 64, 16, 0.0, 2),
 }
 """W1: a few users with short, uneven requests. W2: one user. W3, W4: many and very many at once. W5: one long prompt.
-W6, W7: prompts of 32k, one and eight at a time. S1: small, for trying out a measurement."""
+W6, W7: prompts of 32k, one and eight at a time. W8: prompts of 128k. S1: small, for trying out a measurement."""
 
 
 def named_workloads(names: str) -> list[str]:

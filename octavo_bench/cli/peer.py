@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of llama.cpp")
     served = parser.add_argument_group("vLLM", "Servers one after the other, driven by `vllm bench serve`.")
     served.add_argument("--python-path", help="PYTHONPATH of vLLM, where it is not installed in its interpreter")
-    served.add_argument("--workloads", default="W1,W2,W3,W4", help="of W1 to W7, S1 and goodput, comma-separated")
+    served.add_argument("--workloads", default="W1,W2,W3,W4", help="of W1 to W8, S1 and goodput, comma-separated")
     served.add_argument(
         "--goodput",
         nargs="+",

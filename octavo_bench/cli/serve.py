@@ -42,7 +42,7 @@ def add_kinds(kinds: Any) -> None:
     work.add_argument(
         "--workload",
         help="fixed (default), sharegpt, assistant (default of --search), shared-prefix, multi-turn, single, chat, "
-        "agent, summary, or W1 to W7",
+        "agent, summary, or W1 to W8",
     )
     work.add_argument("--num-prompts", type=positive, default=100, help="requests of each load, later turns included")
     work.add_argument("--num-warmups", type=int, default=1, help="requests before each load that do not count")
