@@ -63,6 +63,7 @@ def make_runner(
         has_graphs,
         most.max_drafts,
         has_drafter,
+        0 if settings.batch_invariant else encoder.max_len,
     )
     encoder.choose_shape = graphs.choose
     runner.on_wake = partial(graphs.capture_again, runner)

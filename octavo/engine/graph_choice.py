@@ -40,6 +40,8 @@ NEARLY = 1.25
 """A graph with at most so many times the rows is good enough while there is traffic: a capture delays a step."""
 FEW_ROWS = 16
 """Steps of 2 to so many rows take the same time: that of reading the weights, by the same kernels."""
+LONG_CONTEXT_LOST = 0.25
+"""The least part of a step's time that counts as lost if few programs share a long context. Rows do not tell that."""
 UNWANTED_DRAFTS = 0.5
 """The least part of a step's time that counts as lost if its graph makes drafts and the step needs none. Rows do not
 tell that: a drafter runs once for each draft, which takes about a sixth of a short step with a head of one layer, and
@@ -60,9 +62,14 @@ class GraphChoice:
         uses_graphs: bool = True,
         max_drafts: int = 0,
         has_drafter: bool = False,
+        longest_context: int = 0,
     ) -> None:
-        """Without ``uses_graphs``, steps are padded and run eagerly. ``max_drafts``: of a sequence in a step."""
+        """Without ``uses_graphs``, steps are padded and run eagerly. ``max_drafts``: of a sequence in a step.
+
+        ``longest_context``: positions of a sequence, or 0 if kernels are the same for all lengths.
+        """
         self._limits = max_num_seqs, max_num_batched_tokens, has_adapters, max_drafts, has_drafter
+        self._longest_context = longest_context
         self._uses_graphs = uses_graphs
         self._captured: set[StepShape] = set()
         self._compiled: list[StepShape] = []
@@ -90,7 +97,8 @@ class GraphChoice:
         """The padded shape of the next step, and whether it runs through a graph; see ``ChooseShape``."""
         if kind.has_extras:
             self._has_extra_kernels.wait()
-        shape, has_graph = padded_shape(*sizes[:3], self._limits[0], kind, sizes.num_drafts)
+        longest = min(sizes.longest_context, self._longest_context)
+        shape, has_graph = padded_shape(*sizes[:3], self._limits[0], kind, sizes.num_drafts, longest)
         if not (sizes.is_plain and has_graph and self._uses_graphs):
             self._note_loss()
             return shape, False
@@ -203,7 +211,7 @@ class GraphChoice:
         extra, few, shapes = (
             first_extra_shapes(*self._limits),
             next_shapes(*self._limits[:2], *self._limits[3:]),
-            graph_shapes(*self._limits),
+            graph_shapes(*self._limits, self._longest_context),
         )
         started = time.perf_counter()
         try:
@@ -241,18 +249,22 @@ def _smallest(shapes: Iterable[StepShape], shape: StepShape) -> StepShape | None
 
 
 def _is_nearly(known: StepShape, shape: StepShape) -> bool:
-    """Whether ``known``, which holds ``shape``, takes hardly longer: it makes as many drafts, and has hardly more rows
-    of layers and head, or few for the same number of sequences."""
+    """Whether ``known``, which holds ``shape``, takes hardly longer: it makes as many drafts, is for contexts as long,
+    and has hardly more rows of layers and head, or few for the same number of sequences."""
     size, least = known.num_rows + known.num_samples, shape.num_rows + shape.num_samples
     has_few = 1 < shape.num_rows <= known.num_rows <= FEW_ROWS and known.num_seqs == shape.num_seqs
-    return (has_few or size <= NEARLY * least) and known.num_proposed == shape.num_proposed
+    is_alike = known.num_proposed == shape.num_proposed and known.has_long_context == shape.has_long_context
+    return is_alike and (has_few or size <= NEARLY * least)
 
 
 def _part_lost(known: StepShape, shape: StepShape) -> float:
-    """The part of a step's time that is lost by padding it from ``shape`` to ``known``: that of its padding rows."""
+    """The part of a step's time that is lost by padding it from ``shape`` to ``known``: that of its padding rows, at
+    least."""
     size, least = known.num_rows + known.num_samples, shape.num_rows + shape.num_samples
     part = 1 - least / size
-    return part if known.num_proposed == shape.num_proposed else max(part, UNWANTED_DRAFTS)
+    if known.num_proposed != shape.num_proposed:
+        part = max(part, UNWANTED_DRAFTS)
+    return max(part, LONG_CONTEXT_LOST) if known.has_long_context != shape.has_long_context else part
 
 
 def _prepare_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner]) -> None:

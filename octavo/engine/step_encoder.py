@@ -27,7 +27,7 @@ from octavo.steps.messages import (
     TokenLists,
 )
 from octavo.steps.reports import HEAD, as_rows
-from octavo.steps.shapes import NO_DRAFTER, ChooseShape, Kind, Sizes, StepShape
+from octavo.steps.shapes import LONG_SEQS, NO_DRAFTER, ChooseShape, Kind, Sizes, StepShape
 from octavo.types import Masks, Plan, Sampled, Scheduled, Sequence, TokenLogprobs
 
 NOT_NUMBERS = "the model's logits are not finite numbers"
@@ -96,7 +96,10 @@ class StepEncoder:
         runs_drafter = num_proposed != NO_DRAFTER
         kind = Kind(has_extras, self._uses_lora(plan, has_extras), runs_drafter, max(0, num_proposed))
         is_plain = not needs & (Needs.MASKS | Needs.ROWS)
-        sizes = Sizes(sum(counts), len(plan), max(counts, default=1), total, is_plain)
+        longest = 0
+        if len(plan) <= LONG_SEQS:
+            longest = max([item.settled_start + count for item, count in zip(plan, counts, strict=True)], default=0)
+        sizes = Sizes(sum(counts), len(plan), max(counts, default=1), total, is_plain, longest)
         shape, uses_graph = self.choose_shape(sizes, kind)
         masks = list(self._masks(plan, of_seq, grammar_masks)) if needs & Needs.MASKS else []
         histories, lists = self._updates(plan, of_seq.tolist()) if has_extras else ([], [])

@@ -96,6 +96,8 @@ class PagedRows:
     the others are not computed; of a prompt, only the last row is."""
     single: SingleRows | None = None
     """Given where sequences have few rows each: decodes with drafts."""
+    has_long_context: bool = False
+    """Whether kernels should expect a long context, where that makes a difference."""
 
     def of(self, cache: LayerCache) -> GroupRows:
         """Slots and block tables in the KV group of ``cache``."""

@@ -146,7 +146,14 @@ def _step_tensors(
         packed_tables=packed_tables,
         tables_GSB=tables_GSB,
         slots_GT=slots_GT,
-        rows=PagedRows(tuple(groups), at["cu_seqlens"], at["seq_lens"], shape.max_query_len, single=_single_rows(at)),
+        rows=PagedRows(
+            tuple(groups),
+            at["cu_seqlens"],
+            at["seq_lens"],
+            shape.max_query_len,
+            single=_single_rows(at),
+            has_long_context=shape.has_long_context,
+        ),
         params=SampleParams(
             temperature=at["temperature"],
             min_p=at["min_p"],

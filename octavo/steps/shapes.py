@@ -36,6 +36,8 @@ class StepShape(NamedTuple):
     num_proposed: int = 0
     num_drafts: int = 0
     """Drafts of all sequences that are verified; one token is sampled for each draft and one more for each sequence."""
+    has_long_context: bool = False
+    """Whether more programs share a context in decode attention. Any step can be computed either way."""
 
     @property
     def num_samples(self) -> int:
@@ -53,6 +55,7 @@ class StepShape(NamedTuple):
         are_alike = are_alike and self[3:6] == other[3:6] and self.num_proposed >= other.num_proposed
         are_alike = are_alike and (self.num_drafts > 0) == (other.num_drafts > 0)
         are_alike = are_alike and self.is_verification == other.is_verification
+        are_alike = are_alike and self.has_long_context <= other.has_long_context
         is_as_large = self.num_rows >= other.num_rows and self.num_seqs >= other.num_seqs
         return are_alike and is_as_large and self.num_drafts >= other.num_drafts
 
@@ -66,6 +69,8 @@ class Sizes(NamedTuple):
     num_drafts: int = 0
     is_plain: bool = True
     """Whether the step consists of its arrays alone, so that it may run through a graph."""
+    longest_context: int = 0
+    """Positions of the longest of up to ``LONG_SEQS`` sequences; 0 if there are more."""
 
 
 ChooseShape = Callable[[Sizes, Kind], tuple[StepShape, bool]]
@@ -84,6 +89,10 @@ MIXED_ROWS = (
     *range(640, 2049, 128),
 )
 """Rows of graphs with prefill. Longer steps keep the device busy without a graph."""
+LONG_SEQS = 4
+"""Most sequences of decode graphs for long contexts: more fill the device, however long they are."""
+LONG_CONTEXT = 4096
+"""Positions from which on programs are worth sharing a context that in a short one only had more sums to add up."""
 FEW_ROWS = 512
 FEW_SEQS, MANY_SEQS = (8, 32), (8, 64)
 """Sequences of graphs with prefill of at most FEW_ROWS, and with more; above the largest, ``max_num_seqs``. The fewer
@@ -130,7 +139,13 @@ def kinds(with_adapters: bool, has_drafter: bool = False) -> list[Kind]:
 
 
 def padded_shape(
-    num_rows: int, num_seqs: int, max_query_len: int, max_num_seqs: int, kind: Kind = PLAIN, num_drafts: int = 0
+    num_rows: int,
+    num_seqs: int,
+    max_query_len: int,
+    max_num_seqs: int,
+    kind: Kind = PLAIN,
+    num_drafts: int = 0,
+    longest_context: int = 0,
 ) -> tuple[StepShape, bool]:
     """The padded shape of a step, and whether it has a CUDA graph. Its drafter makes all of its drafts or none."""
     kind = kind._replace(num_proposed=all_drafts(kind.num_proposed > 0))
@@ -146,7 +161,8 @@ def padded_shape(
     most_seqs = max(max_num_seqs, num_seqs)
     if max_query_len == 1:
         size = min(padded(num_seqs, EXTRA_BATCH_SIZES if kind.has_extras else BATCH_SIZES, 32), most_seqs)
-        return StepShape(size, size, 1, *kind), True
+        is_long = size <= LONG_SEQS and longest_context >= LONG_CONTEXT
+        return StepShape(size, size, 1, *kind, has_long_context=is_long), True
     seqs = min(padded(num_seqs, _mixed_seqs(num_rows), max_num_seqs), most_seqs)
     if num_rows <= MIXED_ROWS[-1]:
         rows = padded(num_rows, EXTRA_MIXED_ROWS if kind.has_extras else MIXED_ROWS, 1)
@@ -194,6 +210,7 @@ def graph_shapes(
     with_adapters: bool = False,
     max_drafts: int = 0,
     has_drafter: bool = False,
+    longest_context: int = 0,
 ) -> list[StepShape]:
     """All shapes with a graph, the largest first, so that smaller ones reuse its memory; those with extras last.
 
@@ -205,8 +222,8 @@ def graph_shapes(
         if bool(kind.num_proposed) == has_drafter:  # what verifies drafts makes the next ones
             shapes |= _verification_shapes(max_num_seqs, max_drafts, kind)
             shapes |= _mixed_draft_shapes(max_num_seqs, max_num_rows, max_drafts, kind)
-        for size in range(1, max_num_seqs + 1):
-            shapes.add(padded_shape(size, size, 1, max_num_seqs, kind)[0])
+        for size, longest in itertools.product(range(1, max_num_seqs + 1), {0, longest_context}):
+            shapes.add(padded_shape(size, size, 1, max_num_seqs, kind, longest_context=longest)[0])
         for rows in MIXED_ROWS:
             for seqs in (*_mixed_seqs(rows), max_num_seqs) if rows <= max_num_rows else ():
                 few = min(seqs, rows - 1, max_num_seqs)

@@ -20,7 +20,7 @@ import torch
 from octavo.cache.kv_cache import KVCache
 from octavo.engine import graph_choice
 from octavo.engine.engine import Engine
-from octavo.engine.graph_choice import PREPARING, SECONDS_BETWEEN_CAPTURES, GraphChoice
+from octavo.engine.graph_choice import LONG_CONTEXT_LOST, PREPARING, SECONDS_BETWEEN_CAPTURES, GraphChoice
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import NOT_NUMBERS
@@ -33,7 +33,11 @@ from octavo.sampling_params import SamplingParams
 from octavo.sim.clock import Clock
 from octavo.steps.limits import StepLimits
 from octavo.steps.shapes import (
+    LONG_CONTEXT,
+    LONG_SEQS,
+    PLAIN,
     Kind,
+    Sizes,
     StepShape,
     first_extra_shapes,
     first_shapes,
@@ -387,7 +391,7 @@ def test_padding(num_seqs: int, with_adapters: bool, kind: Kind) -> None:
     for num_rows in (num_seqs + 1, 300, 513, 2048, 2049):
         if num_rows > num_seqs:
             shape, has_graph = padded_shape(num_rows, num_seqs, 2, 256, kind)
-            assert shape[3:] == (*kind, 0)
+            assert shape[3:] == (*kind, 0, False)
             assert has_graph == (num_rows <= 2048)
             assert not has_graph or shape in all_shapes
             assert not has_graph or any(known.holds(shape) for known in first)
@@ -433,6 +437,23 @@ def test_steps_with_extras_wait_for_their_kernels(loaded: Loaded) -> None:
     assert_same(run(engine, some), run(loaded.engine(), some))
     assert time.monotonic() - started > 0.15
     timer.join()
+
+
+def test_the_longest_of_a_few_contexts_is_told(loaded: Loaded) -> None:
+    engine = stream_engine(loaded)
+    runner: Any = engine.runner
+    choose, told = runner.encoder.choose_shape, list[int]()
+
+    def note(sizes: Sizes, kind: Kind) -> Any:
+        told.append(sizes.longest_context)
+        return choose(sizes, kind)
+
+    runner.encoder.choose_shape = note
+    run(engine, [Request(i, [3] * length, SamplingParams(temperature=0), 3) for i, length in enumerate((5, 20))])
+    assert (told[0], told[-1]) == (20, 22), "the prompts, then all but the last token, which is not computed"
+    told.clear()
+    run(engine, [Request(i, [3, 4], SamplingParams(temperature=0), 3) for i in range(LONG_SEQS + 1)])
+    assert set(told) == {0}
 
 
 def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(loaded: Loaded) -> None:
@@ -551,9 +572,9 @@ class SlowCaptures:
         self.clock.now += CAPTURE_SECONDS
 
 
-def warmed_up(clock: Clock, *, max_drafts: int = 0, has_drafter: bool = False) -> GraphChoice:
+def warmed_up(clock: Clock, **options: Any) -> GraphChoice:
     """Everything is compiled, and the first graphs are captured."""
-    graphs, runner = GraphChoice(256, 2048, max_drafts=max_drafts, has_drafter=has_drafter), SlowCaptures(clock)
+    graphs, runner = GraphChoice(256, 2048, **options), SlowCaptures(clock)
     graphs.warm_up(cast(StepRunner, runner))
     for thread in threading.enumerate():
         if thread.name == PREPARING:
@@ -609,6 +630,27 @@ def test_unwanted_drafts_count_as_half_of_a_step(clock: Clock) -> None:
     assert drafting in graphs
     filling = drafting._replace(num_proposed=0)
     assert steps_until_captured(graphs, clock, filling) == 2 * STEPS_OF_A_CAPTURE
+
+
+def test_few_sequences_with_a_long_context_have_graphs_of_their_own(clock: Clock) -> None:
+    graphs = warmed_up(clock, longest_context=100_000)
+
+    def choose(num_seqs: int, longest_context: int) -> StepShape:
+        sizes = Sizes(num_seqs, num_seqs, 1, longest_context=longest_context)
+        shape, has_graph = graphs.choose(sizes, PLAIN)
+        assert has_graph
+        return shape
+
+    short = StepShape(1, 1, 1)
+    long = short._replace(has_long_context=True)
+    assert choose(1, LONG_CONTEXT - 1) == choose(1, LONG_CONTEXT) == short, "at first it is computed like a short one"
+    assert steps_until_captured(graphs, clock, long) == STEPS_OF_A_CAPTURE / LONG_CONTEXT_LOST
+    assert choose(1, LONG_CONTEXT) == long
+    assert choose(1, LONG_CONTEXT - 1) == short
+    assert not choose(LONG_SEQS + 1, LONG_CONTEXT).has_long_context
+    everything = graph_shapes(256, 2048, longest_context=100_000)
+    assert {shape.num_seqs for shape in everything if shape.has_long_context} == {1, 2, 4}
+    assert not any(shape.has_long_context for shape in graph_shapes(256, 2048, longest_context=LONG_CONTEXT - 1))
 
 
 def test_until_all_is_compiled_padding_counts_for_what_is(clock: Clock) -> None:

@@ -80,7 +80,8 @@ def run_decode_attention(
     if prologue and prologue.cos_TR is not None and prologue.sin_TR is not None:
         assert prologue.cos_TR.stride() == prologue.sin_TR.stride() == (prologue.cos_TR.stride(0), 1)
     if config is None:
-        config = config_for(S * K, heads.num_heads // K, H, x_TW.element_size(), keys.shape[2])
+        sizes = S * K, heads.num_heads // K, H, x_TW.element_size(), keys.shape[2]
+        config = config_for(*sizes, has_long_context=rows.has_long_context)
     constants = _constants(heads, prologue, config)
     partial_shape = (S, K, config.splits, constants["GP"])
     launch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,7 +133,7 @@ def assert_stored(step: Step, before: LayerCache) -> None:
         assert same.flatten(3).all(-1).transpose(1, 2)[~is_written.to(now.device)].all()
 
 
-def run(step: Step, config: DecodeConfig = SMALL) -> Tensor:
+def run(step: Step, config: DecodeConfig | None = SMALL) -> Tensor:
     """The fused step, checked for what it stores; [S, N, H]."""
     before = LayerCache(step.cache.keys.clone(), step.cache.values.clone())
     out = torch.full((len(step.lengths), step.heads.sizes[0]), NAN, dtype=step.qkv.dtype, device=step.qkv.device)
@@ -142,7 +143,7 @@ def run(step: Step, config: DecodeConfig = SMALL) -> Tensor:
     return out.view(len(step.lengths), step.heads.num_heads, -1)
 
 
-def check(step: Step, config: DecodeConfig = SMALL, worse: float = 1) -> None:
+def check(step: Step, config: DecodeConfig | None = SMALL, worse: float = 1) -> None:
     got = run(step, config)
     expected = step.attended(step.turned()[0])
     is_row = step.rows.seq_lens_S > 0
@@ -214,6 +215,15 @@ def test_many_steps_leave_the_counters_clean(device: str) -> None:
         check(Step([*lengths, 5], layout(), device, seed=seed), SMALL._replace(splits=5, min_tiles=2))
 
 
+@pytest.mark.parametrize("lengths", [[9000], [4096, 1, 6000]])
+def test_many_programs_share_a_long_context(lengths: list[int], device: str) -> None:
+    """By the choice for these sizes; the step may also have short ones."""
+    step = Step(lengths, layout(8, 4), device, block_size=64)
+    step.rows = replace(step.rows, has_long_context=True)
+    assert config_for(4 * len(lengths), 2, 16, 4, 64, has_long_context=True).splits >= 44
+    check(step, config=None)
+
+
 def test_negative_slot_stores_nothing(device: str) -> None:
     step = Step([20, 33], layout(), device)
     step.rows.groups[0].slot_mapping_T[0] = -1
@@ -265,6 +275,9 @@ def test_every_shape_has_a_cut(pairs: int, H: int, block_size: int) -> None:
         assert 16 <= config.tile <= block_size
         assert config.splits >= 1
         assert config.min_tiles >= 1
+        long = config_for(pairs, 4, H, element, block_size, has_long_context=True)
+        assert long.splits >= config.splits
+        assert long.splits == 64 or long.splits * pairs >= 4 * 132
 
 
 def test_lone_queries_in_float32_are_multiplied_without_dots() -> None:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 PROGRAMS = 4 * 132
 """Programs that fill a device: a few for each multiprocessor of an H200."""
 MAX_SPLITS = 32
+MAX_LONG_SPLITS = 64
+"""In a long context, where each has more to compute than sums to leave."""
 
 
 class DecodeConfig(NamedTuple):
@@ -52,10 +54,19 @@ Those for 8, 128, 256, 512, 1024 and 2048 pairs were the fastest of a measuremen
 their MLPs, at contexts of 256 to 1280 positions, with two and four query heads to a kv head; the others lie between."""
 
 
-def config_for(pairs: int, group: int, head_dim: int, element: int, block_size: int) -> DecodeConfig:
-    """The cut for this many pairs, ``group`` query heads to a kv head, and queries of ``element`` bytes a number."""
+def config_for(
+    pairs: int, group: int, head_dim: int, element: int, block_size: int, has_long_context: bool = False
+) -> DecodeConfig:
+    """The cut for this many pairs, ``group`` query heads to a kv head, and queries of ``element`` bytes a number.
+
+    One program on each multiprocessor, which is best for a short context, cannot keep the memory busy in a long one: it
+    waits for a tile's products before it asks for another tile.
+    """
     head_bytes = _power_of_two(head_dim) * element
     config = CONFIGS.get((_power_of_two(pairs), head_bytes)) or _default(pairs)
+    if has_long_context:
+        splits = min(MAX_LONG_SPLITS, max(config.splits, -(-PROGRAMS // pairs)))
+        config = config._replace(splits=splits, min_tiles=max(2, config.min_tiles))
     if group == 1:
         config = _of_lone_queries(config, head_bytes, element)
     tile = min(config.tile, block_size)
