@@ -75,10 +75,11 @@ def test_noise_is_the_same_on_every_device() -> None:
         assert torch.allclose(on_cpu, on_gpu, rtol=1e-6, atol=0)
 
 
-def test_an_engine_finds_the_memory_of_the_one_before_it(checkpoint: Path) -> None:
-    """Each takes most of the device."""
-    for _ in range(2):
-        with LLM(str(checkpoint), device="cuda", gpu_memory_utilization=0.7) as llm:
+def test_an_engine_finds_the_memory_of_the_one_before_it(tmp_path: Path) -> None:
+    """Each takes most of the device, in one piece, in which the next one's weights of more than 1 MiB must not lie."""
+    write_checkpoint(tmp_path, "llama", hidden_size=1024, intermediate_size=2048)
+    for _ in range(3):
+        with LLM(str(tmp_path), device="cuda", gpu_memory_utilization=0.7) as llm:
             assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids
             for thread in threading.enumerate():
                 if thread.name == PREPARING:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
+from octavo.engine.graph_choice import PREPARING
 from octavo.runtime.graphs import Graphs
-from octavo.steps.shapes import StepShape
+from octavo.steps.shapes import LONG_CONTEXT, StepShape
 from tests.gpu.checkpoints import write_checkpoint
 from tests.models.families import VOCAB_SIZE, make_checkpoint
 
@@ -57,6 +60,25 @@ def test_200_greedy_steps_of_graphs_are_those_of_single_launches(checkpoint: Pat
     graphs = generate(checkpoint, some, params, **settings)
     assert graphs == generate(checkpoint, some, params, enforce_eager=True, **settings)
     assert graphs == generate(checkpoint, some, params, **settings)
+
+
+def test_tokens_behind_a_long_context_are_those_without_graphs_for_it(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16384}))
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    settings: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 400}
+    rng = random.Random(3)
+    some = [rng.choices(range(VOCAB), k=length) for length in (LONG_CONTEXT - 20, 9000, 30)]
+    expected = generate(tmp_path, some, params, enforce_eager=True, **settings)
+    with LLM(str(tmp_path), device="cuda", **settings) as llm:
+        for thread in threading.enumerate():
+            if thread.name == PREPARING:
+                thread.join()
+        graphs: Any = llm.engine.runner
+        assert any(shape.has_long_context for shape in graphs.encoder.choose_shape.__self__._captured)
+        found = [list(result.outputs[0].token_ids) for result in llm.generate(some, params)]
+    assert found == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
