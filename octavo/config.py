@@ -23,6 +23,8 @@ from octavo.setting import Setting, setting
 from octavo.speculative_config import parse_speculative_config
 
 DEFAULT_MODEL = "smollm2-135m"
+STORED_METHODS = ("awq", "compressed-tensors", "gguf", "gptq", "modelopt", "modelopt_fp4", "mxfp4")
+"""How checkpoints are quantised, as other servers want to be told: the setting accepts it, and must be right."""
 POLICY_NAMES = (
     *("fcfs", "priority", "shortest-first", "longest-prefix"),
     *("deadline", "fair", "decode-round-robin", "static"),
@@ -66,12 +68,14 @@ class ModelSettings:
         "auto",
         "data type of weights and activations; auto is the fastest that the checkpoint and the device support",
         ("auto", "float32", "bfloat16", "float16"),
+        synonyms={"float": "float32", "half": "float16"},
     )
     quantization: str | None = setting(
         None,
         "quantise weights of 16 or 32 bits while they are loaded: fp8, int8, or int4 in groups of 128; "
         "a quantised checkpoint needs no setting",
         ("fp8", "int8", "int4"),
+        synonyms={"awq_marlin": "awq", "gptq_marlin": "gptq", **{name: name for name in STORED_METHODS}},
     )
     quantize_lm_head: bool = setting(
         False,
@@ -128,6 +132,7 @@ class CacheSettings:
         "auto",
         "data type of cached keys and values; fp8 is float8_e4m3fn, scaled where the checkpoint has scales, on a GPU",
         ("auto", "float32", "bfloat16", "float16", "fp8"),
+        synonyms={"fp8_e4m3": "fp8"},
     )
     gpu_memory_utilization: float = setting(0.9, "fraction of the GPU's memory to use, weights included", low=0.01)
     enable_prefix_caching: bool = setting(True, "reuse the blocks of equal prompt prefixes")
@@ -235,7 +240,7 @@ def settings(config_class: type[EngineConfig]) -> Iterator[Setting]:
             kind = owner_hints[item.name]
             optional = isinstance(kind, types.UnionType)
             base = next(t for t in typing.get_args(kind) if t is not types.NoneType) if optional else kind
-            details = (item.metadata[key] for key in ("help", "choices", "low", "high", "is_json"))
+            details = (item.metadata[key] for key in ("help", "choices", "low", "high", "is_json", "synonyms"))
             yield Setting(item.name, group.name, base, optional, item.default, *details)
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from octavo import ops
-from octavo.config import ModelSettings
+from octavo.config import STORED_METHODS, ModelSettings
 from octavo.errors import ConfigError
 from octavo.ops import dispatch
 from octavo.quant.blocks import without_kernel
@@ -74,6 +74,12 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
     """
     method = _quant_method(checkpoint)
     quantization = settings.quantization if method != settings.quantization else None
+    if quantization in STORED_METHODS:
+        found = "not quantised" if method is None else f"quantised by {method}"
+        raise ConfigError(
+            f"quantization: {quantization} names how a checkpoint is quantised, and the weights of this one are "
+            f"{found}; leave it out, or quantise unquantised ones by fp8, int8 or int4"
+        )
     if quantization is not None and method is not None:
         raise ConfigError(
             f"quantization: {quantization} is for unquantised checkpoints, and the weights of this one are quantised "

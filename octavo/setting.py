@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import typing
+from collections.abc import Mapping
 from dataclasses import field
+from types import MappingProxyType
 from typing import Any
 
 from octavo.errors import ConfigError
@@ -20,14 +22,15 @@ def setting(
     low: float | None = None,
     high: float | None = None,
     is_json: bool = False,
+    synonyms: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """A dataclass field with the metadata of a flag; values range from ``low`` to ``high``, both inclusive.
 
-    With ``is_json`` the value is JSON text; Python and YAML may give a mapping instead.
+    With ``is_json`` the value is JSON text; Python and YAML may give a mapping instead. ``synonyms`` are values that
+    other servers have, and what each becomes: one of the choices, as a rule.
     """
-    return field(
-        default=default, metadata={"help": help, "choices": choices, "low": low, "high": high, "is_json": is_json}
-    )
+    metadata = {"help": help, "choices": choices, "low": low, "high": high, "is_json": is_json, "synonyms": synonyms}
+    return field(default=default, metadata=metadata)
 
 
 class Setting(typing.NamedTuple):
@@ -43,6 +46,7 @@ class Setting(typing.NamedTuple):
     low: float | None
     high: float | None
     is_json: bool
+    synonyms: Mapping[str, str]
 
     def parse(self, value: Any) -> Any:
         """Convert a value from Python, YAML, a flag or an environment variable; raise ``ConfigError``."""
@@ -54,6 +58,8 @@ class Setting(typing.NamedTuple):
             result = _convert(value, self.type)
         except (TypeError, ValueError):
             raise ConfigError(f"{self.name}: expected {self.type.__name__}, got {value!r}") from None
+        if result in self.synonyms:
+            return self.synonyms[result]
         if self.choices and result not in self.choices:
             raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(self.choices)}")
         if self.low is not None and not result >= self.low:

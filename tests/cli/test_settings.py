@@ -14,8 +14,9 @@ from octavo.cli import build_parser, main
 from octavo.cli.aliases import ADVICE, FLAGS_OF_OTHERS
 from octavo.cli.reference import page
 from octavo.cli.settings import environment_warnings, flag_name, load_config, secret_warnings, variable_name
-from octavo.config import OWNERS, EngineConfig, ServeConfig, settings, to_flat
+from octavo.config import OWNERS, STORED_METHODS, EngineConfig, ServeConfig, settings, to_flat
 from octavo.errors import ConfigError
+from octavo.quant.methods import METHODS
 from octavo.setting import Setting
 
 SETTINGS = list(settings(ServeConfig))
@@ -127,6 +128,14 @@ def test_flags_of_other_servers() -> None:
     known = {item.name for item in SETTINGS}
     assert set(FLAGS_OF_OTHERS.values()) <= known
     assert not {flag_name(name) for name in known} & {*FLAGS_OF_OTHERS, *ADVICE}
+
+
+def test_values_of_other_servers() -> None:
+    config = load("--dtype", "half", "--quantization", "awq_marlin", "--kv-cache-dtype", "fp8_e4m3")
+    assert (config.model.dtype, config.model.quantization, config.cache.kv_cache_dtype) == ("float16", "awq", "fp8")
+    assert {*STORED_METHODS} <= {*METHODS, "gguf"}
+    with pytest.raises(ConfigError, match="'marlin' is not one of fp8, int8, int4"):
+        load("--quantization", "marlin")
 
 
 @pytest.mark.parametrize("flag", ADVICE)

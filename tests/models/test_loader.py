@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.config import ModelSettings
+from octavo.config import STORED_METHODS, ModelSettings
 from octavo.device_settings import weight_format
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Part
@@ -197,3 +198,18 @@ def test_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path) -> None:
     model: Any = loaded.model
     assert model.head.weights[0].weight_NK.data_ptr() == model.embedding.weight.weight_NK.data_ptr()
     assert loaded.num_parameters == sum(weight.numel() for weight in reference.parameters())
+
+
+def test_a_named_method_must_be_that_of_the_checkpoint() -> None:
+    """As other servers want it, ``quantization`` may say how a checkpoint is quantised."""
+
+    def form(name: str, method: str | None) -> WeightFormat:
+        found: Any = SimpleNamespace(config={"quantization_config": {"quant_method": method}} if method else {})
+        found.has_blocks = method == "gguf"
+        return weight_format(ModelSettings(quantization=name), torch.device("cpu"), found)
+
+    for method in STORED_METHODS:
+        assert form(method, method).quantization is None
+    for method, told in [(None, "not quantised"), ("gptq", "quantised by gptq"), ("gguf", "quantised by gguf")]:
+        with pytest.raises(ConfigError, match=f"quantization: awq names .* are {told}"):
+            form("awq", method)
