@@ -1,7 +1,8 @@
 """FP8 weights of 8 bits (e4m3) with float scales: ``weight`` times ``weight_scale`` or ``weight_scale_inv``.
 
 ``quant_method`` "fp8" is the format of DeepSeek-V3, of transformers and of vLLM: a scale for a tensor, or for each
-block of ``weight_block_size``. Despite its name, ``weight_scale_inv`` is multiplied.
+block of ``weight_block_size``. Despite its name, ``weight_scale_inv`` is multiplied. "fbgemm_fp8", of Llama 3.1, has a
+scale for each output.
 
 Kernels may round activations to FP8 as well, with a scale for each token that they compute: those of the checkpoint
 (``input_scale``), one for all tokens, are not used, which is more precise.

@@ -50,6 +50,7 @@ class QuantMethod(Protocol):
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantMethod]] = {
     "awq": AWQ.read,
     "compressed-tensors": CompressedTensors.read,
+    "fbgemm_fp8": FP8.read,
     "fp8": FP8.read,
     "gptq": GPTQ.read,
     "modelopt": ModelOpt.read,

@@ -18,7 +18,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Part = Tensor | BlockTensor
 """A tensor as stored in a file. Only matrices can be block-quantised."""
 
-ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_global_scale")
+ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_global_scale", "input_scale_ub")
 MOST_CACHE_SCALES = 1 << 16
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias)$")
 """Redundant buffers that some exporters write: rotary frequencies and GPT-2's causal masks."""

@@ -128,6 +128,15 @@ def test_scales_that_are_powers_of_two() -> None:
     assert torch.equal(read(fp8(32, 32).config, parts, (64, 64)).dense(FORM), expected)
 
 
+def test_scales_of_outputs_of_fbgemm() -> None:
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    values, scales = torch.randn(24, 64).to(torch.float8_e4m3fn), torch.rand(24, 1)
+    parts = {"weight": values, "weight_scale": scales, "input_scale_ub": torch.tensor([1200.0])}
+    stored = read(config, parts, (24, 64))
+    assert isinstance(stored, ScaledStored)
+    assert torch.equal(stored.dense(FORM), values.float() * scales)
+
+
 def test_blocks_of_modelopt() -> None:
     values, scales = torch.randn(256, 128).to(torch.float8_e4m3fn), torch.rand(2, 1, 1, 1)
     stored = read(
