@@ -37,7 +37,7 @@ V1, V2 = "gptq", "gptq_v2"
 
 
 @dataclass(frozen=True)
-class _Rule:
+class Rule:
     """How a module is quantised."""
 
     bits: int
@@ -49,18 +49,18 @@ class _Rule:
 class GPTQ(Plain):
     """Modules without ``qweight`` are unquantised."""
 
-    rule: _Rule
+    rule: Rule
     version: str
     is_symmetric: bool = True
     """``sym``; used for random weights alone."""
-    dynamic: tuple[tuple[re.Pattern[str], _Rule | None], ...] = ()
+    dynamic: tuple[tuple[re.Pattern[str], Rule | None], ...] = ()
     """Patterns of module names, matched from the start, with their rules; ``None``: unquantised. The first counts."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> GPTQ:
         """Read a ``quantization_config``. Raises ``CheckpointError``."""
         keys = QuantKeys(values)
-        rule = _read_rule(keys, _Rule(4, 128))
+        rule = read_rule(keys, Rule(4, 128))
         version = keys.word(
             "checkpoint_format", (V1, V2), V1, "Convert it to this layout with GPTQModel, or use another checkpoint"
         )
@@ -72,7 +72,7 @@ class GPTQ(Plain):
         rules = keys.child("dynamic")
         for key, given in () if rules is None else rules.children():
             pattern = compiled(key.removeprefix("-:").removeprefix("+:"), "dynamic")
-            dynamic.append((pattern, None if key.startswith("-:") else _read_rule(given, rule)))
+            dynamic.append((pattern, None if key.startswith("-:") else read_rule(given, rule)))
         return cls(rule, version, keys.flag("sym", True), tuple(dynamic))
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
@@ -104,5 +104,6 @@ class GPTQ(Plain):
         return None if not zeros_NG.is_meta and not zeros_NG.any() else zeros_NG
 
 
-def _read_rule(keys: QuantKeys, default: _Rule) -> _Rule:
-    return _Rule(keys.integer("bits", BITS, default.bits), group_size(keys, default=default.group))
+def read_rule(keys: QuantKeys, default: Rule) -> Rule:
+    """The rule of an object of the configuration. Raises ``CheckpointError``."""
+    return Rule(keys.integer("bits", BITS, default.bits), group_size(keys, default=default.group))

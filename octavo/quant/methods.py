@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from octavo.errors import CheckpointError
+from octavo.quant.auto_round import read_auto_round
 from octavo.quant.awq import AWQ
 from octavo.quant.compressed_tensors import CompressedTensors
 from octavo.quant.fp8 import FP8
@@ -48,11 +49,13 @@ class QuantMethod(Protocol):
 
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantMethod]] = {
+    "auto-round": read_auto_round,
     "awq": AWQ.read,
     "compressed-tensors": CompressedTensors.read,
     "fbgemm_fp8": FP8.read,
     "fp8": FP8.read,
     "gptq": GPTQ.read,
+    "intel/auto-round": read_auto_round,
     "modelopt": ModelOpt.read,
     "modelopt_fp4": ModelOpt.read,
     "modelopt_mixed": ModelOpt.read,

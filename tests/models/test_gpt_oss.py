@@ -99,7 +99,9 @@ def test_another_form_of_quantised_weights_is_refused_by_name(tmp_path: Path) ->
     make_packed(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "quark"}
-    with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method is 'quark'; it must be one of awq"):
+    with pytest.raises(
+        CheckpointError, match=r"quantization_config\.quant_method is 'quark'; it must be one of auto-round"
+    ):
         read_config(config)
 
 

@@ -46,9 +46,9 @@ def test_a_checkpoint_without_a_configuration_has_plain_tensors() -> None:
     [
         (
             {"quant_method": "exl2", "bits": 4},
-            r"config\.quant_method is 'exl2'; it must be one of awq, .*mxfp4\. .*GGUF",
+            r"config\.quant_method is 'exl2'; it must be one of auto-round, .*mxfp4\. .*GGUF",
         ),
-        ({"bits": 4}, r"quant_method is None; it must be one of awq"),
+        ({"bits": 4}, r"quant_method is None; it must be one of auto-round"),
         ({"quant_method": ["fp8"]}, r"quant_method is \['fp8'\]"),
         ("fp8", "quantization_config is 'fp8'; it must be an object"),
         (

@@ -1,0 +1,40 @@
+"""AutoRound checkpoints (arXiv 2309.05516): the layouts of GPTQ and AWQ, with a configuration of their own.
+
+``packing_format`` names the layout. ``extra_config`` has the modules that differ, by patterns that match their whole
+names: the bits and groups of each, 16 bits for one that is not quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.quant.awq import AWQ
+from octavo.quant.awq import BITS as AWQ_BITS
+from octavo.quant.gptq import BITS, GPTQ, V1, V2, Rule, read_rule
+from octavo.quant.groups import group_size
+from octavo.quant.keys import QuantKeys
+from octavo.quant.targets import compiled
+
+LAYOUTS = {"auto_round:auto_gptq": V1, "auto_round:gptqmodel": V2, "auto_round:auto_awq": "awq"}
+UNQUANTISED = 16
+
+
+def read_auto_round(values: Mapping[str, Any]) -> GPTQ | AWQ:
+    """The method of a ``quantization_config``. Raises ``CheckpointError``."""
+    keys = QuantKeys(values)
+    keys.word("data_type", ("int",), "int")
+    layout = LAYOUTS[keys.word("packing_format", LAYOUTS, "auto_round:auto_gptq")]
+    rule = read_rule(keys, Rule(4, 128))
+    extra = keys.child("extra_config")
+    rules = []
+    for pattern, given in () if extra is None else extra.children():
+        bits = given.integer("bits", (*BITS, UNQUANTISED), rule.bits)
+        own = None if bits == UNQUANTISED else Rule(bits, group_size(given, default=rule.group))
+        if layout == "awq" and own not in (None, rule):
+            raise given.wrong("bits", f"{AWQ_BITS} or {UNQUANTISED}, with the groups of all others, in this layout")
+        rules.append((compiled(f"(?:{pattern})$", "extra_config"), own))
+    if layout == "awq":
+        keys.integer("bits", (AWQ_BITS,), AWQ_BITS)
+        return AWQ(rule.group)
+    return GPTQ(rule, layout, keys.flag("sym", True), tuple(rules))
