@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.background import stop_if_ending
 from octavo.engine.persistent_batch import Indices
 from octavo.engine.step_encoder import NO_MASKS, StepEncoder
 from octavo.sampling_params import SamplingParams
@@ -27,6 +29,9 @@ from octavo.steps.messages import (
 )
 from octavo.steps.shapes import StepShape
 from octavo.types import GroupBlocks, Masks, Plan, Request, Sampled, Scheduled, Sequence
+
+SECONDS_BETWEEN_LOOKS = 0.1
+"""Of a thread that waits for its turn to send."""
 
 
 @dataclass(eq=False, slots=True)
@@ -78,8 +83,19 @@ class StepRunner:
 
     def send(self, message: Message) -> Reply[Any]:
         """Send ``message`` to the executor, which executes it after all earlier ones."""
-        with self._sending:
+        with self._turn():
             return self.executor.send(message)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Only one thread sends at a time. One that waits when the interpreter ends, which may be for an executor that
+        sleeps, ends as well."""
+        while not self._sending.acquire(timeout=SECONDS_BETWEEN_LOOKS):
+            stop_if_ending()
+        try:
+            yield
+        finally:
+            self._sending.release()
 
     def submit(self, plan: Plan) -> PendingStep:
         """Accept a plan, and send it if possible; never wait for the device."""
@@ -143,7 +159,7 @@ class StepRunner:
 
         Returns whether it was run.
         """
-        with self._sending:
+        with self._turn():
             is_idle = (
                 not (self._num_unfinished or self.is_closed) and time.monotonic() - self._last_finish > idle_seconds
             )
