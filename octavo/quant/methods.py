@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from octavo.errors import CheckpointError
 from octavo.quant.auto_round import read_auto_round
 from octavo.quant.awq import AWQ
+from octavo.quant.bitsandbytes import BitsAndBytes
 from octavo.quant.compressed_tensors import CompressedTensors
 from octavo.quant.fp8 import FP8
 from octavo.quant.gptq import GPTQ
@@ -51,6 +52,7 @@ class QuantMethod(Protocol):
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantMethod]] = {
     "auto-round": read_auto_round,
     "awq": AWQ.read,
+    "bitsandbytes": BitsAndBytes.read,
     "compressed-tensors": CompressedTensors.read,
     "fbgemm_fp8": FP8.read,
     "fp8": FP8.read,

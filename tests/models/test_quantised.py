@@ -21,7 +21,9 @@ from tests.models.test_architectures import SETTINGS, random_tokens
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.quant.writers import (
     Writer,
+    auto_round,
     awq,
+    bitsandbytes_int8,
     compressed,
     fp8,
     gptq,
@@ -38,7 +40,9 @@ FORMATS: dict[str, Writer] = {
     "gptq v2, 3 bits, zeros": gptq(3, GROUP, "gptq_v2", has_zeros=True),
     "gptq, in activation order": gptq(4, GROUP, has_zeros=True, is_ordered=True),
     "gptq, 8 bits": gptq(8, GROUP),
+    "auto-round": auto_round(4, GROUP),
     "awq": awq(GROUP),
+    "bitsandbytes, 8 bits": bitsandbytes_int8(),
     "fp8": fp8(),
     "fp8, blocks": fp8(32, 32),
     "modelopt fp8": modelopt_fp8(),

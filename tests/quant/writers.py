@@ -110,6 +110,23 @@ def fp8(*block: int) -> Writer:
     return Writer({**config, "weight_block_size": list(block) or None, "modules_to_not_convert": ["lm_head"]}, write)
 
 
+def auto_round(bits: int, group: int) -> Writer:
+    layout = gptq(bits, group)
+    config = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int", "sym": True}
+    return Writer({**config, "bits": bits, "group_size": group}, layout.write)
+
+
+def bitsandbytes_int8() -> Writer:
+    def write(weight: Tensor) -> Written:
+        scb = weight.float().abs().amax(1)
+        codes = (weight.float() / scb[:, None] * 127).round().to(torch.int8)
+        tensors = {"weight": codes, "SCB": scb, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return tensors, codes.float() * (scb[:, None] / 127)
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}
+    return Writer({**config, "llm_int8_skip_modules": ["lm_head"]}, write)
+
+
 def modelopt_fp8() -> Writer:
     return Writer({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, fp8().write)
 
