@@ -1,11 +1,13 @@
 """AutoRound checkpoints (arXiv 2309.05516): the layouts of GPTQ and AWQ, with a configuration of their own.
 
-``packing_format`` names the layout. ``extra_config`` has the modules that differ, by patterns that match their whole
-names: the bits and groups of each, 16 bits for one that is not quantised.
+``packing_format`` names the layout. ``extra_config`` has the modules that differ, by their names, of which there may be
+one for every expert, or by patterns that match whole names: the bits and groups of each, 16 bits for one that is not
+quantised.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ from octavo.quant.targets import compiled
 
 LAYOUTS = {"auto_round:auto_gptq": V1, "auto_round:gptqmodel": V2, "auto_round:auto_awq": "awq"}
 UNQUANTISED = 16
+WHOLE_NAME = re.compile(r"[\w.]+")
 
 
 def read_auto_round(values: Mapping[str, Any]) -> GPTQ | AWQ:
@@ -27,14 +30,17 @@ def read_auto_round(values: Mapping[str, Any]) -> GPTQ | AWQ:
     layout = LAYOUTS[keys.word("packing_format", LAYOUTS, "auto_round:auto_gptq")]
     rule = read_rule(keys, Rule(4, 128))
     extra = keys.child("extra_config")
-    rules = []
-    for pattern, given in () if extra is None else extra.children():
+    patterns, named = [], {}
+    for key, given in () if extra is None else extra.children():
         bits = given.integer("bits", (*BITS, UNQUANTISED), rule.bits)
         own = None if bits == UNQUANTISED else Rule(bits, group_size(given, default=rule.group))
         if layout == "awq" and own not in (None, rule):
             raise given.wrong("bits", f"{AWQ_BITS} or {UNQUANTISED}, with the groups of all others, in this layout")
-        rules.append((compiled(f"(?:{pattern})$", "extra_config"), own))
+        if WHOLE_NAME.fullmatch(key):
+            named[key] = own
+        else:
+            patterns.append((compiled(f"(?:{key})$", "extra_config"), own))
     if layout == "awq":
         keys.integer("bits", (AWQ_BITS,), AWQ_BITS)
         return AWQ(rule.group)
-    return GPTQ(rule, layout, keys.flag("sym", True), tuple(rules))
+    return GPTQ(rule, layout, keys.flag("sym", True), tuple(patterns), named)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class GPTQ(Plain):
     """``sym``; used for random weights alone."""
     dynamic: tuple[tuple[re.Pattern[str], Rule | None], ...] = ()
     """Patterns of module names, matched from the start, with their rules; ``None``: unquantised. The first counts."""
+    named: Mapping[str, Rule | None] = field(default_factory=dict, hash=False)
+    """Rules of modules by their whole names, which count before patterns."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> GPTQ:
@@ -76,7 +78,7 @@ class GPTQ(Plain):
         return cls(rule, version, keys.flag("sym", True), tuple(dynamic))
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
-        rule = next((rule for pattern, rule in self.dynamic if pattern.match(name)), self.rule)
+        rule = self._rule_of(name)
         if rule is not None and is_quantised_dummy(name, (), tensors):
             groups = num_groups(name, shape[1], rule.group)
             return dummy_grouped(name, shape, rule.bits, groups, not self.is_symmetric, tensors)
@@ -92,6 +94,11 @@ class GPTQ(Plain):
         order_K = read_order(f"{name}.g_idx", K, G, tensors) if tensors.has(f"{name}.g_idx") else None
         tensors.leave_out_zeros(f"{name}.bias", (N,))  # some writers give one to every module
         return in_order(codes_NK, scales_NG.contiguous(), zeros_NG, bits, order_K)
+
+    def _rule_of(self, name: str) -> Rule | None:
+        if name in self.named:
+            return self.named[name]
+        return next((rule for pattern, rule in self.dynamic if pattern.match(name)), self.rule)
 
     def _zeros(self, words: Tensor, bits: int, num_outputs: int) -> Tensor | None:
         """Zero points [N, G]; ``None`` if all are in the middle of the range, as those of symmetric checkpoints."""

@@ -52,13 +52,15 @@ def test_layouts(method: str, layout: str, sym: bool, writer: Writer) -> None:
 
 def test_modules_that_differ() -> None:
     extra = {
-        ".*down_proj.*": {"bits": 8},
+        ".*(down|o)_proj.*": {"bits": 8},
+        "model.layers.1.mlp.down_proj": {"bits": 2},
         "model.layers.0.mlp.up_proj": {"bits": 2, "group_size": 16},
         "model.layers.1.self_attn.q_proj": {"bits": 16},
     }
     config = {**CONFIG, "extra_config": extra}
     for name, writer in [
         (NAME, gptq(8, 32)),
+        ("model.layers.1.mlp.down_proj", gptq(2, 32)),
         ("model.layers.0.mlp.up_proj", gptq(2, 16)),
         ("model.layers.0.mlp.up_proj_too", gptq(4, 32)),
         ("model.layers.0.mlp.gate_proj", gptq(4, 32)),
