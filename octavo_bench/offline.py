@@ -23,6 +23,13 @@ CPU_STEP_TOKENS = 512
 """Tokens of a step on a CPU: throughput is measured, and nobody waits for a first token meanwhile."""
 
 
+def wait_until_prepared() -> None:
+    """Until no thread compiles kernels or captures graphs next to the steps of an engine of this process."""
+    for thread in threading.enumerate():
+        if thread.name == PREPARING:
+            thread.join()
+
+
 def build_prepared(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     """An engine, once everything is there that is otherwise made beside its first steps: figures are of what lasts.
 
@@ -30,9 +37,7 @@ def build_prepared(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     """
     gc.unfreeze()  # an engine from before may go
     engine, info = build_engine(config)
-    for thread in threading.enumerate():
-        if thread.name == PREPARING:
-            thread.join()
+    wait_until_prepared()
     leave_out_what_exists()
     return engine, info
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.engine.graph_choice import PREPARING
 from octavo.ops.noise import exponentials, token_hashes
+from octavo_bench.offline import wait_until_prepared
 from tests.gpu.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -81,9 +80,7 @@ def test_an_engine_finds_the_memory_of_the_one_before_it(tmp_path: Path) -> None
     for _ in range(3):
         with LLM(str(tmp_path), device="cuda", gpu_memory_utilization=0.7) as llm:
             assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids
-            for thread in threading.enumerate():
-                if thread.name == PREPARING:
-                    thread.join()
+            wait_until_prepared()
 
 
 @pytest.mark.parametrize("num_kv_blocks", [64, 20], ids=["roomy", "tight"])

@@ -6,7 +6,6 @@ import contextlib
 import json
 import random
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
-from octavo.engine.graph_choice import PREPARING
 from octavo.runtime.graphs import Graphs
 from octavo.steps.shapes import LONG_CONTEXT, StepShape
+from octavo_bench.offline import wait_until_prepared
 from tests.gpu.checkpoints import write_checkpoint
 from tests.models.families import VOCAB_SIZE, make_checkpoint
 
@@ -62,7 +61,7 @@ def test_200_greedy_steps_of_graphs_are_those_of_single_launches(checkpoint: Pat
     assert graphs == generate(checkpoint, some, params, **settings)
 
 
-def test_tokens_behind_a_long_context_are_those_of_other_kernels(checkpoint: Path, tmp_path: Path) -> None:
+def test_tokens_after_a_long_context_are_those_of_other_kernels(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16384}))
@@ -72,9 +71,7 @@ def test_tokens_behind_a_long_context_are_those_of_other_kernels(checkpoint: Pat
     some = [rng.choices(range(VOCAB), k=length) for length in (LONG_CONTEXT - 20, 9000, 30)]
     expected = generate(tmp_path, some, params, batch_invariant=True, **settings)
     with LLM(str(tmp_path), device="cuda", **settings) as llm:
-        for thread in threading.enumerate():
-            if thread.name == PREPARING:
-                thread.join()
+        wait_until_prepared()
         graphs: Any = llm.engine.runner
         assert any(shape.has_long_context for shape in graphs.encoder.choose_shape.__self__._captured)
         found = [list(result.outputs[0].token_ids) for result in llm.generate(some, params)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.engine.graph_choice import PREPARING, GraphChoice
+from octavo.engine.graph_choice import GraphChoice
 from octavo.errors import RunnerError
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
@@ -18,6 +18,7 @@ from octavo.runtime import sleeping_memory
 from octavo.runtime.sleeping_memory import SleepingMemory, device_tensors
 from octavo.steps.messages import Compile, Step
 from octavo.steps.shapes import StepShape, first_shapes, graph_shapes
+from octavo_bench.offline import wait_until_prepared
 from tests.runtime.making import CPU
 from tests.runtime.test_model_runner import Loaded, requests, run, tokens_of
 from tests.runtime.test_stream_runner import stream_engine
@@ -118,9 +119,7 @@ def test_graphs_are_captured_again_the_first_ones_at_once_and_the_others_when_it
     runner.wake()
     waiting.join()
     assert captured[: len(first)] == first
-    for thread in threading.enumerate():
-        if thread.name == PREPARING:
-            thread.join()
+    wait_until_prepared()
     assert {*captured} == graphs._captured == {*first, *every[:4]}
 
 

@@ -20,7 +20,7 @@ import torch
 from octavo.cache.kv_cache import KVCache
 from octavo.engine import graph_choice
 from octavo.engine.engine import Engine
-from octavo.engine.graph_choice import LONG_CONTEXT_LOST, PREPARING, SECONDS_BETWEEN_CAPTURES, GraphChoice
+from octavo.engine.graph_choice import LONG_CONTEXT_LOST, SECONDS_BETWEEN_CAPTURES, GraphChoice
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import NOT_NUMBERS
@@ -48,6 +48,7 @@ from octavo.steps.shapes import (
     verification_shape,
 )
 from octavo.types import Output, Request, Scheduled, Sequence, Status
+from octavo_bench.offline import wait_until_prepared
 from tests.runtime.making import CPU, stream_runner
 from tests.runtime.test_model_runner import MIXED, VOCAB, Loaded, requests, run, tokens_of
 from tests.speculating import speculating
@@ -576,9 +577,7 @@ def warmed_up(clock: Clock, **options: Any) -> GraphChoice:
     """Everything is compiled, and the first graphs are captured."""
     graphs, runner = GraphChoice(256, 2048, **options), SlowCaptures(clock)
     graphs.warm_up(cast(StepRunner, runner))
-    for thread in threading.enumerate():
-        if thread.name == PREPARING:
-            thread.join()
+    wait_until_prepared()
     return graphs
 
 
