@@ -1,8 +1,8 @@
 """AutoRound checkpoints (arXiv 2309.05516): the layouts of GPTQ and AWQ, with a configuration of their own.
 
-``packing_format`` names the layout. ``extra_config`` has the modules that differ, by their names, of which there may be
-one for every expert, or by patterns that match whole names: the bits and groups of each, 16 bits for one that is not
-quantised.
+``packing_format`` names the layout. ``extra_config`` has the bits and group size of modules that differ from the rest;
+16 bits mean unquantised. Its keys are full module names, thousands in a mixture of experts, or regular expressions for
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.quant.targets import compiled
 
 LAYOUTS = {"auto_round:auto_gptq": V1, "auto_round:gptqmodel": V2, "auto_round:auto_awq": "awq"}
 UNQUANTISED = 16
-WHOLE_NAME = re.compile(r"[\w.]+")
+FULL_NAME = re.compile(r"[\w.]+")
 
 
 def read_auto_round(values: Mapping[str, Any]) -> GPTQ | AWQ:
@@ -36,7 +36,7 @@ def read_auto_round(values: Mapping[str, Any]) -> GPTQ | AWQ:
         own = None if bits == UNQUANTISED else Rule(bits, group_size(given, default=rule.group))
         if layout == "awq" and own not in (None, rule):
             raise given.wrong("bits", f"{AWQ_BITS} or {UNQUANTISED}, with the groups of all others, in this layout")
-        if WHOLE_NAME.fullmatch(key):
+        if FULL_NAME.fullmatch(key):
             named[key] = own
         else:
             patterns.append((compiled(f"(?:{key})$", "extra_config"), own))

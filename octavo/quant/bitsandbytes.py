@@ -91,10 +91,10 @@ def _absmax(name: str, tensors: Tensors) -> Tensor:
     shape = tensors.shape(at) or ()
     if len(shape) != 1 or shape[0] == 0:
         raise CheckpointError(f"tensor {at} has shape {list(shape)}; expected one number for each block")
-    state = next((part for part in (f"{name}.weight.quant_state.bitsandbytes__{table}" for table in TABLES)
-                  if tensors.has(part)), None)  # fmt: skip
-    size = tensors.shape(state) if state is not None else None
-    if state is None or size is None or len(size) != 1 or size[0] > MOST_STATE_BYTES:
+    states = [f"{name}.weight.quant_state.bitsandbytes__{table}" for table in TABLES]
+    state = next(filter(tensors.has, states), states[0])
+    size = tensors.shape(state)
+    if size is None or len(size) != 1 or size[0] > MOST_STATE_BYTES:
         raise CheckpointError(f"module {name} has no quant_state of {' or '.join(TABLES)}")
     text = tensors.typed(state, size, torch.uint8)
     if not tensors.has(f"{name}.weight.nested_absmax"):

@@ -56,7 +56,7 @@ class GPTQ(Plain):
     dynamic: tuple[tuple[re.Pattern[str], Rule | None], ...] = ()
     """Patterns of module names, matched from the start, with their rules; ``None``: unquantised. The first counts."""
     named: Mapping[str, Rule | None] = field(default_factory=dict, hash=False)
-    """Rules of modules by their whole names, which count before patterns."""
+    """Rules by full module name, which take precedence over ``dynamic``."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> GPTQ:
