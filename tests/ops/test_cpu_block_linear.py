@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
 from octavo.ops.cpu import threads
-from octavo.weights.blocks import dequantize
+from octavo.weights.blocks import Groups, dequantize
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
 
 SHAPES = [(64, 512), (37, 768), (5, 256), (16, 1536)]
@@ -53,6 +53,19 @@ def test_scales_that_are_no_multiples_stay_floats() -> None:
     assert not packed.has_multiples
     expected = torch.from_numpy(dequantize(blocks))
     torch.testing.assert_close(packed.unpack(), expected, atol=0, rtol=0, equal_nan=True)
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (5, 32), (6, 16), (8, 32)])
+def test_the_largest_numbers_overflow_nothing(bits: int, group: int, sign: float, rows: int) -> None:
+    """All numbers are the largest of their bits, and all activations become 127 or -127."""
+    numbers = np.full((32, 256), (1 << bits) - 1, np.uint8)
+    ones = np.ones((32, 256 // group), np.float32)
+    packed = PackedBlocks.of_groups("test", (32, 256), bits, [Groups(numbers, 0, ones, None)])
+    result = block_linear(torch.full((rows, 256), sign), packed)
+    torch.testing.assert_close(result, torch.full((rows, 32), sign * 256 * ((1 << bits) - 1)), rtol=1e-6, atol=0)
 
 
 def test_floats_cannot_be_packed() -> None:

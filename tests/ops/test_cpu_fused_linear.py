@@ -121,7 +121,7 @@ from tests.ops.cpu_cases import random_blocks, random_ordered, random_values
 assert not HAS_VNNI
 torch.manual_seed(0)
 x, norm, results = torch.randn(13, 256), torch.randn(256), []
-for kind in ("Q4_1", "Q8_0", "Q6_K", "Q4_0"):
+for kind in ("Q4_1", "Q8_0", "Q6_K", "Q5_1", "Q4_0"):
     results.append(block_linear(x, PackedBlocks.pack(random_blocks(kind, 64, 256)), None, norm, 1e-5, None, "silu"))
 results.append(block_linear(x, random_ordered(64, 256), None, norm, 1e-5, None, "silu"))
 results.append(linear(x, torch.randn(37, 256)))
@@ -138,7 +138,7 @@ def test_without_avx512_the_bits_are_the_same(tmp_path: Path) -> None:
     found = torch.load(path)
     torch.manual_seed(0)
     x, norm = torch.randn(13, 256), torch.randn(256)
-    for kind, result in zip(("Q4_1", "Q8_0", "Q6_K", "Q4_0"), found, strict=False):
+    for kind, result in zip(("Q4_1", "Q8_0", "Q6_K", "Q5_1", "Q4_0"), found, strict=False):
         packed = PackedBlocks.pack(random_blocks(kind, 64, 256))
         assert torch.equal(block_linear(x, packed, None, norm, 1e-5, None, "silu"), result), kind
     assert torch.equal(block_linear(x, random_ordered(64, 256), None, norm, 1e-5, None, "silu"), found[-3])

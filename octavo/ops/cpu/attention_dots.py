@@ -19,6 +19,7 @@ from octavo.ops.cpu.compiled import emitted
 from octavo.ops.cpu.vector_ir import (
     F32,
     FORMAT_BYTES,
+    HAS_AVX512,
     I32,
     LANES,
     F32x16,
@@ -44,13 +45,15 @@ STATE_BYTES = VECTOR_BYTES
 """Bytes before the outputs of a part, for its largest score and the sum of its weights."""
 LOWEST = -3.0e38
 SCORE_ROWS = 3
-"""Queries per call of ``score``: with eight keys each, their sums just fit the registers."""
+"""Queries per call of ``score``."""
+KEYS_AT_ONCE = 8 if HAS_AVX512 else 2
+"""With so many keys the sums of all these queries just fit the registers."""
 MAX_ROWS = 4
 """Rows per call of ``gather``. Six would fit, but save little and take a second more to compile."""
 WEIGH_ROWS = 4
 """Rows per call of ``exponentials``: a single row would be bound by instruction latency."""
-WIDTHS = (4, 1)
-"""Vectors of the head that ``gather`` processes at a time."""
+WIDTHS = (4, 1) if HAS_AVX512 else (1,)
+"""Vectors of the head that ``gather`` processes at a time, and what is left of it."""
 
 
 @emitted
@@ -81,10 +84,11 @@ def score(
         for count in range(1, SCORE_ROWS + 1):
             with b.if_then(b.icmp_signed("==", num_rows, i64(count))):
                 rows = [offset(b, queries, (query_stride, row)) for row in range(count)]
-                # Eight keys at a time, such that the first step of ``sum_lanes`` is among them: the sums fit registers.
-                halves = [_emit_score(b, *variant, rows, keys, num_steps, ahead, half) for half in (0, 1)]
-                for row, parts in enumerate(zip(*halves, strict=True)):
-                    store(b, sum_halved(b, [*parts[0], *parts[1]]), offset(b, out, (out_stride, row)))
+                # A few keys at a time, such that the first step of ``sum_lanes`` is among them: the sums fit registers.
+                times = range(LANES // KEYS_AT_ONCE)
+                found = [_emit_score(b, *variant, rows, keys, num_steps, ahead, time) for time in times]
+                for row, parts in enumerate(zip(*found, strict=True)):
+                    store(b, sum_halved(b, [x for part in parts for x in part]), offset(b, out, (out_stride, row)))
         return c.get_dummy_value()
 
     return types.void(number_format, asks, *([types.intp] * 8)), emit
@@ -98,12 +102,13 @@ def _emit_score(
     keys: ir.Value,
     num_steps: ir.Value,
     ahead: ir.Value,
-    half: int,
+    time: int,
 ) -> list[list[ir.Value]]:
-    """For each query, its partial sums with one half of the 16 keys, after ``halve``."""
+    """For each query, its partial sums with KEYS_AT_ONCE of the 16 keys, after ``halve``."""
     step_bytes = LANES * FORMAT_BYTES[number_format]
     row_bytes = b.mul(num_steps, i64(step_bytes))
-    chosen = [start + 4 * half + i for start in (0, LANES // 2) for i in range(4)]
+    pairs = KEYS_AT_ONCE // 2
+    chosen = [start + pairs * time + i for start in (0, LANES // 2) for i in range(pairs)]
     rows = [offset(b, keys, (row_bytes, i)) for i in chosen]
     with Loop(b, num_steps, [constant(F32x16, 0.0)] * (len(queries) * len(rows))) as loop:
         q = [load(b, F32x16, offset(b, query, (loop.index, VECTOR_BYTES))) for query in queries]
@@ -114,7 +119,7 @@ def _emit_score(
                 totals[j * len(rows) + i] = fma(b, query, key, totals[j * len(rows) + i])
         if asks:
             num_bytes = len(rows) * step_bytes
-            ask_for(b, offset(b, ahead, (row_bytes, half * len(rows)), (loop.index, num_bytes)), num_bytes)
+            ask_for(b, offset(b, ahead, (row_bytes, time * len(rows)), (loop.index, num_bytes)), num_bytes)
         loop.carried = totals
     return [halve(b, loop.results[j * len(rows) : (j + 1) * len(rows)], LANES // 2) for j in range(len(queries))]
 
@@ -168,9 +173,10 @@ def gather(
         row_bytes = b.mul(num_steps, i64(step_bytes))
         wide = b.sdiv(num_steps, i64(WIDTHS[0]))
         done = b.mul(wide, i64(WIDTHS[0]))
+        firsts, turns_of = (i64(0), done), (wide, b.sub(num_steps, done))
         for rows in range(1, MAX_ROWS + 1):
             with b.if_then(b.icmp_signed("==", num_rows, i64(rows))):
-                for width, first, turns in ((WIDTHS[0], i64(0), wide), (1, done, b.sub(num_steps, done))):
+                for width, first, turns in zip(WIDTHS, firsts, turns_of, strict=False):
                     with Loop(b, turns, []) as part:
                         step = b.add(first, b.mul(part.index, i64(width)))
                         at = offset(b, out, (step, VECTOR_BYTES))

@@ -6,6 +6,7 @@ in ``attention_dots``: sixteen partial sums along the head, then those 8, 4, 2 a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -14,6 +15,7 @@ from numba import types
 from octavo.ops.cpu.compiled import emitted
 from octavo.ops.cpu.vector_ir import (
     F32,
+    HAS_AVX512,
     LANES,
     F32x16,
     Loop,
@@ -29,7 +31,9 @@ from octavo.ops.cpu.vector_ir import (
 
 VECTOR_BYTES = 4 * LANES
 CHUNK_ROWS = 4
-"""Queries per call of ``score_turned``: with four partial sums each, all just fit the registers."""
+"""Queries per call of ``score_turned``."""
+ROWS_AT_ONCE, PLACES_AT_ONCE = (4, 4) if HAS_AVX512 else (2, 2)
+"""Queries, and partial sums of each, that are computed at once: all just fit the registers."""
 
 
 @emitted
@@ -86,18 +90,33 @@ def score_turned(context: Any, queries: Any, keys: Any, num_steps: Any, out: Any
 
 def _quarter(b: ir.IRBuilder, queries: ir.Value, keys: ir.Value, num_steps: ir.Value, first: int) -> list[ir.Value]:
     """For each query, the sum of the four partial sums from ``first`` on, 4 apart."""
-    places = [first + 4 * i for i in range(4)]
-    with Loop(b, num_steps, [constant(F32x16, 0.0)] * (4 * CHUNK_ROWS)) as loop:
-        totals = list(loop.carried)
+    places = first, first + 8, first + 4, first + 12
+    sums: dict[tuple[int, int], ir.Value] = {}
+    for row in range(0, CHUNK_ROWS, ROWS_AT_ONCE):
+        for place in range(0, len(places), PLACES_AT_ONCE):
+            own = range(row, row + ROWS_AT_ONCE), places[place : place + PLACES_AT_ONCE]
+            sums |= _partial_sums(b, queries, keys, num_steps, *own)
+    pairs = [[b.fadd(sums[row, i], sums[row, i + 8]) for i in (first, first + 4)] for row in range(CHUNK_ROWS)]
+    return [b.fadd(*pair) for pair in pairs]
+
+
+def _partial_sums(
+    b: ir.IRBuilder,
+    queries: ir.Value,
+    keys: ir.Value,
+    num_steps: ir.Value,
+    rows: Sequence[int],
+    places: Sequence[int],
+) -> dict[tuple[int, int], ir.Value]:
+    """Of these queries and these of the sixteen places along a vector of the head."""
+    with Loop(b, num_steps, [constant(F32x16, 0.0)] * (len(rows) * len(places))) as loop:
+        totals = iter(loop.carried)
         query, key = (offset(b, x, (loop.index, LANES * VECTOR_BYTES)) for x in (queries, keys))
-        for i, place in enumerate(places):
+        sums = []
+        for place in places:
             k = load(b, F32x16, key, VECTOR_BYTES * place)
-            for row in range(CHUNK_ROWS):
+            for row in rows:
                 q = splat(b, load(b, F32, query, VECTOR_BYTES * place + 4 * row))
-                totals[4 * row + i] = fma(b, q, k, totals[4 * row + i])
-        loop.carried = totals
-    sums = []
-    for row in range(CHUNK_ROWS):
-        p = loop.results[4 * row : 4 * row + 4]
-        sums.append(b.fadd(b.fadd(p[0], p[2]), b.fadd(p[1], p[3])))
-    return sums
+                sums.append(fma(b, q, k, next(totals)))
+        loop.carried = sums
+    return dict(zip(((row, place) for place in places for row in rows), loop.results, strict=True))

@@ -46,12 +46,12 @@ from octavo.ops.cpu.vector_ir import (
     I32,
     I64,
     LANES,
+    Dot4,
     F32x16,
     I32x16,
     Loop,
     ask_for,
     constant,
-    dot4,
     fma,
     hidden,
     i64,
@@ -62,7 +62,7 @@ from octavo.ops.cpu.vector_ir import (
 )
 
 STEP_BYTES = 4 * LANES
-TOKEN_COUNTS = ((6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 1), (2, 1))
+TOKEN_COUNTS = ((6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 2, 1), (2, 1))
 """Tokens multiplied at once with a panel and with a pair: with the largest, all sums just fit the registers."""
 PAIR_FROM = 12
 """Fewest tokens for which panels are unpacked to pairs."""
@@ -86,6 +86,8 @@ class _Form:
 
     def __init__(self, bits: int, group: int, has_minima: int, scale_format: int) -> None:
         self.bits, self.group, self.parts, self.scale_format = bits, group, 1 + has_minima, scale_format
+        self.number_bits = bits
+        """Of the numbers, in whatever they are stored."""
         self.value_bytes = group * bits // 8 * LANES
         self.scale_bytes = scale_bytes(scale_format, group, self.parts)
         self.pair_bytes = 2 * (group + 4 * self.parts) * LANES
@@ -190,8 +192,9 @@ class _Pair(_Form):
     count = 2
 
     def __init__(self, form: tuple[int, int, int, int], pair: ir.Value) -> None:
-        _, group, has_minima, _ = form
+        bits, group, has_minima, _ = form
         super().__init__(8, group, has_minima, FLOAT32)
+        self.number_bits = bits
         self._pair = pair
 
     def steps(self, b: ir.IRBuilder, g: ir.Value) -> Iterator[list[ir.Value]]:
@@ -303,18 +306,18 @@ def _emit_block_dot(
         here = [b.add(at, i64(panels.term_bytes * token)) for token in range(num_tokens)]
         # With an address for each panel, the multiplications broadcast from memory: fewer instructions, more loads.
         places = [at, hidden(b, at) if HAS_VNNI else at][: panels.count]
-        totals = [[panels.start(b, term)] * panels.count for term in here]
+        dots = [[Dot4(start, panels.number_bits) for _ in outs] for start in (panels.start(b, term) for term in here)]
         for i, weights in enumerate(panels.steps(b, g)):
             for token in range(num_tokens):
                 xs = [splat(b, load(b, I32, place, panels.term_bytes * token + 4 * i)) for place in places]
-                triples = zip(totals[token], weights, xs, strict=True)
-                totals[token] = [dot4(b, total, w, x) for total, w, x in triples]
+                for dot, weight, x in zip(dots[token], weights, xs, strict=True):
+                    dot.add(b, weight, x)
         ask(g)
         scales = panels.factors(b, g)
         results = []
         for token, term in enumerate(here):
             before = loop.carried[token * panels.count : (token + 1) * panels.count]
-            results += panels.add(b, term, totals[token], scales, before)
+            results += panels.add(b, term, [dot.total(b) for dot in dots[token]], scales, before)
         loop.carried = results
     for i, result in enumerate(loop.results):
         store(b, result, outs[i % panels.count], STEP_BYTES * (i // panels.count))
@@ -356,8 +359,11 @@ def add_large_parts(
                 part = offset(b, b.add(parts, first), (loop.index, 4 * PART_WORDS))
                 x, start, g, i = (load(b, I32, part, 4 * word) for word in (0, 3, 4, 5))
                 weights = panels.step(b, b.sext(g, I64), b.sext(i, I64))
-                totals = [dot4(b, splat(b, start), weight, splat(b, x)) for weight in weights]
+                dots = [Dot4(splat(b, start), panels.number_bits) for _ in weights]
+                for dot, weight in zip(dots, weights, strict=True):
+                    dot.add(b, weight, splat(b, x))
                 factors = panels.factors(b, b.sext(g, I64))
+                totals = [dot.total(b) for dot in dots]
                 loop.carried = _add_products(b, b.add(part, i64(4)), totals, factors, loop.carried)
             for result, place in zip(loop.results, places, strict=True):
                 store(b, result, place)

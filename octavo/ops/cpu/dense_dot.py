@@ -21,6 +21,7 @@ from octavo.ops.cpu.vector_ir import (
     F32,
     FLOAT32,
     FORMAT_BYTES,
+    HAS_AVX512,
     LANES,
     F32x16,
     Loop,
@@ -37,9 +38,8 @@ from octavo.ops.cpu.vector_ir import (
     sum_lanes,
 )
 
-TOKEN_COUNTS = (6, 4, 2, 1)
-TILES = (*((4, tokens) for tokens in TOKEN_COUNTS), (1, 1))
-"""(weight rows, tokens): 24 sums and their operands just fit 32 registers; smaller tiles handle the remainder."""
+TILES = ((4, 6), (4, 4), (4, 2), (4, 1)) if HAS_AVX512 else ((2, 3), (2, 2), (4, 1))
+"""(weight rows, tokens): the sums of the largest and their operands just fit the registers."""
 
 
 @emitted
@@ -58,17 +58,17 @@ def dense_dot(
 ) -> Any:
     """Dot products of rows of ``num_columns`` numbers, a multiple of 16: the weight in a number format, x in float32.
 
-    ``(num_rows, num_tokens)`` is one of TILES. ``out`` gets ``num_rows`` float32 for each token, ``out_stride``
-    bytes apart. E4M3 weights have ``scales``, float32 [num_rows, groups], one for each ``group`` columns (a multiple of
-    16); other formats ignore both. The first argument is a constant; those that are neither counts nor strides are
-    addresses.
+    ``(num_rows, num_tokens)`` is one of TILES, or (1, 1). ``out`` gets ``num_rows`` float32 for each token,
+    ``out_stride`` bytes apart. E4M3 weights have ``scales``, float32 [num_rows, groups], one for each ``group`` columns
+    (a multiple of 16); other formats ignore both. The first argument is a constant; those that are neither counts nor
+    strides are addresses.
     """
     if not isinstance(number_format, types.IntegerLiteral):
         return None
     kind = number_format.literal_value
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        for rows, tokens in TILES:
+        for rows, tokens in (*TILES, (1, 1)):
             is_rows = b.icmp_signed("==", args[-2], i64(rows))
             with b.if_then(b.and_(is_rows, b.icmp_signed("==", args[-1], i64(tokens)))):
                 _emit_tile(b, kind, rows, tokens, *args[1:-2])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.ops.cpu.calls import call
 from octavo.ops.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
-from octavo.ops.cpu.dense_dot import TILES, TOKEN_COUNTS, dense_dot
+from octavo.ops.cpu.dense_dot import TILES, dense_dot
 from octavo.ops.cpu.epilogue import EPILOGUE, GATES, finish
 from octavo.ops.cpu.memory import fields, keep, read
 from octavo.ops.cpu.rms_norm import normalise_row
@@ -24,7 +24,7 @@ from octavo.ops.cpu.vector_ir import FORMAT_BYTES, LANES
 from octavo.ops.linear import Activation, compose, linear
 
 PANEL = LANES
-ROWS, TOKENS = TILES[0]
+MOST_TOKENS = TILES[0][1]
 TOKENS_AT_ONCE = 96
 """Rows of activations that stay in the second-level cache while all panels are multiplied with them."""
 MULTIPLICATIONS_A_PIECE = 40_000
@@ -79,24 +79,24 @@ def _normalise_task() -> int:
 
 
 @inlined
-def _tokens_at_once(left: int) -> Any:
-    """How many of the remaining tokens to process at once."""
-    for count in TOKEN_COUNTS:
-        if count <= left:
-            return count
-    return 1
+def _tile_for(left: int) -> Any:
+    """The weight rows and the tokens to process at once, with so many tokens left."""
+    for rows, tokens in TILES:
+        if tokens <= left:
+            return rows, tokens
+    return 1, 1
 
 
 @inlined
-def _dot_rows(number_format: Constant, a: Any, first: int, last: int, x: int, tokens: int, out_at: int) -> None:
-    """Weight rows ``first .. last`` times one of TOKEN_COUNTS rows of x, into rows of 16 sums."""
-    n = first
+def _dot_rows(number_format: Constant, a: Any, first: int, last: int, x: int, tile: Any, out_at: int) -> None:
+    """Weight rows ``first .. last`` times the tokens of one of TILES, into rows of 16 sums."""
+    n, (most, tokens) = first, tile
     while n < last:
-        rows = ROWS if n + ROWS <= last else 1
+        rows = most if n + most <= last else 1
         weight, out = a.weight + n * a.width * FORMAT_BYTES[number_format], out_at + 4 * (n - first)
         scales = a.scales + 4 * n * a.G
-        if rows == ROWS:
-            dense_dot(number_format, weight, scales, a.group, x, a.width, out, 4 * PANEL, ROWS, tokens)
+        if rows == most:
+            dense_dot(number_format, weight, scales, a.group, x, a.width, out, 4 * PANEL, rows, tokens)
         else:
             for t in range(tokens):
                 own = out + 4 * t * PANEL
@@ -110,20 +110,19 @@ def _multiply_task(number_format: int) -> int:
 
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
-        tiles = np.empty((2, TOKENS, PANEL), np.float32)
+        tiles = np.empty((2, MOST_TOKENS, PANEL), np.float32)
         sums, ups = tiles[0].ctypes.data, tiles[1].ctypes.data
         for item in range(begin, end):
             t, first = item // a.panels * a.rows, item % a.panels * PANEL
             last = min(t + a.rows, a.T)
             while t < last:
-                tokens = _tokens_at_once(last - t)
-                x = a.normed + 4 * t * a.width
-                _dot_rows(number_format, a, first, min(first + PANEL, a.N), x, tokens, sums)
+                tile, x = _tile_for(last - t), a.normed + 4 * t * a.width
+                _dot_rows(number_format, a, first, min(first + PANEL, a.N), x, tile, sums)
                 if a.gate:
                     up = first + a.N // 2
-                    _dot_rows(number_format, a, up, up + PANEL, x, tokens, ups)
-                finish(a, sums, ups, t, tokens, first)
-                t += tokens
+                    _dot_rows(number_format, a, up, up + PANEL, x, tile, ups)
+                finish(a, sums, ups, t, tile[1], first)
+                t += tile[1]
         keep(tiles)
 
     return compiled_task(multiply)
