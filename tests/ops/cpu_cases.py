@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, attention
 from octavo.ops.block_linear import PackedBlocks
 from octavo.ops.cpu.host import FLOAT_FEATURES, missing
 from octavo.ops.scaled_linear import ScaledValues
@@ -61,6 +62,20 @@ def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+
+
+def attended(rows: int, context: int, dtype: torch.dtype) -> Tensor:
+    """The outputs of the last rows of two sequences: 6 heads of 80, of which 3 share a kv head."""
+    N, K, H, block_size = 6, 2, 80, 16
+    num_blocks = -(-context // block_size)
+    tables = torch.arange(2 * num_blocks, dtype=torch.int32).view(2, num_blocks)
+    keys, values = torch.randn(2, 2 * num_blocks, K, block_size, H).to(dtype)
+    position = torch.arange(context - rows, context)
+    slots = (tables[:, position // block_size].long() * block_size + position % block_size).flatten()
+    starts, lengths = torch.arange(0, 2 * rows + 1, rows, dtype=torch.int32), torch.full((2,), context)
+    paged = PagedRows((GroupRows(slots, tables),), starts, lengths, rows)
+    qkv = torch.randn(2 * rows, (N + 2 * K) * H)
+    return attention(qkv, HeadLayout(N, K, H, H**-0.5), None, None, LayerCache(keys, values), paged)
 
 
 def random_values(N: int, K: int, group: int) -> ScaledValues:

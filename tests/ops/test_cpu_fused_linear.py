@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from octavo.ops import block_linear, linear, scaled_linear
 from octavo.ops.block_linear import PackedBlocks
 from octavo.ops.cpu import threads
 from octavo.ops.linear import Activation
-from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_ordered, random_values
+from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_values
 
 pytestmark = needs_float_kernels
 K = 64
@@ -110,37 +106,3 @@ def test_what_does_not_fit_is_refused() -> None:
         for options in ((torch.randn(31),), (None, torch.randn(K + 1)), (None, None, 0.0, torch.randn(2, 31))):
             with pytest.raises(ValueError, match="contiguous, of shape"):
                 apply(torch.randn(2, K), *options)
-
-
-LEVEL = """
-import sys, torch
-from octavo.ops import block_linear, linear, scaled_linear
-from octavo.ops.block_linear import PackedBlocks
-from octavo.ops.cpu.vector_ir import HAS_VNNI
-from tests.ops.cpu_cases import random_blocks, random_ordered, random_values
-assert not HAS_VNNI
-torch.manual_seed(0)
-x, norm, results = torch.randn(13, 256), torch.randn(256), []
-for kind in ("Q4_1", "Q8_0", "Q6_K", "Q5_1", "Q4_0"):
-    results.append(block_linear(x, PackedBlocks.pack(random_blocks(kind, 64, 256)), None, norm, 1e-5, None, "silu"))
-results.append(block_linear(x, random_ordered(64, 256), None, norm, 1e-5, None, "silu"))
-results.append(linear(x, torch.randn(37, 256)))
-results.append(scaled_linear(x, random_values(37, 256, 128)))
-torch.save(results, sys.argv[1])
-"""
-AVX2 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"
-
-
-def test_without_avx512_the_bits_are_the_same(tmp_path: Path) -> None:
-    path = f"{tmp_path}/results.pt"
-    environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": AVX2}
-    subprocess.run([sys.executable, "-c", LEVEL, path], env=environment, check=True)
-    found = torch.load(path)
-    torch.manual_seed(0)
-    x, norm = torch.randn(13, 256), torch.randn(256)
-    for kind, result in zip(("Q4_1", "Q8_0", "Q6_K", "Q5_1", "Q4_0"), found, strict=False):
-        packed = PackedBlocks.pack(random_blocks(kind, 64, 256))
-        assert torch.equal(block_linear(x, packed, None, norm, 1e-5, None, "silu"), result), kind
-    assert torch.equal(block_linear(x, random_ordered(64, 256), None, norm, 1e-5, None, "silu"), found[-3])
-    assert torch.equal(linear(x, torch.randn(37, 256)), found[-2])
-    assert torch.equal(scaled_linear(x, random_values(37, 256, 128)), found[-1])

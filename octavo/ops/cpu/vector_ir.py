@@ -39,6 +39,8 @@ AHEAD = 4096
 """Prefetch distance in bytes ahead of the weights being multiplied."""
 
 HAS_VNNI = missing(VNNI_FEATURES) is None
+HAS_AVX_VNNI = missing(("avxvnni",)) is None
+"""The same instruction for eight lanes, on CPUs that may lack AVX-512."""
 HAS_AVX512 = missing(("avx512f",)) is None
 """There are 32 registers of sixteen lanes then, else as many as hold eight such vectors."""
 _LLVM_MAJOR: int = llvmlite.binding.llvm_version_info[0]
@@ -133,6 +135,14 @@ class Dot4:
             self._total = call(b, "llvm.x86.avx512.vpdpbusd.512", I32x16, args)
             return
         halves = [[shuffle(b, x, x, half) for x in (unsigned, signed)] for half in HALVES]
+        if HAS_AVX_VNNI:
+            kind = I8x32 if _LLVM_MAJOR >= 21 else I32x8
+            pairs = [[b.bitcast(x, kind) for x in pair] for pair in halves]
+            totals = [shuffle(b, self._total, self._total, half) for half in HALVES]
+            name = "llvm.x86.avx512.vpdpbusd.256"
+            low, high = (call(b, name, I32x8, [total, *pair]) for total, pair in zip(totals, pairs, strict=True))
+            self._total = shuffle(b, low, high, range(LANES))
+            return
         if self._room == 0:
             self._add_halves(b, [_dot4_in_pairs(b, *pair) for pair in halves])
             return
