@@ -65,6 +65,8 @@ def may_cut(backend: tokenizers.Tokenizer, tokens: Iterable[bytes]) -> bool:
     """Whether texts may be cut without changing a token. ``tokens``: the bytes of all, added ones as well."""
     if not isinstance(backend.model, models.BPE) or backend.model.dropout or any(map(_ACROSS.search, tokens)):
         return False
+    if not _encode(backend, ["a"])[0]:  # a vocabulary without letters
+        return False
     added = [token for token in backend.get_added_tokens_decoder().values() if token.content]
     if any(token.rstrip and token.content[-1].isalpha() for token in added):
         return False

@@ -68,6 +68,12 @@ def test_text_without_words_is_cut_if_no_token_has_a_space_behind_a_letter() -> 
     assert LongTexts(backend).encode(text, False) == backend.encode(text, add_special_tokens=False).ids
 
 
+def test_a_vocabulary_without_letters_is_left_alone() -> None:
+    backend = tokenizers.Tokenizer(models.BPE({"1": 0, " ": 1}, []))
+    assert backend.encode("a 1").tokens == [" ", "1"]
+    assert not may_cut(backend, texts_of(backend))
+
+
 def test_a_token_across_a_cut_forbids_it() -> None:
     backend = letters(("a", "▁"), ("a▁", "b"))
     assert not may_cut(backend, texts_of(backend))
