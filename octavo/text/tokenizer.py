@@ -9,7 +9,7 @@ from pathlib import Path
 from octavo.errors import InvalidParameter
 from octavo.grammar.vocabulary import Vocabulary, pack_tokens
 from octavo.text import folder_tokenizer, gguf_tokenizer
-from octavo.text.long_texts import LongTexts, may_cut
+from octavo.text.parallel_tokenizer import ParallelTokenizer, can_split
 from octavo.text.token_bytes import token_bytes_table
 from octavo.text.tokenizer_parts import TokenizerParts
 from octavo.text.whole_words import look_up_whole_words
@@ -51,7 +51,7 @@ class Tokenizer:
         """Every id that ends a text or a turn: those that the checkpoint declares, and those in ``TURN_ENDS``."""
         self.chat_template = parts.chat_template
         self.tool_template = parts.tool_template
-        self._long_texts: LongTexts | None = None
+        self._parallel: ParallelTokenizer | None = None
         self._texts_showing: dict[frozenset[int], dict[int, str]] = {}
         """Cache of ``complete_texts_showing``; a model has one or two sets of shown special tokens."""
 
@@ -61,8 +61,8 @@ class Tokenizer:
         model = self._backend.model
         if hasattr(model, "_resize_cache"):
             model._resize_cache(0 if has_whole_words else CACHED_WORDS)
-        if may_cut(self._backend, self._bytes):
-            self._long_texts = LongTexts(self._backend)
+        if can_split(self._backend, self._bytes):
+            self._parallel = ParallelTokenizer(self._backend)
         self.encode("The first text takes longer.")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -72,8 +72,8 @@ class Tokenizer:
         Raises ``InvalidParameter`` for a string that is not Unicode text (it has an unpaired surrogate).
         """
         _check_unicode(text)
-        if self._long_texts is not None and self._long_texts.takes(text):
-            return self._long_texts.encode(text, add_special_tokens)
+        if self._parallel is not None and self._parallel.takes(text):
+            return self._parallel.encode(text, add_special_tokens)
         # ``encode`` of one text would hold the interpreter lock; the batch call releases it.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)

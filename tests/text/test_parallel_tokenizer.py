@@ -1,4 +1,4 @@
-"""Long texts are encoded in parts at the same time, to the tokens of the whole."""
+"""Long texts are tokenised in several threads, to the token ids of the unsplit text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
 from octavo.text.gguf_tokenizer import parts_from_metadata
-from octavo.text.long_texts import LEAST_PART, LongTexts, may_cut
+from octavo.text.parallel_tokenizer import MIN_CHUNK, ParallelTokenizer, can_split
 from octavo.text.pre_tokenizers import WORD_RULES
 from octavo.text.tokenizer import Tokenizer
 from tests.text.conftest import SPECIAL, byte_level_metadata
@@ -42,76 +42,76 @@ def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("four_threads")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("adds_special", [False, True])
-def test_tokens_are_those_of_the_whole(rule: str, adds_special: bool) -> None:
+def test_token_ids_are_those_of_the_unsplit_text(rule: str, adds_special: bool) -> None:
     rng = random.Random(rule)
     metadata = byte_level_metadata(pre=rule, add_bos_token=True)
     plain, prepared = (Tokenizer(parts) for _ in range(2) if (parts := parts_from_metadata(metadata, Path("t"))))
     prepared.prepare_to_encode()
-    assert prepared._long_texts is not None, "no text is cut"
-    for size in (2 * LEAST_PART, 3 * LEAST_PART + 17):
+    assert prepared._parallel is not None, "no text is split"
+    for size in (2 * MIN_CHUNK, 3 * MIN_CHUNK + 17):
         text = "".join(rng.choices(WORDS, k=size))[:size]
         assert prepared.encode(text, adds_special) == plain.encode(text, adds_special)
-    uncut = "中文" * (2 * LEAST_PART)
-    assert prepared.encode(uncut, adds_special) == plain.encode(uncut, adds_special)
+    unsplittable = "中文" * (2 * MIN_CHUNK)
+    assert prepared.encode(unsplittable, adds_special) == plain.encode(unsplittable, adds_special)
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_text_without_words_is_cut_if_no_token_has_a_space_behind_a_letter() -> None:
+def test_text_without_pre_tokenizer_is_split_if_no_token_has_a_space_behind_a_letter() -> None:
     backend = letters(("a", "b"), ("▁", "ab"), ("▁", "▁"), ("▁ab", "c"))
-    assert may_cut(backend, texts_of(backend))
+    assert can_split(backend, texts_of(backend))
     backend.post_processor = processors.TemplateProcessing(
         single="a:0 b:0 $A:0 c:0", special_tokens=[("a", 0), ("b", 1), ("c", 2)]
     )
     rng = random.Random(0)
-    text = "".join(rng.choices("aabc  ", k=4 * LEAST_PART))
-    assert LongTexts(backend).encode(text, True) == backend.encode(text).ids
-    assert LongTexts(backend).encode(text, False) == backend.encode(text, add_special_tokens=False).ids
+    text = "".join(rng.choices("aabc  ", k=4 * MIN_CHUNK))
+    assert ParallelTokenizer(backend).encode(text, True) == backend.encode(text).ids
+    assert ParallelTokenizer(backend).encode(text, False) == backend.encode(text, add_special_tokens=False).ids
 
 
 def test_a_vocabulary_without_letters_is_left_alone() -> None:
     backend = tokenizers.Tokenizer(models.BPE({"1": 0, " ": 1}, []))
     assert backend.encode("a 1").tokens == [" ", "1"]
-    assert not may_cut(backend, texts_of(backend))
+    assert not can_split(backend, texts_of(backend))
 
 
-def test_a_token_across_a_cut_forbids_it() -> None:
+def test_a_token_across_a_boundary_forbids_it() -> None:
     backend = letters(("a", "▁"), ("a▁", "b"))
-    assert not may_cut(backend, texts_of(backend))
+    assert not can_split(backend, texts_of(backend))
     assert backend.encode("a b").tokens == ["a▁b"]
 
 
 def test_a_mark_before_each_text_forbids_it() -> None:
-    """As in Llama 2, whose space marks would be doubled at every part."""
+    """As in Llama 2, whose space marks would be doubled at every chunk."""
     backend = letters(("▁", "▁"))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    assert not may_cut(backend, texts_of(backend))
+    assert not can_split(backend, texts_of(backend))
 
 
 def test_an_added_token_that_takes_the_space_behind_it_forbids_it() -> None:
     backend = letters()
     backend.add_special_tokens([AddedToken("<a>", rstrip=True)])
-    assert may_cut(backend, texts_of(backend))
+    assert can_split(backend, texts_of(backend))
     backend.add_special_tokens([AddedToken("ab", rstrip=True)])
-    assert not may_cut(backend, texts_of(backend))
+    assert not can_split(backend, texts_of(backend))
 
 
-def test_a_rule_that_looks_across_a_cut_forbids_it() -> None:
+def test_a_pre_tokenizer_that_looks_across_a_boundary_forbids_it() -> None:
     backend = letters(("▁", "a"), ("b", "c"))
     backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("▁a(?=b)|(?<=a)▁"), behavior="removed")
-    assert not may_cut(backend, texts_of(backend))
+    assert not can_split(backend, texts_of(backend))
 
 
 def test_models_that_draw_at_random_or_choose_among_all_pieces_are_left_alone() -> None:
     backend = letters()
     assert isinstance(backend.model, models.BPE)
     backend.model.dropout = 0.5
-    assert not may_cut(backend, [])
-    assert not may_cut(tokenizers.Tokenizer(models.Unigram([("a", -1.0)], 0, False)), [])
+    assert not can_split(backend, [])
+    assert not can_split(tokenizers.Tokenizer(models.Unigram([("a", -1.0)], 0, False)), [])
 
 
 def test_short_texts_and_single_cores_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
-    assert not LongTexts(letters()).takes("a" * (2 * LEAST_PART - 1))
-    assert LongTexts(letters()).takes("a" * (2 * LEAST_PART))
+    assert not ParallelTokenizer(letters()).takes("a" * (2 * MIN_CHUNK - 1))
+    assert ParallelTokenizer(letters()).takes("a" * (2 * MIN_CHUNK))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
-    assert not LongTexts(letters()).takes("a" * (2 * LEAST_PART))
+    assert not ParallelTokenizer(letters()).takes("a" * (2 * MIN_CHUNK))
