@@ -40,10 +40,11 @@ def products(kinds: list[str]) -> dict[str, torch.Tensor]:
 
 def results() -> dict[str, torch.Tensor]:
     """What kernels with registers and instructions of their own for AVX2 compute."""
-    found = products(["Q4_1", "Q8_0", "Q6_K", "Q5_1"])
-    found["ordered"] = block_linear(torch.randn(13, 256), random_ordered(64, 256), None, None, 1e-5, None, "silu")
-    found["dense"] = linear(torch.randn(13, 256), torch.randn(37, 256))
-    found["scaled"] = scaled_linear(torch.randn(13, 256), random_values(37, 256, 128))
+    found = products(["Q4_1", "Q8_0", "Q6_K", "Q5_1", "Q4_0"])
+    x, norm = torch.randn(13, 256), torch.randn(256)
+    found["ordered"] = block_linear(x, random_ordered(64, 256), None, norm, 1e-5, None, "silu")
+    found["dense"] = linear(x, torch.randn(37, 256))
+    found["scaled"] = scaled_linear(x, random_values(37, 256, 128))
     for rows in (1, 2, 50):
         found[f"{rows} rows"] = attended(rows, 200, torch.float16)
     return found
