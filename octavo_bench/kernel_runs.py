@@ -26,7 +26,7 @@ from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts
-from octavo.ops.latent_attention import LatentHeads
+from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads
 from octavo.ops.moe import ClampedSwish, Experts
 from octavo.ops.route import Routing
 from octavo.ops.sample import SampleParams
@@ -35,6 +35,7 @@ from octavo.ops.stacked_lora import LowRankStack
 from octavo.ops.stage_step import LastResults, StagedRows
 from octavo.ops.store_kv import KVScales
 from octavo.ops.triton.gemv import GemvConfig, gemv
+from octavo.ops.triton.latent_prompts import Expanded, expand
 
 Call = Callable[[], object]
 DTYPES = (torch.bfloat16, torch.float32)
@@ -192,10 +193,11 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             yield f"invariant attention {max(lens[0])} {H} {cache_dtype}", functools.partial(_invariantly, plain)
         for N_latent in (4, 40):
             latents = make.cache(12, 1, 2 * 8 + 64, cache_dtype)
-            key_map, norm = make.floats(N_latent, 64, 24, dtype=dtype), make.floats(64, dtype=dtype)
+            shapes = (N_latent, 64, 24), (N_latent, 40, 64), (64,)
+            key_map, value_map, norm = (make.floats(*shape, dtype=dtype) for shape in shapes)
             latent = functools.partial(
                 ops.latent_attention, make.floats(T, N_latent * 40, dtype=dtype), make.floats(T, 80, dtype=dtype),
-                LatentHeads(key_map, norm, 1e-6, 0.1), make.floats(T, 8), make.floats(T, 8),
+                LatentHeads(key_map, value_map, norm, 1e-6, 0.1), make.floats(T, 8), make.floats(T, 8),
                 LayerCache(latents, latents), rows,
             )  # fmt: skip
             yield f"latent_attention {max(lens[0])} {N_latent} {cache_dtype}", latent
@@ -213,12 +215,17 @@ def _long_prompt(make: Maker) -> Iterator[tuple[str, Call]]:
     cache = LayerCache(zeros[0], zeros[1])
     qkv, angles = make.floats(1101, 8 * 128, dtype=torch.bfloat16), make.floats(1101, 64)
     yield "attention of a long prompt", functools.partial(ops.attention, qkv, heads, angles, angles, cache, rows)
-    q, kv, key_map, norm, latents = (
-        make.floats(*shape, dtype=torch.bfloat16)
-        for shape in ((1101, 4 * 40), (1101, 80), (4, 64, 24), (64,), (19, 1, 64, 80))
-    )
-    args = LatentHeads(key_map, norm, 1e-6, 0.1), angles[:, :8], angles[:, :8], LayerCache(latents, latents), rows
-    yield "latent_attention of a long prompt", functools.partial(ops.latent_attention, q, kv, *args)
+    for P, Q, V in ((24, 16, 40), EXPANDED_WIDTHS):
+        q, kv, key_map, value_map, norm, latents = (
+            make.floats(*shape, dtype=torch.bfloat16)
+            for shape in ((1101, 4 * (P + Q)), (1101, 64 + Q), (4, 64, P), (4, V, 64), (64,), (19, 1, 64, Q + 64))
+        )
+        angles_of = angles[:, : Q // 2], angles[:, : Q // 2]
+        latent_heads, cache = LatentHeads(key_map, value_map, norm, 1e-6, 0.1), LayerCache(latents, latents)
+        args = latent_heads, *angles_of, cache, rows
+        yield f"latent_attention of a long prompt, values {V}", functools.partial(ops.latent_attention, q, kv, *args)
+    parts = (make.floats(*shape, dtype=torch.bfloat16) for shape in ((4, 2048, P), (2048, Q), (4, 2048, V)))
+    yield "expanded keys", functools.partial(expand, latent_heads, cache, rows, Expanded(*parts), 64)
 
 
 def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -49,6 +49,10 @@ class ModelConfig:
         windows = self.windows or (0,) * self.num_layers
         return tuple(LayerCacheSpec(self.num_kv_heads, self.head_dim, window) for window in windows)
 
+    def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
+        """Bytes of the keys and values that a GPU expands from what it caches, for contexts of up to ``longest``."""
+        return 0
+
 
 class Common(TypedDict):
     """The fields of ``ModelConfig`` that nearly every family reads from the same keys."""

@@ -25,7 +25,7 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.latent_attention import LatentHeads
+from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_bytes, expanded_positions
 from octavo.ops.route import Routing
 
 LATENT_EPS = 1e-6
@@ -55,6 +55,12 @@ class DeepseekConfig(LlamaConfig):
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:
         return (LayerCacheSpec(1, self.head_dim, kind="latent"),) * self.num_layers
+
+    def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
+        if (self.plain_size, self.rotary_width, self.value_size) != EXPANDED_WIDTHS:
+            return 0
+        heads = max(1, self.num_heads // num_ranks)
+        return expanded_bytes(heads, expanded_positions(heads, longest, itemsize), itemsize)
 
 
 def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> DeepseekConfig:
@@ -148,8 +154,8 @@ class DeepseekLayer(LlamaLayer):
         sizes = [config.plain_size, config.value_size]
         maps = weights.matrix(f"{name}.kv_b_proj", N * sum(sizes), L, num_heads=N).view(-1, sum(sizes), L)
         key_map_NPL, value_map_NVL = maps.split_with_sizes(sizes, dim=1)
-        self.latent_heads = LatentHeads(key_map_NPL.mT.contiguous(), kv_norm.weight_D, kv_norm.eps, config.scale)
-        self.value_map_NVL = value_map_NVL.contiguous()
+        maps_of_heads = key_map_NPL.mT.contiguous(), value_map_NVL.contiguous()
+        self.latent_heads = LatentHeads(*maps_of_heads, kv_norm.weight_D, kv_norm.eps, config.scale)
         self.o_proj = weights.row(f"{name}.o_proj", D, N * config.value_size, config.output_bias)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
@@ -178,9 +184,8 @@ class DeepseekLayer(LlamaLayer):
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         h_TD = self.input_norm(x_TD)
         q_TW = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if self.query_rank else self.q_proj(h_TD)
-        out_TNL = ops.latent_attention(q_TW, self.kv_proj(h_TD), self.latent_heads, *angles, cache, rows)
-        out_TNL, x_TD = rows.pick(out_TNL, x_TD)
-        out_TNV = ops.head_linear(out_TNL, self.value_map_NVL)
+        out_TNV = ops.latent_attention(q_TW, self.kv_proj(h_TD), self.latent_heads, *angles, cache, rows)
+        out_TNV, x_TD = rows.pick(out_TNV, x_TD)
         return output_mlp(self.o_proj, self.mlp, out_TNV.flatten(1), x_TD)
 
 

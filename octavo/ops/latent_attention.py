@@ -1,7 +1,7 @@
 """Multi-head latent attention: one key for all heads, its unrotated part is the value (DeepSeek-V2, arXiv 2405.04434).
 
-Shapes: T tokens of the step, N heads, P plain part of a projected query, R rotated pairs, L latent, W = N (P + 2 R),
-C = L + 2 R, H = 2 R + L.
+Shapes: T tokens of the step, N heads, P plain part of a projected query, R rotated pairs, L latent, V values of a head,
+W = N (P + 2 R), C = L + 2 R, H = 2 R + L.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from octavo.ops.paged_attention import paged_attention
 from octavo.ops.rms_norm import rms_norm
 from octavo.ops.store_kv import store_kv
 
+EXPANDED_WIDTHS = (128, 64, 128)
+"""P, 2 R and V of the heads whose keys and values a kernel may expand from the latents for prompts: DeepSeek's."""
+LARGEST_EXPANDED = 17 << 26
+"""Bytes that it expands at once, at most: 137,000 positions of 16 heads of 16-bit numbers."""
+
 
 class LatentHeads(NamedTuple):
     """Static parameters of a layer's latent attention."""
 
     key_map_NLP: Tensor
-    """Maps the plain part of each head's query to the latent space."""
+    """Maps the plain part of each head's query to the latent space; its transpose makes keys of latents."""
+    value_map_NVL: Tensor
+    """Maps latents to the values of each head."""
     norm_L: Tensor
     """RMSNorm weight of the latent."""
     norm_eps: float
@@ -35,7 +42,7 @@ class LatentHeads(NamedTuple):
 def latent_attention(
     q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
 ) -> Tensor:
-    """Map and rotate queries, norm and rotate the key, store it, attend; the weighted latents, a new tensor [T, N, L].
+    """Map and rotate queries, norm and rotate the key, store it, attend; the weighted values, a new tensor [T, N, V].
 
     A row of ``q`` holds N queries, each with P plain, then 2 R rotated numbers; a row of ``kv`` the latent, then 2 R
     numbers of the key that are rotated. An entry of the cache is the key: its rotated part, then the normed latent. The
@@ -45,7 +52,18 @@ def latent_attention(
     q_TNH = store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
     tables = (rows.of(cache).block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S)
     out_TNH: Tensor = paged_attention(q_TNH, cache.keys, cache.values, *tables, heads.scale)
-    return out_TNH[..., 2 * cos_TR.shape[1] :]
+    return head_linear(out_TNH[..., 2 * cos_TR.shape[1] :], heads.value_map_NVL)
+
+
+def expanded_positions(num_heads: int, longest: int, itemsize: int) -> int:
+    """Positions for whose expanded keys and values there is room, where contexts have up to ``longest``."""
+    return min(longest, LARGEST_EXPANDED // expanded_bytes(num_heads, 1, itemsize))
+
+
+def expanded_bytes(num_heads: int, positions: int, itemsize: int) -> int:
+    """Bytes of the keys and values of so many positions; the rotated part of the key is one for all heads."""
+    plain, rotated, value = EXPANDED_WIDTHS
+    return positions * (num_heads * (plain + value) + rotated) * itemsize
 
 
 def store_latents(

@@ -146,6 +146,7 @@ def settle(
     if device == "cuda":
         activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``sampling_state``
         activations += _copy_bytes(model, dtype, weights)
+        activations += model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     room = free - activations - logits
     specs = (*rank_cache(model.cache, num_ranks), *draft_specs)

@@ -46,8 +46,9 @@ class Batch:
         heads = HeadLayout(N, N // self.group, H, H**-0.5, None, None)
         assert suits(self.q_TNH, heads, LayerCache(self.keys, self.values))
         out_TNH = torch.full_like(self.q_TNH, math.nan)
-        lengths = self.tables_SB, self.cu_seqlens_q, self.seq_lens_S
-        hopper_prefill(self.q_TNH, self.keys, self.values, *lengths, heads.scale, skip_single, out_TNH)
+        spans = self.cu_seqlens_q[:-1], self.cu_seqlens_q[1:]
+        parts = (self.q_TNH,), (self.keys,), self.values
+        hopper_prefill(*parts, self.tables_SB, spans, self.seq_lens_S, heads.scale, skip_single, out_TNH)
         return out_TNH
 
     def expected(self, s: int) -> Tensor:

@@ -59,6 +59,41 @@ def test_a_gpu_gives_all_that_is_left() -> None:
     assert (limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens) == (64, 256, 2048)
 
 
+def test_a_gpu_keeps_room_to_expand_the_keys_of_prompts_from_latents() -> None:
+    """For the heads of each rank, up to a limit; nothing for heads that no kernel expands."""
+    keys = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "first_k_dense_replace": 2,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+    }
+
+    def activations(num_ranks: int = 1, device: str = "cuda", max_model_len: int = 8192, **changed: int) -> int:
+        config, model = EngineConfig.from_flat({"max_model_len": max_model_len}), read_config({**keys, **changed})
+        dtype = torch.bfloat16
+        sizes = {"bfloat16": 500}, 16 * GIB, num_ranks
+        return settle(config, model, dtype, dtype, device, *sizes)[1].activations
+
+    plain = activations(v_head_dim=64)
+    assert 8192 * (16 * 256 + 64) * 2 <= activations() - plain < 8192 * (16 * 256 + 64) * 2 + 2**21
+    assert (
+        8192 * (8 * 256 + 64) * 2 <= activations(2) - activations(2, v_head_dim=64) < 8192 * (8 * 256 + 64) * 2 + 2**21
+    )
+    assert 1 * GIB < activations(max_model_len=163840) - activations(max_model_len=163840, v_head_dim=64) < 1.1 * GIB
+    assert activations(device="cpu") == activations(device="cpu", v_head_dim=64)
+
+
 def test_what_is_given_is_kept() -> None:
     limits, _ = settled(max_model_len=100, block_size=7, num_kv_blocks=20, max_num_seqs=3, max_num_batched_tokens=11)
     assert limits == Limits(100, 7, (KVGroup(tuple(range(30)), 0),), (20,), 3, 11)

@@ -7,6 +7,7 @@ from torch import Tensor
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.cpu.attention import attention_numba
 from octavo.ops.cpu.tensors import declines_floats
+from octavo.ops.head_linear import head_linear
 from octavo.ops.latent_attention import LatentHeads, latent_attention, store_latents
 
 
@@ -18,4 +19,4 @@ def latent_attention_numba(
     q_TNH = store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
     layout = HeadLayout(q_TNH.shape[1], 1, q_TNH.shape[2], heads.scale, shares_cache=True)
     out_TW = attention_numba(q_TNH.flatten(1), layout, None, None, cache, rows)
-    return out_TW.view(q_TNH.shape)[..., 2 * cos_TR.shape[1] :]
+    return head_linear(out_TW.view(q_TNH.shape)[..., 2 * cos_TR.shape[1] :], heads.value_map_NVL)

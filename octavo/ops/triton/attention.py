@@ -41,7 +41,9 @@ def attention_triton(
         from octavo.ops.triton.hopper_prefill import hopper_prefill, suits
 
         if suits(q_TNH, heads, cache):
-            hopper_prefill(q_TNH, cache.keys, cache.values, *lengths, heads.scale, has_single, out_TNH)
+            tables, starts, lens = lengths
+            parts = (q_TNH,), (cache.keys,), cache.values
+            hopper_prefill(*parts, tables, (starts[:-1], starts[1:]), lens, heads.scale, has_single, out_TNH)
             return out_TNH.view(len(q_TNH), -1)
     prefill_attention(
         q_TNH,

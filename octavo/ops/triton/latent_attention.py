@@ -1,9 +1,10 @@
 """``latent_attention`` for CUDA devices: the cache's one key is read once for many heads, and is the value too.
 
-A tile's rows are heads of one token, or of a few. Where every sequence has one row its context is split among
-programs, and the last to finish adds their sums (Dao et al., "Flash-Decoding", 2023); else a program iterates over the
-full context of its rows (Dao et al., arXiv 2205.14135). All bounds are read on the device, and so is how many programs
-share a context: a program's sums are as many bytes as some thirty keys, so that few share a short one.
+A tile's rows are heads of one token, or of a few. Where a sequence has one row its context is split among programs,
+and the last to finish adds their sums (Dao et al., "Flash-Decoding", 2023); else a program iterates over the full
+context of its rows (Dao et al., arXiv 2205.14135), or ``latent_prompts`` attends to keys and values of each head. All
+bounds are read on the device, and so is how many programs share a context: a program's sums are as many bytes as some
+thirty keys, so that few share a short one.
 
 Shapes: T tokens, S sequences, N heads, P rotated part of a head, L latent, H = P + L; a tile's rows M and keys C.
 """
@@ -18,9 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.head_linear import head_linear
 from octavo.ops.latent_attention import LatentHeads, latent_attention
 from octavo.ops.triton.decode_attention import MAX_PAIRS
 from octavo.ops.triton.latent_inputs import latent_inputs
+from octavo.ops.triton.latent_prompts import attend_prompts, expanded_tiles, room_for
 from octavo.ops.triton.launch import (
     after_predecessor,
     counters,
@@ -62,9 +65,18 @@ def latent_attention_triton(
     (N, L, _), (T, R) = heads.key_map_NLP.shape, cos_TR.shape
     q_TNH = latent_inputs(q_TW, kv_TC, heads, cos_TR, sin_TR, cache.keys, rows.of(cache).slot_mapping_T)
     out_TNL = q_TNH.new_empty(T, N, L)
-    run = attend_single_rows if rows.max_query_len == 1 and not is_invariant() else attend_rows
-    run(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL)
-    return out_TNL
+    is_decode = rows.max_query_len == 1
+    splits_contexts = (is_decode or len(rows.seq_lens_S) > 1) and not is_invariant()
+    if splits_contexts:
+        attend_single_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL)
+    room = room_for(q_TNH, heads, cache, rows)
+    if not (is_decode and splits_contexts):
+        room_tiles = 0 if room is None else room.num_tiles
+        attend_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL, splits_contexts, room_tiles)
+    out_TNV: Tensor = head_linear(out_TNL, heads.value_map_NVL)
+    if room is not None:
+        attend_prompts(q_TW.view(T, N, -1), q_TNH[..., : 2 * R], heads, cache, rows, room, out_TNV)
+    return out_TNV
 
 
 def attend_single_rows(
@@ -76,7 +88,7 @@ def attend_single_rows(
     out_TNL: Tensor,
     splits: int | None = None,
 ) -> None:
-    """Fill ``out`` where row s is the one row of sequence s. At most ``splits`` programs share a context."""
+    """Fill ``out`` for rows that are the only ones of their sequences. At most ``splits`` programs share a context."""
     S, (_, N, L) = len(rows.seq_lens_S), out_TNL.shape
     keys, block_tables_SB = cache.keys, rows.of(cache).block_tables_SB
     config = _config(q_TNH, FEW_HEADS if N <= 16 else MANY_HEADS)
@@ -88,7 +100,7 @@ def attend_single_rows(
     # fmt: off
     launch(
         single_rows_kernel, (splits, tiles, S),
-        q_TNH, keys, out_TNL, block_tables_SB, rows.seq_lens_S,
+        q_TNH, keys, out_TNL, block_tables_SB, None if rows.max_query_len == 1 else rows.cu_seqlens_q, rows.seq_lens_S,
         torch.empty(*shape, L, dtype=torch.float32, device=q_TNH.device),
         torch.empty(shape, dtype=torch.float32, device=q_TNH.device), counters(q_TNH.device, MAX_PAIRS),
         scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0), splits, part_keys,
@@ -97,8 +109,21 @@ def attend_single_rows(
     # fmt: on
 
 
-def attend_rows(q_TNH: Tensor, split: int, cache: LayerCache, rows: PagedRows, scale: float, out_TNL: Tensor) -> None:
-    """Fill ``out`` for any numbers of rows."""
+def attend_rows(
+    q_TNH: Tensor,
+    split: int,
+    cache: LayerCache,
+    rows: PagedRows,
+    scale: float,
+    out_TNL: Tensor,
+    skip_single: bool = False,
+    room_tiles: int = 0,
+) -> None:
+    """Fill ``out`` for any numbers of rows.
+
+    With ``skip_single`` the rows of sequences that have exactly one are not written; those of sequences that are
+    expanded in room for so many tiles never are.
+    """
     T, N, _ = q_TNH.shape
     keys, block_tables_SB = cache.keys, rows.of(cache).block_tables_SB
     S, config = len(rows.seq_lens_S), _config(q_TNH, ROWS)
@@ -108,8 +133,9 @@ def attend_rows(q_TNH: Tensor, split: int, cache: LayerCache, rows: PagedRows, s
     launch(
         rows_kernel, (programs, triton.cdiv(N, heads)),
         q_TNH, keys, out_TNL, block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S,
-        scale * LOG2_E.value, S, block_tables_SB.stride(0), keys.stride(0),
+        scale * LOG2_E.value, S, room_tiles, block_tables_SB.stride(0), keys.stride(0),
         **_constants(q_TNH, split, keys, config), HEADS=heads, SEQUENCES=max(128, triton.next_power_of_2(S)),
+        SKIP_SINGLE=skip_single, SKIP_EXPANDED=room_tiles > 0,
     )
     # fmt: on
 
@@ -143,16 +169,20 @@ def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: Config) -> dict
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits"])
 def single_rows_kernel(
-    q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor, seq_lens_ptr: tl.tensor,
-    parts_ptr: tl.tensor, logs_ptr: tl.tensor, counters_ptr: tl.tensor, scale: tl.tensor, table_stride: tl.tensor,
-    block_stride: tl.tensor, max_splits: tl.tensor, part_keys: tl.tensor, N: tl.constexpr, P: tl.constexpr,
-    L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor, parts_ptr: tl.tensor, logs_ptr: tl.tensor, counters_ptr: tl.tensor, scale: tl.tensor,
+    table_stride: tl.tensor, block_stride: tl.tensor, max_splits: tl.tensor, part_keys: tl.tensor, N: tl.constexpr,
+    P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A run of keys for ROWS heads of a sequence's one row."""
+    """A run of keys for ROWS heads of a sequence's one row, which is that of the sequence's number in decode steps."""
     split, seq = tl.program_id(0), tl.program_id(2)
+    row = seq.to(tl.int64)
     head_M, d_L = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, LP)
     length = tl.load(seq_lens_ptr + seq)  # it and the table are of kernels long before
+    if cu_seqlens_ptr is not None:
+        row = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
+        length = tl.where(tl.load(cu_seqlens_ptr + seq + 1) == row + 1, length, 0)
     keys_each = _keys_of_run(length, max_splits, part_keys, KEYS)
     num_runs = tl.cdiv(length, keys_each)
     begin = split * keys_each
@@ -165,12 +195,12 @@ def single_rows_kernel(
         prefetch_lines(at_C1, P + L)
     after_predecessor(PDL)
     if split < num_runs:
-        q_ML, q_MP = _queries(q_ptr, seq * N + head_M, head_M < N, P, L, PP, LP)
+        q_ML, q_MP = _queries(q_ptr, row * N + head_M, head_M < N, P, L, PP, LP)
         sums = _walk(
             q_ML, q_MP, tl.zeros_like(head_M) + length - 1, begin, end, cache_ptr, tables_ptr, block_stride, scale,
             P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
         )  # fmt: skip
-        out_ptr += seq.to(tl.int64) * N * L
+        out_ptr += row * N * L
         if SPLIT and num_runs > 1:
             pair = seq.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
             parts_ptr += pair * max_splits * ROWS * L
@@ -195,13 +225,13 @@ def _keys_of_run(length: tl.tensor, max_splits: tl.tensor, part_keys: tl.tensor,
     return tl.cdiv(keys, KEYS) * KEYS
 
 
-@triton.jit(do_not_specialize=["S", "table_stride"])
+@triton.jit(do_not_specialize=["S", "room_tiles", "table_stride"])
 def rows_kernel(
     q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor, scale: tl.tensor, S: tl.tensor, table_stride: tl.tensor, block_stride: tl.tensor,
-    N: tl.constexpr, P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr, SEQUENCES: tl.constexpr,
-    PDL: tl.constexpr,
+    seq_lens_ptr: tl.tensor, scale: tl.tensor, S: tl.tensor, room_tiles: tl.tensor, table_stride: tl.tensor,
+    block_stride: tl.tensor, N: tl.constexpr, P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr,
+    SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr, SKIP_EXPANDED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Tiles of HEADS heads of a few tokens, those of a sequence from its last rows, which see most, to its first."""
     TOKENS: tl.constexpr = ROWS // HEADS
@@ -209,7 +239,13 @@ def rows_kernel(
     head_M = tl.program_id(1) * HEADS + m_M % HEADS
     after_predecessor(PDL)
     start_S = tl.load(cu_seqlens_ptr + s_S, mask=s_S < S, other=0)
-    num_tiles_S = tl.cdiv(tl.load(cu_seqlens_ptr + s_S + 1, mask=s_S < S, other=0) - start_S, TOKENS)
+    num_rows_S = tl.load(cu_seqlens_ptr + s_S + 1, mask=s_S < S, other=0) - start_S
+    if SKIP_SINGLE:
+        num_rows_S = tl.where(num_rows_S == 1, 0, num_rows_S)
+    if SKIP_EXPANDED:
+        is_expanded_S = expanded_tiles(cu_seqlens_ptr, seq_lens_ptr, S, room_tiles, SEQUENCES) > 0
+        num_rows_S = tl.where(is_expanded_S, 0, num_rows_S)
+    num_tiles_S = tl.cdiv(num_rows_S, TOKENS)
     end_tile_S = tl.cumsum(num_tiles_S)
     num_tiles = tl.sum(num_tiles_S)
     for done in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), num_stages=1, disable_licm=True):

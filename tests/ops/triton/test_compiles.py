@@ -60,12 +60,12 @@ def passing(self, *args, **kwargs):
 JITFunction.run = passing
 
 from octavo.ops import dispatch
-from octavo.ops.triton import attention, grouped_numbers, launch, pipelined_configs, streamed_configs
+from octavo.ops.triton import attention, grouped_numbers, latent_prompts, launch, pipelined_configs, streamed_configs
 choose = dispatch.Op._choose
 dispatch.Op._choose = lambda self, device, dtype: choose(self, "cuda", dtype)
 from octavo_bench.kernel_runs import calls
 
-for module in (attention, pipelined_configs, streamed_configs):
+for module in (attention, latent_prompts, pipelined_configs, streamed_configs):
     module.has_gluon = lambda device: triton.__version__.startswith(launch.GLUON_VERSION)
 grouped_numbers.has_assembly = lambda device: True
 launch._compiling.set(set())

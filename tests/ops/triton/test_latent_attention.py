@@ -36,6 +36,7 @@ class Step:
         R: int = 8,
         L: int = 32,
         P: int = 24,
+        V: int = 20,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype | None = None,
         block_size: int = 16,
@@ -64,8 +65,8 @@ class Step:
             T = S
         self.q = torch.randn(T + pads, N * (P + 2 * R)).to(device, dtype)
         self.kv = torch.randn(T + pads, L + 2 * R).to(device, dtype)
-        key_map, norm = torch.randn(N, L, P) * P**-0.5, torch.randn(L)
-        self.heads = LatentHeads(key_map.to(device, dtype), norm.to(device, dtype), 1e-5, float(H**-0.5))
+        maps, norm = (torch.randn(N, L, P) * P**-0.5, torch.randn(N, V, L) * L**-0.5), torch.randn(L)
+        self.heads = LatentHeads(*(part.to(device, dtype) for part in (*maps, norm)), 1e-5, float(H**-0.5))
         self.angles = (torch.rand(T + pads, R) * 6).to(device)
         self.cache = cache.to(device, cache_dtype or dtype)
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
@@ -74,7 +75,7 @@ class Step:
         self.rows = PagedRows((GroupRows(where, tables),), starts, lens, max(query_lens))
 
     def run(self, run: Any = latent_attention_triton) -> Tensor:
-        """The result [rows, N, L] of the rows that are not padding, checked for what was stored."""
+        """The result [rows, N, V] of the rows that are not padding, checked for what was stored."""
         before = self.cache.clone()
         cache = LayerCache(self.cache, self.cache)
         out = run(self.q, self.kv, self.heads, self.angles.cos(), self.angles.sin(), cache, self.rows)
@@ -107,6 +108,10 @@ class Step:
         return queries, torch.cat((turned(k_rotated[:, None])[:, 0], normed_TL), -1)
 
     def expected(self) -> Tensor:
+        """float64 [rows, N, V], with keys as the cache holds them; after ``run``."""
+        return torch.einsum("tnl,nvl->tnv", self.expected_latents(), self.heads.value_map_NVL.double())
+
+    def expected_latents(self) -> Tensor:
         """float64 [rows, N, L], with keys as the cache holds them; after ``run``."""
         q_TNH, rows = self.inputs()[0][self.rows.groups[0].slot_mapping_T >= 0].to(self.q.dtype).double(), []
         at = 0
@@ -167,7 +172,7 @@ def test_any_number_of_splits_gives_the_same(splits: int, device: str) -> None:
     for _ in range(2):
         out = torch.full((3, step.N, step.L), NAN, device=device)
         attend_single_rows(q, 2 * step.R, LayerCache(step.cache, step.cache), step.rows, step.heads.scale, out, splits)
-        torch.testing.assert_close(out.double(), step.expected(), rtol=3e-6, atol=3e-6)
+        torch.testing.assert_close(out.double(), step.expected_latents(), rtol=3e-6, atol=3e-6)
 
 
 def test_few_programs_share_a_short_context(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

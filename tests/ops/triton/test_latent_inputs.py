@@ -35,7 +35,8 @@ class Case:
         self.q = torch.randn(T, N * (P + 2 * R) + 8).to(device, dtype)[:, :-8]
         self.kv = torch.randn(T, L + 2 * R + 8).to(device, dtype)[:, :-8]
         key_map, norm = torch.randn(N, L, P) * P**-0.5, torch.randn(L)
-        self.heads = LatentHeads(key_map.to(device, dtype), norm.to(device, dtype), 1e-5, 1.0)
+        no_values = torch.empty(N, 0, L, device=device, dtype=dtype)
+        self.heads = LatentHeads(key_map.to(device, dtype), no_values, norm.to(device, dtype), 1e-5, 1.0)
         self.angles = (torch.rand(T, R) * 6).to(device)
         blocks = T // BLOCK_SIZE + 2
         self.cache = torch.full((blocks, 1, BLOCK_SIZE, 2 * R + L), NAN).to(device, cache_dtype or dtype)
