@@ -22,6 +22,7 @@ from octavo.steps.shapes import (
     first_extra_shapes,
     first_shapes,
     graph_shapes,
+    longest_shapes,
     next_shapes,
     padded_shape,
 )
@@ -174,7 +175,7 @@ class GraphChoice:
         first = first_shapes(*self._limits)
         self._has_extra_kernels.clear()
         started = time.perf_counter()
-        runner.send(Compile(first)).wait()
+        runner.send(Compile([*first, *longest_shapes(*self._limits[:3], self._limits[4])])).wait()
         compiled = time.perf_counter()
         seconds = self._capture_all(runner, first)
         logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, seconds)

@@ -147,7 +147,7 @@ class Scheduler:
             room = self.step_budget.draft_room(total_budget, num_behind) if is_mixed else None
             drafts_of = self.speculation.choose(self.running.values(), room)
             num_drafts = min(room.num_drafts, sum(map(len, drafts_of.values()))) if room is not None else 0
-        total_budget = min(total_budget + num_drafts, self.step_budget.most)
+        total_budget = min(total_budget + num_drafts, max(total_budget, self.step_budget.most_mixed))
         chosen, num_reserved = self._reserve_budget(total_budget - num_drafts) if self.cut else (None, 0)
         budget, self.cut = total_budget - num_reserved, []
         for seq in list(self.running.values()):

@@ -17,7 +17,7 @@ import numpy as np
 from octavo.config import SchedulerSettings
 from octavo.engine.policies.policy import Policy
 from octavo.engine.step_model import Array, Load, StepModel, load_of
-from octavo.steps.shapes import NO_DRAFTER
+from octavo.steps.shapes import MIXED_ROWS, NO_DRAFTER
 from octavo.types import Plan
 
 MARGIN = 0.9
@@ -48,7 +48,10 @@ class DraftRoom(NamedTuple):
 
 
 class StepBudget:
-    """Chooses the budget that computes prompts at the least cost, at most ``max_num_batched_tokens``.
+    """Chooses the budget that computes prompts at the least cost.
+
+    While no sequence waits for its next token, that is all of ``max_num_batched_tokens``. Mixed steps have at most as
+    many as the largest graph, unless the setting says otherwise: more would hold up streams for longer.
 
     With d sequences that decode and p that wait for their prompts, a step of c prompt tokens adds its time to that of
     a step of decodes alone, and delays p sequences by one more step. So the cost of a prompt token is
@@ -61,7 +64,9 @@ class StepBudget:
 
     def __init__(self, settings: SchedulerSettings, max_num_batched_tokens: int, waiting: Policy) -> None:
         self.waiting = waiting
-        self.most = max_num_batched_tokens
+        self.most = self.most_mixed = max_num_batched_tokens
+        if settings.max_num_batched_tokens is None:
+            self.most_mixed = min(self.most, MIXED_ROWS[-1])
         self.max_itl = settings.max_itl or inf
         self.model = StepModel(max_num_batched_tokens)
         self._context = self._decode_context = 0
@@ -88,9 +93,9 @@ class StepBudget:
         num_pending = num_cut + min(len(self.waiting), num_free)
         chooses = num_pending > 0 and num_cut < num_running and self.model.is_ready
         if not chooses and limit == inf:
-            return self.most
+            return self.most_mixed
         curve = self.model.curve(num_running, self._context, self._position, self._num_proposed)
-        budget = self._cheapest(curve, num_running, num_running - num_cut, num_pending) if chooses else self.most
+        budget = self._cheapest(curve, num_running, num_running - num_cut, num_pending) if chooses else self.most_mixed
         if limit < inf:
             num_rows = min(int(np.interp(limit, curve, self.model.knots)), MOST_GROWTH * self._most_rows)
             budget = min(budget, max(num_rows, num_running + LEAST_CHUNK))
@@ -98,10 +103,11 @@ class StepBudget:
 
     def _cheapest(self, curve: Array, num_running: int, num_decoding: int, num_pending: int) -> int:
         """The budget with the least cost of a prompt token, by the predicted seconds at each knot; or one to try."""
-        is_enough = self.model.knots >= num_running + LEAST_CHUNK
-        budgets, seconds = self.model.knots[is_enough], curve[is_enough]
+        knots = self.model.knots
+        is_enough = (knots >= num_running + LEAST_CHUNK) & (knots <= self.most_mixed)
+        budgets, seconds = knots[is_enough], curve[is_enough]
         if len(budgets) < 2:
-            return self.most
+            return self.most_mixed
         drafts = max(0, self._num_proposed)
         alone = self.model.seconds(Load(num_decoding, num_decoding, self._decode_context, num_proposed=drafts))
         delay = WAITING_WEIGHT * alone * num_pending / (num_decoding + num_pending)
@@ -125,8 +131,8 @@ class StepBudget:
     def draft_room(self, budget: int, num_running: int) -> DraftRoom:
         """Room for drafts in a step with prompts: in addition to its ``budget``, with at least half of the largest
         step's rows left to prompts."""
-        most = (self.most - num_running) // 2 if self.model.is_ready else 0
-        return DraftRoom(most, lambda count: self.model.draft_seconds(min(budget, self.most - count), count))
+        most = (self.most_mixed - num_running) // 2 if self.model.is_ready else 0
+        return DraftRoom(most, lambda count: self.model.draft_seconds(min(budget, self.most_mixed - count), count))
 
     def plain_seconds(self, plan: Plan) -> float | None:
         """Predicted seconds of a step with prompts, without drafts and without the executor's drafter; ``None`` for a

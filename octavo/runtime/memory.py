@@ -52,7 +52,9 @@ class DeviceDefaults:
     max_num_batched_tokens: int
 
 
-DEFAULTS = {"cpu": DeviceDefaults(32, 64, 256), "cuda": DeviceDefaults(64, 256, 2048)}
+DEFAULTS = {"cpu": DeviceDefaults(32, 64, 256), "cuda": DeviceDefaults(64, 256, 8192)}
+ACTIVATION_SHARE, FULL_TOKENS = 1 / 32, 2048
+"""Activations of steps of more than FULL_TOKENS, which keep a GPU busy, take at most this share of the free memory."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,9 @@ def settle(
     that are not given are halved until it fits; ``batch``, sequences and tokens, is what they were halved to.
     Raises ``ConfigError`` naming the setting to change when something does not fit.
     """
-    max_num_seqs, max_num_batched_tokens = batch or batch_limits(settings.scheduler, DEFAULTS[device])
+    max_num_seqs, max_num_batched_tokens = batch or _first_batch(
+        settings.scheduler, model, dtype, device, free, num_ranks
+    )
     block_size = settings.cache.block_size or DEFAULTS[device].block_size
     max_model_len = _longest_asked(settings, model)
     activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks)
@@ -194,6 +198,20 @@ def batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple
     if seqs is None:
         seqs = min(defaults.max_num_seqs, tokens or defaults.max_num_seqs)
     return seqs, tokens or max(defaults.max_num_batched_tokens, seqs)
+
+
+def _first_batch(
+    settings: SchedulerSettings, model: ModelConfig, dtype: torch.dtype, device: str, free: int, num_ranks: int
+) -> tuple[int, int]:
+    """``batch_limits``, with no more tokens by default than keep activations a small share of the free memory."""
+    seqs, tokens = batch_limits(settings, DEFAULTS[device])
+    if settings.max_num_batched_tokens is None:
+        while (
+            tokens // 2 >= max(seqs, FULL_TOKENS)
+            and _activation_bytes(model, tokens, dtype, num_ranks) > ACTIVATION_SHARE * free
+        ):
+            tokens //= 2
+    return seqs, tokens
 
 
 def _smaller_batch(settings: SchedulerSettings, num_seqs: int, num_tokens: int) -> tuple[int, int] | None:

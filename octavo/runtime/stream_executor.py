@@ -186,7 +186,8 @@ class StreamExecutor:
         if message.uses_graph and self._graphs is not None:
             self._graphs(message.shape)
         else:
-            self._program(message.shape)
+            with self._as_in_graphs():
+                self._program(message.shape)
         reports_RW = None if message.num_top < 0 else self._program.send_reports(index, message.num_samples)
         done = None
         if self._is_cuda:

@@ -21,7 +21,7 @@ from octavo.sim.traces import Trace
 from octavo.sim.workloads import WithinContext, make_workload
 from octavo.weights.safetensors import read_configs
 
-BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, DEPTH = 64, 256, 2048, 2
+BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, DEPTH = 64, 256, 8192, 2
 """Defaults of an engine on CUDA devices."""
 
 

@@ -259,6 +259,15 @@ def first_shapes(
     return sorted({*plain, *(_with_drafter(shape, has_drafter) for shape in shapes)}, reverse=True)
 
 
+def longest_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool, has_drafter: bool) -> list[StepShape]:
+    """The longest steps without extras, if they have no graph: startup compiles their kernels as well."""
+    shape, has_graph = padded_shape(max_num_rows, 1, max_num_rows, max_num_seqs)
+    shapes = set() if has_graph else {shape, _with_drafter(shape, has_drafter)}
+    if with_adapters:
+        shapes |= {shape._replace(has_adapters=True) for shape in shapes}
+    return sorted(shapes, reverse=True)
+
+
 NEXT_SEQS, NEXT_MIXED_ROWS = 16, 256
 
 

@@ -71,6 +71,29 @@ def test_steps_are_full_where_each_has_a_price() -> None:
     assert usual(sizes) == MOST
 
 
+@pytest.mark.parametrize(("given", "most_mixed"), [(None, 2048), (8192, 8192)])
+def test_streams_are_held_up_by_no_more_tokens_than_a_graph_has_unless_asked_for(
+    given: int | None, most_mixed: int
+) -> None:
+    """A prompt alone has all tokens of a step."""
+    settings = SchedulerSettings(max_num_batched_tokens=given)
+    engine = VirtualEngine(settings, cost=StepCost(base=0.02), num_blocks=1 << 13, max_num_batched_tokens=8192)
+    alone, mixed = list[int](), list[int]()
+    learn = engine.engine.scheduler.note_step
+
+    def note(plan: Plan, seconds: float) -> None:
+        lengths = [len(item.tokens) for item in plan]
+        (mixed if min(lengths) == 1 < max(lengths) else alone).append(max(lengths))
+        learn(plan, seconds)
+
+    engine.engine.scheduler.note_step = note  # type: ignore[method-assign]
+    first = Request(0, [7] * 20000, SamplingParams(), 4000, arrival=0.1)
+    later = [Request(n, [n] * 20000, SamplingParams(), 2, arrival=20.0 + n) for n in range(1, 12)]
+    engine.serve([first, *later], until=60.0)
+    assert max(alone) == 8192
+    assert most_mixed * 0.9 < max(mixed) <= most_mixed
+
+
 def test_a_long_prompt_has_few_chunks() -> None:
     """Small chunks would be cheap, but for the prompt's context, which each of them reads again, and decodes do not."""
     budget, rng = Recorder(CheapRows(), SchedulerSettings()).engine.scheduler.step_budget, random.Random(1)

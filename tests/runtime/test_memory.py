@@ -56,7 +56,14 @@ def test_a_gpu_gives_all_that_is_left() -> None:
     limits, budget = settled(free=8 * GIB, device="cuda")
     total = budget.kv_cache + budget.activations + budget.logits
     assert 8 * GIB - 64 * PER_TOKEN < total <= 8 * GIB
-    assert (limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens) == (64, 256, 2048)
+    assert (limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens) == (64, 256, 4096)
+
+
+@pytest.mark.parametrize(("free", "num_tokens"), [(16, 8192), (8, 4096), (4, 2048), (1, 2048)])
+def test_steps_have_as_many_tokens_as_take_a_small_share_of_a_gpu(free: int, num_tokens: int) -> None:
+    assert settled(free=free * GIB, device="cuda")[0].max_num_batched_tokens == num_tokens
+    given, _ = settled(free=free * GIB, device="cuda", max_num_batched_tokens=6000)
+    assert given.max_num_batched_tokens == 6000
 
 
 def test_a_gpu_keeps_room_to_expand_the_keys_of_prompts_from_latents() -> None:
