@@ -1,10 +1,9 @@
 """``latent_attention`` for CUDA devices: the cache's one key is read once for many heads, and is the value too.
 
 A tile's rows are heads of one token, or of a few. Where a sequence has one row its context is split among programs,
-and the last to finish adds their sums (Dao et al., "Flash-Decoding", 2023); else a program iterates over the full
-context of its rows (Dao et al., arXiv 2205.14135), or ``latent_prompts`` attends to keys and values of each head. All
-bounds are read on the device, and so is how many programs share a context: a program's sums are as many bytes as some
-thirty keys, so that few share a short one.
+whose sums ``latent_outputs`` adds (Dao et al., "Flash-Decoding", 2023); else a program iterates over the full context
+of its rows (Dao et al., arXiv 2205.14135), or ``latent_prompts`` attends to keys and values of each head. All bounds
+are read on the device, and so is how many programs share a context.
 
 Shapes: T tokens, S sequences, N heads, P rotated part of a head, L latent, H = P + L; a tile's rows M and keys C.
 """
@@ -23,10 +22,18 @@ from octavo.ops.head_linear import head_linear
 from octavo.ops.latent_attention import LatentHeads, latent_attention
 from octavo.ops.triton.decode_attention import MAX_PAIRS
 from octavo.ops.triton.latent_inputs import latent_inputs
+from octavo.ops.triton.latent_outputs import (
+    FEW_SUMS,
+    MOST_SUMS,
+    PROGRAMS,
+    Parts,
+    keys_of_run,
+    latent_outputs,
+    single_row,
+)
 from octavo.ops.triton.latent_prompts import attend_prompts, expanded_tiles, room_for
 from octavo.ops.triton.launch import (
     after_predecessor,
-    counters,
     declines_floats,
     is_invariant,
     launch,
@@ -34,10 +41,7 @@ from octavo.ops.triton.launch import (
     shared_bytes,
 )
 from octavo.ops.triton.prefill_attention import MAX_SPARE, NO_SCORE, key_blocks
-from octavo.ops.triton.split_sums import LOG2_E, add_parts, leave_part, store_heads
-
-PROGRAMS = 132
-"""Programs that fill a device: one for each multiprocessor of an H200, whose shared memory it needs."""
+from octavo.ops.triton.split_sums import LOG2_E
 
 
 class Config(NamedTuple):
@@ -67,13 +71,16 @@ def latent_attention_triton(
     out_TNL = q_TNH.new_empty(T, N, L)
     is_decode = rows.max_query_len == 1
     splits_contexts = (is_decode or len(rows.seq_lens_S) > 1) and not is_invariant()
-    if splits_contexts:
-        attend_single_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL)
+    parts = attend_single_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL) if splits_contexts else None
     room = room_for(q_TNH, heads, cache, rows)
     if not (is_decode and splits_contexts):
         room_tiles = 0 if room is None else room.num_tiles
         attend_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL, splits_contexts, room_tiles)
-    out_TNV: Tensor = head_linear(out_TNL, heads.value_map_NVL)
+    out_TNV: Tensor = q_TNH.new_empty(T, N, heads.value_map_NVL.shape[1])
+    if not (is_decode and parts):
+        out_TNV = head_linear(out_TNL, heads.value_map_NVL)
+    if parts is not None:
+        latent_outputs(parts, heads.value_map_NVL, rows, out_TNV)
     if room is not None:
         attend_prompts(q_TW.view(T, N, -1), q_TNH[..., : 2 * R], heads, cache, rows, room, out_TNV)
     return out_TNV
@@ -87,26 +94,30 @@ def attend_single_rows(
     scale: float,
     out_TNL: Tensor,
     splits: int | None = None,
-) -> None:
-    """Fill ``out`` for rows that are the only ones of their sequences. At most ``splits`` programs share a context."""
+) -> Parts | None:
+    """Attend for rows that are the only ones of their sequences; at most ``splits`` programs share a context.
+
+    Returns the parts that ``latent_outputs`` adds, or ``None`` if contexts are not shared: ``out`` is filled then.
+    """
     S, (_, N, L) = len(rows.seq_lens_S), out_TNL.shape
     keys, block_tables_SB = cache.keys, rows.of(cache).block_tables_SB
     config = _config(q_TNH, FEW_HEADS if N <= 16 else MANY_HEADS)
     tiles = triton.cdiv(N, config.rows)
     assert S * tiles <= MAX_PAIRS, f"{S} sequences of {tiles} tiles of heads are more than {MAX_PAIRS} pairs"
-    splits = splits or max(1, PROGRAMS // (S * tiles))
-    shape = (S * tiles, splits, config.rows)
-    part_keys = config.rows * L * 4 / (keys.shape[3] * keys.element_size())  # keys of as many bytes as a run's sums
+    most = MOST_SUMS if rows.has_long_context else FEW_SUMS
+    splits = splits or max(1, min(PROGRAMS // (S * tiles), most))
+    shape = (S, tiles, splits, config.rows)
+    sums = torch.empty(*shape, L, dtype=torch.float32, device=q_TNH.device) if splits > 1 else out_TNL
+    logs = torch.empty(shape, dtype=torch.float32, device=q_TNH.device) if splits > 1 else None
     # fmt: off
     launch(
         single_rows_kernel, (splits, tiles, S),
-        q_TNH, keys, out_TNL, block_tables_SB, None if rows.max_query_len == 1 else rows.cu_seqlens_q, rows.seq_lens_S,
-        torch.empty(*shape, L, dtype=torch.float32, device=q_TNH.device),
-        torch.empty(shape, dtype=torch.float32, device=q_TNH.device), counters(q_TNH.device, MAX_PAIRS),
-        scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0), splits, part_keys,
-        **_constants(q_TNH, split, keys, config), SPLIT=splits > 1,
+        q_TNH, keys, sums, logs, block_tables_SB, None if rows.max_query_len == 1 else rows.cu_seqlens_q,
+        rows.seq_lens_S, scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0), splits,
+        **_constants(q_TNH, split, keys, config),
     )
     # fmt: on
+    return None if logs is None else Parts(sums, logs, config.keys)
 
 
 def attend_rows(
@@ -169,60 +180,41 @@ def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: Config) -> dict
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits"])
 def single_rows_kernel(
-    q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor,
-    seq_lens_ptr: tl.tensor, parts_ptr: tl.tensor, logs_ptr: tl.tensor, counters_ptr: tl.tensor, scale: tl.tensor,
-    table_stride: tl.tensor, block_stride: tl.tensor, max_splits: tl.tensor, part_keys: tl.tensor, N: tl.constexpr,
-    P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, logs_ptr: tl.tensor, tables_ptr: tl.tensor,
+    cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, scale: tl.tensor, table_stride: tl.tensor,
+    block_stride: tl.tensor, max_splits: tl.tensor, N: tl.constexpr, P: tl.constexpr, L: tl.constexpr,
+    PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A run of keys for ROWS heads of a sequence's one row, which is that of the sequence's number in decode steps."""
+    """A run of keys for ROWS heads of a sequence's one row; with ``logs``, ``out`` are the sums of runs."""
     split, seq = tl.program_id(0), tl.program_id(2)
-    row = seq.to(tl.int64)
     head_M, d_L = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, LP)
-    length = tl.load(seq_lens_ptr + seq)  # it and the table are of kernels long before
-    if cu_seqlens_ptr is not None:
-        row = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
-        length = tl.where(tl.load(cu_seqlens_ptr + seq + 1) == row + 1, length, 0)
-    keys_each = _keys_of_run(length, max_splits, part_keys, KEYS)
-    num_runs = tl.cdiv(length, keys_each)
+    row, length = single_row(
+        seq, seq >= 0, cu_seqlens_ptr, seq_lens_ptr
+    )  # they and the table are of kernels long before
+    keys_each = keys_of_run(length, max_splits, KEYS)
     begin = split * keys_each
     end = tl.minimum(begin + keys_each, length)
     tables_ptr += seq.to(tl.int64) * table_stride
-    if PDL and split < num_runs:  # the first keys are on their way to the cache when the queries are there
+    if PDL and begin < length:  # the first keys are on their way to the cache when the queries are there
         key_C = tl.minimum(begin + tl.arange(0, KEYS), end - 1)
         block_C = tl.load(tables_ptr + key_C // BLOCK_SIZE).to(tl.int64)
         at_C1 = cache_ptr + (block_C * block_stride + key_C % BLOCK_SIZE * (P + L))[:, None]
         prefetch_lines(at_C1, P + L)
     after_predecessor(PDL)
-    if split < num_runs:
+    if begin < length:
         q_ML, q_MP = _queries(q_ptr, row * N + head_M, head_M < N, P, L, PP, LP)
-        sums = _walk(
+        peak_M, total_M, acc_ML = _walk(
             q_ML, q_MP, tl.zeros_like(head_M) + length - 1, begin, end, cache_ptr, tables_ptr, block_stride, scale,
             P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
         )  # fmt: skip
-        out_ptr += row * N * L
-        if SPLIT and num_runs > 1:
-            pair = seq.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-            parts_ptr += pair * max_splits * ROWS * L
-            logs_ptr += pair * max_splits * ROWS
-            m_M = tl.arange(0, ROWS)
-            if leave_part(parts_ptr, logs_ptr, counters_ptr + pair, sums, split, num_runs, m_M, d_L, ROWS, L):
-                sums = add_parts(parts_ptr, logs_ptr, num_runs, d_L, ROWS, L, LP, 1)
-                store_heads(out_ptr, sums, head_M, head_M < N, d_L, None, L)
-        else:
-            store_heads(out_ptr, sums, head_M, head_M < N, d_L, None, L)
-
-
-@triton.jit
-def _keys_of_run(length: tl.tensor, max_splits: tl.tensor, part_keys: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
-    """How many keys of a context a program takes, a multiple of KEYS.
-
-    It reads these, and the last to finish reads the sums of all runs as well, each of as many bytes as ``part_keys``
-    keys. The more keys a run has, the fewer runs there are: it is least where both parts are the same.
-    """
-    balanced = tl.sqrt(length.to(tl.float32) * part_keys).to(tl.int32)
-    keys = tl.maximum(tl.maximum(tl.cdiv(length, max_splits), balanced), 1)
-    return tl.cdiv(keys, KEYS) * KEYS
+        to_M = row * N + head_M
+        if logs_ptr is not None:
+            part = (seq.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * max_splits + split
+            to_M = part * ROWS + tl.arange(0, ROWS)
+            tl.store(logs_ptr + to_M, peak_M + tl.log2(total_M))
+        mean_ML = (acc_ML / total_M[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + to_M[:, None] * L + d_L[None, :], mean_ML, mask=(head_M < N)[:, None] & (d_L < L)[None, :])
 
 
 @triton.jit(do_not_specialize=["S", "room_tiles", "table_stride"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from octavo.ops import latent_attention as dispatched
 from octavo.ops.attention import GroupRows, LayerCache, PagedRows
 from octavo.ops.latent_attention import LatentHeads
 from octavo.ops.triton import latent_attention
+from octavo.ops.triton.head_linear import head_linear_triton
 from octavo.ops.triton.latent_attention import attend_single_rows, latent_attention_triton
+from octavo.ops.triton.latent_outputs import latent_outputs
 from octavo.ops.triton.launch import invariant
+from tests.ops.triton.poison import poison_new_tensors
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -163,22 +167,31 @@ def test_float8_cache(is_single: bool, device: str) -> None:
     check(Step(*lens, device, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn))
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_any_number_of_splits_gives_the_same(splits: int, device: str) -> None:
-    """Counters are left at zero: the second step is as right as the first."""
-    step = Step([1] * 3, [100, 16, 1], device)
+@pytest.mark.parametrize("splits", [1, 2, 3, 100])
+@pytest.mark.parametrize("num_seqs", [1, 3, 20])
+def test_any_number_of_splits_gives_the_same(
+    splits: int, num_seqs: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step([1] * num_seqs, [100, 16, 1, *range(2, 150, 7)][:num_seqs], device)
     step.run()
-    q = step.inputs()[0].float().contiguous()
-    for _ in range(2):
-        out = torch.full((3, step.N, step.L), NAN, device=device)
-        attend_single_rows(q, 2 * step.R, LayerCache(step.cache, step.cache), step.rows, step.heads.scale, out, splits)
-        torch.testing.assert_close(out.double(), step.expected_latents(), rtol=3e-6, atol=3e-6)
+    q, cache = step.inputs()[0].float().contiguous(), LayerCache(step.cache, step.cache)
+    poison_new_tensors(monkeypatch)
+    out_TNL = torch.full((num_seqs, step.N, step.L), NAN, device=device)
+    parts = attend_single_rows(q, 2 * step.R, cache, step.rows, step.heads.scale, out_TNL, splits)
+    assert (parts is None) == (splits == 1)
+    out_TNV = torch.full((num_seqs, step.N, 20), NAN, device=device)
+    if parts is None:
+        out_TNV = head_linear_triton(out_TNL, step.heads.value_map_NVL)
+    else:
+        latent_outputs(parts, step.heads.value_map_NVL, step.rows, out_TNV)
+    torch.testing.assert_close(out_TNV.double(), step.expected(), rtol=3e-6, atol=3e-6)
 
 
-def test_few_programs_share_a_short_context(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their number grows with the root of its length; a program alone leaves nothing to add."""
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_program_takes_a_tile_of_keys_at_least(is_long: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent_attention, "shared_bytes", lambda device: 227 * 1024)
-    step = Step([1] * 4, [64, 512, 900, 2000], device, N=2, R=32, L=512, dtype=torch.bfloat16)
+    step = Step([1] * 4, [64, 512, 900, 3000], device, N=2, R=32, L=512, dtype=torch.bfloat16)
+    step.rows = replace(step.rows, has_long_context=is_long)
     made, empty = list[Tensor](), torch.empty
 
     def kept(*args: Any, **options: Any) -> Tensor:
@@ -187,8 +200,8 @@ def test_few_programs_share_a_short_context(device: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch, "empty", kept)
     check(step)
-    (parts,) = (tensor for tensor in made if tensor.dim() == 4)
-    assert (~parts[:, :, 0, 0].isnan()).sum(1).tolist() == [0, 4, 5, 8]
+    (sums,) = (tensor for tensor in made if tensor.dim() == 5)
+    assert (~sums[:, 0, :, 0, 0].isnan()).sum(1).tolist() == [1, 8, 15, 24 if is_long else 16], "33 programs at most"
 
 
 def test_rows_are_the_same_in_any_step_where_asked_for(device: str) -> None:
