@@ -203,14 +203,17 @@ def batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple
 def _first_batch(
     settings: SchedulerSettings, model: ModelConfig, dtype: torch.dtype, device: str, free: int, num_ranks: int
 ) -> tuple[int, int]:
-    """``batch_limits``, with no more tokens by default than keep activations a small share of the free memory."""
+    """``batch_limits``, with no more tokens by default than keep activations a small share of the free memory.
+
+    A sliding-window layer caches a step's tokens in addition to its windows, so that long steps would cost more there.
+    """
     seqs, tokens = batch_limits(settings, DEFAULTS[device])
-    if settings.max_num_batched_tokens is None:
-        while (
-            tokens // 2 >= max(seqs, FULL_TOKENS)
-            and _activation_bytes(model, tokens, dtype, num_ranks) > ACTIVATION_SHARE * free
-        ):
-            tokens //= 2
+    if settings.max_num_batched_tokens is not None:
+        return seqs, tokens
+    has_windows = any(spec.window for spec in model.cache)
+    most_bytes = 0 if has_windows else ACTIVATION_SHARE * free
+    while tokens // 2 >= max(seqs, FULL_TOKENS) and _activation_bytes(model, tokens, dtype, num_ranks) > most_bytes:
+        tokens //= 2
     return seqs, tokens
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,14 @@ def test_steps_have_as_many_tokens_as_take_a_small_share_of_a_gpu(free: int, num
     assert settled(free=free * GIB, device="cuda")[0].max_num_batched_tokens == num_tokens
     given, _ = settled(free=free * GIB, device="cuda", max_num_batched_tokens=6000)
     assert given.max_num_batched_tokens == 6000
+
+
+def test_steps_are_not_long_where_windows_would_have_to_hold_their_tokens() -> None:
+    model = dataclasses.replace(MODEL, windows=(128, 0) * 15)
+    sizes = {"bfloat16": 500}, 64 * GIB
+    limits, _ = settle(EngineConfig.from_flat({}), model, torch.bfloat16, torch.bfloat16, "cuda", *sizes)
+    assert limits.max_num_batched_tokens == 2048
+    assert len(limits.groups) == 2
 
 
 def test_a_gpu_keeps_room_to_expand_the_keys_of_prompts_from_latents() -> None:

@@ -68,16 +68,15 @@ def latent_attention_triton(
     """See ``ops.latent_attention``. Where results may not depend on other rows, one kernel takes all rows."""
     (N, L, _), (T, R) = heads.key_map_NLP.shape, cos_TR.shape
     q_TNH = latent_inputs(q_TW, kv_TC, heads, cos_TR, sin_TR, cache.keys, rows.of(cache).slot_mapping_T)
-    out_TNL = q_TNH.new_empty(T, N, L)
+    out_TNL, out_TNV = q_TNH.new_empty(T, N, L), q_TNH.new_empty(T, N, heads.value_map_NVL.shape[1])
     is_decode = rows.max_query_len == 1
-    splits_contexts = (is_decode or len(rows.seq_lens_S) > 1) and not is_invariant()
-    parts = attend_single_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL) if splits_contexts else None
+    has_single = (is_decode or len(rows.seq_lens_S) > 1) and not is_invariant()
+    parts = attend_single_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL) if has_single else None
     room = room_for(q_TNH, heads, cache, rows)
-    if not (is_decode and splits_contexts):
+    if not (is_decode and has_single):
         room_tiles = 0 if room is None else room.num_tiles
-        attend_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL, splits_contexts, room_tiles)
-    out_TNV: Tensor = q_TNH.new_empty(T, N, heads.value_map_NVL.shape[1])
-    if not (is_decode and parts):
+        attend_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL, has_single, room_tiles)
+    if not is_decode or parts is None:
         out_TNV = head_linear(out_TNL, heads.value_map_NVL)
     if parts is not None:
         latent_outputs(parts, heads.value_map_NVL, rows, out_TNV)
@@ -189,9 +188,8 @@ def single_rows_kernel(
     """A run of keys for ROWS heads of a sequence's one row; with ``logs``, ``out`` are the sums of runs."""
     split, seq = tl.program_id(0), tl.program_id(2)
     head_M, d_L = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, LP)
-    row, length = single_row(
-        seq, seq >= 0, cu_seqlens_ptr, seq_lens_ptr
-    )  # they and the table are of kernels long before
+    # What was uploaded for the step is of kernels long before.
+    row, length = single_row(seq, seq >= 0, cu_seqlens_ptr, seq_lens_ptr)
     keys_each = keys_of_run(length, max_splits, KEYS)
     begin = split * keys_each
     end = tl.minimum(begin + keys_each, length)

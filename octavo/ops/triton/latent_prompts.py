@@ -95,6 +95,8 @@ def expand(heads: LatentHeads, cache: LayerCache, rows: PagedRows, room: Expande
     """
     (N, L, P), (V, Q), S = heads.key_map_NLP.shape, EXPANDED_WIDTHS[:0:-1], len(rows.seq_lens_S)
     latents, block_tables_SB = cache.keys, rows.of(cache).block_tables_SB
+    assert heads.key_map_NLP.is_contiguous()
+    assert heads.value_map_NVL.is_contiguous()
     pages_SB = block_tables_SB.new_empty(S, room.num_tiles * TILE.value // page)
     ends_S = rows.seq_lens_S.new_empty(S)
     # fmt: off
