@@ -10,11 +10,11 @@ import torch
 
 from octavo import ops
 from octavo.config import STORED_METHODS, ModelSettings
+from octavo.cpus import default_num_threads
 from octavo.errors import ConfigError
 from octavo.ops import dispatch
 from octavo.quant.blocks import without_kernel
 from octavo.quant.stored import WeightFormat
-from octavo.runtime.cpu_threads import default_num_threads
 from octavo.runtime.device_program import load_kernels
 from octavo.runtime.memory import release_unused
 from octavo.weights.checkpoint import Checkpoint

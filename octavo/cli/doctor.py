@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,13 +87,13 @@ def _versions(config: EngineConfig) -> Iterator[str]:
 def _machine(config: EngineConfig) -> Iterator[str]:
     import torch
 
+    from octavo.cpus import num_hardware_threads, num_physical_cores
     from octavo.device_settings import resolve_device
     from octavo.ops.cpu.host import FLOAT_FEATURES, VNNI_FEATURES, cpu_features
-    from octavo.runtime.cpu_threads import num_physical_cores
     from octavo.runtime.memory import free_memory
 
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield _row("processor", f"{_processor()}, {num_physical_cores()} cores with {cpus} threads for this process")
+    cores, threads = num_physical_cores(), num_hardware_threads()
+    yield _row("processor", f"{_processor()}, {cores} cores with {threads} threads for this process")
     used = (*FLOAT_FEATURES, *VNNI_FEATURES)
     yield _row("features", " ".join(name for name in used if name in cpu_features()) or "none that kernels use")
     absent = [name for name in used if name not in cpu_features()]

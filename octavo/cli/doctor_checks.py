@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.config import cache_dir
+from octavo.cpus import num_cpus
 from octavo.errors import ConfigError
 
 GIB = 2**30
@@ -39,12 +40,8 @@ def _disk() -> float:
     return shutil.disk_usage(folder).free / GIB
 
 
-def _cores() -> float:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _load() -> float:
-    return os.getloadavg()[0] / _cores()
+    return os.getloadavg()[0] / num_cpus()
 
 
 def _gpus() -> float:
@@ -70,7 +67,7 @@ def _gpu_utilization() -> float:
 
 
 QUANTITIES: Mapping[str, Quantity] = {
-    "cores": Quantity("least", _cores, "processors for this process"),
+    "cores": Quantity("least", num_cpus, "processors for this process"),
     "load": Quantity("most", _load, "load average of the last minute for each of them"),
     "memory": Quantity("least", _memory, "free memory, GiB"),
     "disk": Quantity("least", _disk, "free space for models, GiB"),

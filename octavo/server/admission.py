@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from octavo.cpus import num_cpus
 from octavo.errors import ContextLengthExceeded, DeadlineExceeded, InvalidParameter, QueueFull
 from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.forms import FormError
@@ -85,7 +86,7 @@ class Admission:
         self.grammars = GrammarCompiler(self._vocabulary)
         self._num_reserved = 0
         # Unbounded, tokenisation would starve the event loop of cores and of the GIL.
-        self._tokenising = asyncio.Semaphore(max(1, (os.cpu_count() or 1) // 2))
+        self._tokenising = asyncio.Semaphore(max(1, num_cpus() // 2))
 
     @property
     def has_room(self) -> bool:

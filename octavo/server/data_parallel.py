@@ -18,6 +18,7 @@ import msgspec
 
 from octavo.cache.kv_events import KVEvent
 from octavo.config import ServeConfig
+from octavo.cpus import num_cpus
 from octavo.errors import ConfigError, OctavoError
 from octavo.routing.prefixes import CachedPrefixes, PromptQuery
 from octavo.routing.routers import make_router
@@ -188,4 +189,4 @@ def environments_of(device: str, size: int, num_ranks: int) -> list[Mapping[str,
         return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
     if "OMP_NUM_THREADS" in os.environ:
         return [{}] * size
-    return [{"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // size))}] * size
+    return [{"OMP_NUM_THREADS": str(max(1, num_cpus() // size))}] * size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import resource
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -11,6 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import chain
 from typing import Any, NamedTuple
 
+from octavo.cpus import num_cpus
 from octavo.errors import OctavoError
 from octavo.sim.jobs import Workload
 from octavo.sim.replica import Result
@@ -25,7 +25,7 @@ def num_processes(fleet: Fleet, workload: Workload, num_requests: int) -> int:
     """Number of processes to use: limited by this process's cores, the replicas and the number of requests."""
     if not fleet.separates(workload):
         return 1
-    return max(1, min(len(os.sched_getaffinity(0)), fleet.num_replicas, num_requests // LEAST_JOBS))
+    return max(1, min(num_cpus(), fleet.num_replicas, num_requests // LEAST_JOBS))
 
 
 def simulate(

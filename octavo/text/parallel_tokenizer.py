@@ -8,7 +8,6 @@ random text shows whether that holds.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,8 @@ from functools import cached_property
 
 import tokenizers
 from tokenizers import models
+
+from octavo.cpus import num_cpus
 
 MIN_CHUNK = 8192
 """Characters of a chunk, at least: they take milliseconds, and handing work to a thread a tenth of one."""
@@ -34,7 +35,7 @@ class ParallelTokenizer:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         """``backend``: one for which ``can_split``."""
         self._backend = backend
-        self._num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._num_threads = num_cpus()
 
     def takes(self, text: str) -> bool:
         """Whether this text is long enough for two chunks, and there are several CPUs for them."""

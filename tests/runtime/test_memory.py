@@ -14,8 +14,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.layer_cache import KVGroup
 from octavo.models.registry import read_config
-from octavo.runtime import cpu_threads, memory
-from octavo.runtime.cpu_threads import default_num_threads, num_physical_cores
+from octavo.runtime import memory
 from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
 from octavo.runtime.memory import GIB, Limits, MemoryBudget, settle
 
@@ -203,45 +202,3 @@ def test_free_memory_heeds_the_control_group(tmp_path: Path) -> None:
     assert memory._cgroup_available(tmp_path) == 700
     (tmp_path / "memory.max").write_text("max\n")
     assert memory._cgroup_available(tmp_path) is None
-
-
-def test_hardware_threads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5})
-    for cpu, siblings in ((0, "0,2"), (1, "1,3"), (2, "0,2")):
-        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
-        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(siblings + "\n")
-    assert num_physical_cores(tmp_path) == 3  # two cores, and one that says nothing
-
-
-def test_efficiency_cores_do_not_count_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    (tmp_path / "cpus").write_text("4-6,9\n")
-    for cpus, count in ((range(8), 5), ({4, 5, 9}, 3), ({0, 9}, 1)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cpus=cpus: set(cpus))
-        assert num_physical_cores(tmp_path, tmp_path / "cpus") == count
-
-
-def test_the_least_quota_of_the_control_groups_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    membership, group = tmp_path / "membership", tmp_path / "a" / "b"
-    group.mkdir(parents=True)
-    membership.write_text("1:cpu:/old\n0::/a/b\n")
-    assert cpu_threads.cpu_quota(membership, tmp_path) == math.inf
-    (group / "cpu.max").write_text("max 100000\n")
-    assert cpu_threads.cpu_quota(membership, tmp_path) == math.inf
-    (tmp_path / "a" / "cpu.max").write_text("250000 100000\n")
-    assert cpu_threads.cpu_quota(membership, tmp_path) == 2.5
-    assert cpu_threads.cpu_quota(tmp_path / "nothing", tmp_path) == math.inf
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(cpu_threads, "num_physical_cores", lambda: 8)
-    monkeypatch.setattr(cpu_threads, "cpu_quota", lambda: 2.5)
-    assert default_num_threads() == 3
-
-
-def test_the_usual_variable_says_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_threads, "cpu_quota", lambda: math.inf)
-    for value, count in (("5", 5), ("0", num_physical_cores()), ("many", num_physical_cores())):
-        monkeypatch.setenv("OMP_NUM_THREADS", value)
-        assert default_num_threads() == count

@@ -1,4 +1,4 @@
-"""The number of threads for a forward pass on the CPU."""
+"""How many CPUs there are for this process, and threads for a forward pass on them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from pathlib import Path
 TOPOLOGY = Path("/sys/devices/system/cpu")
 EFFICIENCY_CORES = Path("/sys/devices/cpu_atom/cpus")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+def num_cpus() -> int:
+    """Hardware threads that this process may run on, as far as the quota allows."""
+    return max(1, math.ceil(min(num_hardware_threads(), cpu_quota())))
+
+
+def num_hardware_threads() -> int:
+    """Hardware threads that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_num_threads() -> int:
