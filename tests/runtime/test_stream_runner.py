@@ -43,6 +43,7 @@ from octavo.steps.shapes import (
     first_shapes,
     graph_shapes,
     kinds,
+    longest_shapes,
     next_shapes,
     padded_shape,
     verification_shape,
@@ -417,6 +418,13 @@ def test_adapters_have_a_shape_from_the_start_without_drafts_too() -> None:
     first = first_shapes(64, 2048, with_adapters=True, max_drafts=3)
     shape, _ = padded_shape(300, 20, 25, 64, Kind(has_adapters=True))
     assert any(known.holds(shape) for known in first)
+
+
+def test_kernels_of_the_longest_step_are_compiled_if_it_has_no_graph() -> None:
+    assert longest_shapes(64, 2048, with_adapters=True, has_drafter=True) == []
+    assert longest_shapes(64, 8192, with_adapters=False, has_drafter=False) == [StepShape(8192, 8, 8192)]
+    kinds_of = {shape[3:6] for shape in longest_shapes(64, 8192, with_adapters=True, has_drafter=True)}
+    assert kinds_of == {(False, adapters, drafter) for adapters in (False, True) for drafter in (False, True)}
 
 
 def test_steps_look_for_adapters_only_where_there_are_any() -> None:
