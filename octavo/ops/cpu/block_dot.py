@@ -40,6 +40,7 @@ from octavo.ops.cpu.block_scales import load_scales, scale_bytes
 from octavo.ops.cpu.compiled import emitted, inlined
 from octavo.ops.cpu.quantize import OFFSET, PART_WORDS, ROUNDER_BITS, SIDE_BYTES, START, TOKENS_TOGETHER
 from octavo.ops.cpu.vector_ir import (
+    BROADCASTS_EACH_TIME,
     F32,
     FLOAT32,
     HAS_VNNI,
@@ -304,8 +305,8 @@ def _emit_block_dot(
         g = loop.index
         at = offset(b, terms, (g, panels.term_bytes * TOKENS_TOGETHER))
         here = [b.add(at, i64(panels.term_bytes * token)) for token in range(num_tokens)]
-        # With an address for each panel, the multiplications broadcast from memory: fewer instructions, more loads.
-        places = [at, hidden(b, at) if HAS_VNNI else at][: panels.count]
+        # With an address for each panel, the multiplications broadcast from memory.
+        places = [at, hidden(b, at) if BROADCASTS_EACH_TIME else at][: panels.count]
         dots = [[Dot4(start, panels.number_bits) for _ in outs] for start in (panels.start(b, term) for term in here)]
         for i, weights in enumerate(panels.steps(b, g)):
             for token in range(num_tokens):

@@ -29,6 +29,12 @@ def cpu_features() -> frozenset[str]:
 
 
 @functools.cache
+def is_zen() -> bool:
+    """Whether this CPU is one of AMD's, for choices between instructions that give the same bits."""
+    return bool(llvmlite.binding.get_host_cpu_name().startswith("znver"))
+
+
+@functools.cache
 def missing(features: tuple[str, ...]) -> str | None:
     """Why code that needs ``features`` cannot run here; ``None`` if it can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":

@@ -16,7 +16,7 @@ from typing import Any
 import llvmlite.binding
 from llvmlite import ir
 
-from octavo.ops.cpu.host import VNNI_FEATURES, missing
+from octavo.ops.cpu.host import VNNI_FEATURES, is_zen, missing
 
 LANES = 16
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -41,6 +41,9 @@ AHEAD = 4096
 HAS_VNNI = missing(VNNI_FEATURES) is None
 HAS_AVX_VNNI = missing(("avxvnni",)) is None
 """The same instruction for eight lanes, on CPUs that may lack AVX-512."""
+BROADCASTS_EACH_TIME = HAS_VNNI and not is_zen()
+"""Whether multiplications broadcast their operands from memory, and do not share a register: fewer instructions, but
+more loads. On Zen 5 sharing makes products of 64 rows or more 7 to 10 % faster."""
 HAS_AVX512 = missing(("avx512f",)) is None
 """There are 32 registers of sixteen lanes then, else as many as hold eight such vectors."""
 _LLVM_MAJOR: int = llvmlite.binding.llvm_version_info[0]
