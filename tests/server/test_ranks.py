@@ -107,10 +107,13 @@ def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(tmp_path: Path
         async with running(make_config(write_checkpoint(tmp_path))) as engine:
             expected = await finish([send(engine, number) for number in range(NUM_STREAMS)])
             assert all(len(tokens) == MAX_TOKENS for tokens in expected)
+            began = time.monotonic()
+            assert await finish([send(engine, number) for number in range(NUM_STREAMS)]) == expected
+            undisturbed = time.monotonic() - began
             for kill in range(NUM_KILLS):
                 await until(lambda: engine.is_ready, SECONDS)
                 recorders = [send(engine, number) for number in range(NUM_STREAMS)]
-                await asyncio.sleep(rng.uniform(0, 0.6))
+                await asyncio.sleep(rng.uniform(0, 0.8 * undisturbed))
                 seen.update(pids := processes(engine))
                 assert len(pids) == 2
                 rank, how = ATTACKS[kill % len(ATTACKS)]
@@ -119,7 +122,7 @@ def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(tmp_path: Path
                 assert await finish(recorders) == expected
                 recoveries.append(time.monotonic() - began)
                 print(f"{kill}: rank {rank}, {how.name}: {recoveries[-1]:.1f} s")
-                assert await are_gone(pids) or how == signal.SIGSTOP
+                assert how == signal.SIGSTOP or await are_gone(pids)  # one that stops when all have ended is not missed
             assert engine.metrics.poison_requests == 0
             assert engine.num_restarts >= NUM_KILLS - 2  # a signal may come when all streams have just ended
             assert await are_gone(sorted(seen.difference(processes(engine))))
