@@ -38,6 +38,7 @@ from numba import types
 
 from octavo.ops.cpu.block_scales import load_scales, scale_bytes
 from octavo.ops.cpu.compiled import emitted, inlined
+from octavo.ops.cpu.host import is_zen
 from octavo.ops.cpu.quantize import OFFSET, PART_WORDS, ROUNDER_BITS, SIDE_BYTES, START, TOKENS_TOGETHER
 from octavo.ops.cpu.vector_ir import (
     BROADCASTS_EACH_TIME,
@@ -65,8 +66,9 @@ from octavo.ops.cpu.vector_ir import (
 STEP_BYTES = 4 * LANES
 TOKEN_COUNTS = ((6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 2, 1), (2, 1))
 """Tokens multiplied at once with a panel and with a pair: with the largest, all sums just fit the registers."""
-PAIR_FROM = 12
-"""Fewest tokens for which panels are unpacked to pairs."""
+PAIR_FROM = 24 if is_zen() else 12
+"""Fewest tokens for which panels are unpacked to pairs. On Zen 5 products of 16 are faster without, by 6 % in Q4_0 and
+20 % with minima."""
 
 Scales = tuple[ir.Value, ir.Value | None]
 """A group's scales, and its minima if there are any."""
