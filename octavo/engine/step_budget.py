@@ -50,8 +50,8 @@ class DraftRoom(NamedTuple):
 class StepBudget:
     """Chooses the budget that computes prompts at the least cost.
 
-    While no sequence waits for its next token, that is all of ``max_num_batched_tokens``. Mixed steps have at most as
-    many as the largest graph, unless the setting says otherwise: more would hold up streams for longer.
+    A step without decodes has all of ``max_num_batched_tokens``. A mixed batch has at most as many as the largest CUDA
+    graph, unless the setting says otherwise: more would add to the inter-token latency.
 
     With d sequences that decode and p that wait for their prompts, a step of c prompt tokens adds its time to that of
     a step of decodes alone, and delays p sequences by one more step. So the cost of a prompt token is

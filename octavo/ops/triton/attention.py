@@ -41,9 +41,8 @@ def attention_triton(
         from octavo.ops.triton.hopper_prefill import hopper_prefill, suits
 
         if suits(q_TNH, heads, cache):
-            tables, starts, lens = lengths
-            parts = (q_TNH,), (cache.keys,), cache.values
-            hopper_prefill(*parts, tables, (starts[:-1], starts[1:]), lens, heads.scale, has_single, out_TNH)
+            parts, spans = ((q_TNH,), (cache.keys,), cache.values), (rows.cu_seqlens_q[:-1], rows.cu_seqlens_q[1:])
+            hopper_prefill(*parts, block_tables_SB, spans, rows.seq_lens_S, heads.scale, has_single, out_TNH)
             return out_TNH.view(len(q_TNH), -1)
     prefill_attention(
         q_TNH,

@@ -68,7 +68,7 @@ def latent_attention_triton(
     """See ``ops.latent_attention``. Where results may not depend on other rows, one kernel takes all rows."""
     (N, L, _), (T, R) = heads.key_map_NLP.shape, cos_TR.shape
     q_TNH = latent_inputs(q_TW, kv_TC, heads, cos_TR, sin_TR, cache.keys, rows.of(cache).slot_mapping_T)
-    out_TNL, out_TNV = q_TNH.new_empty(T, N, L), q_TNH.new_empty(T, N, heads.value_map_NVL.shape[1])
+    out_TNL = q_TNH.new_empty(T, N, L)
     is_decode = rows.max_query_len == 1
     has_single = (is_decode or len(rows.seq_lens_S) > 1) and not is_invariant()
     parts = attend_single_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL) if has_single else None
@@ -76,7 +76,10 @@ def latent_attention_triton(
     if not (is_decode and has_single):
         room_tiles = 0 if room is None else room.num_tiles
         attend_rows(q_TNH, 2 * R, cache, rows, heads.scale, out_TNL, has_single, room_tiles)
-    if not is_decode or parts is None:
+    out_TNV: Tensor
+    if is_decode and parts is not None:
+        out_TNV = q_TNH.new_empty(T, N, heads.value_map_NVL.shape[1])
+    else:
         out_TNV = head_linear(out_TNL, heads.value_map_NVL)
     if parts is not None:
         latent_outputs(parts, heads.value_map_NVL, rows, out_TNV)
