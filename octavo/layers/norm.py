@@ -13,14 +13,14 @@ from octavo.ops.collective import Collective
 
 
 class RMSNorm:
-    """Root-mean-square normalisation with a weight for each element."""
+    """Root-mean-square normalisation with a weight for each element; a residual is added to the result."""
 
     def __init__(self, weight_D: Tensor, eps: float) -> None:
         self.weight_D = weight_D
         self.eps = eps
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        return ops.rms_norm(x_TD, self.weight_D, self.eps)
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        return ops.rms_norm(x_TD, self.weight_D, self.eps, residual_TD)
 
 
 class ParallelRMSNorm(RMSNorm):
@@ -33,10 +33,11 @@ class ParallelRMSNorm(RMSNorm):
         super().__init__(weight_D, eps)
         self._collective = collective
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         wide_TD = x_TD.float()
         mean_T1 = self._collective.all_reduce(wide_TD.square().mean(dim=1, keepdim=True)) / self._collective.size
-        return (wide_TD * torch.rsqrt(mean_T1 + self.eps) * self.weight_D.float()).to(x_TD.dtype)
+        normed_TD = wide_TD * torch.rsqrt(mean_T1 + self.eps) * self.weight_D.float()
+        return (normed_TD if residual_TD is None else normed_TD + residual_TD).to(x_TD.dtype)
 
 
 class LayerNorm:

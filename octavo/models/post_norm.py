@@ -51,9 +51,9 @@ class PostNormLayer(LlamaLayer):
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         qkv_TW = self.prepare(self.qkv_proj(x_TD, norm=self.before_attention))
         attended_TN, x_TD = rows.pick(attention(qkv_TW, self.heads, *angles, cache, rows), x_TD)
-        x_TD = self.after_attention(self.o_proj(attended_TN)).add_(x_TD)
+        x_TD = self.after_attention(self.o_proj(attended_TN), x_TD)
         gated_TF = self.gate_up_proj(x_TD, norm=self.before_mlp, activation=self.activation)
-        return self.after_mlp(self.down_proj(gated_TF)).add_(x_TD)
+        return self.after_mlp(self.down_proj(gated_TF), x_TD)
 
     def prepare(self, qkv_TW: Tensor) -> Tensor:
         """A hook that transforms the fused queries, keys and values before attention; may overwrite them."""

@@ -12,8 +12,12 @@ from octavo.ops.dispatch import op
 
 
 @op
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis, in float32 at least; a new tensor of x's dtype."""
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight + residual`` along the last axis, in float32 at least.
+
+    Returns a new tensor of x's dtype. The residual, if given, has x's shape and dtype.
+    """
     x = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
     scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
-    return (x * scale * weight_D).to(x_TD.dtype)
+    normed_TD = x * scale * weight_D
+    return (normed_TD if residual_TD is None else normed_TD + residual_TD).to(x_TD.dtype)

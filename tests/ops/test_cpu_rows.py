@@ -31,12 +31,15 @@ def assert_close(found: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 576), (2, 3, 64), (0, 64)])
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, has_residual: bool) -> None:
     x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    residual = torch.randn(shape).to(dtype) if has_residual else None
     wide = x.double()
-    found = ops.rms_norm(x, weight, 1e-5)
+    found = ops.rms_norm(x, weight, 1e-5, residual)
     assert (found.dtype, found.shape) == (dtype, x.shape)
-    assert_close(found, wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert_close(found, exact if residual is None else exact + residual.double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

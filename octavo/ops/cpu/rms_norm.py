@@ -13,12 +13,14 @@ from octavo.ops.cpu.compiled import compiled_task, inlined
 from octavo.ops.cpu.dense_dot import dense_dot
 from octavo.ops.cpu.memory import fields, read, view
 from octavo.ops.cpu.task_driver import task_driver
-from octavo.ops.cpu.tensors import declines_floats, whole_vectors
+from octavo.ops.cpu.tensors import address, declines_floats, whole_vectors
 from octavo.ops.cpu.vector_ir import FLOAT32, LANES
 from octavo.ops.rms_norm import rms_norm
 
 NUMBERS_A_PIECE = 8192
-ARGUMENTS = fields(task=int, T=int, piece=int, x=int, weight=int, out=int, width=int, num_columns=int, eps=float)
+ARGUMENTS = fields(
+    task=int, T=int, piece=int, x=int, weight=int, residual=int, out=int, width=int, num_columns=int, eps=float
+)
 
 
 @inlined
@@ -41,18 +43,23 @@ def _task() -> int:
         for t in range(begin, end):
             at = 4 * a.width * t
             normalise_row(a.x + at, a.weight, a.out + at, a.width, a.num_columns, a.eps)
+            if a.residual:
+                residual, out = view(a.residual + at, a.width, np.float32), view(a.out + at, a.width, np.float32)
+                for i in range(a.width):
+                    out[i] += residual[i]
 
     return compiled_task(normalise)
 
 
 @rms_norm.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
-def rms_norm_numba(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm_numba(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> Tensor:
     """See ``ops.rms_norm``; ``x`` may have more than two axes."""
     x, weight = whole_vectors(x_TD.float()), whole_vectors(weight_D.float())
+    residual = None if residual_TD is None else whole_vectors(residual_TD.float())
     D, width = x_TD.shape[-1], x.shape[-1]
     out = torch.empty(x.shape)
     arguments = np.empty(1, ARGUMENTS)
-    addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    addresses = x.data_ptr(), weight.data_ptr(), address(residual), out.data_ptr()
     arguments[0] = (_task(), x.numel() // width, max(1, NUMBERS_A_PIECE // width), *addresses, width, D, eps)
     call(task_driver(), arguments)
     return (out if width == D else out[..., :D]).to(x_TD.dtype)

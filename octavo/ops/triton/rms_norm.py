@@ -18,6 +18,7 @@ NUMBERS_A_PROGRAM = 1024
 def rms_norm_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
     out_ptr: tl.tensor,
     eps: tl.tensor,
     num_rows: tl.tensor,
@@ -35,11 +36,14 @@ def rms_norm_kernel(
     after_predecessor(PDL)
     x = tl.load(x_ptr + row * row_stride + d, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
-    tl.store(out_ptr + row * D + d, (x * scale[:, None] * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    y = x * scale[:, None] * weight
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + row * D + d, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * D + d, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @rms_norm.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
-def rms_norm_triton(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm_triton(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None) -> Tensor:
     """See ``ops.rms_norm``; ``x`` may have more than two axes."""
     D = x_TD.shape[-1]
     x = x_TD.reshape(-1, D)
@@ -51,5 +55,7 @@ def rms_norm_triton(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if len(x):
         grid = (triton.cdiv(len(x), rows),)
         warps = min(max(block * rows // 512, 1), 16)
-        launch(rms_norm_kernel, grid, x, weight_D, out, eps, len(x), x.stride(0), D, rows, block, num_warps=warps)
+        residual = None if residual_TD is None else residual_TD.contiguous()
+        tensors = x, weight_D, residual, out
+        launch(rms_norm_kernel, grid, *tensors, eps, len(x), x.stride(0), D, rows, block, num_warps=warps)
     return out

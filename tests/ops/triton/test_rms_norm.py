@@ -30,6 +30,18 @@ def test_values(device: str, shape: tuple[int, ...], dtype: torch.dtype, monkeyp
     torch.testing.assert_close(out.double(), expected(x, weight_D, 1e-5), rtol=TOLERANCE[dtype], atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1024), (2, 3, 100)])
+def test_a_residual_is_added_before_rounding(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    weight_D = torch.randn(shape[-1], device=device).to(dtype)
+    kept = residual.clone()
+    out = rms_norm_triton(x, weight_D, 1e-5, residual)
+    exact = expected(x, weight_D, 1e-5) + residual.double()
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=2e-6)
+    assert torch.equal(residual, kept)
+
+
 def test_rows_that_are_parts_of_wider_rows(device: str) -> None:
     x_TW = torch.randn(5, 200, device=device)
     weight_D = torch.randn(96, device=device)
