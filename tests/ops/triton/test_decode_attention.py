@@ -273,6 +273,7 @@ def test_every_shape_has_a_cut(pairs: int, H: int, block_size: int) -> None:
     for element in (2, 4):
         config = config_for(pairs, 4, H, element, block_size)
         assert 16 <= config.tile <= block_size
+        assert element == 4 or (config.warps <= 4 and config.tile * H * element <= 4096 * config.warps)
         assert config.splits >= 1
         assert config.min_tiles >= 1
         long = config_for(pairs, 4, H, element, block_size, has_long_context=True)

@@ -29,6 +29,11 @@ class DecodeConfig(NamedTuple):
     """Tiles at once: those on their way through shared memory, and the one in use."""
 
 
+WIDEST = 256
+"""Most bytes of a head in the table."""
+TILE_BYTES_A_WARP = 4096
+"""Of keys, and as many of values, at most, as in the table. The first tile, queries and sums are held in registers:
+with 32 keys of 512 bytes and 8 warps one program fits on a multiprocessor, with 16 keys and 2 warps four do."""
 CONFIGS: dict[tuple[int, int], DecodeConfig] = {
     (8, 128): DecodeConfig(32, 2, 16, stages=3),
     (16, 128): DecodeConfig(32, 4, 16),
@@ -63,14 +68,14 @@ def config_for(
     waits for a tile's products before it asks for another tile.
     """
     head_bytes = _power_of_two(head_dim) * element
-    config = CONFIGS.get((_power_of_two(pairs), head_bytes)) or _default(pairs)
+    config = CONFIGS.get((_power_of_two(pairs), min(head_bytes, WIDEST))) or _default(pairs)
     if has_long_context:
         splits = min(MAX_LONG_SPLITS, max(config.splits, -(-PROGRAMS // pairs)))
         config = config._replace(splits=splits, min_tiles=max(2, config.min_tiles))
     if group == 1:
         config = _of_lone_queries(config, head_bytes, element)
-    tile = min(config.tile, block_size)
-    if head_bytes > 256 or group > 16:  # what waits in registers would not fit
+    tile = min(config.tile, max(16, TILE_BYTES_A_WARP * config.warps // head_bytes), block_size)
+    if group > 16 or (element == 4 and head_bytes > WIDEST):  # what waits in registers would not fit
         tile = min(tile, 16 if element == 4 else 32)
         config = config._replace(warps=8, dot=config.dot and element < 4)
     return config._replace(tile=tile, min_tiles=config.min_tiles * config.tile // tile)
@@ -82,7 +87,7 @@ def _of_lone_queries(config: DecodeConfig, head_bytes: int, element: int) -> Dec
     Where pairs alone fill the device, one warp for each was the fastest (GPT-2's 12 heads of 64, 512 sequences of 45
     positions on an H200: 258 to 42 us in float32, 39 to 26 in bfloat16; 64 of 300 in float32: 136 to 34).
     """
-    if config.splits == 1 and head_bytes <= 256:
+    if config.splits == 1 and head_bytes <= WIDEST:
         config = config._replace(tile=16, warps=1)
     return config._replace(dot=element < 4)
 
