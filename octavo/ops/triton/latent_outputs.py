@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +25,11 @@ MOST_SUMS, FEW_SUMS = 128, 16
 """Sums of a row, for long contexts and others, at most; and of all rows of a program, which loads them at once."""
 PROGRAMS = 132
 """Programs that fill a device."""
-BLOCK_O, BLOCK_L, WARPS, STAGES = 64, 128, 8, 2
+BLOCK_O, WARPS, STAGES = 64, 4, 2
+SUMS_AT_ONCE = 16384
+"""Numbers of the sums that a program holds in registers."""
+FLOAT32 = 32, 32
+"""Outputs and latent numbers at a time where products are made of multiply-adds."""
 
 
 class Parts(NamedTuple):
@@ -41,15 +46,18 @@ class Parts(NamedTuple):
 def latent_outputs(parts: Parts, value_map_NVL: Tensor, rows: PagedRows, out_TNV: Tensor) -> None:
     """Fill ``out`` for the rows that are the only ones of their sequences."""
     (S, _, splits, group, _), (N, V, L) = parts.sums_SPRGL.shape, value_map_NVL.shape
-    runs, tiles = triton.next_power_of_2(splits), triton.cdiv(V, BLOCK_O)
+    is_float32, runs = value_map_NVL.dtype == torch.float32, triton.next_power_of_2(splits)
+    block_o = FLOAT32[0] if is_float32 else BLOCK_O
+    tiles = triton.cdiv(V, block_o)
     seqs = min(MOST_SUMS // runs, LEAST_ROWS, triton.next_power_of_2(triton.cdiv(S * tiles * N, PROGRAMS)))
+    at_once = FLOAT32[1] if is_float32 else SUMS_AT_ONCE // (runs * seqs)
     # fmt: off
     launch(
         latent_outputs_kernel, (triton.cdiv(S, seqs), tiles, N),
         parts.sums_SPRGL, parts.logs_SPRG, value_map_NVL, out_TNV,
         None if rows.max_query_len == 1 else rows.cu_seqlens_q, rows.seq_lens_S, S, splits,
-        N=N, V=V, L=L, GROUP=group, KEYS=parts.keys, SEQS=seqs, RUNS=runs, ROWS=LEAST_ROWS, BLOCK_O=BLOCK_O,
-        BLOCK_L=min(BLOCK_L, triton.next_power_of_2(L)), STAGES=STAGES, num_warps=WARPS,
+        N=N, V=V, L=L, GROUP=group, KEYS=parts.keys, SEQS=seqs, RUNS=runs, ROWS=LEAST_ROWS, BLOCK_O=block_o,
+        BLOCK_L=min(at_once, triton.next_power_of_2(L)), STAGES=STAGES, num_warps=WARPS,
     )
     # fmt: on
 
@@ -90,20 +98,20 @@ def latent_outputs_kernel(
     prefetch_outputs(map_ptr, o_B, L, V, PDL)
     _, length_M = single_row(s_M, s_M < S, cu_seqlens_ptr, seq_lens_ptr)
     num_runs_M = tl.cdiv(length_M, keys_of_run(length_M, max_splits, KEYS))
-    is_run_MR = r_R[None, :] < num_runs_M[:, None]
+    is_run_RM = r_R[:, None] < num_runs_M[None, :]
     GROUPS: tl.constexpr = (N + GROUP - 1) // GROUP
     first_M = (s_M * GROUPS + n // GROUP).to(tl.int64) * max_splits
-    part_MR = (first_M[:, None] + r_R[None, :]) * GROUP + n % GROUP
+    part_RM = (first_M[None, :] + r_R[:, None]) * GROUP + n % GROUP
     after_predecessor(PDL)
-    logs_MR = tl.load(logs_ptr + part_MR, mask=is_run_MR, other=NO_SCORE)
-    weights_MR = tl.where(is_run_MR, tl.exp2(logs_MR - tl.max(logs_MR, 1)[:, None]), 0.0)
-    weights_MR /= tl.maximum(tl.sum(weights_MR, 1), 1e-30)[:, None]
+    logs_RM = tl.load(logs_ptr + part_RM, mask=is_run_RM, other=NO_SCORE)
+    weights_RM = tl.where(is_run_RM, tl.exp2(logs_RM - tl.max(logs_RM, 0)[None, :]), 0.0)
+    weights_RM /= tl.maximum(tl.sum(weights_RM, 0), 1e-30)[None, :]
     out_MB = tl.zeros([ROWS, BLOCK_O], tl.float32)
     for begin in tl.range(0, L, BLOCK_L, num_stages=STAGES):
         l_C = begin + tl.arange(0, BLOCK_L)
-        at_MRC = sums_ptr + part_MR[:, :, None] * L + l_C[None, None, :]
-        sums_MRC = tl.load(at_MRC, mask=is_run_MR[:, :, None] & (l_C < L)[None, None, :], other=0.0)
-        latents_MC = tl.sum(weights_MR[:, :, None] * sums_MRC, 1).to(out_ptr.dtype.element_ty)
+        at_RMC = sums_ptr + part_RM[:, :, None] * L + l_C[None, None, :]
+        sums_RMC = tl.load(at_RMC, mask=is_run_RM[:, :, None] & (l_C < L)[None, None, :], other=0.0)
+        latents_MC = tl.sum(weights_RM[:, :, None] * sums_RMC, 0).to(out_ptr.dtype.element_ty)
         latents_MC = tl.broadcast_to(latents_MC[:, None, :], [SEQS, ROWS // SEQS, BLOCK_L])
         latents_MC = tl.reshape(latents_MC, [ROWS, BLOCK_L])
         at_BC = map_ptr + (o_B * L)[:, None] + l_C[None, :]
