@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.store_kv import KVScales
-from octavo.ops.triton.launch import after_predecessor, launch
+from octavo.ops.triton.launch import after_predecessor, launch, shared_bytes
 from octavo.ops.triton.own_row import load_scales
 from octavo.ops.triton.split_sums import LOG2_E
 
@@ -46,6 +46,9 @@ CONFIGS: dict[tuple[int, int], Config] = {
     (4, 256): Config(16, 32, 4, 2),
 }
 """By bytes of a query's element and head dim rounded up to a power of two, at least 64."""
+WIDE_HEADS, LEAST_SHARED = Config(64, 32, 8, 3), 200 * 1024
+"""For heads of 256 in 16 bits where a program may have less shared memory than on Hopper: 128 rows take 104 KiB there,
+more than most GPUs have (99), and more registers than there are. These take 68 KiB."""
 
 MAX_SPARE = 16
 """Programs beyond those for full tiles, for the last tiles of as many sequences; more sequences share programs."""
@@ -81,7 +84,7 @@ def prefill_attention(
     assert q_TNH.stride()[1:] == out_TNH.stride()[1:] == (H, 1), "the heads of a row must lie side by side"
     assert k_cache.stride()[2:] == v_cache.stride()[2:] == (H, 1), "the slots of a block must lie side by side"
     S, group, head_block = seq_lens_S.shape[0], N // K, max(16, triton.next_power_of_2(H))
-    config = config or CONFIGS[q_TNH.element_size(), max(64, head_block)]
+    config = config or config_for(q_TNH.element_size(), head_block, shared_bytes(q_TNH.device))
     rows = max(config.rows, triton.next_power_of_2(group))
     cap_in = 2 * LOG2_E.value * scale / softcap if softcap else 0.0  # capped scores need no further scale
     # fmt: off
@@ -97,6 +100,12 @@ def prefill_attention(
     )
     # fmt: on
     return out_TNH
+
+
+def config_for(element: int, head_block: int, room: int) -> Config:
+    """The tile for queries of ``element`` bytes a number on a GPU with ``room`` bytes of shared memory a program."""
+    config = CONFIGS[element, max(64, head_block)]
+    return WIDE_HEADS if config == CONFIGS[2, 256] and room < LEAST_SHARED else config
 
 
 @triton.jit(do_not_specialize=["S", "table_stride"])

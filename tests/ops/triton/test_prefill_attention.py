@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.triton.prefill_attention import CONFIGS, Config, prefill_attention
+from octavo.ops.triton.prefill_attention import CONFIGS, WIDE_HEADS, Config, prefill_attention
 from tests.ops.triton.paged_cases import Batch, Heads, make_batch
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -150,7 +150,7 @@ def test_a_batch_of_padding_alone_writes_nothing(device: str) -> None:
     assert run(batch, device).isnan().all()
 
 
-@pytest.mark.parametrize("config", sorted({*CONFIGS.values()}))
+@pytest.mark.parametrize("config", sorted({*CONFIGS.values(), WIDE_HEADS}))
 def test_every_configuration(config: Config, device: str) -> None:
     batch = make_batch(Heads(window=70), [50, 1, 90], [50, 64, 300], seed=16, dtype=torch.float16, block_size=64)
     check(batch, device, config=config)
