@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,15 @@ class PeerProcess:
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
         timer = threading.Timer(seconds, self._process.kill) if seconds else None
+        start = time.monotonic()
         if timer:
             timer.start()
         try:
             return self._read()
+        except ConfigError as error:
+            if seconds and time.monotonic() - start >= seconds:
+                raise ConfigError(f"the work did not end in the {seconds:.0f} s that were left") from error
+            raise
         finally:
             if timer:
                 timer.cancel()

@@ -197,6 +197,7 @@ class ServedComparison:
             "rows": compare(self.runs, self.workloads),
             "visits": self.visits,
             "runs": self.runs,
+            "not_measured": sorted({v["engine"] for v in self.visits} - {run["engine"] for run in self.runs}),
         }
 
     def _described(self, name: str) -> dict[str, Any]:

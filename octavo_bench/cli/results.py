@@ -16,7 +16,7 @@ from octavo_bench.plot_style import FORMATS, check_plot
 from octavo_bench.report import keep
 
 EXIT_WORSE = 1
-"""Exit status when a figure is below ``--fail-under``."""
+"""Exit status when a figure is below ``--fail-under``, or nothing was measured of an engine."""
 
 
 def add_results(parser: argparse.ArgumentParser, with_output: bool = True) -> None:
@@ -96,7 +96,11 @@ def finish(args: argparse.Namespace, result: Mapping[str, Any], shown: str | Non
             write_trace(args.gpu_watch, args.gpu_trace)
     text = keep(args.kind, result, args.output)
     print(text if shown is None else shown)
-    return conclude(args, json.loads(text), args.gpu_watch)
+    code = conclude(args, json.loads(text), args.gpu_watch)
+    if missing := result.get("not_measured"):
+        print(f"octavo: error: nothing was measured of {' and '.join(missing)}", file=sys.stderr)
+        return EXIT_WORSE
+    return code
 
 
 def conclude(args: argparse.Namespace, record: Mapping[str, Any], watch: GpuWatch | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.sim.closed_loops import WORKLOADS, warm_up
+from octavo_bench.cli.results import finish
 from octavo_bench.clients import Clients, share, together
 from octavo_bench.peer_process import PeerProcess
 from octavo_bench.served_peer import (
@@ -138,6 +140,19 @@ def test_a_server_that_does_not_start_is_reported_and_the_next_visit_goes_on(tmp
     assert "ended with 1" in failed["error"]
     assert "no such GPU" in failed["error"]
     assert "error" not in fine
+    assert found.result()["not_measured"] == ["vllm"]
+
+
+@pytest.mark.parametrize(("missing", "code"), [([], 0), (["vllm"], 1)])
+def test_a_comparison_without_one_of_the_engines_is_an_error(
+    missing: list[str], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = argparse.Namespace(
+        gpu_watch=None, kind="peer", output=tmp_path / "peer.json", plot=None, evidence=None, fail_under=None
+    )
+    assert finish(args, {"rows": [], "not_measured": missing}) == code
+    assert ("nothing was measured of vllm" in capsys.readouterr().err) == bool(missing)
+    assert args.output.exists()
 
 
 def test_requests_that_fail_are_not_a_measurement(tmp_path: Path) -> None:
@@ -218,9 +233,16 @@ def test_a_server_and_its_children_are_gone_afterwards(tmp_path: Path) -> None:
 def test_a_client_that_takes_too_long_is_ended() -> None:
     peer = PeerProcess([sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(1000)"])
     start = time.monotonic()
-    with pytest.raises(ConfigError, match="ended without an answer"):
+    with pytest.raises(ConfigError, match="did not end in the 0 s that were left"):
         peer.run({}, seconds=0.2)
     assert time.monotonic() - start < 10
+    peer.close()
+
+
+def test_a_client_that_ends_by_itself_is_told_from_one_that_takes_too_long() -> None:
+    peer = PeerProcess([sys.executable, "-c", "print('{}', flush=True); input()"])
+    with pytest.raises(ConfigError, match="ended without an answer"):
+        peer.run({}, seconds=60)
     peer.close()
 
 
