@@ -156,10 +156,12 @@ def measure(
     windows: Sequence[list[int]],
     rounds: int,
     report: Callable[[str], None],
+    keep: Callable[[list[dict[str, Any]]], object],
 ) -> list[dict[str, Any]]:
     """One row of figures for each variant of the model. Decoding is timed in ``rounds`` rounds, all variants in turns.
 
-    Raises ``ConfigError`` for a variant that cannot be, and ``CheckpointError`` for a checkpoint that cannot be read.
+    ``keep`` is given all that is known before the first and after each of these. Raises ``ConfigError`` for a variant
+    that cannot be, and ``CheckpointError`` for a checkpoint that cannot be read.
     """
     reference = Reference(config, windows)
     report("reference computed")
@@ -168,11 +170,13 @@ def measure(
         rows.append(_scored(variant, reference))
         report(f"{variant.name}: KL {float(rows[-1].score.divergences.mean()):.3g}")
     del reference
+    keep(figures := [row.figures() for row in rows])
     for number in range(rounds):
         for row in rows:
             row.speeds.append(_decode_speed(row.variant.config))
         report(f"decoding timed, round {number + 1} of {rounds}")
-    return [row.figures() for row in rows]
+        keep(figures := [row.figures() for row in rows])
+    return figures
 
 
 def _scored(variant: Variant, reference: Reference) -> Row:

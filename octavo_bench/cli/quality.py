@@ -63,11 +63,16 @@ def _run(args: argparse.Namespace) -> int:
     compared = variants(config, args.formats, args.checkpoints)
     text = read_text(args.text)
     windows = windows_of(config.model, text, args.tokens, args.window)
-    rows = measure(config, compared, windows, args.rounds, lambda line: print(f"octavo: {line}", file=sys.stderr))
     what = {"model": resolve_model(config.model).name, "text": text.name, "text_sha256": text.digest}
-    result = {**what, "tokens": args.tokens, "window": args.window, "rows": rows}
-    keep("quality", result, args.output)
-    _print_table(rows)
+    what |= {"tokens": args.tokens, "window": args.window}
+
+    def report(line: str) -> None:
+        print(f"octavo: {line}", file=sys.stderr)
+
+    def kept(rows: list[dict[str, Any]]) -> None:
+        keep("quality", {**what, "rows": rows}, args.output)
+
+    _print_table(measure(config, compared, windows, args.rounds, report, kept))
     return 0
 
 

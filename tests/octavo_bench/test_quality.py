@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,9 @@ def test_each_format_is_a_row(tmp_path: Path) -> None:
     compared = quality_formats.variants(
         config, ["float32", "bf16", "int8", "int4+lm_head"], [tmp_path / "w8", tmp_path / "w8+lm_head"]
     )
-    rows = {row["format"]: row for row in quality.measure(config, compared, parts, 1, lambda line: None)}
+    kept: list[list[dict[str, Any]]] = []
+    rows = {row["format"]: row for row in quality.measure(config, compared, parts, 1, lambda line: None, kept.append)}
+    assert ["decode_tok_s" in row for found in kept for row in found] == [False] * len(rows) + [True] * len(rows)
     assert list(rows) == ["float32", "bf16", "int8", "int4+lm_head", "w8", "w8+lm_head"]
     with torch.inference_mode():
         losses = [model(torch.tensor([part]), labels=torch.tensor([part])).loss for part in parts]
@@ -92,11 +95,11 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it has no tokenizer"):
         quality_formats.windows_of(config.model, quality_formats.read_text(None), 100, 50)
     with pytest.raises(ConfigError, match="the model's context is 128"):
-        quality.measure(config, [], windows(1, 129), 0, lambda line: None)
+        quality.measure(config, [], windows(1, 129), 0, lambda line: None, lambda rows: None)
     other = tmp_path / "other"
     make_checkpoint(other, "gqa")
     settings = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**settings, "vocab_size": 96}))
     compared = quality_formats.variants(config, [], [other])
     with pytest.raises(ConfigError, match="other: its vocabulary has 96 tokens, the model's 97"):
-        quality.measure(config, compared, windows(1, 20), 0, lambda line: None)
+        quality.measure(config, compared, windows(1, 20), 0, lambda line: None, lambda rows: None)
