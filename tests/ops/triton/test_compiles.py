@@ -108,30 +108,6 @@ print(*built)
 """
 
 
-SHARED = """
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-
-class Device:
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 89, 32))
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-
-driver.set_active(Device())
-from octavo.ops.triton import launch
-from octavo.ops.triton.prefill_attention import prefill_attention
-
-kernels = set()
-launch._compiling.set(kernels)
-for width in (64, 128, 256):
-    q = torch.zeros(80, 4, width, dtype=torch.bfloat16)
-    cache, ints = torch.zeros(2, 2, 64, width, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int32)
-    prefill_attention(q, cache, cache, ints, torch.zeros(3, dtype=torch.int32), ints[0], 1.0)
-print(*(kernel.metadata.shared for kernel in kernels))
-"""
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="there they are compiled to the end")
 def test_every_launch_passes_the_front_end(tmp_path: Path) -> None:
     printed = run_alone(SCRIPT, tmp_path)
@@ -147,13 +123,6 @@ def test_every_launch_passes_the_front_end(tmp_path: Path) -> None:
 
 def test_launchers_are_built_with_the_kernels_and_once(tmp_path: Path) -> None:
     assert run_alone(LAUNCHERS, tmp_path).split() == ["rms_norm_kernel"] * 2, "one for each type of numbers"
-
-
-def test_prompts_fit_the_shared_memory_of_smaller_gpus(tmp_path: Path) -> None:
-    """Of most GPUs of compute capability 8.6, 8.9 and 12.0 a program may have 99 KiB."""
-    found = run_alone(SHARED, tmp_path).split()
-    assert len(found) == 3
-    assert max(map(int, found)) <= 99 * 1024
 
 
 def run_alone(script: str, cache: Path) -> str:

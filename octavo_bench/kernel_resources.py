@@ -1,0 +1,195 @@
+"""Registers, spills and shared memory of the kernels of a model's steps, compiled for a GPU that need not be there.
+
+    python -m octavo_bench.kernel_resources gemma-3-4b --gpu l40s
+
+Tensors have shapes and no numbers, so that a model of any size takes seconds for each kernel. Weights are dense. It
+shows what keeps a kernel from running at all (more shared memory than a program may have) or from running well: spills,
+and programs so large that a multiprocessor holds one. Kernels are chosen by the model of cost, not by tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from octavo.models.layer_cache import kv_groups
+from octavo.models.registry import load_model, read_config
+from octavo.ops import dispatch
+from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.triton import launch
+from octavo.ops.triton.linear_cost import Gpu
+from octavo.quant.stored import WeightFormat
+from octavo.runtime.kv_storage import KVStorage
+from octavo.sim.shapes import SHAPES
+from octavo.weights.dummy import DummyCheckpoint
+
+META = torch.device("meta")
+REGISTERS, UNIT, RESERVED = 65536, 8, 1024
+"""Of a multiprocessor; what registers of a thread come in; bytes of shared memory that each program takes besides."""
+BLOCK_SIZE, LAYERS, VOCABULARY = 64, 6, 4096
+"""Layers enough for every kind of a model; of the vocabulary, which decides only the size of one product, a part."""
+
+
+class Target(NamedTuple):
+    """A GPU: compute capability, shared memory of a program, multiprocessors, warps of each, bytes a microsecond."""
+
+    capability: int
+    shared_bytes: int
+    multiprocessors: int
+    warps: int
+    bandwidth: float
+
+
+TARGETS = {
+    "a100": Target(80, 163 * 1024, 108, 64, 2.0e6),
+    "rtx-3090": Target(86, 99 * 1024, 82, 48, 0.94e6),
+    "l40s": Target(89, 99 * 1024, 142, 48, 0.86e6),
+    "h100": Target(90, 227 * 1024, 132, 64, 3.35e6),
+    "rtx-5090": Target(120, 99 * 1024, 170, 48, 1.79e6),
+}
+STEPS: dict[str, tuple[list[int], int]] = {
+    "1 sequence": ([1], 100),
+    "16 sequences": ([1] * 16, 300),
+    "64 sequences": ([1] * 64, 1200),
+    "256 sequences": ([1] * 256, 600),
+    "mixed batch": ([510, 1, 1], 600),
+    "long context": ([1], 32768),
+    "prompt": ([2048], 2048),
+}
+"""Rows of each sequence, and their context."""
+
+
+@dataclass
+class Resources(set[Any]):
+    """What takes the place of the set of kernels that are being compiled: tells what each one takes."""
+
+    target: Target
+    step: str = ""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    known: set[Any] = field(default_factory=set)
+
+    def add(self, kernel: Any) -> None:
+        """Note a kernel that this step has not launched yet."""
+        if kernel is not None and (self.step, kernel.hash) not in self.known:
+            self.known.add((self.step, kernel.hash))
+            self.rows.append({"step": self.step, **self._of(kernel)})
+
+    def _of(self, kernel: Any) -> dict[str, Any]:
+        registers, spilled = _usage(kernel.asm["cubin"])
+        warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+        taken = -(-registers // UNIT) * UNIT * 32 * warps
+        fits = REGISTERS // taken, self.target.shared_bytes // (shared + RESERVED), self.target.warps // warps
+        name = kernel.metadata.name.strip("_").removesuffix("_kernel")
+        figures = {"warps": warps, "registers": registers, "spilled_bytes": spilled, "shared_bytes": shared}
+        return {"kernel": name, **figures, "programs": min(fits)}
+
+
+def _usage(binary: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, by the disassembler that comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout)
+    assert found is not None, text.stdout
+    return int(found[1]), int(found[2])
+
+
+def pretend(target: Target) -> None:
+    """From now on, compile for this GPU, and choose kernels for it where tensors have no numbers."""
+
+    class Device:
+        """As much of Triton's driver as compiling takes."""
+
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", target.capability, 32))
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 0)
+
+    driver.set_active(Device())
+    choose = dispatch.Op._choose
+    dispatch.Op._choose = lambda self, device, dtype: choose(self, "cuda", dtype)  # type: ignore[method-assign]
+    dispatch.load_kernels("cuda")
+    is_hopper = target.capability == 90
+    gpu = Gpu(target.multiprocessors, target.bandwidth, target.shared_bytes, has_copy_engine=target.capability >= 90)
+    told: dict[str, Callable[[torch.device], Any]] = {
+        "shared_bytes": lambda device: target.shared_bytes,
+        "num_multiprocessors": lambda device: target.multiprocessors,
+        "has_gluon": lambda device: is_hopper and triton.__version__.startswith(launch.GLUON_VERSION),
+        "has_assembly": lambda device: True,
+        "gpu_of": lambda device: gpu,
+    }
+    for module in [module for name, module in sys.modules.items() if name.startswith("octavo.ops.triton")]:
+        for name in told.keys() & vars(module).keys():
+            setattr(module, name, told[name])
+
+
+def resources(name: str, target: Target, steps: dict[str, tuple[list[int], int]]) -> Iterator[dict[str, Any]]:
+    """What the kernels of these steps take, step by step; ``pretend`` comes first."""
+    config = {**SHAPES[name], "num_hidden_layers": LAYERS}
+    config |= {"vocab_size": min(config["vocab_size"], VOCABULARY)}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:LAYERS]
+    known, form = read_config(config), WeightFormat(torch.bfloat16, META, packs=True)
+    found = Resources(target)
+    launch._compiling.set(found)
+    launch._pdl.set(target.capability >= 90)
+    model = load_model(known, DummyCheckpoint(config, {}, 0, "meta"), form).model
+    groups = kv_groups(known.cache)
+    storage = KVStorage(known.cache, groups, [1] * len(groups), BLOCK_SIZE, torch.bfloat16, META)
+    for step, (query_lens, context) in steps.items():
+        found.step, T, S = step, sum(query_lens), len(query_lens)
+        tables = GroupRows(_ints(T, dtype=torch.int64), _ints(S, -(-context // BLOCK_SIZE)))
+        rows = PagedRows(
+            (tables,) * len(groups), _ints(S + 1), _ints(S), max(query_lens), has_long_context=context > 4096
+        )
+        ids = _ints(T, dtype=torch.int64)
+        with torch.inference_mode():
+            model.logits(model.forward(ids, ids, storage.layers, rows)[:S])
+        yield from found.rows
+        found.rows.clear()
+
+
+def _ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def main() -> int:
+    """Print the table; 1 if a kernel cannot run."""
+    parser = argparse.ArgumentParser(prog="python -m octavo_bench.kernel_resources", description=__doc__)
+    parser.add_argument("model", choices=SHAPES, help="a public model's shape")
+    parser.add_argument("--gpu", choices=TARGETS, default="h100")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="default: all")
+    args = parser.parse_args()
+    target = TARGETS[args.gpu]
+    pretend(target)
+    table = Table("step", "kernel", "warps", "registers", "spilled bytes", "shared KiB", "programs on an SM")
+    can_run = True
+    for row in resources(args.model, target, {step: STEPS[step] for step in args.steps}):
+        fits = row["shared_bytes"] <= target.shared_bytes
+        can_run &= fits
+        style = "red" if not fits else "yellow" if row["spilled_bytes"] or row["programs"] < 2 else ""
+        shared = f"{row['shared_bytes'] / 1024:.1f}"
+        cells = (row["step"], row["kernel"], row["warps"], row["registers"], row["spilled_bytes"], shared)
+        table.add_row(*map(str, (*cells, row["programs"] if fits else "cannot run")), style=style)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    return 0 if can_run else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
