@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,14 +32,15 @@ from octavo.ops import dispatch
 from octavo.ops.attention import GroupRows, PagedRows
 from octavo.ops.triton import launch
 from octavo.ops.triton.linear_cost import Gpu
+from octavo.ops.triton.pipelined_configs import KEPT_BYTES
 from octavo.quant.stored import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sim.shapes import SHAPES
 from octavo.weights.dummy import DummyCheckpoint
 
 META = torch.device("meta")
-REGISTERS, UNIT, RESERVED = 65536, 8, 1024
-"""Of a multiprocessor; what registers of a thread come in; bytes of shared memory that each program takes besides."""
+REGISTERS, UNIT = 65536, 8
+"""Of a multiprocessor; what registers of a thread come in."""
 BLOCK_SIZE, LAYERS, VOCABULARY = 64, 6, 4096
 """Layers enough for every kind of a model; of the vocabulary, which decides only the size of one product, a part."""
 
@@ -74,29 +74,21 @@ STEPS: dict[str, tuple[list[int], int]] = {
 """Rows of each sequence, and their context."""
 
 
-@dataclass
-class Resources(set[Any]):
-    """What takes the place of the set of kernels that are being compiled: tells what each one takes."""
-
-    target: Target
-    step: str = ""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    known: set[Any] = field(default_factory=set)
-
-    def add(self, kernel: Any) -> None:
-        """Note a kernel that this step has not launched yet."""
-        if kernel is not None and (self.step, kernel.hash) not in self.known:
-            self.known.add((self.step, kernel.hash))
-            self.rows.append({"step": self.step, **self._of(kernel)})
-
-    def _of(self, kernel: Any) -> dict[str, Any]:
-        registers, spilled = _usage(kernel.asm["cubin"])
-        warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
-        taken = -(-registers // UNIT) * UNIT * 32 * warps
-        fits = REGISTERS // taken, self.target.shared_bytes // (shared + RESERVED), self.target.warps // warps
-        name = kernel.metadata.name.strip("_").removesuffix("_kernel")
-        figures = {"warps": warps, "registers": registers, "spilled_bytes": spilled, "shared_bytes": shared}
-        return {"kernel": name, **figures, "programs": min(fits)}
+def _row(step: str, kernel: Any, target: Target) -> dict[str, Any]:
+    """What a compiled kernel takes."""
+    registers, spilled = _usage(kernel.asm["cubin"])
+    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+    taken = -(-registers // UNIT) * UNIT * 32 * warps
+    by_shared = (target.shared_bytes + KEPT_BYTES) // (shared + KEPT_BYTES)
+    return {
+        "step": step,
+        "kernel": kernel.metadata.name.strip("_").removesuffix("_kernel"),
+        "warps": warps,
+        "registers": registers,
+        "spilled_bytes": spilled,
+        "shared_bytes": shared,
+        "programs": min(REGISTERS // taken, by_shared, target.warps // warps),
+    }
 
 
 def _usage(binary: bytes) -> tuple[int, int]:
@@ -124,7 +116,6 @@ def pretend(target: Target) -> None:
     driver.set_active(Device())
     choose = dispatch.Op._choose
     dispatch.Op._choose = lambda self, device, dtype: choose(self, "cuda", dtype)  # type: ignore[method-assign]
-    dispatch.load_kernels("cuda")
     is_hopper = target.capability == 90
     gpu = Gpu(target.multiprocessors, target.bandwidth, target.shared_bytes, has_copy_engine=target.capability >= 90)
     told: dict[str, Callable[[torch.device], Any]] = {
@@ -146,23 +137,24 @@ def resources(name: str, target: Target, steps: dict[str, tuple[list[int], int]]
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:LAYERS]
     known, form = read_config(config), WeightFormat(torch.bfloat16, META, packs=True)
-    found = Resources(target)
-    launch._compiling.set(found)
+    launch._compiling.set(frozenset())
     launch._pdl.set(target.capability >= 90)
     model = load_model(known, DummyCheckpoint(config, {}, 0, "meta"), form).model
     groups = kv_groups(known.cache)
     storage = KVStorage(known.cache, groups, [1] * len(groups), BLOCK_SIZE, torch.bfloat16, META)
     for step, (query_lens, context) in steps.items():
-        found.step, T, S = step, sum(query_lens), len(query_lens)
+        T, S = sum(query_lens), len(query_lens)
         tables = GroupRows(_ints(T, dtype=torch.int64), _ints(S, -(-context // BLOCK_SIZE)))
         rows = PagedRows(
             (tables,) * len(groups), _ints(S + 1), _ints(S), max(query_lens), has_long_context=context > 4096
         )
-        ids = _ints(T, dtype=torch.int64)
+        ids, kernels = _ints(T, dtype=torch.int64), set[Any]()
+        launch._compiling.set(kernels)
         with torch.inference_mode():
             model.logits(model.forward(ids, ids, storage.layers, rows)[:S])
-        yield from found.rows
-        found.rows.clear()
+        # Launches with other sizes are often the same code.
+        found = [_row(step, kernel, target) for kernel in {kernel.hash: kernel for kernel in kernels}.values()]
+        yield from sorted(found, key=lambda row: (row["kernel"], row["registers"]))
 
 
 def _ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

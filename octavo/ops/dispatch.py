@@ -90,7 +90,7 @@ class Op(Generic[P, R]):
 
     def choices(self, device: str, dtype: torch.dtype) -> list[Choice]:
         """Every implementation for this device and dtype, the chosen one and the declined ones with reasons."""
-        load_kernels(device)
+        _load_kernels(device)
         found: list[Choice] = []
         winner: str | None = None
         for kernel in self.kernels:
@@ -190,7 +190,7 @@ def is_wrapped() -> bool:
 
 
 @functools.cache
-def load_kernels(device: str) -> None:
+def _load_kernels(device: str) -> None:
     """Import the kernels for a type of device, once; they register themselves."""
     folder = KERNEL_FOLDERS.get(device)
     if folder is not None and importlib.util.find_spec(folder) is not None:

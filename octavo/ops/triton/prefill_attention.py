@@ -104,8 +104,8 @@ def prefill_attention(
 
 def config_for(element: int, head_block: int, room: int) -> Config:
     """The tile for queries of ``element`` bytes a number on a GPU with ``room`` bytes of shared memory a program."""
-    config = CONFIGS[element, max(64, head_block)]
-    return WIDE_HEADS if config == CONFIGS[2, 256] and room < LEAST_SHARED else config
+    width = max(64, head_block)
+    return WIDE_HEADS if (element, width) == (2, 256) and room < LEAST_SHARED else CONFIGS[element, width]
 
 
 @triton.jit(do_not_specialize=["S", "table_stride"])

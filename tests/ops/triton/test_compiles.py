@@ -19,19 +19,10 @@ from tests.triton_interpreter import DEVICE
 KERNELS = Path(__file__).parents[3] / "octavo" / "ops" / "triton"
 SCRIPT = """
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-class Device:
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-
-driver.set_active(Device())
 passed, known = [], set()
 
 class Passed(BaseException):
@@ -59,15 +50,11 @@ def passing(self, *args, **kwargs):
 
 JITFunction.run = passing
 
-from octavo.ops import dispatch
-from octavo.ops.triton import attention, grouped_numbers, latent_prompts, launch, pipelined_configs, streamed_configs
-choose = dispatch.Op._choose
-dispatch.Op._choose = lambda self, device, dtype: choose(self, "cuda", dtype)
+from octavo.ops.triton import launch
+from octavo_bench.kernel_resources import TARGETS, pretend
 from octavo_bench.kernel_runs import calls
 
-for module in (attention, latent_prompts, pipelined_configs, streamed_configs):
-    module.has_gluon = lambda device: triton.__version__.startswith(launch.GLUON_VERSION)
-grouped_numbers.has_assembly = lambda device: True
+pretend(TARGETS["h100"])
 launch._compiling.set(set())
 launch._pdl.set(True)
 for name, call in calls(torch.device("cpu")):
