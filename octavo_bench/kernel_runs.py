@@ -34,6 +34,7 @@ from octavo.ops.scaled_linear import ScaledValues
 from octavo.ops.stacked_lora import LowRankStack
 from octavo.ops.stage_step import LastResults, StagedRows
 from octavo.ops.store_kv import KVScales
+from octavo.ops.triton.gather_rows import gather_rows
 from octavo.ops.triton.gemv import GemvConfig, gemv
 from octavo.ops.triton.latent_prompts import Expanded, expand
 
@@ -153,6 +154,8 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)
         experts = GroupedExperts(7, gate_up, down)
         x = make.floats(T, 64, dtype=dtype)
+        order = torch.randperm(3 * T, device=make.device, dtype=torch.int32)
+        yield f"gather_rows {T}", functools.partial(gather_rows, x, order)
         yield f"grouped_moe {T}", functools.partial(ops.grouped_moe, x, ids, make.floats(T, 3), experts)
 
 

@@ -30,6 +30,9 @@ FORMS: dict[str, tuple[str, int, int, bool, torch.dtype]] = {
     "e4m3": ("e4m3", 1024, 128, False, torch.bfloat16),
     "e4m3, per output": ("e4m3", 1000, 0, False, torch.float32),
     "e2m1": ("e2m1", 1152, 128, False, torch.bfloat16),
+    "e2m1, groups of 32": ("e2m1", 1056, 32, False, torch.bfloat16),
+    "uint4 with zeros, groups of 64": ("uint4", 960, 64, True, torch.float16),
+    "int8, groups of 32": ("int8", 992, 32, False, torch.float16),
 }
 """Weights without minima: numbers, inputs, length of groups, whether there are zeros, type of scales."""
 

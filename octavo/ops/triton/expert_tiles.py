@@ -23,7 +23,7 @@ PAIRS_AT_ONCE = 2048
 
 
 class Tiles(NamedTuple):
-    """Runs of pairs of one expert, on the device; int32 [tiles], those beyond the last have no rows."""
+    """Runs of pairs of one expert, on the device; int32 [tiles], those beyond the last used one have no rows."""
 
     order_P: Tensor
     """int32: pairs sorted by expert, and then by their index."""
@@ -31,32 +31,41 @@ class Tiles(NamedTuple):
     first: Tensor
     """Place of the first pair in the order."""
     rows: Tensor
+    used: Tensor
+    """Number of tiles with rows, [1]."""
     block: int
     """Most rows of a tile."""
+
+
+def tile_rows(P: int, num_experts: int, max_rows: int = MAX_ROWS) -> int:
+    """Most rows of a tile for so many pairs."""
+    if is_invariant():
+        return min(INVARIANT_ROWS, max_rows)
+    # Where tokens spread evenly, most experts have fewer rows than twice their mean.
+    return min(max_rows, max(MIN_ROWS, int(triton.next_power_of_2(triton.cdiv(3 * P, 2 * num_experts)))))
 
 
 def sort_into_tiles(ids_TS: Tensor, num_experts: int, max_rows: int = MAX_ROWS) -> Tiles:
     """Split the pairs of each expert into tiles. Data that depends on the ids stays on the device."""
     device, P = ids_TS.device, ids_TS.numel()
-    # Where tokens spread evenly, most experts have fewer rows than twice their mean.
-    block = min(max_rows, max(MIN_ROWS, triton.next_power_of_2(triton.cdiv(3 * P, 2 * num_experts))))
-    if is_invariant():
-        block = min(INVARIANT_ROWS, max_rows)
+    block = tile_rows(P, num_experts, max_rows)
     num_tiles = min(P, num_experts) + P // block
-    sizes = (P, num_experts, num_tiles, num_tiles, num_tiles)
-    order_P, count_X, expert, first, rows = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
+    sizes = (P, num_experts, num_tiles, num_tiles, num_tiles, 1)
+    order_P, count_X, expert, first, rows, used = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in sizes
+    )
     at_once = min(PAIRS_AT_ONCE, max(128, triton.next_power_of_2(P)))
     launch(
         sort_kernel, (num_experts,), ids_TS.contiguous(), order_P, count_X, counters(device, 1), expert, first, rows,
-        P, num_experts, num_tiles, block, triton.next_power_of_2(num_experts), at_once, num_warps=4,
+        used, P, num_experts, num_tiles, block, triton.next_power_of_2(num_experts), at_once, num_warps=4,
     )  # fmt: skip
-    return Tiles(order_P, expert, first, rows, block)
+    return Tiles(order_P, expert, first, rows, used, block)
 
 
 @triton.jit(do_not_specialize=["P", "num_tiles"])
 def sort_kernel(
     ids_ptr: tl.tensor, order_ptr: tl.tensor, count_ptr: tl.tensor, counter_ptr: tl.tensor,
-    expert_ptr: tl.tensor, first_ptr: tl.tensor, rows_ptr: tl.tensor,
+    expert_ptr: tl.tensor, first_ptr: tl.tensor, rows_ptr: tl.tensor, used_ptr: tl.tensor,
     P: tl.tensor, X: tl.tensor, num_tiles: tl.tensor,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -78,13 +87,13 @@ def sort_kernel(
     tl.debug_barrier()
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == X - 1:
         tl.store(counter_ptr, 0)
-        _make_tiles(count_ptr, expert_ptr, first_ptr, rows_ptr, X, num_tiles, BLOCK, EXPERTS, PAIRS)
+        _make_tiles(count_ptr, expert_ptr, first_ptr, rows_ptr, used_ptr, X, num_tiles, BLOCK, EXPERTS, PAIRS)
 
 
 @triton.jit
 def _make_tiles(
-    count_ptr: tl.tensor, expert_ptr: tl.tensor, first_ptr: tl.tensor, rows_ptr: tl.tensor, X: tl.tensor,
-    num_tiles: tl.tensor, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
+    count_ptr: tl.tensor, expert_ptr: tl.tensor, first_ptr: tl.tensor, rows_ptr: tl.tensor, used_ptr: tl.tensor,
+    X: tl.tensor, num_tiles: tl.tensor, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
 ) -> None:  # fmt: skip
     e = tl.arange(0, EXPERTS)
     count_X = tl.load(count_ptr + e, mask=e < X, other=0, cache_modifier=".cg")
@@ -96,6 +105,7 @@ def _make_tiles(
         tl.store(expert_ptr + at_X + n, e, mask=is_tile)
         tl.store(first_ptr + at_X + n, first_X + n * BLOCK, mask=is_tile)
         tl.store(rows_ptr + at_X + n, tl.minimum(count_X - n * BLOCK, BLOCK), mask=is_tile)
-    i = tl.arange(0, PAIRS)
-    for start in range(tl.sum(tiles_X, 0), num_tiles, PAIRS):
+    i, used = tl.arange(0, PAIRS), tl.sum(tiles_X, 0)
+    tl.store(used_ptr, used)
+    for start in range(used, num_tiles, PAIRS):
         tl.store(rows_ptr + start + i, tl.zeros([PAIRS], tl.int32), mask=start + i < num_tiles)

@@ -23,6 +23,7 @@ from octavo.ops.triton.grouped_linear import declines_grouped
 from octavo.ops.triton.grouped_numbers import assembly
 from octavo.ops.triton.launch import after_predecessor, launch
 from octavo.ops.triton.moe import are_few, sum_experts
+from octavo.ops.triton.pipelined_moe import expert_configs, pipelined_moe
 from octavo.ops.triton.tile_epilogue import finish
 
 BLOCK_N, STAGES, MAX_ROWS = 64, 3, 64
@@ -111,7 +112,10 @@ def grouped_moe_triton(
     gated_PF = x_TD.new_empty(P, experts.down.shape[1])
     parts_PD = x_TD.new_empty(P, D, dtype=torch.float32)
     activation, plain = activation_of(experts.activation), activation_of(None)
-    if are_few(ids_TS, experts.num_experts):
+    configs = expert_configs(x_TD, ids_TS, experts)
+    if configs is not None:
+        pipelined_moe(x_TD, ids_TS, shares_TS, experts, configs, gated_PF, parts_PD)
+    elif are_few(ids_TS, experts.num_experts):
         grouped_pairs(x_TD, experts.gate_up, experts.gate_up_bias, ids_TS, None, activation, gated_PF, PAIRS)
         grouped_pairs(gated_PF, experts.down, experts.down_bias, ids_TS, shares_TS, plain, parts_PD, PAIRS)
     else:

@@ -54,6 +54,6 @@ class GroupedProduct(NamedTuple):
         return -(-self.K // chunk_of(self.number))
 
     @property
-    def has_whole_groups(self) -> bool:
-        """Whether a chunk of columns has one scale."""
-        return self.groups == 1 or self.K // self.groups % chunk_of(self.number) == 0
+    def parts(self) -> int:
+        """Of a chunk of columns, each with a scale of its own."""
+        return 1 if self.groups == 1 else max(1, chunk_of(self.number) * self.groups // self.K)

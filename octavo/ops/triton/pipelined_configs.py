@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -79,6 +79,14 @@ _TILINGS = {
 """By the rows of a tile, as measured on an H100; of few rows the likeliest first. Narrow tiles give multiprocessors
 several programs, one of which ends a tile while another multiplies; wide ones take fewer rows from the cache."""
 
+_EXPERT_TILINGS = {
+    16: (_Tiling(128, 4, 2, 128, 8), _THREE, _TWO, _WIDE),
+    32: (_Tiling(128, 4, 2, 128, 8), _THREE, _TWO, _WIDE),
+    64: (_Tiling(256, 8, 1, 168, 8), _TWO, _WIDE),
+    128: (_Tiling(256, 8, 1, 168, 8), _WIDE, _TWO, _ONE),
+}
+"""Of experts, where each program has several tiles, as measured on an H100 with MXFP4 and INT4; the fastest first."""
+
 
 def takes(product: GroupedProduct, device: torch.device) -> bool:
     """Whether the kernel computes this product, and runs here.
@@ -86,7 +94,8 @@ def takes(product: GroupedProduct, device: torch.device) -> bool:
     Rows, and the scales and zeros of a group, must begin at multiples of 16 bytes for the tensor memory accelerator;
     ups at a tile of the weight.
     """
-    is_whole = product.K % 8 == 0 and product.has_whole_groups and (not product.is_gated or product.outputs % TILE == 0)
+    is_whole = product.K % 8 == 0 and (not product.is_gated or product.outputs % TILE == 0)
+    is_whole &= product.parts <= chunk_of(product.number) // WORDS  # a plane of words has one scale
     sides = [product.scale_bytes, *([1] if product.has_zeros else [])]
     is_whole &= product.groups == 1 or all(product.N * size % ALIGNMENT == 0 for size in sides)
     is_plain = product.dtype == torch.bfloat16 and not product.has_minima
@@ -108,20 +117,39 @@ def pipelined_configs(product: GroupedProduct, rows: int, device: torch.device) 
     return [config for _, config in sorted(found, key=lambda item: -item[0])]
 
 
+def expert_config(product: GroupedProduct, block_t: int, device: torch.device) -> PipelinedConfig | None:
+    """The likeliest for experts, whose tiles have up to ``block_t`` rows; ``None`` if the kernel does not take them.
+
+    The product is that of one expert. The host does not know how many tiles there are: all that there is room for
+    divide them.
+    """
+    fitting = _fitting(product, block_t, _EXPERT_TILINGS[block_t], device) if takes(product, device) else iter(())
+    return next((config for _, config in fitting), None)
+
+
 def _configs(product: GroupedProduct, rows: int, device: torch.device) -> Iterator[tuple[float, PipelinedConfig]]:
     """What fits, with its expected throughput; 0 for all tiles of few rows, which are in their order."""
     most_rows = 128 if product.is_gated or (rows > 256 and rows % 256) else 256  # gates and ups take registers twice
     largest = min(max(16, triton.next_power_of_2(rows)), most_rows)
     for block_t in (largest, 128) if largest > 128 else (largest,):
-        for block_n, warps, resident, registers, most_stages, throughput in _TILINGS[block_t]:
-            room = (shared_bytes(device) + KEPT_BYTES) // resident - KEPT_BYTES - OTHER_BYTES
-            stages = min(most_stages, room // _stage_bytes(block_n, block_t, product))
-            sums = product.weights * block_n * block_t
-            if stages >= LEAST_STAGES[resident] and sums <= MOST_SUMS * 32 * warps:
-                tiles = triton.cdiv(product.outputs, block_n) * triton.cdiv(rows, block_t)
-                steps, most = triton.cdiv(product.K, UNIT), resident * num_multiprocessors(device)
-                config = PipelinedConfig(block_n, block_t, warps, stages, _programs(tiles, steps, most), registers)
-                yield _expected(throughput, config, tiles, steps, most) if largest >= LEAST_SORTED else 0.0, config
+        for throughput, config in _fitting(product, block_t, _TILINGS[block_t], device):
+            tiles = triton.cdiv(product.outputs, config.block_n) * triton.cdiv(rows, block_t)
+            steps, most = triton.cdiv(product.K, UNIT), config.programs
+            config = replace(config, programs=_programs(tiles, steps, most))
+            yield _expected(throughput, config, tiles, steps, most) if largest >= LEAST_SORTED else 0.0, config
+
+
+def _fitting(
+    product: GroupedProduct, block_t: int, tilings: tuple[_Tiling, ...], device: torch.device
+) -> Iterator[tuple[float, PipelinedConfig]]:
+    """What fits, with its throughput, and as many programs as there is room for."""
+    for block_n, warps, resident, registers, most_stages, throughput in tilings:
+        room = (shared_bytes(device) + KEPT_BYTES) // resident - KEPT_BYTES - OTHER_BYTES
+        stages = min(most_stages, room // _stage_bytes(block_n, block_t, product))
+        sums = product.weights * block_n * block_t
+        if stages >= LEAST_STAGES[resident] and sums <= MOST_SUMS * 32 * warps:
+            programs = resident * num_multiprocessors(device)
+            yield throughput, PipelinedConfig(block_n, block_t, warps, stages, programs, registers)
 
 
 def _programs(tiles: int, steps: int, most: int) -> int:
@@ -146,4 +174,5 @@ def _stage_bytes(block_n: int, block_t: int, product: GroupedProduct) -> int:
     chunk = chunk_of(product.number)
     scales = 0 if product.groups == 1 else max(BOX_BYTES, block_n * product.scale_bytes)
     zeros = max(BOX_BYTES, block_n) if product.has_zeros else 0
-    return block_t * UNIT * 2 + product.weights * (UNIT // chunk) * (block_n * WORDS * 2 + scales + zeros)
+    own = block_n * WORDS * 2 + product.parts * (scales + zeros)
+    return block_t * UNIT * 2 + product.weights * (UNIT // chunk) * own

@@ -1,6 +1,7 @@
 """The end of a tile of ``pipelined_gemm``: the sums of its programs, then scales of rows, bias, gate and residual.
 
-Shapes: T rows, N outputs; a tile is [outputs, rows].
+Shapes: a tile is [outputs, rows]. The rows of an expert's last product go back to the order of their pairs of a token
+and an expert, times the pair's share.
 """
 
 from __future__ import annotations
@@ -8,34 +9,22 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from octavo.ops.triton.pipelined_tiles import programs_of
 from octavo.ops.triton.tile_epilogue import finish
 
 _ROWS_AT_ONCE = gl.constexpr(32)
 
 
 @gluon.jit
-def steps_of(program: gl.tensor, programs: gl.tensor, count: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
-    """Where the steps of a program, of ``count``, begin and end."""
-    return program * count // programs, (program + 1) * count // programs
-
-
-@gluon.jit
-def programs_of(
-    start: gl.tensor, units: gl.tensor, programs: gl.tensor, count: gl.tensor
-) -> tuple[gl.tensor, gl.tensor]:
-    """The first and the last program that have steps of the tile whose ``units`` steps begin at ``start``."""
-    return ((start + 1) * programs - 1) // count, ((start + units) * programs - 1) // count
-
-
-@gluon.jit
 def end_tile(
     acc: gl.tensor, up: gl.tensor, scales_ptr: gl.tensor, bias_ptr: gl.tensor, residual_ptr: gl.tensor,
-    out_ptr: gl.tensor, sums_ptr: gl.tensor, counters_ptr: gl.tensor, start: gl.tensor,
-    units: gl.tensor, count: gl.tensor, first: gl.tensor, first_row: gl.tensor, T: gl.tensor, num_outputs: gl.tensor,
-    ACTIVATION: gl.constexpr,
+    order_ptr: gl.tensor, share_ptr: gl.tensor, out_ptr: gl.tensor, sums_ptr: gl.tensor, counters_ptr: gl.tensor,
+    start: gl.tensor, units: gl.tensor, grain: gl.tensor, programs: gl.tensor, count: gl.tensor, first: gl.tensor,
+    first_row: gl.tensor, stop_row: gl.tensor, num_outputs: gl.tensor, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
 ) -> None:  # fmt: skip
     """Store the tile, or a program's share of its sums; the last program to have a share adds them in their order."""
-    begun_by, ended_by = programs_of(start, units, gl.num_programs(0), count)
+    begun_by, ended_by = programs_of(start, units, grain, programs, count)
     is_whole = begun_by == ended_by
     if not is_whole:
         _store_share(sums_ptr, acc, up, begun_by, gl.program_id(0), ACTIVATION)
@@ -46,7 +35,10 @@ def end_tile(
             acc, up = _add_shares(sums_ptr, acc, up, begun_by, ended_by, ACTIVATION)
             is_whole = True
     if is_whole:
-        _store_tile(acc, up, scales_ptr, bias_ptr, residual_ptr, out_ptr, first, first_row, T, num_outputs, ACTIVATION)
+        _store_tile(
+            acc, up, scales_ptr, bias_ptr, residual_ptr, order_ptr, share_ptr, out_ptr, first, first_row, stop_row,
+            num_outputs, ACTIVATION, ALPHA, LIMIT,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -93,8 +85,8 @@ def _add_shares(
 @gluon.jit
 def _store_tile(
     acc: gl.tensor, up: gl.tensor, scales_ptr: gl.tensor, bias_ptr: gl.tensor, residual_ptr: gl.tensor,
-    out_ptr: gl.tensor, first: gl.tensor, first_row: gl.tensor, T: gl.tensor, num_outputs: gl.tensor,
-    ACTIVATION: gl.constexpr,
+    order_ptr: gl.tensor, share_ptr: gl.tensor, out_ptr: gl.tensor, first: gl.tensor, first_row: gl.tensor,
+    stop_row: gl.tensor, num_outputs: gl.tensor, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ) -> None:  # fmt: skip
     """Scales of rows, bias, gate and residual, for a few rows at a time: addresses take registers."""
     HALF: gl.constexpr = acc.shape[1] // 2
@@ -102,17 +94,21 @@ def _store_tile(
         low, high = _halves(acc)
         low_up, high_up = _halves(up)
         _store_tile(
-            low, low_up, scales_ptr, bias_ptr, residual_ptr, out_ptr, first, first_row, T, num_outputs, ACTIVATION
-        )
+            low, low_up, scales_ptr, bias_ptr, residual_ptr, order_ptr, share_ptr, out_ptr, first, first_row,
+            stop_row, num_outputs, ACTIVATION, ALPHA, LIMIT,
+        )  # fmt: skip
         _store_tile(
-            high, high_up, scales_ptr, bias_ptr, residual_ptr, out_ptr, first, first_row + HALF, T, num_outputs,
-            ACTIVATION,
+            high, high_up, scales_ptr, bias_ptr, residual_ptr, order_ptr, share_ptr, out_ptr, first,
+            first_row + HALF, stop_row, num_outputs, ACTIVATION, ALPHA, LIMIT,
         )  # fmt: skip
     else:
         outputs = first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         rows = first_row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        is_row = rows < stop_row
+        if share_ptr is not None:
+            rows = gl.load(order_ptr + rows, mask=is_row, other=0)
         at = rows.to(gl.int64)[None, :] * num_outputs + outputs[:, None]
-        mask = (rows < T)[None, :] & (outputs < num_outputs)[:, None]
+        mask = is_row[None, :] & (outputs < num_outputs)[:, None]
         if scales_ptr is not None:
             own = gl.minimum(outputs, num_outputs - 1)
             acc *= gl.load(scales_ptr + own).to(gl.float32)[:, None]
@@ -121,7 +117,9 @@ def _store_tile(
         residual = 0.0
         if residual_ptr is not None:
             residual = gl.load(residual_ptr + at, mask=mask, other=0.0).to(gl.float32)
-        acc = finish(acc, up, residual, outputs, num_outputs, bias_ptr, ACTIVATION)
+        acc = finish(acc, up, residual, outputs, num_outputs, bias_ptr, ACTIVATION, ALPHA, LIMIT)
+        if share_ptr is not None:
+            acc *= gl.load(share_ptr + rows, mask=is_row, other=0.0)[None, :]
         gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -1,13 +1,17 @@
 """Several rows times a weight of ``PackedGroups`` on Hopper: copies, unpacking and products overlap.
 
-Shapes: T rows, K inputs, N outputs. The weight takes the wide side, weight @ x.T. The tensor memory accelerator copies
-words and rows into a ring in shared memory. Words become entries of the weight, with their scale, in the registers that
-tensor cores read them from, a plane of words while the plane before it is multiplied: so there is one accumulator for
-all of K and no wait but for operands.
+Shapes: T rows, K inputs, N outputs, P pairs of a token and an expert. The weight takes the wide side, weight @ x.T. The
+tensor memory accelerator copies words and rows into a ring in shared memory. Words become entries of the weight, with
+their scale, in the registers that tensor cores read them from, a plane of words while the plane before it is
+multiplied: so there is one accumulator for all of K and no wait but for operands.
 
 The work is divided evenly: a step is a tile of outputs and rows with UNIT columns, and every program takes as many
-neighbouring steps as the others ("stream-K", Osama et al., arXiv 2301.03598). Where the columns of a tile fall to
-several programs, the last to finish adds their sums in their order, so results do not vary from run to run.
+neighbouring steps as the others ("stream-K", Osama et al., arXiv 2301.03598), or whole tiles where these come out
+nearly even. Where the columns of a tile fall to several programs, the last to finish adds their sums in their order, so
+results do not vary from run to run.
+
+Of experts, each tile has rows of one, whose part of the weight it meets. How many tiles there are is known on the
+device alone.
 
 With programmatic dependent launch the first weights are on their way before the kernel that computes the rows ends.
 
@@ -16,15 +20,15 @@ Written in Gluon; see ``launch.has_gluon``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -33,10 +37,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
+from octavo.ops.linear import Activation
+from octavo.ops.triton.expert_tiles import Tiles
+from octavo.ops.triton.gates import activation_of
 from octavo.ops.triton.grouped_numbers import entry_assembly, entry_offset
+from octavo.ops.triton.grouped_product import GroupedProduct
 from octavo.ops.triton.launch import counters, launch
 from octavo.ops.triton.pipelined_configs import ALIGNMENT, BOX_BYTES, MOST_PROGRAMS, UNIT, PipelinedConfig
-from octavo.ops.triton.pipelined_epilogue import end_tile, steps_of
+from octavo.ops.triton.pipelined_epilogue import end_tile
+from octavo.ops.triton.pipelined_producer import produce
+from octavo.ops.triton.pipelined_tiles import grain_of, rows_of_tile, steps_of, tiles_of_rows
 
 _TILE, _WORDS, _UNIT = gl.constexpr(TILE), gl.constexpr(WORDS), gl.constexpr(UNIT)
 
@@ -46,7 +56,7 @@ def pipelined_gemm(
     packed: PackedGroups,
     bias_N: Tensor | None,
     residual_TN: Tensor | None,
-    activation: str | None,
+    activation: Activation | None,
     config: PipelinedConfig,
 ) -> Tensor:
     """``ops.grouped_linear`` without norm and order; the residual is overwritten and returned.
@@ -54,39 +64,72 @@ def pipelined_gemm(
     For products that ``pipelined_configs`` takes, and any number of rows: copies fill a tile up with zeros, and only
     rows that there are have results. Rows and residual are contiguous.
     """
-    (T, K), N = x_TK.shape, packed.shape[0]
-    if x_TK.data_ptr() % ALIGNMENT:  # a view into other rows
-        x_TK = x_TK.clone()
+    T, N = len(x_TK), packed.shape[0]
     outputs = N if activation is None else N // 2
     out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
+    _multiply(x_TK, packed, bias_N, residual_TN, None, activation_of(activation), out_TN, None, config)
+    return out_TN
+
+
+def pipelined_experts(
+    x_PK: Tensor,
+    packed: PackedGroups,
+    bias_XN: Tensor | None,
+    shares_TS: Tensor | None,
+    activation: dict[str, Any],
+    out_PN: Tensor,
+    tiles: Tiles,
+    config: PipelinedConfig,
+) -> None:
+    """Fill ``out`` with the products of pairs of a token and an expert, gated by an ``activation_of``.
+
+    x has their rows in the order of the tiles, which were made before the kernel that comes before this one began.
+    Results are in the same order or, times their shares, in the order of pairs.
+    """
+    _multiply(x_PK, packed, bias_XN, None, shares_TS, activation, out_PN, tiles, config)
+
+
+def _multiply(
+    x_TK: Tensor,
+    packed: PackedGroups,
+    bias: Tensor | None,
+    residual_TN: Tensor | None,
+    shares: Tensor | None,
+    activation: dict[str, Any],
+    out: Tensor,
+    tiles: Tiles | None,
+    config: PipelinedConfig,
+) -> None:
+    if x_TK.data_ptr() % ALIGNMENT:  # a view into other rows
+        x_TK = x_TK.clone()
+    (T, K), outputs = x_TK.shape, out.shape[1]
     has_groups = len(packed.scales_GN) > 1
-    steps = triton.cdiv(outputs, config.block_n) * triton.cdiv(T, config.block_t) * triton.cdiv(K, UNIT)
-    programs = min(config.programs, steps)
-    sums = 2 * programs * (1 if activation is None else 2) * config.block_n * config.block_t
+    sums = 2 * config.programs * (1 if activation["ACTIVATION"] is None else 2) * config.block_n * config.block_t
     x_box = [config.block_t, UNIT]
     x_tiles = TensorDescriptor.from_tensor(x_TK, x_box, gl.NVMMASharedLayout.get_default_for(x_box, gl.bfloat16))
     launch(
         pipelined_gemm_kernel,
-        (programs,),
+        (config.programs,),
         *(x_tiles, _word_tiles(packed, config.block_n)),
         _flat_tiles(packed.scales_GN, config.block_n) if has_groups else None,
         None if packed.zeros_GN is None else _flat_tiles(packed.zeros_GN, config.block_n),
         None if has_groups else packed.scales_GN,
-        *(bias_N, residual_TN, out_TN, x_TK.new_empty(sums, dtype=torch.float32)),
-        counters(x_TK.device, MOST_PROGRAMS),
-        *(T, outputs, K, packed.group),
+        *(bias, residual_TN, shares),
+        *((None,) * 5 if tiles is None else (tiles.used, tiles.expert, tiles.first, tiles.rows, tiles.order_P)),
+        *(out, x_TK.new_empty(sums, dtype=torch.float32), counters(x_TK.device, MOST_PROGRAMS)),
+        *(T, outputs, K, packed.shape[0], packed.group),
         BLOCK_T=config.block_t,
         BLOCK_N=config.block_n,
         CHUNK=chunk_of(packed.number),
+        PARTS=GroupedProduct.of(packed, False, x_TK.dtype).parts,
         STAGES=config.stages,
-        ACTIVATION=activation,
+        **activation,
         OFFSET=entry_offset(packed),
         ASSEMBLY=entry_assembly(packed),
         WARPS=config.warps,
         num_warps=config.warps,
         maxnreg=config.registers,
     )
-    return out_TN
 
 
 def _word_tiles(packed: PackedGroups, block_n: int) -> TensorDescriptor:
@@ -102,65 +145,6 @@ def _flat_tiles(values_GN: Tensor, block_n: int) -> TensorDescriptor:
     size = max(block_n, BOX_BYTES // values_GN.element_size())
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * values_GN.element_size(), rank=1)
     return TensorDescriptor(values_GN, [values_GN.numel()], [1], [size], layout)
-
-
-@gluon.jit
-def _ask_for_weights(
-    words_tiles: gl.tensor, scales_tiles: gl.tensor, zeros_tiles: gl.tensor, words_ring: gl.tensor,
-    scales_ring: gl.tensor, zeros_ring: gl.tensor, barrier: gl.tensor, slot: gl.tensor, unit: gl.tensor,
-    first: gl.tensor, num_outputs: gl.tensor, group_size: gl.tensor, X_BYTES: gl.constexpr, CHUNK: gl.constexpr,
-    WEIGHTS: gl.constexpr,
-) -> None:  # fmt: skip
-    """Ask for words, scales and zeros of outputs from ``first`` on, into a place of the rings; rows will follow."""
-    CHUNKS: gl.constexpr = _UNIT // CHUNK
-    SCALE_BYTES: gl.constexpr = 0 if scales_tiles is None else scales_tiles.block_type.nbytes
-    ZERO_BYTES: gl.constexpr = 0 if zeros_tiles is None else zeros_tiles.block_type.nbytes
-    OWN_BYTES: gl.constexpr = words_tiles.block_type.nbytes + SCALE_BYTES + ZERO_BYTES
-    mbarrier.expect(barrier, X_BYTES + WEIGHTS * CHUNKS * OWN_BYTES)
-    for w in gl.static_range(WEIGHTS):
-        row = first + w * num_outputs
-        for c in gl.static_range(CHUNKS):
-            chunk, place = unit * CHUNKS + c, (slot * WEIGHTS + w) * CHUNKS + c
-            at = [row // _TILE, chunk * _TILE, 0]
-            tma.async_copy_global_to_shared(words_tiles, at, barrier, words_ring.index(place))
-            own = chunk * CHUNK // group_size * (num_outputs * WEIGHTS) + row
-            if scales_tiles is not None:
-                tma.async_copy_global_to_shared(scales_tiles, [own], barrier, scales_ring.index(place))
-            if zeros_tiles is not None:
-                tma.async_copy_global_to_shared(zeros_tiles, [own], barrier, zeros_ring.index(place))
-
-
-@gluon.jit
-def _produce(
-    x_tiles: gl.tensor, words_tiles: gl.tensor, scales_tiles: gl.tensor, zeros_tiles: gl.tensor, x_ring: gl.tensor,
-    words_ring: gl.tensor, scales_ring: gl.tensor, zeros_ring: gl.tensor, full: gl.tensor, empty: gl.tensor,
-    begin: gl.tensor, end: gl.tensor, units: gl.tensor, tiles_t: gl.tensor, num_outputs: gl.tensor,
-    group_size: gl.tensor, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, WEIGHTS: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
-) -> None:  # fmt: skip
-    """Bring the operands of all steps into the rings; the first weights before x is there."""
-    X_BYTES: gl.constexpr = x_tiles.block_type.nbytes
-    BLOCK_T: gl.constexpr = x_ring.shape[1]
-    for i in gl.static_range(STAGES):
-        if begin + i < end:
-            _ask_for_weights(
-                words_tiles, scales_tiles, zeros_tiles, words_ring, scales_ring, zeros_ring, full.index(i), i,
-                (begin + i) % units, (begin + i) // units // tiles_t * BLOCK_N, num_outputs, group_size, X_BYTES,
-                CHUNK, WEIGHTS,
-            )  # fmt: skip
-    if PDL:
-        gdc_wait()
-    for i in range(end - begin):
-        slot, tile, unit = i % STAGES, (begin + i) // units, (begin + i) % units
-        barrier = full.index(slot)
-        if i >= STAGES:
-            mbarrier.wait(empty.index(slot), i // STAGES & 1 ^ 1)
-            _ask_for_weights(
-                words_tiles, scales_tiles, zeros_tiles, words_ring, scales_ring, zeros_ring, barrier, slot, unit,
-                tile // tiles_t * BLOCK_N, num_outputs, group_size, X_BYTES, CHUNK, WEIGHTS,
-            )  # fmt: skip
-        at = [tile % tiles_t * BLOCK_T, unit * _UNIT]
-        tma.async_copy_global_to_shared(x_tiles, at, barrier, x_ring.index(slot))
 
 
 @gluon.jit
@@ -185,26 +169,31 @@ def _entries(
 
 
 @gluon.jit
-def _load_chunk(
-    words_ring: gl.tensor, scales_ring: gl.tensor, zeros_ring: gl.tensor, place: gl.tensor, OFFSET: gl.constexpr,
-    LEFT: gl.constexpr,
-) -> gl.tuple:  # fmt: skip
-    """A chunk's words, zeros and scales in the registers of tensor cores' left operand; words for what there is not."""
-    BLOCK_N: gl.constexpr = words_ring.shape[1] * _TILE
-    words = words_ring.index(place).reshape([BLOCK_N, _WORDS]).load(LEFT)
+def _load_words(words_ring: gl.tensor, place: gl.tensor, LEFT: gl.constexpr) -> gl.tensor:
+    """A chunk's words in the registers of tensor cores' left operand."""
+    return words_ring.index(place).reshape([words_ring.shape[1] * _TILE, _WORDS]).load(LEFT)
+
+
+@gluon.jit
+def _load_part(
+    words: gl.tensor, scales_ring: gl.tensor, zeros_ring: gl.tensor, place: gl.tensor, OFFSET: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
+    """Zeros and scales of a part of a chunk, in the registers of its words; words for what there is not."""
+    BLOCK_N: gl.constexpr = words.shape[0]
+    LEFT: gl.constexpr = words.type.layout
     zeros, scales = words, words
     if zeros_ring is not None:
         zeros = _of_outputs(zeros_ring, place, BLOCK_N, OFFSET, LEFT)
     if scales_ring is not None:
         scales = _of_outputs(scales_ring, place, BLOCK_N, 0, LEFT)
-    return words, zeros, scales
+    return zeros, scales
 
 
 @gluon.jit
 def _sum_steps(
     acc: gl.tensor, up: gl.tensor, last: gl.tensor, x_ring: gl.tensor, words_ring: gl.tensor, scales_ring: gl.tensor,
     zeros_ring: gl.tensor, full: gl.tensor, empty: gl.tensor, first: gl.tensor, stop: gl.tensor, CHUNK: gl.constexpr,
-    WEIGHTS: gl.constexpr, STAGES: gl.constexpr, OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr,
+    PARTS: gl.constexpr, WEIGHTS: gl.constexpr, STAGES: gl.constexpr, OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr,
 ) -> tuple[gl.tensor, ...]:  # fmt: skip
     """The sums of a tile's steps from ``first`` to ``stop``. ``last`` is the operand of the product that is not over.
 
@@ -213,18 +202,25 @@ def _sum_steps(
     """
     LEFT: gl.constexpr = last.type.layout
     CHUNKS: gl.constexpr = _UNIT // CHUNK
+    OF_PART: gl.constexpr = CHUNK // _WORDS // PARTS  # planes
     for i in range(first, stop):
         slot = i % STAGES
         mbarrier.wait(full.index(slot), i // STAGES & 1)
         for c in gl.static_range(CHUNKS):
             place = slot * (WEIGHTS * CHUNKS) + c
-            words, zeros, scales = _load_chunk(words_ring, scales_ring, zeros_ring, place, OFFSET, LEFT)
+            words = _load_words(words_ring, place, LEFT)
+            zeros, scales = _load_part(words, scales_ring, zeros_ring, place * PARTS, OFFSET)
             up_words, up_zeros, up_scales = words, zeros, scales
             if WEIGHTS == 2:
-                up_words, up_zeros, up_scales = _load_chunk(
-                    words_ring, scales_ring, zeros_ring, place + CHUNKS, OFFSET, LEFT
-                )
+                up_words = _load_words(words_ring, place + CHUNKS, LEFT)
+                up_zeros, up_scales = _load_part(up_words, scales_ring, zeros_ring, (place + CHUNKS) * PARTS, OFFSET)
             for p in gl.static_range(CHUNK // _WORDS):
+                if p > 0 and p % OF_PART == 0:
+                    at = place * PARTS + p // OF_PART
+                    zeros, scales = _load_part(words, scales_ring, zeros_ring, at, OFFSET)
+                    if WEIGHTS == 2:
+                        at = (place + CHUNKS) * PARTS + p // OF_PART
+                        up_zeros, up_scales = _load_part(up_words, scales_ring, zeros_ring, at, OFFSET)
                 x = x_ring.index(slot).slice(c * CHUNK + p * _WORDS, _WORDS, 1).permute((1, 0))
                 is_sum = i > first if c + p == 0 else True
                 entries = _entries(words, zeros, scales, p, ASSEMBLY)
@@ -252,10 +248,12 @@ def _release(empty: gl.tensor, is_full: gl.tensor) -> None:
 @gluon.jit
 def _consume(
     x_ring: gl.tensor, words_ring: gl.tensor, scales_ring: gl.tensor, zeros_ring: gl.tensor, full: gl.tensor,
-    empty: gl.tensor, scales_ptr: gl.tensor, bias_ptr: gl.tensor, residual_ptr: gl.tensor, out_ptr: gl.tensor,
-    sums_ptr: gl.tensor, counters_ptr: gl.tensor, begin: gl.tensor, end: gl.tensor, count: gl.tensor, units: gl.tensor,
-    tiles_t: gl.tensor, T: gl.tensor, num_outputs: gl.tensor, CHUNK: gl.constexpr, STAGES: gl.constexpr,
-    ACTIVATION: gl.constexpr, OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    empty: gl.tensor, scales_ptr: gl.tensor, bias_ptr: gl.tensor, residual_ptr: gl.tensor, share_ptr: gl.tensor,
+    expert_ptr: gl.tensor, first_ptr: gl.tensor, rows_ptr: gl.tensor, order_ptr: gl.tensor, out_ptr: gl.tensor,
+    sums_ptr: gl.tensor, counters_ptr: gl.tensor, begin: gl.tensor, end: gl.tensor, programs: gl.tensor,
+    count: gl.tensor, grain: gl.tensor, units: gl.tensor, tiles_t: gl.tensor, T: gl.tensor, num_outputs: gl.tensor,
+    CHUNK: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr, OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Multiply, a tile after the other."""
     BLOCK_N: gl.constexpr = words_ring.shape[1] * _TILE
@@ -273,28 +271,37 @@ def _consume(
         stop = gl.minimum(end, (tile + 1) * units)
         acc, up, last = _sum_steps(
             warpgroup_mma_init(none), warpgroup_mma_init(none), nothing, x_ring, words_ring, scales_ring, zeros_ring,
-            full, empty, step - begin, stop - begin, CHUNK, WEIGHTS, STAGES, OFFSET, ASSEMBLY,
+            full, empty, step - begin, stop - begin, CHUNK, PARTS, WEIGHTS, STAGES, OFFSET, ASSEMBLY,
         )  # fmt: skip
         acc, up, last = warpgroup_mma_wait(0, deps=(acc, up, last))
+        expert, first_row, stop_row = rows_of_tile(tile % tiles_t, expert_ptr, first_ptr, rows_ptr, T, BLOCK_T)
+        own_scales, own_bias = scales_ptr, bias_ptr
+        if scales_ptr is not None:
+            own_scales = scales_ptr + expert * (WEIGHTS * num_outputs)
+        if bias_ptr is not None:
+            own_bias = bias_ptr + expert * (WEIGHTS * num_outputs)
         end_tile(
-            acc, up, scales_ptr, bias_ptr, residual_ptr, out_ptr, sums_ptr, counters_ptr, tile * units, units, count,
-            tile // tiles_t * BLOCK_N, tile % tiles_t * BLOCK_T, T, num_outputs, ACTIVATION,
+            acc, up, own_scales, own_bias, residual_ptr, order_ptr, share_ptr, out_ptr, sums_ptr, counters_ptr,
+            tile * units, units, grain, programs, count, tile // tiles_t * BLOCK_N, first_row, stop_row, num_outputs,
+            ACTIVATION, ALPHA, LIMIT,
         )  # fmt: skip
         step = stop
 
 
-@gluon.jit(do_not_specialize=["T", "K", "num_outputs", "group_size"])
+@gluon.jit(do_not_specialize=["T", "K", "num_outputs", "num_rows", "group_size"])
 def pipelined_gemm_kernel(
     x_tiles: gl.tensor, words_tiles: gl.tensor, scales_tiles: gl.tensor, zeros_tiles: gl.tensor, scales_ptr: gl.tensor,
-    bias_ptr: gl.tensor, residual_ptr: gl.tensor, out_ptr: gl.tensor, sums_ptr: gl.tensor, counters_ptr: gl.tensor,
-    T: gl.tensor, num_outputs: gl.tensor, K: gl.tensor, group_size: gl.tensor, BLOCK_T: gl.constexpr,
-    BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
-    OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    bias_ptr: gl.tensor, residual_ptr: gl.tensor, share_ptr: gl.tensor, tiles_ptr: gl.tensor, expert_ptr: gl.tensor,
+    first_ptr: gl.tensor, rows_ptr: gl.tensor, order_ptr: gl.tensor, out_ptr: gl.tensor, sums_ptr: gl.tensor,
+    counters_ptr: gl.tensor, T: gl.tensor, num_outputs: gl.tensor, K: gl.tensor, num_rows: gl.tensor,
+    group_size: gl.tensor, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr,
+    ASSEMBLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Set up the rings, and specialise the warps.
 
     ``sums`` holds for each program the sums [2, 1 or 2, BLOCK_N, BLOCK_T] of a tile that others have begun, and of one
-    that others go on with.
+    that others go on with. The weight has ``num_rows``: of an expert, so many as it has outputs, twice if gated.
     """
     WEIGHTS: gl.constexpr = 2 if ACTIVATION is not None else 1
     PLACES: gl.constexpr = STAGES * WEIGHTS * (_UNIT // CHUNK)
@@ -305,28 +312,33 @@ def pipelined_gemm_kernel(
     scales_ring, zeros_ring = None, None
     if scales_tiles is not None:
         scales_ring = gl.allocate_shared_memory(
-            scales_tiles.dtype, [PLACES, scales_tiles.block_shape[0]], scales_tiles.layout
+            scales_tiles.dtype, [PLACES * PARTS, scales_tiles.block_shape[0]], scales_tiles.layout
         )
     if zeros_tiles is not None:
         zeros_ring = gl.allocate_shared_memory(
-            zeros_tiles.dtype, [PLACES, zeros_tiles.block_shape[0]], zeros_tiles.layout
+            zeros_tiles.dtype, [PLACES * PARTS, zeros_tiles.block_shape[0]], zeros_tiles.layout
         )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=1)
-    units, tiles_t = (K + _UNIT - 1) // _UNIT, (T + BLOCK_T - 1) // BLOCK_T
-    count = (num_outputs + BLOCK_N - 1) // BLOCK_N * tiles_t * units
-    begin, end = steps_of(gl.program_id(0), gl.num_programs(0), count)
+    units, tiles_t = (K + _UNIT - 1) // _UNIT, tiles_of_rows(tiles_ptr, T, BLOCK_T)
+    tiles = (num_outputs + BLOCK_N - 1) // BLOCK_N * tiles_t
+    grain = grain_of(tiles, units, gl.num_programs(0))
+    count = tiles * units // grain
+    programs = gl.minimum(gl.num_programs(0), count)
+    begin, end = steps_of(gl.program_id(0), programs, count, grain)
+    end = gl.minimum(end, tiles * units)  # programs beyond the last have none
     gl.warp_specialize(
         [
             (_consume, (x_ring, words_ring, scales_ring, zeros_ring, full, empty, scales_ptr, bias_ptr, residual_ptr,
-                        out_ptr, sums_ptr, counters_ptr, begin, end, count, units, tiles_t, T, num_outputs, CHUNK,
-                        STAGES, ACTIVATION, OFFSET, ASSEMBLY, WARPS, PDL)),
-            (_produce, (x_tiles, words_tiles, scales_tiles, zeros_tiles, x_ring, words_ring, scales_ring, zeros_ring,
-                        full, empty, begin, end, units, tiles_t, num_outputs, group_size, BLOCK_N, CHUNK, WEIGHTS,
-                        STAGES, PDL)),
+                        share_ptr, expert_ptr, first_ptr, rows_ptr, order_ptr, out_ptr, sums_ptr, counters_ptr, begin,
+                        end, programs, count, grain, units, tiles_t, T, num_outputs, CHUNK, PARTS, STAGES, ACTIVATION,
+                        ALPHA, LIMIT, OFFSET, ASSEMBLY, WARPS, PDL)),
+            (produce, (x_tiles, words_tiles, scales_tiles, zeros_tiles, x_ring, words_ring, scales_ring, zeros_ring,
+                       full, empty, expert_ptr, first_ptr, rows_ptr, begin, end, units, tiles_t, T, num_outputs,
+                       num_rows, group_size, BLOCK_N, CHUNK, PARTS, WEIGHTS, STAGES, PDL)),
         ],
         [1],
         [40],

@@ -59,7 +59,7 @@ class OutputMLPConfig:
 
 def takes(product: GroupedProduct, device: torch.device) -> bool:
     """Whether the kernel computes this product for one row, if its sizes suit it, and runs here."""
-    is_whole = product.K % chunk_of(product.number) == 0 and product.outputs % TILE == 0 and product.has_whole_groups
+    is_whole = product.K % chunk_of(product.number) == 0 and product.outputs % TILE == 0 and product.parts == 1
     has_groups = product.groups > 1 or not product.has_zeros
     is_plain = product.dtype == torch.bfloat16 and not product.has_minima
     return is_whole and has_groups and is_plain and has_gluon(device)

@@ -14,7 +14,15 @@ from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
 from octavo.ops.triton.grouped_product import GroupedProduct
 from octavo.ops.triton.grouped_uses import GroupedUse
-from octavo.ops.triton.pipelined_configs import MOST_PROGRAMS, UNIT, PipelinedConfig, pipelined_configs, takes
+from octavo.ops.triton.pipelined_configs import (
+    MOST_PROGRAMS,
+    UNIT,
+    PipelinedConfig,
+    expert_config,
+    fits,
+    pipelined_configs,
+    takes,
+)
 from octavo.ops.triton.streamed_configs import StreamedConfig
 from tests.ops.triton.on_hopper import MULTIPROCESSORS, SHARED_BYTES, as_on_hopper
 
@@ -59,7 +67,7 @@ def test_what_is_proposed_fits(number: Number, is_gated: bool, rows: int) -> Non
     [
         {"dtype": torch.float16},
         {"has_minima": True},
-        {"groups": 64},  # two groups in a chunk
+        {"groups": 256},  # two groups in the columns that are unpacked at once
         {"groups": 1, "K": 4092},  # rows that do not begin at multiples of 16 bytes
         {"N": 6148},  # scales that do not begin there either
         {"N": 6152, "has_zeros": True},  # nor zeros
@@ -93,7 +101,13 @@ def test_an_entry_is_used_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sizes_that_are_not_whole_are_taken() -> None:
-    for other in ({"N": 4104}, {"groups": 1, "K": 4008}, {"N": 6176, "is_gated": True}, {"has_zeros": True}):
+    for other in (
+        {"N": 4104},
+        {"groups": 128},
+        {"groups": 1, "K": 4008},
+        {"N": 6176, "is_gated": True},
+        {"has_zeros": True},
+    ):
         assert takes(PRODUCT._replace(**other), CPU)
 
 
@@ -113,6 +127,20 @@ def test_a_tile_is_cut_only_where_each_program_has_several() -> None:
     assert head.programs == 2 * MULTIPROCESSORS
     short = pipelined_configs(GroupedProduct("int4", 4, 1024, 512, False), 16, CPU)[0]
     assert short.programs == 16, "four steps of 128 columns are too few to share"
+
+
+@pytest.mark.parametrize("number", ["int4", "uint4", "int8", "e4m3", "e2m1"])
+def test_tiles_of_experts_fit(number: Number) -> None:
+    for rows, group in ((16, 32), (32, 64), (64, 128), (128, 32), (128, 0)):
+        for is_gated in (False, True):
+            groups = 2880 // group if group and 2880 % group == 0 else 1
+            product = GroupedProduct(number, groups, 2880 * (1 + is_gated), 2880, is_gated, scale_bytes=4)
+            config = expert_config(product, rows, CPU)
+            assert config is not None
+            assert config.block_t == rows
+            assert fits(config, product, CPU)
+            assert (config.programs // MULTIPROCESSORS) * 32 * (config.warps + 4) * config.registers <= REGISTERS
+    assert expert_config(PRODUCT._replace(dtype=torch.float16), 16, CPU) is None
 
 
 def test_other_kernels_are_measured_as_well() -> None:

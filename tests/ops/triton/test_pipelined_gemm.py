@@ -11,7 +11,7 @@ import torch
 from octavo.ops.triton import pipelined_gemm
 from octavo.ops.triton.grouped_linear import run_grouped
 from octavo.ops.triton.pipelined_configs import PipelinedConfig
-from octavo.ops.triton.pipelined_epilogue import programs_of, steps_of
+from octavo.ops.triton.pipelined_tiles import grain_of, programs_of, steps_of
 from octavo.ops.triton.rms_norm import rms_norm_triton
 from tests.ops.triton.test_grouped_linear import random_groups
 
@@ -20,21 +20,22 @@ from tests.ops.triton.test_grouped_linear import random_groups
 def test_every_step_is_taken_once_and_shares_have_places_of_their_own(seed: int) -> None:
     chance = random.Random(seed)
     tiles, units = chance.randint(1, 200), chance.randint(1, 40)
-    count = tiles * units
+    grain = chance.choice([1, units])
+    count = tiles * units // grain
     programs = min(count, chance.choice([1, 2, 3, 132, 264, tiles, 2 * tiles, chance.randint(1, 500)]))
     takers: list[list[int]] = [[] for _ in range(tiles)]
     next_step = 0
     for program in range(programs):
-        begin, end = steps_of.fn(program, programs, count)
+        begin, end = steps_of.fn(program, programs, count, grain)
         assert begin == next_step < end
-        assert end - begin in (count // programs, -(-count // programs))
+        assert (end - begin) // grain in (count // programs, -(-count // programs))
         next_step = end
         for tile in range(begin // units, (end - 1) // units + 1):
             takers[tile].append(program)
-    assert next_step == count
+    assert next_step == tiles * units
     places, counters = set(), set()
     for tile, takes in enumerate(takers):
-        begun_by, ended_by = programs_of.fn(tile * units, units, programs, count)
+        begun_by, ended_by = programs_of.fn(tile * units, units, grain, programs, count)
         assert takes == list(range(begun_by, ended_by + 1))
         if begun_by < ended_by:
             assert begun_by not in counters
@@ -46,6 +47,14 @@ def test_every_step_is_taken_once_and_shares_have_places_of_their_own(seed: int)
     assert all(place < 2 * programs for place in places)
     if programs % tiles == 0:
         assert all(len(takes) == programs // tiles for takes in takers)
+    if grain == units:
+        assert all(len(takes) == 1 for takes in takers)
+
+
+def test_tiles_stay_whole_where_that_leaves_few_programs_idle() -> None:
+    for tiles, programs, is_whole in ((96, 384, False), (132, 132, True), (133, 132, False), (390, 132, True)):
+        assert grain_of.fn(tiles, 16, programs) == (16 if is_whole else 1)
+    assert grain_of.fn(36 * 132 + 1, 16, 132) == 16, "most are idle for one turn in 37"
 
 
 @pytest.mark.parametrize("first", [0, 1, 8])
