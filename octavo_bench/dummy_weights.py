@@ -7,6 +7,7 @@ engine and to all of them in the other, which read unlike amounts of memory in a
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
 
+from octavo.errors import CheckpointError
 from octavo.models.outline import Outline
 from octavo.models.registry import load_model, read_config
 from octavo.quant.stored import WeightFormat
@@ -23,6 +25,8 @@ from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.safetensors import read_configs
 
 SHARD_BYTES = 4 << 30
+EXPONENT = 127 - 7
+"""Of all blocks: random codes of FP4 have a standard deviation of 2.9, times 2 ** -7 that is 0.023."""
 
 
 class Asked(Outline):
@@ -40,14 +44,18 @@ class Asked(Outline):
 def write_weights(folder: Path, seed: int = 0) -> int:
     """Write the weights of the model whose ``config.json`` is in ``folder`` there; returns their bytes.
 
-    They are those that ``--load-format dummy`` makes with this seed. Raises ``CheckpointError`` for a configuration
-    that is not supported.
+    They are those that ``--load-format dummy`` makes with this seed; experts in MXFP4 have random bits instead. Raises
+    ``CheckpointError`` for a configuration that is not supported.
     """
-    checkpoint = DummyCheckpoint(*read_configs(folder), seed)
+    config, others = read_configs(folder)
+    quantised = config.pop("quantization_config", {"quant_method": None})["quant_method"]
+    if quantised not in (None, "mxfp4"):
+        raise CheckpointError(f"quantization_config.quant_method: {quantised!r} is not written, only 'mxfp4'")
+    checkpoint = DummyCheckpoint(config, others, seed)
     asked = Asked(checkpoint)
-    load_model(read_config(checkpoint.config), asked, WeightFormat(torch.float32, torch.device("meta")))
+    load_model(read_config(config), asked, WeightFormat(torch.float32, torch.device("meta")))
     total, where = 0, dict[str, str]()
-    for number, shard in enumerate(_shards(checkpoint, asked.shapes)):
+    for number, shard in enumerate(_shards(checkpoint, asked.shapes, quantised == "mxfp4")):
         name = f"model-{number:05}.safetensors"
         save_file(shard, folder / name, metadata={"format": "pt"})
         where |= dict.fromkeys(shard, name)
@@ -57,14 +65,28 @@ def write_weights(folder: Path, seed: int = 0) -> int:
     return total
 
 
-def _shards(checkpoint: DummyCheckpoint, shapes: dict[str, tuple[int, ...]]) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(
+    checkpoint: DummyCheckpoint, shapes: dict[str, tuple[int, ...]], has_mxfp4: bool
+) -> Iterator[dict[str, torch.Tensor]]:
     """The tensors in parts of ``SHARD_BYTES``, or a little more."""
     shard, size = dict[str, torch.Tensor](), 0
     for name, shape in track(shapes.items(), "tensors", console=Console(stderr=True), transient=True):
-        shard[name] = checkpoint.load(name, shape)
-        size += shard[name].nbytes
+        is_stack = has_mxfp4 and len(shape) == 3
+        own = _mxfp4(name, shape, checkpoint.seed) if is_stack else {name: checkpoint.load(name, shape)}
+        shard |= own
+        size += sum(tensor.nbytes for tensor in own.values())
         if size >= SHARD_BYTES:
             yield shard
             shard, size = {}, 0
     if shard:
         yield shard
+
+
+def _mxfp4(name: str, shape: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
+    """A stack of experts' matrices, which gpt-oss has as [X, inputs, outputs], in MXFP4: of each its rows in blocks of
+    32 numbers with an exponent. They are about as large as other random weights."""
+    X, K, N = shape
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+    blocks = torch.randint(256, (X, N, K // 32, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.full((X, N, K // 32), EXPONENT, dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}

@@ -239,6 +239,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-20b-mxfp4": {
+        **_gpt_oss(24, 32),
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    },
     "deepseek-v2-lite": _deepseek_v2_lite(),
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),

@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.errors import CheckpointError
+from octavo.models.registry import load_model, read_config
+from octavo.quant.mxfp4 import MXFP4
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Tensors
 from octavo.sim.shapes import SHAPES
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.dummy import DummyCheckpoint
@@ -53,6 +58,28 @@ def test_transformers_finds_every_tensor(tmp_path: Path, name: str, monkeypatch:
         found = written.load(tensor, written.describe(tensor)[1])
         assert isinstance(found, torch.Tensor)
         assert torch.equal(found, dummy.load(tensor, tuple(found.shape)))
+
+
+def test_experts_in_mxfp4_are_read_as_packed_groups(tmp_path: Path) -> None:
+    """And what is not quantised is as in bfloat16."""
+    small = {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
+    config = {**SHAPES["gpt-oss-20b-mxfp4"], **small}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_weights(tmp_path)
+    written = open_checkpoint(tmp_path, "auto")
+    form = WeightFormat(torch.bfloat16, torch.device("meta"), packs=True)
+    found = load_model(read_config(written.config), written, form)
+    assert found.bytes_by_format["fp4"] > 2 * 4 * 3 * SMALL["hidden_size"] * SMALL["intermediate_size"] / 2
+    name, shape = "model.layers.1.mlp.experts.down_proj", (4, SMALL["hidden_size"], SMALL["intermediate_size"])
+    stored = MXFP4.read(config["quantization_config"]).stack(name, shape, Tensors(written), is_transposed=True)
+    assert all(0.02 < expert.packed_groups(torch.device("cpu")).unpack().std() < 0.025 for expert in stored)
+
+
+def test_other_quantised_forms_are_refused(tmp_path: Path) -> None:
+    config = {**SHAPES["llama-3.2-1b"], "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="'fp8' is not written"):
+        write_weights(tmp_path)
 
 
 def header(path: Path) -> int:
