@@ -19,6 +19,8 @@ from octavo.ops.triton.launch import after_predecessor, counters, is_invariant, 
 
 MIN_ROWS, MAX_ROWS = 16, 128
 INVARIANT_ROWS = 64
+ROOM = 6
+"""Where tokens spread evenly, most experts have fewer rows than twice their mean."""
 PAIRS_AT_ONCE = 2048
 
 
@@ -37,18 +39,17 @@ class Tiles(NamedTuple):
     """Most rows of a tile."""
 
 
-def tile_rows(P: int, num_experts: int, max_rows: int = MAX_ROWS) -> int:
-    """Most rows of a tile for so many pairs."""
+def tile_rows(P: int, num_experts: int, max_rows: int = MAX_ROWS, room: int = ROOM) -> int:
+    """Most rows of a tile for so many pairs: at least ``room`` quarters of the mean of an expert's rows."""
     if is_invariant():
         return min(INVARIANT_ROWS, max_rows)
-    # Where tokens spread evenly, most experts have fewer rows than twice their mean.
-    return min(max_rows, max(MIN_ROWS, int(triton.next_power_of_2(triton.cdiv(3 * P, 2 * num_experts)))))
+    return min(max_rows, max(MIN_ROWS, int(triton.next_power_of_2(triton.cdiv(room * P, 4 * num_experts)))))
 
 
-def sort_into_tiles(ids_TS: Tensor, num_experts: int, max_rows: int = MAX_ROWS) -> Tiles:
+def sort_into_tiles(ids_TS: Tensor, num_experts: int, max_rows: int = MAX_ROWS, room: int = ROOM) -> Tiles:
     """Split the pairs of each expert into tiles. Data that depends on the ids stays on the device."""
     device, P = ids_TS.device, ids_TS.numel()
-    block = tile_rows(P, num_experts, max_rows)
+    block = tile_rows(P, num_experts, max_rows, room)
     num_tiles = min(P, num_experts) + P // block
     sizes = (P, num_experts, num_tiles, num_tiles, num_tiles, 1)
     order_P, count_X, expert, first, rows, used = (

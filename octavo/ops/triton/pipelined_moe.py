@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.grouped_linear import BITS, PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts
 from octavo.ops.triton.expert_tiles import sort_into_tiles, tile_rows
 from octavo.ops.triton.gates import activation_of
@@ -20,7 +20,8 @@ from octavo.ops.triton.grouped_product import GroupedProduct
 from octavo.ops.triton.launch import is_invariant
 from octavo.ops.triton.pipelined_configs import PipelinedConfig, expert_config
 
-MAX_ROWS = 128
+MAX_ROWS, ROOM = 128, 5
+"""A second tile of an expert costs less than rows that are not there: its words come from the second-level cache."""
 FEW_TOKENS = 2
 """Sorting and gathering take as long as is saved by reading an expert once for both."""
 
@@ -28,11 +29,12 @@ FEW_TOKENS = 2
 def expert_configs(
     x_TD: Tensor, ids_TS: Tensor, experts: GroupedExperts
 ) -> tuple[PipelinedConfig, PipelinedConfig] | None:
-    """Of the first and the second product; ``None`` where the kernel does not take these experts, where there are so
-    few tokens that they hardly share any, or where other rows may not affect in which order sums are added."""
-    if len(x_TD) <= FEW_TOKENS or is_invariant():
+    """Of the first and the second product; ``None`` where other kernels are used: if this one does not take these
+    experts, if other rows may not affect in which order sums are added, for so few tokens that they hardly share any
+    experts, and for numbers of 8 bits, whose unpacking takes little time, unless tiles are full."""
+    block = tile_rows(ids_TS.numel(), experts.num_experts, MAX_ROWS, ROOM)
+    if is_invariant() or len(x_TD) <= FEW_TOKENS or (BITS[experts.gate_up.number] == 8 and block < MAX_ROWS):
         return None
-    block = tile_rows(ids_TS.numel(), experts.num_experts, MAX_ROWS)
     gate_up, down = (
         expert_config(_of_one(packed, experts.num_experts, is_gated, x_TD.dtype), block, x_TD.device)
         for packed, is_gated in ((experts.gate_up, True), (experts.down, False))
@@ -56,7 +58,7 @@ def pipelined_moe(
     """Fill ``parts`` with the experts' results times their shares, in the order of pairs; ``gated`` is room."""
     from octavo.ops.triton.pipelined_gemm import pipelined_experts
 
-    tiles = sort_into_tiles(ids_TS, experts.num_experts, MAX_ROWS)
+    tiles = sort_into_tiles(ids_TS, experts.num_experts, MAX_ROWS, ROOM)
     x_PD = gather_rows(x_TD, tiles.order_P)
     activation, plain = activation_of(experts.activation), activation_of(None)
     pipelined_experts(x_PD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles, configs[0])

@@ -1,0 +1,55 @@
+"""When experts are computed with overlapping copies, and in which tiles; results are tested on GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.ops.grouped_moe import GroupedExperts, join_experts
+from octavo.ops.triton.expert_tiles import sort_into_tiles
+from octavo.ops.triton.launch import invariant
+from octavo.ops.triton.pipelined_moe import MAX_ROWS, ROOM, expert_configs
+from tests.ops.triton.on_hopper import as_on_hopper
+from tests.ops.triton.test_grouped_linear import random_groups
+from tests.triton_interpreter import DEVICE
+
+X, S, D, F = 8, 2, 128, 64
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_hopper(monkeypatch)
+
+
+def experts_of(number: str, group: int = 0) -> GroupedExperts:
+    def joined(N: int, K: int) -> object:
+        return join_experts([random_groups(DEVICE, number, N, K, group) for _ in range(X)])
+
+    return GroupedExperts(X, joined(2 * F, D), joined(D, F))  # type: ignore[arg-type]
+
+
+def inputs(T: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.stack([torch.randperm(X)[:S] for _ in range(T)])
+    return torch.zeros(T, D, dtype=dtype, device=DEVICE), ids.to(DEVICE)
+
+
+@pytest.mark.parametrize("T", [3, 16, 51, 52, 100, 102, 103, 500])
+def test_tilings_are_for_the_tiles_that_are_made(T: int) -> None:
+    x, ids = inputs(T)
+    configs = expert_configs(x, ids, experts_of("e2m1", 32))
+    tiles = sort_into_tiles(ids, X, MAX_ROWS, ROOM)
+    assert configs is not None
+    assert {config.block_t for config in configs} == {tiles.block}
+    assert tiles.used.item() == (tiles.rows > 0).sum()
+    assert tiles.block >= min(MAX_ROWS, T * S / X), "the mean of an expert's rows fits into a tile"
+
+
+def test_few_tokens_and_other_numbers_go_to_other_kernels() -> None:
+    packed, eights = experts_of("int4", 32), experts_of("int8")
+    assert expert_configs(*inputs(2), packed) is None
+    assert expert_configs(*inputs(40, torch.float16), packed) is None
+    assert expert_configs(*inputs(40), experts_of("e2m1", 16)) is None, "two scales for a plane of words"
+    assert expert_configs(*inputs(40), eights) is None
+    assert expert_configs(*inputs(500), eights) is not None
+    with invariant():
+        assert expert_configs(*inputs(40), packed) is None
