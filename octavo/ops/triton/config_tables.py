@@ -36,6 +36,8 @@ MEASURED_SOURCES = (
     "streamed_steps.py",
     "grouped_gemm.py",
     "pipelined_gemm.py",
+    "pipelined_producer.py",
+    "pipelined_tiles.py",
     "pipelined_epilogue.py",
     "grouped_numbers.py",
     "grouped_dense.py",

@@ -131,7 +131,7 @@ def test_products_of_different_kinds_have_kernels_of_their_own() -> None:
         {"groups": 1},
         {"scale_bytes": 4},
         {"has_minima": True},
-        {"groups": 64},
+        {"groups": 192},
         {"K": 4032},
     ]
     for change in changes:
