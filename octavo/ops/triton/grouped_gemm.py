@@ -2,8 +2,8 @@
 
 Shapes: T rows, K inputs, N outputs. As in ``skinny_gemm``, the weight takes the wide side, weight @ x.T, and where N
 gives too few programs K is split among several, whose sums the last to finish adds in their order. Words go through
-shared memory to the registers of the tensor cores' left operand and become numbers there. The scale of a group
-multiplies its sums.
+shared memory to the registers of the tensor cores' left operand and become entries of the weight there, with the scale
+of their group, so that there is one accumulator for all groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.grouped_linear import HALF, TILE, WORDS, PackedGroups, chunk_of
-from octavo.ops.triton.grouped_numbers import assembly, less, numbers, word_rows
+from octavo.ops.triton.grouped_numbers import entries, entry_assembly, word_rows
 from octavo.ops.triton.launch import counters, launch, start_successor, wait_for_predecessor
 from octavo.ops.triton.skinny_gemm import GROUP as TILES_BESIDE
 from octavo.ops.triton.skinny_gemm import MAX_TILES, place
@@ -44,23 +44,28 @@ class GroupedGemmConfig:
 
 
 @triton.jit
-def _scale_column(
-    ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, is_group: tl.tensor
+def _of_group(
+    ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, is_group: tl.tensor, DTYPE: tl.constexpr
 ) -> tl.tensor:
-    """Scales or zeros of a group, for these rows."""
-    return tl.load(ptr + group.to(tl.int64) * num_rows + rows, mask=is_group, other=0.0).to(tl.float32)
+    """Scales, zeros or minima of a group, for these rows."""
+    return tl.load(ptr + group.to(tl.int64) * num_rows + rows, mask=is_group, other=0.0).to(tl.float32).to(DTYPE)
 
 
 @triton.jit
 def _plane(
-    words: tl.tensor, zeros: tl.tensor, NUMBER: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    words: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor, group: tl.tensor,
+    rows: tl.tensor, num_rows: tl.tensor, is_group: tl.tensor, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
+    PLANE: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A plane's numbers less the zeros of its group."""
-    values = numbers(words, NUMBER, PLANE, DTYPE, ASSEMBLY)
-    if zeros is not None:
-        values = less(values, zeros[:, None], ASSEMBLY)
-    return values
+    """The entries of the weight for a plane of words, which is of one group; without scales of rows."""
+    zeros, scales, minima = None, None, None
+    if zeros_ptr is not None:
+        zeros = _of_group(zeros_ptr, group, rows, num_rows, is_group, DTYPE)
+    if not PER_ROW:
+        scales = _of_group(scales_ptr, group, rows, num_rows, is_group, DTYPE)
+    if minima_ptr is not None:
+        minima = _of_group(minima_ptr, group, rows, num_rows, is_group, DTYPE)
+    return entries(words, zeros, scales, minima, NUMBER, PLANE, DTYPE, ASSEMBLY)
 
 
 @triton.jit
@@ -88,49 +93,26 @@ def sum_chunks(
             up_words = words
             if GATED:
                 up_words = tl.load(ups_at + chunk * (_TILE * _WORDS) + first, eviction_policy="evict_first")
-            for p in tl.static_range(PARTS):
-                sums, up_sums, zeros, up_zeros = acc, up, None, None
-                group = (chunk * CHUNK + p * (CHUNK // PARTS) + first) // group_size
+            for i in tl.static_range(PLANES):
+                group = (chunk * CHUNK + i // (PLANES // PARTS) * (CHUNK // PARTS) + first) // group_size
                 is_group = group < num_groups
-                if not PER_ROW:
-                    sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-                    up_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-                x_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-                if zeros_ptr is not None:
-                    zeros = _scale_column(zeros_ptr, group, rows, num_rows, is_group)
-                    if GATED:
-                        up_zeros = _scale_column(zeros_ptr, group, rows + num_outputs, num_rows, is_group)
-                for i in tl.static_range(p * (PLANES // PARTS), (p + 1) * (PLANES // PARTS)):
-                    k = chunk * CHUNK + i * _WORDS + first
-                    mask = (rows_t < T)[:, None]
-                    if not EVEN_K:
-                        mask &= (k + j < K)[None, :]
-                    x = tl.trans(tl.load(x_at + k, mask=mask, other=0.0))
-                    sums = tl.dot(_plane(words, zeros, NUMBER, i, DTYPE, ASSEMBLY), x, sums)
-                    if GATED:
-                        up_sums = tl.dot(_plane(up_words, up_zeros, NUMBER, i, DTYPE, ASSEMBLY), x, up_sums)
-                    if minima_ptr is not None:
-                        x_sums = tl.dot(tl.full([BLOCK_N, WIDTH], 1.0, DTYPE), x, x_sums)
-                if PER_ROW:
-                    acc, up = sums, up_sums
-                else:
-                    acc = _scaled(acc, sums, x_sums, scales_ptr, minima_ptr, group, rows, num_rows, is_group)
-                    if GATED:
-                        ups = rows + num_outputs
-                        up = _scaled(up, up_sums, x_sums, scales_ptr, minima_ptr, group, ups, num_rows, is_group)
+                k = chunk * CHUNK + i * _WORDS + first
+                mask = (rows_t < T)[:, None]
+                if not EVEN_K:
+                    mask &= (k + j < K)[None, :]
+                x = tl.trans(tl.load(x_at + k, mask=mask, other=0.0))
+                plane = _plane(
+                    words, scales_ptr, zeros_ptr, minima_ptr, group, rows, num_rows, is_group,
+                    PER_ROW, NUMBER, i, DTYPE, ASSEMBLY,
+                )  # fmt: skip
+                acc = tl.dot(plane, x, acc)
+                if GATED:
+                    plane = _plane(
+                        up_words, scales_ptr, zeros_ptr, minima_ptr, group, rows + num_outputs, num_rows, is_group,
+                        PER_ROW, NUMBER, i, DTYPE, ASSEMBLY,
+                    )  # fmt: skip
+                    up = tl.dot(plane, x, up)
     return acc, up
-
-
-@triton.jit
-def _scaled(
-    acc: tl.tensor, sums: tl.tensor, x_sums: tl.tensor, scales_ptr: tl.tensor, minima_ptr: tl.tensor,
-    group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, is_group: tl.tensor,
-) -> tl.tensor:  # fmt: skip
-    """``acc`` and a group's sums with its scale, and with its minimum the sums of x."""
-    acc += sums * _scale_column(scales_ptr, group, rows, num_rows, is_group)[:, None]
-    if minima_ptr is not None:
-        acc += x_sums * _scale_column(minima_ptr, group, rows, num_rows, is_group)[:, None]
-    return acc
 
 
 @triton.jit(do_not_specialize=["T", "late"])
@@ -244,7 +226,7 @@ def grouped_gemm(
         STAGES=config.stages,
         ACTIVATION=activation,
         BESIDE=TILES_BESIDE,
-        ASSEMBLY=assembly(packed, x_TK.dtype),
+        ASSEMBLY=entry_assembly(packed, x_TK.dtype),
         num_warps=config.warps,
     )
     return out_TN

@@ -20,7 +20,7 @@ from octavo.ops.triton.grouped_expert_gemv import grouped_pairs
 from octavo.ops.triton.grouped_gemm import parts_of, sum_chunks
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
 from octavo.ops.triton.grouped_linear import declines_grouped
-from octavo.ops.triton.grouped_numbers import assembly
+from octavo.ops.triton.grouped_numbers import entry_assembly
 from octavo.ops.triton.launch import after_predecessor, launch
 from octavo.ops.triton.moe import are_few, sum_experts
 from octavo.ops.triton.pipelined_moe import expert_configs, pipelined_moe
@@ -93,7 +93,7 @@ def _expert_linear(
         **parts_of(packed),
         STAGES=STAGES,
         **activation,
-        ASSEMBLY=assembly(packed, x.dtype),
+        ASSEMBLY=entry_assembly(packed, x.dtype),
         num_warps=4,
     )
     return out_PN

@@ -101,21 +101,30 @@ def assembly(packed: PackedGroups, dtype: torch.dtype, offset: int = 0) -> tuple
 
 
 def entry_offset(packed: PackedGroups) -> int:
-    """By how much ``entry_assembly`` wants zeros larger than they are."""
+    """By how much larger than they are zeros may be given to ``entry_assembly`` in bfloat16."""
     return 128 if packed.number == "uint4" and packed.zeros_GN is not None else 0
 
 
-def entry_assembly(packed: PackedGroups) -> tuple[str, ...]:
-    """For each plane of words, PTX that makes entries of the weight in bfloat16 of two words.
+def entry_assembly(packed: PackedGroups, dtype: torch.dtype, offset: int = 0) -> tuple[str, ...] | None:
+    """For each plane of words, PTX that makes entries of the weight in this type of two words, or ``None`` as above.
 
-    Its operands are the words, and their zeros and scales, which it ignores if there are none, or one scale a row.
+    Its operands are the words and their zeros, which are too large by ``offset`` (0 or ``entry_offset``), scales and
+    minima. It ignores what the weight has not, and a scale for each output. All is multiply-add, which GPUs before
+    Hopper have in bfloat16, too: a number less its zero is exact, and an entry is rounded once.
     """
-    ends = "" if packed.zeros_GN is None else "sub.rn.bf16x2 $0, $0, $2;"
-    if len(packed.scales_GN) > 1:
-        ends += "mul.rn.bf16x2 $0, $0, $3;"
-    offset = entry_offset(packed)
+    if not has_assembly(packed.words.device):
+        return None
+    is_bfloat16 = dtype == torch.bfloat16
+    kind, minus_one = ("bf16x2", 0xBF80) if is_bfloat16 else ("f16x2", 0xBC00)
+    ends = ""
+    if packed.zeros_GN is not None:
+        ends += f"{{.reg .b32 n; mov.b32 n, {_both(minus_one):#x}; fma.rn.{kind} $0, $2, n, $0;}}"
+    if packed.minima_GN is not None:
+        ends += f"fma.rn.{kind} $0, $0, $3, $4;"
+    elif len(packed.scales_GN) > 1:
+        ends += f"{{.reg .b32 z; mov.b32 z, {_both(0x8000):#x}; fma.rn.{kind} $0, $0, $3, z;}}"
     planes = range(16 // BITS[packed.number])
-    return tuple(_ASSEMBLY.format(_text(packed.number, plane, True, offset) + ends) for plane in planes)
+    return tuple(_ASSEMBLY.format(_text(packed.number, plane, is_bfloat16, offset) + ends) for plane in planes)
 
 
 def _text(number: Number, plane: int, is_bfloat16: bool, offset: int) -> str:
@@ -163,3 +172,34 @@ def less(values: tl.tensor, zeros: tl.tensor, ASSEMBLY: tl.constexpr) -> tl.tens
     else:  # the interpreter has no arithmetic of bfloat16
         difference = (values.to(tl.float32) - zeros).to(values.dtype)
     return difference
+
+
+@triton.jit
+def entries(
+    words: tl.tensor, zeros: tl.tensor, scales: tl.tensor, minima: tl.tensor, NUMBER: tl.constexpr,
+    PLANE: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The entries of the weight for a plane of words [N, W], as ``entry_assembly`` has them; zeros, scales and minima
+    are [N] in DTYPE, or ``None``."""
+    if ASSEMBLY is not None:
+        own_zeros, own_scales, own_minima = words, words, words
+        if zeros is not None:
+            own_zeros = zeros[:, None].broadcast_to(words.shape)
+        if scales is not None:
+            own_scales = scales[:, None].broadcast_to(words.shape)
+        if minima is not None:
+            own_minima = minima[:, None].broadcast_to(words.shape)
+        operands = [words, own_zeros, own_scales, own_minima]
+        values = tl.inline_asm_elementwise(
+            ASSEMBLY[PLANE], "=r,r,r,r,r", operands, dtype=DTYPE.value, is_pure=True, pack=2
+        )
+    else:  # the interpreter has no arithmetic of bfloat16
+        exact = numbers(words, NUMBER, PLANE, DTYPE, ASSEMBLY).to(tl.float32)
+        if zeros is not None:
+            exact -= zeros.to(tl.float32)[:, None]
+        if scales is not None:
+            exact *= scales.to(tl.float32)[:, None]
+        if minima is not None:
+            exact += minima.to(tl.float32)[:, None]
+        values = exact.to(DTYPE)
+    return values

@@ -125,7 +125,7 @@ def _multiply(
         STAGES=config.stages,
         **activation,
         OFFSET=entry_offset(packed),
-        ASSEMBLY=entry_assembly(packed),
+        ASSEMBLY=entry_assembly(packed, torch.bfloat16, entry_offset(packed)),
         WARPS=config.warps,
         num_warps=config.warps,
         maxnreg=config.registers,
@@ -164,8 +164,8 @@ def _entries(
     words: gl.tensor, zeros: gl.tensor, scales: gl.tensor, PLANE: gl.constexpr, ASSEMBLY: gl.constexpr
 ) -> gl.tensor:
     """Entries of the weight for a plane of words."""
-    operands = [words, zeros, scales]
-    return gl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,r,r,r", operands, gl.bfloat16, is_pure=True, pack=2)
+    operands = [words, zeros, scales, words]
+    return gl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,r,r,r,r", operands, gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit

@@ -1,0 +1,86 @@
+"""The PTX that unpacks words, instruction by instruction; kernels run it on GPUs only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo.ops.grouped_linear import BITS, WORDS, PackedGroups
+from octavo.ops.triton import grouped_numbers
+from octavo.ops.triton.grouped_numbers import assembly, entry_assembly, entry_offset, offset_of
+from tests.ops.triton.ptx import Registers, halves, packed
+from tests.ops.triton.test_grouped_linear import random_groups
+
+N, K, GROUP = 32, 256, 32
+FLOATS = (torch.bfloat16, torch.float16)
+FORMS = [
+    (number, zeros, minima)
+    for number in ("int4", "uint4", "int8", "e4m3", "e2m1")
+    for zeros in ((False, True) if "int" in number else (False,))
+    for minima in ((False, True) if number in ("uint4", "int8") else (False,))
+]
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(grouped_numbers, "has_assembly", lambda device: True)
+
+
+def weight_of(number: str, zeros: bool, minima: bool, group: int = GROUP) -> PackedGroups:
+    weight = replace(random_groups("cpu", number, N, K, group, zeros), minima_GN=None)
+    return replace(weight, minima_GN=torch.randn(K // GROUP, N) / K) if minima else weight
+
+
+def words_of(weight: PackedGroups) -> torch.Tensor:
+    """Registers [N, chunks, 16], of two neighbouring words each."""
+    words = weight.words.transpose(1, 2).flatten(0, 1).long() & 0xFFFF
+    return words[..., ::2] | words[..., 1::2] << 16
+
+
+def twice(values_NC: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """A number for each row and chunk, in both halves of registers [N, chunks, 1]."""
+    return packed(values_NC[..., None, None].expand(*values_NC.shape, 1, 2), kind)
+
+
+@pytest.mark.parametrize("kind", FLOATS, ids=str)
+@pytest.mark.parametrize(("number", "zeros", "minima"), FORMS)
+def test_entries_are_rounded_once(number: str, zeros: bool, minima: bool, kind: torch.dtype) -> None:
+    weight = weight_of(number, zeros, minima)
+    for offset in {0, entry_offset(weight) if kind == torch.bfloat16 else 0}:
+        texts = entry_assembly(weight, kind, offset)
+        assert texts is not None
+        found = entries_by(weight, texts, kind, offset)
+        scales = weight.scales_GN.to(kind).double()
+        plain = replace(weight, scales_GN=torch.ones_like(weight.scales_GN), minima_GN=None).unpack().double()
+        expected = plain.view(N, -1, GROUP) * scales.T[..., None]
+        if weight.minima_GN is not None:
+            expected += weight.minima_GN.to(kind).double().T[..., None]
+        assert torch.equal(found, expected.flatten(1).to(kind).double())
+
+
+def entries_by(weight: PackedGroups, texts: tuple[str, ...], kind: torch.dtype, offset: int) -> torch.Tensor:
+    """What these instructions make of a weight, float64 [N, K]."""
+    words, planes = words_of(weight), []
+    for plane, text in enumerate(texts):
+        groups = torch.arange(words.shape[1]) * len(texts) + plane
+        operands = [words]
+        for values_GN, more in ((weight.zeros_GN, offset), (weight.scales_GN, 0), (weight.minima_GN, 0)):
+            operands.append(words if values_GN is None else twice(values_GN.T[:, groups].double() + more, kind))
+        planes.append(halves(Registers(operands).run(text), kind).flatten(2))
+    return torch.stack(planes, dim=2).flatten(1)
+
+
+@pytest.mark.parametrize("kind", FLOATS, ids=str)
+@pytest.mark.parametrize("number", BITS)
+def test_numbers_are_exact(number: str, kind: torch.dtype) -> None:
+    weight = weight_of(number, False, False)
+    ones = replace(weight, scales_GN=torch.ones_like(weight.scales_GN))
+    for offset in {0, offset_of(weight, kind)}:
+        texts = assembly(weight, kind, offset)
+        assert texts is not None
+        planes = [halves(Registers([words_of(weight)]).run(text), kind).flatten(2) for text in texts]
+        assert all(plane.shape[2] == WORDS for plane in planes)
+        assert torch.equal(torch.stack(planes, dim=2).flatten(1), ones.unpack().double() + offset)
