@@ -1,0 +1,83 @@
+"""Products and experts by ``pipelined_gemm``, run without a GPU; on one, ``tests/gpu`` runs the compiled kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
+from octavo.ops.moe import ClampedSwish
+from octavo.ops.triton import grouped_numbers, pipelined_gemm
+from octavo.ops.triton.expert_tiles import sort_into_tiles
+from octavo.ops.triton.gather_rows import gather_rows
+from octavo.ops.triton.grouped_linear import run_grouped
+from octavo.ops.triton.pipelined_configs import PipelinedConfig
+from octavo.ops.triton.pipelined_moe import MAX_ROWS, ROOM, pipelined_moe
+from tests.ops.triton.gluon_on_cpu import Kernel
+from tests.ops.triton.test_grouped_linear import GroupedCase, random_groups
+from tests.ops.triton.test_linear import PARTS
+from tests.triton_interpreter import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="there the kernel itself is tested")
+FORMS: dict[str, tuple[str, int, int, bool, torch.dtype]] = {
+    "int4": ("int4", 256, 128, False, torch.bfloat16),
+    "uint4 with zeros": ("uint4", 192, 64, True, torch.float16),
+    "int4, per output": ("int4", 200, 0, False, torch.float32),
+    "int8 with zeros": ("int8", 192, 32, True, torch.bfloat16),
+    "e4m3": ("e4m3", 256, 128, False, torch.float32),
+    "e2m1": ("e2m1", 288, 32, False, torch.bfloat16),
+}
+"""Numbers, inputs, length of groups, whether there are zeros, type of scales."""
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(pipelined_gemm, "launch", Kernel().launch)
+    monkeypatch.setattr(grouped_numbers, "has_assembly", lambda device: True)
+
+
+def weight_of(form: str, N: int, K: int | None = None) -> PackedGroups:
+    number, inputs, group, zeros, dtype = FORMS[form]
+    packed = random_groups("cpu", number, N, K or inputs, group, zeros)
+    return replace(packed, minima_GN=None, scales_GN=packed.scales_GN.to(dtype))
+
+
+@pytest.mark.parametrize("programs", [1, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("T", "block_t", "parts"), [(2, 16, "norm and silu"), (37, 16, "bias and residual"), (70, 64, "bias and residual")]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_products_agree_with_float64(form: str, T: int, block_t: int, parts: str, programs: int) -> None:
+    """With a tile of several programs, programs of several tiles, and rings that are filled anew."""
+    case = GroupedCase.random("cpu", T, weight_of(form, 160), **PARTS[parts])
+    config = PipelinedConfig(64, block_t, warps=4, stages=2, programs=programs, registers=128)
+    case.check(run_grouped(*case.arguments(), config))
+
+
+@pytest.mark.parametrize("programs", [1, 5, 40])
+@pytest.mark.parametrize("activation", ["silu", ClampedSwish(1.702, 7.0)], ids=["silu", "clamped"])
+@pytest.mark.parametrize("form", ["int4", "e2m1", "int8 with zeros"])
+def test_experts_agree_with_the_reference(form: str, activation: Any, programs: int) -> None:
+    """Of which one has no rows and one more than a tile, with outputs that are no multiple of a tile."""
+    T, X, S = 21, 4, 2
+    D, F = FORMS[form][1], {"int4": 128, "e2m1": 160, "int8 with zeros": 96}[form]
+    gate_up, down = weight_of(form, X * 2 * F), weight_of(form, X * D, F)
+    biases = [torch.randn(X, width).bfloat16() for width in (2 * F, D)]
+    experts = GroupedExperts(X, gate_up, down, activation, *biases)
+    ids = torch.stack([torch.zeros(T, dtype=torch.int64), torch.randint(1, X - 1, (T,))], dim=1)
+    x, shares = torch.randn(T, D).bfloat16(), torch.rand(T, S)
+    wide = experts._replace(gate_up_bias=biases[0].float(), down_bias=biases[1].float())
+    expected = grouped_moe.reference(x.float(), ids, shares, wide)
+    config = PipelinedConfig(64, 16, warps=4, stages=3, programs=programs, registers=128)
+    gated, parts = x.new_empty(T * S, F), torch.empty(T * S, D)
+    pipelined_moe(x, ids, shares, experts, (config, config), gated, parts)
+    found = parts.view(T, S, D).sum(1)
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * expected.abs().max().item())
+    tiles = sort_into_tiles(ids, X, MAX_ROWS, ROOM)
+    assert tiles.block == config.block_t
+    assert gather_rows(x, tiles.order_P).shape == (T * S, D)
