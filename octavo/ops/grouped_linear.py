@@ -184,8 +184,8 @@ def grouped_linear(
 ) -> Tensor:
     """``act(rms_norm(x) @ weight.T + bias) + residual`` as ``ops.linear`` has it, in the dtype of x.
 
-    Activations keep their dtype: only the weight is quantised. Kernels may round scales and minima to the dtype of x and
-    then the entries of the weight, or multiply the rounding of float32 sums by 30. Numbers must be finite.
+    Activations keep their dtype: only the weight is quantised. Kernels may round scales and minima to the dtype of x,
+    and then the entries of the weight, or multiply the rounding of float32 sums by 30. Numbers must be finite.
     """
 
     def multiply(normed_TK: Tensor) -> Tensor:

@@ -20,10 +20,13 @@ FORMS = {
     "e2m1": ("e2m1", 32, False),
     "int4": ("int4", 128, False),
     "int4 with zeros": ("int4", 64, True),
+    "uint4 with minima": ("uint4", 32, False),
+    "e2m1, groups of 16": ("e2m1", 16, False),
     "int8": ("int8", 0, False),
     "e4m3": ("e4m3", 128, False),
 }
-"""Numbers, the length of their groups, 0 for a scale per output, and whether there are zeros."""
+"""Numbers, the length of their groups, 0 for a scale per output, and whether there are zeros. Groups are of 16 where
+the inputs are no whole number of longer ones."""
 SIZES = [(32, 4, 2880, 2880), (128, 8, 2048, 768), (8, 2, 1024, 1808)]
 """Experts, chosen ones, columns and width of an expert."""
 TOKENS = (1, 2, 5, 16, 100, 700, 2100)
@@ -31,7 +34,7 @@ TOKENS = (1, 2, 5, 16, 100, 700, 2100)
 
 def joined(form: str, X: int, N: int, K: int) -> PackedGroups:
     number, group, zeros = FORMS[form]
-    return random_groups("cuda", number, X * N, K, group if group and K % group == 0 else 0, zeros)
+    return random_groups("cuda", number, X * N, K, group if group == 0 or K % group == 0 else 16, zeros)
 
 
 def make(form: str, X: int, D: int, F: int, biases: bool) -> GroupedExperts:

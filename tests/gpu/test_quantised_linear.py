@@ -33,8 +33,11 @@ FORMS: dict[str, tuple[str, int, int, bool, torch.dtype]] = {
     "e2m1, groups of 32": ("e2m1", 1056, 32, False, torch.bfloat16),
     "uint4 with zeros, groups of 64": ("uint4", 960, 64, True, torch.float16),
     "int8, groups of 32": ("int8", 992, 32, False, torch.float16),
+    "uint4 with minima": ("uint4", 1056, 32, False, torch.float16),
+    "int8, groups of 16": ("int8", 976, 16, False, torch.bfloat16),
+    "e2m1, groups of 16": ("e2m1", 1008, 16, False, torch.bfloat16),
 }
-"""Weights without minima: numbers, inputs, length of groups, whether there are zeros, type of scales."""
+"""Numbers, inputs, length of groups, whether there are zeros, type of scales."""
 
 
 class Chain:
@@ -83,7 +86,8 @@ def test_real_shapes_agree_with_float64(T: int, number: str, parts: str) -> None
 def weight_of(form: str, N: int) -> PackedGroups:
     number, K, group, zeros, dtype = FORMS[form]
     packed = random_groups("cuda", number, N, K, group, zeros)
-    return replace(packed, minima_GN=None, scales_GN=packed.scales_GN.to(dtype))
+    minima_GN = packed.minima_GN if form == "uint4 with minima" else None
+    return replace(packed, minima_GN=minima_GN, scales_GN=packed.scales_GN.to(dtype))
 
 
 @pytest.mark.parametrize("T", [2, 9, 16, 17, 64, 100, 256])

@@ -91,15 +91,13 @@ _EXPERT_TILINGS = {
 def takes(product: GroupedProduct, device: torch.device) -> bool:
     """Whether the kernel computes this product, and runs here.
 
-    Rows, and the scales and zeros of a group, must begin at multiples of 16 bytes for the tensor memory accelerator;
-    ups at a tile of the weight.
+    Rows, and the scales, zeros and minima of a group, must begin at multiples of 16 bytes for the tensor memory
+    accelerator; ups at a tile of the weight.
     """
     is_whole = product.K % 8 == 0 and (not product.is_gated or product.outputs % TILE == 0)
-    is_whole &= product.parts <= chunk_of(product.number) // WORDS  # a plane of words has one scale
-    sides = [product.scale_bytes, *([1] if product.has_zeros else [])]
+    sides = [product.scale_bytes, *([1] if product.has_zeros else []), *([2] if product.has_minima else [])]
     is_whole &= product.groups == 1 or all(product.N * size % ALIGNMENT == 0 for size in sides)
-    is_plain = product.dtype == torch.bfloat16 and not product.has_minima
-    return is_whole and is_plain and has_gluon(device)
+    return is_whole and product.dtype == torch.bfloat16 and has_gluon(device)
 
 
 def fits(config: PipelinedConfig, product: GroupedProduct, device: torch.device) -> bool:
@@ -170,9 +168,10 @@ def _expected(throughput: float, config: PipelinedConfig, tiles: int, steps: int
 
 
 def _stage_bytes(block_n: int, block_t: int, product: GroupedProduct) -> int:
-    """Operands of a step: rows, words, scales and zeros."""
+    """Operands of a step: rows, words, scales, zeros, and minima, whose numbers have 4 bytes at most."""
     chunk = chunk_of(product.number)
     scales = 0 if product.groups == 1 else max(BOX_BYTES, block_n * product.scale_bytes)
     zeros = max(BOX_BYTES, block_n) if product.has_zeros else 0
-    own = block_n * WORDS * 2 + product.parts * (scales + zeros)
+    minima = max(BOX_BYTES, block_n * 4) if product.has_minima else 0
+    own = block_n * WORDS * 2 + product.parts * (scales + zeros + minima)
     return block_t * UNIT * 2 + product.weights * (UNIT // chunk) * own

@@ -112,7 +112,10 @@ def _multiply(
         (config.programs,),
         *(x_tiles, _word_tiles(packed, config.block_n)),
         _flat_tiles(packed.scales_GN, config.block_n) if has_groups else None,
-        None if packed.zeros_GN is None else _flat_tiles(packed.zeros_GN, config.block_n),
+        *(
+            None if values is None else _flat_tiles(values, config.block_n)
+            for values in (packed.zeros_GN, packed.minima_GN)
+        ),
         None if has_groups else packed.scales_GN,
         *(bias, residual_TN, shares),
         *((None,) * 5 if tiles is None else (tiles.used, tiles.expert, tiles.first, tiles.rows, tiles.order_P)),
@@ -141,7 +144,7 @@ def _word_tiles(packed: PackedGroups, block_n: int) -> TensorDescriptor:
 
 
 def _flat_tiles(values_GN: Tensor, block_n: int) -> TensorDescriptor:
-    """Scales or zeros of at least ``block_n`` outputs and one group as a box."""
+    """Scales, zeros or minima of at least ``block_n`` outputs and one group as a box."""
     size = max(block_n, BOX_BYTES // values_GN.element_size())
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * values_GN.element_size(), rank=1)
     return TensorDescriptor(values_GN, [values_GN.numel()], [1], [size], layout)
@@ -151,7 +154,7 @@ def _flat_tiles(values_GN: Tensor, block_n: int) -> TensorDescriptor:
 def _of_outputs(
     ring: gl.tensor, place: gl.tensor, BLOCK_N: gl.constexpr, OFFSET: gl.constexpr, LEFT: gl.constexpr
 ) -> gl.tensor:
-    """Scales or zeros of a chunk's group as bfloat16, for every word: [BLOCK_N, 32]."""
+    """Scales, zeros or minima of a group as bfloat16, for every word: [BLOCK_N, 32]."""
     values = ring.index(place).slice(0, BLOCK_N).load(gl.SliceLayout(1, LEFT))
     if OFFSET:
         values = values.to(gl.float32) + OFFSET
@@ -160,11 +163,25 @@ def _of_outputs(
 
 
 @gluon.jit
+def _of_plane(
+    ring: gl.tensor, place: gl.tensor, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, OFFSET: gl.constexpr,
+    LEFT: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """The same of a plane, whose halves may be of two groups. Registers hold one half, so nothing is compared."""
+    values = _of_outputs(ring, place, BLOCK_N, OFFSET, LEFT)
+    if HALVES == 2:
+        is_first = gl.arange(0, _WORDS, gl.SliceLayout(0, LEFT)) < _WORDS // 2
+        values = gl.where(is_first[None, :], values, _of_outputs(ring, place + 1, BLOCK_N, OFFSET, LEFT))
+    return values
+
+
+@gluon.jit
 def _entries(
-    words: gl.tensor, zeros: gl.tensor, scales: gl.tensor, PLANE: gl.constexpr, ASSEMBLY: gl.constexpr
-) -> gl.tensor:
+    words: gl.tensor, zeros: gl.tensor, scales: gl.tensor, minima: gl.tensor, PLANE: gl.constexpr,
+    ASSEMBLY: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
     """Entries of the weight for a plane of words."""
-    operands = [words, zeros, scales, words]
+    operands = [words, zeros, scales, minima]
     return gl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,r,r,r,r", operands, gl.bfloat16, is_pure=True, pack=2)
 
 
@@ -176,24 +193,28 @@ def _load_words(words_ring: gl.tensor, place: gl.tensor, LEFT: gl.constexpr) -> 
 
 @gluon.jit
 def _load_part(
-    words: gl.tensor, scales_ring: gl.tensor, zeros_ring: gl.tensor, place: gl.tensor, OFFSET: gl.constexpr
-) -> tuple[gl.tensor, gl.tensor]:
-    """Zeros and scales of a part of a chunk, in the registers of its words; words for what there is not."""
+    words: gl.tensor, scales_ring: gl.tensor, zeros_ring: gl.tensor, minima_ring: gl.tensor, place: gl.tensor,
+    HALVES: gl.constexpr, OFFSET: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
+    """Zeros, scales and minima of a part of a chunk, in the registers of its words; words for what there is not."""
     BLOCK_N: gl.constexpr = words.shape[0]
     LEFT: gl.constexpr = words.type.layout
-    zeros, scales = words, words
+    zeros, scales, minima = words, words, words
     if zeros_ring is not None:
-        zeros = _of_outputs(zeros_ring, place, BLOCK_N, OFFSET, LEFT)
+        zeros = _of_plane(zeros_ring, place, BLOCK_N, HALVES, OFFSET, LEFT)
     if scales_ring is not None:
-        scales = _of_outputs(scales_ring, place, BLOCK_N, 0, LEFT)
-    return zeros, scales
+        scales = _of_plane(scales_ring, place, BLOCK_N, HALVES, 0, LEFT)
+    if minima_ring is not None:
+        minima = _of_plane(minima_ring, place, BLOCK_N, HALVES, 0, LEFT)
+    return zeros, scales, minima
 
 
 @gluon.jit
 def _sum_steps(
     acc: gl.tensor, up: gl.tensor, last: gl.tensor, x_ring: gl.tensor, words_ring: gl.tensor, scales_ring: gl.tensor,
-    zeros_ring: gl.tensor, full: gl.tensor, empty: gl.tensor, first: gl.tensor, stop: gl.tensor, CHUNK: gl.constexpr,
-    PARTS: gl.constexpr, WEIGHTS: gl.constexpr, STAGES: gl.constexpr, OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr,
+    zeros_ring: gl.tensor, minima_ring: gl.tensor, full: gl.tensor, empty: gl.tensor, first: gl.tensor, stop: gl.tensor,
+    CHUNK: gl.constexpr, PARTS: gl.constexpr, WEIGHTS: gl.constexpr, STAGES: gl.constexpr, OFFSET: gl.constexpr,
+    ASSEMBLY: gl.constexpr,
 ) -> tuple[gl.tensor, ...]:  # fmt: skip
     """The sums of a tile's steps from ``first`` to ``stop``. ``last`` is the operand of the product that is not over.
 
@@ -202,35 +223,38 @@ def _sum_steps(
     """
     LEFT: gl.constexpr = last.type.layout
     CHUNKS: gl.constexpr = _UNIT // CHUNK
-    OF_PART: gl.constexpr = CHUNK // _WORDS // PARTS  # planes
+    PLANES: gl.constexpr = CHUNK // _WORDS
+    HALVES: gl.constexpr = 2 if PARTS > PLANES else 1  # of a plane, with a group each
+    OF_PART: gl.constexpr = 1 if PARTS > PLANES else PLANES // PARTS  # planes
     for i in range(first, stop):
         slot = i % STAGES
         mbarrier.wait(full.index(slot), i // STAGES & 1)
         for c in gl.static_range(CHUNKS):
             place = slot * (WEIGHTS * CHUNKS) + c
             words = _load_words(words_ring, place, LEFT)
-            zeros, scales = _load_part(words, scales_ring, zeros_ring, place * PARTS, OFFSET)
-            up_words, up_zeros, up_scales = words, zeros, scales
+            up_words = words
             if WEIGHTS == 2:
                 up_words = _load_words(words_ring, place + CHUNKS, LEFT)
-                up_zeros, up_scales = _load_part(up_words, scales_ring, zeros_ring, (place + CHUNKS) * PARTS, OFFSET)
-            for p in gl.static_range(CHUNK // _WORDS):
-                if p > 0 and p % OF_PART == 0:
-                    at = place * PARTS + p // OF_PART
-                    zeros, scales = _load_part(words, scales_ring, zeros_ring, at, OFFSET)
+            zeros, scales, minima = words, words, words
+            up_zeros, up_scales, up_minima = words, words, words
+            for p in gl.static_range(PLANES):
+                if p % OF_PART == 0:
+                    at = place * PARTS + p // OF_PART * HALVES
+                    zeros, scales, minima = _load_part(words, scales_ring, zeros_ring, minima_ring, at, HALVES, OFFSET)
                     if WEIGHTS == 2:
-                        at = (place + CHUNKS) * PARTS + p // OF_PART
-                        up_zeros, up_scales = _load_part(up_words, scales_ring, zeros_ring, at, OFFSET)
+                        up_zeros, up_scales, up_minima = _load_part(
+                            up_words, scales_ring, zeros_ring, minima_ring, at + CHUNKS * PARTS, HALVES, OFFSET
+                        )
                 x = x_ring.index(slot).slice(c * CHUNK + p * _WORDS, _WORDS, 1).permute((1, 0))
                 is_sum = i > first if c + p == 0 else True
-                entries = _entries(words, zeros, scales, p, ASSEMBLY)
+                entries = _entries(words, zeros, scales, minima, p, ASSEMBLY)
                 acc = warpgroup_mma(entries, x, acc, use_acc=is_sum, is_async=True)
                 acc, up, last = warpgroup_mma_wait(1, deps=(acc, up, last))
                 acc, up, last = warpgroup_mma_init(acc), warpgroup_mma_init(up), entries
                 if c + p == 0:
                     _release(empty.index((i + STAGES - 1) % STAGES), i > 0)
                 if WEIGHTS == 2:
-                    entries = _entries(up_words, up_zeros, up_scales, p, ASSEMBLY)
+                    entries = _entries(up_words, up_zeros, up_scales, up_minima, p, ASSEMBLY)
                     up = warpgroup_mma(entries, x, up, use_acc=is_sum, is_async=True)
                     acc, up, last = warpgroup_mma_wait(1, deps=(acc, up, last))
                     acc, up, last = warpgroup_mma_init(acc), warpgroup_mma_init(up), entries
@@ -247,13 +271,14 @@ def _release(empty: gl.tensor, is_full: gl.tensor) -> None:
 
 @gluon.jit
 def _consume(
-    x_ring: gl.tensor, words_ring: gl.tensor, scales_ring: gl.tensor, zeros_ring: gl.tensor, full: gl.tensor,
-    empty: gl.tensor, scales_ptr: gl.tensor, bias_ptr: gl.tensor, residual_ptr: gl.tensor, share_ptr: gl.tensor,
-    expert_ptr: gl.tensor, first_ptr: gl.tensor, rows_ptr: gl.tensor, order_ptr: gl.tensor, out_ptr: gl.tensor,
-    sums_ptr: gl.tensor, counters_ptr: gl.tensor, begin: gl.tensor, end: gl.tensor, programs: gl.tensor,
-    count: gl.tensor, grain: gl.tensor, units: gl.tensor, tiles_t: gl.tensor, T: gl.tensor, num_outputs: gl.tensor,
-    CHUNK: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    x_ring: gl.tensor, words_ring: gl.tensor, scales_ring: gl.tensor, zeros_ring: gl.tensor, minima_ring: gl.tensor,
+    full: gl.tensor, empty: gl.tensor, scales_ptr: gl.tensor, bias_ptr: gl.tensor, residual_ptr: gl.tensor,
+    share_ptr: gl.tensor, expert_ptr: gl.tensor, first_ptr: gl.tensor, rows_ptr: gl.tensor, order_ptr: gl.tensor,
+    out_ptr: gl.tensor, sums_ptr: gl.tensor, counters_ptr: gl.tensor, begin: gl.tensor, end: gl.tensor,
+    programs: gl.tensor, count: gl.tensor, grain: gl.tensor, units: gl.tensor, tiles_t: gl.tensor, T: gl.tensor,
+    num_outputs: gl.tensor, CHUNK: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+    ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr, WARPS: gl.constexpr,
+    PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Multiply, a tile after the other."""
     BLOCK_N: gl.constexpr = words_ring.shape[1] * _TILE
@@ -271,7 +296,7 @@ def _consume(
         stop = gl.minimum(end, (tile + 1) * units)
         acc, up, last = _sum_steps(
             warpgroup_mma_init(none), warpgroup_mma_init(none), nothing, x_ring, words_ring, scales_ring, zeros_ring,
-            full, empty, step - begin, stop - begin, CHUNK, PARTS, WEIGHTS, STAGES, OFFSET, ASSEMBLY,
+            minima_ring, full, empty, step - begin, stop - begin, CHUNK, PARTS, WEIGHTS, STAGES, OFFSET, ASSEMBLY,
         )  # fmt: skip
         acc, up, last = warpgroup_mma_wait(0, deps=(acc, up, last))
         expert, first_row, stop_row = rows_of_tile(tile % tiles_t, expert_ptr, first_ptr, rows_ptr, T, BLOCK_T)
@@ -288,15 +313,21 @@ def _consume(
         step = stop
 
 
+@gluon.jit
+def _ring_of(tiles: gl.tensor, places: gl.constexpr) -> gl.tensor:
+    """Room for so many boxes."""
+    return gl.allocate_shared_memory(tiles.dtype, [places, tiles.block_shape[0]], tiles.layout)
+
+
 @gluon.jit(do_not_specialize=["T", "K", "num_outputs", "num_rows", "group_size"])
 def pipelined_gemm_kernel(
-    x_tiles: gl.tensor, words_tiles: gl.tensor, scales_tiles: gl.tensor, zeros_tiles: gl.tensor, scales_ptr: gl.tensor,
-    bias_ptr: gl.tensor, residual_ptr: gl.tensor, share_ptr: gl.tensor, tiles_ptr: gl.tensor, expert_ptr: gl.tensor,
-    first_ptr: gl.tensor, rows_ptr: gl.tensor, order_ptr: gl.tensor, out_ptr: gl.tensor, sums_ptr: gl.tensor,
-    counters_ptr: gl.tensor, T: gl.tensor, num_outputs: gl.tensor, K: gl.tensor, num_rows: gl.tensor,
-    group_size: gl.tensor, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr,
-    ASSEMBLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    x_tiles: gl.tensor, words_tiles: gl.tensor, scales_tiles: gl.tensor, zeros_tiles: gl.tensor,
+    minima_tiles: gl.tensor, scales_ptr: gl.tensor, bias_ptr: gl.tensor, residual_ptr: gl.tensor, share_ptr: gl.tensor,
+    tiles_ptr: gl.tensor, expert_ptr: gl.tensor, first_ptr: gl.tensor, rows_ptr: gl.tensor, order_ptr: gl.tensor,
+    out_ptr: gl.tensor, sums_ptr: gl.tensor, counters_ptr: gl.tensor, T: gl.tensor, num_outputs: gl.tensor,
+    K: gl.tensor, num_rows: gl.tensor, group_size: gl.tensor, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
+    CHUNK: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr, OFFSET: gl.constexpr, ASSEMBLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Set up the rings, and specialise the warps.
 
@@ -309,15 +340,13 @@ def pipelined_gemm_kernel(
     words_ring = gl.allocate_shared_memory(
         words_tiles.dtype, [PLACES, BLOCK_N // _TILE, _TILE, _WORDS], words_tiles.layout
     )
-    scales_ring, zeros_ring = None, None
+    scales_ring, zeros_ring, minima_ring = None, None, None
     if scales_tiles is not None:
-        scales_ring = gl.allocate_shared_memory(
-            scales_tiles.dtype, [PLACES * PARTS, scales_tiles.block_shape[0]], scales_tiles.layout
-        )
+        scales_ring = _ring_of(scales_tiles, PLACES * PARTS)
     if zeros_tiles is not None:
-        zeros_ring = gl.allocate_shared_memory(
-            zeros_tiles.dtype, [PLACES * PARTS, zeros_tiles.block_shape[0]], zeros_tiles.layout
-        )
+        zeros_ring = _ring_of(zeros_tiles, PLACES * PARTS)
+    if minima_tiles is not None:
+        minima_ring = _ring_of(minima_tiles, PLACES * PARTS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
@@ -332,13 +361,13 @@ def pipelined_gemm_kernel(
     end = gl.minimum(end, tiles * units)  # programs beyond the last have none
     gl.warp_specialize(
         [
-            (_consume, (x_ring, words_ring, scales_ring, zeros_ring, full, empty, scales_ptr, bias_ptr, residual_ptr,
-                        share_ptr, expert_ptr, first_ptr, rows_ptr, order_ptr, out_ptr, sums_ptr, counters_ptr, begin,
-                        end, programs, count, grain, units, tiles_t, T, num_outputs, CHUNK, PARTS, STAGES, ACTIVATION,
-                        ALPHA, LIMIT, OFFSET, ASSEMBLY, WARPS, PDL)),
-            (produce, (x_tiles, words_tiles, scales_tiles, zeros_tiles, x_ring, words_ring, scales_ring, zeros_ring,
-                       full, empty, expert_ptr, first_ptr, rows_ptr, begin, end, units, tiles_t, T, num_outputs,
-                       num_rows, group_size, BLOCK_N, CHUNK, PARTS, WEIGHTS, STAGES, PDL)),
+            (_consume, (x_ring, words_ring, scales_ring, zeros_ring, minima_ring, full, empty, scales_ptr, bias_ptr,
+                        residual_ptr, share_ptr, expert_ptr, first_ptr, rows_ptr, order_ptr, out_ptr, sums_ptr,
+                        counters_ptr, begin, end, programs, count, grain, units, tiles_t, T, num_outputs, CHUNK, PARTS,
+                        STAGES, ACTIVATION, ALPHA, LIMIT, OFFSET, ASSEMBLY, WARPS, PDL)),
+            (produce, (x_tiles, words_tiles, scales_tiles, zeros_tiles, minima_tiles, x_ring, words_ring, scales_ring,
+                       zeros_ring, minima_ring, full, empty, expert_ptr, first_ptr, rows_ptr, begin, end, units,
+                       tiles_t, T, num_outputs, num_rows, group_size, BLOCK_N, CHUNK, PARTS, WEIGHTS, STAGES, PDL)),
         ],
         [1],
         [40],

@@ -140,6 +140,7 @@ class Kernel:
             zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
             minimum=lambda a, b: value(min(int(a), int(b))) if torch.as_tensor(a).ndim == 0 else a.clamp(max=b),
             load=lambda pointer, **options: pointer.load(**options),
+            where=torch.where,
             store=lambda pointer, *args, **options: pointer.store(*args, **options),
             atomic_add=lambda pointer, *args, **options: pointer.atomic_add(*args, **options),
             program_id=lambda axis: self.program,

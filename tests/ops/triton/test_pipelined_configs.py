@@ -66,11 +66,10 @@ def test_what_is_proposed_fits(number: Number, is_gated: bool, rows: int) -> Non
     "other",
     [
         {"dtype": torch.float16},
-        {"has_minima": True},
-        {"groups": 256},  # two groups in the columns that are unpacked at once
         {"groups": 1, "K": 4092},  # rows that do not begin at multiples of 16 bytes
         {"N": 6148},  # scales that do not begin there either
         {"N": 6152, "has_zeros": True},  # nor zeros
+        {"N": 6148, "scale_bytes": 4, "has_minima": True},  # nor minima
         {"N": 6160, "is_gated": True},  # ups that begin in the middle of a tile
     ],
     ids=str,
@@ -116,7 +115,7 @@ def test_two_to_1024_rows_take_it_by_default() -> None:
     for T in (2, 8, 9, 16, 17, 64, 100, 256, 257, 1024):
         assert isinstance(default_config(T, PRODUCT, CPU), PipelinedConfig)
     assert default_config(1025, PRODUCT, CPU) is None
-    assert default_config(257, PRODUCT._replace(has_minima=True), CPU) is None
+    assert default_config(257, PRODUCT._replace(dtype=torch.float16), CPU) is None
     assert default_config(5, PRODUCT, CPU) == default_config(8, PRODUCT, CPU) == default_config(16, PRODUCT, CPU)
 
 

@@ -25,13 +25,17 @@ from tests.triton_interpreter import DEVICE
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="there the kernel itself is tested")
 FORMS: dict[str, tuple[str, int, int, bool, torch.dtype]] = {
     "int4": ("int4", 256, 128, False, torch.bfloat16),
-    "uint4 with zeros": ("uint4", 192, 64, True, torch.float16),
+    "int4 with zeros": ("int4", 192, 64, True, torch.float16),
     "int4, per output": ("int4", 200, 0, False, torch.float32),
+    "uint4 with minima": ("uint4", 288, 32, False, torch.bfloat16),
+    "uint4 with zeros and minima": ("uint4", 256, 128, True, torch.float16),
     "int8 with zeros": ("int8", 192, 32, True, torch.bfloat16),
+    "int8, groups of 16": ("int8", 160, 16, False, torch.float16),
     "e4m3": ("e4m3", 256, 128, False, torch.float32),
     "e2m1": ("e2m1", 288, 32, False, torch.bfloat16),
+    "e2m1, groups of 16": ("e2m1", 208, 16, False, torch.bfloat16),
 }
-"""Numbers, inputs, length of groups, whether there are zeros, type of scales."""
+"""Numbers, inputs, length of groups, whether there are zeros, type of scales; unsigned integers have minima."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +48,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def weight_of(form: str, N: int, K: int | None = None) -> PackedGroups:
     number, inputs, group, zeros, dtype = FORMS[form]
     packed = random_groups("cpu", number, N, K or inputs, group, zeros)
-    return replace(packed, minima_GN=None, scales_GN=packed.scales_GN.to(dtype))
+    return replace(packed, scales_GN=packed.scales_GN.to(dtype))
 
 
 @pytest.mark.parametrize("programs", [1, 3, 4, 7])
@@ -61,11 +65,11 @@ def test_products_agree_with_float64(form: str, T: int, block_t: int, parts: str
 
 @pytest.mark.parametrize("programs", [1, 5, 40])
 @pytest.mark.parametrize("activation", ["silu", ClampedSwish(1.702, 7.0)], ids=["silu", "clamped"])
-@pytest.mark.parametrize("form", ["int4", "e2m1", "int8 with zeros"])
+@pytest.mark.parametrize("form", ["int4", "e2m1", "int8 with zeros", "uint4 with minima"])
 def test_experts_agree_with_the_reference(form: str, activation: Any, programs: int) -> None:
     """Of which one has no rows and one more than a tile, with outputs that are no multiple of a tile."""
     T, X, S = 21, 4, 2
-    D, F = FORMS[form][1], {"int4": 128, "e2m1": 160, "int8 with zeros": 96}[form]
+    D, F = FORMS[form][1], {"int4": 128, "int8 with zeros": 96}.get(form, 160)
     gate_up, down = weight_of(form, X * 2 * F), weight_of(form, X * D, F)
     biases = [torch.randn(X, width).bfloat16() for width in (2 * F, D)]
     experts = GroupedExperts(X, gate_up, down, activation, *biases)
