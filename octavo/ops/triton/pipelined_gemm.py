@@ -167,7 +167,7 @@ def _of_plane(
     ring: gl.tensor, place: gl.tensor, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, OFFSET: gl.constexpr,
     LEFT: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """The same of a plane, whose halves may be of two groups. Registers hold one half, so nothing is compared."""
+    """The same of a plane, whose halves may be of two groups; the compiler knows of which half a register is."""
     values = _of_outputs(ring, place, BLOCK_N, OFFSET, LEFT)
     if HALVES == 2:
         is_first = gl.arange(0, _WORDS, gl.SliceLayout(0, LEFT)) < _WORDS // 2
