@@ -45,30 +45,9 @@ def make(form: str, X: int, D: int, F: int, biases: bool) -> GroupedExperts:
 
 def expected_of(x: Tensor, ids: Tensor, shares: Tensor, experts: GroupedExperts) -> Tensor:
     """In float64, of the weights' entries."""
-    out, (D, F) = torch.zeros_like(x, dtype=torch.float64), widths_of(experts)
-    for e in ids.unique().tolist():
-        gate_up, down = (
-            packed.rows(torch.arange(e * n, (e + 1) * n, device="cuda")).double()
-            for packed, n in ((experts.gate_up, 2 * F), (experts.down, D))
-        )
-        token, slot = (ids == e).nonzero(as_tuple=True)
-        inner = x[token].double() @ gate_up.T
-        if experts.gate_up_bias is not None:
-            inner += experts.gate_up_bias[e].double()
-        if isinstance(experts.activation, ClampedSwish):
-            inner = experts.activation(inner)
-        else:
-            inner = torch.nn.functional.silu(inner[:, :F]) * inner[:, F:]
-        y = inner @ down.T
-        if experts.down_bias is not None:
-            y += experts.down_bias[e].double()
-        out.index_add_(0, token, y * shares[token, slot, None].double())
-    return out
-
-
-def widths_of(experts: GroupedExperts) -> tuple[int, int]:
-    rows, F = experts.down.shape
-    return rows // experts.num_experts, F
+    biases = (None if b is None else b.double() for b in (experts.gate_up_bias, experts.down_bias))
+    wide = GroupedExperts(experts.num_experts, experts.gate_up, experts.down, experts.activation, *biases)
+    return grouped_moe.reference(x.double(), ids, shares.double(), wide)
 
 
 @pytest.mark.parametrize("form", FORMS)

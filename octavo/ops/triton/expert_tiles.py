@@ -46,10 +46,10 @@ def tile_rows(P: int, num_experts: int, max_rows: int = MAX_ROWS, room: int = RO
     return min(max_rows, max(MIN_ROWS, int(triton.next_power_of_2(triton.cdiv(room * P, 4 * num_experts)))))
 
 
-def sort_into_tiles(ids_TS: Tensor, num_experts: int, max_rows: int = MAX_ROWS, room: int = ROOM) -> Tiles:
-    """Split the pairs of each expert into tiles. Data that depends on the ids stays on the device."""
+def sort_into_tiles(ids_TS: Tensor, num_experts: int, block: int) -> Tiles:
+    """Split the pairs of each expert into tiles of up to ``block`` rows. Data that depends on the ids stays on the
+    device."""
     device, P = ids_TS.device, ids_TS.numel()
-    block = tile_rows(P, num_experts, max_rows, room)
     num_tiles = min(P, num_experts) + P // block
     sizes = (P, num_experts, num_tiles, num_tiles, num_tiles, 1)
     order_P, count_X, expert, first, rows, used = (

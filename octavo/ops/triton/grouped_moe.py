@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
-from octavo.ops.triton.expert_tiles import Tiles, sort_into_tiles
+from octavo.ops.triton.expert_tiles import Tiles, sort_into_tiles, tile_rows
 from octavo.ops.triton.gates import activation_of
 from octavo.ops.triton.grouped_expert_gemv import grouped_pairs
 from octavo.ops.triton.grouped_gemm import parts_of, sum_chunks
@@ -119,7 +119,7 @@ def grouped_moe_triton(
         grouped_pairs(x_TD, experts.gate_up, experts.gate_up_bias, ids_TS, None, activation, gated_PF, PAIRS)
         grouped_pairs(gated_PF, experts.down, experts.down_bias, ids_TS, shares_TS, plain, parts_PD, PAIRS)
     else:
-        tiles = sort_into_tiles(ids_TS, experts.num_experts, MAX_ROWS)
+        tiles = sort_into_tiles(ids_TS, experts.num_experts, tile_rows(P, experts.num_experts, MAX_ROWS))
         _expert_linear(x_TD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles)
         _expert_linear(gated_PF, experts.down, experts.down_bias, shares_TS, plain, parts_PD, tiles)
     return sum_experts(parts_PD, x_TD, residual_TD)

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.ops.moe import Experts, moe
 from octavo.ops.triton.expert_gemm import expert_config, expert_gemm
 from octavo.ops.triton.expert_gemv import ExpertGemvConfig, moe_gemv
-from octavo.ops.triton.expert_tiles import sort_into_tiles
+from octavo.ops.triton.expert_tiles import sort_into_tiles, tile_rows
 from octavo.ops.triton.gates import activation_of
 from octavo.ops.triton.launch import after_predecessor, declines_floats, is_invariant, launch
 
@@ -63,7 +63,7 @@ def moe_triton(
     X, D, F = experts.down.shape
     if are_few(ids_TS, X):
         return moe_gemv(x_TD, ids_TS, shares_TS, experts, residual_TD, GEMV)
-    tiles = sort_into_tiles(ids_TS, X)
+    tiles = sort_into_tiles(ids_TS, X, tile_rows(ids_TS.numel(), X))
     gated_PF = x_TD.new_empty(ids_TS.numel(), F)
     gate_up, down = (expert_config(tiles.block, is_gated, x_TD.dtype) for is_gated in (True, False))
     activation = activation_of(experts.activation)

@@ -58,7 +58,7 @@ def pipelined_moe(
     """Fill ``parts`` with the experts' results times their shares, in the order of pairs; ``gated`` is room."""
     from octavo.ops.triton.pipelined_gemm import pipelined_experts
 
-    tiles = sort_into_tiles(ids_TS, experts.num_experts, MAX_ROWS, ROOM)
+    tiles = sort_into_tiles(ids_TS, experts.num_experts, configs[0].block_t)
     x_PD = gather_rows(x_TD, tiles.order_P)
     activation, plain = activation_of(experts.activation), activation_of(None)
     pipelined_experts(x_PD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles, configs[0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.ops.grouped_moe import GroupedExperts, join_experts
-from octavo.ops.triton.expert_tiles import sort_into_tiles
+from octavo.ops.triton.expert_tiles import sort_into_tiles, tile_rows
 from octavo.ops.triton.launch import invariant
 from octavo.ops.triton.pipelined_moe import MAX_ROWS, ROOM, expert_configs
 from tests.ops.triton.on_hopper import as_on_hopper
@@ -37,8 +37,8 @@ def inputs(T: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, t
 def test_tilings_are_for_the_tiles_that_are_made(T: int) -> None:
     x, ids = inputs(T)
     configs = expert_configs(x, ids, experts_of("e2m1", 32))
-    tiles = sort_into_tiles(ids, X, MAX_ROWS, ROOM)
     assert configs is not None
+    tiles = sort_into_tiles(ids, X, tile_rows(T * S, X, MAX_ROWS, ROOM))
     assert {config.block_t for config in configs} == {tiles.block}
     assert tiles.used.item() == (tiles.rows > 0).sum()
     assert tiles.block >= min(MAX_ROWS, T * S / X), "the mean of an expert's rows fits into a tile"

@@ -12,7 +12,7 @@ from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
 from octavo.ops.moe import ClampedSwish
 from octavo.ops.triton import grouped_numbers, pipelined_gemm
-from octavo.ops.triton.expert_tiles import sort_into_tiles
+from octavo.ops.triton.expert_tiles import sort_into_tiles, tile_rows
 from octavo.ops.triton.gather_rows import gather_rows
 from octavo.ops.triton.grouped_linear import run_grouped
 from octavo.ops.triton.pipelined_configs import PipelinedConfig
@@ -82,6 +82,6 @@ def test_experts_agree_with_the_reference(form: str, activation: Any, programs: 
     pipelined_moe(x, ids, shares, experts, (config, config), gated, parts)
     found = parts.view(T, S, D).sum(1)
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * expected.abs().max().item())
-    tiles = sort_into_tiles(ids, X, MAX_ROWS, ROOM)
+    tiles = sort_into_tiles(ids, X, tile_rows(T * S, X, MAX_ROWS, ROOM))
     assert tiles.block == config.block_t
     assert gather_rows(x, tiles.order_P).shape == (T * S, D)
