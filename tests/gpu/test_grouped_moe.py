@@ -26,7 +26,7 @@ FORMS = {
     "e4m3": ("e4m3", 128, False),
 }
 """Numbers, the length of their groups, 0 for a scale per output, and whether there are zeros. Groups are of 16 where
-the inputs are no whole number of longer ones."""
+their length does not divide the inputs."""
 SIZES = [(32, 4, 2880, 2880), (128, 8, 2048, 768), (8, 2, 1024, 1808)]
 """Experts, chosen ones, columns and width of an expert."""
 TOKENS = (1, 2, 5, 16, 100, 700, 2100)

@@ -6,9 +6,9 @@ their scale, in the registers that tensor cores read them from, a plane of words
 multiplied: so there is one accumulator for all of K and no wait but for operands.
 
 The work is divided evenly: a step is a tile of outputs and rows with UNIT columns, and every program takes as many
-neighbouring steps as the others ("stream-K", Osama et al., arXiv 2301.03598), or whole tiles where these come out
-nearly even. Where the columns of a tile fall to several programs, the last to finish adds their sums in their order, so
-results do not vary from run to run.
+neighbouring steps as the others ("stream-K", Osama et al., arXiv 2301.03598), or undivided tiles where the last wave of
+them is nearly full. Where the columns of a tile fall to several programs, the last to finish adds their sums in their
+order, so results do not vary from run to run.
 
 Of experts, each tile has rows of one, whose part of the weight it meets. How many tiles there are is known on the
 device alone.

@@ -57,11 +57,10 @@ def _ask_for_weights(
 def produce(
     x_tiles: gl.tensor, words_tiles: gl.tensor, scales_tiles: gl.tensor, zeros_tiles: gl.tensor,
     minima_tiles: gl.tensor, x_ring: gl.tensor, words_ring: gl.tensor, scales_ring: gl.tensor, zeros_ring: gl.tensor,
-    minima_ring: gl.tensor, full: gl.tensor, empty: gl.tensor,
-    expert_ptr: gl.tensor, first_ptr: gl.tensor, rows_ptr: gl.tensor, begin: gl.tensor, end: gl.tensor,
-    units: gl.tensor, tiles_t: gl.tensor, T: gl.tensor, num_outputs: gl.tensor, num_rows: gl.tensor,
-    group_size: gl.tensor, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, PARTS: gl.constexpr, WEIGHTS: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
+    minima_ring: gl.tensor, full: gl.tensor, empty: gl.tensor, expert_ptr: gl.tensor, first_ptr: gl.tensor,
+    rows_ptr: gl.tensor, begin: gl.tensor, end: gl.tensor, units: gl.tensor, tiles_t: gl.tensor, T: gl.tensor,
+    num_outputs: gl.tensor, num_rows: gl.tensor, group_size: gl.tensor, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
+    PARTS: gl.constexpr, WEIGHTS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Bring the operands of all steps into the rings; the first weights before x is there."""
     X_BYTES: gl.constexpr = x_tiles.block_type.nbytes

@@ -6,13 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 _LEAST_BUSY = gl.constexpr(12)
-"""Times as long as they are idle, that programs with whole tiles are busy."""
+"""Tiles are not divided if the idle time that this costs is at most a twelfth of the busy time."""
 
 
 @gluon.jit
 def grain_of(tiles: gl.tensor, units: gl.tensor, programs: gl.tensor) -> gl.tensor:
-    """Steps that stay together: the ``units`` of a tile where whole tiles leave programs idle for little of the time,
-    or one. To share a tile costs more than that."""
+    """The unit in which steps are divided among programs: a tile of ``units`` steps, if the last wave of tiles is
+    nearly full, else one step (stream-K), which costs more than a little idle time."""
     idle = (tiles + programs - 1) // programs * programs - tiles
     grain = 1
     if tiles >= programs and idle * _LEAST_BUSY <= tiles:

@@ -121,8 +121,8 @@ class Copied:
     def copy(self, at: Sequence[Any], barrier: Barrier, to: Shared) -> None:
         begin = [int(first) for first in at]
         assert all(first >= 0 for first in begin)
-        whole = zip(begin, self.block_shape, self.tensor.shape, strict=True)
-        inside = self.tensor[tuple(slice(first, min(first + size, end)) for first, size, end in whole)]
+        sides = zip(begin, self.block_shape, self.tensor.shape, strict=True)
+        inside = self.tensor[tuple(slice(first, min(first + size, end)) for first, size, end in sides)]
         to.tensor.zero_()
         to.tensor[tuple(slice(0, size) for size in inside.shape)] = inside
         barrier.add(0, -self.block_type.nbytes)
