@@ -74,7 +74,7 @@ def default_config(T: int, product: GroupedProduct, device: torch.device) -> Gro
     rows = rows_bucket(T)
     if T == 1 and (streamed := streamed_configs.streamed_configs(product, device)):
         return streamed[0]
-    if rows is not None and T > 1 and (pipelined := pipelined_configs.pipelined_configs(product, rows, device)):
+    if rows is not None and (pipelined := pipelined_configs.pipelined_configs(product, rows, device)):
         return pipelined[0]
     if T <= MOST_GEMV_ROWS:
         return _gemv_config(product.outputs, num_multiprocessors(device))
