@@ -124,6 +124,29 @@ def test_pipelined_products_agree_with_float64(
     case.check(grouped_linear(*case.arguments()))
 
 
+@pytest.mark.parametrize(("parts", "N"), [("norm and silu", 1184), ("bias and residual", 608), ("plain", 48)])
+@pytest.mark.parametrize("form", FORMS)
+def test_streamed_products_agree_with_float64(form: str, parts: str, N: int) -> None:
+    """One row, in all configurations that are measured."""
+    from octavo.ops.triton.grouped_linear import run_grouped
+    from octavo.ops.triton.grouped_product import GroupedProduct
+    from octavo.ops.triton.launch import has_gluon
+    from octavo.ops.triton.streamed_configs import streamed_configs
+
+    device = torch.device("cuda", 0)
+    if not has_gluon(device):
+        pytest.skip("needs a Hopper GPU and the Triton that the kernel is for")
+    number, _, group, zeros, dtype = FORMS[form]
+    packed = random_groups("cuda", number, N, 2048, group, zeros)
+    packed = replace(packed, scales_GN=packed.scales_GN.to(dtype))
+    case = GroupedCase.random("cuda", 1, packed, **PARTS[parts])
+    product = GroupedProduct.of(packed, parts == "norm and silu", torch.bfloat16)
+    tried = streamed_configs(product, device)
+    assert bool(tried) == (len(packed.scales_GN) > 1 or not zeros)
+    for config in tried:
+        case.check(run_grouped(*case.arguments(), config))
+
+
 @pytest.mark.parametrize("N", [37, 44])
 @pytest.mark.parametrize("T", [2, 64])
 def test_scales_that_copies_do_not_take_are_read_otherwise(T: int, N: int) -> None:
@@ -164,6 +187,10 @@ OUTPUT_MLPS: dict[str, tuple[str, int, bool, int, int, int]] = {
     "uint4 with zeros": ("uint4", 128, True, 1024, 2048, 3072),
     "int8, per output": ("int8", 0, False, 1024, 512, 1536),
     "e4m3": ("e4m3", 64, False, 1024, 1024, 2048),
+    "uint4 with minima of Qwen3-8B": ("uint4", 32, False, 4096, 4096, 12288),
+    "uint4 with zeros and minima, groups of 64": ("uint4", 64, True, 1024, 1024, 3072),
+    "int8, groups of 16": ("int8", 16, False, 1024, 1024, 2048),
+    "e2m1, groups of 16": ("e2m1", 16, False, 1024, 2048, 3072),
 }
 """Numbers, groups, zeros, and the sizes of the model, of attention's outputs, and of the feed-forward layer."""
 
@@ -176,12 +203,8 @@ class OutputMLPs:
         self.start_1D, self.attended_1A = (torch.randn(1, size, device="cuda").bfloat16() for size in (D, A))
         self.norm_D = torch.rand(D, device="cuda").bfloat16() + 0.5
         shapes = [(D, A), (2 * F, D), (D, F)]
-        self.layers = [[self._weight(number, *shape, group, zeros) for shape in shapes] for _ in range(3)]
+        self.layers = [[random_groups("cuda", number, *shape, group, zeros) for shape in shapes] for _ in range(3)]
         self.x_1D = self.start_1D.clone()
-
-    @staticmethod
-    def _weight(number: str, N: int, K: int, group: int, zeros: bool) -> PackedGroups:
-        return replace(random_groups("cuda", number, N, K, group, zeros), minima_GN=None)
 
     def run(self) -> Tensor:
         from octavo.ops import grouped_output_mlp

@@ -59,10 +59,9 @@ class OutputMLPConfig:
 
 def takes(product: GroupedProduct, device: torch.device) -> bool:
     """Whether the kernel computes this product for one row, if its sizes suit it, and runs here."""
-    is_whole = product.K % chunk_of(product.number) == 0 and product.outputs % TILE == 0 and product.parts == 1
+    is_whole = product.K % chunk_of(product.number) == 0 and product.outputs % TILE == 0
     has_groups = product.groups > 1 or not product.has_zeros
-    is_plain = product.dtype == torch.bfloat16 and not product.has_minima
-    return is_whole and has_groups and is_plain and has_gluon(device)
+    return is_whole and has_groups and product.dtype == torch.bfloat16 and has_gluon(device)
 
 
 def streamed_configs(product: GroupedProduct, device: torch.device) -> list[StreamedConfig]:
@@ -76,7 +75,7 @@ def streamed_configs(product: GroupedProduct, device: torch.device) -> list[Stre
     sizes = [(4, 2), (8, 1), (4, 1)] if is_many else [(8, 1), (4, 1), (4, 2)]
     found = []
     for warps, programs in sizes:
-        room = shared_bytes(device) // (3 * programs) - OTHER_BYTES - 2 * product.K
+        room = shared_bytes(device) // (3 * programs) - OTHER_BYTES - _row_bytes(product)
         found += sorted(_of_size(warps, programs, product, room), key=_likelihood, reverse=True)[:2]
     return found
 
@@ -88,11 +87,14 @@ def output_mlp_config(products: Sequence[GroupedProduct], device: torch.device) 
     A third of the shared memory is left to the kernel before or after. Two programs of four warps on a multiprocessor
     were faster than one of eight, as one multiplies while the other ends a tile; long rows leave room for one only.
     """
-    kinds = {(each.number, each.has_zeros, each.groups > 1, each.scale_bytes) for each in products}
+    kinds = {
+        (each.number, each.has_zeros, each.has_minima, each.groups > 1, each.parts, each.scale_bytes)
+        for each in products
+    }
     if len(kinds) > 1 or not all(takes(product, device) for product in products):
         return None
     for warps, programs in ((4, 2), (8, 1), (4, 1)):
-        row_bytes = 2 * max(product.K for product in products)
+        row_bytes = max(map(_row_bytes, products))
         room = 2 * shared_bytes(device) // (3 * programs) - OTHER_BYTES - row_bytes
         found = list(_for_warps(warps, programs, products, room))
         if found:
@@ -127,9 +129,14 @@ def _of_size(warps: int, programs: int, product: GroupedProduct, room: int) -> I
             yield StreamedConfig(warps, each, min(stages, MOST_STAGES), programs)
 
 
+def _row_bytes(product: GroupedProduct) -> int:
+    """The row in bfloat16, and the sums of its groups in each chunk in float32."""
+    return 2 * product.K + (4 * product.chunks * product.parts if product.groups > 1 else 0)
+
+
 def _place_bytes(product: GroupedProduct) -> int:
-    """Words, scales and zeros of a chunk."""
-    return CHUNK_BYTES + TILE * (product.scale_bytes + product.has_zeros)
+    """Words, scales, zeros and minima of a chunk."""
+    return CHUNK_BYTES + TILE * product.parts * (product.scale_bytes + product.has_zeros + 4 * product.has_minima)
 
 
 def _likelihood(config: StreamedConfig) -> tuple[int, int]:

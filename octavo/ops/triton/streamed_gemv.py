@@ -25,12 +25,15 @@ from octavo.ops.triton.streamed_configs import StreamedConfig
 from octavo.ops.triton.streamed_steps import (
     add_chunks,
     ask,
+    chunks_of_group,
     load_parts,
+    pieces_of,
     residual_of,
     rings_of,
     row_of,
     stage_row,
     store_tile,
+    sums_layout,
     tiles_of,
 )
 
@@ -56,7 +59,8 @@ def streamed_gemv(
     launch(
         streamed_gemv_kernel,
         (min(tiles, config.programs * num_multiprocessors(x_1K.device)),),
-        *(x_1K, packed.words, packed.scales_GN, packed.zeros_GN, bias_N, norm_K, residual_1N, out_1N, eps, tiles),
+        *(x_1K, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN),
+        *(bias_N, norm_K, residual_1N, out_1N, eps, tiles),
         K=K,
         CHUNK=chunk_of(packed.number),
         GROUPS=len(packed.scales_GN),
@@ -73,8 +77,9 @@ def streamed_gemv(
 
 @gluon.jit(do_not_specialize=["num_tiles"])
 def streamed_gemv_kernel(
-    x_ptr: gl.tensor, words_ptr: gl.tensor, scales_ptr: gl.tensor, zeros_ptr: gl.tensor, bias_ptr: gl.tensor,
-    norm_ptr: gl.tensor, residual_ptr: gl.tensor, out_ptr: gl.tensor, eps: gl.tensor, num_tiles: gl.tensor,
+    x_ptr: gl.tensor, words_ptr: gl.tensor, scales_ptr: gl.tensor, zeros_ptr: gl.tensor, minima_ptr: gl.tensor,
+    bias_ptr: gl.tensor, norm_ptr: gl.tensor, residual_ptr: gl.tensor, out_ptr: gl.tensor, eps: gl.tensor,
+    num_tiles: gl.tensor,
     K: gl.constexpr, CHUNK: gl.constexpr, GROUPS: gl.constexpr, OFFSET: gl.constexpr, EACH: gl.constexpr,
     STAGES: gl.constexpr, ACTIVATION: gl.constexpr, ASSEMBLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
@@ -84,36 +89,38 @@ def streamed_gemv_kernel(
     PARTS: gl.constexpr = K // (CHUNK * WARPS)
     STEPS: gl.constexpr = PARTS // EACH
     PLACES: gl.constexpr = WEIGHTS * EACH
-    GROUP: gl.constexpr = K // CHUNK // GROUPS if GROUPS > 1 else 0
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    rings = rings_of(scales_ptr, zeros_ptr, STAGES * PLACES, WARPS)
-    row = row_of(PARTS, PLANES, WARPS)
-    weight = words_ptr, scales_ptr, zeros_ptr
+    GROUP: gl.constexpr = chunks_of_group(GROUPS, CHUNK, K)
+    PIECES: gl.constexpr = pieces_of(GROUPS, CHUNK, K)
+    SUMS: gl.constexpr = sums_layout(WARPS, PIECES)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(3, SUMS))
+    weight = words_ptr, scales_ptr, zeros_ptr, minima_ptr
+    rings = rings_of(weight, STAGES * PLACES, WARPS, PIECES)
+    row = row_of(PARTS, PLANES, WARPS, PIECES)
     count = tiles_of(num_tiles) * STEPS
     for i in gl.static_range(STAGES - 1):
-        ask(weight, rings, i, gl.to_tensor(i), i < count, num_tiles, WARPS, EACH, STEPS, WEIGHTS, PLACES, GROUP)
+        ask(weight, rings, i, gl.to_tensor(i), i < count, num_tiles, WARPS, EACH, STEPS, WEIGHTS, PLACES, GROUP, PIECES)
         async_copy.commit_group()
     norm = load_parts(norm_ptr, CHUNK, PARTS, WARPS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     parts = load_parts(x_ptr, CHUNK, PARTS, WARPS)
-    factor = stage_row(parts, norm, eps, row, K, PARTS, norm_ptr is not None)
-    none = gl.zeros([WARPS, _TILE, 8], gl.float32, SUMS)
+    factor = stage_row(parts, norm, eps, row, K, PARTS, norm_ptr is not None, PIECES)
+    none = gl.zeros([WARPS, _TILE, PIECES, 8 // PIECES], gl.float32, SUMS)
     acc, up = none, none
-    residual = gl.zeros([_TILE, 8], gl.float32, gl.SliceLayout(0, SUMS))
+    residual = gl.zeros([_TILE, 1], gl.float32, COLUMN)
     for i in range(count):
         step, tile = i % STEPS, gl.program_id(0) + i // STEPS * gl.num_programs(0)
         if residual_ptr is not None:  # noqa: SIM102 (the compiler leaves out what a constant rules out, but not `and`)
             if step == 0:
-                residual = residual_of(residual_ptr, tile, gl.SliceLayout(0, SUMS))
+                residual = residual_of(residual_ptr, tile, COLUMN)
         async_copy.wait_group(STAGES - 2)
         j = i + STAGES - 1
-        ask(weight, rings, j % STAGES, j, j < count, num_tiles, WARPS, EACH, STEPS, WEIGHTS, PLACES, GROUP)
+        ask(weight, rings, j % STAGES, j, j < count, num_tiles, WARPS, EACH, STEPS, WEIGHTS, PLACES, GROUP, PIECES)
         async_copy.commit_group()
         acc, up = add_chunks(
-            acc, up, rings, row, i % STAGES, step, WEIGHTS, EACH, PLACES, PLANES, WARPS, GROUP, OFFSET,
-            zeros_ptr is not None, ASSEMBLY,
+            acc, up, rings, row, i % STAGES, step, WEIGHTS, EACH, PLACES, PLANES, WARPS, GROUP, PIECES,
+            OFFSET, zeros_ptr is not None, minima_ptr is not None, ASSEMBLY,
         )  # fmt: skip
         if step == STEPS - 1:
             store_tile(

@@ -27,12 +27,15 @@ from octavo.ops.triton.streamed_configs import OutputMLPConfig
 from octavo.ops.triton.streamed_steps import (
     add_chunks,
     ask,
+    chunks_of_group,
     load_parts,
+    pieces_of,
     residual_of,
     rings_of,
     row_of,
     stage_row,
     store_tile,
+    sums_layout,
     tiles_of,
 )
 
@@ -59,7 +62,7 @@ def streamed_output_mlp(
         streamed_output_mlp_kernel,
         (config.programs * num_multiprocessors(device),),
         *(attended_1A, x_1D, inner_1F, counters(device, 1), norm_D, eps),
-        *(part for packed in (output, gate_up, down) for part in (packed.words, packed.scales_GN, packed.zeros_GN)),
+        *(part for packed in (output, gate_up, down) for part in _parts(packed)),
         *(x_1D.shape[1] // TILE, inner_1F.shape[1] // TILE),
         CHUNKS=chunks,
         MOST=max(chunks),
@@ -77,6 +80,10 @@ def streamed_output_mlp(
     return x_1D
 
 
+def _parts(packed: PackedGroups) -> tuple[Tensor | None, ...]:
+    return packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN
+
+
 @gluon.jit
 def _ask_of(
     own: gl.tensor, slot: gl.tensor, count: gl.tensor, tiles: gl.tensor, weight: gl.tuple, rings: gl.tuple,
@@ -84,10 +91,11 @@ def _ask_of(
     WARPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """Ask for this program's step ``own`` of a product of ``count`` steps, if it is one of them."""
-    GROUP: gl.constexpr = CHUNKS // GROUPS if GROUPS > 1 else 0
+    GROUP: gl.constexpr = chunks_of_group(GROUPS, 1, CHUNKS)
+    PIECES: gl.constexpr = pieces_of(GROUPS, 1, CHUNKS)
     STEPS: gl.constexpr = CHUNKS // (WARPS * EACH)
     if (own >= 0) & (own < count):
-        ask(weight, rings, slot, own, own >= 0, tiles, WARPS, EACH, STEPS, WEIGHTS, PLACES, GROUP)
+        ask(weight, rings, slot, own, own >= 0, tiles, WARPS, EACH, STEPS, WEIGHTS, PLACES, GROUP, PIECES)
 
 
 @gluon.jit
@@ -135,18 +143,20 @@ def _multiply(
     WEIGHTS: gl.constexpr = 1 if ACTIVATION is None else 2
     PARTS: gl.constexpr = CHUNKS[PRODUCT] // WARPS
     STEPS: gl.constexpr = PARTS // EACH[PRODUCT]
-    GROUP: gl.constexpr = CHUNKS[PRODUCT] // GROUPS[PRODUCT] if GROUPS[PRODUCT] > 1 else 0
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    GROUP: gl.constexpr = chunks_of_group(GROUPS[PRODUCT], 1, CHUNKS[PRODUCT])
+    PIECES: gl.constexpr = pieces_of(GROUPS[PRODUCT], 1, CHUNKS[PRODUCT])
+    SUMS: gl.constexpr = sums_layout(WARPS, PIECES)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(3, SUMS))
     parts = load_parts(in_ptr, CHUNK, PARTS, WARPS)
-    factor = stage_row(parts, norm, eps, row, PARTS * WARPS * CHUNK, PARTS, PRODUCT == 1)
-    none = gl.zeros([WARPS, _TILE, 8], gl.float32, SUMS)
+    factor = stage_row(parts, norm, eps, row, PARTS * WARPS * CHUNK, PARTS, PRODUCT == 1, PIECES)
+    none = gl.zeros([WARPS, _TILE, PIECES, 8 // PIECES], gl.float32, SUMS)
     acc, up = none, none
-    residual = gl.zeros([_TILE, 8], gl.float32, gl.SliceLayout(0, SUMS))
+    residual = gl.zeros([_TILE, 1], gl.float32, COLUMN)
     for i in range(counts[PRODUCT]):
         step, tile = i % STEPS, gl.program_id(0) + i // STEPS * gl.num_programs(0)
         if residual_ptr is not None:  # noqa: SIM102 (the compiler leaves out what a constant rules out, but not `and`)
             if step == 0:
-                residual = residual_of(residual_ptr, tile, gl.SliceLayout(0, SUMS))
+                residual = residual_of(residual_ptr, tile, COLUMN)
         async_copy.wait_group(STAGES - 2)
         _ask_next(
             i + STAGES - 1, (first + i + STAGES - 1) % STAGES, counts, tiles, weights, rings, CHUNKS, GROUPS, EACH,
@@ -154,7 +164,7 @@ def _multiply(
         )  # fmt: skip
         acc, up = add_chunks(
             acc, up, rings, row, (first + i) % STAGES, step, WEIGHTS, EACH[PRODUCT], PLACES, CHUNK // _WORDS, WARPS,
-            GROUP, OFFSET, weights[PRODUCT][2] is not None, ASSEMBLY,
+            GROUP, PIECES, OFFSET, weights[PRODUCT][2] is not None, weights[PRODUCT][3] is not None, ASSEMBLY,
         )  # fmt: skip
         if step == STEPS - 1:
             store_tile(
@@ -168,8 +178,9 @@ def _multiply(
 @gluon.jit(do_not_specialize=["tiles_D", "tiles_F"])
 def streamed_output_mlp_kernel(
     attended_ptr: gl.tensor, x_ptr: gl.tensor, inner_ptr: gl.tensor, counter_ptr: gl.tensor, norm_ptr: gl.tensor,
-    eps: gl.tensor, o_words: gl.tensor, o_scales: gl.tensor, o_zeros: gl.tensor, g_words: gl.tensor,
-    g_scales: gl.tensor, g_zeros: gl.tensor, d_words: gl.tensor, d_scales: gl.tensor, d_zeros: gl.tensor,
+    eps: gl.tensor, o_words: gl.tensor, o_scales: gl.tensor, o_zeros: gl.tensor, o_minima: gl.tensor,
+    g_words: gl.tensor, g_scales: gl.tensor, g_zeros: gl.tensor, g_minima: gl.tensor,
+    d_words: gl.tensor, d_scales: gl.tensor, d_zeros: gl.tensor, d_minima: gl.tensor,
     tiles_D: gl.tensor, tiles_F: gl.tensor, CHUNKS: gl.constexpr, MOST: gl.constexpr, GROUPS: gl.constexpr,
     CHUNK: gl.constexpr, OFFSET: gl.constexpr, EACH: gl.constexpr, PLACES: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr, ASSEMBLY: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
@@ -178,10 +189,15 @@ def streamed_output_mlp_kernel(
 
     CHUNKS, GROUPS and EACH are those of each product, MOST the largest of CHUNKS.
     """
-    rings = rings_of(o_scales, o_zeros, STAGES * PLACES, WARPS)
-    row = row_of(MOST // WARPS, CHUNK // _WORDS, WARPS)
+    PIECES: gl.constexpr = pieces_of(GROUPS[0], 1, CHUNKS[0])
     tiles = tiles_D, tiles_F, tiles_D
-    weights = (o_words, o_scales, o_zeros), (g_words, g_scales, g_zeros), (d_words, d_scales, d_zeros)
+    weights = (
+        (o_words, o_scales, o_zeros, o_minima),
+        (g_words, g_scales, g_zeros, g_minima),
+        (d_words, d_scales, d_zeros, d_minima),
+    )
+    rings = rings_of(weights[0], STAGES * PLACES, WARPS, PIECES)
+    row = row_of(MOST // WARPS, CHUNK // _WORDS, WARPS, PIECES)
     counts = (
         tiles_of(tiles_D) * (CHUNKS[0] // (WARPS * EACH[0])),
         tiles_of(tiles_F) * (CHUNKS[1] // (WARPS * EACH[1])),

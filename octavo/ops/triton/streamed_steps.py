@@ -5,8 +5,12 @@ Shapes: K inputs, N outputs; a tile is 16 outputs, a chunk the columns of a word
 A step is WARPS x EACH chunks of a tile of WEIGHTS weights, which are 2 where a tile of gates has a tile of ups. It
 lies in a slot of the rings, which has PLACES for the chunks of every warp, WEIGHTS x EACH of them or more. Warps
 divide the columns of a tile: each computes whole chunks, whose words it has copied itself. Words become numbers in the
-registers that tensor cores read. The scale of a group multiplies its sums, from which is taken what the numbers are too
-large by (``offset_of``, and zeros), times the sum of the chunk's part of the row.
+registers that tensor cores read.
+
+A chunk has inputs of PIECES groups, 1 where groups are whole chunks. Tensor cores multiply by eight columns at least,
+and there is one row: so each group has columns of its own, 8 / PIECES equal ones, that are 0 for the inputs of other
+groups. The scale of a group multiplies its sums, from which is taken what the numbers are too large by (``offset_of``,
+and zeros), times the sum of the group's part of the row; its minimum is added as often.
 """
 
 from __future__ import annotations
@@ -21,31 +25,54 @@ from octavo.ops.triton.tile_epilogue import finish
 _TILE, _WORDS = gl.constexpr(TILE), gl.constexpr(WORDS)
 
 
+@gluon.constexpr_function
+def pieces_of(GROUPS: int, CHUNK: int, K: int) -> int:
+    """Groups that a chunk has inputs of."""
+    return max(1, GROUPS * CHUNK // K) if GROUPS > 1 else 1
+
+
+@gluon.constexpr_function
+def chunks_of_group(GROUPS: int, CHUNK: int, K: int) -> int:
+    """Chunks with the scale of one group, at least 1; 0 for a scale per output."""
+    return max(1, K // CHUNK // GROUPS) if GROUPS > 1 else 0
+
+
+@gluon.constexpr_function
+def sums_layout(WARPS: int, PIECES: int) -> gl.DistributedLinearLayout:
+    """Of sums [WARPS, 16, PIECES, 8 / PIECES] where tensor cores leave them, in tiles of 16 x 8."""
+    column = [[0, 0, bit * PIECES // 8, bit % (8 // PIECES)] for bit in (1, 2, 4)]
+    warps = [[bit, 0, 0, 0] for bit in (1, 2, 4) if bit < WARPS]
+    lanes = [column[1], column[2], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+    return gl.DistributedLinearLayout([column[0], [0, 8, 0, 0]], lanes, warps, [], [WARPS, 16, PIECES, 8 // PIECES])
+
+
 @gluon.jit
-def rings_of(scales_ptr: gl.tensor, zeros_ptr: gl.tensor, PLACES: gl.constexpr, WARPS: gl.constexpr) -> gl.tuple:
-    """Shared memory for the words, scales and zeros of a chunk of every warp in each place; without zeros, scales stand
-    in for them."""
+def rings_of(weight: gl.tuple, PLACES: gl.constexpr, WARPS: gl.constexpr, PIECES: gl.constexpr) -> gl.tuple:
+    """Shared memory for the words, scales, zeros and minima of a chunk of every warp in each place; where there are no
+    zeros or minima, scales stand in for them."""
     WORDS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     words = gl.allocate_shared_memory(gl.int16, [PLACES, WARPS, _TILE, _WORDS], WORDS_LAYOUT)
-    scales = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [PLACES, WARPS, _TILE], PLAIN)
-    zeros = scales
-    if zeros_ptr is not None:
-        zeros = gl.allocate_shared_memory(zeros_ptr.dtype.element_ty, [PLACES, WARPS, _TILE], PLAIN)
-    return words, scales, zeros
+    scales = gl.allocate_shared_memory(weight[1].dtype.element_ty, [PLACES, WARPS, PIECES, _TILE], PLAIN)
+    zeros, minima = scales, scales
+    if weight[2] is not None:
+        zeros = gl.allocate_shared_memory(weight[2].dtype.element_ty, [PLACES, WARPS, PIECES, _TILE], PLAIN)
+    if weight[3] is not None:
+        minima = gl.allocate_shared_memory(weight[3].dtype.element_ty, [PLACES, WARPS, PIECES, _TILE], PLAIN)
+    return words, scales, zeros, minima
 
 
 @gluon.jit
-def row_of(PARTS: gl.constexpr, PLANES: gl.constexpr, WARPS: gl.constexpr) -> gl.tuple:
+def row_of(PARTS: gl.constexpr, PLANES: gl.constexpr, WARPS: gl.constexpr, PIECES: gl.constexpr) -> gl.tuple:
     """Shared memory for the row, in which what a thread reads for all planes lies together, and for the sums of its
-    chunks."""
+    groups in each chunk."""
     OFFSETS: gl.constexpr = (
         [[0, 0, 1], [0, 0, 8], [0, 0, 16], [0, 1, 0]] + ([[0, 2, 0]] if PLANES == 4 else [])
         + [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0]] + ([[4, 0, 0]] if WARPS == 8 else [])
     )  # fmt: skip
     row = gl.allocate_shared_memory(gl.bfloat16, [PARTS, WARPS, PLANES, _WORDS], gl.SharedLinearLayout(OFFSETS))
-    sums_of_chunks = gl.allocate_shared_memory(gl.float32, [PARTS, WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return row, sums_of_chunks
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return row, gl.allocate_shared_memory(gl.float32, [PARTS, WARPS, PIECES], PLAIN)
 
 
 @gluon.jit
@@ -58,16 +85,16 @@ def tiles_of(num_tiles: gl.tensor) -> gl.tensor:
 def ask(
     weight: gl.tuple, rings: gl.tuple, slot: gl.tensor, i: gl.tensor, is_there: gl.tensor, num_tiles: gl.tensor,
     WARPS: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, WEIGHTS: gl.constexpr, PLACES: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr, PIECES: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Ask for the words, scales and zeros of this program's step i, which ``weight`` points to, into a slot of the
-    rings.
+    """Ask for the words, scales, zeros and minima of this program's step i, which ``weight`` points to, into a slot of
+    the rings.
 
     STEPS: of a tile. GROUP: chunks of a group, or 0 for a scale per output.
     """
     COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    SCALES: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
-    ZEROS: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [WARPS, 1], [1, 0])
+    FLOATS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 16, 2], [WARPS, 1, 1], [2, 1, 0])
+    ZEROS: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))[:, None, None]
     row = gl.arange(0, _TILE, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))[None, :, None]
     word = gl.arange(0, _WORDS, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))[None, None, :]
@@ -84,22 +111,25 @@ def ask(
             )
             if GROUP > 0:
                 first, outputs = step * (WARPS * EACH) + e * WARPS, num_tiles * (WEIGHTS * _TILE)
-                _ask_for_groups(weight[1], rings[1].index(place), first, tile, is_there, outputs, GROUP, WARPS, SCALES)
-                if weight[2] is not None:
-                    _ask_for_groups(
-                        weight[2], rings[2].index(place), first, tile, is_there, outputs, GROUP, WARPS, ZEROS
-                    )
+                for part in gl.static_range(1, 4):
+                    if weight[part] is not None:
+                        _ask_for_groups(
+                            weight[part], rings[part].index(place), first, tile, is_there, outputs, GROUP, PIECES,
+                            WARPS, ZEROS if part == 2 else FLOATS,
+                        )  # fmt: skip
 
 
 @gluon.jit
 def _ask_for_groups(
     ptr: gl.tensor, place: gl.tensor, first: gl.tensor, tile: gl.tensor, is_there: gl.tensor, outputs: gl.tensor,
-    GROUP: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr,
+    GROUP: gl.constexpr, PIECES: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Scales or zeros of a tile's rows, for the group of each warp's chunk."""
-    group = (first + gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))) // GROUP
-    n = tile * _TILE + gl.arange(0, _TILE, gl.SliceLayout(0, LAYOUT))
-    at = ptr + group.to(gl.int64)[:, None] * outputs + n[None, :]
+    """Scales, zeros or minima of a tile's rows, for the groups of each warp's chunk."""
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    piece = gl.arange(0, PIECES, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    row = gl.arange(0, _TILE, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    group = ((first + warp) * PIECES + piece) // GROUP
+    at = ptr + group.to(gl.int64) * outputs + (tile * _TILE + row)
     async_copy.async_copy_global_to_shared(place, at, mask=is_there)
 
 
@@ -123,10 +153,10 @@ def load_parts(ptr: gl.tensor, CHUNK: gl.constexpr, PARTS: gl.constexpr, WARPS: 
 @gluon.jit
 def stage_row(
     parts: gl.tuple, norm: gl.tuple, eps: gl.tensor, row: gl.tuple, K: gl.constexpr, PARTS: gl.constexpr,
-    HAS_NORM: gl.constexpr,
+    HAS_NORM: gl.constexpr, PIECES: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """Bring the row, times the norm's weight, to shared memory, with the sum of each chunk; returns what a norm
-    multiplies all sums by, 1 without one."""
+    """Bring the row, times the norm's weight, to shared memory, with the sums of its groups in each chunk; returns what
+    a norm multiplies all sums by, 1 without one."""
     squares = 0.0
     for part in gl.static_range(PARTS):
         x = parts[part]
@@ -135,7 +165,8 @@ def stage_row(
             squares += wide * wide
             x = (wide * norm[part].to(gl.float32)).to(x.dtype)
         row[0].index(part).store(x)
-        row[1].index(part).store(gl.sum(gl.sum(x.to(gl.float32), 2), 1))
+        of_groups = x.to(gl.float32).reshape([x.shape[0], PIECES, x.shape[1] * x.shape[2] // PIECES])
+        row[1].index(part).store(gl.sum(of_groups, 2))
     factor = 1.0
     if HAS_NORM:
         factor = gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, 2), 1), 0) / K + eps)
@@ -165,6 +196,24 @@ def _planes(part: gl.tensor, RIGHT: gl.constexpr, WARPS: gl.constexpr, PLANES: g
 
 
 @gluon.jit
+def _own_columns(
+    column: gl.tensor, RIGHT: gl.constexpr, WARPS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr,
+    PIECES: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """A plane of the row in the columns of its groups, 0 in those of others."""
+    columns = column.broadcast_to([WARPS, _WORDS, 8])
+    if PIECES > 1:
+        j = gl.arange(0, _WORDS, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
+        n = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
+        is_own = (PLANE * _WORDS + j) * PIECES // (PLANES * _WORDS) == n * PIECES // 8
+        mask = gl.where(is_own, -1, 0).to(gl.int16).broadcast_to([WARPS, _WORDS, 8])
+        columns = gl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r", [columns, mask], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    return columns
+
+
+@gluon.jit
 def _numbers(words: gl.tensor, PLANE: gl.constexpr, ASSEMBLY: gl.constexpr) -> gl.tensor:
     """The numbers of a plane of words, as in ``grouped_numbers``."""
     return gl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
@@ -172,28 +221,34 @@ def _numbers(words: gl.tensor, PLANE: gl.constexpr, ASSEMBLY: gl.constexpr) -> g
 
 @gluon.jit
 def _scaled(
-    sums: gl.tensor, chunk_sums: gl.tensor, rings: gl.tuple, place: gl.tensor, SUMS: gl.constexpr,
-    OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    sums: gl.tensor, of_row: gl.tensor, rings: gl.tuple, place: gl.tensor, OFFSET: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, HAS_MINIMA: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """The sums of a chunk, less what its numbers are too large by, times the scales of its group."""
+    """The sums of a chunk's groups, less what their numbers are too large by, times their scales, plus their minima."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(3, sums.type.layout)
     too_large = OFFSET
     if HAS_ZEROS:
-        too_large = rings[2].index(place).load(gl.SliceLayout(2, SUMS)).to(gl.float32)[:, :, None] + OFFSET
-    scale = rings[1].index(place).load(gl.SliceLayout(2, SUMS)).to(gl.float32)[:, :, None]
-    return (sums - chunk_sums * too_large) * scale
+        too_large = rings[2].index(place).permute((0, 2, 1)).load(LAYOUT).to(gl.float32)[:, :, :, None] + OFFSET
+    scale = rings[1].index(place).permute((0, 2, 1)).load(LAYOUT).to(gl.float32)[:, :, :, None]
+    sums = (sums - of_row * too_large) * scale
+    if HAS_MINIMA:
+        sums += of_row * rings[3].index(place).permute((0, 2, 1)).load(LAYOUT).to(gl.float32)[:, :, :, None]
+    return sums
 
 
 @gluon.jit
 def add_chunks(
     acc: gl.tensor, up: gl.tensor, rings: gl.tuple, row: gl.tuple, slot: gl.tensor, step: gl.tensor,
     WEIGHTS: gl.constexpr, EACH: gl.constexpr, PLACES: gl.constexpr, PLANES: gl.constexpr, WARPS: gl.constexpr,
-    GROUP: gl.constexpr, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr, ASSEMBLY: gl.constexpr,
+    GROUP: gl.constexpr, PIECES: gl.constexpr, OFFSET: gl.constexpr, HAS_ZEROS: gl.constexpr, HAS_MINIMA: gl.constexpr,
+    ASSEMBLY: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
     """The sums of the outputs or gates, and of the ups, with the products of a step's chunks, which are there.
 
     Each chunk has sums of its own: tensor cores would wait for one product of a chain after another.
     """
-    SUMS: gl.constexpr = acc.type.layout
+    OWN: gl.constexpr = acc.type.layout
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     none = gl.zeros([WARPS, _TILE, 8], gl.float32, SUMS)
@@ -208,14 +263,14 @@ def add_chunks(
     for p in gl.static_range(PLANES):
         longer: gl.tuple = ()
         for j in gl.static_range(WEIGHTS * EACH):
-            column = x[j % EACH][p].broadcast_to([WARPS, _WORDS, 8])
-            longer = longer + (mma_v2(_numbers(words[j], p, ASSEMBLY), column, sums[j]),)  # noqa: RUF005
+            columns = _own_columns(x[j % EACH][p], RIGHT, WARPS, p, PLANES, PIECES)
+            longer = longer + (mma_v2(_numbers(words[j], p, ASSEMBLY), columns, sums[j]),)  # noqa: RUF005
         sums = longer
     for j in gl.static_range(WEIGHTS * EACH):
-        own = sums[j]
+        own = gl.convert_layout(sums[j].reshape([WARPS, _TILE, PIECES, 8 // PIECES]), OWN)
         if GROUP > 0:
-            of_row = row[1].index(step * EACH + j % EACH).load(gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))
-            own = _scaled(own, of_row[:, None, None], rings, slot * PLACES + j, SUMS, OFFSET, HAS_ZEROS)
+            of_row = row[1].index(step * EACH + j % EACH).load(gl.SliceLayout(1, gl.SliceLayout(3, OWN)))
+            own = _scaled(own, of_row[:, None, :, None], rings, slot * PLACES + j, OFFSET, HAS_ZEROS, HAS_MINIMA)
         if j < EACH:
             acc += own
         else:
@@ -224,13 +279,17 @@ def add_chunks(
 
 
 @gluon.jit
-def residual_of(ptr: gl.tensor, tile: gl.tensor, SUMS: gl.constexpr) -> gl.tensor:
-    """The residual of a tile's outputs, for the first of the equal columns of its sums."""
-    outputs = tile * _TILE + gl.arange(0, _TILE, gl.SliceLayout(1, SUMS))
-    column = gl.arange(0, 8, gl.SliceLayout(0, SUMS))
-    is_first = (column == 0)[None, :] & (outputs >= 0)[:, None]
-    at = ptr + outputs[:, None] + column[None, :]
-    return gl.load(at, mask=is_first, other=0.0, cache_modifier=".cg").to(gl.float32)
+def residual_of(ptr: gl.tensor, tile: gl.tensor, COLUMN: gl.constexpr) -> gl.tensor:
+    """The residual of a tile's outputs, a column."""
+    outputs = tile * _TILE + gl.arange(0, _TILE, gl.SliceLayout(1, COLUMN))
+    return gl.load(ptr + outputs[:, None], cache_modifier=".cg").to(gl.float32)
+
+
+@gluon.jit
+def _column(acc: gl.tensor) -> gl.tensor:
+    """The sums of all groups and warps [16, 1]; of a group's equal columns, which are a power of two, one is meant."""
+    of_groups = gl.sum(acc, 3) * (acc.shape[2] / 8)
+    return gl.sum(gl.sum(of_groups, 2, keep_dims=True), 0)
 
 
 @gluon.jit
@@ -238,14 +297,12 @@ def store_tile(
     scales_ptr: gl.tensor, bias_ptr: gl.tensor, out_ptr: gl.tensor, acc: gl.tensor, up: gl.tensor, residual: gl.tensor,
     factor: gl.tensor, tile: gl.tensor, num_outputs: gl.tensor, GROUPS: gl.constexpr, ACTIVATION: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Add the warps' sums; scales of rows, bias, gate and residual; store the first of the equal columns."""
-    y, y_up = gl.sum(acc, 0) * factor, gl.sum(up, 0) * factor
+    """Add the sums of groups and warps; scales of rows, bias, gate and residual; store."""
+    y, y_up = _column(acc) * factor, _column(up) * factor
     outputs = tile * _TILE + gl.arange(0, _TILE, gl.SliceLayout(1, y.type.layout))
-    column = gl.arange(0, y.shape[1], gl.SliceLayout(0, y.type.layout))
     if GROUPS == 1:
         y *= gl.load(scales_ptr + outputs).to(gl.float32)[:, None]
         if ACTIVATION is not None:
             y_up *= gl.load(scales_ptr + num_outputs + outputs).to(gl.float32)[:, None]
     y = finish(y, y_up, residual, outputs, num_outputs, bias_ptr, ACTIVATION)
-    is_first = (column == 0)[None, :] & (outputs >= 0)[:, None]
-    gl.store(out_ptr + outputs[:, None] + column[None, :], y.to(out_ptr.dtype.element_ty), mask=is_first)
+    gl.store(out_ptr + outputs[:, None], y.to(out_ptr.dtype.element_ty))

@@ -1,7 +1,8 @@
-"""Runs ``pipelined_gemm`` without a GPU: its functions as Python, on torch tensors.
+"""Runs kernels in Gluon without a GPU: their functions as Python, on torch tensors.
 
-Each program is two threads, the consumers and the producer, which wait for each other at barriers as on a GPU. Copies
-and products are over at once, so that what goes wrong only if they are late is not found here.
+Programs run one after another. One whose warps are specialised is two threads, the consumers and the producer, which
+wait for each other at barriers as on a GPU. Copies and products are over at once, so that what goes wrong only if they
+are late is not found here; nor are layouts, which say which thread has what.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.ops.triton import pipelined_epilogue, pipelined_gemm, pipelined_producer, pipelined_tiles
 from tests.ops.triton.ptx import Registers, halves, packed
 
 SECONDS = 20.0
-MODULES: tuple[ModuleType, ...] = (pipelined_gemm, pipelined_epilogue, pipelined_producer, pipelined_tiles)
+LAYOUTS = (
+    *("SliceLayout", "BlockedLayout", "DistributedLinearLayout", "NVMMADistributedLayout", "DotOperandLayout"),
+    *("SwizzledSharedLayout", "SharedLinearLayout"),
+)
+TYPES = ("float32", "bfloat16", "int16", "int32", "int64")
 
 
 class Value(torch.Tensor):
@@ -53,13 +57,13 @@ class Pointer:
 
     def load(self, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Value:
         places = torch.as_tensor(self.places)
-        inside = torch.ones(places.shape, dtype=torch.bool) if mask is None else mask.broadcast_to(places.shape)
+        inside = torch.as_tensor(True if mask is None else mask).broadcast_to(places.shape)
         found = self.tensor.view(-1)[torch.where(inside, places, 0).long()]
         return value(torch.where(inside, found, torch.tensor(other, dtype=found.dtype)))
 
     def store(self, numbers: Any, mask: Any = None) -> None:
         places = torch.as_tensor(self.places)
-        inside = torch.ones(places.shape, dtype=torch.bool) if mask is None else mask.broadcast_to(places.shape)
+        inside = torch.as_tensor(True if mask is None else mask).broadcast_to(places.shape)
         numbers = torch.as_tensor(numbers, dtype=self.tensor.dtype).broadcast_to(places.shape)
         self.tensor.view(-1)[places[inside].long()] = numbers[inside]
 
@@ -89,6 +93,15 @@ class Shared:
 
     def load(self, layout: Any) -> Value:
         return value(self.tensor.clone())
+
+    def store(self, numbers: Any) -> None:
+        assert numbers.shape == self.tensor.shape
+        self.tensor.copy_(numbers)
+
+    def copy_from(self, pointer: Pointer, mask: Any, **options: Any) -> None:
+        places = torch.as_tensor(pointer.places)
+        assert places.shape == self.tensor.shape
+        self.tensor.copy_(torch.where(torch.as_tensor(mask), pointer.load(mask=mask), self.tensor))
 
 
 class Barrier:
@@ -129,18 +142,22 @@ class Copied:
 
 
 class Kernel:
-    """What the functions of a program find in place of Gluon's."""
+    """What the functions of a program, which are in these modules, find in place of Gluon's."""
 
-    def __init__(self) -> None:
-        self.program, self.programs = value(0), value(0)
+    def __init__(self, *modules: ModuleType) -> None:
+        self.modules, self.program, self.programs = modules, value(0), value(0)
         self.language = SimpleNamespace(
-            **{name: getattr(torch, name) for name in ("float32", "bfloat16", "int32", "int64")},
-            **dict.fromkeys(("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *args: None),
+            **{name: getattr(torch, name) for name in TYPES},
+            **dict.fromkeys(LAYOUTS, lambda *args: None),
             arange=lambda begin, end, layout: value(torch.arange(begin, end)),
             zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
             minimum=lambda a, b: value(min(int(a), int(b))) if torch.as_tensor(a).ndim == 0 else a.clamp(max=b),
             load=lambda pointer, **options: pointer.load(**options),
             where=torch.where,
+            sum=lambda numbers, axis, keep_dims=False: value(torch.sum(numbers, axis, keepdim=keep_dims)),
+            rsqrt=torch.rsqrt,
+            to_tensor=value,
+            convert_layout=lambda numbers, layout: numbers,
             store=lambda pointer, *args, **options: pointer.store(*args, **options),
             atomic_add=lambda pointer, *args, **options: pointer.atomic_add(*args, **options),
             program_id=lambda axis: self.program,
@@ -161,6 +178,12 @@ class Kernel:
                 wait=lambda barrier, parity: barrier.wait(parity),
                 arrive=lambda barrier, pred: barrier.add(1, 0) if pred else None,
             ),
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=lambda to, pointer, **options: to.copy_from(pointer, **options),
+                commit_group=lambda: None,
+                wait_group=lambda count: None,
+            ),
+            "mma_v2": lambda left, right, sums: value(sums + left.float() @ right.float()),
             "warpgroup_mma": _multiply,
             "warpgroup_mma_init": lambda sums: sums,
             "warpgroup_mma_wait": lambda count, deps: deps,
@@ -173,20 +196,20 @@ class Kernel:
         given = [_given(arg) for arg in args]
         options = {name: option for name, option in options.items() if name not in ("num_warps", "maxnreg")}
         with pytest.MonkeyPatch.context() as patch:
-            for module in MODULES:
+            for module in self.modules:
                 for name, item in list(vars(module).items()):
                     plain = self.names.get(name, getattr(item, "fn", getattr(item, "value", item)))
                     patch.setattr(module, name, plain)
             self.programs = value(grid[0])
             for program in reversed(range(grid[0])):
                 self.program = value(program)
-                vars(pipelined_gemm)["pipelined_gemm_kernel"](*given, **options, PDL=False)
+                kernel.fn(*given, **options, PDL=False)
 
 
 def _given(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor):
         return Pointer(arg)
-    return value(arg) if isinstance(arg, int) else None if arg is None else Copied(arg)
+    return value(arg) if isinstance(arg, int | float) else None if arg is None else Copied(arg)
 
 
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
@@ -228,7 +251,7 @@ def _multiply(left: Value, right: Shared, sums: Value, use_acc: Any, is_async: b
 
 def _finish(
     acc: Any, up: Any, residual: Any, outputs: Any, num_outputs: Any, bias_ptr: Pointer | None, ACTIVATION: str | None,
-    ALPHA: float, LIMIT: float,
+    ALPHA: float = 0.0, LIMIT: float = 0.0,
 ) -> Any:  # fmt: skip
     """As ``tile_epilogue.finish``, which is tested in Triton's interpreter."""
     inside = outputs < num_outputs

@@ -11,7 +11,13 @@ import torch
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
 from octavo.ops.moe import ClampedSwish
-from octavo.ops.triton import grouped_numbers, pipelined_gemm
+from octavo.ops.triton import (
+    grouped_numbers,
+    pipelined_epilogue,
+    pipelined_gemm,
+    pipelined_producer,
+    pipelined_tiles,
+)
 from octavo.ops.triton.expert_tiles import sort_into_tiles, tile_rows
 from octavo.ops.triton.gather_rows import gather_rows
 from octavo.ops.triton.grouped_linear import run_grouped
@@ -41,7 +47,8 @@ FORMS: dict[str, tuple[str, int, int, bool, torch.dtype]] = {
 @pytest.fixture(autouse=True)
 def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(pipelined_gemm, "launch", Kernel().launch)
+    kernel = Kernel(pipelined_gemm, pipelined_epilogue, pipelined_producer, pipelined_tiles)
+    monkeypatch.setattr(pipelined_gemm, "launch", kernel.launch)
     monkeypatch.setattr(grouped_numbers, "has_assembly", lambda device: True)
 
 

@@ -12,6 +12,7 @@ from octavo.ops.triton.config_tables import ConfigTable
 from octavo.ops.triton.grouped_configs import config_for, default_config
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
 from octavo.ops.triton.grouped_product import GroupedProduct
+from octavo.ops.triton.pipelined_configs import PipelinedConfig
 from octavo.ops.triton.streamed_configs import CHUNK_BYTES, StreamedConfig, output_mlp_config, streamed_configs, takes
 from tests.ops.triton.on_hopper import SHARED_BYTES, as_on_hopper
 
@@ -41,18 +42,31 @@ def test_a_third_of_a_multiprocessor_is_enough(number: Number, is_gated: bool, K
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("group", [16, 32, 64])
+@pytest.mark.parametrize("K", [1024, 4096, 8192, 14336])
+def test_scales_and_minima_of_short_groups_are_counted(K: int, group: int) -> None:
+    product = GroupedProduct("uint4", K // group, 2 * 4096, K, True, has_minima=True, scale_bytes=4)
+    found = streamed_configs(product, CPU)
+    assert found
+    for config in found:
+        place = CHUNK_BYTES + 16 * 128 // group * 8
+        ring = config.stages * config.chunks * config.warps * 2 * place
+        assert 3 * config.programs * (ring + 2 * K + 4 * K // group) < SHARED_BYTES
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     "product",
     [
         GroupedProduct("int4", 32, 4096, 4096, False)._replace(K=4032),  # a part of a chunk
-        GroupedProduct("int4", 64, 4096, 4096, False),  # two groups in a chunk
         GroupedProduct("int4", 32, 4104, 4096, False),  # a part of a tile
         GroupedProduct("int4", 3, 4096, 384, False),  # three chunks for four warps
     ],
 )
 def test_other_shapes_have_none(product: GroupedProduct) -> None:
     assert streamed_configs(product, CPU) == []
-    assert isinstance(default_config(1, product, CPU), GroupedGemvConfig)
+    assert isinstance(default_config(1, product, CPU), PipelinedConfig)
+    assert isinstance(default_config(1, product._replace(dtype=torch.float16), CPU), GroupedGemvConfig)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -73,7 +87,8 @@ def test_weights_and_activations_that_it_takes() -> None:
     assert takes(product, CPU)
     assert takes(product._replace(has_zeros=True), CPU)
     assert not takes(product._replace(groups=1, has_zeros=True), CPU)
-    assert not takes(product._replace(has_minima=True), CPU)
+    assert takes(product._replace(has_minima=True), CPU)
+    assert takes(product._replace(groups=32), CPU), "several groups in a chunk"
     assert not takes(product._replace(dtype=torch.float16), CPU)
 
 
@@ -84,7 +99,7 @@ def test_an_entry_is_passed_over_where_the_kernel_cannot_be_used(monkeypatch: py
     monkeypatch.setattr(ConfigTable, "of", lambda self, device: table)
     assert config_for(1, product, CPU) == entry
     assert isinstance(config_for(1, product._replace(dtype=torch.float16), CPU), GroupedGemvConfig)
-    assert isinstance(config_for(1, product._replace(has_minima=True), CPU), GroupedGemvConfig)
+    assert config_for(1, product._replace(has_minima=True), CPU) == entry
     assert not isinstance(config_for(2, product, CPU), StreamedConfig)
 
 
