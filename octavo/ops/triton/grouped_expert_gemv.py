@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups, chunk_of
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig, products
-from octavo.ops.triton.grouped_numbers import entry_assembly
+from octavo.ops.triton.grouped_numbers import assembly, offset_of
 from octavo.ops.triton.launch import launch, no_pdl, start_successor, wait_for_predecessor
 from octavo.ops.triton.tile_epilogue import finish
 
@@ -27,7 +27,7 @@ def grouped_pair_kernel(
     x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
     bias_ptr: tl.tensor, ids_ptr: tl.tensor, share_ptr: tl.tensor, out_ptr: tl.tensor,
     num_outputs: tl.tensor, num_rows: tl.tensor, pairs_a_row: tl.tensor, late: tl.tensor,
-    K: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr, OFFSET: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -45,7 +45,7 @@ def grouped_pair_kernel(
     acc, up = products(
         x_ptr + (pair // pairs_a_row).to(tl.int64) * K, words_ptr, scales_ptr, zeros_ptr, minima_ptr, None,
         rows, num_outputs, num_rows, 1,
-        K, GROUPS, NUMBER, CHUNK, BLOCK_T, BLOCK_N, SPLIT, STAGES, GATED, ASSEMBLY,
+        K, GROUPS, NUMBER, OFFSET, CHUNK, BLOCK_T, BLOCK_N, SPLIT, STAGES, GATED, ASSEMBLY,
     )  # fmt: skip
     if late != 0:
         start_successor(PDL)
@@ -76,6 +76,7 @@ def grouped_pairs(
 ) -> Tensor:
     """Fill ``out``: of each pair its expert's outputs, gated by an ``activation_of``, times the pair's share."""
     (num_rows, K), (P, N) = packed.shape, out_PN.shape
+    offset = offset_of(packed, x.dtype)
     with no_pdl() if config.release == "never" else contextlib.nullcontext():
         launch(
             grouped_pair_kernel,
@@ -85,13 +86,14 @@ def grouped_pairs(
             K=K,
             GROUPS=len(packed.scales_GN),
             NUMBER=packed.number,
+            OFFSET=offset,
             CHUNK=chunk_of(packed.number),
             BLOCK_T=BLOCK_T,
             BLOCK_N=config.block_n,
             SPLIT=config.split,
             STAGES=config.stages,
             **activation,
-            ASSEMBLY=entry_assembly(packed, x.dtype),
+            ASSEMBLY=assembly(packed, x.dtype, offset),
             num_warps=config.warps,
         )
     return out_PN

@@ -3,7 +3,7 @@
 Shapes: T rows, K inputs, N outputs. A program owns BLOCK_N outputs. Its chunks of columns are dealt out to SPLIT parts,
 one for each warp, which multiply their own columns and add their sums at the end; so even a small weight has many loads
 under way. Words of the weight go through shared memory into the registers that the tensor cores read, where they become
-entries of the weight, with the scale of their group.
+numbers; the scale of a group multiplies its sums.
 
 RMSNorm may be fused for one row: x is multiplied by the norm's weight on its way to the tensor cores, and every program
 takes the sum of squares from the whole row.
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
-from octavo.ops.triton.grouped_numbers import entries, entry_assembly, word_rows
+from octavo.ops.triton.grouped_numbers import assembly, less, numbers, offset_of, word_rows
 from octavo.ops.triton.launch import launch, no_pdl, prefetch_lines, start_successor, wait_for_predecessor
 from octavo.ops.triton.tile_epilogue import finish, residual_tile
 
@@ -62,29 +62,29 @@ def _prefetch(
 
 
 @triton.jit
-def _of_groups(
-    ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, DTYPE: tl.constexpr, GROUPS: tl.constexpr
+def _scale_tile(
+    ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, GROUPS: tl.constexpr
 ) -> tl.tensor:
-    """Scales, zeros or minima [SPLIT, BLOCK_N] of each part's group, 0 beyond the last one."""
+    """Scales or zeros of these groups and rows in float32, 0 beyond the last group."""
     at = ptr + group.to(tl.int64)[:, None] * num_rows + rows[None, :]
-    return tl.load(at, mask=(group < GROUPS)[:, None], other=0.0).to(tl.float32).to(DTYPE)
+    return tl.load(at, mask=(group < GROUPS)[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _plane(
-    words: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor, group: tl.tensor,
-    rows: tl.tensor, num_rows: tl.tensor, GROUPS: tl.constexpr, NUMBER: tl.constexpr, PLANE: tl.constexpr,
-    DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
+def _add_plane(
+    sums: tl.tensor, words: tl.tensor, x: tl.tensor, zeros_ptr: tl.tensor, group: tl.tensor, rows: tl.tensor,
+    num_rows: tl.tensor, GROUPS: tl.constexpr, NUMBER: tl.constexpr, OFFSET: tl.constexpr, PLANE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The entries of the weight for a plane of words, of one group in each part; without scales of rows."""
-    zeros, scales, minima = None, None, None
-    if zeros_ptr is not None:
-        zeros = _of_groups(zeros_ptr, group, rows, num_rows, DTYPE, GROUPS)
-    if GROUPS > 1:
-        scales = _of_groups(scales_ptr, group, rows, num_rows, DTYPE, GROUPS)
-    if minima_ptr is not None:
-        minima = _of_groups(minima_ptr, group, rows, num_rows, DTYPE, GROUPS)
-    return entries(words, zeros, scales, minima, NUMBER, PLANE, DTYPE, ASSEMBLY)
+    """``sums`` and the products of a plane's numbers, less the zeros of its group; or plus OFFSET, if there is one."""
+    values = numbers(words, NUMBER, PLANE, x.dtype, ASSEMBLY)
+    if OFFSET:
+        if ASSEMBLY is None:
+            values = (values.to(tl.float32) + OFFSET).to(x.dtype)
+    elif zeros_ptr is not None:
+        zeros = _scale_tile(zeros_ptr, group, rows, num_rows, GROUPS)
+        values = less(values, zeros[:, :, None], ASSEMBLY)
+    return tl.dot(values, x, sums)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def _x_tile(
 def products(
     x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
     norm_ptr: tl.tensor, rows: tl.tensor, num_outputs: tl.tensor, num_rows: tl.tensor, T: tl.tensor,
-    K: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr, OFFSET: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -122,7 +122,6 @@ def products(
     WIDTH: tl.constexpr = 16 if GROUPS > 1 and GROUP == 16 else 32
     PARTS: tl.constexpr = 1 if GROUPS == 1 or GROUP >= CHUNK else PLANES if GROUP == 16 else CHUNK // GROUP
     EVEN_K: tl.constexpr = K % (CHUNK * SPLIT) == 0
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     part, t, j = tl.arange(0, SPLIT), tl.arange(0, BLOCK_T), tl.arange(0, WIDTH)
     words_at = words_ptr + word_rows(rows, CHUNKS)[None, :, None] + j[None, None, :]
     ups = rows + num_outputs
@@ -140,21 +139,56 @@ def products(
             up_words = words
             if GATED:
                 up_words = tl.load(ups_at + at, mask=is_chunk, other=0, eviction_policy="evict_first")
-            for i in tl.static_range(PLANES):
-                group = (chunk * CHUNK + i // (PLANES // PARTS) * (CHUNK // PARTS) + first) // GROUP
-                k = chunk[:, None, None] * CHUNK + i * _WORDS + first + j[None, :, None]
-                x = _x_tile(x_ptr, norm_ptr, t[None, None, :], k, T, K, EVEN_K, ASSEMBLY)
-                plane = _plane(
-                    words, scales_ptr, zeros_ptr, minima_ptr, group, rows, num_rows, GROUPS, NUMBER, i, DTYPE, ASSEMBLY
-                )
-                acc = tl.dot(plane, x, acc)
-                if GATED:
-                    plane = _plane(
-                        up_words, scales_ptr, zeros_ptr, minima_ptr, group, ups, num_rows, GROUPS, NUMBER, i, DTYPE,
-                        ASSEMBLY,
-                    )  # fmt: skip
-                    up = tl.dot(plane, x, up)
+            for p in tl.static_range(PARTS):
+                group = (chunk * CHUNK + p * (CHUNK // PARTS) + first) // GROUP
+                x_sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_T], tl.float32)
+                sums, up_sums = acc, up
+                if GROUPS > 1:
+                    sums, up_sums = x_sums, x_sums
+                for i in tl.static_range(p * (PLANES // PARTS), (p + 1) * (PLANES // PARTS)):
+                    k = chunk[:, None, None] * CHUNK + i * _WORDS + first + j[None, :, None]
+                    x = _x_tile(x_ptr, norm_ptr, t[None, None, :], k, T, K, EVEN_K, ASSEMBLY)
+                    sums = _add_plane(
+                        sums, words, x, zeros_ptr, group, rows, num_rows, GROUPS, NUMBER, OFFSET, i, ASSEMBLY
+                    )
+                    if GATED:
+                        up_sums = _add_plane(
+                            up_sums, up_words, x, zeros_ptr, group, ups, num_rows, GROUPS, NUMBER, OFFSET, i, ASSEMBLY
+                        )
+                    if OFFSET or minima_ptr is not None:
+                        x_sums = tl.dot(tl.full([SPLIT, BLOCK_N, WIDTH], 1.0, x.dtype), x, x_sums)
+                if GROUPS > 1:
+                    acc = _scaled(
+                        acc, sums, x_sums, scales_ptr, zeros_ptr, minima_ptr, group, rows, num_rows, GROUPS, OFFSET
+                    )
+                    if GATED:
+                        up = _scaled(
+                            up, up_sums, x_sums, scales_ptr, zeros_ptr, minima_ptr, group, ups, num_rows, GROUPS, OFFSET
+                        )
+                else:
+                    acc, up = sums, up_sums
     return acc, up
+
+
+@triton.jit
+def _scaled(
+    acc: tl.tensor, sums: tl.tensor, x_sums: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor,
+    minima_ptr: tl.tensor, group: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, GROUPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """``acc`` and a group's sums with its scale, and with its minimum the sums of x.
+
+    What numbers are too large by, an offset with the zeros of the groups, is taken from the sums.
+    """
+    if OFFSET:
+        if zeros_ptr is None:
+            sums -= x_sums * OFFSET
+        else:
+            sums -= x_sums * (_scale_tile(zeros_ptr, group, rows, num_rows, GROUPS) + OFFSET)[:, :, None]
+    acc += sums * _scale_tile(scales_ptr, group, rows, num_rows, GROUPS)[:, :, None]
+    if minima_ptr is not None:
+        acc += x_sums * _scale_tile(minima_ptr, group, rows, num_rows, GROUPS)[:, :, None]
+    return acc
 
 
 @triton.jit(do_not_specialize=["T", "late"])
@@ -162,7 +196,7 @@ def grouped_gemv_kernel(
     x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
     bias_ptr: tl.tensor, norm_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, eps: tl.tensor, T: tl.tensor,
     num_outputs: tl.tensor, late: tl.tensor, K: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    OFFSET: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, ACTIVATION: tl.constexpr, PREFETCH: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_N outputs of all rows, of as many gates and ups with an activation."""
@@ -185,7 +219,7 @@ def grouped_gemv_kernel(
         x_K = tl.load(x_ptr + whole, mask=whole < K, other=0.0)
     acc, up = products(
         x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, norm_ptr, rows, num_outputs, num_rows, T,
-        K, GROUPS, NUMBER, CHUNK, BLOCK_T, BLOCK_N, SPLIT, STAGES, GATED, ASSEMBLY,
+        K, GROUPS, NUMBER, OFFSET, CHUNK, BLOCK_T, BLOCK_N, SPLIT, STAGES, GATED, ASSEMBLY,
     )  # fmt: skip
     if late != 0:
         start_successor(PDL)
@@ -223,6 +257,7 @@ def grouped_gemv(
     assert norm_K is None or (T == 1 and x_TK.dtype == torch.bfloat16), f"{T} rows of {x_TK.dtype} with a norm"
     outputs = N if activation is None else N // 2
     out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
+    offset = offset_of(packed, x_TK.dtype)
     with no_pdl() if config.release == "never" else contextlib.nullcontext():
         launch(
             grouped_gemv_kernel,
@@ -233,6 +268,7 @@ def grouped_gemv(
             K=K,
             GROUPS=len(packed.scales_GN),
             NUMBER=packed.number,
+            OFFSET=offset,
             CHUNK=chunk_of(packed.number),
             BLOCK_T=8 if T <= 8 else MAX_ROWS,
             BLOCK_N=config.block_n,
@@ -240,7 +276,7 @@ def grouped_gemv(
             STAGES=config.stages,
             ACTIVATION=activation,
             PREFETCH=config.prefetch,
-            ASSEMBLY=entry_assembly(packed, x_TK.dtype),
+            ASSEMBLY=assembly(packed, x_TK.dtype, offset),
             num_warps=config.warps,
         )
     return out_TN

@@ -165,20 +165,30 @@ def numbers(
 
 
 @triton.jit
+def less(values: tl.tensor, zeros: tl.tensor, ASSEMBLY: tl.constexpr) -> tl.tensor:
+    """Numbers less zeros, which float32 holds; exact, so the registers of tensor cores may hold it as it is."""
+    if ASSEMBLY is not None:
+        difference = values - zeros.to(values.dtype)
+    else:  # the interpreter has no arithmetic of bfloat16
+        difference = (values.to(tl.float32) - zeros).to(values.dtype)
+    return difference
+
+
+@triton.jit
 def entries(
     words: tl.tensor, zeros: tl.tensor, scales: tl.tensor, minima: tl.tensor, NUMBER: tl.constexpr,
     PLANE: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The entries of the weight for a plane of words [..., N, W], as ``entry_assembly`` has them; zeros, scales and
-    minima are [..., N] in DTYPE, or ``None``."""
+    """The entries of the weight for a plane of words [N, W], as ``entry_assembly`` has them; zeros, scales and minima
+    are [N] in DTYPE, or ``None``."""
     if ASSEMBLY is not None:
         own_zeros, own_scales, own_minima = words, words, words
         if zeros is not None:
-            own_zeros = tl.expand_dims(zeros, -1).broadcast_to(words.shape)
+            own_zeros = zeros[:, None].broadcast_to(words.shape)
         if scales is not None:
-            own_scales = tl.expand_dims(scales, -1).broadcast_to(words.shape)
+            own_scales = scales[:, None].broadcast_to(words.shape)
         if minima is not None:
-            own_minima = tl.expand_dims(minima, -1).broadcast_to(words.shape)
+            own_minima = minima[:, None].broadcast_to(words.shape)
         operands = [words, own_zeros, own_scales, own_minima]
         values = tl.inline_asm_elementwise(
             ASSEMBLY[PLANE], "=r,r,r,r,r", operands, dtype=DTYPE.value, is_pure=True, pack=2
@@ -186,10 +196,10 @@ def entries(
     else:  # the interpreter has no arithmetic of bfloat16
         exact = numbers(words, NUMBER, PLANE, DTYPE, ASSEMBLY).to(tl.float32)
         if zeros is not None:
-            exact -= tl.expand_dims(zeros.to(tl.float32), -1)
+            exact -= zeros.to(tl.float32)[:, None]
         if scales is not None:
-            exact *= tl.expand_dims(scales.to(tl.float32), -1)
+            exact *= scales.to(tl.float32)[:, None]
         if minima is not None:
-            exact += tl.expand_dims(minima.to(tl.float32), -1)
+            exact += minima.to(tl.float32)[:, None]
         values = exact.to(DTYPE)
     return values

@@ -10,11 +10,12 @@ import torch
 from octavo.ops.grouped_linear import TILE, chunk_of
 from octavo.ops.triton.grouped_product import GroupedProduct
 from octavo.ops.triton.launch import has_gluon, num_multiprocessors, shared_bytes
+from octavo.ops.triton.pipelined_configs import KEPT_BYTES
 
 CHUNK_BYTES = 1024
 """Words of 16 outputs, in a piece."""
-OTHER_BYTES = 2048
-"""Of shared memory for each program: sums, and what the hardware keeps."""
+OTHER_BYTES = 1024
+"""Of shared memory for each program, to add up the sums of its warps."""
 MOST_STAGES = 8
 FEWEST_STAGES = 3
 """That keep the memory busy while a program computes."""
@@ -75,17 +76,17 @@ def streamed_configs(product: GroupedProduct, device: torch.device) -> list[Stre
     sizes = [(4, 2), (8, 1), (4, 1)] if is_many else [(8, 1), (4, 1), (4, 2)]
     found = []
     for warps, programs in sizes:
-        room = shared_bytes(device) // (3 * programs) - OTHER_BYTES - _row_bytes(product)
+        room = _room(1, programs, device) - _row_bytes(product)
         found += sorted(_of_size(warps, programs, product, room), key=_likelihood, reverse=True)[:2]
-    return found
+    return sorted(found, key=lambda config: config.stages < FEWEST_STAGES)
 
 
 def output_mlp_config(products: Sequence[GroupedProduct], device: torch.device) -> OutputMLPConfig | None:
     """The tiling of attention's output projection, gates with ups, and the down projection as one kernel; ``None`` if
     it does not take them.
 
-    A third of the shared memory is left to the kernel before or after. Two programs of four warps on a multiprocessor
-    were faster than one of eight, as one multiplies while the other ends a tile; long rows leave room for one only.
+    A third of the shared memory is left to the kernel before or after. On an H100 large steps were faster than many
+    stages, and one program of eight warps than two of four.
     """
     kinds = {
         (each.number, each.has_zeros, each.has_minima, each.groups > 1, each.parts, each.scale_bytes)
@@ -93,13 +94,11 @@ def output_mlp_config(products: Sequence[GroupedProduct], device: torch.device) 
     }
     if len(kinds) > 1 or not all(takes(product, device) for product in products):
         return None
-    for warps, programs in ((4, 2), (8, 1), (4, 1)):
-        row_bytes = max(map(_row_bytes, products))
-        room = 2 * shared_bytes(device) // (3 * programs) - OTHER_BYTES - row_bytes
-        found = list(_for_warps(warps, programs, products, room))
-        if found:
-            return max(found, key=_fewest_chunks)
-    return None
+    found: list[OutputMLPConfig] = []
+    for warps, programs in ((8, 1), (4, 2), (4, 1)):
+        room = _room(2, programs, device) - max(map(_row_bytes, products))
+        found += _for_warps(warps, programs, products, room)
+    return max(found, key=_step_size, default=None)
 
 
 def _for_warps(warps: int, programs: int, products: Sequence[GroupedProduct], room: int) -> Iterator[OutputMLPConfig]:
@@ -115,10 +114,9 @@ def _for_warps(warps: int, programs: int, products: Sequence[GroupedProduct], ro
             yield replace(config, stages=stages)
 
 
-def _fewest_chunks(config: OutputMLPConfig) -> int:
-    """Of every warp, on their way to shared memory at once."""
-    output, gates, down = config.chunks
-    return config.stages * min(output, 2 * gates, down)
+def _step_size(config: OutputMLPConfig) -> tuple[int, int]:
+    """Chunks of a step on a multiprocessor, and of every warp."""
+    return config.warps * config.programs * config.places, config.places
 
 
 def _of_size(warps: int, programs: int, product: GroupedProduct, room: int) -> Iterator[StreamedConfig]:
@@ -127,6 +125,11 @@ def _of_size(warps: int, programs: int, product: GroupedProduct, room: int) -> I
         stage_bytes = warps * each * product.weights * _place_bytes(product)
         if product.chunks % (warps * each) == 0 and (stages := room // stage_bytes) >= 2:
             yield StreamedConfig(warps, each, min(stages, MOST_STAGES), programs)
+
+
+def _room(thirds: int, programs: int, device: torch.device) -> int:
+    """Shared memory of each program, where so many have so many thirds of a multiprocessor's."""
+    return thirds * (shared_bytes(device) + KEPT_BYTES) // (3 * programs) - KEPT_BYTES - OTHER_BYTES
 
 
 def _row_bytes(product: GroupedProduct) -> int:

@@ -13,7 +13,14 @@ from octavo.ops.triton.grouped_configs import config_for, default_config
 from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
 from octavo.ops.triton.grouped_product import GroupedProduct
 from octavo.ops.triton.pipelined_configs import PipelinedConfig
-from octavo.ops.triton.streamed_configs import CHUNK_BYTES, StreamedConfig, output_mlp_config, streamed_configs, takes
+from octavo.ops.triton.streamed_configs import (
+    CHUNK_BYTES,
+    OutputMLPConfig,
+    StreamedConfig,
+    output_mlp_config,
+    streamed_configs,
+    takes,
+)
 from tests.ops.triton.on_hopper import SHARED_BYTES, as_on_hopper
 
 CPU = torch.device("cpu")
@@ -134,6 +141,14 @@ def test_what_follows_attention_in_a_model_fits(D: int, A: int, F: int, number: 
     ring = config.stages * config.places * config.warps * CHUNK_BYTES
     assert config.stages >= 3
     assert 3 * config.programs * (ring + 2 * max(A, D, F)) < 2 * SHARED_BYTES
+
+
+@pytest.mark.usefixtures("hopper")
+def test_steps_are_as_large_as_three_stages_leave_room_for() -> None:
+    products = products_of(4096, 4096, 12288)
+    assert output_mlp_config(products, CPU) == OutputMLPConfig(8, (4, 2, 4), 3, 1)
+    short = [each._replace(number="uint4", groups=each.K // 32, has_minima=True) for each in products]
+    assert output_mlp_config(short, CPU) == OutputMLPConfig(4, (4, 2, 4), 5, 1)
 
 
 @pytest.mark.usefixtures("hopper")

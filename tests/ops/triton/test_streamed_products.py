@@ -62,14 +62,15 @@ def test_products_agree_with_float64(form: str, parts: str, config: StreamedConf
     case.check(run_grouped(*case.arguments(), config))
 
 
+@pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("form", [form for form in FORMS if "chunks" not in form])
-def test_what_follows_attention_agrees_with_float64(form: str) -> None:
+def test_what_follows_attention_agrees_with_float64(form: str, warps: int) -> None:
     """In one program, which has the steps of all three products in one ring; more wait for each other on a GPU."""
-    D, A, F = 512, 1024, 1024
+    D, A, F = 128 * warps, 256 * warps, 256 * warps
     weights = [weight_of(form, N, K) for N, K in ((D, A), (2 * F, D), (D, F))]
     attended, x, norm = (torch.randn(1, A).bfloat16(), torch.randn(1, D).bfloat16(), torch.rand(D).bfloat16() + 0.5)
     expected = follow(attended, x, norm, *weights)
-    config = OutputMLPConfig(4, (2, 1, 1) if weights[0].words.shape[1] % 8 == 0 else (1, 1, 1), 3, 1)
+    config = OutputMLPConfig(warps, (2, 1, 2), 3, 1)
     arguments: tuple[Any, ...] = (attended, x, weights[0], norm, 1e-6, *weights[1:], "silu", config)
     found = streamed_output_mlp.streamed_output_mlp(*arguments)
     error = (found.double() - expected).norm() / expected.norm()
