@@ -160,7 +160,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One row of figures for each variant of the model. Decoding is timed in ``rounds`` rounds, all variants in turns.
 
-    ``keep`` is given all that is known before the first and after each of these. Raises ``ConfigError`` for a variant
+    ``keep`` is given all that is known before the first of these and after each speed. Raises ``ConfigError`` for a variant
     that cannot be, and ``CheckpointError`` for a checkpoint that cannot be read.
     """
     reference = Reference(config, windows)
@@ -174,8 +174,8 @@ def measure(
     for number in range(rounds):
         for row in rows:
             row.speeds.append(_decode_speed(row.variant.config))
-        report(f"decoding timed, round {number + 1} of {rounds}")
-        keep(figures := [row.figures() for row in rows])
+            report(f"{row.variant.name}: {row.speeds[-1]:,.1f} tokens/s, round {number + 1} of {rounds}")
+            keep(figures := [row.figures() for row in rows])
     return figures
 
 
