@@ -160,8 +160,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One row of figures for each variant of the model. Decoding is timed in ``rounds`` rounds, all variants in turns.
 
-    ``keep`` is given all that is known before the first of these and after each speed. Raises ``ConfigError`` for a variant
-    that cannot be, and ``CheckpointError`` for a checkpoint that cannot be read.
+    ``keep`` is given all that is known before the first of these and after each speed. Raises ``ConfigError`` for a
+    variant that cannot be, and ``CheckpointError`` for a checkpoint that cannot be read.
     """
     reference = Reference(config, windows)
     report("reference computed")

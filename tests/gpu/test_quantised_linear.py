@@ -127,10 +127,11 @@ def test_pipelined_products_agree_with_float64(
 @pytest.mark.parametrize(("parts", "N"), [("norm and silu", 1184), ("bias and residual", 608), ("plain", 48)])
 @pytest.mark.parametrize("form", FORMS)
 def test_streamed_products_agree_with_float64(form: str, parts: str, N: int) -> None:
-    """One row, in all configurations that are measured."""
+    """One row, in all configurations that are measured, and in those of the kernel for several."""
     from octavo.ops.triton.grouped_linear import run_grouped
     from octavo.ops.triton.grouped_product import GroupedProduct
     from octavo.ops.triton.launch import has_gluon
+    from octavo.ops.triton.pipelined_configs import pipelined_configs
     from octavo.ops.triton.streamed_configs import streamed_configs
 
     device = torch.device("cuda", 0)
@@ -143,7 +144,7 @@ def test_streamed_products_agree_with_float64(form: str, parts: str, N: int) -> 
     product = GroupedProduct.of(packed, parts == "norm and silu", torch.bfloat16)
     tried = streamed_configs(product, device)
     assert bool(tried) == (len(packed.scales_GN) > 1 or not zeros)
-    for config in tried:
+    for config in [*tried, *pipelined_configs(product, 1, device)]:
         case.check(run_grouped(*case.arguments(), config))
 
 
