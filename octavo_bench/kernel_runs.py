@@ -128,11 +128,12 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         gated = functools.partial(ops.grouped_linear, x, weight, None, norm, 1e-6, None, "silu")
         yield f"grouped_linear {number} {T} gated", gated
         yield f"invariant grouped_linear {number} {T}", functools.partial(_invariantly, plain)
-    for number in ("int4", "uint4"):  # sizes that can be streamed
-        weight, x, norm = _groups(make, number, 416, 1024, 128), make.floats(1, 1024, dtype=dtype), make.floats(1024)
-        streamed = functools.partial(ops.grouped_linear, x, weight, None, norm.to(dtype), 1e-6, None, "silu")
-        yield f"grouped_linear {number} streamed", streamed
-        yield f"grouped_output_mlp {number}", _output_mlp(make, number, dtype)
+    streamed: tuple[tuple[Number, int], ...] = (("int4", 128), ("uint4", 128), ("uint4", 32), ("int8", 16))
+    for number, group in streamed:  # sizes that can be, with zeros and with minima
+        weight, x, norm = _groups(make, number, 416, 1024, group), make.floats(1, 1024, dtype=dtype), make.floats(1024)
+        single = functools.partial(ops.grouped_linear, x, weight, None, norm.to(dtype), 1e-6, None, "silu")
+        yield f"grouped_linear {number} {group} streamed", single
+        yield f"grouped_output_mlp {number} {group}", _output_mlp(make, number, group, dtype)
     for number, T in itertools.product(PACKED[:2], (3, 33, 130)):  # whose copies overlap products
         weight, x = _groups(make, number, 416, 1024, 128), make.floats(T, 1024, dtype=dtype)
         gated = functools.partial(ops.grouped_linear, x, weight, None, None, 0.0, None, "silu")
@@ -159,10 +160,10 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield f"grouped_moe {T}", functools.partial(ops.grouped_moe, x, ids, make.floats(T, 3), experts)
 
 
-def _output_mlp(make: Maker, number: Number, dtype: torch.dtype) -> Call:
+def _output_mlp(make: Maker, number: Number, group: int, dtype: torch.dtype) -> Call:
     """What follows attention, for one row."""
     shapes = (512, 1024), (2 * 1024, 512), (512, 1024)
-    output, gate_up, down = (_groups(make, number, *shape, 128) for shape in shapes)
+    output, gate_up, down = (_groups(make, number, *shape, group) for shape in shapes)
     attended, x, norm = (make.floats(*shape, dtype=dtype) for shape in ((1, 1024), (1, 512), (512,)))
     return functools.partial(ops.grouped_output_mlp, attended, x, output, norm, 1e-6, gate_up, down, "silu")
 

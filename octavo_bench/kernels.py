@@ -76,7 +76,7 @@ def _linear(case: LinearCase, T: int, weights: Weights, limits: Mapping[str, Any
         "shape": f"{case.N}x{case.K}",
         "T": T,
         "config": str(config),
-        **_shares(taken, case.num_bytes(T), 2 * T * case.N * case.K, limits),
+        **shares(taken, case.num_bytes(T), 2 * T * case.N * case.K, limits),
         "error": error,
         "cublas_and_kernels_us": round(cublas, 2),
         "cublas_products_us": round(products, 2),
@@ -124,10 +124,10 @@ def _by_rows(
         out = run(turns[0]).double()
     reference = expected(turns[0].double())
     error = float((out - reference).norm() / reference.norm())
-    return {"T": T, **_shares(taken, num_bytes, 0, limits), "error": error}
+    return {"T": T, **shares(taken, num_bytes, 0, limits), "error": error}
 
 
-def _shares(taken: float, num_bytes: int, operations: int, limits: Mapping[str, Any]) -> dict[str, Any]:
+def shares(taken: float, num_bytes: int, operations: int, limits: Mapping[str, Any]) -> dict[str, Any]:
     """Microseconds, and what they are in terms of the device's limits."""
     tb_s, tflop_s = num_bytes / taken / 1e6, operations / taken / 1e6
     return {

@@ -114,6 +114,19 @@ def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     kernels.set_defaults(measure=_kernels)
     yield kernels
 
+    packed = kinds.add_parser("packed", help="time and error of products with packed weights, by format, on a GPU")
+    packed.add_argument("models", nargs="*", default=["qwen3-8b"], help="shapes' names, also of mixtures")
+    packed.add_argument(
+        "--formats",
+        type=lambda text: text.split(","),
+        default=["int4", "mxfp4", "nvfp4", "q4_0", "q4_k", "q6_k"],
+        help="comma-separated: int4, int4-zeros, int8, fp8 (groups of 128), mxfp4, nvfp4, q4_0, q4_1, q8_0, q4_k, q6_k",
+    )
+    packed.add_argument("--rows", type=numbers, default=[1, 2, 16, 64, 256, 1024], help="rows of x, or tokens")
+    packed.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
+    packed.set_defaults(measure=_packed)
+    yield packed
+
 
 def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     """Measurements of what is around the device's work, and of other engines."""
@@ -266,6 +279,13 @@ def _kernels(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.kernels import measure
 
     return measure(args.models, args.rows, args.tune, args.deadline)
+
+
+def _packed(args: argparse.Namespace) -> dict[str, Any]:
+    require_cuda("packed")
+    from octavo_bench.packed_weights import measure
+
+    return measure(args.models, args.formats, args.rows, args.deadline)
 
 
 def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[str, int]:

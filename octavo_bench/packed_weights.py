@@ -1,0 +1,272 @@
+"""Time of products with packed weights on a GPU: maps of a layer, what follows attention, and experts, by format.
+
+Weights are random, in the form that kernels for GPUs read. Times are those of a CUDA graph whose calls read other
+weights each, with programmatic dependent launch, in the configurations that the engine would use.
+
+Shapes: T rows, K inputs, N outputs; D model, F feed-forward, S experts chosen for a token.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.errors import ConfigError
+from octavo.ops.grouped_linear import Number, PackedGroups, takes_groups
+from octavo.ops.grouped_moe import GroupedExperts
+from octavo.ops.triton.graph_timing import microseconds
+from octavo.ops.triton.launch import compiling, pdl
+from octavo.sim.roofline import Mixture, shape_of
+from octavo.sim.shapes import SHAPES
+from octavo_bench import ceilings
+from octavo_bench.kernel_cases import layer_cases
+from octavo_bench.kernels import ALONE_BYTES, DEVICE, shares
+from octavo_bench.linear_case import DTYPE, EPS, LinearCase, Operands
+
+MOST_TURNS = 16
+ROWS_CHECKED = 16
+Call = Callable[[], Tensor]
+Made = TypeVar("Made")
+
+
+class Form(NamedTuple):
+    """How a format's numbers are stored."""
+
+    number: Number
+    group: int
+    """Inputs with a scale in common; 0 for a scale per output."""
+    has_zeros: bool = False
+    has_minima: bool = False
+    scales: torch.dtype = torch.bfloat16
+    """Of scales and minima."""
+
+    def weight(self, N: int, K: int) -> PackedGroups:
+        """A random one, whose outputs for rows of unit variance have about unit variance."""
+        if self.number == "e4m3":
+            codes = torch.randn(N, K, device=DEVICE).mul_(20).to(torch.float8_e4m3fn).view(torch.uint8)
+        elif self.number == "int8":
+            codes = torch.randint(-128, 128, (N, K), device=DEVICE, dtype=torch.int8)
+        else:
+            first = -8 if self.number == "int4" else 0
+            codes = torch.randint(first, first + 16, (N, K), device=DEVICE, dtype=torch.int8)
+        size = N, K // (self.group or K)
+        unit = {"int4": 5, "uint4": 5, "int8": 74, "e4m3": 20, "e2m1": 3}[self.number]
+        scales = ((torch.rand(size, device=DEVICE) + 0.5) / unit / K**0.5).to(self.scales).float()
+        zeros = torch.randint(-7, 8, size, device=DEVICE, dtype=torch.int8) if self.has_zeros else None
+        minima = (scales * -7.5).to(self.scales).float() if self.has_minima else None
+        return PackedGroups.pack(self.number, codes, scales, zeros, minima_NG=minima)
+
+
+FORMS: dict[str, Form] = {
+    "int4": Form("int4", 128),
+    "int4-zeros": Form("int4", 128, has_zeros=True),
+    "int8": Form("int8", 0),
+    "fp8": Form("e4m3", 128),
+    "mxfp4": Form("e2m1", 32),
+    "nvfp4": Form("e2m1", 16),
+    "q4_0": Form("int4", 32, scales=torch.float16),
+    "q4_1": Form("uint4", 32, has_minima=True, scales=torch.float16),
+    "q8_0": Form("int8", 32, scales=torch.float16),
+    "q4_k": Form("uint4", 32, has_minima=True, scales=torch.float32),
+    "q6_k": Form("int8", 16, scales=torch.float32),
+}
+"""With activations of 16 bits, as the engine stores them on a GPU."""
+
+
+def measure(
+    models: Sequence[str], formats: Sequence[str], rows: Sequence[int], deadline: float = float("inf")
+) -> dict[str, Any]:
+    """Figures of the kernels for a layer of each model in each format, for each number of rows.
+
+    What there is no time for in ``deadline`` seconds is left out. Raises ``ConfigError`` for models and formats that
+    are not known, and for formats whose groups do not divide a model's rows.
+    """
+    end = time.monotonic() + deadline
+    for name in formats:
+        if name not in FORMS:
+            raise ConfigError(f"formats: {name!r} is not one of {', '.join(FORMS)}")
+    cases = [(model, name, make) for model in models for name in formats for make in _cases(model, name)]
+    limits = ceilings.measure()
+    figures: list[dict[str, Any]] = []
+    for model, name, make in cases:
+        for figure in _figures(make(), rows, limits):
+            if time.monotonic() > end:
+                return {**limits, "rows": figures}
+            figures.append({"model": model, "format": name, **figure})
+    return {**limits, "rows": figures}
+
+
+def _cases(model: str, name: str) -> list[Callable[[], Case]]:
+    """What makes the cases of a model's layer; their weights are made with them."""
+    form = FORMS[name]
+    shape = shape_of(SHAPES[model]) if model in SHAPES else None
+    if shape is None or shape.mixture is None:
+        maps = layer_cases(model)
+        widths = [each.K for each in maps]
+        makers: list[Callable[[], Case]] = [functools.partial(MapCase, each, form) for each in maps]
+        makers.append(functools.partial(OutputCase, maps, form))
+    else:
+        widths = [shape.hidden, shape.mixture.ffn]
+        makers = [functools.partial(ExpertsCase, shape.hidden, shape.mixture, form)]
+    for K in widths:
+        if form.group and (K % form.group or not takes_groups(form.number, K, form.group)):
+            raise ConfigError(f"formats: {name} has groups of {form.group} inputs; {model} has rows of {K}")
+    return makers
+
+
+def _figures(case: Case, rows: Sequence[int], limits: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    used = [T for T in rows if case.most_rows >= T]
+    with pdl(), compiling():
+        for T in used:
+            case.calls(T)[0]()
+    for T in used:
+        taken = microseconds(case.calls(T), with_pdl=True)
+        with pdl():
+            error = case.error(T)
+        yield {"kernel": case.name, "T": T, **shares(taken, *case.work(T), limits), "error": float(f"{error:.2g}")}
+
+
+class Case(Protocol):
+    """What is measured."""
+
+    most_rows: float
+
+    name: str
+
+    def calls(self, T: int) -> list[Call]:
+        """The same for T rows with one weight after another."""
+
+    def work(self, T: int) -> tuple[int, int]:
+        """Bytes that T rows cannot do without, and operations."""
+
+    def error(self, T: int) -> float:
+        """Norm of the difference from products in float32 over their norm, for a few rows."""
+
+
+class MapCase:
+    """A linear map of a layer."""
+
+    most_rows = float("inf")
+
+    def __init__(self, case: LinearCase, form: Form) -> None:
+        self.case, self.name = case, f"{case.name} {case.N}x{case.K}"
+        self.weights = _turns(lambda: form.weight(case.N, case.K))
+
+    def calls(self, T: int) -> list[Call]:
+        given = self.case.operands(T, DEVICE)
+        return [functools.partial(_linear, given, weight, self.case) for weight in self.weights]
+
+    def work(self, T: int) -> tuple[int, int]:
+        outputs = self.case.outputs * (2 if self.case.has_residual else 1)
+        rows = T * (self.case.K + outputs) * DTYPE.itemsize
+        return self.weights[0].num_bytes + rows, 2 * T * self.case.N * self.case.K
+
+    def error(self, T: int) -> float:
+        given = self.case.operands(T, DEVICE)
+        wide = Operands(*(None if part is None else part.float() for part in given))  # type: ignore[arg-type]
+        x, norm, residual = wide
+        few = Operands(x[:ROWS_CHECKED], norm, None if residual is None else residual[:ROWS_CHECKED])
+        expected = _linear(few, self.weights[0], self.case, ops.grouped_linear.reference)
+        return _difference(_linear(given, self.weights[0], self.case)[:ROWS_CHECKED], expected)
+
+
+class OutputCase:
+    """What follows attention: the output projection to the down projection, which one kernel may compute for a row."""
+
+    most_rows = 1.0
+
+    def __init__(self, cases: Sequence[LinearCase], form: Form) -> None:
+        _, output, gate_up, down = cases
+        self.maps, self.name = (output, gate_up, down), "output projection to down projection"
+        self.weights = _turns(lambda: tuple(form.weight(each.N, each.K) for each in self.maps))
+
+    def calls(self, T: int) -> list[Call]:
+        given = self._given(T)
+        return [functools.partial(ops.grouped_output_mlp, *self._arguments(given, weights)) for weights in self.weights]
+
+    def work(self, T: int) -> tuple[int, int]:
+        rows = T * (self.maps[0].K + 2 * self.maps[0].N) * DTYPE.itemsize
+        operations = sum(2 * T * each.N * each.K for each in self.maps)
+        return sum(weight.num_bytes for weight in self.weights[0]) + rows, operations
+
+    def error(self, T: int) -> float:
+        given = self._given(T)
+        few = [part[:ROWS_CHECKED].float() for part in given[:2]] + [given[2].float()]
+        expected = ops.grouped_output_mlp.reference(*self._arguments(few, self.weights[0]))
+        return _difference(ops.grouped_output_mlp(*self._arguments(given, self.weights[0]))[:ROWS_CHECKED], expected)
+
+    def _given(self, T: int) -> list[Tensor]:
+        output = self.maps[0]
+        rows = [torch.randn(T, width, device=DEVICE, dtype=DTYPE) for width in (output.K, output.N)]
+        return [*rows, torch.rand(output.N, device=DEVICE, dtype=DTYPE) + 0.5]
+
+    def _arguments(self, given: Sequence[Tensor], weights: Sequence[PackedGroups]) -> tuple[Any, ...]:
+        (attended, x, norm), (output, *rest) = given, weights
+        return attended, x, output, norm, EPS, *rest, self.maps[1].activation
+
+
+class ExpertsCase:
+    """The experts of a layer, without router; each token's choice is equally likely."""
+
+    most_rows = float("inf")
+
+    def __init__(self, hidden: int, mixture: Mixture, form: Form) -> None:
+        self.hidden, self.mixture, self.name = hidden, mixture, f"{mixture.chosen} of {mixture.experts} experts"
+        self.experts = _turns(self._make(form))
+
+    def _make(self, form: Form) -> Callable[[], GroupedExperts]:
+        X, D, F = self.mixture.experts, self.hidden, self.mixture.ffn
+        return lambda: GroupedExperts(X, form.weight(X * 2 * F, D), form.weight(X * D, F))
+
+    def calls(self, T: int) -> list[Call]:
+        return [functools.partial(ops.grouped_moe, *self._given(T, turn), one) for turn, one in enumerate(self.experts)]
+
+    def work(self, T: int) -> tuple[int, int]:
+        chosen = [len(torch.bincount(self._given(T, turn)[1].flatten()).nonzero()) for turn in range(len(self.experts))]
+        each = _num_bytes(self.experts[0]) / self.mixture.experts
+        num_bytes = each * sum(chosen) / len(chosen)
+        operations = 6 * T * self.mixture.chosen * self.hidden * self.mixture.ffn
+        return round(num_bytes) + 2 * T * self.hidden * DTYPE.itemsize, operations
+
+    def error(self, T: int) -> float:
+        x, ids, shared = self._given(T, 0)
+        few = x[:ROWS_CHECKED].float(), ids[:ROWS_CHECKED], shared[:ROWS_CHECKED]
+        expected = ops.grouped_moe.reference(*few, self.experts[0])
+        return _difference(ops.grouped_moe(x, ids, shared, self.experts[0])[:ROWS_CHECKED], expected)
+
+    def _given(self, T: int, turn: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, the experts that each token chooses, and their shares: the same at every call."""
+        generator = torch.Generator(DEVICE).manual_seed(turn)
+        x = torch.randn(T, self.hidden, device=DEVICE, generator=generator).to(DTYPE)
+        scores = torch.rand(T, self.mixture.experts, device=DEVICE, generator=generator)
+        chosen = scores.topk(self.mixture.chosen)
+        return x, chosen.indices, chosen.values.softmax(-1)
+
+
+def _linear(
+    given: Operands, weight: PackedGroups, case: LinearCase, multiply: Callable[..., Tensor] = ops.grouped_linear
+) -> Tensor:
+    return multiply(given.x_TK, weight, None, given.norm_K, EPS, given.residual_TN, case.activation)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _turns(make: Callable[[], Made]) -> list[Made]:
+    """So many weights that none is in a cache when its turn comes again."""
+    made = [make(), make()]
+    while sum(map(_num_bytes, made)) < ALONE_BYTES and len(made) < MOST_TURNS:
+        made.append(make())
+    return made
+
+
+def _num_bytes(made: Any) -> int:
+    parts = [made] if isinstance(made, PackedGroups) else [part for part in made if isinstance(part, PackedGroups)]
+    return sum(part.num_bytes for part in parts)
