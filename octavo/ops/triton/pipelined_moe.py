@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.grouped_linear import BITS, PackedGroups
+from octavo.ops.grouped_linear import BITS, HALF, PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts
 from octavo.ops.triton.expert_tiles import sort_into_tiles, tile_rows
 from octavo.ops.triton.gates import activation_of
@@ -23,7 +23,8 @@ from octavo.ops.triton.pipelined_configs import PipelinedConfig, expert_config
 MAX_ROWS, ROOM = 128, 5
 """A second tile of an expert costs less than rows that are not there: its words come from the second-level cache."""
 FEW_TOKENS = 2
-"""Sorting and gathering take as long as is saved by reading an expert once for both."""
+"""Sorting and gathering take as long as is saved by reading an expert once for both; but for weights with minima or
+groups of 16, where the kernel for each pair has more to do for a group."""
 
 
 def expert_configs(
@@ -32,8 +33,9 @@ def expert_configs(
     """Of the first and the second product; ``None`` where other kernels are used: if this one does not take these
     experts, if other rows may not affect in which order sums are added, for so few tokens that they hardly share any
     experts, and for numbers of 8 bits, whose unpacking takes little time, unless tiles are full."""
-    block = tile_rows(ids_TS.numel(), experts.num_experts, MAX_ROWS, ROOM)
-    if is_invariant() or len(x_TD) <= FEW_TOKENS or (BITS[experts.gate_up.number] == 8 and block < MAX_ROWS):
+    block, first = tile_rows(ids_TS.numel(), experts.num_experts, MAX_ROWS, ROOM), experts.gate_up
+    few = 1 if first.minima_GN is not None or first.group == HALF else FEW_TOKENS
+    if is_invariant() or len(x_TD) <= few or (BITS[first.number] == 8 and block < MAX_ROWS):
         return None
     gate_up, down = (
         expert_config(_of_one(packed, experts.num_experts, is_gated, x_TD.dtype), block, x_TD.device)

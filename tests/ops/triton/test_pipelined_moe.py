@@ -47,6 +47,9 @@ def test_tilings_are_for_the_tiles_that_are_made(T: int) -> None:
 def test_few_tokens_and_other_numbers_go_to_other_kernels() -> None:
     packed, eights = experts_of("int4", 32), experts_of("int8")
     assert expert_configs(*inputs(2), packed) is None
+    for short in (experts_of("e2m1", 16), experts_of("uint4", 32)):
+        assert expert_configs(*inputs(1), short) is None
+        assert expert_configs(*inputs(2), short) is not None
     assert expert_configs(*inputs(40, torch.float16), packed) is None
     assert expert_configs(*inputs(40), eights) is None
     assert expert_configs(*inputs(500), eights) is not None
