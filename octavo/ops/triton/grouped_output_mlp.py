@@ -43,7 +43,8 @@ def grouped_output_mlp_triton(
 def config_of(output: PackedGroups, gate_up: PackedGroups, down: PackedGroups, x_1D: Tensor) -> OutputMLPConfig | None:
     """The tiling for these weights, or ``None`` if one kernel cannot compute all of it."""
     weights = output, gate_up, down
-    dtypes = {(packed.scales_GN.dtype, getattr(packed.minima_GN, "dtype", None)) for packed in weights}
+    sides = [(packed.scales_GN, packed.minima_GN) for packed in weights]
+    dtypes = {tuple(None if side is None else side.dtype for side in both) for both in sides}
     if len(dtypes) > 1 or any(packed.order_K is not None for packed in weights):
         return None
     products = [GroupedProduct.of(packed, packed is gate_up, x_1D.dtype) for packed in weights]
