@@ -69,7 +69,7 @@ def _linear(case: LinearCase, T: int, weights: Weights, limits: Mapping[str, Any
     )
     products = microseconds([functools.partial(functional.linear, given.x_TK, weight) for weight in turns], False)
     with pdl():
-        error = case.error(T, turns[0], config)
+        error = case.error(T, turns[0], lambda given: case.run(given, turns[0], config))
     return {
         "model": case.model,
         "kernel": f"linear {case.name}",

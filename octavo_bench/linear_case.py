@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,7 +52,11 @@ class LinearCase:
 
     def num_bytes(self, T: int) -> int:
         """Bytes that T rows cannot do without."""
-        return DTYPE.itemsize * (self.N * self.K + T * self.K + T * self.outputs * (2 if self.has_residual else 1))
+        return DTYPE.itemsize * self.N * self.K + self.row_bytes(T)
+
+    def row_bytes(self, T: int) -> int:
+        """Of these, what is not the weight."""
+        return DTYPE.itemsize * T * (self.K + self.outputs * (2 if self.has_residual else 1))
 
     def operands(self, T: int, device: torch.device) -> Operands:
         """Fresh random ones."""
@@ -66,14 +71,14 @@ class LinearCase:
         x_TK, norm_K, residual_TN = given
         return run_linear(x_TK, weight_NK, None, norm_K, EPS, residual_TN, self.activation, config)
 
-    def error(self, T: int, weight_NK: Tensor, config: LinearConfig) -> float:
-        """Norm of the difference from float64 over the norm of the result, taken for a few of the rows."""
+    def error(self, T: int, weight_NK: Tensor, run: Callable[[Operands], Tensor]) -> float:
+        """Norm of the difference of what ``run`` gives from float64 over the norm of the result, for a few rows."""
         given = self.operands(T, weight_NK.device)
         picked = torch.randperm(T, device=weight_NK.device)[:ROWS_CHECKED]
         expected = self._expected(given, picked, weight_NK)
         # What the allocator gives out next: a result that is not written shows.
         torch.full((T, self.outputs), float("nan"), device=weight_NK.device, dtype=DTYPE)
-        difference = self.run(given, weight_NK, config)[picked].double() - expected
+        difference = run(given)[picked].double() - expected
         return float(difference.norm() / expected.norm())
 
     def _expected(self, given: Operands, picked: Tensor, weight_NK: Tensor) -> Tensor:

@@ -27,10 +27,9 @@ from octavo.sim.shapes import SHAPES
 from octavo_bench import ceilings
 from octavo_bench.kernel_cases import layer_cases
 from octavo_bench.kernels import ALONE_BYTES, DEVICE, shares
-from octavo_bench.linear_case import DTYPE, EPS, LinearCase, Operands
+from octavo_bench.linear_case import DTYPE, EPS, ROWS_CHECKED, LinearCase, Operands
 
 MOST_TURNS = 16
-ROWS_CHECKED = 16
 Call = Callable[[], Tensor]
 Made = TypeVar("Made")
 
@@ -135,9 +134,8 @@ def _figures(case: Case, rows: Sequence[int], limits: Mapping[str, Any]) -> Iter
 class Case(Protocol):
     """What is measured."""
 
-    most_rows: float
-
     name: str
+    most_rows: float
 
     def calls(self, T: int) -> list[Call]:
         """The same for T rows with one weight after another."""
@@ -146,7 +144,7 @@ class Case(Protocol):
         """Bytes that T rows cannot do without, and operations."""
 
     def error(self, T: int) -> float:
-        """Norm of the difference from products in float32 over their norm, for a few rows."""
+        """Norm of the difference from products of higher precision over their norm, for a few rows."""
 
 
 class MapCase:
@@ -160,20 +158,18 @@ class MapCase:
 
     def calls(self, T: int) -> list[Call]:
         given = self.case.operands(T, DEVICE)
-        return [functools.partial(_linear, given, weight, self.case) for weight in self.weights]
+        return [functools.partial(self._run, weight, given) for weight in self.weights]
 
     def work(self, T: int) -> tuple[int, int]:
-        outputs = self.case.outputs * (2 if self.case.has_residual else 1)
-        rows = T * (self.case.K + outputs) * DTYPE.itemsize
-        return self.weights[0].num_bytes + rows, 2 * T * self.case.N * self.case.K
+        return self.weights[0].num_bytes + self.case.row_bytes(T), 2 * T * self.case.N * self.case.K
 
     def error(self, T: int) -> float:
-        given = self.case.operands(T, DEVICE)
-        wide = Operands(*(None if part is None else part.float() for part in given))  # type: ignore[arg-type]
-        x, norm, residual = wide
-        few = Operands(x[:ROWS_CHECKED], norm, None if residual is None else residual[:ROWS_CHECKED])
-        expected = _linear(few, self.weights[0], self.case, ops.grouped_linear.reference)
-        return _difference(_linear(given, self.weights[0], self.case)[:ROWS_CHECKED], expected)
+        first = self.weights[0]
+        return self.case.error(T, first.unpack(), functools.partial(self._run, first))
+
+    def _run(self, weight: PackedGroups, given: Operands) -> Tensor:
+        x_TK, norm_K, residual_TN = given
+        return ops.grouped_linear(x_TK, weight, None, norm_K, EPS, residual_TN, self.case.activation)
 
 
 class OutputCase:
@@ -247,12 +243,6 @@ class ExpertsCase:
         scores = torch.rand(T, self.mixture.experts, device=DEVICE, generator=generator)
         chosen = scores.topk(self.mixture.chosen)
         return x, chosen.indices, chosen.values.softmax(-1)
-
-
-def _linear(
-    given: Operands, weight: PackedGroups, case: LinearCase, multiply: Callable[..., Tensor] = ops.grouped_linear
-) -> Tensor:
-    return multiply(given.x_TK, weight, None, given.norm_K, EPS, given.residual_TN, case.activation)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

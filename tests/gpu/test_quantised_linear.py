@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups
 from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
-from tests.ops.triton.test_grouped_linear import GroupedCase, random_groups
+from tests.ops.triton.test_grouped_linear import GroupedCase, after_attention, random_groups
 from tests.ops.triton.test_linear import PARTS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -217,14 +217,10 @@ class OutputMLPs:
 
     def expected(self) -> Tensor:
         """In float64, but for the roundings to bfloat16 between products."""
-        x = self.start_1D.double()
-        for output, gate_up, down in self.layers:
-            x = (x + self.attended_1A.double() @ output.unpack().double().T).bfloat16().double()
-            normed = x * torch.rsqrt(x.square().mean() + 1e-6) * self.norm_D.double()
-            gates, ups = (normed @ gate_up.unpack().double().T).chunk(2, dim=1)
-            inner = (torch.nn.functional.silu(gates) * ups).bfloat16().double()
-            x = (x + inner @ down.unpack().double().T).bfloat16().double()
-        return x
+        x = self.start_1D
+        for weights in self.layers:
+            x = after_attention(self.attended_1A, x, self.norm_D, *weights).bfloat16()
+        return x.double()
 
 
 @pytest.mark.parametrize("form", OUTPUT_MLPS)

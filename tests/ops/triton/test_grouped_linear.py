@@ -95,6 +95,17 @@ class GroupedCase:
         self.case.check(out_TN)
 
 
+def after_attention(
+    attended: Tensor, x: Tensor, norm: Tensor, output: PackedGroups, gate_up: PackedGroups, down: PackedGroups
+) -> Tensor:
+    """The output projection, and the feed-forward part, in float64 but for roundings to bfloat16 between products."""
+    wide = (x.double() + attended.double() @ output.unpack().double().T).bfloat16().double()
+    normed = wide * torch.rsqrt(wide.square().mean() + 1e-6) * norm.double()
+    gates, ups = (normed @ gate_up.unpack().double().T).chunk(2, dim=1)
+    inner = (torch.nn.functional.silu(gates) * ups).bfloat16().double()
+    return wide + inner @ down.unpack().double().T
+
+
 @pytest.fixture(autouse=True)
 def _poison(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.triton import grouped_numbers, streamed_gemv, streamed_output_mlp, streamed_steps
 from octavo.ops.triton.grouped_linear import run_grouped
 from octavo.ops.triton.streamed_configs import OutputMLPConfig, StreamedConfig
 from tests.ops.triton.gluon_on_cpu import Kernel
-from tests.ops.triton.test_grouped_linear import GroupedCase, random_groups
+from tests.ops.triton.test_grouped_linear import GroupedCase, after_attention, random_groups
 from tests.ops.triton.test_linear import PARTS
 from tests.triton_interpreter import DEVICE
 
@@ -76,20 +75,9 @@ def test_what_follows_attention_agrees_with_float64(form: str, warps: int) -> No
     D, A, F = 128 * warps, 256 * warps, 256 * warps
     weights = [weight_of(form, N, K) for N, K in ((D, A), (2 * F, D), (D, F))]
     attended, x, norm = (torch.randn(1, A).bfloat16(), torch.randn(1, D).bfloat16(), torch.rand(D).bfloat16() + 0.5)
-    expected = follow(attended, x, norm, *weights)
+    expected = after_attention(attended, x, norm, *weights)
     config = OutputMLPConfig(warps, (2, 1, 2), 3, 1)
     arguments: tuple[Any, ...] = (attended, x, weights[0], norm, 1e-6, *weights[1:], "silu", config)
     found = streamed_output_mlp.streamed_output_mlp(*arguments)
     error = (found.double() - expected).norm() / expected.norm()
     assert error < 0.01
-
-
-def follow(
-    attended: Tensor, x: Tensor, norm: Tensor, output: PackedGroups, gate_up: PackedGroups, down: PackedGroups
-) -> Tensor:
-    """In float64, but for the roundings to bfloat16 between products."""
-    wide = (x.double() + attended.double() @ output.unpack().double().T).bfloat16().double()
-    normed = wide * torch.rsqrt(wide.square().mean() + 1e-6) * norm.double()
-    gates, ups = (normed @ gate_up.unpack().double().T).chunk(2, dim=1)
-    inner = (torch.nn.functional.silu(gates) * ups).bfloat16().double()
-    return wide + inner @ down.unpack().double().T
