@@ -54,7 +54,7 @@ TESTED = """
 | compressed-tensors | its own package | `tests/quant/test_compressed_tensors.py` |
 | GGUF blocks | the `gguf` package | `tests/weights/test_blocks.py` |
 | CPU kernels | plain torch and float64 | `tests/ops/` |
-| GPU kernels | the same, on a CPU interpreter of Triton in every run, the product of packed weights for Hopper as Python on torch tensors, and on a GPU where there is one | `tests/ops/triton/`, `tests/gpu/` |
+| GPU kernels | the same, on a CPU interpreter of Triton in every run, those for packed weights on Hopper as Python on torch tensors, and on a GPU where there is one | `tests/ops/triton/`, `tests/gpu/` |
 | the engine on a GPU | the engine on a CPU | `tests/gpu/test_cuda.py` |
 | a model divided among ranks | the model in one process | `tests/models/test_sharding.py`, `tests/gpu/test_tensor_parallel.py` |
 

@@ -7,10 +7,10 @@ lies in a slot of the rings, which has PLACES for the chunks of every warp, WEIG
 divide the columns of a tile: each computes whole chunks, whose words it has copied itself. Words become numbers in the
 registers that tensor cores read.
 
-A chunk has inputs of PIECES groups, 1 where groups are whole chunks. Tensor cores multiply by eight columns at least,
-and there is one row: so each group has columns of its own, 8 / PIECES equal ones, that are 0 for the inputs of other
-groups. The scale of a group multiplies its sums, from which is taken what the numbers are too large by (``offset_of``,
-and zeros), times the sum of the group's part of the row; its minimum is added as often.
+A chunk has inputs of PIECES quantisation groups: 1 where a group is a chunk or several. The right operand of an ``mma``
+instruction has eight columns, and a GEMV needs one: so each group has 8 / PIECES equal columns of its own, which are 0
+for the inputs of other groups. The scale of a group multiplies its sums, from which is taken what the numbers are too
+large by (``offset_of``, and zeros), times the sum of the group's part of the row; its minimum is added as often.
 """
 
 from __future__ import annotations
