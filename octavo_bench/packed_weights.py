@@ -83,40 +83,57 @@ def measure(
 ) -> dict[str, Any]:
     """Figures of the kernels for a layer of each model in each format, for each number of rows.
 
-    What there is no time for in ``deadline`` seconds is left out. Raises ``ConfigError`` for models and formats that
-    are not known, and for formats whose groups do not divide a model's rows.
+    What there is no time for in ``deadline`` seconds is left out, and formats whose groups do not divide a model's
+    rows are, and named. Raises ``ConfigError`` for models and formats that are not known, and if nothing is left.
     """
     end = time.monotonic() + deadline
     for name in formats:
         if name not in FORMS:
             raise ConfigError(f"formats: {name!r} is not one of {', '.join(FORMS)}")
-    cases = [(model, name, make) for model in models for name in formats for make in _cases(model, name)]
+    misfits = {(model, name): _misfit(model, name) for model in models for name in formats}
+    left_out = [reason for reason in misfits.values() if reason]
+    if len(left_out) == len(misfits):
+        raise ConfigError("formats: " + "; ".join(left_out))
     limits = ceilings.measure()
-    figures: list[dict[str, Any]] = []
-    for model, name, make in cases:
-        for figure in _figures(make(), rows, limits):
-            if time.monotonic() > end:
-                return {**limits, "rows": figures}
-            figures.append({"model": model, "format": name, **figure})
-    return {**limits, "rows": figures}
+    result: dict[str, Any] = {**limits, "left_out": left_out, "rows": []}
+    for model, name in [pair for pair, reason in misfits.items() if not reason]:
+        for make in _cases(model, name):
+            for figure in _figures(make(), rows, limits):
+                if time.monotonic() > end:
+                    return result
+                result["rows"].append({"model": model, "format": name, **figure})
+    return result
+
+
+def _misfit(model: str, name: str) -> str:
+    """Why no weight of the model has the format, if so. Raises ``ConfigError`` for a model that is not known."""
+    form, mixed = FORMS[name], _mixed(model)
+    widths = [mixed.hidden, mixed.mixture.ffn] if mixed else [each.K for each in layer_cases(model)]
+    for K in widths:
+        if form.group and (K % form.group or not takes_groups(form.number, K, form.group)):
+            return f"{name} has groups of {form.group} inputs; {model} has rows of {K}"
+    return ""
 
 
 def _cases(model: str, name: str) -> list[Callable[[], Case]]:
     """What makes the cases of a model's layer; their weights are made with them."""
     form = FORMS[name]
+    if mixed := _mixed(model):
+        return [functools.partial(ExpertsCase, mixed.hidden, mixed.mixture, form)]
+    maps = layer_cases(model)
+    return [*(functools.partial(MapCase, each, form) for each in maps), functools.partial(OutputCase, maps, form)]
+
+
+class Mixed(NamedTuple):
+    """Sizes of a mixture's layer."""
+
+    hidden: int
+    mixture: Mixture
+
+
+def _mixed(model: str) -> Mixed | None:
     shape = shape_of(SHAPES[model]) if model in SHAPES else None
-    if shape is None or shape.mixture is None:
-        maps = layer_cases(model)
-        widths = [each.K for each in maps]
-        makers: list[Callable[[], Case]] = [functools.partial(MapCase, each, form) for each in maps]
-        makers.append(functools.partial(OutputCase, maps, form))
-    else:
-        widths = [shape.hidden, shape.mixture.ffn]
-        makers = [functools.partial(ExpertsCase, shape.hidden, shape.mixture, form)]
-    for K in widths:
-        if form.group and (K % form.group or not takes_groups(form.number, K, form.group)):
-            raise ConfigError(f"formats: {name} has groups of {form.group} inputs; {model} has rows of {K}")
-    return makers
+    return Mixed(shape.hidden, shape.mixture) if shape and shape.mixture else None
 
 
 def _figures(case: Case, rows: Sequence[int], limits: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -63,6 +63,12 @@ def test_experts_that_are_chosen_count() -> None:
     assert many["bytes"] == pytest.approx(one["bytes"] + 63 * 2 * 256 * 2, rel=1e-6)
 
 
+def test_a_format_that_does_not_fit_one_model_is_left_out_and_named() -> None:
+    result = measure(["small mixture", "gpt-oss-20b"], ["int4"], [1])
+    assert {row["model"] for row in result["rows"]} == {"small mixture"}
+    assert result["left_out"] == ["int4 has groups of 128 inputs; gpt-oss-20b has rows of 2880"]
+
+
 def test_time_that_is_over_ends_it() -> None:
     assert measure(["small"], ["int4"], [1], deadline=-1)["rows"] == []
 
