@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Collection
 from importlib.util import find_spec
 
-from octavo.cli.settings import load_config, positive
-from octavo.config import EngineConfig, cache_dir
+from octavo.cli.settings import from_flags, load_config, positive
+from octavo.config import EngineConfig, cache_dir, settings
 from octavo.errors import ConfigError
 
 
@@ -34,6 +35,14 @@ def require_cuda(measurement: str) -> None:
         raise ConfigError(f"bench {measurement}: there is no CUDA device here")
     if find_spec("triton") is None:
         raise ConfigError(f"bench {measurement}: the package triton is not installed; `pip install triton` installs it")
+
+
+def refuse_other_settings(args: argparse.Namespace, used: Collection[str], advice: str) -> None:
+    """Raise ``ConfigError`` for a setting that is given as a flag and that would have no effect."""
+    known = {item.name: item for item in settings(EngineConfig)}
+    for name, given in from_flags(known, args).items():
+        if name not in used:
+            raise ConfigError(f"{given.source}: {advice}")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -15,12 +15,17 @@ from typing import Any
 from octavo.cli.settings import add_settings, load_config, positive
 from octavo.config import EngineConfig, cache_dir
 from octavo.errors import ConfigError
-from octavo_bench.cli.arguments import numbers
+from octavo_bench.cli.arguments import numbers, refuse_other_settings
 from octavo_bench.report import keep
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 NO_REPORTS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 SERVED_CONTEXT = 8192
+OF_BOTH_SERVERS = {
+    *("model", "load_format", "dtype", "max_model_len", "gpu_memory_utilization"),
+    *("revision", "offline", "download_dir"),
+}
+"""Settings that say which model both servers have, and how much memory. Others have names of their own in each."""
 
 
 def add_work(parser: Any) -> None:
@@ -111,6 +116,11 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     for name in loops:
         share(WORKLOADS[name], args.clients)
     search = Search(parse_goodput(args.goodput) or LIMITS, args.search_seconds, args.probe_seconds)
+    refuse_other_settings(
+        args,
+        OF_BOTH_SERVERS,
+        "with --engine vllm, give it to Octavo's server in --octavo-args, to vLLM's in --vllm-args",
+    )
     config = load_config(EngineConfig, args)
     is_shape = config.model.model in SHAPES
     model = model_folder(config.model.model, cache_dir() / "shapes") if is_shape else resolve_model(config.model)
