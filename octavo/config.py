@@ -114,7 +114,7 @@ class ModelSettings:
     max_model_len: int | None = setting(
         None, "maximum context length in tokens; default: the model's own, or what fits into memory", low=1
     )
-    seed: int = setting(0, "seed of dummy weights, and of LLM requests without a seed of their own")
+    seed: int = setting(0, "seed of dummy weights, and of LLM requests without a seed of their own", high=2**32 - 1)
     revision: str | None = setting(None, "branch, tag or commit of a Hugging Face model")
     offline: bool = setting(False, "fetch nothing: models must be on this machine; the same as HF_HUB_OFFLINE=1")
     download_dir: str | None = setting(None, "folder of downloaded models; default: the user's cache folder")
@@ -329,6 +329,8 @@ def _check_tenants(server: ServerSettings, model: ModelSettings) -> None:
         raise ConfigError("tenant_by and tenant_header both identify the tenant; give one of them")
     if server.tenant_by == "key" and server.api_key_file is None:
         raise ConfigError("tenant_by key needs api_key_file: without it, all clients share one key")
+    if server.isolate_keys and server.api_key_file is None:
+        raise ConfigError("isolate_keys needs api_key_file: without it, all clients share one key")
     if server.tenant_by == "adapter" and not model.enable_lora:
         raise ConfigError("tenant_by adapter needs enable_lora")
 

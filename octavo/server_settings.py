@@ -64,7 +64,7 @@ class ServerSettings:
         "request fields that have no effect: warn names them in a header, reject refuses the request, ignore is silent",
         ("warn", "reject", "ignore"),
     )
-    isolate_keys: bool = setting(False, "share the prefix cache only among requests of the same API key")
+    isolate_keys: bool = setting(False, "share the prefix cache only among requests of the same key of api_key_file")
     tenant_by: str = setting(
         "user",
         "what identifies the tenant under the fair policy: the field 'user', the API key, or the LoRA adapter",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import field
@@ -57,15 +58,16 @@ class Setting(typing.NamedTuple):
         try:
             result = _convert(value, self.type)
         except (TypeError, ValueError):
-            raise ConfigError(f"{self.name}: expected {self.type.__name__}, got {value!r}") from None
+            expected = "a finite number" if self.type is float else self.type.__name__
+            raise ConfigError(f"{self.name}: expected {expected}, got {value!r}") from None
         if result in self.synonyms:
             return self.synonyms[result]
         if self.choices and result not in self.choices:
             raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(self.choices)}")
         if self.low is not None and not result >= self.low:
-            raise ConfigError(f"{self.name}: must be at least {self.low:g}, got {value!r}")
+            raise ConfigError(f"{self.name}: must be at least {self.low:.12g}, got {value!r}")
         if self.high is not None and not result <= self.high:
-            raise ConfigError(f"{self.name}: must be at most {self.high:g}, got {value!r}")
+            raise ConfigError(f"{self.name}: must be at most {self.high:.12g}, got {value!r}")
         return result
 
 
@@ -92,4 +94,7 @@ def _convert(value: Any, kind: type) -> Any:
         value = str(value) if hasattr(value, "__fspath__") else value
         if not isinstance(value, str):
             raise TypeError
-    return kind(value)
+    result = kind(value)
+    if isinstance(result, float) and not math.isfinite(result):
+        raise ValueError
+    return result

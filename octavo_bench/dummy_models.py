@@ -26,11 +26,14 @@ CHAT_TEMPLATE = (
 def write_model(name: str, folder: Path) -> Path:
     """Write ``config.json``, ``tokenizer.json`` and ``tokenizer_config.json`` of a shape; returns the folder.
 
-    Raises ``ConfigError`` for a name that is not in ``SHAPES``.
+    Raises ``ConfigError`` for a name that is not in ``SHAPES``, or a folder that cannot be made.
     """
     if name not in SHAPES:
         raise ConfigError(f"shape: {name!r} is not one of {', '.join(SHAPES)}")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"folder: {folder} cannot be made: {error.strerror}") from None
     config = dict(SHAPES[name])
     end_of_text = config["vocab_size"] - len(SPECIAL_TOKENS)
     config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}

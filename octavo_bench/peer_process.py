@@ -19,7 +19,8 @@ SCRIPTS = Path(__file__).parent / "peers"
 class PeerProcess:
     """A script of ``peers/``: says who it is in one line of JSON, then answers each line with a line.
 
-    ``errors`` is the file that its standard error goes to; by default it is shown.
+    ``errors`` is the file that its standard error goes to; by default it is shown. Raises ``ConfigError`` if it cannot
+    be started.
     """
 
     def __init__(
@@ -27,9 +28,11 @@ class PeerProcess:
     ) -> None:
         with contextlib.ExitStack() as files:
             err = files.enter_context(errors.open("wb")) if errors else None
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, env=env, text=True
-            )
+            pipe = subprocess.PIPE
+            try:
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=err, env=env, text=True)
+            except OSError as error:
+                raise ConfigError(f"{command[0]} cannot be started: {error.strerror}") from None
         self.about: dict[str, Any] = self._read()
 
     def run(self, work: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from octavo.config import EngineConfig, to_flat
+from octavo.cli.settings import setting_flags
+from octavo.config import EngineConfig
 from octavo_bench.offline import OfflineBench, random_requests
 from octavo_bench.server_process import ServerProcess, free_port
 from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams
@@ -23,7 +24,7 @@ def served_and_in_process(
     Both count only while all sequences decode. The client, and the server's front, share this machine's processors.
     """
     ours, port = OfflineBench(config), free_port()
-    command = [sys.executable, "-m", "octavo", "serve", config.model.model, "--port", str(port), *_flags(config)]
+    command = [sys.executable, "-m", "octavo", "serve", config.model.model, "--port", str(port), *setting_flags(config)]
     with ServerProcess(command, f"http://127.0.0.1:{port}") as server:
         server.wait_ready(READY_SECONDS)
         for count in sequences:
@@ -52,10 +53,3 @@ def decode_rate(streams: Sequence[Streamed], tokens: int) -> float:
     begin, end = max(stream.times[0] for stream in streams), min(stream.times[-1] for stream in streams)
     count = sum(sum(begin < time <= end for time in stream.times) * tokens / len(stream.times) for stream in streams)
     return count / (end - begin)
-
-
-def _flags(config: EngineConfig) -> list[str]:
-    values = to_flat(config)
-    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "load_format", "dtype", "kv_cache_dtype")
-    given = [("--" + name.replace("_", "-"), str(values[name])) for name in names if values[name] is not None]
-    return [*(part for pair in given for part in pair), "--no-enable-prefix-caching"]

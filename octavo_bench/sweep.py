@@ -38,11 +38,13 @@ def sweep(
 
     In turns, each time with a fresh engine.
 
-    Raises ``ConfigError`` for a setting that there is not.
+    Raises ``ConfigError`` for a setting that there is not, and for lengths that are none.
     """
     flat = to_flat(config)
     if vary not in flat and vary not in LENGTHS:
         raise ConfigError(f"vary: {vary!r} is neither a setting of the engine nor one of {', '.join(LENGTHS)}")
+    if vary in LENGTHS and not all(isinstance(value, int) and value > 0 for value in values):
+        raise ConfigError(f"values: {vary} must be integers of at least 1")
     runs: dict[Any, list[Figures]] = {value: [] for value in values}
     for _ in range(rounds):
         for value in values:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octavo.cli.settings import add_settings, load_config
+from octavo.cli.settings import add_some_settings, load_config
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidParameter
 
@@ -32,9 +32,10 @@ class Difference(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The comparison, its tokens, and the settings of the engine."""
+    """The comparison, its tokens, and the settings that find the model: all is computed in float32 on the CPU."""
     parser.add_argument("what", choices=["diff"], metavar="diff", help="compare the layers with those of transformers")
-    add_settings(parser, EngineConfig)
+    add_some_settings(parser, ["model", "revision", "offline", "download_dir"])
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
     parser.usage = f"{parser.prog} diff MODEL [options]"
     parser.add_argument("--tokens", metavar="IDS", default="1,2,3,4,5,6,7,8", help="token ids (default: %(default)s)")
 

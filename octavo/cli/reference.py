@@ -68,8 +68,8 @@ def _allowed(item: Setting) -> str:
     """The values that are allowed, where there are bounds."""
     if item.choices:
         return " (" + ", ".join(f"`{choice}`" for choice in item.choices) + ")"
-    bounds = [f"at least {item.low:g}"] if item.low is not None else []
-    bounds += [f"at most {item.high:g}"] if item.high is not None else []
+    bounds = [f"at least {item.low:.12g}"] if item.low is not None else []
+    bounds += [f"at most {item.high:.12g}"] if item.high is not None else []
     return f" ({', '.join(bounds)})" if bounds else ""
 
 

@@ -109,9 +109,7 @@ def load_config(
 ) -> Config:
     """The settings from flags, environment and file combined; raises ``ConfigError`` naming the source."""
     known = {item.name: item for item in settings(config_class)}
-    file = from_file(Path(args.config)) if args.config else {}
-    everything = {**file, **from_environment(known, environ), **from_flags(known, args)}
-    given = {name: value for name, value in everything.items() if name in known}
+    given = given_settings(known, args, environ)
     values = {name: known[name]._replace(name=source).parse(value) for name, (value, source) in given.items()}
     try:
         return typing.cast(Config, config_class.from_flat(values))
@@ -119,6 +117,37 @@ def load_config(
         # An invalid combination. The message names settings; add their sources.
         sources = [f"{name} is from {given[name].source}" for name in given if name in str(error)]
         raise ConfigError("; ".join([str(error), *sources])) from None
+
+
+def given_settings(
+    known: Mapping[str, Setting], args: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> dict[str, Given]:
+    """The settings that are given, each by the source that overrides the others. Raises ``ConfigError``."""
+    file = from_file(Path(args.config)) if args.config else {}
+    everything = {**file, **from_environment(known, environ), **from_flags(known, args)}
+    return {name: value for name, value in everything.items() if name in known}
+
+
+def refuse_settings(args: argparse.Namespace, names: Collection[str], advice: str) -> None:
+    """Raise ``ConfigError`` if one of these settings is given, as it would have no effect."""
+    known = {item.name: item for item in settings(EngineConfig) if item.name in names}
+    for given in given_settings(known, args).values():
+        raise ConfigError(f"{given.source}: {advice}")
+
+
+def setting_flags(config: EngineConfig) -> list[str]:
+    """Flags of ``octavo serve`` for all settings that differ from their defaults, but for the model."""
+    flags: list[str] = []
+    for item in settings(type(config)):
+        value = getattr(getattr(config, item.group), item.name)
+        if item.name == "model" or value == item.default:
+            continue
+        name = flag_name(item.name)
+        if item.type is bool:
+            flags.append(name if value else name.replace("--", "--no-", 1))
+        else:
+            flags += [name, str(value)]
+    return flags
 
 
 def from_flags(known: Mapping[str, Setting], args: argparse.Namespace) -> dict[str, Given]:
@@ -205,4 +234,20 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def at_least_0(text: str) -> int:
+    """Parse a flag's integer of at least 0. Raises ``ArgumentTypeError``, or ``ValueError`` if it is not an integer."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return value
+
+
+def above_zero(text: str) -> float:
+    """Parse a flag's number above 0. Raises ``ArgumentTypeError``, or ``ValueError`` if it is not a number."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return value

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_flag, flag_name, positive
+from octavo.cli.settings import above_zero, add_flag, flag_name, positive
 from octavo.cli.simulated import summary
 from octavo.config import EngineConfig, settings
 from octavo.errors import ConfigError
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router", default="least-loaded", help="round-robin, random, session, least-loaded or prefix-aware"
     )
-    parser.add_argument("--weight-bits", type=float, default=16, help="bits per weight")
+    parser.add_argument("--weight-bits", type=above_zero, default=16, help="bits per weight")
     parser.add_argument(
         "--cost-log",
         type=Path,
@@ -43,20 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recorded trace",
     )
     work.add_argument("--num-prompts", type=positive, default=1000, help="total requests, later turns included")
-    work.add_argument("--rate", type=_above_zero, help="requests per second, later turns included")
-    work.add_argument("--burstiness", type=_above_zero, default=1.0, help="1 is Poisson arrivals, less is burstier")
+    work.add_argument("--rate", type=above_zero, help="requests per second, later turns included")
+    work.add_argument("--burstiness", type=above_zero, default=1.0, help="1 is Poisson arrivals, less is burstier")
     work.add_argument("--concurrency", type=positive, help="closed-loop clients, each with one request at a time")
     work.add_argument("--input-len", type=positive, help="mean prompt tokens; default: the workload's")
     work.add_argument("--output-len", type=positive, help="mean output tokens; default: the workload's")
     work.add_argument("--seed", type=int, default=0, help="seed of the workload")
     goal = parser.add_argument_group("targets and results")
-    goal.add_argument("--slo-ttft", type=_above_zero, default=float("inf"), help="target TTFT in seconds")
+    goal.add_argument("--slo-ttft", type=above_zero, default=float("inf"), help="target TTFT in seconds")
     goal.add_argument(
-        "--slo-itl", type=_above_zero, default=float("inf"), help="target seconds per output token, on average"
+        "--slo-itl", type=above_zero, default=float("inf"), help="target seconds per output token, on average"
     )
     goal.add_argument("--slo-share", type=float, default=0.99, help="fraction of requests that must meet the targets")
     goal.add_argument("--search", action="store_true", help="find the fewest devices that meet the targets")
-    goal.add_argument("--price", type=_above_zero, help="price of a device per hour")
+    goal.add_argument("--price", type=above_zero, help="price of a device per hour")
     goal.add_argument("--output", type=Path, help="write the results to this file, as JSON")
     goal.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     goal.add_argument("--plot", type=Path, help="write a PNG to this file; needs matplotlib")
@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     from octavo.sim.report import Targets
     from octavo.sim.setup import SimulationSpec
 
+    if args.rate is not None and args.concurrency is not None:
+        raise ConfigError("--rate and --concurrency: requests come at a rate or from clients; give one of them")
     known = {item.name: item for item in settings(EngineConfig) if item.group in GROUPS}
     given = {name: value for name in known if (value := getattr(args, name, None)) is not None}
     engine = EngineConfig.from_flat({name: known[name].parse(value) for name, value in given.items()})
@@ -155,10 +157,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value

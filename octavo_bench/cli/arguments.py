@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Collection
 from importlib.util import find_spec
 
-from octavo.cli.settings import from_flags, load_config, positive
-from octavo.config import EngineConfig, cache_dir, settings
+from octavo.cli.settings import at_least_0, flag_name, load_config, positive
+from octavo.config import EngineConfig, cache_dir
 from octavo.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def numbers(text: str) -> list[int]:
 
 def counts(text: str) -> list[int]:
     """``"0,1,4"`` as numbers of at least 0."""
-    return [positive(part) if part != "0" else 0 for part in text.split(",")]
+    return [at_least_0(part) for part in text.split(",")]
 
 
 def reals(text: str) -> list[float]:
@@ -37,12 +37,13 @@ def require_cuda(measurement: str) -> None:
         raise ConfigError(f"bench {measurement}: the package triton is not installed; `pip install triton` installs it")
 
 
-def refuse_other_settings(args: argparse.Namespace, used: Collection[str], advice: str) -> None:
-    """Raise ``ConfigError`` for a setting that is given as a flag and that would have no effect."""
-    known = {item.name: item for item in settings(EngineConfig)}
-    for name, given in from_flags(known, args).items():
-        if name not in used:
-            raise ConfigError(f"{given.source}: {advice}")
+def refuse_unused(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, names: Collection[str], advice: str
+) -> None:
+    """Raise ``ConfigError`` if one of these arguments of the parser is given, as it would have no effect."""
+    for name in names:
+        if getattr(args, name) != parser.get_default(name):
+            raise ConfigError(f"{flag_name(name)}: {advice}")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

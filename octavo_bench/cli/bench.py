@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_settings, positive
+from octavo.cli.settings import above_zero, add_settings, positive
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
 from octavo_bench.cli import ablation, chaos, deciding, drafts, peer, quality, serve, suites, sweeps, tools
 from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
@@ -52,9 +52,9 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
 
     throughput = kinds.add_parser("throughput", help="many prompts at once to their end, in this process")
     add_settings(throughput, EngineConfig)
-    throughput.add_argument("--num-prompts", type=int, default=1000)
-    throughput.add_argument("--input-len", type=int, default=512, help="prompt tokens of each")
-    throughput.add_argument("--output-len", type=int, default=256, help="output tokens of each")
+    throughput.add_argument("--num-prompts", type=positive, default=1000)
+    throughput.add_argument("--input-len", type=positive, default=512, help="prompt tokens of each")
+    throughput.add_argument("--output-len", type=positive, default=256, help="output tokens of each")
     throughput.add_argument("--rounds", type=positive, default=3, help="runs; medians are reported")
     _add_peak(throughput)
     throughput.set_defaults(measure=_throughput)
@@ -63,8 +63,8 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     profile = kinds.add_parser("profile", help="where the time of a step goes, kernel by kernel")
     add_settings(profile, EngineConfig)
     profile.add_argument("--batches", type=numbers, default=[1, 16, 64, 256], help="sequences of a step")
-    profile.add_argument("--context", type=int, default=256, help="tokens of each sequence")
-    profile.add_argument("--steps", type=int, default=20)
+    profile.add_argument("--context", type=positive, default=256, help="tokens of each sequence")
+    profile.add_argument("--steps", type=positive, default=20)
     profile.add_argument("--prefill", type=numbers, default=[2048], help="lengths of prompts computed alone")
     profile.add_argument("--traces", type=Path, help="folder for traces that Perfetto opens; default: a temporary one")
     profile.set_defaults(measure=_profile)
@@ -72,7 +72,7 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
 
     fidelity = kinds.add_parser("fidelity", help="what `octavo simulate` predicts beside what the engine does")
     add_settings(fidelity, EngineConfig)
-    fidelity.add_argument("--num-prompts", type=int, default=40, help="requests of a workload in each round")
+    fidelity.add_argument("--num-prompts", type=positive, default=40, help="requests of a workload in each round")
     fidelity.add_argument(
         "--rounds", type=positive, default=5, help="parts of each workload; all together are compared"
     )
@@ -83,7 +83,7 @@ def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
 def _add_peak(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peak",
-        type=float,
+        type=above_zero,
         metavar="TFLOP/S",
         help="of the device, for model FLOPs utilisation; default: dense 16-bit arithmetic by the GPU's data sheet",
     )
@@ -142,17 +142,17 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
 
     overhead = kinds.add_parser("overhead", help="the engine's own time per step, with an instant runner")
     overhead.add_argument("--sequences", type=numbers, default=[1, 64, 256])
-    overhead.add_argument("--prompt", type=int, default=256)
-    overhead.add_argument("--steps", type=int, default=500)
+    overhead.add_argument("--prompt", type=positive, default=256)
+    overhead.add_argument("--steps", type=positive, default=500)
     overhead.set_defaults(measure=_overhead)
     yield overhead
 
     front = kinds.add_parser("front", help="processor time of the front process per streamed token")
     front.add_argument("--streams", type=numbers, default=[16, 64])
-    front.add_argument("--seconds", type=float, default=2.0, help="length of each stream")
+    front.add_argument("--seconds", type=above_zero, default=2.0, help="length of each stream")
     front.add_argument("--steps-ms", type=reals, default=[10.0], help="paces of the engine behind it")
     front.add_argument("--newcomers", type=float, default=0.0, help="as a load: requests a second with long prompts")
-    front.add_argument("--burst", type=int, default=1, help="newcomers that come together")
+    front.add_argument("--burst", type=positive, default=1, help="newcomers that come together")
     front.add_argument("--schemas", type=float, default=0.0, help="as a load: requests a second with hostile schemas")
     front.add_argument("--rounds", type=positive, default=1)
     front.add_argument("--proxy", action="store_true", help="also through `octavo serve --backend openai`, in turns")

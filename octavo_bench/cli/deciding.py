@@ -5,28 +5,31 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from octavo.cli.settings import at_least_0, flag_name, positive
 from octavo.config import POLICY_NAMES
+from octavo.errors import ConfigError
 from octavo_bench.cli.results import add_results
 
 
 def add_kinds(kinds: Any) -> None:
     """Add each sub-command."""
     synthetic = kinds.add_parser("synthetic", help="many short requests over a model that costs nothing")
-    for flag, default in (("requests", 1000), ("seed", 7), ("max-batch-size", 32), ("prefill-budget", 512)):
-        synthetic.add_argument(f"--{flag}", type=int, default=default)
+    for flag, default in (("requests", 1000), ("max-batch-size", 32), ("prefill-budget", 512)):
+        synthetic.add_argument(f"--{flag}", type=positive, default=default)
     for flag, default in (("min-prompt", 4), ("max-prompt", 96), ("min-new", 4), ("max-new", 24)):
-        synthetic.add_argument(f"--{flag}", type=int, default=default, help="tokens")
+        synthetic.add_argument(f"--{flag}", type=positive, default=default, help="tokens")
     for flag, default in (("block-size", 16), ("cache-blocks", 4096)):
-        synthetic.add_argument(f"--{flag}", type=int, default=default)
+        synthetic.add_argument(f"--{flag}", type=positive, default=default)
+    synthetic.add_argument("--seed", type=int, default=7)
     synthetic.add_argument("--policy", choices=POLICY_NAMES, default="fcfs")
     synthetic.add_argument("--external", action="store_true", help="also external fragmentation, which takes time")
     synthetic.set_defaults(measure=_synthetic)
 
     waiting = kinds.add_parser("waiting", help="time of a step while thousands wait, and after a million requests")
     waiting.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=POLICY_NAMES)
-    waiting.add_argument("--running", type=int, default=256)
-    waiting.add_argument("--waiting", type=int, default=10_000)
-    waiting.add_argument("--seen", nargs="+", type=int, default=[0], help="requests that came and went before")
+    waiting.add_argument("--running", type=positive, default=256)
+    waiting.add_argument("--waiting", type=positive, default=10_000)
+    waiting.add_argument("--seen", nargs="+", type=at_least_0, default=[0], help="requests that came and went before")
     waiting.set_defaults(measure=_waiting)
 
     fairness = kinds.add_parser("fairness", help="what a tenant gets while another floods, under each policy")
@@ -39,6 +42,9 @@ def add_kinds(kinds: Any) -> None:
 def _synthetic(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.synthetic import Work, run
 
+    for least, most in (("min_prompt", "max_prompt"), ("min_new", "max_new")):
+        if getattr(args, least) > getattr(args, most):
+            raise ConfigError(f"{flag_name(least)}: must be at most {flag_name(most)}")
     names = Work.__dataclass_fields__
     return run(Work(**{name: value for name, value in vars(args).items() if name in names}), args.external)
 

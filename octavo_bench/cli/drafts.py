@@ -34,22 +34,24 @@ def add_kinds(kinds: Any) -> None:
 def _add_training(train: argparse.ArgumentParser) -> None:
     add_settings(train, EngineConfig)
     train.add_argument("--folder", type=Path, required=True, help="where the head is written")
-    train.add_argument("--num-answers", type=int, default=20_000, help="answers that are generated for training")
-    train.add_argument("--answer-tokens", type=int, default=192, help="most tokens of an answer")
+    train.add_argument("--num-answers", type=positive, default=20_000, help="answers that are generated for training")
+    train.add_argument("--answer-tokens", type=positive, default=192, help="most tokens of an answer")
     train.add_argument("--temperature", type=float, default=0.7, help="at which they are generated")
     train.add_argument(
         "--max-generation-seconds", type=float, default=300.0, help="of messages and answers; the rest is cut off"
     )
-    train.add_argument("--draft-vocab-size", type=int, default=8192, help="most frequent tokens, which can be drafted")
+    train.add_argument(
+        "--draft-vocab-size", type=positive, default=8192, help="most frequent tokens, which can be drafted"
+    )
     train.add_argument("--rounds", type=positive, default=4, help="tokens that are drafted in training")
     train.add_argument("--ffn-size", type=positive, help="width of the feed-forward layer; default: the model's")
-    train.add_argument("--text-length", type=int, default=256, help="tokens of a text; the rest is cut off")
-    train.add_argument("--batch-size", type=int, default=32, help="texts of a training step")
+    train.add_argument("--text-length", type=positive, default=256, help="tokens of a text; the rest is cut off")
+    train.add_argument("--batch-size", type=positive, default=32, help="texts of a training step")
     train.add_argument("--learning-rate", type=float, default=1e-3)
-    train.add_argument("--max-steps", type=int, default=10_000)
+    train.add_argument("--max-steps", type=positive, default=10_000)
     train.add_argument("--max-seconds", type=float, default=300.0, help="of training alone")
     train.add_argument("--measured-rounds", type=positive, default=3, help="of the measurement")
-    train.add_argument("--num-drafts", type=int, default=4, help="num_speculative_tokens of the measurement")
+    train.add_argument("--num-drafts", type=positive, default=4, help="num_speculative_tokens of the measurement")
     train.add_argument(
         "--kinds", nargs="+", choices=KINDS, default=["chat", "code", "repeat"], help="of the measurement"
     )
@@ -71,6 +73,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.speculate import Work
     from octavo_bench.train_draft import Plan, run
 
+    config = engine_config(args)
     training = Training(
         args.rounds,
         args.ffn_size,
@@ -80,8 +83,8 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
         args.learning_rate,
         args.max_steps,
         args.max_seconds,
-        args.seed or 0,
+        config.model.seed,
     )
     wanted = Wanted(args.num_answers, args.answer_tokens, args.temperature, args.max_generation_seconds)
     work = Work(args.kinds, [1], args.max_tokens, 0.0, args.measured_rounds)
-    return run(engine_config(args), Plan(args.folder, wanted, training, work, args.num_drafts))
+    return run(config, Plan(args.folder, wanted, training, work, args.num_drafts))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_settings, load_config, positive
-from octavo.config import EngineConfig, cache_dir
+from octavo.cli.settings import above_zero, add_settings, load_config, positive, refuse_settings
+from octavo.config import EngineConfig, cache_dir, settings
 from octavo.errors import ConfigError
-from octavo_bench.cli.arguments import numbers, refuse_other_settings
+from octavo_bench.cli.arguments import numbers, refuse_unused
 from octavo_bench.report import keep
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -26,13 +26,19 @@ OF_BOTH_SERVERS = {
     *("revision", "offline", "download_dir"),
 }
 """Settings that say which model both servers have, and how much memory. Others have names of their own in each."""
+OF_LLAMA_CPP = ("sequences", "prompt", "decode", "rounds", "threads")
+OF_VLLM = (
+    *("python_path", "workloads", "goodput", "search_seconds", "probe_seconds", "visits", "at_once"),
+    *("clients", "octavo_args", "vllm_args", "deadline", "logs"),
+)
+"""Arguments of one kind of peer alone."""
 
 
 def add_work(parser: Any) -> None:
     """What every sequence of an in-process measurement does."""
     parser.add_argument("--sequences", type=numbers, default=[1, 4, 16], help="how many at once, comma-separated")
-    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens of each sequence")
-    parser.add_argument("--decode", type=int, default=64, help="decode steps that are timed")
+    parser.add_argument("--prompt", type=positive, default=512, help="prompt tokens of each sequence")
+    parser.add_argument("--decode", type=positive, default=64, help="decode steps that are timed")
     parser.add_argument("--rounds", type=positive, default=3, help="runs of each size; medians are reported")
 
 
@@ -43,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     peer.add_argument("--engine", choices=["llama.cpp", "vllm"], default="llama.cpp")
     peer.add_argument("--python", type=Path, help="interpreter that has the peer; for vLLM by default this one")
     add_work(parser.add_argument_group("llama.cpp", "In-process runs of equal work, in turns."))
-    parser.add_argument("--threads", type=int, default=2, help="threads of llama.cpp")
+    parser.add_argument("--threads", type=positive, default=2, help="threads of llama.cpp")
     served = parser.add_argument_group("vLLM", "Servers one after the other, driven by `vllm bench serve`.")
     served.add_argument("--python-path", help="PYTHONPATH of vLLM, where it is not installed in its interpreter")
     served.add_argument("--workloads", default="W1,W2,W3,W4", help="of W1 to W8, S1 and goodput, comma-separated")
@@ -54,8 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="METRIC:MS",
         help="limits of workload goodput; default: ttft:300 tpot:25, as for `octavo bench serve --search`",
     )
-    served.add_argument("--search-seconds", type=float, default=60.0, help="how long a search for goodput takes, about")
-    served.add_argument("--probe-seconds", type=float, default=5.0, help="for which the search judges each rate")
+    served.add_argument(
+        "--search-seconds", type=above_zero, default=60.0, help="how long a search for goodput takes, about"
+    )
+    served.add_argument("--probe-seconds", type=above_zero, default=5.0, help="for which the search judges each rate")
     served.add_argument(
         "--visits", default="octavo:2,vllm:3,octavo:1", help="engines in turn, with rounds of each visit"
     )
@@ -69,13 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument("--clients", type=positive, default=1, help="how many share each workload")
     served.add_argument("--octavo-args", default="", help="more arguments of `octavo serve`, as one text")
     served.add_argument("--vllm-args", default="", help="more arguments of vLLM's server, as one text")
-    served.add_argument("--deadline", type=float, default=540, help="seconds after which nothing is started any more")
+    served.add_argument(
+        "--deadline", type=above_zero, default=540, help="seconds after which nothing is started any more"
+    )
     served.add_argument("--logs", type=Path, help="folder for the servers' logs; default: a temporary one")
-    parser.set_defaults(measure=measure)
+    parser.set_defaults(measure=functools.partial(measure, parser))
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     """Compare with the peer that ``--engine`` names."""
+    others, other = (OF_LLAMA_CPP, "llama.cpp") if args.engine == "vllm" else (OF_VLLM, "vllm")
+    refuse_unused(parser, args, others, f"is for --engine {other}")
     return _compare_with_vllm(args) if args.engine == "vllm" else _compare_with_llama_cpp(args)
 
 
@@ -116,11 +128,8 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     for name in loops:
         share(WORKLOADS[name], args.clients)
     search = Search(parse_goodput(args.goodput) or LIMITS, args.search_seconds, args.probe_seconds)
-    refuse_other_settings(
-        args,
-        OF_BOTH_SERVERS,
-        "with --engine vllm, give it to Octavo's server in --octavo-args, to vLLM's in --vllm-args",
-    )
+    others = {item.name for item in settings(EngineConfig)} - OF_BOTH_SERVERS
+    refuse_settings(args, others, "with --engine vllm, give it to the servers in --octavo-args and --vllm-args")
     config = load_config(EngineConfig, args)
     is_shape = config.model.model in SHAPES
     model = model_folder(config.model.model, cache_dir() / "shapes") if is_shape else resolve_model(config.model)
@@ -142,7 +151,7 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     logs.mkdir(parents=True, exist_ok=True)
     command = [python, str(SCRIPTS / "run_vllm_client.py")]
     client_logs = [logs / f"client_{number}.log" for number in range(args.clients)]
-    clients = Clients([partial(PeerProcess, command, env, log) for log in client_logs]) if loops else None
+    clients = Clients([functools.partial(PeerProcess, command, env, log) for log in client_logs]) if loops else None
     probers = start_clients(args.clients, logs) if GOODPUT in workloads else None
     comparison = ServedComparison(
         *(servers, clients, model, workloads, logs, deadline),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_settings, load_config
+from octavo.cli.settings import add_settings, at_least_0, load_config, positive, refuse_settings
 from octavo.config import EngineConfig
 
 TOKENS, WINDOW = 20480, 512
@@ -41,11 +41,11 @@ def add_kinds(kinds: Any) -> None:
         help="other checkpoints of the same model, such as quantised ones; PATH+lm_head quantises the map to logits",
     )
     quality.add_argument("--text", type=Path, help="file of ordinary text (default: help topics of Python)")
-    quality.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of it that count (default: {TOKENS})")
-    quality.add_argument("--window", type=int, default=WINDOW, help=f"tokens of a context (default: {WINDOW})")
+    quality.add_argument("--tokens", type=positive, default=TOKENS, help=f"tokens of it that count (default: {TOKENS})")
+    quality.add_argument("--window", type=positive, default=WINDOW, help=f"tokens of a context (default: {WINDOW})")
     quality.add_argument(
         "--rounds",
-        type=int,
+        type=at_least_0,
         default=3,
         help="in which decoding is timed; the table has the fastest; 0 for none (default: 3)",
     )
@@ -59,6 +59,7 @@ def _run(args: argparse.Namespace) -> int:
     from octavo_bench.quality_formats import read_text, variants, windows_of
     from octavo_bench.report import keep
 
+    refuse_settings(args, {"dtype", "quantization", "quantize_lm_head"}, "name each format to compare in --formats")
     config = load_config(EngineConfig, args)
     compared = variants(config, args.formats, args.checkpoints)
     text = read_text(args.text)

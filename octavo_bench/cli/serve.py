@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cli.settings import positive
 from octavo.errors import ConfigError
-from octavo_bench.cli.arguments import numbers, reals
+from octavo_bench.cli.arguments import numbers, reals, refuse_unused
 from octavo_bench.cli.results import add_results, begin, finish
 
 if TYPE_CHECKING:
     from octavo_bench.serve_load import Target, Work
+
+OF_SEARCH = ("search_seconds", "probe_seconds", "clients")
+NOT_OF_SEARCH = ("csv", "num_warmups", "metric_percentiles", "num_prompts")
 
 
 def add_kinds(kinds: Any) -> None:
@@ -63,10 +67,10 @@ def add_kinds(kinds: Any) -> None:
     )
     figures.add_argument("--csv", type=Path, metavar="FILE", help="write a line of figures for each load")
     add_results(serve)
-    serve.set_defaults(run=_run)
+    serve.set_defaults(run=functools.partial(_run, serve))
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     from octavo_bench.report import keep
     from octavo_bench.serve import Wanted, run
     from octavo_bench.serve_figures import parse_goodput, write_csv
@@ -74,6 +78,10 @@ def _run(args: argparse.Namespace) -> int:
 
     begin(args)
     _check(args)
+    if args.search:
+        refuse_unused(parser, args, NOT_OF_SEARCH, "has no effect on --search")
+    else:
+        refuse_unused(parser, args, OF_SEARCH, "is for --search")
     loads = [Load(rate=rate) for rate in args.request_rate or ()]
     loads = loads or [Load(concurrency=count) for count in args.concurrency or [1 if args.sweep else 16]]
     target = Target(

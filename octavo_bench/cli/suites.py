@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.settings import add_settings, load_config, positive
+from octavo.cli.settings import add_settings, load_config, positive, refuse_settings, setting_flags
 from octavo.config import EngineConfig, cache_dir
 from octavo.errors import ConfigError
 from octavo_bench.cli.results import add_results, begin, finish
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if unknown := [name for name in wanted if name not in SUITES]:
         raise ConfigError(f"suites: {unknown[0]!r} is not one of {', '.join(SUITES)}")
     folder = model_folder(args.shape, cache_dir() / "shapes")
+    refuse_settings(args, {"model", "load_format"}, "`bench suites` makes its own model; --shape says which")
     given = load_config(EngineConfig, args)
     result: dict[str, Any] = {"model": args.shape, "size": "small" if args.small else "full", "rows": []}
     sizes = SMALL if args.small else FULL if args.shape == "gpt2" else FULL._replace(published={})
@@ -65,8 +66,6 @@ def _rows(wanted: list[str], folder: Path, given: EngineConfig, sizes: Sizes, ro
         if name in in_process:
             yield from in_process[name](config, sizes, rounds)
             continue
-        model = config.model
-        arguments = ["--load-format", "dummy", "--device", model.device, "--dtype", model.dtype]
-        arguments += ["--max-num-seqs", str(max(*sizes.concurrencies, sizes.arrivals))]
+        arguments = [*setting_flags(config), "--max-num-seqs", str(max(*sizes.concurrencies, sizes.arrivals))]
         with tempfile.TemporaryDirectory() as logs:
             yield from load.served(folder, arguments, sizes, rounds, Path(logs) / "server.log")

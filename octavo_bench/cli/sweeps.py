@@ -7,10 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_settings, load_config, positive
+from octavo.cli.settings import (
+    above_zero,
+    add_settings,
+    load_config,
+    positive,
+    refuse_settings,
+    setting_flags,
+)
 from octavo.config import EngineConfig
 from octavo_bench.cli.arguments import engine_config, numbers
 from octavo_bench.cli.results import add_results, begin, finish
+
+TRIED = {"max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory"}
+"""Settings that follow from the length of a context that `limit` tries."""
 
 
 def add_kinds(kinds: Any) -> None:
@@ -38,7 +48,7 @@ def add_kinds(kinds: Any) -> None:
         "limit", help="the longest context before memory runs out, tried in processes of their own"
     )
     add_settings(limit, EngineConfig)
-    limit.add_argument("--memory", type=float, metavar="GIB", help="of data in host memory; default: all there is")
+    limit.add_argument("--memory", type=above_zero, metavar="GIB", help="of data in host memory; default: all there is")
     limit.add_argument("--longest", type=positive, default=8192, help="longest context to try")
     add_results(limit)
     limit.set_defaults(run=_limit)
@@ -81,7 +91,8 @@ def _limit(args: argparse.Namespace) -> int:
     from octavo_bench.memory_limit import memory_limit
 
     begin(args)
-    model = load_config(EngineConfig, args).model
-    flags = ["--model", model.model, "--load-format", model.load_format, "--device", model.device]
-    found = memory_limit(flags, args.memory, args.longest, _say)
-    return finish(args, {"model": Path(model.model).name, "memory": args.memory or "all", **found})
+    refuse_settings(args, TRIED, "`bench limit` sets it for each try")
+    config = load_config(EngineConfig, args)
+    model = config.model.model
+    found = memory_limit(["--model", model, *setting_flags(config)], args.memory, args.longest, _say)
+    return finish(args, {"model": Path(model).name, "memory": args.memory or "all", **found})

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import positive
+from octavo.cli.settings import above_zero, positive
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import counts, numbers
 from octavo_bench.cli.results import add_results, begin, check_results, conclude, finish
@@ -20,19 +20,19 @@ def add_kinds(kinds: Any) -> None:
     roofline = kinds.add_parser("roofline", help="the least time of a decode step, from bytes and arithmetic")
     roofline.add_argument("model", help="a shape's name, or a folder with a config.json")
     roofline.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
-    roofline.add_argument("--context", type=int, default=256)
-    roofline.add_argument("--weight-bytes", type=float, default=2, help="bytes of a weight")
-    roofline.add_argument("--kv-bytes", type=float, default=2, help="bytes of a cached value")
-    roofline.add_argument("--bandwidth", type=float, required=True, help="TB/s that the device reads")
-    roofline.add_argument("--peak", type=float, required=True, help="TFLOP/s of its matrix products")
+    roofline.add_argument("--context", type=positive, default=256)
+    roofline.add_argument("--weight-bytes", type=above_zero, default=2, help="bytes of a weight")
+    roofline.add_argument("--kv-bytes", type=above_zero, default=2, help="bytes of a cached value")
+    roofline.add_argument("--bandwidth", type=above_zero, required=True, help="TB/s that the device reads")
+    roofline.add_argument("--peak", type=above_zero, required=True, help="TFLOP/s of its matrix products")
     roofline.set_defaults(run=_roofline)
 
     lora = kinds.add_parser("lora", help="what LoRA adapters cost in a decode step on a CPU, with random weights")
     lora.add_argument("model", type=Path, help="folder with a config.json")
     lora.add_argument("--adapters", type=counts, default=[0, 1, 4, 16], help="numbers of adapters in a batch")
-    lora.add_argument("--sequences", type=int, default=16)
-    lora.add_argument("--rank", type=int, default=16)
-    lora.add_argument("--steps", type=int, default=32)
+    lora.add_argument("--sequences", type=positive, default=16)
+    lora.add_argument("--rank", type=positive, default=16)
+    lora.add_argument("--steps", type=positive, default=32)
     lora.add_argument("--rounds", type=positive, default=3, help="in which the numbers of adapters take turns")
     add_results(lora)
     lora.set_defaults(run=_lora)
@@ -41,10 +41,10 @@ def add_kinds(kinds: Any) -> None:
         "switch", help="several models on one port: right answers, memory held, times of a switch"
     )
     switch.add_argument("models", nargs="+", metavar="MODEL", help="a model as for `octavo serve`; tiny: a random one")
-    switch.add_argument("--models-memory-budget", type=float, required=True, help="GiB that all may take together")
-    switch.add_argument("--kv-cache-memory", type=float, default=0.25, help="GiB of KV cache of each model")
-    switch.add_argument("--requests", type=int, default=300, help="over all models, in random order")
-    switch.add_argument("--concurrency", type=int, default=4, help="requests at once")
+    switch.add_argument("--models-memory-budget", type=above_zero, required=True, help="GiB that all may take together")
+    switch.add_argument("--kv-cache-memory", type=above_zero, default=0.25, help="GiB of KV cache of each model")
+    switch.add_argument("--requests", type=positive, default=300, help="over all models, in random order")
+    switch.add_argument("--concurrency", type=positive, default=4, help="requests at once")
     switch.add_argument(
         "--rounds", type=positive, default=5, help="switches to each model, of which medians are reported"
     )
@@ -69,7 +69,7 @@ def add_kinds(kinds: Any) -> None:
     gpu.add_argument("folder", type=Path, help="where results and logs are kept")
     gpu.add_argument("--model", default="qwen3-8b", help="shape or folder that is measured")
     gpu.add_argument("--stages", help="comma-separated; default: all")
-    gpu.add_argument("--deadline", type=float, default=560, help="seconds in all")
+    gpu.add_argument("--deadline", type=above_zero, default=560, help="seconds in all")
     gpu.add_argument("--python-path", help="PYTHONPATH of vLLM, where it is not installed beside Octavo")
     gpu.set_defaults(run=_gpu)
 
@@ -154,6 +154,8 @@ def _report(args: argparse.Namespace) -> int:
     if (args.plot or args.evidence or args.fail_under) and len(args.files) != 1:
         raise ConfigError("report: --plot, --evidence and --fail-under take one record")
     if args.fill is not None:
+        if args.files or not args.fill.is_file():
+            raise ConfigError(f"report: --fill takes a page that is there, which names its records; got {args.fill}")
         for file in fill(args.fill):
             print(f"octavo: {file} is not there; its place stays as it is", file=sys.stderr)
         return 0

@@ -42,6 +42,7 @@ NEEDED = {
     "upstream_api_key": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
     "quantize_lm_head": ["--quantization", "int8"],
     "tenant_by": ["--enable-lora"],
+    "isolate_keys": ["--api-key-file", "keys"],
     "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
     "ssl_ca_certs": ["--ssl-certfile", "cert.pem"],
 }

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from octavo.cli import build_parser
 from octavo.errors import ConfigError
 from octavo.sim.closed_loops import WORKLOADS, warm_up
 from octavo_bench.cli.results import finish
@@ -200,14 +199,6 @@ def test_loads_that_clients_cannot_share_evenly_are_refused() -> None:
     for name, count in (("W2", 2), ("W1", 16)):
         with pytest.raises(ConfigError, match=f"clients: {count} cannot share"):
             share(WORKLOADS[name], count)
-
-
-def test_a_setting_that_neither_server_would_have_is_refused() -> None:
-    args = build_parser().parse_args(
-        ["bench", "peer", "tiny", "--engine", "vllm", "--dtype", "bfloat16", "--quantization", "fp8"]
-    )
-    with pytest.raises(ConfigError, match=r"--quantization: .* in --octavo-args, to vLLM's in --vllm-args"):
-        args.measure(args)
 
 
 def test_nothing_is_started_after_the_deadline(tmp_path: Path) -> None:

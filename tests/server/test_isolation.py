@@ -81,6 +81,8 @@ def test_every_api_is_isolated(serve_app: Any, tmp_path: Path) -> None:
 def test_events_of_the_cache_would_tell_it_all() -> None:
     with pytest.raises(ConfigError, match="isolate_keys and enable_kv_events"):
         ServeConfig.from_flat({"isolate_keys": True, "enable_kv_events": True})
+    with pytest.raises(ConfigError, match="isolate_keys needs api_key_file"):
+        ServeConfig.from_flat({"isolate_keys": True})
 
 
 def test_otherwise_all_keys_share_and_a_salt_still_separates(serve_app: Any, tmp_path: Path) -> None:

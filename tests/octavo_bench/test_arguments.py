@@ -1,0 +1,92 @@
+"""What a measurement would not use is refused, as are sizes of which there is nothing to measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import build_parser, main
+from octavo.cli.settings import given_settings, load_config, setting_flags
+from octavo.config import EngineConfig, settings
+
+PEER = "bench peer tiny --engine vllm --python /nowhere"
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (f"{PEER} --quantization fp8", "--quantization: with --engine vllm, give it to the servers in --octavo-args"),
+        (f"{PEER} --config FILE", "FILE: block_size: with --engine vllm"),
+        (f"{PEER} --sequences 3", "--sequences: is for --engine llama.cpp"),
+        ("bench peer tiny --python /nowhere --visits octavo:9", "--visits: is for --engine vllm"),
+        (PEER, "/nowhere cannot be started: No such file"),
+        ("bench limit tiny --max-model-len 8", "--max-model-len: `bench limit` sets it for each try"),
+        ("bench limit tiny --config FILE", "FILE: block_size: `bench limit` sets it"),
+        ("bench limit tiny --memory 0", "--memory: must be above 0"),
+        ("bench suites tiny", "MODEL: `bench suites` makes its own model; --shape says which"),
+        ("bench quality tiny --quantization int4", "--quantization: name each format to compare in --formats"),
+        ("bench serve http://127.0.0.1:1 --search --csv rows.csv", "--csv: has no effect on --search"),
+        ("bench serve http://127.0.0.1:1 --clients 3", "--clients: is for --search"),
+        ("bench synthetic --max-batch-size 0", "--max-batch-size: must be at least 1"),
+        ("bench synthetic --min-prompt 10 --max-prompt 5", "--min-prompt: must be at most --max-prompt"),
+        ("bench roofline qwen3-8b --bandwidth 0 --peak 1", "--bandwidth: must be above 0"),
+        ("bench throughput tiny --num-prompts 0", "--num-prompts: must be at least 1"),
+        ("bench sweep tiny --vary input_len --values abc", "values: input_len must be integers of at least 1"),
+        ("bench shape qwen3-8b FILE", "FILE cannot be made: File exists"),
+        ("bench report --fill /nowhere", "--fill takes a page that is there"),
+        ("demo --max-num-seqs 0", "--max-num-seqs: must be at least 1"),
+        ("debug diff tiny --tensor-parallel-size 2", "unknown argument '--tensor-parallel-size'"),
+        ("simulate --rate 5 --concurrency 5", "--rate and --concurrency: "),
+        ("simulate --weight-bits 0", "--weight-bits: must be above 0"),
+        ("doctor --kv-cache-memory inf", "--kv-cache-memory: expected a finite number, got 'inf'"),
+        ("doctor --seed 4294967296", "--seed: must be at most 4294967295"),
+    ],
+)
+def test_it_is_refused(command: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("block_size: 8\n")
+    try:
+        code = main([word.replace("FILE", str(file)) for word in command.split()])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 2
+    assert told.replace("FILE", str(file)) in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_variable_counts_as_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Octavo's server would inherit it, and vLLM's not."""
+    monkeypatch.setenv("OCTAVO_QUANTIZATION", "int8")
+    assert main(PEER.split()) == 2
+    assert "OCTAVO_QUANTIZATION: with --engine vllm" in capsys.readouterr().err
+
+
+def test_flags_of_settings_give_the_same_settings() -> None:
+    """So a server and an engine in this process can be given the same."""
+    given = [
+        "bench",
+        "served",
+        "tiny",
+        "--quantization",
+        "int8",
+        "--no-enable-prefix-caching",
+        "--enforce-eager",
+        "--block-size",
+        "8",
+    ]
+    config = load_config(EngineConfig, build_parser().parse_args(given))
+    flags = setting_flags(config)
+    assert "--no-enable-prefix-caching" in flags
+    again = build_parser().parse_args(["bench", "served", "tiny", *flags])
+    assert load_config(EngineConfig, again) == config
+    assert set(given_settings({item.name: item for item in settings(EngineConfig)}, again)) == {
+        *("model", "quantization", "enable_prefix_caching", "enforce_eager", "block_size")
+    }
+
+
+def test_a_draft_head_is_trained_with_the_seed_that_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plans = []
+    monkeypatch.setattr("octavo_bench.train_draft.run", lambda config, plan: plans.append(plan) or {})
+    args = build_parser().parse_args(["bench", "train-draft", "tiny", "--folder", str(tmp_path), "--seed", "5"])
+    assert args.measure(args) == {}
+    assert plans[0].training.seed == 5
