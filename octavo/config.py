@@ -128,7 +128,7 @@ class ModelSettings:
 class CacheSettings:
     """The paged KV cache."""
 
-    block_size: int | None = setting(None, "tokens per block; default: by device", low=1)
+    block_size: int | None = setting(None, "tokens per block; default: by device", low=1, high=65_536)
     num_kv_blocks: int | None = setting(None, "blocks in the pool; default: as many as fit into the memory", low=1)
     kv_cache_memory: float | None = setting(None, "GiB of memory for the KV cache; default: by device", low=0.001)
     kv_cache_dtype: str = setting(
@@ -158,7 +158,7 @@ class CacheSettings:
 class SchedulerSettings:
     """Batching, order of service and preemption."""
 
-    max_num_seqs: int | None = setting(None, "maximum sequences in a step; default: by device", low=1)
+    max_num_seqs: int | None = setting(None, "maximum sequences in a step; default: by device", low=1, high=65_536)
     max_num_batched_tokens: int | None = setting(
         None, "token budget of a step; longer prompts are computed in chunks; default: by device", low=1
     )

@@ -133,6 +133,10 @@ def describe(error: str) -> str:
     if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", reason):
         names = found[1].replace('"', "'")
         return f"uses {names}, which is not supported"
+    if found := re.search(r"^error: (.+)$", error, re.MULTILINE):  # of a regular expression, below a drawing of it
+        reason = reason.replace("regex parse error:", found[1])
+    if reason == "NoExtensionBias":
+        return "cannot be used: no text satisfies it"
     if reason.startswith("oneOf constraints are not supported"):
         return "uses 'oneOf' with schemas that are not plainly exclusive, which is not supported"
     return f"cannot be used: {reason}"

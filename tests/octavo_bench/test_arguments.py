@@ -63,24 +63,14 @@ def test_a_variable_counts_as_given(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_flags_of_settings_give_the_same_settings() -> None:
     """So a server and an engine in this process can be given the same."""
-    given = [
-        "bench",
-        "served",
-        "tiny",
-        "--quantization",
-        "int8",
-        "--no-enable-prefix-caching",
-        "--enforce-eager",
-        "--block-size",
-        "8",
-    ]
+    given = ["bench", "served", "tiny", "--quantization", "int8", "--no-enable-prefix-caching", "--block-size", "8"]
     config = load_config(EngineConfig, build_parser().parse_args(given))
     flags = setting_flags(config)
     assert "--no-enable-prefix-caching" in flags
     again = build_parser().parse_args(["bench", "served", "tiny", *flags])
     assert load_config(EngineConfig, again) == config
     assert set(given_settings({item.name: item for item in settings(EngineConfig)}, again)) == {
-        *("model", "quantization", "enable_prefix_caching", "enforce_eager", "block_size")
+        *("model", "quantization", "enable_prefix_caching", "block_size")
     }
 
 

@@ -175,6 +175,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"guided_grammar": "start: " + "(" * 30000}, "guided_grammar", "grammar"),
     ({"guided_regex": "(a)\\1"}, "guided_regex", "cannot be used"),
+    ({"guided_regex": "a(b"}, "guided_regex", "unclosed group"),
+    ({"guided_grammar": "root ::= root"}, "guided_grammar", "no text satisfies it"),
     ({"guided_regex": "a" * 300_000}, "guided_regex", "larger"),
 ]
 
