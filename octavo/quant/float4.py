@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.errors import CheckpointError
 from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
 from octavo.ops.grouped_linear import E2M1, PackedGroups
 from octavo.quant.blocks import BlockWeight, without_kernel
+from octavo.quant.groups import num_groups
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, row_slices, shard_range
 from octavo.quant.tensors import Tensors
@@ -138,9 +138,9 @@ def read_nvfp4(
 ) -> Float4Stored:
     """Module ``name``, whose tensors are ``weight``, ``weight_scale`` and ``tensor_scale``."""
     N, K = shape
-    _check_groups(name, K, NVFP4_GROUP)
+    G = num_groups(name, K, NVFP4_GROUP)
     codes = tensors.typed(f"{name}.{weight}", (N, K // 2), torch.uint8)
-    group_scales = tensors.typed(f"{name}.weight_scale", (N, K // NVFP4_GROUP), torch.float8_e4m3fn)
+    group_scales = tensors.typed(f"{name}.weight_scale", (N, G), torch.float8_e4m3fn)
     tensors.check(torch.isfinite(group_scales.float()), f"tensor {name}.weight_scale has scales that are not numbers")
     scale = tensors.scales(f"{name}.{tensor_scale}", (1,), (), (1, 1)).reshape(1)
     tensors.check(scale > 0, f"tensor {name}.{tensor_scale} is not positive")
@@ -151,9 +151,9 @@ def read_nvfp4(
 def read_mxfp4(name: str, shape: tuple[int, int], tensors: Tensors, weight: str) -> Float4Stored:
     """Module ``name``, whose tensors are ``weight`` and ``weight_scale``."""
     N, K = shape
-    _check_groups(name, K, MXFP4_GROUP)
+    G = num_groups(name, K, MXFP4_GROUP)
     codes = tensors.typed(f"{name}.{weight}", (N, K // 2), torch.uint8)
-    exponents = tensors.typed(f"{name}.weight_scale", (N, K // MXFP4_GROUP), torch.uint8, torch.float8_e8m0fnu)
+    exponents = tensors.typed(f"{name}.weight_scale", (N, G), torch.uint8, torch.float8_e8m0fnu)
     tensors.leave_out_activation_scales(name)
     return Float4Stored(codes, checked_exponents(f"{name}.weight_scale", exponents, tensors))
 
@@ -163,8 +163,3 @@ def checked_exponents(name: str, exponents: Tensor, tensors: Tensors) -> Tensor:
     exponents = exponents.view(torch.uint8)
     tensors.check(exponents != 255, f"tensor {name} has scales that are not numbers")
     return exponents
-
-
-def _check_groups(name: str, num_inputs: int, group: int) -> None:
-    if num_inputs % group:
-        raise CheckpointError(f"module {name} has {num_inputs} inputs, which are not whole groups of {group}")

@@ -1,6 +1,6 @@
 """MXFP4 in the layout of gpt-oss: ``NAME_blocks`` and ``NAME_scales`` hold the matrices of all experts of a layer.
 
-Shapes: X experts, K inputs, N outputs.
+Shapes: X experts, K inputs, N outputs, G groups of 32 inputs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from octavo.quant.dummies import dummy_float4, is_quantised_dummy
-from octavo.quant.float4 import Float4Stored, checked_exponents
+from octavo.quant.float4 import MXFP4_GROUP, Float4Stored, checked_exponents
+from octavo.quant.groups import num_groups
 from octavo.quant.keys import QuantKeys
 from octavo.quant.plain import Plain
 from octavo.quant.stored import StoredWeight
 from octavo.quant.targets import names_module
 from octavo.quant.tensors import Tensors
-
-BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,11 @@ class MXFP4(Plain):
     ) -> Sequence[StoredWeight]:
         X, N, K = shape
         if is_quantised_dummy(name, self.kept, tensors):
-            return [dummy_float4(f"{name}.{i}", (N, K), BLOCK, False, tensors) for i in range(X)]
+            return [dummy_float4(f"{name}.{i}", (N, K), MXFP4_GROUP, False, tensors) for i in range(X)]
         if names_module(self.kept, name) or not tensors.has(f"{name}_blocks"):
             return super().stack(name, shape, tensors, is_transposed)
-        blocks = tensors.typed(f"{name}_blocks", (X, N, K // BLOCK, BLOCK // 2), torch.uint8)
-        scales = tensors.typed(f"{name}_scales", (X, N, K // BLOCK), torch.uint8)
+        G = num_groups(name, K, MXFP4_GROUP)
+        blocks = tensors.typed(f"{name}_blocks", (X, N, G, MXFP4_GROUP // 2), torch.uint8)
+        scales = tensors.typed(f"{name}_scales", (X, N, G), torch.uint8)
         checked_exponents(f"{name}_scales", scales, tensors)
         return [Float4Stored(codes.flatten(1), own) for codes, own in zip(blocks, scales, strict=True)]

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
+from octavo.models.outline import outline
 from octavo.models.registry import read_config
 from octavo.quant.float4 import Float4Stored
 from octavo.quant.stored import WeightFormat
+from octavo.weights.safetensors import SafetensorsCheckpoint
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
 from tests.ops.cpu_cases import needs_float_kernels
@@ -93,6 +95,21 @@ def test_packed_experts_are_close_to_widened_ones(tmp_path: Path) -> None:
         if token in exact
     ]
     assert sum(differences) / len(differences) < 0.05
+
+
+def test_experts_whose_inputs_are_not_whole_groups_are_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gpt_oss/sinks", intermediate_size=40)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        X, inputs, outputs = tensors.pop(name).shape
+        blocks, scales = random_mxfp4(X, outputs, inputs // 32)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    checkpoint, form = SafetensorsCheckpoint(tmp_path), WeightFormat(torch.float32, torch.device("meta"))
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj has 40 inputs, which are not whole groups of 32"):
+        outline(read_config(checkpoint.config), checkpoint, form)
 
 
 def test_another_form_of_quantised_weights_is_refused_by_name(tmp_path: Path) -> None:
