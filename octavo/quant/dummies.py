@@ -13,6 +13,7 @@ from torch import Tensor
 from octavo.ops.grouped_linear import E2M1
 from octavo.quant.float4 import Float4Stored
 from octavo.quant.grouped import GroupedStored
+from octavo.quant.groups import num_groups
 from octavo.quant.scaled import ScaledStored
 from octavo.quant.targets import names_module
 from octavo.quant.tensors import Tensors
@@ -53,11 +54,12 @@ def dummy_scaled(
 
 
 def dummy_float4(name: str, shape: tuple[int, int], group: int, divides: bool, tensors: Tensors) -> Float4Stored:
-    """FP4: MXFP4 with groups of 32, NVFP4 with groups of 16."""
+    """FP4: MXFP4 with groups of 32, NVFP4 with groups of 16. Raises ``CheckpointError`` naming the module."""
+    counts = shape[0], num_groups(name, shape[1], group)
     numbers = _values(name, shape, tensors) * 64  # so that the scales are a power of two
     bounds = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1[:8])], device=numbers.device)
     codes = torch.bucketize(numbers.abs(), bounds).to(torch.uint8) + 8 * (numbers < 0).to(torch.uint8)
-    counts, device = (shape[0], shape[1] // group), numbers.device
+    device = numbers.device
     pairs = codes[:, ::2] | (codes[:, 1::2] << 4)
     if group == 32:
         return Float4Stored(pairs, torch.full(counts, 127 - 6, dtype=torch.uint8, device=device))

@@ -195,6 +195,13 @@ def test_random_weights_are_those_of_an_unquantised_dummy_rounded(case: str) -> 
         assert isinstance(method.matrix(name, (256, 256), Tensors(source), False), DenseStored)
 
 
+@pytest.mark.parametrize("case", ["gptq", "awq", "int4", "modelopt", "mxfp4"])
+def test_random_weights_that_are_not_whole_groups_are_named(case: str) -> None:
+    source, method = Tensors(DummyCheckpoint({}, {}, seed=0)), read_method(DUMMIES[case][0].config)
+    with pytest.raises(CheckpointError, match=r"mlp\.down_proj has 40 inputs, which are not whole groups of (16|32)"):
+        method.matrix(NAME, (64, 40), source, False)
+
+
 @pytest.mark.parametrize(
     ("architecture", "case"),
     [
