@@ -63,7 +63,7 @@ class BitsAndBytes(Plain):
         if is_quantised_dummy(name, self.kept, tensors):
             groups = K // BLOCK if self.has_tables and K % BLOCK == 0 else 1
             return dummy_grouped(name, shape, BITS, groups, False, tensors)
-        if tensors.has(f"{name}.SCB"):
+        if tensors.dtype(f"{name}.weight") == torch.int8:
             codes_NK = tensors.typed(f"{name}.weight", shape, torch.int8)
             if tensors.has(f"{name}.weight_format"):
                 tensors.typed(f"{name}.weight_format", (), torch.uint8)

@@ -103,7 +103,7 @@ class _Scheme:
 
 @dataclass(frozen=True)
 class CompressedTensors(Plain):
-    """Modules without a scale are unquantised."""
+    """Modules whose weight is floating-point numbers without a scale are unquantised."""
 
     schemes: Targets[_Scheme]
     """Of groups whose weights are quantised."""
@@ -137,11 +137,11 @@ class CompressedTensors(Plain):
         return self.is_cache_fp8
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
-        scheme = self.schemes.find(name)
+        scheme, weight = self.schemes.find(name), f"{name}.weight"
         if is_quantised_dummy(name, (), tensors) and not any(_ignores(ignored, name) for ignored in self.ignored):
             if scheme is not None:
                 return _dummy(scheme, name, shape, tensors)
-        elif tensors.has(f"{name}.weight_scale"):
+        elif any(map(tensors.has, (f"{name}.weight_scale", f"{name}.weight_packed"))) or tensors.needs_scales(weight):
             if scheme is None:
                 raise CheckpointError(f"module {name} is quantised, but no group of quantization_config targets it")
             return _read(scheme, name, shape, tensors)

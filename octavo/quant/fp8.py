@@ -31,7 +31,7 @@ SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
 
 @dataclass(frozen=True)
 class FP8(Plain):
-    """Modules without a scale are unquantised."""
+    """Modules whose weight is floating-point numbers without a scale are unquantised."""
 
     block: tuple[int, int] | None
     """``weight_block_size``: rows and columns."""
@@ -51,9 +51,10 @@ class FP8(Plain):
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
         if is_quantised_dummy(name, self.kept, tensors):
             return dummy_scaled(name, shape, self.block or shape, True, tensors)
-        scale_name = next((scale for scale in SCALE_NAMES if tensors.has(f"{name}.{scale}")), None)
-        if scale_name is None:
+        scale_names = [scale for scale in SCALE_NAMES if tensors.has(f"{name}.{scale}")]
+        if not scale_names and not tensors.needs_scales(f"{name}.weight"):
             return super().matrix(name, shape, tensors, is_transposed)
+        scale_name = scale_names[0] if scale_names else SCALE_NAMES[self.block is None]
         return read_fp8(name, shape, tensors, scale_name, self.block, rounds_activations=True)
 
 

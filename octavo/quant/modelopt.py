@@ -1,4 +1,4 @@
-"""Checkpoints of NVIDIA's ModelOpt: FP8 and NVFP4, told apart by the types of a module's tensors.
+"""Checkpoints of NVIDIA's ModelOpt: FP8 and NVFP4, told apart by the type of a module's weight.
 
 The settings are in ``hf_quant_config.json``, or the same in ``config.json``.
 """
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
+import torch
 
 from octavo.quant.cache_scales import has_fp8_scales
 from octavo.quant.dummies import dummy_float4, dummy_scaled, is_quantised_dummy
@@ -34,7 +36,7 @@ BLOCK = (128, 128)
 
 @dataclass(frozen=True)
 class ModelOpt(Plain):
-    """Modules without a scale are unquantised."""
+    """Modules whose weight is floating-point numbers without a scale are unquantised."""
 
     algorithm: str
     kept: tuple[str, ...] = ()
@@ -60,8 +62,8 @@ class ModelOpt(Plain):
                 return dummy_float4(name, shape, NVFP4_GROUP, False, tensors)
             one = (1, shape[1]) if "CHANNEL" in self.algorithm else shape
             return dummy_scaled(name, shape, block or one, block is None, tensors)
-        if not tensors.has(f"{name}.weight_scale"):
+        if not tensors.has(f"{name}.weight_scale") and not tensors.needs_scales(f"{name}.weight"):
             return super().matrix(name, shape, tensors, is_transposed)
-        if tensors.has(f"{name}.weight_scale_2"):
+        if tensors.dtype(f"{name}.weight") == torch.uint8:
             return read_nvfp4(name, shape, tensors, "weight", "weight_scale_2", divides=False)
         return read_fp8(name, shape, tensors, "weight_scale", block, rounds_activations=block is None)

@@ -102,6 +102,16 @@ class Tensors:
         """The shape of a tensor in the checkpoint, ``None`` if it has none of this name."""
         return self._source.describe(name)[1] if self.has(name) else None
 
+    def needs_scales(self, name: str) -> bool:
+        """Whether the checkpoint has this tensor, of integers or of floats of 8 bits and fewer."""
+        return self.dtype(name) not in (None, *FLOATS)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor in the checkpoint, ``None`` if it has none of this name or stores it in blocks."""
+        shape = self.shape(name)
+        part = None if shape is None else self._source.load(name, shape)
+        return part.dtype if isinstance(part, Tensor) else None
+
     def check(self, holds: Tensor, message: str) -> None:
         """Raise ``CheckpointError(message)`` unless all of ``holds`` is true, or unknown as on the "meta" device."""
         if not holds.is_meta and not holds.all():

@@ -9,15 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo import LLM
 from octavo.errors import CheckpointError
 from octavo.quant.methods import read_method
+from octavo.quant.tensors import Tensors
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import SETTINGS
-from tests.quant.writers import Writer, awq, compressed, fp8, gptq, modelopt_nvfp4, quantise
+from tests.quant.sources import module
+from tests.quant.writers import (
+    Writer,
+    awq,
+    bitsandbytes_int8,
+    compressed,
+    fp8,
+    gptq,
+    modelopt_fp8,
+    modelopt_nvfp4,
+    quantise,
+)
 
 Q = "model.layers.0.self_attn.q_proj"
 INT4 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16, symmetric=False)
@@ -132,6 +145,29 @@ CASES: dict[str, tuple[Writer, Damage, str]] = {
     "no groups": (INT4, setting(config_groups={}), "config_groups is {}; it must be an object with at least one group"),
     "rotated": (INT4, setting(transform_config={"config_groups": {"R1": {}}}), "Hadamard transforms"),
 }
+
+
+MISSING: dict[str, tuple[Writer, str]] = {
+    "scales of packed integers": (INT4, "weight_scale"),
+    "scales of integers in bytes": (INT4_IN_BYTES, "weight_scale"),
+    "packed integers": (INT4, "weight_packed"),
+    "a scale of a tensor": (fp8(), "weight_scale"),
+    "scales of blocks": (fp8(32, 32), "weight_scale_inv"),
+    "modelopt's scale": (modelopt_fp8(), "weight_scale"),
+    "scales of groups": (NVFP4, "weight_scale"),
+    "a second scale": (NVFP4, "weight_scale_2"),
+    "exponents": (MXFP4, "weight_scale"),
+    "scales of bitsandbytes": (bitsandbytes_int8(), "SCB"),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_tensor_that_is_missing_is_named(case: str) -> None:
+    writer, part = MISSING[case]
+    written, _ = writer.write(torch.randn(64, 64))
+    del written[part]
+    with pytest.raises(CheckpointError, match=rf"q_proj\.{part} is missing; expected one of shape \["):
+        read_method(writer.config).matrix(Q, (64, 64), Tensors(module(Q, written)), False)
 
 
 @pytest.mark.parametrize("case", CASES)
