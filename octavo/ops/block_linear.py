@@ -20,7 +20,7 @@ then for each of its groups the multiples [1 or 2, 16] as int8.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -99,11 +99,11 @@ class PackedBlocks:
 
     @classmethod
     def pack(cls, tensor: BlockTensor) -> PackedBlocks:
-        """Repack blocks into panels. Raises ``ValueError`` for a kind that is not in ``KINDS``."""
+        """Repack blocks into panels. Raises ``ValueError`` if the kind is not in ``KINDS``, and as ``split_groups``."""
         if tensor.kind not in KINDS:
             raise ValueError(f"blocks of kind {tensor.kind} cannot be packed; these can: {', '.join(sorted(KINDS))}")
         parts = (tensor.data[start : start + ROWS_AT_ONCE] for start in range(0, tensor.shape[0], ROWS_AT_ONCE))
-        blocks = (BlockTensor(tensor.kind, (len(data), tensor.shape[1]), data) for data in parts)
+        blocks = (replace(tensor, shape=(len(data), tensor.shape[1]), data=data) for data in parts)
         return cls.of_groups(tensor.kind, tensor.shape, NUMBER_BITS[tensor.kind], map(split_groups, blocks))
 
     @classmethod

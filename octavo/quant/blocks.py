@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ class BlockStored:
 
     def rows(self, order: Order) -> BlockStored:
         one = self._one()
-        return BlockStored((BlockTensor(self._kind, (len(order), one.shape[1]), one.data[order]),))
+        return BlockStored((replace(one, shape=(len(order), one.shape[1]), data=one.data[order]),))
 
     def join(self, others: Sequence[BlockStored]) -> BlockStored:
         return BlockStored(tuple(itertools.chain(self.parts, *(other.parts for other in others))))
@@ -87,9 +87,9 @@ class BlockStored:
         one, kind = self._one(), BLOCK_KINDS[self._kind]
         own = shard_range(self.shape, dim, rank, size, unit=(1, kind.length)[dim])
         if dim == 0:
-            return BlockStored((BlockTensor(self._kind, (len(own), one.shape[1]), one.data[own.start : own.stop]),))
+            return BlockStored((replace(one, shape=(len(own), one.shape[1]), data=one.data[own.start : own.stop]),))
         start, stop = kind.row_bytes(own.start), kind.row_bytes(own.stop)
-        return BlockStored((BlockTensor(self._kind, (one.shape[0], len(own)), one.data[:, start:stop]),))
+        return BlockStored((replace(one, shape=(one.shape[0], len(own)), data=one.data[:, start:stop]),))
 
     def fill(self, out_NK: Tensor) -> None:
         for rows, part in zip(out_NK.split_with_sizes([part.shape[0] for part in self.parts]), self.parts, strict=True):
@@ -130,7 +130,8 @@ class BlockStored:
     def _one(self) -> BlockTensor:
         if len(self.parts) == 1:
             return self.parts[0]
-        return BlockTensor(self._kind, self.shape, np.concatenate([part.data for part in self.parts]))
+        names = " or ".join(part.name for part in self.parts)
+        return BlockTensor(self._kind, self.shape, np.concatenate([part.data for part in self.parts]), names)
 
 
 def without_kernel(device: str) -> str | None:

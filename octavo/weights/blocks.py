@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +65,8 @@ class BlockTensor:
     kind: str
     shape: tuple[int, int]
     data: Bytes
+    name: str = ""
+    """What errors call it: the names of the tensors in the file whose rows it has."""
 
     def __post_init__(self) -> None:
         if self.kind not in BLOCK_KINDS:
@@ -99,11 +101,17 @@ class Groups(NamedTuple):
 
 
 def split_groups(tensor: BlockTensor) -> Groups:
-    """Unpack a quantised tensor exactly. F32, F16 and BF16 are not supported, as they have no groups."""
+    """Unpack a quantised tensor exactly. F32, F16 and BF16 are not supported, as they have no groups.
+
+    Raises ``CheckpointError`` naming the tensor if scales or minima are infinite or not numbers.
+    """
     rows, columns = tensor.shape
     zero_point, split = _FORMS[tensor.kind]
     blocks = _as_blocks(tensor)
-    numbers, scales, minima = split(blocks)
+    with np.errstate(invalid="ignore"):  # infinity times zero, which is refused below
+        numbers, scales, minima = split(blocks)
+    if not np.isfinite(scales).all() or (minima is not None and not np.isfinite(minima).all()):
+        raise CheckpointError(f"tensor {tensor.name} has scales that are infinite or not numbers")
     minima = None if minima is None else minima.reshape(rows, -1)
     factors = None
     if places := _FACTORS.get(tensor.kind):
@@ -115,13 +123,13 @@ def split_groups(tensor: BlockTensor) -> Groups:
 
 
 def dequantize(tensor: BlockTensor) -> Floats:
-    """The weights as float32 [rows, columns], exactly as the format defines them."""
+    """The weights as float32 [rows, columns], exactly as the format defines them. Raises as ``split_groups``."""
     rows, columns = tensor.shape
     result = np.empty((rows, columns), dtype=np.float32)
     step = max(1, VALUES_AT_ONCE // max(1, columns))
     for start in range(0, rows, step):
         data = tensor.data[start : start + step]
-        _widen(BlockTensor(tensor.kind, (len(data), columns), data), result[start : start + step])
+        _widen(replace(tensor, shape=(len(data), columns), data=data), result[start : start + step])
     return result
 
 

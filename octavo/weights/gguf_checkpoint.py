@@ -71,7 +71,7 @@ class GGUFCheckpoint:
         rows = self._hugging_face_rows(name, self._rows(place, shape[0]))
         if tensor.kind in DENSE_KINDS:
             return torch.from_numpy(rows.copy()).view(DENSE_KINDS[tensor.kind]).reshape(shape)
-        return BlockTensor(tensor.kind, (shape[0], shape[1]), rows)
+        return BlockTensor(tensor.kind, (shape[0], shape[1]), rows, place.tensor)
 
     def _rows(self, place: Place, count: int) -> npt.NDArray[np.uint8]:
         """The bytes of a parameter, uint8 [count, row_bytes]."""
@@ -101,7 +101,7 @@ class GGUFCheckpoint:
         """A tensor of any number of axes as float32."""
         tensor = self._file.tensors[name]
         rows = int(np.prod(tensor.shape[:-1]))
-        blocks = BlockTensor(tensor.kind, (rows, tensor.shape[-1]), self._file.data(name).reshape(rows, -1))
+        blocks = BlockTensor(tensor.kind, (rows, tensor.shape[-1]), self._file.data(name).reshape(rows, -1), name)
         return torch.from_numpy(dequantize(blocks)).reshape(tensor.shape)
 
     def _hugging_face_rows(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

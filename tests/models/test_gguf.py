@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from octavo import LLM, SamplingParams, build
+from octavo.errors import CheckpointError
+from octavo.weights.gguf import GGUFFile
 from octavo.weights.gguf_families import FAMILIES
 from tests.models.families import make_checkpoint, rope
 from tests.models.gguf_files import ARCHITECTURES, Array, write_gguf
@@ -96,6 +98,21 @@ def test_quantised_experts(row: str, form: str, tmp_path: Path) -> None:
                 )
                 weight.copy_(exact.transpose(1, 2) if is_input_first else exact)
     check(path, model)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("name", ["blk.1.attn_k.weight", "blk.1.attn_output.weight", "blk.1.ffn_down_exps.weight"])
+def test_an_infinite_scale_is_refused(tmp_path: Path, name: str, dtype: str) -> None:
+    """In blocks that stay packed and in those that are made dense."""
+    model = make_checkpoint(tmp_path, "mixtral/two_of_five", intermediate_size=32)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    path = write_gguf(tmp_path, model, lambda name, values: kind if values.ndim > 1 and "inp" not in name else None)
+    tensor, data = GGUFFile.open(path).tensors[name], bytearray(path.read_bytes())
+    last = tensor.offset + tensor.nbytes - 34
+    data[last : last + 2] = np.array([np.inf], dtype="<f2").tobytes()
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"tensor .*{name}.* has scales that are infinite or not numbers"):
+        LLM(path, dtype=dtype, tokenizer=None, **SETTINGS)
 
 
 @needs_float_kernels

@@ -56,6 +56,23 @@ def test_tensors_larger_than_one_stretch_and_strided_rows() -> None:
     np.testing.assert_array_equal(found, reference(np.ascontiguousarray(data), "Q8_0"))
 
 
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where blocks have a float16, unless it is at their start alone."""
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(
+    ("kind", "at"),
+    [(kind, at) for kind in BLOCK_KINDS if kind.startswith("Q") for at in HALVES.get(kind, (0,))],
+)
+def test_scales_that_are_not_numbers_are_refused(kind: str, at: int, value: float) -> None:
+    data = random_blocks(kind, 6, np.random.default_rng(5))
+    data[3, at : at + 2] = np.array([value], dtype="<f2").view(np.uint8)
+    blocks = BlockTensor(kind, (2, 3 * BLOCK_KINDS[kind].length), data.reshape(2, -1), "blk.0.attn_q.weight")
+    with pytest.raises(CheckpointError, match=r"tensor blk\.0\.attn_q\.weight has scales that are infinite or not num"):
+        dequantize(blocks)
+
+
 @pytest.mark.parametrize(
     ("kind", "shape", "data_shape"),
     [("Q4_0", (2, 48), (2, 27)), ("Q4_0", (2, 64), (2, 35)), ("Q4_0", (3, 64), (2, 36)), ("Q2_K", (1, 256), (1, 84))],
