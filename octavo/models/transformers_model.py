@@ -25,6 +25,7 @@ from octavo.models.transformers_own_cache import OwnCacheTransformer
 from octavo.models.transformers_paged import NotPaged, PagedTransformer, register
 from octavo.ops.attention import GroupRows, LayerCache, PagedRows
 from octavo.quant.stored import WeightFormat, dtype_name
+from octavo.quant.tensors import HARMLESS
 
 TRIAL_LENGTHS = (23, 9)
 TRIAL_BLOCK = 4
@@ -57,11 +58,22 @@ def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> Tr
         raise ConfigError("backend transformers needs the library: pip install 'octavo[transformers]'") from None
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=form.dtype, local_files_only=True, **file)
-    except (ValueError, OSError, ImportError, KeyError) as error:
-        raise CheckpointError(f"{path}: transformers cannot load it: {str(error).splitlines()[0]}") from None
+        result: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=form.dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which are refused below, by name
+            **file,
+        )
+    except Exception as error:  # any error of the library's code
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{path}: transformers cannot load it: {reason}") from None
+    model, told = result
+    _check_tensors(path, told)
     model = model.to(form.device).eval().requires_grad_(False)
     with torch.inference_mode():
+        _first_pass(model)
         paged = _paged(model)
         executed = paged or _own_cache(model)
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -71,6 +83,37 @@ def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> Tr
     loaded = LoadedModel(executed, size, num_bytes, {})
     specs = tuple(paged.specs) if paged else (LayerCacheSpec(1, 1),)
     return _config(model, specs, loaded, is_paged=paged is not None, max_len=max_len)
+
+
+def _check_tensors(path: Path, told: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` unless all tensors were read: the library makes missing ones random, and drops others.
+
+    ``told`` is its ``loading_info``, without tied tensors and those that it knows to leave out.
+    """
+    found = {
+        "missing": sorted(told["missing_keys"]),
+        "unexpected": sorted(name for name in told["unexpected_keys"] if not HARMLESS.search(name)),
+        "of another shape": sorted(
+            f"{name} (found {list(stored)}, expected {list(expected)})"
+            for name, stored, expected in told["mismatched_keys"]
+        ),
+    }
+    if any(found.values()):
+        shown = "; ".join(
+            f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+            for what, names in found.items()
+            if names
+        )
+        raise CheckpointError(f"{path}: transformers cannot read all of its tensors; {shown}")
+
+
+def _first_pass(model: Any) -> None:
+    """Run the whole model, which makes weights of compressed-tensors dense. Raises ``CheckpointError`` if it fails."""
+    try:
+        text = _trial_texts(model.config.get_text_config().vocab_size, model.device)[-1]
+        model(input_ids=text.unsqueeze(0), use_cache=False)
+    except Exception as error:  # any error of the library's code
+        raise _not_served(model, f"its forward pass fails: {error}") from None
 
 
 def _config(

@@ -20,8 +20,8 @@ Part = Tensor | BlockTensor
 
 ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_global_scale", "input_scale_ub")
 MOST_CACHE_SCALES = 1 << 16
-HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias)$")
-"""Redundant buffers that some exporters write: rotary frequencies and GPT-2's causal masks."""
+HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|h\.\d+\.attn\.(attention\.)?(masked_)?bias)$")
+"""Redundant buffers that some exporters write: rotary frequencies, and causal masks of GPT-2 and GPT-Neo."""
 
 CACHE_SCALES = re.compile(
     r"\.(k_scale|v_scale|kv_scale|q_scale|prob_output_scale|k_proj\.output_scale|v_proj\.output_scale)$"

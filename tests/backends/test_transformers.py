@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from octavo.build import build_engine
 from octavo.cli import main
@@ -19,6 +24,7 @@ from octavo.models.transformers_paged import PagedTransformer
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from tests.backends.checkpoints import FAMILIES, OWN, PAGED, save_checkpoint
+from tests.quant.writers import Writer, compressed, fp8, modelopt_fp8, modelopt_nvfp4, quantise
 
 MAX_TOKENS = 24
 SETTINGS: dict[str, Any] = {"backend": "transformers", "device": "cpu", "max_num_batched_tokens": 32, "block_size": 4}
@@ -95,6 +101,74 @@ def test_what_transformers_cannot_load(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model", "architectures": ["X"]}')
     with pytest.raises(CheckpointError, match="transformers cannot load it"):
         build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path}))
+
+
+INT4 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16)
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(f"{Q}.weight"), rf"all of its tensors; 1 missing: {Q}\.weight$"),
+        (lambda tensors: tensors.update({f"{Q}.bias": torch.ones(32)}), rf"tensors; 1 unexpected: {Q}\.bias$"),
+        (
+            lambda tensors: tensors.update({f"{Q}.weight": torch.ones(16, 32)}),
+            rf"tensors; 1 of another shape: {Q}\.weight \(found \[16, 32\], expected \[32, 32\]\)$",
+        ),
+    ],
+    ids=["missing", "unexpected", "of another shape"],
+)
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    save_checkpoint("cohere", tmp_path)
+    change_tensors(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path}))
+
+
+def test_buffers_of_other_versions_are_left_out(tmp_path: Path) -> None:
+    save_checkpoint("cohere", tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.update({f"{Q[:-6]}rotary_emb.inv_freq": torch.ones(4)}))
+    build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path}))
+
+
+@pytest.mark.parametrize(
+    ("writer", "named"),
+    [(modelopt_fp8(), "weight_scale"), (modelopt_nvfp4(), "weight_scale_2"), (fp8(), "weight_scale")],
+    ids=["modelopt fp8", "modelopt nvfp4", "fp8"],
+)
+def test_formats_that_transformers_would_drop_scales_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], writer: Writer, named: str
+) -> None:
+    save_checkpoint("cohere", tmp_path / "source")
+    quantise(tmp_path / "source", tmp_path / "quantised", writer)
+    assert main(["models", str(tmp_path / "quantised"), "--backend", "transformers", "--device", "cpu"]) == 2
+    assert re.search(rf"unexpected: model\.layers\.\S*, .*\.{named},", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_checkpoints_of_compressed_tensors(tmp_path: Path, is_marked: bool) -> None:
+    """The library makes their weights dense in the first forward pass, and reads none without a status."""
+    save_checkpoint("cohere", tmp_path / "source")
+    folder = tmp_path / "quantised"
+    config = {**INT4.config, **({"quantization_status": "compressed"} if is_marked else {})}
+    quantise(tmp_path / "source", folder, Writer(config, INT4.write))
+    settings = EngineConfig.from_flat({**SETTINGS, "model": folder, "num_kv_blocks": 64})
+    if not is_marked:
+        with pytest.raises(CheckpointError, match=r"28 missing: .*; 28 unexpected: .*weight_packed"):
+            build_engine(settings)
+        return
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    right = [expected(model, prompt) for prompt in prompts()]
+    assert run(build_engine(settings)[0], prompts()) == right
 
 
 @pytest.mark.slow
