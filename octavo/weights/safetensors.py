@@ -92,14 +92,19 @@ def open_tensors(folder: Path, name: str) -> tuple[list[str], Callable[[str], to
 
 
 def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``config.json`` and ``generation_config.json`` of a folder; the second may be absent and is then {}."""
+    """``config.json`` and ``generation_config.json`` of a folder; the second may be absent and is then {}.
+
+    Raises ``CheckpointError`` without the first, or if several files have quantisation settings for it.
+    """
     config = read_json(folder, "config.json")
     if config is None:
         raise CheckpointError(f"{folder}: there is no config.json")
     if config.get("quantization_config") is None:
-        for name, method in METHOD_FILES.items():
-            if (settings := read_json(folder, name)) is not None:
-                config["quantization_config"] = {"quant_method": method, **settings}
+        found = {name: settings for name in METHOD_FILES if (settings := read_json(folder, name)) is not None}
+        if len(found) > 1:
+            raise CheckpointError(f"{folder}: has both {' and '.join(found)}; keep the one that its weights are of")
+        for name, settings in found.items():
+            config["quantization_config"] = {"quant_method": METHOD_FILES[name], **settings}
     return config, read_json(folder, "generation_config.json") or {}
 
 

@@ -152,6 +152,9 @@ def test_settings_in_files_of_their_own(tmp_path: Path) -> None:
     found = read_configs(tmp_path)[0]["quantization_config"]
     written, matrix = modelopt_fp8().write(torch.randn(16, 32))
     assert torch.equal(read(found, written, (16, 32)).dense(FORM), matrix)
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32}))
+    with pytest.raises(CheckpointError, match=r"has both hf_quant_config\.json and quantize_config\.json; keep"):
+        read_configs(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": gptq(4, 32).config}))
     assert read_configs(tmp_path)[0]["quantization_config"]["quant_method"] == "gptq"
 
