@@ -57,15 +57,17 @@ class GPTQ(Plain):
     """Patterns of module names, matched from the start, with their rules; ``None``: unquantised. The first counts."""
     named: Mapping[str, Rule | None] = field(default_factory=dict, hash=False)
     """Rules by full module name, which take precedence over ``dynamic``."""
+    is_ordered: bool = False
+    """``desc_act`` without ``static_groups``: inputs are assigned to groups freely, so that ``g_idx`` must be there."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> GPTQ:
         """Read a ``quantization_config``. Raises ``CheckpointError``."""
         keys = QuantKeys(values)
         rule = read_rule(keys, Rule(4, 128))
-        version = keys.word(
-            "checkpoint_format", (V1, V2), V1, "Convert it to this layout with GPTQModel, or use another checkpoint"
-        )
+        version_key = "checkpoint_format" if keys.get("checkpoint_format") is not None else "format"
+        instead = "Convert it to this layout with GPTQModel, or use another checkpoint"
+        version = keys.word(version_key, (V1, V2), V1, instead)
         keys.refuse("rotation", "rotation of activations")
         pack_dtype = keys.get("pack_dtype", "int32")
         if str(pack_dtype).removeprefix("torch.") != "int32":
@@ -75,7 +77,8 @@ class GPTQ(Plain):
         for key, given in () if rules is None else rules.children():
             pattern = compiled(key.removeprefix("-:").removeprefix("+:"), "dynamic")
             dynamic.append((pattern, None if key.startswith("-:") else read_rule(given, rule)))
-        return cls(rule, version, keys.flag("sym", True), tuple(dynamic))
+        is_ordered = keys.flag("desc_act") and not keys.flag("static_groups")
+        return cls(rule, version, keys.flag("sym", True), tuple(dynamic), is_ordered=is_ordered)
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
         rule = self._rule_of(name)
@@ -91,7 +94,8 @@ class GPTQ(Plain):
         scales_NG = tensors.scales(f"{name}.scales", (G, N)).t()
         zero_words = tensors.typed(f"{name}.qzeros", (G, num_words(N, bits)), torch.int32)
         zeros_NG = self._zeros(zero_words, bits, N)
-        order_K = read_order(f"{name}.g_idx", K, G, tensors) if tensors.has(f"{name}.g_idx") else None
+        has_order = tensors.has(f"{name}.g_idx") or (self.is_ordered and G > 1)
+        order_K = read_order(f"{name}.g_idx", K, G, tensors) if has_order else None
         tensors.leave_out_zeros(f"{name}.bias", (N,))  # some writers give one to every module
         return in_order(codes_NK, scales_NG.contiguous(), zeros_NG, bits, order_K)
 

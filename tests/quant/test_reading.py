@@ -59,6 +59,30 @@ def test_zero_points_of_gptq_are_undone_with_carries() -> None:
     assert torch.equal(read(config, written, (32, 64)).dense(FORM), expected)
 
 
+def test_the_layout_of_gptq_has_two_keys() -> None:
+    """GPTQModel reads ``format`` as well."""
+    written, matrix = gptq(4, 32, "gptq_v2", has_zeros=True).write(torch.randn(32, 64))
+    config = {key: value for key, value in gptq(4, 32).config.items() if key != "checkpoint_format"}
+    assert torch.equal(read({**config, "format": "gptq_v2"}, written, (32, 64)).dense(FORM), matrix)
+    both = {**config, "format": "gptq", "checkpoint_format": "gptq_v2"}
+    assert torch.equal(read(both, written, (32, 64)).dense(FORM), matrix)
+    with pytest.raises(CheckpointError, match=r"quantization_config\.format is 'marlin'; it must be gptq or gptq_v2"):
+        read_method({**config, "format": "marlin"})
+
+
+def test_an_order_of_gptq_that_is_missing_is_named() -> None:
+    """Unless groups are those of unordered inputs, or there is one group alone."""
+    written, matrix = gptq(4, 16).write(torch.randn(32, 64))
+    del written["g_idx"]
+    for settings in ({}, {"desc_act": True, "static_groups": True}):
+        assert torch.equal(read({**gptq(4, 16).config, **settings}, written, (32, 64)).dense(FORM), matrix)
+    with pytest.raises(CheckpointError, match=r"mlp\.down_proj\.g_idx is missing; expected one of shape \[64\]"):
+        read({**gptq(4, 16).config, "desc_act": True}, written, (32, 64))
+    written, matrix = gptq(4, 64).write(torch.randn(32, 64))
+    del written["g_idx"]
+    assert torch.equal(read({**gptq(4, 64).config, "desc_act": True}, written, (32, 64)).dense(FORM), matrix)
+
+
 def test_a_bias_of_zeros_is_left_out() -> None:
     written, matrix = gptq(4, 32).write(torch.randn(32, 64))
     assert torch.equal(read(gptq(4, 32).config, {**written, "bias": torch.zeros(32)}, (32, 64)).dense(FORM), matrix)
