@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from octavo.config import EngineConfig
-from octavo.device_settings import weight_format
+from octavo.device_settings import quant_method, weight_format
 from octavo.engine.device_drafts import DeviceDrafts
 from octavo.engine.ngram import NgramProposer
 from octavo.engine.proposer import Proposer
@@ -95,6 +95,7 @@ def find_drafter(
         return checkpoint
     with _naming_drafter():
         found = _open(config, method.model, device)
+        _quantised_form(method, config, device, found)  # raises for one that cannot be quantised
         if isinstance(method, DFlash):
             most = DFlashSettings(found.config, model.num_layers, model.vocab_size).block_size - 1
             if method.num_speculative_tokens > most:
@@ -144,16 +145,25 @@ def _open(config: EngineConfig, name: str, device: torch.device) -> Checkpoint:
     return open_checkpoint(folder, load_format, config.model.seed, str(device))
 
 
-def _form(method: OwnCheckpoint, config: EngineConfig, checkpoint: Checkpoint, default: WeightFormat) -> WeightFormat:
-    """The format of a drafter's weights: ``default`` unless they are quantised while loading."""
+def _quantised_form(
+    method: OwnCheckpoint, config: EngineConfig, device: torch.device, checkpoint: Checkpoint
+) -> WeightFormat | None:
+    """The format of weights that ``method`` quantises while they are loaded. Raises ``ConfigError``."""
     if method.quantization is None:
-        return default
+        return None
     settings = dataclasses.replace(config.model, quantization=method.quantization, quantize_lm_head=True)
     try:
-        found = weight_format(settings, default.device, checkpoint)
+        return weight_format(settings, device, checkpoint)
     except ConfigError as error:
         raise ConfigError(f"speculative_config: {error}") from None
-    return dataclasses.replace(found, dtype=default.dtype)
+
+
+def _form(method: OwnCheckpoint, config: EngineConfig, checkpoint: Checkpoint, default: WeightFormat) -> WeightFormat:
+    """The format of a drafter's weights: ``default``, that of the model's, unless ``method`` says to what they are
+    quantised. Weights that are quantised already stay so, whatever those of the model become."""
+    if (own := _quantised_form(method, config, default.device, checkpoint)) is not None:
+        return dataclasses.replace(own, dtype=default.dtype)
+    return default if quant_method(checkpoint) is None else dataclasses.replace(default, quantization=None)
 
 
 def _head(method: WithDrafter, config: EngineConfig, target: Target, checkpoint: Checkpoint) -> LoadedDrafter:
@@ -189,9 +199,7 @@ def _model(method: DraftModel, config: EngineConfig, target: Target, checkpoint:
     if own.vocab_size != target.config.vocab_size:
         sizes = f"{own.vocab_size} tokens, and the model {target.config.vocab_size}"
         logger.warning("the drafter has %s: drafts are accepted only if the tokens that both have are the same", sizes)
-    form = _form(method, config, checkpoint, weight_format(config.model, target.form.device, checkpoint))
-    form = dataclasses.replace(form, dtype=target.form.dtype)  # its cache has the type of the model's
-    loaded = load_model(own, checkpoint, form)
+    loaded = load_model(own, checkpoint, _form(method, config, checkpoint, target.form))
 
     def start(storage: KVStorage) -> Drafter:
         forward = make_forward(loaded.model, storage.draft_layers, storage.device, config.model.enforce_eager)

@@ -72,7 +72,7 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
     "auto" is float32 on a CPU; on a GPU it is float16 for a float16 checkpoint, else bfloat16. Weights of fewer bits
     stay so if there is a kernel for them, which an explicit dtype on a CPU rules out.
     """
-    method = _quant_method(checkpoint)
+    method = quant_method(checkpoint)
     quantization = settings.quantization if method != settings.quantization else None
     if quantization in STORED_METHODS:
         found = "not quantised" if method is None else f"quantised by {method}"
@@ -107,7 +107,7 @@ def kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCon
     return compiling_in_background(kv_dtype)
 
 
-def _quant_method(checkpoint: Checkpoint) -> str | None:
+def quant_method(checkpoint: Checkpoint) -> str | None:
     """How the checkpoint is quantised: its ``quant_method``, or "gguf"; ``None`` if it is not."""
     if checkpoint.has_blocks:
         return "gguf"
