@@ -66,7 +66,7 @@ class WeightLoader:
     """Loads weights by their Hugging Face names in the given format; every method raises ``CheckpointError``.
 
     ``shard`` is the part of each matrix that is loaded; size arguments are those of the unsharded matrix. With a
-    ``collective``, layers add and exchange what the ranks compute.
+    ``collective``, layers add and exchange what the ranks compute. ``aliases``: see ``Tensors.names_of``.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class WeightLoader:
         method: QuantMethod = PLAIN,
         shard: Shard = UNSHARDED,
         collective: Collective = SINGLE_RANK,
+        aliases: Callable[[str], tuple[str, ...]] = lambda _: (),
     ) -> None:
         self.form = form
         self.collective = collective
@@ -89,7 +90,7 @@ class WeightLoader:
         self._make_linear = make_linear
         self._method = method
         self._shard = shard
-        self.tensors = Tensors(source)
+        self.tensors = Tensors(source, aliases)
 
     # Vectors and dense matrices.
 

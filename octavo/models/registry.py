@@ -132,8 +132,15 @@ def load_model(
     """
     make_linear = Linear if adapter_rows is None else adapter_rows.make_linear
     shard = Shard(collective.rank, collective.size)
+    part = TextPart(source)
     weights = WeightLoader(
-        TextPart(source), form, make_linear, method=config.quantization, shard=shard, collective=collective
+        part,
+        form,
+        make_linear,
+        method=config.quantization,
+        shard=shard,
+        collective=collective,
+        aliases=part.aliases,
     )
     model = _family(config.architecture)(config, weights)
     for prefix in mtp_prefixes(weights.tensors.names, config.num_layers):

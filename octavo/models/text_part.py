@@ -49,6 +49,7 @@ class TextPart:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._stored = {_own_name(name): name for name in source.names() if not name.startswith(LEFT_OUT)}
+        self._is_renamed = any(own != name for own, name in self._stored.items())
 
     @property
     def is_dummy(self) -> bool:
@@ -56,6 +57,17 @@ class TextPart:
 
     def names(self) -> set[str]:
         return set(self._stored)
+
+    def aliases(self, module: str) -> tuple[str, ...]:
+        """Other names of a module: those of checkpoints like this one, none for a text-only model.
+
+        All prefixes are tried, as a configuration may have the names of the model that was quantised, which differ from
+        those that the library stores.
+        """
+        if not self._is_renamed:
+            return ()
+        stored = ((prefix, own) for prefix, own in PREFIXES.items() if f"{module}.".startswith(own))
+        return tuple((prefix + f"{module}.".removeprefix(own)).removesuffix(".") for prefix, own in stored)
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         return self._source.describe(self._stored.get(name, name))

@@ -137,7 +137,7 @@ class CompressedTensors(Plain):
         return self.is_cache_fp8
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
-        scheme, weight = self.schemes.find(name), f"{name}.weight"
+        scheme, weight = self.schemes.find(*tensors.names_of(name)), f"{name}.weight"
         if is_quantised_dummy(name, (), tensors) and not any(_ignores(ignored, name) for ignored in self.ignored):
             if scheme is not None:
                 return _dummy(scheme, name, shape, tensors)

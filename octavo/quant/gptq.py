@@ -16,7 +16,7 @@ Shapes: K inputs, N outputs, G groups of inputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,7 @@ class GPTQ(Plain):
         return cls(rule, version, keys.flag("sym", True), tuple(dynamic), is_ordered=is_ordered)
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
-        rule = self._rule_of(name)
+        rule = self._rule_of(tensors.names_of(name))
         if rule is not None and is_quantised_dummy(name, (), tensors):
             groups = num_groups(name, shape[1], rule.group)
             return dummy_grouped(name, shape, rule.bits, groups, not self.is_symmetric, tensors)
@@ -99,10 +99,12 @@ class GPTQ(Plain):
         tensors.leave_out_zeros(f"{name}.bias", (N,))  # some writers give one to every module
         return in_order(codes_NK, scales_NG.contiguous(), zeros_NG, bits, order_K)
 
-    def _rule_of(self, name: str) -> Rule | None:
-        if name in self.named:
-            return self.named[name]
-        return next((rule for pattern, rule in self.dynamic if pattern.match(name)), self.rule)
+    def _rule_of(self, names: Sequence[str]) -> Rule | None:
+        """The rule of the module of these names."""
+        for name in names:
+            if name in self.named:
+                return self.named[name]
+        return next((rule for pattern, rule in self.dynamic if any(map(pattern.match, names))), self.rule)
 
     def _zeros(self, words: Tensor, bits: int, num_outputs: int) -> Tensor | None:
         """Zero points [N, G]; ``None`` if all are in the middle of the range, as those of symmetric checkpoints."""

@@ -27,7 +27,8 @@ class QuantMethod(Protocol):
     """Finds the tensors that hold a matrix, by module name.
 
     A method reads tensors through ``tensors``, which refuses a checkpoint with unread tensors once the model is
-    complete. It is called with each module's name, because modules may be stored differently.
+    complete. It is called with each module's name, because modules may be stored differently. Rules by name apply to a
+    module if they match any of ``tensors.names_of``.
     """
 
     @property

@@ -49,14 +49,15 @@ class Targets(Generic[Value]):
                     names[target] = value
         return cls(names, tuple(patterns[target] for target in sorted(patterns)))
 
-    def find(self, module: str) -> Value | None:
-        """The value of this module, ``None`` if no target matches it."""
-        if module in self.names:
-            return self.names[module]
+    def find(self, *modules: str) -> Value | None:
+        """The value of the module of these names, ``None`` if no target matches one of them."""
+        for name in modules:
+            if name in self.names:
+                return self.names[name]
         for pattern, value in self.patterns:
-            if pattern.match(module):
+            if any(map(pattern.match, modules)):
                 return value
-        return next((self.names[name] for name in _classes(module) if name in self.names), None)
+        return next((self.names[name] for name in _classes(modules[0]) if name in self.names), None)
 
 
 def _classes(module: str) -> tuple[str, ...]:

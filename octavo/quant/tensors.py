@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -51,8 +51,9 @@ def has_module(names: Iterable[str], module: str) -> bool:
 class Tensors:
     """Reads tensors and records which were read. Methods raise ``CheckpointError`` naming the tensor."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, aliases: Callable[[str], tuple[str, ...]] = lambda _: ()) -> None:
         self._source = source
+        self._aliases = aliases
         self.names = source.names()
         self._used: set[str] = set()
 
@@ -68,6 +69,10 @@ class Tensors:
     def has_module(self, name: str) -> bool:
         """Whether the checkpoint has tensors of this module."""
         return has_module(self.names, name)
+
+    def names_of(self, module: str) -> tuple[str, ...]:
+        """The names by which a ``quantization_config`` may mean this module: its own first, then its aliases."""
+        return module, *self._aliases(module)
 
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
         """A floating-point or block-quantised tensor of this shape."""

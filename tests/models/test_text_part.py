@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +16,10 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTraine
 from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
 from octavo.models.registry import read_config
-from tests.models.families import GEMMA, SHAPE
+from tests.models.families import GEMMA, SHAPE, make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
+from tests.models.test_quantised import logprobs
+from tests.quant.writers import Writer, auto_round, compressed, gptq, quantise, replace_matrices
 
 VISION = {
     "hidden_size": 16,
@@ -93,3 +99,60 @@ def test_quantised_weights_of_the_whole_are_not_passed_over() -> None:
     }
     with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method is 'quip'"):
         read_config(values)
+
+
+PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MODULES = [
+    f"layers.{layer}.{part}" for layer in range(3) for part in (*PARTS, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+]
+
+
+def int4(targets: Callable[[str], list[str]]) -> Callable[[str], Writer]:
+    """compressed-tensors whose group has the targets that this function gives for a prefix."""
+
+    def make(prefix: str) -> Writer:
+        writer = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16)
+        writer.config["config_groups"]["group_0"]["targets"] = targets(prefix)
+        return writer
+
+    return make
+
+
+def with_rules(writer: Writer, **rules: Any) -> Writer:
+    """4 bits by rules alone."""
+    return Writer({**writer.config, "bits": 8, **rules}, writer.write)
+
+
+RULES: dict[str, Callable[[str], Writer]] = {
+    "targets by pattern": int4(lambda prefix: [f"re:{re.escape(prefix)}layers.*_proj"]),
+    "targets by name": int4(lambda prefix: [prefix + module for module in MODULES]),
+    "targets of the text part": int4(lambda _: [r"re:model\.layers.*_proj"]),
+    "dynamic": lambda prefix: with_rules(gptq(4, 16), dynamic={rf"+:{re.escape(prefix)}layers\..*": {"bits": 4}}),
+    "extra_config": lambda prefix: with_rules(
+        auto_round(4, 16), extra_config={prefix + module: {"bits": 4} for module in MODULES}
+    ),
+}
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("stored", ["language_model.model.", "model.language_model."])
+def test_rules_may_have_the_names_of_the_whole_model(tmp_path: Path, rules: str, prefix: str, stored: str) -> None:
+    """They have those of the model that was quantised, which the library may store under other names."""
+    source, folder, plain = (tmp_path / name for name in ("source", "quantised", "plain"))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    make_checkpoint(source, "gemma3/two_ropes", initializer_range=0.1, **sizes)
+    matrices = quantise(source, folder, RULES[rules](prefix))
+    assert len(matrices) == len(MODULES)
+    replace_matrices(source, plain, matrices)
+    for path in (folder, plain):
+        tensors = load_file(path / "model.safetensors")
+        renamed = {re.sub("^model\\.", stored, name): tensor for name, tensor in tensors.items()}
+        save_file(renamed, path / "model.safetensors")
+        text = json.loads((path / "config.json").read_text())
+        outer = {"quantization_config": text.pop("quantization_config", None), "text_config": text}
+        outer["architectures"] = ["Gemma3ForConditionalGeneration"]
+        (path / "config.json").write_text(json.dumps(outer))
+    (found, answer), (expected, same) = (logprobs(path, dtype="float32") for path in (folder, plain))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0, equal_nan=True)
+    assert answer == same
