@@ -12,6 +12,7 @@ from octavo import ops
 from octavo.config import STORED_METHODS, ModelSettings
 from octavo.cpus import default_num_threads
 from octavo.errors import ConfigError
+from octavo.models.text_part import text_config
 from octavo.ops import dispatch
 from octavo.quant.blocks import without_kernel
 from octavo.quant.stored import WeightFormat
@@ -67,7 +68,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
-    """The format of weights and activations. Raises ``ConfigError`` for weights that cannot be quantised as asked.
+    """The format of weights and activations. Raises ``ConfigError`` for weights that cannot be quantised as asked,
+    and ``CheckpointError``.
 
     "auto" is float32 on a CPU; on a GPU it is float16 for a float16 checkpoint, else bfloat16. Weights of fewer bits
     stay so if there is a kernel for them, which an explicit dtype on a CPU rules out.
@@ -108,10 +110,13 @@ def kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCon
 
 
 def quant_method(checkpoint: Checkpoint) -> str | None:
-    """How the checkpoint is quantised: its ``quant_method``, or "gguf"; ``None`` if it is not."""
+    """How the checkpoint is quantised: its ``quant_method``, or "gguf"; ``None`` if it is not.
+
+    Raises ``CheckpointError``.
+    """
     if checkpoint.has_blocks:
         return "gguf"
-    settings = checkpoint.config.get("quantization_config")
+    settings = text_config(checkpoint.config).get("quantization_config")
     if settings is None:
         return None
     return str(settings.get("quant_method", "unknown")) if isinstance(settings, dict) else "unknown"

@@ -207,12 +207,14 @@ def _check_drafter(
 
 def describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoint: Checkpoint) -> Iterator[str]:
     """Lines about a model: architecture, parameters, quantisation, sizes and windows."""
+    from octavo.models.text_part import text_config
+
     kinds = sorted({checkpoint.describe(name)[0] for name in checkpoint.names()})
     yield f"{model.architecture}: supported"
     yield f"{loaded.num_parameters:,} parameters, " + (
         f"stored as {', '.join(kinds)}" if kinds else "storage types not read"
     )
-    quantised = checkpoint.config.get("quantization_config")
+    quantised = text_config(checkpoint.config).get("quantization_config")
     if isinstance(quantised, Mapping):
         names = (quantised.get("quant_method"), quantised.get("format"), quantised.get("quant_algo"))
         yield f"quantised: {', '.join(name for name in names if isinstance(name, str))}"

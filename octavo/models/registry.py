@@ -109,7 +109,7 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
     ``max_len`` is the longest context that will be used, if known. Every key that would change what is computed is
     either supported or refused with a ``CheckpointError`` naming it.
     """
-    keys = ConfigKeys(text_config(values, architecture(ConfigKeys(values))))
+    keys = ConfigKeys(text_config(values))
     name = architecture(keys)
     family = ENCODERS[name] if name in ENCODERS else _family(name)
     method = read_method(keys.get("quantization_config"))

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.models.keys import wrong
+from octavo.models.config import architecture
+from octavo.models.keys import ConfigKeys, wrong
 from octavo.quant.tensors import Part, Source
 
 TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -28,11 +29,15 @@ PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_he
 LEFT_OUT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
-def text_config(values: Mapping[str, Any], architecture: str) -> Mapping[str, Any]:
-    """The configuration of the text part; for a text-only model, the configuration itself."""
-    if architecture not in TEXT_PARTS:
+def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the text part; for a text-only model, the configuration itself.
+
+    Either part of a ``config.json`` may have the ``quantization_config``. Raises ``CheckpointError``.
+    """
+    whole = architecture(ConfigKeys(values))
+    if whole not in TEXT_PARTS:
         return values
-    name, defaults = TEXT_PARTS[architecture]
+    name, defaults = TEXT_PARTS[whole]
     inner = values.get("text_config")
     if not isinstance(inner, Mapping):
         raise wrong("text_config", inner, "an object")

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from octavo import LLM, SamplingParams
-from octavo.errors import CheckpointError
+from octavo.config import ModelSettings
+from octavo.device_settings import quant_method, weight_format
+from octavo.errors import CheckpointError, ConfigError
 from octavo.models.registry import read_config
 from tests.models.families import GEMMA, SHAPE, make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
@@ -99,6 +102,20 @@ def test_quantised_weights_of_the_whole_are_not_passed_over() -> None:
     }
     with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method is 'quip'"):
         read_config(values)
+
+
+@pytest.mark.parametrize("is_inner", [True, False])
+def test_settings_know_how_either_part_is_quantised(is_inner: bool) -> None:
+    inner: dict[str, Any] = {"hidden_size": 64}
+    config: dict[str, Any] = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner}
+    (inner if is_inner else config)["quantization_config"] = {"quant_method": "gptq"}
+    found: Any = SimpleNamespace(config=config, has_blocks=False)
+    assert quant_method(found) == "gptq"
+    form = weight_format(ModelSettings(quantization="gptq"), torch.device("cpu"), found)
+    assert form.is_quantised
+    assert form.quantization is None
+    with pytest.raises(ConfigError, match=r"int4 is for unquantised .* quantised already \(gptq\)"):
+        weight_format(ModelSettings(quantization="int4"), torch.device("cpu"), found)
 
 
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
