@@ -15,6 +15,7 @@ from octavo.errors import ConfigError
 from octavo.models.text_part import text_config
 from octavo.ops import dispatch
 from octavo.quant.blocks import without_kernel
+from octavo.quant.methods import weights_method
 from octavo.quant.stored import WeightFormat
 from octavo.runtime.device_program import load_kernels
 from octavo.runtime.memory import release_unused
@@ -110,13 +111,10 @@ def kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCon
 
 
 def quant_method(checkpoint: Checkpoint) -> str | None:
-    """How the checkpoint is quantised: its ``quant_method``, or "gguf"; ``None`` if it is not.
+    """How the checkpoint's weights are quantised: its ``quant_method``, or "gguf"; ``None`` if they are not.
 
     Raises ``CheckpointError``.
     """
     if checkpoint.has_blocks:
         return "gguf"
-    settings = text_config(checkpoint.config).get("quantization_config")
-    if settings is None:
-        return None
-    return str(settings.get("quant_method", "unknown")) if isinstance(settings, dict) else "unknown"
+    return weights_method(text_config(checkpoint.config).get("quantization_config"))

@@ -208,6 +208,7 @@ def _check_drafter(
 def describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoint: Checkpoint) -> Iterator[str]:
     """Lines about a model: architecture, parameters, quantisation, sizes and windows."""
     from octavo.models.text_part import text_config
+    from octavo.quant.methods import weights_method
 
     kinds = sorted({checkpoint.describe(name)[0] for name in checkpoint.names()})
     yield f"{model.architecture}: supported"
@@ -215,7 +216,7 @@ def describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoint
         f"stored as {', '.join(kinds)}" if kinds else "storage types not read"
     )
     quantised = text_config(checkpoint.config).get("quantization_config")
-    if isinstance(quantised, Mapping):
+    if isinstance(quantised, Mapping) and weights_method(quantised) is not None:
         names = (quantised.get("quant_method"), quantised.get("format"), quantised.get("quant_algo"))
         yield f"quantised: {', '.join(name for name in names if isinstance(name, str))}"
     shown = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")

@@ -22,6 +22,8 @@ from octavo.quant.stored import DenseStored, WeightFormat
 from octavo.quant.tensors import Tensors
 
 SCALE = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,6})\.(?:\w{1,40}\.){1,4}?(?:(k|v|kv)_scale|(k|v)_proj\.output_scale)$")
+CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""Keys of a ``quantization_config`` that say how keys and values are quantised."""
 
 
 def has_fp8_scales(keys: QuantKeys) -> bool:

@@ -109,11 +109,13 @@ class CompressedTensors(Plain):
     """Of groups whose weights are quantised."""
     ignored: tuple[str, ...] = ()
     """Names and patterns of unquantised modules; used for random weights alone."""
-    is_cache_fp8: bool = True
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> CompressedTensors:
-        """Read a ``quantization_config``. Raises ``CheckpointError``."""
+    def read(cls, values: Mapping[str, Any]) -> Plain:
+        """Read a ``quantization_config``; weights are unquantised if none of its groups has any.
+
+        Raises ``CheckpointError``.
+        """
         keys = QuantKeys(_without_presets(values))
         keys.refuse("transform_config", "rotation of weights and activations (Hadamard transforms)")
         sparsity = keys.child("sparsity_config")
@@ -130,11 +132,10 @@ class CompressedTensors(Plain):
                     groups.append((f"config_groups.{name}.targets", group.names("targets"), scheme))
         if not groups and default != "dense" and keys.child("kv_cache_scheme") is None:
             raise keys.wrong("config_groups", "an object with at least one group of quantised weights")
-        return cls(Targets.of(groups), keys.names("ignore"), has_fp8_scales(keys))
-
-    @property
-    def has_fp8_cache_scales(self) -> bool:
-        return self.is_cache_fp8
+        is_fp8 = has_fp8_scales(keys)
+        if not groups:
+            return Plain(has_fp8_cache_scales=is_fp8)
+        return cls(Targets.of(groups), keys.names("ignore"), has_fp8_cache_scales=is_fp8)
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
         scheme, weight = self.schemes.find(*tensors.names_of(name)), f"{name}.weight"

@@ -18,7 +18,7 @@ from octavo.quant.gptq import GPTQ
 from octavo.quant.keys import INSTEAD
 from octavo.quant.modelopt import ModelOpt
 from octavo.quant.mxfp4 import MXFP4
-from octavo.quant.plain import PLAIN
+from octavo.quant.plain import PLAIN, Plain
 from octavo.quant.stored import StoredWeight
 from octavo.quant.tensors import Tensors
 
@@ -65,6 +65,20 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantMethod]] = {
     "mxfp4": MXFP4.read,
 }
 """Name of a method to the function that reads its configuration."""
+
+
+def weights_method(given: object) -> str | None:
+    """How weights are quantised, as a ``quantization_config`` names it; ``None`` if they are not.
+
+    It may be about cached keys and values alone. What cannot be read counts as quantised: ``read_method`` says what is
+    wrong.
+    """
+    try:
+        if type(read_method(given)) is Plain:
+            return None
+    except CheckpointError:
+        pass
+    return str(given.get("quant_method", "unknown")) if isinstance(given, Mapping) else "unknown"
 
 
 def read_method(given: object) -> QuantMethod:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from octavo.quant.cache_scales import has_fp8_scales
+from octavo.quant.cache_scales import CACHE_KEYS, has_fp8_scales
 from octavo.quant.dummies import dummy_float4, dummy_scaled, is_quantised_dummy
 from octavo.quant.float4 import NVFP4_GROUP, read_nvfp4
 from octavo.quant.fp8 import read_fp8
@@ -41,19 +41,20 @@ class ModelOpt(Plain):
     algorithm: str
     kept: tuple[str, ...] = ()
     """``exclude_modules`` or ``ignore``, with wildcards; used for random weights alone."""
-    is_cache_fp8: bool = True
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> ModelOpt:
-        """Read a ``quantization_config``. Raises ``CheckpointError``."""
+    def read(cls, values: Mapping[str, Any]) -> Plain:
+        """Read a ``quantization_config``; weights are unquantised if it is about cached keys and values alone.
+
+        Raises ``CheckpointError``.
+        """
         keys = QuantKeys(values)
         inner = keys.child("quantization") or keys
+        is_fp8 = has_fp8_scales(inner)
+        if inner.get("quant_algo") is None and any(inner.get(key) is not None for key in CACHE_KEYS):
+            return Plain(has_fp8_cache_scales=is_fp8)
         kept = inner.names("exclude_modules") + inner.names("ignore")
-        return cls(inner.word("quant_algo", ALGORITHMS), kept, has_fp8_scales(inner))
-
-    @property
-    def has_fp8_cache_scales(self) -> bool:
-        return self.is_cache_fp8
+        return cls(inner.word("quant_algo", ALGORITHMS), kept, has_fp8_cache_scales=is_fp8)
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
         block = BLOCK if self.algorithm == "FP8_PB_WO" else None

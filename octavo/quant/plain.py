@@ -6,7 +6,7 @@ In safetensors files the type is a floating-point dtype; in GGUF files it may be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.errors import CheckpointError
 from octavo.quant.blocks import BlockStored
@@ -19,6 +19,8 @@ from octavo.weights.blocks import BlockTensor
 class Plain:
     """``NAME.weight`` for a matrix, ``NAME`` for a stack of them. ``QuantMethod`` documents the methods."""
 
+    has_fp8_cache_scales: bool = field(default=True, kw_only=True)
+
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
         N, K = shape
         part = tensors.load(f"{name}.weight", (K, N) if is_transposed else shape)
@@ -27,10 +29,6 @@ class Plain:
                 raise CheckpointError(f"tensor {name}.weight is {part.kind}; expected floating-point numbers")
             return BlockStored((part,))
         return DenseStored((part.t() if is_transposed else part,))
-
-    @property
-    def has_fp8_cache_scales(self) -> bool:
-        return True
 
     def stack(
         self, name: str, shape: tuple[int, int, int], tensors: Tensors, is_transposed: bool

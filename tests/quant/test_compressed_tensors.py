@@ -18,6 +18,7 @@ from octavo.errors import CheckpointError
 from octavo.quant.compressed_tensors import CompressedTensors
 from octavo.quant.float4 import Float4Stored
 from octavo.quant.grouped import GroupedStored
+from octavo.quant.plain import Plain
 from octavo.quant.scaled import ScaledStored
 from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Tensors
@@ -190,7 +191,7 @@ def test_presets_are_the_librarys(name: str, form: str | None) -> None:
     group = {**scheme.model_dump(mode="json"), "format": form if form == "pack-quantized" else inferred}
     other = {"targets": ["lm_head"], "weights": INT4, "format": "pack-quantized"}
 
-    def read(groups: dict[str, Any]) -> CompressedTensors:
+    def read(groups: dict[str, Any]) -> Plain:
         return CompressedTensors.read({"format": form, "config_groups": {"group_0": other, **groups}})
 
     try:

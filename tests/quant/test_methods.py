@@ -10,9 +10,9 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.quant.float4 import Float4Stored
-from octavo.quant.methods import read_method
+from octavo.quant.methods import read_method, weights_method
 from octavo.quant.mxfp4 import MXFP4
-from octavo.quant.plain import PLAIN
+from octavo.quant.plain import PLAIN, Plain
 from octavo.quant.stored import DenseStored, WeightFormat
 from octavo.quant.targets import names_module
 from octavo.quant.tensors import Tensors
@@ -60,6 +60,42 @@ def test_a_checkpoint_without_a_configuration_has_plain_tensors() -> None:
 def test_what_is_not_supported_is_refused_by_name(given: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_method(given)
+
+
+FP8_SCHEME = {"num_bits": 8, "type": "float"}
+WEIGHTS = {"num_bits": 8, "type": "int"}
+
+
+@pytest.mark.parametrize(
+    ("given", "is_fp8"),
+    [
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, True),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": None, "kv_cache_quant_algo": "NVFP4"}}, False),
+        ({"quant_method": "modelopt", "kv_cache_scheme": FP8_SCHEME}, True),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_SCHEME, "config_groups": {}}, True),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {**FP8_SCHEME, "num_bits": 4}}, False),
+        ({"quant_method": "compressed-tensors", "format": "dense"}, True),
+    ],
+)
+def test_weights_are_plain_where_keys_and_values_alone_are_quantised(given: dict[str, Any], is_fp8: bool) -> None:
+    assert read_method(given) == Plain(has_fp8_cache_scales=is_fp8)
+    assert weights_method(given) is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        {
+            "quant_method": "compressed-tensors",
+            "kv_cache_scheme": FP8_SCHEME,
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+        },
+        {"quant_method": "exl2"},
+    ],
+)
+def test_weights_are_quantised_as_the_configuration_names_it(given: dict[str, Any]) -> None:
+    assert weights_method(given) == given["quant_method"]
 
 
 @pytest.mark.parametrize(
