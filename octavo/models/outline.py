@@ -69,11 +69,12 @@ class FirstOf(SingleRank):
 def outline(
     config: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, num_ranks: int = 1
 ) -> LoadedModel | LoadedEncoder:
-    """The model with "meta" weights of this format, or what the first rank holds of it.
+    """The model with "meta" weights that are packed as those on the format's device are, or what the first rank holds
+    of it.
 
     Raises ``CheckpointError`` as loading would.
     """
-    form = dataclasses.replace(form, device=torch.device("meta"))
+    form = dataclasses.replace(form, device=torch.device("meta"), outlined_for=form.device.type)
     if isinstance(config, EncoderConfig):
         return load_encoder(config, Outline(checkpoint, frozenset()), form)
     copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # content is compared on loading

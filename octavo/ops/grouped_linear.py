@@ -167,7 +167,7 @@ def _numbers(fields: Tensor, number: Number) -> Tensor:
 def _smallest_exact(scales: Tensor) -> Tensor:
     for dtype in (torch.bfloat16, torch.float16):
         small = scales.to(dtype)
-        if torch.equal(small.float(), scales):
+        if small.is_meta or torch.equal(small.float(), scales):
             return small
     return scales.float()
 

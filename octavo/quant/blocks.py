@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.block_linear import FOUR_BIT_KINDS, KINDS, PackedBlocks, block_linear
+from octavo.ops.block_linear import FOUR_BIT_KINDS, KINDS, PANEL, PackedBlocks, block_linear
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.ops.linear import Activation
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
-from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, shard_range
+from octavo.quant.stored import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, shard_range
 from octavo.weights.blocks import BLOCK_KINDS, BlockTensor, dequantize, split_groups
 
 NUMBERS: dict[str, Number] = {kind: "uint4" if kind in FOUR_BIT_KINDS else "int8" for kind in KINDS}
@@ -132,6 +132,19 @@ class BlockStored:
             return self.parts[0]
         names = " or ".join(part.name for part in self.parts)
         return BlockTensor(self._kind, self.shape, np.concatenate([part.data for part in self.parts]), names)
+
+
+def packs_blocks(form: WeightFormat) -> bool:
+    """Whether ``ops.block_linear`` has a kernel for this format."""
+    return form.packs and form.kernel_device == "cpu" and without_kernel("cpu") is None
+
+
+def outlined_blocks(kind: str, shape: tuple[int, int], bits: int, length: int, scale_bytes: int) -> OutlinedWeight:
+    """A ``BlockWeight`` without content, of groups of ``length`` inputs, whose scales and minima take ``scale_bytes``
+    together. That is about: scales take two bytes or four, by their values."""
+    N, K = shape
+    rows = -(-N // PANEL) * PANEL
+    return OutlinedWeight(shape, kind, rows * (K * bits // 8 + K // length * scale_bytes))
 
 
 def without_kernel(device: str) -> str | None:

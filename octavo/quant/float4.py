@@ -16,10 +16,10 @@ from torch import Tensor
 
 from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
 from octavo.ops.grouped_linear import E2M1, PackedGroups
-from octavo.quant.blocks import BlockWeight, without_kernel
+from octavo.quant.blocks import BlockWeight, outlined_blocks, packs_blocks
 from octavo.quant.groups import num_groups
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
-from octavo.quant.stored import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, row_slices, shard_range
+from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
 from octavo.quant.tensors import Tensors
 from octavo.weights.blocks import Groups
 
@@ -106,13 +106,14 @@ class Float4Stored:
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         """On a CPU, codes become integers of 8 bits: twice their numbers, from -12 to 12, with half the scale."""
-        if form.packs and form.device.type == "meta":
-            return OutlinedWeight(self.shape, "fp4", self.codes.numel() + 2 * self.group_scales_NG.numel())
         if packs_groups(form):
             packed = self.packed_groups(form.device)
             return None if packed is None else GroupedWeight(packed, form.dtype)
-        if not form.packs or form.device.type != "cpu" or without_kernel("cpu") is not None:
+        if not packs_blocks(form):
             return None
+        if self.codes.is_meta:
+            scale_bytes = 2 if self.tensor_scales_N is None else 4
+            return outlined_blocks("float4", self.shape, 8, self.group, scale_bytes)
         return BlockWeight(PackedBlocks.of_groups("float4", self.shape, 8, self._numbers()))
 
     def packed_groups(self, device: torch.device) -> PackedGroups | None:

@@ -52,7 +52,7 @@ class GPTQ(Plain):
     rule: Rule
     version: str
     is_symmetric: bool = True
-    """``sym``; used for random weights alone."""
+    """``sym``; used for random weights and outlines alone."""
     dynamic: tuple[tuple[re.Pattern[str], Rule | None], ...] = ()
     """Patterns of module names, matched from the start, with their rules; ``None``: unquantised. The first counts."""
     named: Mapping[str, Rule | None] = field(default_factory=dict, hash=False)
@@ -114,7 +114,8 @@ class GPTQ(Plain):
         if self.version == V1 and bits == 3:
             zeros = zeros + 1 & 7
         zeros_NG = signed(zeros, bits).t().contiguous()
-        return None if not zeros_NG.is_meta and not zeros_NG.any() else zeros_NG
+        are_zero = self.is_symmetric if zeros_NG.is_meta else not zeros_NG.any()
+        return None if are_zero else zeros_NG
 
 
 def read_rule(keys: QuantKeys, default: Rule) -> Rule:

@@ -17,10 +17,10 @@ from torch import Tensor
 from octavo.ops.block_linear import ROWS_AT_ONCE, PackedBlocks
 from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.ops.scaled_linear import ScaledValues
-from octavo.quant.blocks import BlockWeight, without_kernel
+from octavo.quant.blocks import BlockWeight, outlined_blocks, packs_blocks
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.scaled import ScaledWeight, has_scaled_kernel
-from octavo.quant.stored import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, row_slices, shard_range
+from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
 from octavo.weights.blocks import Groups
 
 FEWEST_TOGETHER, MOST_TOGETHER = 16, 64
@@ -105,26 +105,20 @@ class GroupedStored:
         return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
-        if form.packs and form.device.type == "meta":
-            (N, K), bits = self.shape, 4 if self.bits <= 4 else 8
-            sides = self.scales_NG.numel() * (2 if self.zeros_NG is None else 4)
-            return OutlinedWeight(self.shape, f"int{self.bits}", N * K * bits // 8 + sides)
-        if self._is_rounding and form.device.type != "cpu" and has_scaled_kernel(form):
+        if self._is_rounding and form.kernel_device != "cpu" and has_scaled_kernel(form):
             codes_NK, scales_N1 = (part.to(form.device).contiguous() for part in (self.codes_NK, self.scales_NG))
             return ScaledWeight(ScaledValues(codes_NK, scales_N1, self.group), form.dtype)
         if packs_groups(form):
             packed = self.packed_groups(form.device)
             return None if packed is None else GroupedWeight(packed, form.dtype)
-        if not form.packs or form.device.type != "cpu" or without_kernel("cpu") is not None:
-            return None
         length = math.gcd(self.group, MOST_TOGETHER)
-        if length < FEWEST_TOGETHER:
+        if not packs_blocks(form) or length < FEWEST_TOGETHER:
             return None
-        bits = 4 if self.bits <= 4 else 8
+        kind, bits = f"int{self.bits}", 4 if self.bits <= 4 else 8
+        if self.codes_NK.is_meta:
+            return outlined_blocks(kind, self.shape, bits, length, 2 if self.zeros_NG is None else 8)
         order = None if self.order_K is None else self.order_K.to(torch.int32)
-        return BlockWeight(
-            PackedBlocks.of_groups(f"int{self.bits}", self.shape, bits, self._numbers(bits, length), order)
-        )
+        return BlockWeight(PackedBlocks.of_groups(kind, self.shape, bits, self._numbers(bits, length), order))
 
     @property
     def _is_rounding(self) -> bool:

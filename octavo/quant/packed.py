@@ -54,7 +54,7 @@ class GroupedWeight:
 
 def packs_groups(form: WeightFormat) -> bool:
     """Whether ``ops.grouped_linear`` has a kernel for this format; the reference would unpack at every call."""
-    return form.packs and grouped_linear.chosen(form.device.type, form.dtype) != REFERENCE
+    return form.packs and grouped_linear.chosen(form.kernel_device, form.dtype) != REFERENCE
 
 
 def group_length(number: Number, K: int, group: int) -> int | None:

@@ -18,7 +18,7 @@ from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.linear import Activation
 from octavo.ops.scaled_linear import LANES, ScaledValues, scaled_linear
 from octavo.quant.packed import GroupedWeight, pack_groups, packs_groups
-from octavo.quant.stored import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, row_slices, shard_range
+from octavo.quant.stored import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +84,12 @@ class ScaledStored:
         return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
-        if form.packs and form.device.type == "meta":
-            return OutlinedWeight(self.shape, "fp8", self.values_NK.numel() + 4 * self.shape[0] * self.scales.shape[1])
         K, width, has_kernel = self.shape[1], self.block[1], has_scaled_kernel(form)
-        is_rounding = has_kernel and form.device.type != "cpu" and self.rounds_activations and width >= K
+        is_rounding = has_kernel and form.kernel_device != "cpu" and self.rounds_activations and width >= K
         if packs_groups(form) and not is_rounding:
             packed = self.packed_groups(form.device)
             return None if packed is None else GroupedWeight(packed, form.dtype)
-        if not has_kernel or (form.device.type != "cpu" and not is_rounding):
+        if not has_kernel or (form.kernel_device != "cpu" and not is_rounding):
             return None
         if (width < K and width % LANES) or self._has_nan():
             return None
@@ -106,7 +104,9 @@ class ScaledStored:
 
     def _has_nan(self) -> bool:
         codes_NK = self.values_NK.view(torch.uint8)
-        return any(bool(((codes_NK[rows] & 0x7F) == 0x7F).any()) for rows in row_slices(self.shape))
+        return not codes_NK.is_meta and any(
+            bool(((codes_NK[rows] & 0x7F) == 0x7F).any()) for rows in row_slices(self.shape)
+        )
 
     def _by_row(self) -> ScaledStored:
         """The same matrix with separate scales for each row."""
@@ -116,7 +116,7 @@ class ScaledStored:
 
 def has_scaled_kernel(form: WeightFormat) -> bool:
     """Whether ``ops.scaled_linear`` has a kernel for this format."""
-    return form.packs and scaled_linear.chosen(form.device.type, form.dtype) != REFERENCE
+    return form.packs and scaled_linear.chosen(form.kernel_device, form.dtype) != REFERENCE
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,6 +47,14 @@ class WeightFormat:
     is_quantised: bool = False
     """Whether weights are quantised, in the checkpoint or while loading."""
 
+    outlined_for: str | None = None
+    """Type of the device that weights on the "meta" device stand for; see ``models.outline``."""
+
+    @property
+    def kernel_device(self) -> str:
+        """Type of the device whose kernels compute with the weights."""
+        return self.outlined_for or self.device.type
+
     @property
     def kv_dtype(self) -> torch.dtype:
         """The default dtype of keys and values: 16 bits on CPUs next to packed weights of 8 bits or fewer."""
@@ -129,7 +137,7 @@ class StoredWeight(Protocol):
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         """The matrix packed for a kernel of the device, ``None`` if it must be dequantised.
 
-        On the "meta" device it is an ``OutlinedWeight``.
+        On the "meta" device it has the size of what kernels of ``form.kernel_device`` get, and no content.
         """
         ...
 
@@ -230,7 +238,9 @@ class DenseStored:
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         """On a CPU, 16 bits stay 16 bits: they are widened in registers, exactly, and half as many bytes are read."""
         dtype, K = self.parts[0].dtype, self.shape[1]
-        if not form.packs or form.device.type == "cuda" or form.dtype != torch.float32 or dtype.itemsize != 2 or K % 16:
+        if not form.packs or form.kernel_device == "cuda" or form.dtype != torch.float32 or dtype.itemsize != 2:
+            return None
+        if K % 16:
             return None
         return DenseWeight(self._one().contiguous(), form.dtype)
 
@@ -307,6 +317,8 @@ def make_weights(parts: Iterable[StoredWeight], form: WeightFormat) -> list[Line
         if packed is None:
             left.append(joined)
             continue
+        if form.device.type == "meta" and packed.dense_NK is None:
+            packed = OutlinedWeight(joined.shape, packed.format, packed.num_bytes)
         weights += [*_dense(left, form), packed]
         left = []
     return weights + _dense(left, form)

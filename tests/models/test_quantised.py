@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo import LLM, SamplingParams
 from octavo.models.outline import outline
 from octavo.models.registry import load_model, read_config
+from octavo.ops.grouped_linear import grouped_linear
 from octavo.quant.stored import WeightFormat
 from octavo.weights.safetensors import SafetensorsCheckpoint
 from tests.models.families import VOCAB_SIZE, make_checkpoint
@@ -40,6 +41,7 @@ FORMATS: dict[str, Writer] = {
     "gptq v2, 3 bits, zeros": gptq(3, GROUP, "gptq_v2", has_zeros=True),
     "gptq, in activation order": gptq(4, GROUP, has_zeros=True, is_ordered=True),
     "gptq, 8 bits": gptq(8, GROUP),
+    "gptq, groups of 8": gptq(4, 8),
     "auto-round": auto_round(4, GROUP),
     "awq": awq(GROUP),
     "bitsandbytes, 8 bits": bitsandbytes_int8(),
@@ -165,6 +167,30 @@ def test_a_quantised_checkpoint_is_checked_from_its_headers(folders: tuple[Path,
     )
     assert found.num_parameters == expected.num_parameters
     assert found.num_bytes == expected.num_bytes
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("has_grouped_kernel", [False, True])
+@pytest.mark.parametrize("row", ["llama/biases", "mixtral/two_of_five"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_weights_take_about_the_bytes_that_headers_announce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, row: str, has_grouped_kernel: bool
+) -> None:
+    """With the kernels of a CPU, and packed as for those of a GPU; those that no kernel takes are dense.
+
+    How many bytes a scale takes depends on its value.
+    """
+    if has_grouped_kernel:
+        monkeypatch.setattr(grouped_linear, "chosen", lambda *_: "triton")
+    torch.manual_seed(0)
+    source, folder = tmp_path / "source", tmp_path / "quantised"
+    quantise(checkpoint(source, row), folder, FORMATS[name])
+    file = SafetensorsCheckpoint(folder)
+    config, form = read_config(file.config), WeightFormat(torch.float32, torch.device("cpu"), packs=True)
+    found, announced = (make(config, file, form).bytes_by_format for make in (load_model, outline))
+    assert found.keys() == announced.keys()
+    for kind, size in found.items():
+        assert announced[kind] == pytest.approx(size, rel=0.2 if kind != "float32" else 0)
 
 
 @needs_float_kernels
