@@ -182,11 +182,12 @@ def _check_modules(config: EngineConfig, loaded: LoadedModel | LoadedEncoder) ->
     import torch
 
     from octavo.config import parse_lora_modules
-    from octavo.models.adapters import changes_of
+    from octavo.models.adapters import changes_of, check_merge
     from octavo.models.registry import LoadedModel
     from octavo.quant.stored import WeightFormat
 
     assert isinstance(loaded, LoadedModel)
+    check_merge(config.model, loaded.maps)
     for name, folder in parse_lora_modules(config.model.lora_modules).items():
         changes = list(changes_of(Path(folder), loaded.maps, WeightFormat(torch.float32, torch.device("meta"))))
         yield f"adapter {name} fits: it changes {len(changes)} of {len(loaded.maps)} maps"

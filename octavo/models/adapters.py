@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from octavo.config import ModelSettings, parse_lora_modules
 from octavo.errors import CheckpointError, ConfigError
@@ -18,6 +19,7 @@ from octavo.layers.lora import AdaptedLinear, AdapterRows
 from octavo.layers.stacked_lora import StackedLinear, StackedRows
 from octavo.models.config import ModelConfig
 from octavo.models.map_part import MapPart
+from octavo.models.outline import outlined_maps
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.lora import LowRank
@@ -71,16 +73,33 @@ def make_stacks(maps: Mapping[str, MapPart], form: WeightFormat) -> int:
 def merge(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> None:
     """Merge an adapter into the model's weights, in float32. Raises ``CheckpointError``, also for quantised weights."""
     for linear, change in changes_of(path, maps, form):
-        [weight, *others] = linear.weights
-        weight_NK = weight.dense_NK
-        if others or weight_NK is None:
-            raise CheckpointError(f"{path}: cannot be merged into quantised weights; use enable_lora")
+        weight_NK = _dense(path, linear)
         merged_NK = weight_NK.float()
         rows = slice(change.start, change.start + len(change.up_NR))
         if merged_NK.data_ptr() == weight_NK.data_ptr():
             merged_NK = merged_NK.clone()  # it may be a mapped file
         merged_NK[rows] += change.up_NR.float() @ change.down_RK.float()
         linear.weights[0] = DenseWeight(merged_NK.to(form.dtype))
+
+
+def check_merge(settings: ModelSettings, maps: Mapping[str, MapPart]) -> None:
+    """Check whether ``merge`` can merge the adapter of the settings, if that is asked for, from an outline's maps.
+
+    Raises ``CheckpointError``.
+    """
+    folders = parse_lora_modules(settings.lora_modules).values() if settings.merge_lora else ()
+    for path in map(Path, folders):
+        for linear, _ in changes_of(path, maps, WeightFormat(torch.float32, torch.device("meta"))):
+            _dense(path, linear)
+
+
+def _dense(path: Path, linear: Linear) -> Tensor:
+    """The dense matrix of a map that the adapter in ``path`` changes. Raises ``CheckpointError`` for another."""
+    [weight, *others] = linear.weights
+    weight_NK = weight.dense_NK
+    if others or weight_NK is None:
+        raise CheckpointError(f"{path}: cannot be merged into quantised weights; use enable_lora")
+    return weight_NK
 
 
 def changes_of(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> Iterator[tuple[Linear, LowRank]]:
@@ -112,6 +131,8 @@ def load_with_adapters(
     if not settings.enable_lora:
         if bool(modules) != settings.merge_lora or len(modules) > 1:
             raise ConfigError("lora_modules: needs enable_lora, or merge_lora and one adapter")
+        if settings.merge_lora:
+            check_merge(settings, outlined_maps(config, source, form, collective.size))
         loaded = load_model(config, source, form, collective=collective)
         for path in modules.values():
             merge(Path(path), loaded.maps, form)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
@@ -10,12 +11,12 @@ from octavo.errors import CheckpointError
 from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
 from octavo.models.encoders import LoadedEncoder, load_encoder
+from octavo.models.map_part import MapPart
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SingleRank
 from octavo.quant.stored import WeightFormat
-from octavo.quant.tensors import Part
+from octavo.quant.tensors import Part, Source
 from octavo.weights.blocks import BLOCK_KINDS
-from octavo.weights.checkpoint import Checkpoint
 
 DTYPES = {
     "F32": torch.float32,
@@ -33,7 +34,7 @@ DTYPES = {
 class Outline:
     """A checkpoint whose tensors have names, types and shapes but no content."""
 
-    def __init__(self, checkpoint: Checkpoint, leave_out: frozenset[str]) -> None:
+    def __init__(self, checkpoint: Source, leave_out: frozenset[str]) -> None:
         self._checkpoint = checkpoint
         self._leave_out = leave_out
 
@@ -67,7 +68,7 @@ class FirstOf(SingleRank):
 
 
 def outline(
-    config: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, num_ranks: int = 1
+    config: ModelConfig, checkpoint: Source, form: WeightFormat, num_ranks: int = 1
 ) -> LoadedModel | LoadedEncoder:
     """The model with "meta" weights that are packed as those on the format's device are, or what the first rank holds
     of it.
@@ -80,3 +81,12 @@ def outline(
     copies = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())  # content is compared on loading
     source = Outline(checkpoint, copies & checkpoint.names())
     return load_model(config, source, form, collective=FirstOf(num_ranks))
+
+
+def outlined_maps(
+    config: ModelConfig, checkpoint: Source, form: WeightFormat, num_ranks: int = 1
+) -> Mapping[str, MapPart]:
+    """The linear maps of the outline of a model that generates text."""
+    loaded = outline(config, checkpoint, form, num_ranks)
+    assert isinstance(loaded, LoadedModel)
+    return loaded.maps

@@ -13,14 +13,18 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from octavo.build import build_engine
+from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.errors import CheckpointError, ConfigError, ModelNotFound
+from octavo.models import adapters
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request
 from tests.engine.making import serve
 from tests.models.adapter_files import LLAMA_MAPS, make_adapter
 from tests.models.families import VOCAB_SIZE, make_checkpoint
+from tests.ops.cpu_cases import needs_float_kernels
+from tests.quant.writers import gptq, quantise
 
 NEW_TOKENS = 12
 COUNT = 16
@@ -113,6 +117,28 @@ def test_adapters_come_and_go_while_the_engine_runs(made: Made) -> None:
 def test_one_adapter_may_be_merged(made: Made) -> None:
     engine = made.build(["a4"], enable_lora=False, merge_lora=True)
     made.check("a4", PROMPT, serve(engine, [ask(0, "", PROMPT)])[0])
+
+
+@needs_float_kernels
+def test_a_merge_into_packed_weights_is_refused_before_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the engine as by ``octavo models``; weights of an explicit dtype are dense, and merged."""
+    base, quantised = tmp_path / "base", tmp_path / "quantised"
+    make_checkpoint(base, "llama/gqa", hidden_size=64, intermediate_size=96)
+    make_adapter(base, tmp_path / "a", 0, target_modules=["q_proj"])
+    quantise(base, quantised, gptq(4, 16))
+    flags = [str(quantised), "--device", "cpu", "--merge-lora", "--lora-modules", f"a={tmp_path / 'a'}"]
+    settings = {"model": str(quantised), "device": "cpu", "merge_lora": True, "lora_modules": f"a={tmp_path / 'a'}"}
+    settings |= {"num_kv_blocks": 40}
+    assert main(["models", *flags, "--num-kv-blocks", "40", "--dtype", "float32"]) == 0
+    build_engine(EngineConfig.from_flat({**settings, "dtype": "float32"}))
+    capsys.readouterr()
+    assert main(["models", *flags]) == 2
+    assert "cannot be merged into quantised weights" in capsys.readouterr().err
+    monkeypatch.setattr(adapters, "load_model", lambda *_, **__: pytest.fail("the model's weights were loaded"))
+    with pytest.raises(CheckpointError, match="a: cannot be merged into quantised weights; use enable_lora"):
+        build_engine(EngineConfig.from_flat(settings))
 
 
 @pytest.mark.parametrize(
