@@ -128,7 +128,7 @@ class ModelSettings:
 class CacheSettings:
     """The paged KV cache."""
 
-    block_size: int | None = setting(None, "tokens per block; default: by device", low=1, high=65_536)
+    block_size: int | None = setting(None, "tokens per block; default: by device", low=1)
     num_kv_blocks: int | None = setting(None, "blocks in the pool; default: as many as fit into the memory", low=1)
     kv_cache_memory: float | None = setting(None, "GiB of memory for the KV cache; default: by device", low=0.001)
     kv_cache_dtype: str = setting(
