@@ -53,9 +53,9 @@ def _next_tokens(
 ) -> list[dict[int, Logprob]]:
     """The log-probabilities of the likeliest tokens behind each beam."""
     jobs = [requests.make("", Checked(None, tokens, params, 1, (), ())) for tokens in beams]
-    with requests.submitted(jobs):
-        while not all(job.is_finished for job in jobs):
-            requests.step()
+    with requests.submitted(jobs) as unfinished:
+        while unfinished.count:
+            requests.step(unfinished)
     outputs = [job.continuations[0].output() for job in jobs]
     for output in outputs:
         if not output.logprobs:

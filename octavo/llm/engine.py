@@ -12,7 +12,7 @@ from octavo.config import DEFAULT_MODEL
 from octavo.errors import InvalidParameter
 from octavo.llm.continuations import Job
 from octavo.llm.engine_metrics import EngineMetrics, Recorder
-from octavo.llm.live_requests import LiveRequests
+from octavo.llm.live_requests import LiveRequests, Unfinished
 from octavo.llm.loading import build, settle
 from octavo.llm.outputs import CompletionOutput, RequestOutput
 from octavo.llm.prompts import Prompt, check_all
@@ -94,7 +94,7 @@ class Engine:
         params = sampling_params or SamplingParams(**self.info.sampling_defaults)  # type: ignore[arg-type]
         (checked,) = check_all([prompt], params, self.tokenizer, self.info)
         job = self._requests.make(request_id, checked, priority)
-        self._requests.submit(job)
+        self._requests.submit(job, Unfinished())
         self._recorder.note_submitted()
         self._jobs[request_id] = job
         self._owners.update((continuation.request.id, job) for continuation in job.continuations)

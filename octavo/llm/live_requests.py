@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -12,20 +13,32 @@ from octavo.engine.engine import Engine
 from octavo.errors import Unavailable
 from octavo.llm.continuations import Continuation, Job
 from octavo.llm.interrupts import interrupts_held_back
+from octavo.llm.outputs import CompletionOutput
 from octavo.llm.prompts import READ, Checked, Text
 from octavo.sampling_params import choice_key
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Request, Task
 
 
+class Unfinished:
+    """How many continuations of a call are unfinished."""
+
+    count = 0
+
+
 class LiveRequests:
-    """Makes requests of prompts, and runs the engine over them; ``seed`` is for requests without one."""
+    """Makes requests of prompts, and runs the engine over them; ``seed`` is for requests without one.
+
+    Several threads may use it: whichever runs a step advances the requests of all.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, seed: int) -> None:
         self._engine: Engine | None = engine
         self._tokenizer = tokenizer
-        self._live: dict[int, Continuation] = {}
-        """Unfinished continuations, by request id."""
+        self._live: dict[int, tuple[Continuation, Unfinished]] = {}
+        """Unfinished continuations, and the calls that they belong to, by request id."""
+        self._lock = threading.RLock()
+        """Held for every use of the engine and of ``_live``."""
         self._ids = itertools.count()
         self._seeds = random.Random(seed)
 
@@ -38,10 +51,11 @@ class LiveRequests:
 
     def close(self) -> None:
         """Free the memory and drop unfinished requests. May be called twice."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-        self._live.clear()
+        with self._lock:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
+            self._live.clear()
 
     def make(self, job_id: str, prompt: Checked, priority: int = 0) -> Job:
         """The ``n`` continuations of a prompt, not yet submitted."""
@@ -70,48 +84,65 @@ class LiveRequests:
         request = Request(number, text.tokens, READ, 0, arrival=arrival, task=task, second_start=text.second_start)
         return Job("", None, [Continuation(0, request, self._tokenizer)])
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, unfinished: Unfinished) -> None:
         """Give the engine the continuations of ``job``, or none of them. Raises ``RequestError``."""
-        try:
-            for continuation in job.continuations:
-                self.engine.add(continuation.request)
-                self._live[continuation.request.id] = continuation
-        except BaseException:
-            self.abort(job)
-            raise
+        with self._lock:
+            try:
+                for continuation in job.continuations:
+                    self.engine.add(continuation.request)
+                    self._live[continuation.request.id] = continuation, unfinished
+                    unfinished.count += 1
+            except BaseException:
+                self.abort(job)
+                raise
 
     def abort(self, job: Job) -> None:
         """End the unfinished continuations of ``job``, without further output."""
-        for continuation in job.continuations:
-            if self._live.pop(continuation.request.id, None) is not None:
-                self.engine.abort(continuation.request.id)
+        with self._lock:
+            for continuation in job.continuations:
+                if self._live.pop(continuation.request.id, None) is not None:
+                    self.engine.abort(continuation.request.id)
 
     @contextlib.contextmanager
-    def submitted(self, jobs: Sequence[Job]) -> Iterator[None]:
+    def submitted(self, jobs: Sequence[Job]) -> Iterator[Unfinished]:
         """Submit ``jobs`` to the engine; abort those that are unfinished at the end of the block."""
+        unfinished = Unfinished()
         try:
             for job in jobs:
-                self.submit(job)
-            yield
+                self.submit(job, unfinished)
+            yield unfinished
         finally:
             for job in jobs:
                 self.abort(job)
 
-    def step(self) -> list[Continuation]:
-        """Run one engine step; return the continuations that it advanced, of which some may have finished."""
+    def step(self, unfinished: Unfinished | None = None) -> list[Continuation]:
+        """Run one engine step; return the continuations that it advanced, of which some may have finished.
+
+        Does nothing if all of a call have been finished by steps of other threads.
+        """
+        with self._lock:
+            return self._step() if unfinished is None or unfinished.count else []
+
+    def next_piece(self, continuation: Continuation) -> CompletionOutput | None:
+        """What is new of a continuation, while no thread adds to it."""
+        with self._lock:
+            return continuation.next_piece()
+
+    def _step(self) -> list[Continuation]:
         engine, advanced = self.engine, []
         assert engine.has_work, "the engine lost requests"
         with interrupts_held_back():
             outputs = engine.step()
             now = time.monotonic()
             for output in outputs:
-                continuation = self._live.get(output.request_id)
-                if continuation is None:
+                if output.request_id not in self._live:
                     continue
+                continuation, unfinished = self._live[output.request_id]
                 continuation.take(output, now)
                 advanced.append(continuation)
                 if continuation.finish_reason is not None:
                     del self._live[output.request_id]
+                    unfinished.count -= 1
                 if continuation.finish_reason != output.finish_reason:
                     engine.abort(output.request_id)  # a stop string ended it; the engine sees tokens only
         return advanced

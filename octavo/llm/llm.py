@@ -44,8 +44,9 @@ class LLM:
     """A model with its engine, in this process.
 
     ``settings`` are those of ``EngineConfig`` by name, such as ``max_model_len=2048``. Raises ``ConfigError`` for
-    settings that cannot work and ``CheckpointError`` for a model that cannot be loaded. One thread at a time
-    may use it. Close it, or use it in a ``with`` statement, to free the memory.
+    settings that cannot work and ``CheckpointError`` for a model that cannot be loaded. Threads may share it:
+    what they ask for at the same time is computed together. Close it, or use it in a ``with`` statement, to free the
+    memory.
     """
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
@@ -213,26 +214,23 @@ class LLM:
 
     def _run(self, jobs: Sequence[Job], use_progress: bool) -> None:
         """Run the engine until all jobs are finished."""
-        unfinished = {continuation.request.id for job in jobs for continuation in job.continuations}
-        with self._requests.submitted(jobs), _progress_bar(len(unfinished), use_progress) as advance:
-            while unfinished:
-                advanced = self._requests.step()
-                ended = [continuation.request.id for continuation in advanced if continuation.finish_reason is not None]
-                unfinished.difference_update(ended)
-                advance(len(ended))
+        with self._requests.submitted(jobs) as unfinished, _progress_bar(unfinished.count, use_progress) as advance:
+            while left := unfinished.count:
+                self._requests.step(unfinished)
+                advance(left - unfinished.count)
 
     def _jobs(self, prompts: Sequence[Checked]) -> list[Job]:
         return [self._requests.make(str(next(self._job_ids)), prompt) for prompt in prompts]
 
     def _pieces(self, job: Job) -> Generator[CompletionOutput, None, None]:
         unfinished = list(job.continuations)
-        with self._requests.submitted([job]):
+        with self._requests.submitted([job]) as call:
             while unfinished:
                 # Another call may have finished these requests while this generator was suspended.
                 if all(continuation.finish_reason is None for continuation in unfinished):
-                    self._requests.step()
+                    self._requests.step(call)
                 for continuation in list(unfinished):
-                    piece = continuation.next_piece()
+                    piece = self._requests.next_piece(continuation)
                     if piece is None:
                         continue
                     if piece.finished():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -143,8 +144,8 @@ def _is_view(func: Callable[..., Any]) -> bool:
     return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
 
 
-class _Current:
-    """The active recording; a process has at most one."""
+class _Current(threading.local):
+    """The active recording; a thread has at most one, as engines of other threads run at the same time."""
 
     recording: Recording | None = None
 
