@@ -5,6 +5,7 @@ https://huggingface.github.io/text-generation-inference/
 
 from __future__ import annotations
 
+import codecs
 from typing import Any
 
 import msgspec
@@ -174,7 +175,8 @@ class TGIAnswer:
 
     def __init__(self, body: TGIBody, tokenizer: Tokenizer) -> None:
         self._body = body
-        self._special_ids = tokenizer.special_token_ids
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._texts: list[str] = [body.inputs] if body.parameters.return_full_text and not body.stream else []
         self._num_events = 0
 
@@ -207,10 +209,15 @@ class TGIAnswer:
         return b""
 
     def _tokens(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
-        """The tokens; text that several of them produce together is the last one's."""
-        texts = [*[""] * (len(update.tokens) - 1), update.text]
+        """The tokens. Where their texts are not the update's, which stop strings hold back, it is the last one's."""
+        special = self._tokenizer.special_token_ids
+        texts = [
+            self._decoder.decode(b"" if id in special else self._tokenizer.token_bytes(id)) for id in update.tokens
+        ]
+        if "".join(texts) != update.text:
+            texts = [*[""] * (len(update.tokens) - 1), update.text]
         return [
-            {"id": id, "text": text, "logprob": entry.logprob, "special": id in self._special_ids}
+            {"id": id, "text": text, "logprob": entry.logprob, "special": id in special}
             for id, text, entry in zip(update.tokens, texts, update.logprobs, strict=False)
         ]
 

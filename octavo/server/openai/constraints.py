@@ -47,7 +47,7 @@ def constraint(body: ConstraintFields) -> Constraint | None:
 
 
 def _given(body: ConstraintFields) -> Iterator[Constraint]:
-    if body.response_format:
+    if body.response_format is not None:
         form = _response_format(body.response_format)
         if form is not None:
             yield Constraint("response_format", form)
@@ -55,7 +55,7 @@ def _given(body: ConstraintFields) -> Iterator[Constraint]:
         yield from _structured_outputs(body.structured_outputs)
     for name in KINDS:
         value = getattr(body, f"guided_{name}", None)
-        if value:
+        if value is not None and value is not False:
             yield Constraint(f"guided_{name}", _made(f"guided_{name}", KINDS[name], value))
 
 
@@ -103,7 +103,7 @@ def _json_schema(given: Any) -> Form:
 
 def _structured_outputs(given: Mapping[str, Any]) -> Iterator[Constraint]:
     for name, value in given.items():
-        if value is None or value is False or value == [] or value == "":
+        if value is None or value is False:
             continue
         where = f"structured_outputs.{name}"
         if name not in STRUCTURED_KINDS:

@@ -49,6 +49,8 @@ def test_details(client: InferenceClient) -> None:
     assert (answer.details.finish_reason, answer.details.seed) == ("stop_sequence", 7)
     assert answer.details.generated_tokens == len(answer.details.tokens) == len("The answer")
     assert "".join(token.text for token in answer.details.tokens) == answer.generated_text == "The answer"
+    unstopped = client.text_generation("Hi", max_new_tokens=6, details=True)
+    assert [token.text for token in unstopped.details.tokens] == list("The an")
     parts = list(client.text_generation("Hi", max_new_tokens=3, details=True, stream=True))
     assert [part.index for part in parts] == [1, 2, 3]
     assert parts[-1].generated_text == ANSWER[:3]
