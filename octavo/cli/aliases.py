@@ -1,4 +1,4 @@
-"""Flags of other servers: those that mean a setting of Octavo are accepted, for the others an error says what to use.
+"""Flags of other servers: many that mean a setting of Octavo are accepted, for others an error says what to use.
 
 ``infer`` stands for the server of the project of this name.
 """
@@ -20,12 +20,19 @@ FLAGS_OF_OTHERS = {
     "--model-path": "model",  # SGLang
     "--tokenizer-path": "tokenizer",  # SGLang
     "--tp-size": "tensor_parallel_size",  # SGLang
+    "--tp": "tensor_parallel_size",  # SGLang
     "--dp-size": "data_parallel_size",  # SGLang
+    "--dp": "data_parallel_size",  # SGLang
     "--schedule-policy": "scheduling_policy",  # SGLang
     "--alias": "served_model_name",  # llama.cpp
     "-hf": "model",  # llama.cpp
     "--hf-repo": "model",  # llama.cpp
+    "--chat-template-file": "chat_template",  # llama.cpp
     "--disable-cuda-graph": "enforce_eager",  # SGLang
+    "--model-id": "model",  # TGI
+    "--num-shard": "tensor_parallel_size",  # TGI
+    "--quantize": "quantization",  # TGI
+    "--max-batch-prefill-tokens": "max_num_batched_tokens",  # TGI
     "--otlp-endpoint": "otlp_traces_endpoint",  # TGI
 }
 """The setting that a flag of another server stands for."""
@@ -36,6 +43,10 @@ _PROMPT_TOKENS = (
     "the prompt tokens of a step are chosen by measured step times, up to --max-num-batched-tokens; "
     "--max-itl limits the time between tokens"
 )
+_LAYERS = "a model is on one kind of device; choose it with --device"
+_THREADS = "the variable OMP_NUM_THREADS sets the number of threads"
+_SLOTS = "there are no slots, batching is continuous; --max-num-seqs limits the sequences in a step"
+_EMBEDDINGS = "/v1/embeddings is always there; --pooling-type sets how hidden states are pooled"
 ADVICE = {
     "--batching-mode": "batching is always continuous; --scheduling-policy static admits whole batches",
     "--kv-cache-backend": "the KV cache is always paged; --block-size sets the tokens of a block",
@@ -50,8 +61,24 @@ ADVICE = {
     "--spec-length": "--speculative-config has the key num_speculative_tokens",
     "--num-speculative-tokens": "--speculative-config has the key num_speculative_tokens",
     "--pipeline-parallel-size": "a model is divided by --tensor-parallel-size alone",
-    "--n-gpu-layers": "a model is on one kind of device; choose it with --device",
-    "--threads": "the variable OMP_NUM_THREADS sets the number of threads",
+    "--enable-expert-parallel": "--tensor-parallel-size gives every process a part of each expert",
+    "--distributed-executor-backend": "--tensor-parallel-size starts its processes itself, on one machine",
+    "--n-gpu-layers": _LAYERS,
+    "-ngl": _LAYERS,
+    "--threads": _THREADS,
+    "-t": _THREADS,
+    "-m": "give the model as an argument without a flag, or with --model",
+    "-c": "--max-model-len sets the context length",
+    "--parallel": _SLOTS,
+    "-np": _SLOTS,
+    "--jinja": "the chat template is always used; --chat-template gives another one",
+    "--embeddings": _EMBEDDINGS,
+    "--embedding": _EMBEDDINGS,
+    "--task": "the checkpoint decides: decoders generate and embed, encoders embed; --pooling-type sets how they pool",
+    "--disable-radix-cache": "--no-enable-prefix-caching turns the prefix cache off",
+    "--max-total-tokens": "--max-model-len is the limit of a request (TGI), --num-kv-blocks that of the cache (SGLang)",
+    "--max-concurrent-requests": "--max-num-seqs limits running requests, --max-num-queued-reqs waiting ones",
+    "--cpu-offload-gb": "all weights stay on the device; --quantization makes them smaller",
     "--trust-remote-code": "code of checkpoints is never run; --backend transformers runs models of that library",
     "--collect-detailed-traces": "the spans of --otlp-traces-endpoint always have the times of each phase",
     "--calculate-kv-scales": "--kv-cache-dtype fp8 takes the scales of the checkpoint; without any they are 1",

@@ -31,7 +31,10 @@ def add_kinds(kinds: Any) -> None:
     load = serve.add_argument_group("load")
     one = load.add_mutually_exclusive_group()
     one.add_argument(
-        "--concurrency", type=numbers, metavar="N,...", help="closed loop: clients with one request at a time each"
+        *("--concurrency", "--max-concurrency"),
+        type=numbers,
+        metavar="N,...",
+        help="closed loop: clients with one request at a time each",
     )
     one.add_argument("--request-rate", type=reals, metavar="R,...", help="open loop: requests a second")
     load.add_argument("--burstiness", type=float, default=1.0, help="of arrivals: 1 is Poisson, less is burstier")

@@ -126,6 +126,9 @@ def test_flags_of_other_servers() -> None:
     flat = to_flat(load("--max-seq-len", "4096", "--max-batch-size=24", "--num-gpu-blocks", "2048", "--prefix-caching"))
     assert (flat["max_model_len"], flat["max_num_seqs"], flat["num_kv_blocks"]) == (4096, 24, 2048)
     assert not load("--no-prefix-caching").cache.enable_prefix_caching
+    assert load("--tp", "2").model.tensor_parallel_size == load("--num-shard=2").model.tensor_parallel_size == 2
+    assert load("--dp", "2").server.data_parallel_size == 2
+    assert load("--model-id", "some/model", "--quantize", "fp8").model.quantization == "fp8"
     known = {item.name for item in SETTINGS}
     assert set(FLAGS_OF_OTHERS.values()) <= known
     assert not {flag_name(name) for name in known} & {*FLAGS_OF_OTHERS, *ADVICE}
@@ -145,8 +148,14 @@ def test_what_other_servers_have_and_octavo_has_not(flag: str, capsys: pytest.Ca
         main(["serve", f"{flag}=1"])
     error = capsys.readouterr().err
     assert f"there is no flag {flag}: " in error
-    advised = re.findall(r"--[a-z-]+", error.partition(": there is no flag")[2].partition("Try")[0])
-    assert {item[2:].replace("-", "_") for item in advised[1:]} <= {item.name for item in SETTINGS}
+    advised = re.findall(r"--(?:no-)?([a-z-]+)", error.partition(f"no flag {flag}: ")[2].partition("Try")[0])
+    assert {item.replace("-", "_") for item in advised} <= {item.name for item in SETTINGS}
+
+
+def test_a_short_flag_of_another_server_with_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "-ngl", "99", "-m", "model.gguf"])
+    assert "there is no flag -ngl: a model is on one kind of device" in capsys.readouterr().err
 
 
 def test_the_model_is_also_an_argument() -> None:
