@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--workload",
         default="chat",
-        help="single, chat, agent, summary, sharegpt, assistant, fixed, shared-prefix, multi-turn, W1 to W5, or a "
+        help="single, chat, agent, summary, sharegpt, assistant, fixed, shared-prefix, multi-turn, W1 to W8, S1, or a "
         "recorded trace",
     )
     work.add_argument("--num-prompts", type=positive, default=1000, help="total requests, later turns included")

@@ -112,7 +112,7 @@ ENDPOINTS = [
         "POST",
         "/v1/generate",
         with_statuses(generate, _STATUSES),
-        "Continue a text by exactly so many tokens",
+        f"Continue a text of at most {MAX_PROMPT_CHARACTERS:,} characters by exactly 1 to {MAX_NEW_TOKENS} tokens",
         GenerateBody,
     ),
     Endpoint(
