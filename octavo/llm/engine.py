@@ -15,7 +15,7 @@ from octavo.llm.engine_metrics import EngineMetrics, Recorder
 from octavo.llm.live_requests import LiveRequests, Unfinished
 from octavo.llm.loading import build, settle
 from octavo.llm.outputs import CompletionOutput, RequestOutput
-from octavo.llm.prompts import Prompt, check_all
+from octavo.llm.prompts import Prompt, check_all, check_grammars
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineStats
 
@@ -93,6 +93,7 @@ class Engine:
             raise InvalidParameter("request_id", f"The request id {request_id!r} is in use.")
         params = sampling_params or SamplingParams(**self.info.sampling_defaults)  # type: ignore[arg-type]
         (checked,) = check_all([prompt], params, self.tokenizer, self.info)
+        check_grammars([checked], self._requests.engine.grammars)
         job = self._requests.make(request_id, checked, priority)
         self._requests.submit(job, Unfinished())
         self._recorder.note_submitted()

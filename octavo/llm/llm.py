@@ -16,7 +16,7 @@ from rich.progress import Progress
 from octavo.config import DEFAULT_MODEL
 from octavo.engine.beam_search import BeamSearchParams
 from octavo.engine.engine import Engine
-from octavo.errors import InvalidParameter, RequestFailed, Unavailable
+from octavo.errors import RequestFailed, Unavailable
 from octavo.llm.beam_search import BeamSearchOutput, search_beams
 from octavo.llm.continuations import Job
 from octavo.llm.live_requests import LiveRequests
@@ -29,7 +29,17 @@ from octavo.llm.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from octavo.llm.prompts import Checked, Params, Prompt, Text, check_all, check_pairs, check_texts
+from octavo.llm.prompts import (
+    Checked,
+    Params,
+    Prompt,
+    Text,
+    check_all,
+    check_grammars,
+    check_pairs,
+    check_task,
+    check_texts,
+)
 from octavo.sampling_params import SamplingParams
 from octavo.text.chat_template import load_chat_template
 from octavo.text.tokenizer import Tokenizer
@@ -202,8 +212,7 @@ class LLM:
 
     def _read(self, task: Task, texts: Sequence[Text], use_progress: bool) -> list[Floats]:
         """The embedding or score of each text, float32. Raises ``InvalidParameter`` or ``RequestFailed``."""
-        if task not in (tasks := self.info.tasks):
-            raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {task}.")
+        check_task(task, self.info)
         jobs = [self._requests.make_reading(text, task) for text in texts]
         self._run(jobs, use_progress)
         answers = [job.continuations[0] for job in jobs]
@@ -220,6 +229,7 @@ class LLM:
                 advance(left - unfinished.count)
 
     def _jobs(self, prompts: Sequence[Checked]) -> list[Job]:
+        check_grammars(prompts, self.engine.grammars)
         return [self._requests.make(str(next(self._job_ids)), prompt) for prompt in prompts]
 
     def _pieces(self, job: Job) -> Generator[CompletionOutput, None, None]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from octavo.errors import InvalidParameter
+from octavo.engine.protocols import Grammars
+from octavo.errors import InvalidParameter, RequestError
 from octavo.sampling_params import SamplingParams, resolve_max_tokens
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import EngineInfo
+from octavo.types import EngineInfo, Request, Task
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
@@ -34,6 +35,7 @@ class Checked(NamedTuple):
 
 def check_all(prompts: Any, params: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> list[Checked]:
     """Validate every prompt with its parameters; raise ``RequestError`` with the index of the first invalid one."""
+    check_task("generate", info)
     items = _as_list(prompts)
     checked = []
     for place, (prompt, own) in enumerate(zip(items, _params_for_each(params, len(items)), strict=True)):
@@ -46,6 +48,24 @@ def check_all(prompts: Any, params: Any, tokenizer: Tokenizer | None, info: Engi
         check_something_is_left(own, banned, {*ends, *own.stop_token_ids})
         checked.append(Checked(text, tokens, own, max_tokens, ends, banned))
     return checked
+
+
+def check_task(task: Task, info: EngineInfo) -> None:
+    """Raise ``InvalidParameter`` unless the model can do ``task``."""
+    if task not in info.tasks:
+        raise InvalidParameter("model", f"This model can {' and '.join(info.tasks)}; it cannot {task}.")
+
+
+def check_grammars(prompts: Sequence[Checked], grammars: Grammars) -> None:
+    """Compile every grammar, which the engine caches; raise ``InvalidParameter`` for one that cannot be used."""
+    distinct = {prompt.params.grammar: prompt for prompt in prompts if prompt.params.grammar is not None}
+    for prompt in distinct.values():
+        try:
+            grammars.prepare(Request(0, prompt.tokens, prompt.params, prompt.max_tokens)).result()
+        except RequestError:
+            raise
+        except Exception as error:  # whatever the grammar library raises
+            raise InvalidParameter("grammar", f"'grammar' {str(error).rstrip('.')}.") from None
 
 
 class Text(NamedTuple):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from octavo import LLM, SamplingParams
+import pytest
+
+from octavo import LLM, Engine, InvalidParameter, SamplingParams
 from octavo.grammar import forms
+from tests.llm.tiny import SETTINGS
 
 EXPRESSION = "[a-c]{3}[0-9]{1,4}"
 
@@ -48,8 +52,26 @@ def test_a_stop_string_ends_a_bound_text(llm: LLM) -> None:
     assert (output.text, output.finish_reason, output.stop_reason) == ("one, two", "stop", ", th")
 
 
-def test_a_text_that_is_no_grammar_ends_its_own_request(llm: LLM) -> None:
-    bad, good = llm.generate(["x", "x"], [SamplingParams(grammar="root"), SamplingParams(max_tokens=3)])
-    assert bad.outputs[0].finish_reason == "error"
-    assert "octavo.grammar.forms" in (bad.outputs[0].error or "")
-    assert good.outputs[0].finish_reason in ("stop", "length")
+BAD = [
+    ("", "is not a grammar made by octavo.grammar.forms"),
+    ('root ::= "yes"', "is not a grammar made by octavo.grammar.forms"),
+    (forms.grammar_text(forms.grammar("root ::= (((")), "is not a grammar"),
+    (forms.grammar_text(forms.json_schema({"type": "object", "not": {}})), "uses 'not'"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "reason"), BAD)
+def test_a_text_that_is_no_grammar_is_refused_before_anything_runs(llm: LLM, grammar: str, reason: str) -> None:
+    steps, params = llm.engine.stats().num_steps, SamplingParams(grammar=grammar)
+    for call in (lambda: llm.generate(["x", "x"], [SamplingParams(), params]), lambda: llm.stream("x", params)):
+        with pytest.raises(InvalidParameter, match=f"^'grammar' {reason}") as refused:
+            call()
+        assert refused.value.param == "grammar"
+    assert llm.engine.stats().num_steps == steps
+
+
+def test_an_engine_refuses_a_text_that_is_no_grammar(tiny_checkpoint: Path) -> None:
+    with Engine(tiny_checkpoint, **SETTINGS) as engine:
+        with pytest.raises(InvalidParameter, match=r"octavo\.grammar\.forms"):
+            engine.add("x", SamplingParams(grammar="root"))
+        assert not engine.has_work

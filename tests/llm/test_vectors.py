@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import LLM, InvalidParameter, RequestError
+from octavo import LLM, BeamSearchParams, InvalidParameter, RequestError
 from tests.models.encoder_families import make_encoder, word_tokenizer
 
 TEXTS = ["A bird sings", "in the old tree", "nobody hears it and the birds sing", "a"]
@@ -48,6 +48,9 @@ def test_a_judge_scores_and_makes_no_vectors(tmp_path: Path) -> None:
         found = llm.score(TEXTS[0], TEXTS)
         with pytest.raises(InvalidParameter, match="it cannot embed"):
             llm.embed(TEXTS)
+        for call in (llm.generate, llm.stream, lambda text: llm.beam_search(text, BeamSearchParams(1, 1))):
+            with pytest.raises(InvalidParameter, match="it cannot generate"):
+                call("a")
     for output, text in zip(found, TEXTS, strict=True):
         pair = tokenizer.encode(TEXTS[0], text)
         with torch.inference_mode():
