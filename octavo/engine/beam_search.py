@@ -56,6 +56,12 @@ class BeamSearchParams:
         return SamplingParams(temperature=0, max_tokens=1, logprobs=2 * self.beam_width, num_speculative_tokens=0)
 
 
+def check_beam_search(params: Any) -> None:
+    """Raise ``InvalidParameter`` unless ``params`` are ``BeamSearchParams``."""
+    if not isinstance(params, BeamSearchParams):
+        raise InvalidParameter("params", f"'params' must be BeamSearchParams, not {type(params).__name__}.")
+
+
 @dataclass
 class BeamSearchSequence:
     """A sequence that a beam search found."""

@@ -16,7 +16,7 @@ from octavo.llm.live_requests import LiveRequests, Unfinished
 from octavo.llm.loading import build, settle
 from octavo.llm.outputs import CompletionOutput, RequestOutput
 from octavo.llm.prompts import Prompt, check_all, check_grammars
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import MAX_TOKEN_ID, SamplingParams
 from octavo.types import EngineStats
 
 
@@ -87,11 +87,18 @@ class Engine:
         ``priority`` counts under the priority policy; smaller goes first. Raises a ``RequestError`` for a prompt or
         parameters that could never be served, and for an id that is in use.
         """
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidParameter("request_id", f"'request_id' must be text, not {type(request_id).__name__}.")
+        if type(priority) is not int or abs(priority) > MAX_TOKEN_ID:
+            allowed = f"a whole number from -{MAX_TOKEN_ID} to {MAX_TOKEN_ID}"
+            raise InvalidParameter("priority", f"'priority' must be {allowed}.")
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not self._knows(name))
         elif self._knows(request_id):
             raise InvalidParameter("request_id", f"The request id {request_id!r} is in use.")
-        params = sampling_params or SamplingParams(**self.info.sampling_defaults)  # type: ignore[arg-type]
+        params = sampling_params
+        if params is None:
+            params = SamplingParams(**self.info.sampling_defaults)  # type: ignore[arg-type]
         (checked,) = check_all([prompt], params, self.tokenizer, self.info)
         check_grammars([checked], self._requests.engine.grammars)
         job = self._requests.make(request_id, checked, priority)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from octavo.config import DEFAULT_MODEL
-from octavo.engine.beam_search import BeamSearchParams
+from octavo.engine.beam_search import BeamSearchParams, check_beam_search
 from octavo.engine.engine import Engine
 from octavo.errors import RequestFailed, Unavailable
 from octavo.llm.beam_search import BeamSearchOutput, search_beams
@@ -90,6 +90,7 @@ class LLM:
         Every prompt is validated before the search begins; an invalid one raises a ``RequestError`` that names it.
         Raises ``RequestFailed`` if the engine fails on a beam.
         """
+        check_beam_search(params)
         limits = SamplingParams(max_tokens=params.max_tokens, ignore_eos=params.ignore_eos)
         checked = check_all(prompts, limits, self._tokenizer, self.info)
         with _progress_bar(params.max_tokens, use_progress) as advance:
@@ -145,7 +146,7 @@ class LLM:
         Texts and token ids of the items concatenate to what ``generate`` gives; the last item of a continuation
         has its ``finish_reason``. Closing the generator early aborts the unfinished continuations.
         """
-        params = sampling_params or self.get_default_sampling_params()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         (job,) = self._jobs(check_all([prompt], params, self._tokenizer, self.info))
         return self._pieces(job)
 
@@ -162,7 +163,7 @@ class LLM:
 
         ``tools`` are function definitions in the form of the OpenAI API, for the chat template.
         """
-        is_one = not messages or isinstance(messages[0], Mapping)
+        is_one = not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         prompts = [self.render_chat(conversation, chat_template_kwargs, tools) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_progress=use_progress)

@@ -18,6 +18,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 """One for all prompts, or one for each; ``None`` is the model's default."""
 
 
+BYTES = (bytes, bytearray, memoryview)
+"""Sequences of whole numbers that are not meant as token ids."""
 READ = SamplingParams(max_tokens=0)
 """Parameters of embedding and scoring requests, which generate nothing."""
 
@@ -98,7 +100,7 @@ def _fitting(text: Text, name: str, info: EngineInfo) -> Text:
 def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, BYTES):
         raise InvalidParameter("prompts", f"'prompts' must be text, token ids or a list, not {type(prompts).__name__}.")
     if prompts and all(type(token) is int for token in prompts):
         return [prompts]
@@ -106,6 +108,9 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _params_for_each(params: Any, count: int) -> list[SamplingParams]:
+    if not isinstance(params, SamplingParams | Sequence):
+        message = f"'sampling_params' must be SamplingParams or a list of them, not {type(params).__name__}."
+        raise InvalidParameter("sampling_params", message)
     each = [params] * count if isinstance(params, SamplingParams) else list(params)
     if len(each) != count:
         raise InvalidParameter("sampling_params", f"There are {len(each)} sampling_params for {count} prompts.")
@@ -124,7 +129,7 @@ def _encode(prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int
         if tokenizer is None:
             raise InvalidParameter(name, f"The model has no tokenizer: '{name}' must be token ids.")
         text, tokens = prompt, tokenizer.encode(prompt)
-    elif isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, BYTES) and all(type(token) is int for token in prompt):
         tokens = list(prompt)
     else:
         raise InvalidParameter(name, f"'{name}' must be text, a list of token ids or a dict with one of them.")

@@ -92,9 +92,7 @@ class ChatTemplate:
             raise InvalidParameter(
                 "messages", "The model has no chat template. Give one with --chat-template FILE, or use completions."
             )
-        for name in RESERVED_VARIABLES:
-            if template_kwargs and name in template_kwargs:
-                raise InvalidParameter("chat_template_kwargs", f"'chat_template_kwargs' may not set '{name}'.")
+        _check_variables(tools, template_kwargs)
         variables = {
             "documents": None,
             **self._special_tokens,
@@ -137,6 +135,18 @@ class ChatTemplate:
             if self._process is None or not self._process.is_alive:
                 self._process = ChildProcess(WORKER, self._settings)
             return self._process.ask(variables)
+
+
+def _check_variables(tools: Any, template_kwargs: Any) -> None:
+    """Raise ``InvalidParameter`` unless they have the types that ``render`` declares."""
+    if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+        raise InvalidParameter("chat_template_kwargs", "'chat_template_kwargs' must map names to values.")
+    for name in RESERVED_VARIABLES:
+        if template_kwargs and name in template_kwargs:
+            raise InvalidParameter("chat_template_kwargs", f"'chat_template_kwargs' may not set '{name}'.")
+    is_list = isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
+    if tools is not None and not is_list:
+        raise InvalidParameter("tools", "'tools' must be a list of objects, each the definition of a function.")
 
 
 def load_chat_template(settings: ModelSettings, tokenizer: Tokenizer | None) -> ChatTemplate:

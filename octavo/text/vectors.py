@@ -23,8 +23,8 @@ def shortened(vector: Floats, dimensions: int | None) -> Floats:
 
 def check_dimensions(dimensions: int | None, size: int) -> None:
     """Raise ``InvalidParameter`` unless a vector of ``size`` numbers can be shortened to ``dimensions``."""
-    if dimensions is not None and size and not 1 <= dimensions <= size:
-        raise InvalidParameter("dimensions", f"'dimensions' must be from 1 to {size}, not {dimensions}.")
+    if dimensions is not None and size and not (type(dimensions) is int and 1 <= dimensions <= size):
+        raise InvalidParameter("dimensions", f"'dimensions' must be from 1 to {size}, not {dimensions!r}.")
 
 
 def cosine(a: Floats, b: Floats) -> float:
@@ -35,8 +35,7 @@ def cosine(a: Floats, b: Floats) -> float:
 
 def pairs_of(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
     """Pairs of one text with each of a list, or of two lists of equal length; else raise ``InvalidParameter``."""
-    firsts = [text_1] if isinstance(text_1, str) else list(text_1)
-    seconds = [text_2] if isinstance(text_2, str) else list(text_2)
+    firsts, seconds = _texts(text_1, "text_1"), _texts(text_2, "text_2")
     if not firsts or not seconds:
         name = "text_2" if firsts else "text_1"
         raise InvalidParameter(name, f"'{name}' must not be empty.")
@@ -44,3 +43,10 @@ def pairs_of(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[t
         message = f"'text_1' must be one text, or as many as 'text_2' has, {len(seconds)}; it has {len(firsts)}."
         raise InvalidParameter("text_1", message)
     return list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
+
+
+def _texts(given: str | Sequence[str], name: str) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise InvalidParameter(name, f"'{name}' must be text or a list of texts.")
+    return list(texts)

@@ -145,6 +145,8 @@ def test_bad_parameters_are_named(values: dict[str, Any], named: str) -> None:
 
 
 def test_what_does_not_fit_is_refused_and_a_failure_ends_the_search(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidParameter, match="must be BeamSearchParams, not SamplingParams"):
+        llm.beam_search("a", Params())  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="context length"):
         llm.beam_search("a" * 250, BeamSearchParams(2, 10))
 

@@ -138,6 +138,18 @@ def test_ids_are_unique_and_aborted_requests_are_completed() -> None:
     assert (engine.metrics().num_completed, engine.metrics().num_aborted) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [{"request_id": 5}, *({"priority": value} for value in ("a", None, 1.5, True, 2**31, 10**400))],
+)
+def test_a_bad_field_is_refused_by_name(field: dict[str, Any]) -> None:
+    with make() as engine:
+        with pytest.raises(InvalidParameter) as refused:
+            engine.add([10], **field)
+        assert refused.value.param in field
+        assert not engine.has_work
+
+
 def test_metrics_add_up() -> None:
     engine = make(max_num_seqs=2)
     assert engine.metrics().requests_per_second == 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from octavo import LLM, InvalidParameter, SamplingParams
 from tests.llm.tiny import SETTINGS, write_checkpoint
+
+HI = [{"role": "user", "content": "Hi"}]
 
 
 def test_pieces_concatenate_to_the_whole(llm: LLM) -> None:
@@ -47,6 +50,8 @@ def test_a_stream_and_a_call_in_between_do_not_disturb_each_other(llm: LLM) -> N
 def test_a_bad_prompt_is_refused_when_the_stream_is_made(llm: LLM) -> None:
     with pytest.raises(InvalidParameter):
         llm.stream("")
+    with pytest.raises(InvalidParameter, match="'sampling_params' must be"):
+        llm.stream("a", {})  # type: ignore[arg-type]
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:
@@ -59,6 +64,24 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert [len(other.prompt_token_ids) for other in several] == [19, 34]
     with pytest.raises(InvalidParameter, match="messages"):
         llm.chat([], greedy)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "named"),
+    [
+        (HI[0], {}, "messages"),
+        ("Hi", {}, "messages"),
+        (7, {}, "messages"),
+        (HI, {"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        (HI, {"tools": [5]}, "tools"),
+        (HI, {"tools": {"type": "function"}}, "tools"),
+        (HI, {"sampling_params": {}}, "sampling_params"),
+    ],
+)
+def test_a_bad_conversation_is_refused_by_name(llm: LLM, messages: Any, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidParameter) as refused:
+        llm.chat(messages, **options)
+    assert refused.value.param == named
 
 
 def test_a_template_of_ones_own_replaces_the_models(tiny_checkpoint: Path, tmp_path: Path) -> None:
