@@ -24,9 +24,10 @@ class AsyncClient:
         *,
         api_key: str | None = None,
         model: str | None = None,
-        timeout: float = 600.0,
+        timeout: float | None = 600.0,
         max_retries: int = 3,
     ) -> None:
+        protocol.check_options(base_url, api_key, timeout, max_retries)
         self.base_url = protocol.base_of(base_url)
         self.model = model
         self.max_retries = max_retries
@@ -34,6 +35,7 @@ class AsyncClient:
 
     async def health(self) -> bool:
         """Whether the server answers and its engine runs; never retried."""
+        protocol.check_open(self._http)
         try:
             return (await self._http.get(self.base_url + protocol.HEALTH)).status_code == 200
         except httpx.HTTPError:
@@ -54,11 +56,11 @@ class AsyncClient:
 
     def stream(self, prompt: str | Sequence[int], **fields: Any) -> AsyncGenerator[Piece, None]:
         """Like ``generate``, piece by piece; closing the generator aborts the request."""
-        return self._stream(protocol.COMPLETIONS, {"prompt": prompt, **fields})
+        return self._stream(protocol.COMPLETIONS, protocol.body_of({"prompt": prompt, **fields}, self.model, True))
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> AsyncGenerator[Piece, None]:
         """Like ``chat``, piece by piece; closing the generator aborts the request."""
-        return self._stream(protocol.CHAT, {"messages": messages, **fields})
+        return self._stream(protocol.CHAT, protocol.body_of({"messages": messages, **fields}, self.model, True))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -73,11 +75,10 @@ class AsyncClient:
         await self.close()
 
     async def _complete(self, path: str, fields: dict[str, Any]) -> Completion:
-        async with self._response("POST", path, protocol.body_of(fields, self.model)) as response:
+        async with self._response("POST", path, protocol.body_of(fields, self.model, False)) as response:
             return completion_of(await _json(response))
 
-    async def _stream(self, path: str, fields: dict[str, Any]) -> AsyncGenerator[Piece, None]:
-        body = protocol.body_of({**fields, "stream": True}, self.model)
+    async def _stream(self, path: str, body: bytes) -> AsyncGenerator[Piece, None]:
         reader = protocol.EventReader()
         async with self._response("POST", path, body) as response:
             async for chunk in response.aiter_bytes():
@@ -90,13 +91,14 @@ class AsyncClient:
         reader.end()
 
     @contextlib.asynccontextmanager
-    async def _response(self, method: str, path: str, body: dict[str, Any] | None) -> AsyncIterator[httpx.Response]:
+    async def _response(self, method: str, path: str, body: bytes | None) -> AsyncIterator[httpx.Response]:
         """A response with the status 200, whose body is not read yet. Raises ``RequestError``."""
+        protocol.check_open(self._http)
         try:
             for attempt in range(self.max_retries + 1):
                 async with contextlib.AsyncExitStack() as stack:
                     try:
-                        stream = self._http.stream(method, self.base_url + path, json=body)
+                        stream = self._http.stream(method, self.base_url + path, content=body)
                         response = await stack.enter_async_context(stream)
                     except httpx.ConnectError:
                         if attempt == self.max_retries:

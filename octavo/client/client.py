@@ -21,7 +21,8 @@ class Client:
     A refused request (429, 503, or no connection) is sent again up to ``max_retries`` times, after the seconds of its
     ``Retry-After`` header if it has one. A stream is not sent again once it has begun. Failures raise the
     ``RequestError`` of their kind. ``model`` is for requests that name none; ``timeout`` is the most seconds without a
-    byte from the server. Threads may share a client. Close it, or use it in a ``with`` statement.
+    byte from the server, ``None`` for no limit. Threads may share a client. Close it, or use it in a ``with``
+    statement.
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class Client:
         *,
         api_key: str | None = None,
         model: str | None = None,
-        timeout: float = 600.0,
+        timeout: float | None = 600.0,
         max_retries: int = 3,
     ) -> None:
+        protocol.check_options(base_url, api_key, timeout, max_retries)
         self.base_url = protocol.base_of(base_url)
         self.model = model
         self.max_retries = max_retries
@@ -40,6 +42,7 @@ class Client:
 
     def health(self) -> bool:
         """Whether the server answers and its engine runs; never retried."""
+        protocol.check_open(self._http)
         try:
             return self._http.get(self.base_url + protocol.HEALTH).status_code == 200
         except httpx.HTTPError:
@@ -60,11 +63,11 @@ class Client:
 
     def stream(self, prompt: str | Sequence[int], **fields: Any) -> Generator[Piece, None, None]:
         """Like ``generate``, piece by piece; closing the generator aborts the request."""
-        return self._stream(protocol.COMPLETIONS, {"prompt": prompt, **fields})
+        return self._stream(protocol.COMPLETIONS, protocol.body_of({"prompt": prompt, **fields}, self.model, True))
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Generator[Piece, None, None]:
         """Like ``chat``, piece by piece; closing the generator aborts the request."""
-        return self._stream(protocol.CHAT, {"messages": messages, **fields})
+        return self._stream(protocol.CHAT, protocol.body_of({"messages": messages, **fields}, self.model, True))
 
     def close(self) -> None:
         """Close the connections."""
@@ -79,11 +82,10 @@ class Client:
         self.close()
 
     def _complete(self, path: str, fields: dict[str, Any]) -> Completion:
-        with self._response("POST", path, protocol.body_of(fields, self.model)) as response:
+        with self._response("POST", path, protocol.body_of(fields, self.model, False)) as response:
             return completion_of(_json(response))
 
-    def _stream(self, path: str, fields: dict[str, Any]) -> Generator[Piece, None, None]:
-        body = protocol.body_of({**fields, "stream": True}, self.model)
+    def _stream(self, path: str, body: bytes) -> Generator[Piece, None, None]:
         reader = protocol.EventReader()
         with self._response("POST", path, body) as response:
             for chunk in response.iter_bytes():
@@ -95,13 +97,14 @@ class Client:
         reader.end()
 
     @contextlib.contextmanager
-    def _response(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[httpx.Response]:
+    def _response(self, method: str, path: str, body: bytes | None) -> Iterator[httpx.Response]:
         """A response with the status 200, whose body is not read yet. Raises ``RequestError``."""
+        protocol.check_open(self._http)
         try:
             for attempt in range(self.max_retries + 1):
                 with contextlib.ExitStack() as stack:
                     try:
-                        stream = self._http.stream(method, self.base_url + path, json=body)
+                        stream = self._http.stream(method, self.base_url + path, content=body)
                         response = stack.enter_context(stream)
                     except httpx.ConnectError:
                         if attempt == self.max_retries:

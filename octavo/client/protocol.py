@@ -27,6 +27,8 @@ MODELS = "/v1/models"
 HEALTH = "/health"
 
 CONNECT_SECONDS = 10.0
+MAX_TIMEOUT = 1e9
+"""Seconds; sockets cannot wait for much longer."""
 RETRIED = (429, 503)
 """Statuses after which a request is sent again: it was refused before anything was computed."""
 FIRST_PAUSE = 0.5
@@ -45,24 +47,63 @@ _BY_STATUS: dict[int, type[RequestError]] = {
 }
 
 
+def check_options(url: Any, api_key: Any, timeout: Any, max_retries: Any) -> None:
+    """Raise ``InvalidParameter`` for an argument of a client that cannot work."""
+    if not _is_http(url):
+        raise InvalidParameter("base_url", "'base_url' must be an address that begins with http:// or https://.")
+    if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
+        raise InvalidParameter("api_key", "'api_key' must be text of printable ASCII characters.")
+    if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout <= MAX_TIMEOUT):
+        allowed = f"a number of seconds above 0 and at most {MAX_TIMEOUT:g}, or None"
+        raise InvalidParameter("timeout", f"'timeout' must be {allowed}.")
+    if type(max_retries) is not int or max_retries < 0:
+        raise InvalidParameter("max_retries", "'max_retries' must be a whole number from 0.")
+
+
+def _is_http(url: Any) -> bool:
+    try:
+        parsed = httpx.URL(url)
+    except (TypeError, ValueError, httpx.InvalidURL):
+        return False
+    return isinstance(url, str) and parsed.scheme in ("http", "https") and bool(parsed.host)
+
+
+def check_open(client: httpx.Client | httpx.AsyncClient) -> None:
+    """Raise ``Unavailable`` if ``client`` is closed."""
+    if client.is_closed:
+        raise Unavailable("This client is closed.")
+
+
 def base_of(url: str) -> str:
     """The address of the server at ``url``, which may end with ``/v1`` as other clients' do."""
     return url.rstrip("/").removesuffix("/v1")
 
 
-def client_options(url: str, api_key: str | None, timeout: float) -> dict[str, Any]:
+def client_options(url: str, api_key: str | None, timeout: float | None) -> dict[str, Any]:
     """Arguments of ``httpx.Client``; ``timeout`` is in seconds without a byte from the server."""
     return {
-        "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+        "headers": {"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})},
         "timeout": httpx.Timeout(CONNECT_SECONDS, read=timeout),
         # Reading the certificates takes longer than a short request, and plain HTTP has none to verify.
         "verify": not url.startswith("http://"),
     }
 
 
-def body_of(fields: Mapping[str, Any], model: str | None) -> dict[str, Any]:
-    """The body of a request; ``model`` unless the fields have another."""
-    return {**({} if model is None else {"model": model}), **fields}
+def body_of(fields: Mapping[str, Any], model: str | None, streams: bool) -> bytes:
+    """The body of a request; ``model`` unless the fields have another. Raises ``InvalidParameter``."""
+    if fields.get("stream", streams) is not streams:
+        message = "'stream' is the method's choice: generate and chat do not stream, stream and stream_chat do."
+        raise InvalidParameter("stream", message)
+    body = {**({} if model is None else {"model": model}), **fields, **({"stream": True} if streams else {})}
+    return b"{%b}" % b",".join(json.dumps(name).encode() + b":" + _encoded(name, body[name]) for name in body)
+
+
+def _encoded(name: str, value: Any) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = "it has an unpaired surrogate" if isinstance(error, UnicodeEncodeError) else error
+        raise InvalidParameter(name, f"'{name}' cannot be sent as JSON: {reason}.") from None
 
 
 def pause_before_retry(attempt: int, status: int | None, headers: Mapping[str, str]) -> float | None:

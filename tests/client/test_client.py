@@ -207,3 +207,69 @@ def test_pauses_double_up_to_a_bound() -> None:
 def test_a_key_is_sent(call: Caller, fake: FakeServer) -> None:
     call(fake.url, "models", options={"api_key": "secret"})
     assert fake.headers[-1]["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("max_retries", value) for value in (-1, 1.5, None, True)),
+        *(("timeout", value) for value in (-1, 0, float("nan"), float("inf"), "9")),
+        *(("api_key", value) for value in ("schlüssel", "a\nb", b"key")),
+        *(
+            ("base_url", value)
+            for value in (None, "", "127.0.0.1:8000", "ftp://host", "http://", "http://a:port", b"http://a")
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_an_option_that_cannot_work_is_refused_by_name(kind: Any, option: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter, match=f"'{option}' must be") as found:
+        kind(**{option: value})
+    assert found.value.param == option
+
+
+@pytest.mark.parametrize("method", ["generate", "stream"])
+@pytest.mark.parametrize("value", [float("nan"), object(), b"a", "\ud800", ["\ud800"]])
+def test_a_field_that_is_no_json_is_refused_by_name(call: Caller, fake: FakeServer, method: str, value: Any) -> None:
+    for prompt, fields, named in (("Hi", {"field": value}, "field"), (value, {}, "prompt")):
+        with pytest.raises(InvalidParameter, match=f"'{named}' cannot be sent as JSON: ") as found:
+            call(fake.url, method, prompt, **fields)
+        assert found.value.param == named
+    assert not fake.bodies
+
+
+@pytest.mark.parametrize(("method", "value"), [("generate", True), ("chat", True), ("stream", False)])
+def test_whether_to_stream_is_the_methods_choice(call: Caller, fake: FakeServer, method: str, value: bool) -> None:
+    with pytest.raises(InvalidParameter, match="stream and stream_chat do"):
+        call(fake.url, method, HI, stream=value)
+    assert not fake.bodies
+
+
+def test_a_closed_client_says_so() -> None:
+    client = Client()
+    client.close()
+    calls: list[Callable[[], Any]] = [
+        lambda: client.generate("Hi"),
+        lambda: next(client.stream("Hi")),
+        client.models,
+        client.health,
+    ]
+    for ask in calls:
+        with pytest.raises(Unavailable, match="This client is closed"):
+            ask()
+
+
+def test_a_closed_asynchronous_client_says_so() -> None:
+    async def run() -> None:
+        client = AsyncClient()
+        await client.close()
+        for ask in (client.generate("Hi"), anext(client.stream("Hi")), client.models(), client.health()):
+            with pytest.raises(Unavailable, match="This client is closed"):
+                await ask
+
+    asyncio.run(run())
+
+
+def test_without_a_timeout_it_waits(call: Caller, fake: FakeServer) -> None:
+    fake.answers = [complete("späte Antwort")]
+    assert call(fake.url, "chat", HI, options={"timeout": None}).text == "späte Antwort"
