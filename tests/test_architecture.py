@@ -76,7 +76,13 @@ TORCH_FREE = {
     *("config", "types", "telemetry"),
     *("steps", "text", "cache", "engine", "grammar", "routing", "backends", "client", "worker"),
 }
-TORCH_FREE_FILES = {"weights/gguf.py", "weights/blocks.py", "weights/hub.py", "weights/default_model.py"}
+TORCH_FREE_FILES = {
+    "weights/gguf.py",
+    "weights/adapter_files.py",
+    "weights/blocks.py",
+    "weights/hub.py",
+    "weights/default_model.py",
+}
 FRONT_PROCESS = ["octavo.server.app", "octavo.text.tokenizer", "octavo.engine.engine", "octavo.cli"]
 
 REQUESTS = {"Sequence", "Scheduled", "Plan", "Request", "Output"}

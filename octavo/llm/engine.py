@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.config import DEFAULT_MODEL
 from octavo.errors import InvalidParameter
+from octavo.llm.adapters import adapters_of, chosen
 from octavo.llm.continuations import Job
 from octavo.llm.engine_metrics import EngineMetrics, Recorder
 from octavo.llm.live_requests import LiveRequests, Unfinished
@@ -63,6 +64,7 @@ class Engine:
 
     def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
         self.config, self.tokenizer = settle(model, settings)
+        self._adapters = adapters_of(self.config.model)
         engine, self.info = build(self.config)
         self._requests = LiveRequests(engine, self.tokenizer, self.config.model.seed)
         self._ids = itertools.count()
@@ -81,11 +83,12 @@ class Engine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> str:
         """Submit a prompt, as text or token ids; returns its request id, which is drawn unless given.
 
-        ``priority`` counts under the priority policy; smaller goes first. Raises a ``RequestError`` for a prompt or
-        parameters that could never be served, and for an id that is in use.
+        ``priority`` counts under the priority policy; smaller goes first. ``adapter`` is as for ``LLM.generate``.
+        Raises a ``RequestError`` for a prompt or parameters that could never be served, and for an id that is in use.
         """
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidParameter("request_id", f"'request_id' must be text, not {type(request_id).__name__}.")
@@ -101,7 +104,7 @@ class Engine:
             params = SamplingParams(**self.info.sampling_defaults)  # type: ignore[arg-type]
         (checked,) = check_all([prompt], params, self.tokenizer, self.info)
         check_grammars([checked], self._requests.engine.grammars)
-        job = self._requests.make(request_id, checked, priority)
+        job = self._requests.make(request_id, checked, priority, chosen(adapter, self._adapters))
         self._requests.submit(job, Unfinished())
         self._recorder.note_submitted()
         self._jobs[request_id] = job

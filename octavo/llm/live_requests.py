@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from octavo.engine.engine import Engine
 from octavo.errors import Unavailable
+from octavo.llm.adapters import BASE, Adapter
 from octavo.llm.continuations import Continuation, Job
 from octavo.llm.interrupts import interrupts_held_back
 from octavo.llm.outputs import CompletionOutput
@@ -57,7 +58,7 @@ class LiveRequests:
                 engine.close()
             self._live.clear()
 
-    def make(self, job_id: str, prompt: Checked, priority: int = 0) -> Job:
+    def make(self, job_id: str, prompt: Checked, priority: int = 0, adapter: Adapter = BASE) -> Job:
         """The ``n`` continuations of a prompt, not yet submitted."""
         params = prompt.params
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
@@ -72,6 +73,8 @@ class LiveRequests:
                 banned_sequences=prompt.banned_sequences,
                 priority=priority,
                 arrival=time.monotonic(),
+                adapter=adapter.name,
+                cache_salt=adapter.cache_salt,
             )
             for index in range(params.n)
         ]

@@ -17,6 +17,7 @@ from octavo.config import DEFAULT_MODEL
 from octavo.engine.beam_search import BeamSearchParams, check_beam_search
 from octavo.engine.engine import Engine
 from octavo.errors import RequestFailed, Unavailable
+from octavo.llm.adapters import adapters_of, chosen
 from octavo.llm.beam_search import BeamSearchOutput, search_beams
 from octavo.llm.continuations import Job
 from octavo.llm.live_requests import LiveRequests
@@ -62,23 +63,30 @@ class LLM:
     def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
         self.config, self._tokenizer = settle(model, settings)
         self._chat_template = load_chat_template(self.config.model, self._tokenizer)
+        self._adapters = adapters_of(self.config.model)
         engine, self.info = build(self.config)
         self._requests = LiveRequests(engine, self._tokenizer, self.config.model.seed)
         self._job_ids = itertools.count()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_progress: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_progress: bool = False,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; results are in the order of the prompts.
 
         ``sampling_params`` is one for all prompts or one for each; ``None`` is ``get_default_sampling_params()``.
+        ``adapter`` names a LoRA adapter of the setting ``lora_modules``; ``None`` is the model without any.
         Every prompt is validated before the first one starts; an invalid one raises a ``RequestError`` that names it.
         A later failure ends the affected continuation only, with the ``finish_reason`` ``"error"``. Ctrl-C ends all
         of them, between two steps. Requests without a seed get one derived from the setting ``seed`` and the number
         of earlier requests.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        jobs = self._jobs(check_all(prompts, params, self._tokenizer, self.info))
+        jobs = self._jobs(check_all(prompts, params, self._tokenizer, self.info), adapter)
         self._run(jobs, use_progress)
         return [job.result() for job in jobs]
 
@@ -139,7 +147,7 @@ class LLM:
         ]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Generator[CompletionOutput, None, None]:
         """Continue one prompt and stream: each item is the output of a step for one of the continuations.
 
@@ -147,7 +155,7 @@ class LLM:
         has its ``finish_reason``. Closing the generator early aborts the unfinished continuations.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        (job,) = self._jobs(check_all([prompt], params, self._tokenizer, self.info))
+        (job,) = self._jobs(check_all([prompt], params, self._tokenizer, self.info), adapter)
         return self._pieces(job)
 
     def chat(
@@ -158,6 +166,7 @@ class LLM:
         use_progress: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of messages; otherwise like ``generate``.
 
@@ -166,7 +175,7 @@ class LLM:
         is_one = not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         prompts = [self.render_chat(conversation, chat_template_kwargs, tools) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_progress=use_progress)
+        return self.generate(prompts, sampling_params, use_progress=use_progress, adapter=adapter)
 
     def render_chat(
         self,
@@ -229,9 +238,10 @@ class LLM:
                 self._requests.step(unfinished)
                 advance(left - unfinished.count)
 
-    def _jobs(self, prompts: Sequence[Checked]) -> list[Job]:
+    def _jobs(self, prompts: Sequence[Checked], adapter: str | None) -> list[Job]:
+        used = chosen(adapter, self._adapters)
         check_grammars(prompts, self.engine.grammars)
-        return [self._requests.make(str(next(self._job_ids)), prompt) for prompt in prompts]
+        return [self._requests.make(str(next(self._job_ids)), prompt, adapter=used) for prompt in prompts]
 
     def _pieces(self, job: Job) -> Generator[CompletionOutput, None, None]:
         unfinished = list(job.continuations)

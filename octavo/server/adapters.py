@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from octavo.config import ModelSettings, parse_lora_modules
 from octavo.errors import ConfigError, ModelNotFound, OctavoError
 from octavo.server import wire
 from octavo.server.engine_link import EngineLink
+from octavo.weights.adapter_files import digest
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_DEATHS = 2
 """After this many consecutive engine deaths while loading an adapter, the next process skips it."""
 
@@ -101,20 +99,3 @@ async def _load_again(link: EngineLink, name: str, adapter: Adapter) -> str:
     if content != adapter.digest:
         return f"{adapter.path}: its files have changed since it was loaded"
     return await link.change_adapter(wire.LoadAdapter(link.generation, name, adapter.path))
-
-
-def digest(path: str) -> str:
-    """SHA-256 of an adapter's content. Raises ``ConfigError`` when it cannot be read."""
-    found = hashlib.sha256()
-    for name in FILES:
-        file = Path(path) / name
-        try:
-            if not file.is_file() and file.exists():
-                raise ConfigError(f"{file}: not a regular file")
-            with file.open("rb") as content:
-                found.update(hashlib.file_digest(content, "sha256").digest())
-        except OSError as error:
-            raise ConfigError(f"{file}: {error.strerror or error}") from None
-        except ValueError as error:  # invalid path, such as one with a NUL byte
-            raise ConfigError(f"{path!r}: {error}") from None
-    return found.hexdigest()

@@ -15,7 +15,7 @@ import pytest
 
 from octavo import errors
 from octavo.server import endings, supervisor
-from octavo.server.adapters import FILES, digest
+from octavo.weights.adapter_files import FILES, digest
 from tests.server.child_engine import ROOT, SLOW, assert_right, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected
 

@@ -12,8 +12,9 @@ import pytest
 
 from octavo.config import ModelSettings, ServeConfig
 from octavo.errors import ConfigError
-from octavo.server.adapters import FILES, AdapterTable
+from octavo.server.adapters import AdapterTable
 from octavo.types import Request
+from octavo.weights.adapter_files import FILES
 from tests.engine.making import make_engine, run_to_end
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
-from octavo.server.adapters import digest
 from octavo.server.body_decoder import BodyDecoder
 from octavo.server.errors import UnsupportedParameter, printable
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import Services, services_of
+from octavo.weights.adapter_files import digest
 
 MAX_NAME = 256
 
