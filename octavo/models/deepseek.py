@@ -123,7 +123,8 @@ def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]
         raise wrong("norm_topk_prob", True, "false for this version")
     for key in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers"):
         keys.get(key)
-    groups, chosen = keys.size("n_group", 1), keys.size("topk_group", 1)
+    defaults = {"softmax": (1, 1), "sigmoid": (8, 4)}[scoring]
+    groups, chosen = keys.size("n_group", defaults[0]), keys.size("topk_group", defaults[1])
     if method == "greedy":
         return 1, 1
     if moe.num_experts % groups or chosen > groups:

@@ -22,6 +22,7 @@ from octavo.ops.attention import HeadLayout
 from octavo.ops.moe import ClampedSwish
 from octavo.ops.route import Routing
 
+THETA = 150_000.0
 ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -63,8 +64,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
         kinds = [FULL if i % 2 else SLIDING for i in range(keys.size("num_hidden_layers"))]
         windows = (read_layer_types(keys, kinds), keys.size("sliding_window", 128))
-        rope = rope_values(keys)
-        rope = rope if "rope_type" in rope or "type" in rope else {**ROPE, **rope}
+        is_given = any(keys.get(key) is not None for key in ("rope_scaling", "rope_parameters"))
+        rope = {"rope_theta": THETA, **({} if is_given else ROPE), **rope_values(keys)}
         config = read_llama(keys, max_len, eps=1e-5, head_dim=64, windows=windows, rope=rope)
         has_bias = keys.flag("attention_bias", True)
         keys.choice("hidden_act", {"silu": None}, "silu")

@@ -28,6 +28,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "first_k_dense_replace": (0,),
     "full_attn_mod": (1,),
     "interpolate_factor": (1,),
+    "is_causal": (True,),
     "is_decoder": (True, False),
     "is_encoder_decoder": (False,),
     "layer_types": (),

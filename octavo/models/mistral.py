@@ -5,17 +5,24 @@ from __future__ import annotations
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
+from octavo.models.rope import rope_values
+
+WINDOW = 4096
 
 
-def read_mistral(keys: ConfigKeys, max_len: int | None, eps: float = 1e-6) -> LlamaConfig:
-    """Read Llama's configuration, with ``sliding_window`` for all layers."""
-    has_window = keys.get("sliding_window") is not None
-    window = keys.size("sliding_window") if has_window else None
-    types = [SLIDING if has_window else FULL] * keys.size("num_hidden_layers")
-    return read_llama(keys, max_len, eps=eps, windows=(read_layer_types(keys, types), window))
+def read_mistral(
+    keys: ConfigKeys, max_len: int | None, eps: float = 1e-6, theta: float = 10_000.0, default_window: int | None = None
+) -> LlamaConfig:
+    """Read Llama's configuration, with ``sliding_window`` for all layers; null is none."""
+    window = None if keys.has("sliding_window") else default_window
+    if keys.get("sliding_window") is not None:
+        window = keys.size("sliding_window")
+    types = [FULL if window is None else SLIDING] * keys.size("num_hidden_layers")
+    windows, rope = (read_layer_types(keys, types), window), {"rope_theta": theta, **rope_values(keys)}
+    return read_llama(keys, max_len, eps=eps, windows=windows, rope=rope)
 
 
 class MistralForCausalLM(LlamaForCausalLM):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
-        return read_mistral(keys, max_len)
+        return read_mistral(keys, max_len, default_window=WINDOW)

@@ -27,7 +27,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
-        config = read_mistral(keys, max_len, eps=1e-5)
+        config = read_mistral(keys, max_len, eps=1e-5, theta=1e6)
         moe = read_experts(
             keys,
             config.num_layers,
