@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -41,6 +41,28 @@ class Source(Protocol):
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]: ...
 
     def load(self, name: str, shape: tuple[int, ...]) -> Part: ...
+
+
+class Renamed:
+    """A source whose tensors have other names; those that are not in the mapping are left out."""
+
+    def __init__(self, source: Source, stored: Mapping[str, str]) -> None:
+        """``stored``: the name in the checkpoint of each name."""
+        self._source = source
+        self._stored = stored
+
+    @property
+    def is_dummy(self) -> bool:
+        return self._source.is_dummy
+
+    def names(self) -> set[str]:
+        return set(self._stored)
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return self._source.describe(self._stored.get(name, name))
+
+    def load(self, name: str, shape: tuple[int, ...]) -> Part:
+        return self._source.load(self._stored.get(name, name), shape)
 
 
 def has_module(names: Iterable[str], module: str) -> bool:

@@ -17,7 +17,7 @@ from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import Rotary
-from octavo.models.drafters.head import Renamed, llama_like
+from octavo.models.drafters.head import llama_like
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import LlamaConfig
 from octavo.models.loader import WeightLoader
@@ -27,7 +27,7 @@ from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.methods import read_method
 from octavo.quant.stored import WeightFormat
-from octavo.quant.tensors import Source
+from octavo.quant.tensors import Renamed, Source
 
 
 class DFlashSettings:

@@ -21,7 +21,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import Rotary
-from octavo.models.drafters.head import Renamed, llama_like
+from octavo.models.drafters.head import llama_like
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
@@ -29,7 +29,7 @@ from octavo.models.registry import CausalLM
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.quant.methods import read_method
 from octavo.quant.stored import WeightFormat
-from octavo.quant.tensors import Source
+from octavo.quant.tensors import Renamed, Source
 
 LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 

@@ -16,7 +16,6 @@ from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo.quant.tensors import Part, Source
 
 
 class DraftHead(Protocol):
@@ -62,25 +61,3 @@ def llama_like(model: CausalLM, method: str) -> LlamaForCausalLM:
     if not isinstance(model, LlamaForCausalLM):
         raise CheckpointError(f"speculative_config: {method} is not supported for {type(model).__name__}")
     return model
-
-
-class Renamed:
-    """A source whose tensors have other names; those that are not in the mapping are left out."""
-
-    def __init__(self, source: Source, stored: Mapping[str, str]) -> None:
-        """``stored``: the name in the checkpoint of each name."""
-        self._source = source
-        self._stored = stored
-
-    @property
-    def is_dummy(self) -> bool:
-        return self._source.is_dummy
-
-    def names(self) -> set[str]:
-        return set(self._stored)
-
-    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        return self._source.describe(self._stored.get(name, name))
-
-    def load(self, name: str, shape: tuple[int, ...]) -> Part:
-        return self._source.load(self._stored.get(name, name), shape)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.models.config import ModelConfig
-from octavo.models.drafters.head import Renamed, llama_like
+from octavo.models.drafters.head import llama_like
 from octavo.models.llama import LlamaConfig
 from octavo.models.loader import WeightLoader
 from octavo.models.mtp_names import QWEN_PREFIX, mtp_prefixes
@@ -26,7 +26,7 @@ from octavo.models.registry import CausalLM
 from octavo.models.text_part import TextPart
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.stored import WeightFormat
-from octavo.quant.tensors import Source
+from octavo.quant.tensors import Renamed, Source
 
 LATER = re.compile(r"mtp\.layers\.[1-9]")
 """Layers behind the first."""
