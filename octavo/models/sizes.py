@@ -11,6 +11,7 @@ from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.keys import token_ids, wrong
 from octavo.models.outline import outline
+from octavo.models.text_part import TextPart
 from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Source
 from octavo.weights.checkpoint import Checkpoint
@@ -38,10 +39,11 @@ def check_sizes(config: ModelConfig, source: Source) -> None:
         for field, size in zip(("vocab_size", "hidden_size"), shape, strict=False):
             if getattr(config, field) != size:
                 raise _differs(config, field, f"tensor {embedding} has shape {list(shape)}")
-    _check_heads(config, source, names)
+    _check_heads(config, TextPart(source))
 
 
-def _check_heads(config: ModelConfig, source: Source, names: set[str]) -> None:
+def _check_heads(config: ModelConfig, source: Source) -> None:
+    names = source.names()
     heads = (
         ("q_proj", "num_attention_heads", config.num_heads),
         ("k_proj", "num_key_value_heads", config.num_kv_heads),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from octavo.config import ModelSettings
 from octavo.device_settings import quant_method, weight_format
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.registry import read_config
+from octavo.models.sizes import check_sizes
+from octavo.weights.safetensors import SafetensorsCheckpoint
 from tests.models.families import GEMMA, SHAPE, make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
 from tests.models.test_quantised import logprobs
@@ -104,6 +107,28 @@ def test_quantised_weights_of_the_whole_are_not_passed_over() -> None:
         read_config(values)
 
 
+@pytest.mark.parametrize("row", ["qwen3/wide_heads", "llama/one_kv_head_tied", "deepseek_v2/lite"])
+def test_names_of_a_model_without_a_head(row: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, row)
+    drop_prefix(tmp_path)
+    check(tmp_path, model)
+
+
+def drop_prefix(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def test_heads_of_a_model_without_a_head_are_checked_before_loading(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3/wide_heads")
+    drop_prefix(tmp_path)
+    source = SafetensorsCheckpoint(tmp_path)
+    config = read_config(source.config)
+    check_sizes(config, source)
+    with pytest.raises(CheckpointError, match="head_dim is 1000"):
+        check_sizes(replace(config, head_dim=1000), source)
+
+
 @pytest.mark.parametrize("is_inner", [True, False])
 def test_settings_know_how_either_part_is_quantised(is_inner: bool) -> None:
     inner: dict[str, Any] = {"hidden_size": 64}
@@ -170,6 +195,21 @@ def test_rules_may_have_the_names_of_the_whole_model(tmp_path: Path, rules: str,
         outer = {"quantization_config": text.pop("quantization_config", None), "text_config": text}
         outer["architectures"] = ["Gemma3ForConditionalGeneration"]
         (path / "config.json").write_text(json.dumps(outer))
+    check_same(folder, plain)
+
+
+def check_same(folder: Path, plain: Path) -> None:
     (found, answer), (expected, same) = (logprobs(path, dtype="float32") for path in (folder, plain))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0, equal_nan=True)
     assert answer == same
+
+
+@pytest.mark.parametrize("rules", [rules for rules in RULES if rules != "targets of the text part"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_rules_for_a_model_without_a_head_may_have_its_names(tmp_path: Path, rules: str, prefix: str) -> None:
+    source, folder, plain = (tmp_path / name for name in ("source", "quantised", "plain"))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    make_checkpoint(source, "qwen3/wide_heads", initializer_range=0.1, **sizes)
+    replace_matrices(source, plain, quantise(source, folder, RULES[rules](prefix)))
+    drop_prefix(folder)
+    check_same(folder, plain)
