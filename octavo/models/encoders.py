@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from octavo.models.bert import BertModel, EncoderConfig
 from octavo.models.loader import WeightLoader
 from octavo.models.roberta import RobertaModel
 from octavo.quant.stored import WeightFormat
-from octavo.quant.tensors import Source
+from octavo.quant.tensors import Renamed, Source
 
 ENCODERS: dict[str, type[BertModel]] = {
     "BertForMaskedLM": BertModel,
@@ -21,6 +21,9 @@ ENCODERS: dict[str, type[BertModel]] = {
     "XLMRobertaForSequenceClassification": RobertaModel,
     "XLMRobertaModel": RobertaModel,
 }
+
+OLDER = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+"""Ends of names in checkpoints that were converted from TensorFlow, and the ends that others have."""
 
 
 class LoadedEncoder(NamedTuple):
@@ -39,7 +42,17 @@ class LoadedEncoder(NamedTuple):
 
 def load_encoder(config: EncoderConfig, source: Source, form: WeightFormat) -> LoadedEncoder:
     """Build the model and load its weights; raises ``CheckpointError`` if they do not match the configuration."""
-    weights = WeightLoader(source, form, method=config.quantization)
+    weights = WeightLoader(Renamed(source, _stored(source.names())), form, method=config.quantization)
     model = ENCODERS[config.architecture](config, weights)
     weights.tensors.finish()
     return LoadedEncoder(model, weights.num_parameters, weights.bytes_by_format)
+
+
+def _stored(names: Collection[str]) -> dict[str, str]:
+    """The name in the checkpoint of each name."""
+    stored = {name: name for name in names}
+    for older, own in OLDER.items():
+        for name in names:
+            if name.endswith(older) and (renamed := name.removesuffix(older) + own) not in names:
+                stored[renamed] = stored.pop(name)
+    return stored

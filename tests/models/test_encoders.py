@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from octavo.build import build_engine
@@ -71,6 +73,20 @@ def test_vectors_are_made_as_the_checkpoint_says(tmp_path: Path, mode: str, row:
     for text, found in zip(TEXTS, answers(build(tmp_path)[0], "embed"), strict=True):
         wanted = token_vectors(model, text)[row]
         np.testing.assert_allclose(found, wanted / wanted.norm() if normalizes else wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("row", ["bert/plain", "bert/masked", "roberta/plain"])
+def test_older_names_of_norms(row: str, tmp_path: Path) -> None:
+    make_encoder(tmp_path, row)
+    expected = answers(build(tmp_path)[0], "embed")
+    path, older = tmp_path / "model.safetensors", {"weight": "gamma", "bias": "beta"}
+    tensors = {
+        re.sub(r"(?<=LayerNorm\.)(weight|bias)$", lambda found: older[found[0]], name): tensor
+        for name, tensor in load_file(path).items()
+    }
+    assert sum(name.endswith("LayerNorm.gamma") for name in tensors) >= 5
+    save_file(tensors, path)
+    np.testing.assert_array_equal(answers(build(tmp_path)[0], "embed"), expected)
 
 
 @pytest.mark.parametrize("row", JUDGES)
