@@ -19,5 +19,6 @@ class RobertaModel(BertModel):
 
     def read_head(self, weights: WeightLoader) -> tuple[Linear, Linear]:
         D = self.config.hidden_size
+        weights.tensors.leave_out(f"{self.root}pooler.")  # some have it, though the head does not use it
         dense = weights.replicated("classifier.dense", D, D, True)
         return dense, weights.replicated("classifier.out_proj", 1, D, True)

@@ -103,6 +103,16 @@ def test_scores_are_those_of_transformers(row: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("row", ["roberta/judge", "xlm_roberta/judge"])
+def test_a_pooler_that_the_head_does_not_use_is_left_out(row: str, tmp_path: Path) -> None:
+    make_encoder(tmp_path, row)
+    expected = answers(build(tmp_path)[0], "score")
+    path = tmp_path / "model.safetensors"
+    pooler = {"roberta.pooler.dense.weight": torch.ones(32, 32), "roberta.pooler.dense.bias": torch.ones(32)}
+    save_file({**load_file(path), **pooler}, path)
+    np.testing.assert_array_equal(answers(build(tmp_path)[0], "score"), expected)
+
+
 def test_an_answer_has_the_same_bits_alone(tmp_path: Path) -> None:
     make_encoder(tmp_path, "bert/plain")
     together = answers(build(tmp_path, max_num_batched_tokens=1000)[0], "embed")
