@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from octavo.cli.aliases import FLAGS_OF_OTHERS
 from octavo.cli.parser import SETTINGS, Parser
-from octavo.config import EngineConfig, ServeConfig, settings
+from octavo.config import EngineConfig, ServeConfig, settings, to_flat
 from octavo.errors import ConfigError
 from octavo.setting import SECRETS, Setting
 
@@ -137,9 +137,9 @@ def refuse_settings(args: argparse.Namespace, names: Collection[str], advice: st
 
 def setting_flags(config: EngineConfig) -> list[str]:
     """Flags of ``octavo serve`` for all settings that differ from their defaults, but for the model."""
-    flags: list[str] = []
+    flags, values = [], to_flat(config)
     for item in settings(type(config)):
-        value = getattr(getattr(config, item.group), item.name)
+        value = values[item.name]
         if item.name == "model" or value == item.default:
             continue
         name = flag_name(item.name)

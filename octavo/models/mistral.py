@@ -8,6 +8,7 @@ from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
 from octavo.models.rope import rope_values
 
 WINDOW = 4096
+"""The default of ``sliding_window``, as in transformers."""
 
 
 def read_mistral(
