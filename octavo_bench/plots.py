@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo_bench import first_minute
 from octavo_bench.gpu_watch import GpuWatch, gpus
 from octavo_bench.plot_style import COLOURS, GREY, drawing
 from octavo_bench.record_figures import OWN, Figure, figures
@@ -26,6 +27,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     """Write the plot of a record as SVG or PNG. Raises ``ConfigError`` if there is nothing to draw."""
     if record["benchmark"] == "serve" and len(record["result"]["rows"]) > 1:
         _loads(record, path)
+    elif record["benchmark"] == "first-minute":
+        first_minute.draw(record["result"], _note(record), path)
     else:
         _bars(record, path)
 

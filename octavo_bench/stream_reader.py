@@ -7,7 +7,7 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 EVENT = b"data: "
@@ -31,6 +31,8 @@ class Streamed:
         self.sent = sent
         self.times: list[float] = []
         """When pieces arrived (``time.perf_counter``); what one read brought is one piece."""
+        self.counts: list[int] = []
+        """Events of each piece."""
         self.num_events = 0
         self.tail = b""
 
@@ -55,8 +57,9 @@ def with_key(request: bytes, key: str) -> bytes:
     return request.replace(b"\r\n", b"\r\nIdempotency-Key: %b\r\n" % key.encode(), 1)
 
 
-def read_streams(port: int, asks: Iterable[Ask]) -> list[Streamed]:
-    """Send each request when it is due and read all answers to their ends.
+def read_streams(port: int, asks: Iterable[Ask], following: Callable[[], Ask | None] = lambda: None) -> list[Streamed]:
+    """Send each request when it is due and read all answers to their ends. After an answer, its client sends what
+    ``following`` returns, at once.
 
     Raises ``RuntimeError`` for a watched answer that is not a whole stream, and when it all takes too long.
     """
@@ -76,6 +79,8 @@ def read_streams(port: int, asks: Iterable[Ask]) -> list[Streamed]:
                     selector.unregister(key.fileobj)
                     key.fileobj.close()  # type: ignore[union-attr]
                     done.append(key.data)
+                    if (ask := following()) is not None:
+                        _send(selector, port, ask)
     broken = [one for one in done if one.ask.watched and END not in one.tail]
     if broken:
         raise RuntimeError(f"{len(broken)} of {len(done)} streams did not end well; one ends with {broken[0].tail!r}")
@@ -100,6 +105,7 @@ def _read(connection: socket.socket, streamed: Streamed) -> bool:
         streamed.num_events += events
         if streamed.ask.watched:
             streamed.times.append(time.perf_counter())
+            streamed.counts.append(events)
     if data:
         streamed.tail = (streamed.tail + data)[-64:]
     return bool(data)

@@ -167,6 +167,10 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     startup.set_defaults(measure=_startup)
     yield startup
 
+    minute = kinds.add_parser("first-minute", help="throughput and ITL by second from a server's start on")
+    peer.add_first_minute(minute)
+    yield minute
+
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and do with the result what the flags say."""

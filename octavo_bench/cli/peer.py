@@ -84,6 +84,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(measure=functools.partial(measure, parser))
 
 
+def add_first_minute(parser: argparse.ArgumentParser) -> None:
+    """The model, the load, and the engines that are started one after the other."""
+    parser.add_argument("model", help="a model, or a shape, which gets random weights")
+    parser.add_argument("--clients", type=positive, default=16, help="requests at a time")
+    parser.add_argument("--prompt", type=positive, default=256, help="prompt tokens of each request")
+    parser.add_argument("--decode", type=positive, default=64, help="output tokens of each request")
+    parser.add_argument("--seconds", type=above_zero, default=60.0, help="for which requests are sent")
+    parser.add_argument("--starts", type=positive, default=1, help="starts of Octavo: the first with empty caches")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is started too")
+    parser.add_argument("--python-path", help="PYTHONPATH of vLLM, where it is not installed in its interpreter")
+    parser.add_argument("--octavo-args", default="", help="more arguments of `octavo serve`, as one text")
+    parser.add_argument("--vllm-args", default="", help="more arguments of vLLM's server, as one text")
+    parser.add_argument("--logs", type=Path, help="folder for the servers' logs; default: a temporary one")
+    parser.set_defaults(measure=_first_minute)
+
+
+def _first_minute(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.sim.shapes import SHAPES
+    from octavo_bench.dummy_models import model_folder
+    from octavo_bench.first_minute import FirstMinute, measure
+    from octavo_bench.served_peer import Server
+
+    folder = model_folder(args.model, cache_dir() / "shapes") if args.model in SHAPES else args.model
+    flags = ("--load-format", "dummy") if args.model in SHAPES else ()
+    load = FirstMinute(args.clients, args.prompt, args.decode, args.seconds)
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="octavo_logs_"))
+    logs.mkdir(parents=True, exist_ok=True)
+    python = sys.executable
+    octavo = (python, "-m", "octavo", "serve", str(folder), *flags, *shlex.split(args.octavo_args))
+    vllm = (*("-m", "vllm.entrypoints.openai.api_server", "--model"), str(folder), *flags)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="octavo_caches_") as empty:
+        caches = {"OCTAVO_CACHE_DIR": f"{empty}/octavo", "TRITON_CACHE_DIR": f"{empty}/triton"}
+        starts = [
+            (f"octavo, start {i + 1}", Server(octavo, "/ready", {**os.environ, **caches})) for i in range(args.starts)
+        ]
+        if args.vllm is not None:
+            own = {**_vllm_environment(args.python_path), "VLLM_CACHE_ROOT": f"{empty}/vllm", **caches}
+            starts.append(("vllm", Server((args.vllm, *vllm, *shlex.split(args.vllm_args)), "/health", own)))
+        for number, (case, server) in enumerate(starts):
+            rows.append({"case": case, **measure(server, args.model, load, logs / f"{number}.log")})
+            keep("first-minute", {"model": args.model, "rows": rows}, args.output)
+    return {"model": args.model, **load._asdict(), "rows": rows}
+
+
 def measure(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     """Compare with the peer that ``--engine`` names."""
     others, other = (OF_LLAMA_CPP, "llama.cpp") if args.engine == "vllm" else (OF_VLLM, "vllm")
