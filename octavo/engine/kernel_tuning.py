@@ -47,7 +47,7 @@ def tune_kernels(send: Callable[[Message], Reply[Any]], plan: TuningPlan) -> int
 
     What the time does not suffice for is left to the next start.
     """
-    started, longest = time.monotonic(), 0.0
+    started, longest, preparing = time.monotonic(), 0.0, 0.0
     entries: dict[str, dict[str, Any]] = {}
     is_over = plan.seconds <= 0
     for i, num_rows in enumerate(TUNED_ROWS):
@@ -56,6 +56,7 @@ def tune_kernels(send: Callable[[Message], Reply[Any]], plan: TuningPlan) -> int
         if is_over:
             break
         keys = send(PrepareTuning(num_rows, plan.again)).wait()
+        preparing += time.monotonic() - begun
         if keys:
             logger.info("measuring kernels for %d matrix products of up to %d rows", len(keys), num_rows)
         for j, key in enumerate(keys):
@@ -66,5 +67,8 @@ def tune_kernels(send: Callable[[Message], Reply[Any]], plan: TuningPlan) -> int
         send(UseKernels(entries)).wait()
         rest = "; the next start measures the others" if is_over else ""
         taken = time.monotonic() - started
-        logger.info("kernels of %d matrix products measured in %.1f s%s", len(entries), taken, rest)
+        logger.info(
+            "kernels of %d matrix products measured in %.1f s, of it %.1f s compiling%s",
+            *(len(entries), taken, preparing, rest),
+        )
     return len(entries)

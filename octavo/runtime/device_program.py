@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from octavo import ops
-from octavo.kernel_compiler import preparation
+from octavo.kernel_compiler import preparation, start_compilers
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
@@ -143,8 +143,12 @@ class DeviceProgram:
         )
 
 
-def load_kernels() -> None:
-    """Import the kernels and prepare their compiler in background threads, while weights are loaded."""
+def load_kernels(num_engines: int) -> None:
+    """Import the kernels and prepare their compiler in the background, while weights are loaded.
+
+    ``num_engines``: processes of this host that do so.
+    """
+    start_compilers(num_engines)
     preparation()
     load = threading.Thread(
         target=importlib.import_module, args=("octavo.ops.triton",), name="load kernels", daemon=True

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -31,9 +33,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 from octavo.background import Pool
-from octavo.kernel_compiler import preparation
+from octavo.kernel_compiler import Compilers, CompilersLost, compilers, preparation
+from octavo.ops.triton.compile_jobs import described
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
 GLUON_VERSION = "3.6."
@@ -108,23 +112,51 @@ def is_compiling() -> bool:
 
 @contextlib.contextmanager
 def compiling(num_threads: int | None = None) -> Iterator[None]:
-    """Compile the kernels launched in this block, ``num_threads`` (default: all processors) at a time; run none.
+    """Compile the kernels launched in this block; run none.
 
-    Compilation starts when all are known: much of it is Python, and so many threads would starve the block itself.
-    Triton has a C compiler build a launcher when a kernel first runs, one kernel after another. They are built here as
-    well, in parallel, and are then found in its cache.
+    They are compiled by the processes of ``compilers``, each as soon as it is known. Without any, ``num_threads``
+    (default: all processors) compile at a time, once all kernels are known: much of it is Python, and so many threads
+    would starve the block itself.
     """
     preparation().join()
-    kernels: set[Any] = set()
+    processes = compilers()
     are_known = threading.Event()
-    with Pool(num_threads or os.cpu_count(), initializer=are_known.wait) as executor:
-        with triton.AsyncCompileMode(executor), _set(_compiling, kernels):
-            try:
-                yield
-            finally:
-                are_known.set()
-        compiled = {kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels}
-        list(executor.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), compiled))
+    if processes is not None:
+        are_known.set()
+    count = processes.count if processes else num_threads or os.cpu_count()
+    with (
+        Pool(count, initializer=are_known.wait) as pool,
+        triton.AsyncCompileMode(_Compiling(pool, processes)),
+        _set(_compiling, set()),
+    ):
+        try:
+            yield
+        finally:
+            are_known.set()
+
+
+class _Compiling(Executor):
+    """What Triton gives its compilations to."""
+
+    def __init__(self, pool: Pool, processes: Compilers | None) -> None:
+        self._pool, self._processes = pool, processes
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._pool.submit(self._compile, work)
+
+    def _compile(self, work: Callable[[], Any]) -> Any:
+        """The kernel that ``work`` returns, which finds in the cache what another process has compiled.
+
+        Triton has a C compiler build a launcher when a kernel first runs, one kernel after another. They are built here
+        as well, in parallel, and are then found in its cache.
+        """
+        if self._processes is not None and (job := described(work)) is not None:
+            with contextlib.suppress(CompilersLost):
+                if failure := self._processes.compile(job):
+                    logger.info("a kernel that a process could not compile: %s", failure)
+        kernel = work()
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+        return kernel
 
 
 @contextlib.contextmanager
