@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from octavo.background import start_thread, stop_if_ending
 from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, tune_kernels
 from octavo.engine.step_runner import StepRunner
@@ -19,6 +21,7 @@ from octavo.steps.shapes import (
     Kind,
     Sizes,
     StepShape,
+    early_shapes,
     first_extra_shapes,
     first_shapes,
     graph_shapes,
@@ -84,6 +87,8 @@ class GraphChoice:
         """If the last step was padded so: the shape to capture, the part of its time that is lost, when it was sent."""
         self._capture_seconds = 0.0
         """What a capture takes, as measured when the first graphs were captured."""
+        self._seconds: dict[StepShape, float] = {}
+        """What steps through the first graphs take, by which the loss by padding is told."""
         self._has_all_kernels = False
         """Whether compiling in the background has ended, so that any shape may be captured."""
         self._last_capture = float("-inf")
@@ -130,7 +135,7 @@ class GraphChoice:
         if best not in self._captured:
             if self._losses.get(best, 0.0) >= self._capture_seconds:
                 return self._capture_on_the_way(best)
-            self._losing = best, _part_lost(known, best), time.monotonic()
+            self._losing = best, self._part_lost(known, best), time.monotonic()
         return known, True
 
     def _fit_without_graph(self, shape: StepShape) -> tuple[StepShape, bool]:
@@ -157,6 +162,31 @@ class GraphChoice:
             self._losses[shape] = self._losses.get(shape, 0.0) + part * seconds
             self._losing = None
 
+    def _part_lost(self, known: StepShape, shape: StepShape) -> float:
+        """The part of a step's time that is lost by padding it from ``shape`` to ``known``.
+
+        By the times of measured steps, since one of few rows takes as long as one of more, or where there are none, by
+        rows.
+        """
+        size, least = _size(known), _size(shape)
+        whole, own = self._expected_seconds(known), self._expected_seconds(shape)
+        part = 1 - least / size if whole is None or own is None else max(0.0, 1 - own / whole)
+        if known.num_proposed != shape.num_proposed:
+            part = max(part, UNWANTED_DRAFTS)
+        return max(part, LONG_CONTEXT_LOST) if known.has_long_context != shape.has_long_context else part
+
+    def _expected_seconds(self, shape: StepShape) -> float | None:
+        """What a step of this shape takes, between the measured ones of its kind."""
+        is_decode = shape.max_query_len == 1
+        points = sorted(
+            (_size(known), seconds)
+            for known, seconds in self._seconds.items()
+            if (known.max_query_len == 1) == is_decode and known[3:7] == shape[3:7] and not known.num_drafts
+        )
+        if shape.num_drafts or not points or _size(shape) > points[-1][0]:
+            return None
+        return float(np.interp(_size(shape), *zip(*points, strict=True)))
+
     def _note_captured(self, shape: StepShape) -> None:
         self._captured.add(shape)
         self._nearest = {}
@@ -169,17 +199,31 @@ class GraphChoice:
         """Compile kernels and capture graphs for a few shapes that fit every step; the others follow in the background.
 
         Until then, steps are padded to the shapes that exist. Kernels are chosen first: graphs keep those with which
-        they were captured.
+        they were captured. Those that need no choice are compiled meanwhile.
         """
-        tune_kernels(runner.send, tuning)
+        most_seqs, most_rows, _, *drafting = self._limits
         first = first_shapes(*self._limits)
+        if self._uses_graphs:
+            first = sorted({*first, *early_shapes(most_seqs, most_rows, *drafting)}, reverse=True)
+        needed = [*longest_shapes(*self._limits[:3], self._limits[4]), *first]
         self._has_extra_kernels.clear()
+        compiling = runner.send(Compile(needed, in_background=True))
+        tune_kernels(runner.send, tuning)
         started = time.perf_counter()
-        runner.send(Compile([*first, *longest_shapes(*self._limits[:3], self._limits[4])])).wait()
+        compiling.wait()
+        runner.send(Compile(needed)).wait()
         compiled = time.perf_counter()
         seconds = self._capture_all(runner, first)
-        logger.info("kernels: %.1f s; graphs: %.1f s", compiled - started, seconds)
+        self._measure(runner, first)
+        logger.info("kernels: %.1f s; %d graphs: %.1f s", compiled - started, len(first), seconds)
         self._start_thread(_prepare_the_rest, runner)
+
+    def _measure(self, runner: StepRunner, shapes: list[StepShape]) -> None:
+        """Measure what steps of these shapes take, through their graphs."""
+        for shape in shapes:
+            started = time.perf_counter()
+            runner.capture(shape).wait()  # it is captured, so this is a step of nothing but padding
+            self._seconds[shape] = time.perf_counter() - started
 
     def _start_thread(self, work: Callable[..., None], runner: StepRunner, *args: Any) -> None:
         start_thread(PREPARING, work, self, weakref.ref(runner), *args)
@@ -249,23 +293,18 @@ def _smallest(shapes: Iterable[StepShape], shape: StepShape) -> StepShape | None
     return min((known for known in tuple(shapes) if known.holds(shape)), default=None)
 
 
+def _size(shape: StepShape) -> int:
+    """Rows of layers and head."""
+    return shape.num_rows + shape.num_samples
+
+
 def _is_nearly(known: StepShape, shape: StepShape) -> bool:
     """Whether ``known``, which holds ``shape``, takes hardly longer: it makes as many drafts, is for contexts as long,
     and has hardly more rows of layers and head, or few for the same number of sequences."""
-    size, least = known.num_rows + known.num_samples, shape.num_rows + shape.num_samples
+    size, least = _size(known), _size(shape)
     has_few = 1 < shape.num_rows <= known.num_rows <= FEW_ROWS and known.num_seqs == shape.num_seqs
     is_alike = known.num_proposed == shape.num_proposed and known.has_long_context == shape.has_long_context
     return is_alike and (has_few or size <= NEARLY * least)
-
-
-def _part_lost(known: StepShape, shape: StepShape) -> float:
-    """The part of a step's time that is lost by padding it from ``shape`` to ``known``: that of its padding rows, at
-    least."""
-    size, least = known.num_rows + known.num_samples, shape.num_rows + shape.num_samples
-    part = 1 - least / size
-    if known.num_proposed != shape.num_proposed:
-        part = max(part, UNWANTED_DRAFTS)
-    return max(part, LONG_CONTEXT_LOST) if known.has_long_context != shape.has_long_context else part
 
 
 def _prepare_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner]) -> None:

@@ -7,9 +7,11 @@ report.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +21,9 @@ from octavo import ops
 from octavo.kernel_compiler import preparation, start_compilers
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import PagedRows
+from octavo.ops.attention import LayerCache, PagedRows
 from octavo.runtime.acceptance import Verify
-from octavo.runtime.drafter import Drafter
+from octavo.runtime.drafter import Drafter, Tap
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_program import Computed, StepProgram
@@ -154,6 +156,58 @@ def load_kernels(num_engines: int) -> None:
         target=importlib.import_module, args=("octavo.ops.triton",), name="load kernels", daemon=True
     )
     load.start()
+
+
+class _OnceOfItsKind:
+    """A layer that is left out where one with the same kernels has run."""
+
+    def __init__(self, layer: Any, is_run: bool) -> None:
+        self._layer, self._is_run = layer, is_run
+
+    def __call__(self, x_TD: torch.Tensor, *args: Any) -> torch.Tensor:
+        return self._layer(x_TD, *args) if self._is_run else x_TD
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def with_distinct_layers(model: CausalLM, caches: Sequence[LayerCache]) -> CausalLM:
+    """``model`` without the layers that launch the same kernels as an earlier one. Only its kernels are the model's.
+
+    Of a model without ``layers`` nothing is left out. The last layer stays, as it alone computes fewer rows.
+    """
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, list):
+        return model
+    seen: set[Hashable] = set()
+    kept = []
+    for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        form = _form(layer), cache.group, isinstance(layer, Tap)
+        kept.append(_OnceOfItsKind(layer, form not in seen or i == len(layers) - 1 or isinstance(layer, Tap)))
+        seen.add(form)
+    found = copy.copy(model)
+    found.layers = kept  # type: ignore[attr-defined]
+    return found
+
+
+def _form(value: Any, around: tuple[int, ...] = ()) -> Hashable:
+    """What kernels depend on: types, and the shapes and strides of tensors, but not their contents.
+
+    ``around``: ids of the objects that contain it, for one that refers to those.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
+    if id(value) in around:
+        return around.index(id(value))
+    inside = (*around, id(value))
+    if isinstance(value, (list, tuple)):
+        return type(value), *(_form(each, inside) for each in value)
+    if isinstance(value, dict):
+        return tuple((name, _form(each, inside)) for name, each in value.items())
+    own = getattr(value, "__dict__", None)
+    if own is None or hasattr(value, "__qualname__"):  # a number, a function
+        return value if isinstance(value, Hashable) else id(value)
+    return type(value), _form(own, inside)
 
 
 @contextlib.contextmanager

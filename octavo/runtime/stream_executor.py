@@ -33,6 +33,7 @@ from octavo.runtime.device_program import (
     batch_invariant,
     compiled_only,
     launched_early,
+    with_distinct_layers,
     without_grid_barriers,
 )
 from octavo.runtime.drafter import Drafter
@@ -119,11 +120,11 @@ class StreamExecutor:
         device = storage.device
         rows = None if adapters is None else adapters.rows
         assert rows is None or isinstance(rows, StackedRows), "adapters on a CUDA device need StackedRows"
-        parts = rows, vocabulary, drafter, verify
-        self._make_program = partial(DeviceProgram, model, storage, vocab_size, limits, *parts)
+        self._model, self._layers = model, storage.layers
+        self._parts = storage, vocab_size, limits, rows, vocabulary, drafter, verify
         self._batch_invariant = batch_invariant
         self._adapters = adapters
-        self._program = self._make_program()
+        self._program = DeviceProgram(model, *self._parts)
         self._tuner: KernelTuner | None = None
         self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
         self._is_cuda = device.type == "cuda"
@@ -210,7 +211,7 @@ class StreamExecutor:
         if not self._is_cuda:
             return
         with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
-            program = self._make_program()
+            program = DeviceProgram(with_distinct_layers(self._model, self._layers), *self._parts)
             with compiled_only(message.num_threads or None), self._as_in_graphs():
                 for shape in message.shapes:
                     stop_if_ending()
@@ -239,7 +240,7 @@ class StreamExecutor:
     def _tune(self, message: Tuning) -> Any:
         with self._on_stream():
             if self._tuner is None:
-                self._tuner = KernelTuner(self._make_program())
+                self._tuner = KernelTuner(DeviceProgram(self._model, *self._parts))
             return self._tuner.execute(message)
 
     @contextlib.contextmanager

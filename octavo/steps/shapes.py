@@ -268,6 +268,30 @@ def longest_shapes(max_num_seqs: int, max_num_rows: int, with_adapters: bool, ha
     return sorted(shapes, reverse=True)
 
 
+EARLY_MIXED_ROWS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, MIXED_ROWS[-1])
+EARLY_VERIFICATIONS = (4, 16, 64)
+"""Sequences whose drafts are verified."""
+
+
+def early_shapes(
+    max_num_seqs: int, max_num_rows: int, max_drafts: int = 0, has_drafter: bool = False
+) -> list[StepShape]:
+    """Shapes that every step without extras and adapters needs less than twice the rows of, the largest first.
+
+    With their graphs captured before it is ready, an engine is nearly as fast in its first second as later.
+    """
+    sizes = {min(1 << i, max_num_seqs) for i in range(max_num_seqs.bit_length() + 1)}
+    shapes = {_decode_shape(size, max_num_seqs) for size in sizes}
+    for rows in EARLY_MIXED_ROWS:
+        seqs = min(_mixed_seqs(rows)[-1], rows - 1, max_num_seqs)
+        if rows <= max_num_rows:
+            shapes.add(padded_shape(rows, seqs, rows, max_num_seqs)[0])
+    if max_drafts:
+        few = {min(size, max_num_seqs) for size in EARLY_VERIFICATIONS}
+        shapes |= {verification_shape(size, size * max_drafts, max_num_seqs) for size in few}
+    return sorted({_with_drafter(shape, has_drafter) for shape in shapes}, reverse=True)
+
+
 NEXT_SEQS, NEXT_MIXED_ROWS = 16, 256
 
 
