@@ -106,7 +106,7 @@ class ModelSettings:
         False, "launch kernels one by one instead of replaying CUDA graphs on a GPU or recorded steps on a CPU"
     )
     kernel_tuning_seconds: float = setting(
-        20.0,
+        6.0,
         "seconds that a start may take, on a GPU, to measure kernels for matrix shapes that were not measured before; "
         "results are kept for later starts; 0: off",
         low=0,

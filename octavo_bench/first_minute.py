@@ -26,8 +26,6 @@ from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams
 START_SECONDS = 400.0
 EARLY_SECONDS, LATE_SHARE = 10.0, 0.5
 """The first seconds of traffic, and the last part of it, which they are compared with."""
-VOCABULARY = range(100, 20_000)
-"""Prompts are random tokens of these."""
 
 
 class FirstMinute(NamedTuple):
@@ -38,6 +36,8 @@ class FirstMinute(NamedTuple):
     decode: int
     seconds: float
     """For which clients send requests."""
+    vocab_size: int = 20_000
+    """Prompts are random tokens below this."""
 
 
 def measure(server: Server, model: str, load: FirstMinute, log: Path) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _load(port: int, model: str, load: FirstMinute) -> list[Streamed]:
     until = time.perf_counter() + load.seconds
 
     def ask() -> Ask:
-        prompt = rng.choices(VOCABULARY, k=load.prompt)
+        prompt = rng.choices(range(load.vocab_size), k=load.prompt)
         return Ask(0.0, completion(prompt, load.decode, model=model))
 
     def following() -> Ask | None:

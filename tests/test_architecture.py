@@ -20,8 +20,8 @@ LABORATORY = ROOT / "octavo_bench"
 # A module may import its own folder, and what is lower in its column or in a column below. The two towers stand beside
 # each other on the base: neither may import the other. `base` modules are single files.
 BASE: list[set[str]] = [
-    {"errors", "background", "child_worker", "collector", "cpus", "kernel_compiler", "private_files"},
-    {"setting", "speculative_config", "backend_settings"},
+    {"errors", "background", "child_worker", "collector", "cpus", "private_files"},
+    {"kernel_compiler", "setting", "speculative_config", "backend_settings"},
     {"sampling_params", "server_settings", "child_process"},
     {"config"},
     {"types"},

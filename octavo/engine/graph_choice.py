@@ -185,7 +185,8 @@ class GraphChoice:
         )
         if shape.num_drafts or not points or _size(shape) > points[-1][0]:
             return None
-        return float(np.interp(_size(shape), *zip(*points, strict=True)))
+        sizes, seconds = zip(*points, strict=True)
+        return float(np.interp(_size(shape), np.array(sizes), np.array(seconds)))
 
     def _note_captured(self, shape: StepShape) -> None:
         self._captured.add(shape)
@@ -201,10 +202,10 @@ class GraphChoice:
         Until then, steps are padded to the shapes that exist. Kernels are chosen first: graphs keep those with which
         they were captured. Those that need no choice are compiled meanwhile.
         """
-        most_seqs, most_rows, _, *drafting = self._limits
+        most_seqs, most_rows, _, most_drafts, has_drafter = self._limits
         first = first_shapes(*self._limits)
         if self._uses_graphs:
-            first = sorted({*first, *early_shapes(most_seqs, most_rows, *drafting)}, reverse=True)
+            first = sorted({*first, *early_shapes(most_seqs, most_rows, most_drafts, has_drafter)}, reverse=True)
         needed = [*longest_shapes(*self._limits[:3], self._limits[4]), *first]
         self._has_extra_kernels.clear()
         compiling = runner.send(Compile(needed, in_background=True))

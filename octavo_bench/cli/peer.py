@@ -91,6 +91,7 @@ def add_first_minute(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=positive, default=256, help="prompt tokens of each request")
     parser.add_argument("--decode", type=positive, default=64, help="output tokens of each request")
     parser.add_argument("--seconds", type=above_zero, default=60.0, help="for which requests are sent")
+    parser.add_argument("--vocab-size", type=positive, default=20_000, help="prompts are made of tokens below this")
     parser.add_argument("--starts", type=positive, default=1, help="starts of Octavo: the first with empty caches")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is started too")
     parser.add_argument("--python-path", help="PYTHONPATH of vLLM, where it is not installed in its interpreter")
@@ -108,7 +109,7 @@ def _first_minute(args: argparse.Namespace) -> dict[str, Any]:
 
     folder = model_folder(args.model, cache_dir() / "shapes") if args.model in SHAPES else args.model
     flags = ("--load-format", "dummy") if args.model in SHAPES else ()
-    load = FirstMinute(args.clients, args.prompt, args.decode, args.seconds)
+    load = FirstMinute(args.clients, args.prompt, args.decode, args.seconds, args.vocab_size)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="octavo_logs_"))
     logs.mkdir(parents=True, exist_ok=True)
     python = sys.executable

@@ -28,7 +28,9 @@ from octavo.engine.step_encoder import NOT_NUMBERS
 from octavo.engine.step_runner import StepRunner
 from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
+from octavo.ops.attention import LayerCache
 from octavo.ops.dispatch import REFERENCE
+from octavo.runtime.device_program import with_distinct_layers
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
 from octavo.sim.clock import Clock
@@ -36,10 +38,12 @@ from octavo.steps.limits import StepLimits
 from octavo.steps.shapes import (
     LONG_CONTEXT,
     LONG_SEQS,
+    MANY_SEQS,
     PLAIN,
     Kind,
     Sizes,
     StepShape,
+    early_shapes,
     first_extra_shapes,
     first_shapes,
     graph_shapes,
@@ -723,3 +727,50 @@ def test_only_plain_steps_have_graphs_captured(loaded: Loaded) -> None:
     assert not graphs._captured
     run(engine, [Request(1, [1, 2, 3], SamplingParams(temperature=0), 4)])
     assert graphs._captured == {message.shape for message in sent if message.uses_graph} != set()
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_rows"), [(256, 8192), (64, 512), (3, 100), (1, 16)])
+def test_graphs_that_are_there_from_the_start_have_less_than_twice_the_rows(
+    max_num_seqs: int, max_num_rows: int
+) -> None:
+    early = early_shapes(max_num_seqs, max_num_rows)
+    every = graph_shapes(max_num_seqs, max_num_rows)
+    assert set(early) <= set(every)
+    for shape in every:
+        is_usual = shape.max_query_len == 1 or (shape.num_rows >= 64 and shape.num_seqs <= MANY_SEQS[0])
+        if is_usual and not shape.has_extras:
+            assert any(known.holds(shape) and known.num_rows < 2 * shape.num_rows for known in early), shape
+
+
+class _CountingLayer:
+    """A layer whose kernels depend on its weight's type."""
+
+    def __init__(self, dtype: torch.dtype, window: int) -> None:
+        self.weight = torch.ones(4, dtype=dtype)
+        self.window = window
+        self.around = self  # what refers to itself is no obstacle
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        ran.append((self.weight.dtype, self.window))
+        return x_TD
+
+
+ran: list[tuple[torch.dtype, int]] = []
+
+
+def test_a_layer_of_each_kind_and_the_last_launch_all_kernels() -> None:
+    ran.clear()
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    kinds = [(float32, 0), (float32, 8), (float32, 0), (bfloat16, 0), (float32, 8), (float32, 0)]
+    model: Any = SimpleNamespace(layers=[_CountingLayer(*kind) for kind in kinds])
+    caches = [LayerCache(torch.empty(0), torch.empty(0), group=0) for _ in kinds]
+    for layer in with_distinct_layers(model, caches).layers:  # type: ignore[attr-defined]
+        layer(torch.empty(2, 3))
+    assert ran == [(float32, 0), (float32, 8), (bfloat16, 0), (float32, 0)]
+    ran.clear()
+    other = [*caches[:2], caches[2]._replace(group=1), *caches[3:]]  # whose tables are others
+    for layer in with_distinct_layers(model, other).layers:  # type: ignore[attr-defined]
+        layer(torch.empty(2, 3))
+    assert ran == [(float32, 0), (float32, 8), (float32, 0), (bfloat16, 0), (float32, 0)]
+    other_model: Any = object()
+    assert with_distinct_layers(other_model, []) is other_model

@@ -1,0 +1,109 @@
+"""Kernels that another process compiles are found in Triton's cache. No GPU is needed: the job names the target."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.kernel_compiler import Compilers, CompilersLost
+
+SCRIPT = """
+import msgspec
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource
+
+from octavo.kernel_compiler import Compilers
+from octavo.ops.triton import compile_jobs
+from octavo.ops.triton.publish_tokens import _publish_kernel as kernel
+
+def main():
+    types = "*i32 *i64 *i32 *i32 *i64 *i32 *i32 constexpr constexpr i32 i32 i32".split() + 4 * ["constexpr"]
+    signature = dict(zip(kernel.arg_names, types, strict=True))
+    constants = {(7,): None, (8,): None, (12,): 4, (13,): 256, (14,): False, (15,): False}
+    src = ASTSource(kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
+    target = GPUTarget("cuda", 90, 32)
+    options = triton.compiler.make_backend(target).parse_options({"num_warps": 4})
+
+    def compile_one():
+        return src, target, options
+
+    job = compile_jobs.described(compile_one)
+    compilers = Compilers(1)
+    assert compilers.compile(job) == ""
+    hits = []
+    triton.knobs.compilation.listener = lambda **told: hits.append(told["cache_hit"])
+    triton.compile(src, target=target, options=options.__dict__)
+    assert hits == [True], hits
+    other = msgspec.structs.replace(compile_jobs._decode(job), digest="of another source")
+    assert "another" in compilers.compile(msgspec.msgpack.encode(other))
+    missing = msgspec.structs.replace(compile_jobs._decode(job), function=("octavo.types", "nothing"))
+    assert "AttributeError" in compilers.compile(msgspec.msgpack.encode(missing))
+    assert compile_jobs.described(lambda: None) is None, "as in a version of Triton that names its variables otherwise"
+
+main()
+"""
+
+ECHO = """
+import os, socket, sys
+from octavo.child_worker import LENGTH, receive
+control, *connections = (socket.socket(fileno=int(text)) for text in sys.argv[1:])
+while (message := receive(connections[0])) not in (None, b"end"):
+    answer = f"{os.getpid()}".encode()
+    connections[0].sendall(LENGTH.pack(len(answer)) + answer)
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_that_another_process_compiled_is_loaded(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module whose process answers each job with its number."""
+    (tmp_path / "echo_process.py").write_text(ECHO)
+    root = Path(__file__).parents[3]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root)]))
+    return "echo_process"
+
+
+def _ends(pid: int) -> bool:
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_process_that_ends_is_lost_to_its_engine(echo: str) -> None:
+    compilers = Compilers(1, echo)
+    assert int(compilers.compile(b"a job")) != os.getpid()
+    with pytest.raises(CompilersLost):
+        compilers.compile(b"end")
+    with pytest.raises(CompilersLost):
+        compilers.compile(b"a job")
+
+
+def test_the_processes_end_with_what_they_compile_for(echo: str) -> None:
+    compilers = Compilers(1, echo)
+    first = int(compilers.compile(b"a job"))
+    compilers.close()
+    assert _ends(first)
+    script = f"import time; from octavo.kernel_compiler import Compilers; c = Compilers(1, {echo!r}); "
+    script += "print(c.compile(b'a job'), flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        second = int(engine.stdout.readline())
+        engine.send_signal(signal.SIGKILL)
+    assert _ends(second)
