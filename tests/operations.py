@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import octavo
+
+PACKAGE = f"{Path(octavo.__file__).parent}/"
 
 
 def count_lines(call: Callable[[], object]) -> int:
@@ -14,7 +19,7 @@ def count_lines(call: Callable[[], object]) -> int:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal count
-        if "/octavo/" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         count += event == "line"
         return trace
