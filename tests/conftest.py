@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -24,6 +25,9 @@ import pytest
 import torch
 
 import tests.triton_interpreter  # noqa: F401 (before anything else imports triton)
+from tests import environment
+
+environment.set_up()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -97,6 +101,18 @@ def default_model_path() -> Path:
     from octavo.weights.default_model import fetch_default_model
 
     return fetch_default_model(progress=False)
+
+
+@pytest.fixture(scope="session")
+def short_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="octavo-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def socket_folder(short_folder: Path) -> Path:
+    """A new folder with a short path, wherever temporary files are: the path of a socket can have 107 bytes."""
+    return Path(tempfile.mkdtemp(dir=short_folder))
 
 
 @dataclass

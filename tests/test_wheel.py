@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import zipfile
 from email import message_from_string
@@ -31,8 +32,8 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 def test_it_has_the_files_of_the_packages_and_no_others(wheel: zipfile.ZipFile) -> None:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PACKAGES]
-    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if tracked.returncode:
+    tracked = shutil.which("git") and subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if not tracked or tracked.returncode:
         pytest.skip("not a clone of the repository")
     wanted = {name for name in tracked.stdout.splitlines() if (ROOT / name).exists()}
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}

@@ -29,6 +29,11 @@ NUM_STREAMS = 64
 Serve = Callable[..., Server]
 
 
+@pytest.fixture
+def tmp_path(socket_folder: Path) -> Path:
+    return socket_folder
+
+
 def body(prompt: str, max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
 

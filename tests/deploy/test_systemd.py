@@ -68,7 +68,7 @@ def test_systemd_accepts_it(tmp_path: Path) -> None:
     if systemd is None:
         pytest.skip("no systemd-analyze")
     unit = tmp_path / UNIT.name
-    unit.write_text(UNIT.read_text().replace(service()["ExecStart"].split()[0], sys.executable))
+    unit.write_text(UNIT.read_text().replace(service()["ExecStart"].split()[0], f'"{sys.executable}"'))
     verified = subprocess.run([systemd, "verify", unit], capture_output=True, text=True)
     assert (verified.returncode, verified.stderr) == (0, "")
     rated = [systemd, "security", "--offline=yes", f"--threshold={MOST_EXPOSURE}", "--no-pager", unit]

@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import re
+import shlex
 import sys
 import weakref
 from collections.abc import Callable
@@ -189,12 +190,14 @@ def test_stages_are_commands_that_exist(tmp_path: Path) -> None:
 @pytest.mark.model
 def test_peer_in_turns(measured: Measure, tmp_path: Path) -> None:
     """A stand-in peer that answers at once with known figures; the ratio must be the quotient of the medians."""
-    peer = tmp_path / "peer"
-    peer.write_text(
-        f"#!{sys.executable}\nimport json, sys\nprint(json.dumps({{'engine': 'stand-in'}}), flush=True)\n"
+    program, peer = tmp_path / "peer.py", tmp_path / "peer"
+    program.write_text(
+        "import json, sys\nprint(json.dumps({'engine': 'stand-in'}), flush=True)\n"
         "for line in sys.stdin:\n"
         "    print(json.dumps({'prefill_tok_s': 10.0, 'decode_tok_s': 2.0}), flush=True)\n"
     )
+    # A line `#!` that names an interpreter has room for neither spaces nor 128 characters.
+    peer.write_text(f"#!/bin/sh\nexec {shlex.join([sys.executable, str(program)])}\n")
     peer.chmod(0o755)
     arguments = ("--sequences", "1", "--prompt", "16", "--decode", "4", "--rounds", "1")
     record = measured("peer", "--python", str(peer), *arguments)

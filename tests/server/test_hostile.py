@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
+import octavo
 from octavo.server.openai.chat import ChatBody
 from octavo.server.openai.completions import CompletionBody
 from tests.conftest import Server, start_server
@@ -37,7 +39,8 @@ SECONDS, BOMB_SECONDS = 1.0, 3.0
 MAX_GAP = 0.25
 """Seconds between two tokens of somebody else's stream, with ``OCTAVO_HOSTILE=all``."""
 PATIENCE = 30.0
-LEAKS = re.compile(r"0x[0-9a-f]{6,}|/work|/root|Traceback|\x1b|site-packages")
+PLACES = "|".join(re.escape(str(place)) for place in (Path(octavo.__file__).parent, sys.prefix))
+LEAKS = re.compile(rf"0x[0-9a-f]{{6,}}|{PLACES}|Traceback|\x1b|site-packages")
 JSON = {"content-type": "application/json"}
 SETTINGS = ("--load-format", "dummy", "--num-kv-blocks", "64", "--max-request-bytes", str(1 << 20))
 

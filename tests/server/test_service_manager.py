@@ -19,6 +19,11 @@ from tests.conftest import Server
 
 
 @pytest.fixture
+def tmp_path(socket_folder: Path) -> Path:
+    return socket_folder
+
+
+@pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(tmp_path / "notify"))

@@ -16,6 +16,11 @@ from octavo.server.takeover import HasRequest, Predecessor, Successor, TakeoverS
 
 
 @pytest.fixture
+def tmp_path(socket_folder: Path) -> Path:
+    return socket_folder
+
+
+@pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as made:
         yield made

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import shlex
 import socket
 import sys
 import threading
@@ -322,7 +323,7 @@ def free_port() -> int:
 def command(tmp_path: Path, port: int) -> str:
     script = tmp_path / "server.py"
     script.write_text(SERVER)
-    return f"{sys.executable} {script} {port} {tmp_path / 'pids'}"
+    return shlex.join([sys.executable, str(script), str(port), str(tmp_path / "pids")])
 
 
 def pids(tmp_path: Path) -> list[int]:
