@@ -12,6 +12,7 @@ SCHEMAS ?= jsonschema==4.26.0
 FUNCTIONS ?= bfcl-eval==2026.3.23
 AXE ?= axe-core@4.14.1
 
+# Paths of environments are relative, so that make never meets a space in the path of the folder.
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -38,10 +39,11 @@ fuzz: $(VENV)/.fuzz  ## fuzz what reads untrusted input, for some 20 minutes; ta
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.done  ## drive a server with other projects' clients: docs/clients.md
-	OCTAVO_CLIENTS=$(abspath $(CLIENTS)) OCTAVO_PROJECTS=$(abspath $(PROJECTS)) $(BIN)/python -m pytest tests/clients $(ARGS)
+	OCTAVO_CLIENTS="$$(realpath $(CLIENTS))" OCTAVO_PROJECTS="$(and $(PROJECTS),$$(realpath "$(PROJECTS)"))" \
+	  $(BIN)/python -m pytest tests/clients $(ARGS)
 
 test-browser: $(VENV)/.browser  ## drive the console with Chromium, which must be on the path; accessibility by axe-core where there is npm
-	OCTAVO_AXE=$$(ls $(VENV)/axe/node_modules/axe-core/axe.min.js 2>/dev/null) $(BIN)/python -m pytest tests/server/console $(ARGS)
+	OCTAVO_AXE="$$(realpath -q $(VENV)/axe/node_modules/axe-core/axe.min.js)" $(BIN)/python -m pytest tests/server/console $(ARGS)
 
 compose-check: $(VENV)/.dev  ## check what is in deploy/; every query of the dashboard with Prometheus, where there is one
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
