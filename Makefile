@@ -26,7 +26,7 @@ test: $(VENV)/.dev  ## run every test but those of `timing`; those that need a G
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What is quick to run: nothing with tensors, and the server over an engine without a model.
-CHECKED := tests/test_architecture.py tests/cache tests/engine tests/grammar tests/text tests/server
+CHECKED := tests/test_architecture.py tests/test_budget.py tests/cache tests/engine tests/grammar tests/text tests/server
 
 check: export PYTHONDONTWRITEBYTECODE :=
 check: lint  ## style, types, and the tests of all that decides and serves, in some 70 seconds on two cores

@@ -1,0 +1,130 @@
+"""Budgets of the code as a body: what is counted here may only fall.
+
+A count above its bound fails, and so does one clearly below it: lower the bound then, in the same change.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import pytest
+
+from tests.server.conftest import Served
+from tests.server.in_process import InProcessEngine, byte_tokenizer
+from tests.test_architecture import PACKAGE, ROOT, imports_of_files, source_files
+
+SMALL_MODULE_LINES = 120
+"""A module of so many lines may have a single importer."""
+MAX_LOOSE_FILES = 15
+
+REGISTRIES = {"octavo.engine.policies", "octavo.models.registry", "octavo.quant.methods", "octavo_bench.cli.bench"}
+"""Modules that import the rows of a table."""
+CATALOGUES = {"octavo/cli", "octavo/models", "octavo/text/tool_calls"}
+"""Folders of equals: a file for each command, family of models and format of calls."""
+OPS = "octavo/ops"
+"""Here a name stands for one operation: its contract, and what each kind of device does."""
+
+
+class Bound(NamedTuple):
+    """The largest count allowed, and how far below it a count may be: changes that are made at the same time can then
+    come together in any order."""
+
+    most: int
+    slack: int
+
+
+BOUNDS = {
+    "lines of octavo": Bound(82_000, 7_000),
+    "lines of octavo_bench": Bound(13_500, 600),
+    "small modules with one importer, in their own folder": Bound(76, 6),
+    "files that a chat request enters": Bound(45, 6),
+    "folders with many loose files": Bound(14, 2),
+    "names of several modules": Bound(64, 6),
+}
+
+
+def single_imports() -> Iterator[str]:
+    """Small modules that only one other imports, of their own folder and no registry."""
+    paths, imports = imports_of_files()
+    importers = defaultdict(set)
+    for module, names in imports.items():
+        for name in names:
+            importers[name].add(module)
+    for module, path in paths.items():
+        if (
+            path.name == "__init__.py"
+            or source_files()[path].lines >= SMALL_MODULE_LINES
+            or len(importers[module]) != 1
+        ):
+            continue
+        (importer,) = importers[module]
+        if paths[importer].parent == path.parent and importer not in REGISTRIES:
+            yield f"{module} (by {importer})"
+
+
+def crowded_folders() -> Iterator[str]:
+    counts = Counter(str(path.parent.relative_to(ROOT)) for path in source_files() if path.name != "__init__.py")
+    yield from (f"{folder}: {n}" for folder, n in counts.items() if n > MAX_LOOSE_FILES and folder not in CATALOGUES)
+
+
+def repeated_names() -> Iterator[str]:
+    places = defaultdict(set)
+    for path in source_files():
+        folder = str(path.parent.relative_to(ROOT))
+        places[path.stem].add(OPS if folder.startswith(OPS) else folder)
+    yield from (
+        f"{name}: {', '.join(sorted(where))}" for name, where in places.items() if len(where) > 1 and name[0] != "_"
+    )
+
+
+def entered_files() -> set[str]:
+    """Files of the package with a function that a streamed chat request calls, in a server that had one before."""
+    entered: set[str] = set()
+    is_recording = False
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if is_recording and event == "call":
+            entered.add(frame.f_code.co_filename)
+
+    def chat() -> None:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "stream": True}
+        assert served.client.post("/v1/chat/completions", json=body).text.endswith("data: [DONE]\n\n")
+
+    threading.setprofile(note)  # in every thread that starts from now on
+    try:
+        served = Served(InProcessEngine(), byte_tokenizer(), {})
+        chat()
+        is_recording = True
+        chat()
+        is_recording = False
+        served.stop()
+    finally:
+        threading.setprofile(None)
+    return {name for name in entered if Path(name).is_relative_to(PACKAGE)}
+
+
+def counted(what: str) -> tuple[int, list[str]]:
+    """How many there are, and which, where a list helps."""
+    if what.startswith("lines of "):
+        folder = ROOT / what.removeprefix("lines of ")
+        return sum(facts.lines for path, facts in source_files().items() if path.is_relative_to(folder)), []
+    found = {
+        "small modules with one importer, in their own folder": single_imports,
+        "files that a chat request enters": entered_files,
+        "folders with many loose files": crowded_folders,
+        "names of several modules": repeated_names,
+    }[what]()
+    listed = sorted(found)
+    return len(listed), listed
+
+
+@pytest.mark.parametrize("what", BOUNDS)
+def test_it_only_falls(what: str) -> None:
+    (count, listed), (most, slack) = counted(what), BOUNDS[what]
+    assert count <= most, "\n".join([f"{what}: {count}, and at most {most} are allowed", *listed])
+    assert count >= most - slack, f"{what}: only {count} are left; lower the bound of {most} in {Path(__file__).name}"
