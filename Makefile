@@ -16,21 +16,31 @@ AXE ?= axe-core@4.14.1
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: serve test check timing fuzz test-clients test-browser compose-check docs docs-serve lint clean
+.PHONY: serve test check test-lab nightly timing fuzz test-clients test-browser compose-check docs docs-serve lint clean
 
 serve: $(VENV)/.run  ## serve MODEL on HOST:PORT; more flags in ARGS
 	@exec $(BIN)/octavo serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: export PYTHONDONTWRITEBYTECODE :=  # tests start processes by the hundred: each would compile all that it imports
 test: $(VENV)/.dev  ## run every test but those of `timing`; those that need a GPU are skipped without one
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest $(SPREAD) -m "unit or system or lab" $(ARGS)
 
-# What is quick to run: nothing with tensors, and the server over an engine without a model.
-CHECKED := tests/test_architecture.py tests/test_budget.py tests/cache tests/engine tests/grammar tests/text tests/server
+# Tiers of tests: tests/tiers.py. Those of some folders alone are named, so that no others are imported.
+SPREAD := -n 2 --dist worksteal
+CHECK_IN := tests/test_architecture.py tests/test_budget.py tests/test_tiers.py tests/cache tests/engine tests/grammar tests/text tests/server
+TEST_LAB_IN := tests/fuzz tests/mutation tests/octavo_bench tests/sim
 
 check: export PYTHONDONTWRITEBYTECODE :=
-check: lint  ## style, types, and the tests of all that decides and serves, in some 70 seconds on two cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not model and not timing" $(CHECKED) $(ARGS)
+check: lint  ## style, types, and the tests of all that decides and serves
+	$(BIN)/python -m pytest $(SPREAD) -m unit $(CHECK_IN) $(ARGS)
+
+test-lab: export PYTHONDONTWRITEBYTECODE :=
+test-lab: $(VENV)/.dev  ## the tests of benchmarks, simulations, fuzzers and mutations
+	$(BIN)/python -m pytest $(SPREAD) -m lab $(TEST_LAB_IN) $(ARGS)
+
+nightly: export PYTHONDONTWRITEBYTECODE :=
+nightly: $(VENV)/.dev  ## further shapes and longer runs
+	$(BIN)/python -m pytest $(SPREAD) -m nightly $(ARGS)
 
 timing: $(VENV)/.dev  ## tests that compare times, on a machine that has nothing else to do
 	$(BIN)/python -m pytest -m timing $(ARGS)

@@ -26,6 +26,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401 (before anything else imports triton)
 from tests import environment
+from tests.tiers import tier_of
 
 environment.set_up()
 
@@ -38,6 +39,12 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        item.add_marker(tier_of(item.path.relative_to(environment.ROOT / "tests"), marks))
 
 
 SLOW_SEARCH = 0.02

@@ -35,7 +35,6 @@ OFFLINE = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.clients)
             item.add_marker(pytest.mark.timeout(900))
             if "OCTAVO_CLIENTS" not in os.environ:
                 item.add_marker(pytest.mark.skip(reason="clients: run by `make test-clients`"))

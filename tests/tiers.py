@@ -1,0 +1,36 @@
+"""Which command runs a test: each belongs to one tier, and has its name as a mark.
+
+| tier | what | command |
+|---|---|---|
+| unit | all that decides and serves, without tensors, a model or processes that take seconds | `make check` |
+| system | everything else of the engine and the server | `make test`, with those of `unit` and `lab` |
+| lab | benchmarks, simulations, fuzzers, mutations | `make test-lab`, `make test` |
+| nightly | further shapes and longer runs of what `system` has in short | `make nightly` |
+| timing | comparisons of times | `make timing` |
+| clients | other projects' clients, which have environments of their own | `make test-clients` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from pathlib import Path
+
+TIERS = ("unit", "system", "lab", "nightly", "timing", "clients")
+UNIT = ("test_architecture.py", "test_budget.py", "test_tiers.py", "cache", "engine", "grammar", "text", "server")
+LABORATORY = ("fuzz", "mutation", "octavo_bench", "sim")
+NOT_UNIT = ("slow", "model")
+MARKED = ("nightly", "timing")
+"""Tiers that a test is in because of a mark of its own."""
+
+
+def tier_of(path: Path, marks: Container[str]) -> str:
+    """The tier of a test in the file ``path``, relative to tests/, with these marks."""
+    first = path.parts[0]
+    if first == "clients":
+        return "clients"
+    for mark in MARKED:
+        if mark in marks:
+            return mark
+    if first in UNIT and not any(mark in marks for mark in NOT_UNIT):
+        return "unit"
+    return "lab" if first in LABORATORY else "system"
