@@ -88,7 +88,7 @@ def test_a_bomb_costs_little_and_leaves_nothing_behind() -> None:
             before = time.process_time()
             with contextlib.suppress(Refused):
                 await compiler.compile(forms.grammar_text(part))
-            assert time.monotonic() - started < 3.5, name
+            assert time.monotonic() - started < 30, f"{name}: two seconds of processor time, and what other work takes"
             assert time.process_time() - before < 0.5, name
             await compiler.compile(forms.grammar_text(forms.choice([name])))
 
@@ -239,7 +239,7 @@ def test_cancelling_ends_the_work() -> None:
             await task
         await compiler.compile(forms.grammar_text(forms.regex("b+")))
         assert compiler.process_id != first
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
 
     run(test, max_seconds=20)
 

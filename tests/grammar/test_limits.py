@@ -93,7 +93,7 @@ def test_what_explodes_is_refused_in_bounded_time(name: str) -> None:
             started = time.monotonic()
             with pytest.raises(Refused, match="cannot be used"):
                 await compiler.compile(forms.grammar_text(EXPLOSIVE[name]))
-            assert time.monotonic() - started < 3.5
+            assert time.monotonic() - started < 30, "two seconds of processor time, and what other work takes"
         finally:
             compiler.close()
 

@@ -69,11 +69,13 @@ def test_a_body_with_a_wrong_content_encoding(served: Served, packed: bytes) -> 
 
 def test_what_unpacks_to_too_much(serve_app: Any) -> None:
     served = serve_app(max_request_bytes=MiB)
-    bomb = gzip.compress(b" " * (128 * MiB), 1)
+    bomb = gzip.compress(b" " * (64 * MiB), 1)
     assert len(bomb) < MiB
     started = time.process_time()
+    gzip.decompress(bomb)
+    whole, started = time.process_time() - started, time.process_time()
     assert error(post(served, bomb, content_encoding="gzip")) == (413, "request_too_large")
-    assert time.process_time() - started < 0.2, "all of it takes longer"
+    assert time.process_time() - started < whole
 
 
 def test_a_byte_order_mark_is_passed_over(served: Served) -> None:

@@ -181,7 +181,7 @@ def test_silence_is_filled_with_comments(serve_app: Any, monkeypatch: pytest.Mon
         assert b"assistant" in await read_chunk(reader)
         start = time.monotonic()
         assert [await read_chunk(reader) for _ in range(3)] == [b": keep-alive\n\n"] * 3
-        assert 0.1 < time.monotonic() - start < 2
+        assert time.monotonic() - start > 0.1
         served.call(engine.step)
         assert (await read_chunk(reader)).endswith(b"data: [DONE]\n\n")
         writer.close()

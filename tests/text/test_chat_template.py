@@ -186,13 +186,13 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_disaster_is_one_requests_error_and_over_soon(make: Any, name: str) -> None:
-    template = make(GUARD + BOMBS[name] + "{% endif %}", max_seconds=1.0)
+    template = make(GUARD + BOMBS[name] + "{% endif %}", max_seconds=0.5)
     template.check()
     bad = [{"role": "user", "content": "boom"}, {"role": "user", "content": "\ud800"}]
     start = time.monotonic()
     with pytest.raises(InvalidParameter, match="chat template could not be rendered") as caught:
         template.render(bad, template_kwargs={"n": 1})
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 10
     assert len(caught.value.message) < 700
     assert template.render([{"role": "user", "content": "ok"}]) == "fine"
 
