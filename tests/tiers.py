@@ -12,8 +12,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
+from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 TIERS = ("unit", "system", "lab", "nightly", "timing", "clients")
 UNIT = ("test_architecture.py", "test_budget.py", "test_tiers.py", "cache", "engine", "grammar", "text", "server")
@@ -34,3 +38,10 @@ def tier_of(path: Path, marks: Container[str]) -> str:
     if first in UNIT and not any(mark in marks for mark in NOT_UNIT):
         return "unit"
     return "lab" if first in LABORATORY else "system"
+
+
+def nightly_after(count: int, values: Iterable[Any]) -> list[Any]:
+    """Values of a parameter, or tuples of several, all but the first ``count`` for `make nightly` alone."""
+    rest = iter(values)
+    later = (value if isinstance(value, tuple) else (value,) for value in rest)
+    return [*islice(rest, count), *(pytest.param(*value, marks=pytest.mark.nightly) for value in later)]

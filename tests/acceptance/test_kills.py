@@ -1,7 +1,7 @@
 """The engine process killed again and again under mixed requests: none is lost, changed or failed.
 
 ``OCTAVO_KILLS=300`` makes it a long run, of about four seconds a kill on two free cores; ``OCTAVO_KILLS_SEED`` makes it
-another one.
+another one. `make nightly` has one of twenty.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import httpx
 import pytest
 
 from tests.conftest import Server
+from tests.tiers import nightly_after
 
-NUM_KILLS = int(os.environ.get("OCTAVO_KILLS", "5"))
+NUM_KILLS = int(os.environ.get("OCTAVO_KILLS", "3"))
 SEED = int(os.environ.get("OCTAVO_KILLS_SEED", "1"))
 NUM_CLIENTS = 10
 FIRST_MOMENT = 0.05
@@ -37,13 +38,13 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
-pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300 + 120 * NUM_KILLS)]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300 + 120 * max(20, NUM_KILLS))]
 
 
-def requests() -> list[tuple[str, dict[str, Any]]]:
+def requests(repeats: int) -> list[tuple[str, dict[str, Any]]]:
     """Completions of each kind, with a kind's name."""
     made: list[tuple[str, dict[str, Any]]] = []
-    for number in range(1 if NUM_KILLS < 20 else 2):
+    for number in range(repeats):
         body = {"prompt": f"{number}. {SENTENCE}", "max_tokens": 12 + 12 * number, "ignore_eos": True}
         seeded = {**body, "temperature": 0.9, "top_p": 0.95, "seed": number}
         made += [
@@ -122,9 +123,10 @@ class Kills:
             self.recoveries.append(clock() - began)
 
 
-def test_kills_lose_change_and_fail_nothing(serve: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("num_kills", nightly_after(1, dict.fromkeys((NUM_KILLS, 20))))
+def test_kills_lose_change_and_fail_nothing(serve: Callable[..., Server], num_kills: int) -> None:
     server = serve()
-    asked = requests()
+    asked = requests(1 if num_kills < 20 else 2)
 
     async def main() -> tuple[list[Any], list[tuple[int, Any]], Kills]:
         limits = httpx.Limits(max_connections=100)
@@ -137,7 +139,7 @@ def test_kills_lose_change_and_fail_nothing(serve: Callable[..., Server]) -> Non
             answers: list[tuple[int, Any]] = []
             numbers = itertools.count()
             kills = Kills(client, 3 * longest)
-            killing = asyncio.create_task(kills.run(NUM_KILLS))
+            killing = asyncio.create_task(kills.run(num_kills))
 
             async def ask() -> None:
                 while not killing.done():
@@ -156,7 +158,7 @@ def test_kills_lose_change_and_fail_nothing(serve: Callable[..., Server]) -> Non
     recoveries = sorted(kills.recoveries)
     told = {name: counts[name] for name in ("engine_restarts", "requests_replayed", "poison_requests")}
     kinds = dict(Counter(asked[index][0] for index, _ in answers))
-    print(f"{NUM_KILLS} kills within {kills.last_moment:.1f} s of being ready, {len(answers)} answers {kinds}")
+    print(f"{num_kills} kills within {kills.last_moment:.1f} s of being ready, {len(answers)} answers {kinds}")
     print(f"recovery median {recoveries[len(recoveries) // 2]:.2f}, most {recoveries[-1]:.2f} s; {told}")
     wrong = [(asked[index], found, alone[index]) for index, found in answers if found != alone[index]]
     assert not wrong, f"{len(wrong)} of {len(answers)}: {wrong[:5]}"

@@ -16,6 +16,7 @@ import pytest
 from tests.completions import TEXT, client_of, complete, complete_all, mixed_drafting, mixed_requests, wait_until_idle
 from tests.conftest import Server, start_server
 from tests.server import raw
+from tests.tiers import nightly_after
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -38,13 +39,14 @@ def test_first_answer(server: Server) -> None:
         assert "4" in reply.json()["choices"][0]["message"]["content"]
 
 
-def test_batching_preemption_and_streaming_change_nothing(serve: Callable[..., Server]) -> None:
-    """32 requests at once in a pool that cannot hold them give what each gives alone, streamed or not.
+@pytest.mark.parametrize("count", nightly_after(1, (12, 32)))
+def test_batching_preemption_and_streaming_change_nothing(serve: Callable[..., Server], count: int) -> None:
+    """Requests at once in a pool that cannot hold them give what each gives alone, streamed or not.
 
     Those that are alone are computed on one thread, the others on as many as there are.
     """
     roomy = serve("--max-num-seqs", "1", "--no-enable-prefix-caching", env={"OMP_NUM_THREADS": "1"})
-    bodies = mixed_requests(32, seed=1)
+    bodies = mixed_requests(count, seed=1)
 
     async def alone() -> list[Any]:
         async with client_of(roomy) as client:
@@ -73,12 +75,13 @@ def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) ->
     assert 0 < stats["num_accepted_drafts"] <= stats["num_drafts"]
 
 
-def test_a_hundred_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("count", nightly_after(1, (30, 100)))
+def test_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server], count: int) -> None:
     """Bitwise what they are without, among drafts, preemptions and grammars."""
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
     tight = "--max-model-len", "256", "--num-kv-blocks", "17", "--block-size", "16", "--max-num-seqs", "32"
     drafting = serve("--speculative-config", json.dumps(settings), *tight)
-    bodies = mixed_drafting(100, seed=5)
+    bodies = mixed_drafting(count, seed=5)
     found, want = (asyncio.run(complete_all(one, bodies, stream=True)) for one in (drafting, server))
     for body, result, wanted in zip(bodies, found, want, strict=True):
         assert result == wanted, body

@@ -20,10 +20,11 @@ import httpx
 import pytest
 
 from tests.conftest import Server
+from tests.tiers import nightly_after
 
 pytestmark = pytest.mark.slow
 
-NUM_TAKEOVERS = int(os.environ.get("OCTAVO_TAKEOVERS", "2"))
+NUM_TAKEOVERS = int(os.environ.get("OCTAVO_TAKEOVERS", "1"))
 NUM_STREAMS = 64
 
 Serve = Callable[..., Server]
@@ -91,11 +92,12 @@ class Clients:
         kept.close()
 
 
-def test_no_request_fails(serve: Serve, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_takeovers", nightly_after(1, dict.fromkeys((NUM_TAKEOVERS, 3))))
+def test_no_request_fails(serve: Serve, tmp_path: Path, num_takeovers: int) -> None:
     args = ("--backend", "instant", "--takeover-socket", str(tmp_path / "s"), "--journal", str(tmp_path / "j"))
     servers = [serve(*args)]
     with Clients(servers[0].url) as clients:
-        for _ in range(NUM_TAKEOVERS):
+        for _ in range(num_takeovers):
             answered = clients.right.total()
             servers.append(serve(*args))
             assert servers[-1].url == servers[-2].url
@@ -105,7 +107,7 @@ def test_no_request_fails(serve: Serve, tmp_path: Path) -> None:
     assert not clients.wrong, "".join(line for each in servers for line in each.lines if " I " not in line)
     assert clients.right["stream"] > clients.right["whole"] > 0
     assert len(list((tmp_path / "j").iterdir())) == 1  # the journals became one
-    print(f"{clients.right.total()} answers during {NUM_TAKEOVERS} takeovers")
+    print(f"{clients.right.total()} answers during {num_takeovers} takeovers")
 
 
 def test_what_the_old_server_leaves(serve: Serve, tmp_path: Path) -> None:

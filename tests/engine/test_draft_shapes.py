@@ -13,9 +13,10 @@ from octavo.steps.limits import StepLimits
 from octavo.steps.shapes import Kind, StepShape, exact_shape, graph_shapes, padded_shape, verification_shape
 from octavo.types import ON_DEVICE, GroupBlocks, Plan, Scheduled, Sequence
 from tests.engine.making import make_request
+from tests.tiers import nightly_after
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", nightly_after(6, range(20)))
 def test_no_step_exceeds_the_largest(seed: int) -> None:
     rng = random.Random(seed)
     max_num_seqs, max_drafts = rng.choice([1, 3, 8, 40, 256]), rng.choice([1, 2, 4, 7, 32])

@@ -22,6 +22,9 @@ from octavo.sim.closed_loops import WORKLOADS, Workload
 from octavo.steps.shapes import NO_DRAFTER, Kind, StepShape, padded_shape
 from octavo.types import Masks, Plan, Sampled
 from tests.engine.making import make_request
+from tests.tiers import nightly_after
+
+pytestmark = pytest.mark.slow
 
 K, MAX_SEQS = 3, 256
 PASSES = 3
@@ -127,12 +130,13 @@ def answer(engine: Engine, load: Workload, rng: random.Random) -> int:
     return num_tokens
 
 
-@pytest.mark.parametrize(("name", "least"), [("W1", 1.4), ("W2", 1.9), ("W3", 1.1), ("W4", 0.98)])
+@pytest.mark.parametrize(("name", "least"), nightly_after(3, [("W1", 1.4), ("W2", 1.9), ("W3", 1.1), ("W4", 0.98)]))
 def test_drafts_that_are_accepted_make_every_load_faster(name: str, least: float) -> None:
     """2.6 tokens a step at three drafts, with prompts in half of the steps or more."""
     assert tokens_per_second(name, 0.7225) > least * tokens_per_second(name, None)
 
 
+@pytest.mark.nightly
 def test_a_rest_ends_when_the_load_changes() -> None:
     """Drafts for 256 sequences do not pay, and those for 64 do, which do not wait for the end of a long rest."""
     _, device = served("W4", 0.7225)
@@ -152,7 +156,7 @@ def test_experts_that_drafts_choose_are_part_of_their_cost(name: str, least: flo
     assert drafted > least * tokens_per_second(name, None, seconds_of_mixture)
 
 
-@pytest.mark.parametrize("name", ["W1", "W2", "W3", "W4"])
+@pytest.mark.parametrize("name", nightly_after(3, ["W1", "W2", "W3", "W4"]))
 def test_drafts_that_are_rejected_cost_little(name: str) -> None:
     rate, device = served(name, 0.0)
     assert rate > 0.98 * tokens_per_second(name, None)

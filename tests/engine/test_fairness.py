@@ -18,6 +18,7 @@ def request(number: int, tenant: str = "", arrival: float = 1.0, prompt: int = 6
     return Request(number, tokens, SamplingParams(), output, arrival=arrival, tenant=tenant)
 
 
+@pytest.mark.slow
 def test_a_flood_leaves_the_other_its_fair_share() -> None:
     fair_share, fcfs, fair = measure(["fcfs", "fair"])
     assert fair["quiet_ttft_ms"] <= 1.1 * fair_share["quiet_ttft_ms"]
@@ -34,12 +35,14 @@ def test_long_prompts_of_a_flood_are_sliced_for_the_other() -> None:
     assert fair["quiet_tokens_per_second"] >= 0.9 * fair_share["quiet_tokens_per_second"]
 
 
+@pytest.mark.slow
 def test_a_tenant_alone_gets_everything() -> None:
     flood = Load("only", 100.0, 256, 64)
     totals = [sum(len(one.token_times) for one in serve(p, [flood]).progress.values()) for p in ("fcfs", "fair")]
     assert totals[0] == totals[1]
 
 
+@pytest.mark.slow
 def test_two_floods_share_by_weight() -> None:
     loads = [Load("a", 60.0, 256, 64), Load("b", 60.0, 256, 64)]
     for weights, share in ((None, 1.0), ("a=3", 3.0)):

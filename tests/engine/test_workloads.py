@@ -77,10 +77,9 @@ FEATURES = {
 NUM_WORKLOADS = 56
 """Of each kind, so that there are 100,000 steps in all."""
 NUM_QUICK = 8
-"""Of those, the ones that ``make check`` serves."""
+"""Of those, the ones that ``make check`` serves; ``make nightly`` serves all."""
 LEAST_STEPS = 1000
 """Of those with each choice of a setting."""
-kinds_done: Counter[str] = Counter()
 steps_with: Counter[tuple[str, object]] = Counter()
 """Steps by what was chosen for a setting."""
 happened: Counter[str] = Counter()
@@ -117,7 +116,6 @@ def serve_all(seeds: range, name: str) -> None:
             serve(seed, FEATURES[name])
         except AssertionError as error:
             raise AssertionError(f"workload {seed} with {name}: {error}") from error
-        kinds_done[name] += 1
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -125,16 +123,13 @@ def test_random_workloads(name: str) -> None:
     serve_all(range(NUM_QUICK), name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FEATURES)
-def test_many_random_workloads(name: str) -> None:
-    serve_all(range(NUM_QUICK, NUM_WORKLOADS), name)
-
-
-@pytest.mark.slow
-def test_there_were_many_steps_with_every_choice_of_every_setting() -> None:
-    if kinds_done != dict.fromkeys(FEATURES, NUM_WORKLOADS):
-        pytest.skip("only a part of the workloads ran")
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_many_random_workloads_have_many_steps_with_every_choice_of_every_setting() -> None:
+    for counts in (steps_with, happened):
+        counts.clear()
+    for name in FEATURES:
+        serve_all(range(NUM_WORKLOADS), name)
     offered = {item.name: item.choices for item in engine_settings(EngineConfig)}
     choices: dict[str, tuple[object, ...]] = {
         "policy": offered["scheduling_policy"],

@@ -52,7 +52,7 @@ def verdict(mutant: Mutant, folder: Path) -> str:
         raise ValueError(f"{mutant.file} has {mutant.old!r} {source.count(mutant.old)} times")
     path.write_text(source.replace(mutant.old, mutant.new))
     limited = ["bash", "-c", f'ulimit -t {CPU_SECONDS}; exec "$@"', "bash"]  # a clock would depend on other work
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not timing", "-p", "no:cacheprovider"]
     command = [*limited, *pytest, *nearest_first(mutant.file)]
     environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"}
     try:
