@@ -1,8 +1,12 @@
-"""The tests of the OpenAI API, through a proxy in front of the server that they are written for."""
+"""Tests of the OpenAI API, through a proxy in front of the server that they are written for.
+
+The proxy passes on all endpoints alike: those that are not here are in ``test_conformance_nightly``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,40 +15,23 @@ from octavo.text.tokenizer import Tokenizer
 from tests.server import test_sse
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
-from tests.server.openai import (
-    test_best_of,
-    test_chat,
-    test_completions,
-    test_every_field,
-    test_models_and_tokenize,
-    test_passed_over,
-    test_restrictions,
-    test_sampling_defaults,
-    test_structured,
-    test_tools,
-    test_vectors,
-)
+from tests.server.openai import test_chat, test_models_and_tokenize
 from tests.server.proxy.proxied import ProxiedServed
 
-for module in (
-    test_best_of,
-    test_chat,
-    test_completions,
-    test_every_field,
-    test_models_and_tokenize,
-    test_passed_over,
-    test_restrictions,
-    test_sampling_defaults,
-    test_structured,
-    test_tools,
-    test_vectors,
-    test_sse,
-):
-    for name, value in vars(module).items():
-        if name.startswith("test_") and callable(value):
-            globals()[f"{name}_{module.__name__.rpartition('.')[2]}"] = value
-        elif type(value).__name__ == "FixtureFunctionDefinition" and name not in ("served", "serve_app"):
-            globals()[name] = value
+
+def every_test(*modules: ModuleType) -> dict[str, Any]:
+    """The tests of modules, each with a name of its own, and their fixtures other than servers."""
+    found: dict[str, Any] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if name.startswith("test_") and callable(value):
+                found[f"{name}_{module.__name__.rpartition('.')[2]}"] = value
+            elif type(value).__name__ == "FixtureFunctionDefinition" and name not in ("served", "serve_app"):
+                found[name] = value
+    return found
+
+
+globals().update(every_test(test_chat, test_models_and_tokenize, test_sse))
 
 
 @pytest.fixture
