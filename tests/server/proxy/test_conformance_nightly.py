@@ -15,7 +15,7 @@ from tests.server.openai import (
     test_tools,
     test_vectors,
 )
-from tests.server.proxy.test_conformance import serve_app, served, every_test  # noqa: F401 (fixtures)
+from tests.server.proxy.test_conformance import every_test, serve_app, served  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.nightly
 
