@@ -22,13 +22,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
-import tests.triton_interpreter  # noqa: F401 (before anything else imports triton)
-from tests import environment
+import tests.environment  # before anything else imports torch
+import tests.triton_interpreter
 from tests.tiers import tier_of
-
-environment.set_up()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,7 +41,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        item.add_marker(tier_of(item.path.relative_to(environment.ROOT / "tests"), marks))
+        item.add_marker(tier_of(item.path.relative_to(tests.environment.ROOT / "tests"), marks))
 
 
 SLOW_SEARCH = 0.02
@@ -88,6 +85,8 @@ def searches_are_quick(only_what_is_new_is_searched: None) -> None:
 @pytest.fixture(autouse=True)
 def same_random_numbers(request: pytest.FixtureRequest) -> None:
     """A test that draws numbers draws the same ones in every run, alone or among others."""
+    import torch
+
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     torch.manual_seed(seed)
@@ -108,6 +107,14 @@ def default_model_path() -> Path:
     from octavo.weights.default_model import fetch_default_model
 
     return fetch_default_model(progress=False)
+
+
+@pytest.fixture(scope="module")
+def all_cores() -> Iterator[None]:
+    """Engines, and servers that are started, have as many threads as they have by default."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(tests.environment.THREADS, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,17 +6,23 @@ import os
 from pathlib import Path
 
 from octavo.config import ServeConfig, settings
+from octavo.cpus import num_cpus
 
 ROOT = Path(__file__).parent.parent
 KEPT = {"OCTAVO_CACHE_DIR"}
 """Where the default model and compiled kernels are kept."""
+THREADS = "OMP_NUM_THREADS"
 OF_TERMINALS = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
 OF_SYSTEMD = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
-def set_up(environment: dict[str, str] | os._Environ[str] = os.environ) -> None:
+def _set_up(environment: dict[str, str] | os._Environ[str]) -> None:
     """Leave out settings of a server, of terminals and of systemd; let processes import what is tested, from any folder
-    and whatever is installed, and let no proxy come between client and server."""
+    and whatever is installed, and let no proxy come between client and server.
+
+    Workers that share the processors get as many threads as there are processors for each: more would spend half of
+    their time waiting for each other.
+    """
     of_servers = {f"OCTAVO_{setting.name.upper()}" for setting in settings(ServeConfig)} - KEPT
     for name in (*of_servers, *OF_TERMINALS, *OF_SYSTEMD):
         environment.pop(name, None)
@@ -24,3 +30,8 @@ def set_up(environment: dict[str, str] | os._Environ[str] = os.environ) -> None:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *paths])
     for name in ("NO_PROXY", "no_proxy"):
         environment[name] = ",".join(filter(None, (environment.get(name), "127.0.0.1", "localhost", "::1")))
+    if num_workers := int(environment.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        environment.setdefault(THREADS, str(max(1, num_cpus() // num_workers)))
+
+
+_set_up(os.environ)  # at once: torch looks at the number of threads when it is imported

@@ -36,6 +36,7 @@ from tests.llm.tiny import write_checkpoint
 from tests.models.drafter_files import Reference, dflash, eagle3, model_reference, mtp
 from tests.models.families import make_checkpoint
 from tests.quant.writers import Writer, compressed, gptq, quantise
+from tests.tiers import nightly_after
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_kv_blocks": 120, "max_num_batched_tokens": 48}
 NUM_DRAFTS = 4
@@ -218,7 +219,9 @@ def test_no_output_changes(case_of: Made, name: str) -> None:
     assert stats.num_drafts > 0 < stats.num_preemptions
 
 
-@pytest.mark.parametrize("name", ["draft_model with windows", "eagle3 of its authors", "mtp of DeepSeek-V3", DFLASH])
+@pytest.mark.parametrize(
+    "name", nightly_after(2, ["eagle3 of its authors", "mtp of DeepSeek-V3", "draft_model with windows", DFLASH])
+)
 def test_no_output_changes_a_step_ahead(case_of: Made, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: steps are padded, and planned before the results of the step before."""
     case = case_of(name)

@@ -13,6 +13,8 @@ from octavo.errors import ConfigError
 from octavo.types import EngineStats
 from tests.llm.tiny import MAX_MODEL_LEN, SETTINGS
 
+pytestmark = pytest.mark.usefixtures("all_cores")
+
 PLAIN: dict[str, Any] = {**SETTINGS, "block_size": 16, "enable_prefix_caching": False}
 NGRAM = {
     "method": "ngram",

@@ -11,6 +11,8 @@ import pytest
 from octavo import LLM, SamplingParams
 from tests.llm.tiny import SETTINGS
 
+pytestmark = pytest.mark.usefixtures("all_cores")
+
 PROMPTS = [[3, 5, number, 7] for number in range(1, 9)]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 REPEATS = 6
