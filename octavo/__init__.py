@@ -5,9 +5,9 @@ Importing this package is fast: torch is loaded on the first use of ``LLM``.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from octavo.config import EngineConfig
 from octavo.errors import (
     AuthenticationError,
     CheckpointError,
@@ -26,10 +26,10 @@ from octavo.errors import (
     Unavailable,
     WorkerLost,
 )
-from octavo.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.client import AsyncClient, Choice, Client, Completion, Piece
+    from octavo.config import EngineConfig
     from octavo.llm import (
         LLM,
         BeamSearchOutput,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
         StepResult,
     )
+    from octavo.sampling_params import RepetitionDetectionParams, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -93,26 +94,26 @@ __all__ = [
     "__version__",
 ]
 
-_FROM_LLM = {
-    *("LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
-    *("EmbeddingRequestOutput", "ScoringRequestOutput"),
-    *("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
-    *("Engine", "Computed", "EngineMetrics", "Percentiles", "StepResult"),
+_MODULES = {
+    "octavo.client": ("AsyncClient", "Choice", "Client", "Completion", "Piece"),
+    "octavo.config": ("EngineConfig",),
+    "octavo.llm": (
+        *("LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+        *("EmbeddingRequestOutput", "ScoringRequestOutput"),
+        *("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+        *("Engine", "Computed", "EngineMetrics", "Percentiles", "StepResult"),
+    ),
+    "octavo.sampling_params": ("RepetitionDetectionParams", "SamplingParams"),
 }
-_FROM_CLIENT = {"AsyncClient", "Choice", "Client", "Completion", "Piece"}
+"""Where the names come from that are imported on first access: processes that need few of them start often."""
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names that need the engine, or an HTTP client, on first access (PEP 562)."""
-    if name in _FROM_CLIENT:
-        from octavo import client
-
-        return getattr(client, name)
-    if name not in _FROM_LLM:
+    """Import what a name needs on first access (PEP 562)."""
+    if name not in _PLACES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    from octavo import llm
-
-    return getattr(llm, name)
+    return getattr(importlib.import_module(_PLACES[name]), name)
 
 
 def __dir__() -> list[str]:
