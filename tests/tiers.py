@@ -43,5 +43,5 @@ def tier_of(path: Path, marks: Container[str]) -> str:
 def nightly_after(count: int, values: Iterable[Any]) -> list[Any]:
     """Values of a parameter, or tuples of several, all but the first ``count`` for `make nightly` alone."""
     rest = iter(values)
-    later = (value if isinstance(value, tuple) else (value,) for value in rest)
+    later = (value if type(value) is tuple else (value,) for value in rest)  # no named tuple
     return [*islice(rest, count), *(pytest.param(*value, marks=pytest.mark.nightly) for value in later)]

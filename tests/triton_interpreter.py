@@ -12,13 +12,23 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.tiers import nightly_after
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def quick_first(count: int, values: Iterable[Any]) -> list[Any]:
+    """Values of a parameter, or tuples of several. All but the first ``count`` are nightly where kernels run in the
+    interpreter, which is slow."""
+    return list(values) if DEVICE == "cuda" else nightly_after(count, values)
+
 
 if HAS_TRITON and DEVICE == "cpu":
     assert "triton" not in sys.modules, "triton was imported before its interpreter could be asked for"

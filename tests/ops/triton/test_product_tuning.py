@@ -34,6 +34,7 @@ from octavo.ops.triton.product_tuning import (
 from octavo.ops.triton.product_use import Operands, ProductUse
 from octavo.ops.triton.skinny_gemm import MAX_TILES, SkinnyConfig
 from tests.ops.triton.test_grouped_linear import random_groups
+from tests.triton_interpreter import quick_first
 
 LINEAR = (
     LinearUse(96, 64, has_norm=True),
@@ -75,7 +76,7 @@ def candidates(use: ProductUse, rows: int, device: str) -> list[Any]:
     return use.candidates(rows, torch.device(device), use.num_candidates)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("rows", quick_first(2, [1, 64, 16]))
 @pytest.mark.parametrize("use", USES, ids=str)
 def test_all_candidates_are_right(use: ProductUse, rows: int, device: str) -> None:
     configs = candidates(use, rows, device)
