@@ -230,6 +230,7 @@ def test_what_was_slow_once_is_tried_again(on_device: bool) -> None:
     assert sum(counts[-100:]) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slower", [3, 20, 200])
 @pytest.mark.parametrize("num_seqs", [1, 16])
 def test_costs_from_while_kernels_were_compiled_are_measured_again(num_seqs: int, slower: int) -> None:

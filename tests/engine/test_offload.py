@@ -103,6 +103,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
+@pytest.mark.slow
 def test_tiers_keep_the_hit_rate_of_a_cache_four_times_as_large(tmp_path: Path) -> None:
     """20 conversations of up to 79 tokens are 400 blocks; the pool has 100."""
     roomy = Conversations(1000, None).talk(20, 5)

@@ -83,6 +83,7 @@ def test_any_of_many_properties_may_be_written() -> None:
     assert matcher.is_accepting()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPLOSIVE)
 def test_what_explodes_is_refused_in_bounded_time(name: str) -> None:
     async def check() -> None:

@@ -286,6 +286,7 @@ def test_merging_the_tokens_of_several_steps_changes_nothing(serve_app: Any, ask
     assert merged[-1]["usage"] == one_by_one[-1]["usage"]
 
 
+@pytest.mark.slow
 def test_a_request_that_ended_is_freed_without_a_collection(served: Served) -> None:
     gc.collect()
     gc.disable()

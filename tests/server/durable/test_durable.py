@@ -326,6 +326,7 @@ def tokens(pairs: list[tuple[str, str]]) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_streams_continue_after_a_kill(tmp_path: Path) -> None:
     body = {"prompt": [1, 2], "max_tokens": 150, "n": 2, "stream": True, "temperature": 1}
     expected = [token_at([1, 2], place) for place in range(150)]

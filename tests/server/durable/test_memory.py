@@ -28,6 +28,7 @@ def memory() -> int:
     return sum(each.size for each in found.statistics("filename"))
 
 
+@pytest.mark.slow
 def test_an_ended_request_takes_what_is_counted_for_it(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         journal = served.app.state.services.journal

@@ -153,6 +153,7 @@ def check_batch(api: openai.OpenAI, name: str) -> None:
         assert whole.choices[int(row["custom_id"])].text.startswith(known)
 
 
+@pytest.mark.slow
 def test_a_stream_and_a_batch_continue_after_kills_of_engine_and_server(tmp_path: Path) -> None:
     body: Any = {"model": "", "input": "Hi", "max_output_tokens": 120, "temperature": 1}
     seen: list[Any] = []

@@ -18,6 +18,8 @@ from tests.server.in_process import InProcessEngine, byte_tokenizer
 from tests.server.openai import test_chat, test_models_and_tokenize
 from tests.server.proxy.proxied import ProxiedServed
 
+pytestmark = pytest.mark.slow
+
 
 def every_test(*modules: ModuleType) -> dict[str, Any]:
     """The tests of modules, each with a name of its own, and their fixtures other than servers."""

@@ -84,6 +84,7 @@ def test_reasoning_comes_as_it_is_written() -> None:
     assert parser.push(" two</") == [Text("reasoning", " two")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     "mark",
