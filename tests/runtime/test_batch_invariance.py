@@ -27,6 +27,7 @@ from octavo.steps.limits import StepLimits
 from octavo.types import Request
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 from tests.runtime.making import CPU, host_runner
+from tests.tiers import nightly_after
 
 pytestmark = needs_float_kernels
 VOCAB = 331
@@ -44,7 +45,7 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-MIXES = 100
+MIXES, QUICK_MIXES = 100, 28
 
 
 KINDS = ("Q4_1", "Q4_0", "Q5_1")
@@ -121,12 +122,13 @@ def random_requests(choose: random.Random) -> list[Request]:
     return requests
 
 
+@pytest.mark.parametrize("mixes", nightly_after(1, (QUICK_MIXES, MIXES)))
 @pytest.mark.parametrize("part", range(4))
-def test_random_mixes_give_the_bits_of_solo_runs(part: int) -> None:
+def test_random_mixes_give_the_bits_of_solo_runs(part: int, mixes: int) -> None:
     loaded = Loaded(is_mixed=part == 3)
     preempted = recorded = 0
     try:
-        for mix in range(part, MIXES, 4):
+        for mix in range(part, mixes, 4):
             choose = random.Random(mix)
             requests = random_requests(choose)
             threads.set_num_threads(choose.choice([1, 2, 3, 32]))
