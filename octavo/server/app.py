@@ -19,7 +19,7 @@ from octavo.config import ServeConfig
 from octavo.errors import RequestError
 from octavo.server import admin, explanations, probes, sleep
 from octavo.server.admission import Admission
-from octavo.server.allowed_hosts import AllowedHosts
+from octavo.server.allowed_hosts import AllowedHosts, AllowedOrigins
 from octavo.server.anthropic import messages
 from octavo.server.background_jobs import BackgroundJobs
 from octavo.server.batches import batches, files
@@ -193,12 +193,13 @@ async def _take_over(app: Starlette, predecessor: Predecessor) -> None:
 def outer_middleware(
     settings: ServerSettings, keys: Keys, metrics: Metrics, is_open: Callable[[str, str], bool] | None = None
 ) -> list[Middleware]:
-    """The middleware of every application: request ids, hosts, API keys and CORS."""
-    hosts = AllowedHosts(settings)
+    """The middleware of every application: request ids, hosts, origins, API keys and CORS."""
+    origins = AllowedOrigins(settings)
     outermost = Middleware(
         RequestMiddleware,
         keys=keys,
-        hosts=hosts,
+        hosts=AllowedHosts(settings),
+        origins=origins,
         metrics=metrics,
         is_logged=settings.access_log,
         is_traced=settings.otlp_traces_endpoint is not None,
@@ -206,11 +207,10 @@ def outer_middleware(
     )
     if settings.allowed_origins is None:
         return [outermost]
-    origins = [origin.strip() for origin in settings.allowed_origins.split(",")]
     # Outside the key check: CORS preflight requests carry no API key.
     shown = ["x-request-id", "retry-after"]
     cors = Middleware(
-        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown
+        CORSMiddleware, allow_origins=origins.names, allow_methods=["*"], allow_headers=["*"], expose_headers=shown
     )
     return [cors, outermost]
 

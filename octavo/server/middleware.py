@@ -1,4 +1,4 @@
-"""The outermost ASGI middleware: normalises paths, assigns request ids, checks hosts and API keys, handles exceptions.
+"""The outermost ASGI middleware: normalises paths, assigns request ids, checks headers and keys, handles exceptions.
 
 Only the paths in ``OPEN_PATHS`` are exempt from the checks of API key and host name, and the console's files from that
 of the key. The checked path is the one that
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import RequestError
 from octavo.server.access_log import log_access
-from octavo.server.allowed_hosts import AllowedHosts
-from octavo.server.errors import UnexpectedError, error_response, rejection_of
+from octavo.server.allowed_hosts import AllowedHosts, AllowedOrigins
+from octavo.server.errors import HTTPRefusal, UnexpectedError, error_response, rejection_of
 from octavo.server.generation import ClientGone
 from octavo.server.http import WRITE_PIECE
 from octavo.server.keys import CALLER, Keys
@@ -29,6 +29,13 @@ from octavo.telemetry.metrics import Metrics
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Health probes have no key, and often use the address as the host name."""
+SINGLE_HEADERS = frozenset(
+    (
+        *(b"host", b"origin", b"sec-fetch-site", b"authorization", b"x-api-key", b"content-type", b"content-length"),
+        *(b"content-encoding", b"idempotency-key", b"last-event-id"),
+    )
+)
+"""Headers that a request may have once: a proxy before this server may go by the first of two, and it by the last."""
 MAX_REQUEST_ID_BYTES = 128
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that disconnected before the response; used in the log and the metrics."""
@@ -45,6 +52,7 @@ class RequestMiddleware:
         *,
         keys: Keys,
         hosts: AllowedHosts,
+        origins: AllowedOrigins,
         metrics: Metrics,
         is_logged: bool,
         is_traced: bool,
@@ -56,6 +64,7 @@ class RequestMiddleware:
         self._metrics = metrics
         self._keys = keys
         self._hosts = hosts
+        self._origins = origins
         self._is_logged = is_logged
         self._is_traced = is_traced
         self._pacer = RequestPacer()
@@ -107,11 +116,21 @@ class RequestMiddleware:
             log_access(scope, status, seconds, request_id)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
+        _check_single(scope["headers"])
         if scope["path"] in OPEN_PATHS:
             return
         self._hosts.check(headers)
+        self._origins.check(scope["method"], headers)
         if not self._is_open(scope["method"], scope["path"]):
             scope[CALLER] = self._keys.check(scope["path"], _secret(headers))
+
+
+def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raise ``HTTPRefusal`` for a header of ``SINGLE_HEADERS`` that the request has twice."""
+    names = [name for name, _ in headers if name in SINGLE_HEADERS]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1).decode()
+        raise HTTPRefusal(400, f"The request has the header '{twice}' more than once.", "duplicate_header")
 
 
 def _tidy(path: str) -> str:

@@ -55,6 +55,8 @@ ASKS: dict[str, tuple[dict[str, Any], Ask]] = {
     "unsupported_media_type": ({}, lambda s: s.client.post("/v1/completions", content=b"{}")),
     "invalid_encoding": ({}, lambda s: s.client.post("/v1/completions", content=b"x", headers=JSON | GZIP)),
     "malformed_request": ({}, lambda s: s.client.request("BREW", "/health")),
+    "duplicate_header": ({}, lambda s: s.client.get("/health", headers=[("x-api-key", "a"), ("x-api-key", "b")])),
+    "origin_not_allowed": ({}, lambda s: s.client.post("/v1/completions", headers={"origin": "null"})),
     "unsupported_content_encoding": (
         {},
         lambda s: s.client.post("/v1/completions", content=b"x", headers=JSON | {"content-encoding": "br"}),

@@ -187,6 +187,9 @@ def test_curl_needs_no_content_type_and_web_pages_do(server: Served, media_type:
     answered = server.client.post("/api/generate", content=body, headers=headers)
     assert answered.status_code == 200
     assert answered.json()["response"] == ANSWER[:10]
-    for sign in ({"Origin": "null"}, {"Origin": server.url}, {"Sec-Fetch-Site": "cross-site"}, {"Referer": "x"}):
+    for sign in ({"Origin": server.url}, {"Sec-Fetch-Site": "same-origin"}, {"Referer": "x"}):
         refused = server.client.post("/api/generate", content=body, headers=headers | sign)
         assert (refused.status_code, "Content-Type" in refused.json()["error"]) == (400, True)
+    for sign in ({"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+        refused = server.client.post("/api/generate", content=body, headers=headers | sign)
+        assert (refused.status_code, "--allowed-origins" in refused.json()["error"]) == (403, True)
