@@ -79,6 +79,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Index of the second text's first token in the prompt of an encoder."""
     adapter: str = ""
     """Name of the LoRA adapter to apply; ``cache_salt`` then differs from that of requests for any other adapter."""
+    owner: str = ""
+    """Name of the API key that sent it, which the server counts by; the engine does not use it."""
 
 
 class Status(enum.Enum):

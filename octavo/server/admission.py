@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ from octavo.server.engine_client import EngineClient
 from octavo.server.errors import RETRY_AFTER_SECONDS
 from octavo.server.generation import Choice, Generation, Prompt
 from octavo.server.keys import Caller
+from octavo.server.places import Places
+from octavo.server.quotas import has_share
 from octavo.server_settings import ServerSettings
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.text_stream import TextStream
@@ -84,21 +87,29 @@ class Admission:
         self.max_num_queued_reqs = settings.max_num_queued_reqs
         self._timeout, self._seed = settings.request_timeout, settings.request_seed
         self.grammars = GrammarCompiler(self._vocabulary)
-        self._num_reserved = 0
-        # Unbounded, tokenisation would starve the event loop of cores and of the GIL.
-        self._tokenising = asyncio.Semaphore(max(1, num_cpus() // 2))
+        self._reserved: Counter[str] = Counter()
+        """Places from the room check until submission, by API key."""
+        # Unbounded, tokenisation would starve the event loop of cores and of the GIL. No key takes the last place.
+        num_each = max(1, num_cpus() // 2)
+        self.tokenising = Places(num_each + 1, num_each)
 
     @property
-    def has_room(self) -> bool:
-        """Whether there is room for one more sequence."""
-        return self.engine.num_live + self._num_reserved < self.engine.info.max_num_seqs + self.max_num_queued_reqs
+    def room(self) -> int:
+        """Most unfinished sequences, as long as a single API key has all of them."""
+        return self.engine.info.max_num_seqs + self.max_num_queued_reqs
 
-    def check_room(self, count: int = 1) -> None:
-        """Raise ``QueueFull`` unless there is room for ``count`` more sequences."""
-        room = self.engine.info.max_num_seqs + self.max_num_queued_reqs
-        if self.engine.num_live + self._num_reserved + count > room:
+    def has_room(self, caller: Caller, count: int = 1) -> bool:
+        """Whether there is room for ``count`` more sequences of this caller."""
+        if self.engine.num_live + self._reserved.total() + count <= self.room:
+            return True
+        return has_share(self.engine.live_owners + self._reserved, caller.name, count, self.room)
+
+    def check_room(self, caller: Caller, count: int = 1) -> None:
+        """Raise ``QueueFull`` unless there is room for ``count`` more sequences of this caller."""
+        if not self.has_room(caller, count):
             raise QueueFull(
-                f"The queue is full: {room} requests are unfinished. Try again shortly.",
+                f"The queue is full: {self.room} requests are unfinished, and this API key has its share of them. "
+                "Try again shortly.",
                 retry_after=RETRY_AFTER_SECONDS,
             )
 
@@ -112,20 +123,19 @@ class Admission:
         if client_request.task not in (tasks := self.engine.info.tasks):
             raise InvalidParameter("model", f"This model can {' and '.join(tasks)}; it cannot {client_request.task}.")
         count = len(client_request.prompts) * client_request.params.n
-        room = self.engine.info.max_num_seqs + self.max_num_queued_reqs
-        if count > room:
-            message = f"The request asks for {count} texts at once; this server has room for {room}."
+        if count > self.room:
+            message = f"The request asks for {count} texts at once; this server has room for {self.room}."
             raise InvalidParameter(client_request.prompt_field, message)
         arrival = asyncio.get_running_loop().time()
         timeout = min((given for given in (client_request.timeout, self._timeout) if given is not None), default=None)
         deadline = None if timeout is None else arrival + timeout
-        with self._reserved(count):
+        with self.reserved(client_request.caller, count):
             client_request.caller.account.admit()
             try:
                 async with asyncio.timeout_at(deadline):
                     prompts_and_limits = await self._encode_all(client_request)
                     self._check_tokens(client_request)
-                    banned = await self._banned_sequences(client_request.params)
+                    banned = await self._banned_sequences(client_request)
                     client_request = await self._with_grammar(client_request, prompts_and_limits[0][0])
             except TimeoutError:
                 raise DeadlineExceeded(timeout or 0.0) from None
@@ -145,12 +155,14 @@ class Admission:
             raise InvalidParameter(client_request.grammar_field, message) from None
         return dataclasses.replace(client_request, params=msgspec.structs.replace(client_request.params, grammar=form))
 
-    async def _banned_sequences(self, params: SamplingParams) -> Sequences:
+    async def _banned_sequences(self, client_request: ClientRequest) -> Sequences:
         """Token sequences of ``bad_words``. Raises ``InvalidParameter`` if no token remains allowed."""
         banned: Sequences = ()
+        params = client_request.params
         if params.bad_words:
             assert self.tokenizer is not None, "bad_words requires a tokenizer"
-            banned = await asyncio.to_thread(banned_sequences, params.bad_words, self.tokenizer)
+            async with self.tokenising.place(client_request.caller.name):
+                banned = await asyncio.to_thread(banned_sequences, params.bad_words, self.tokenizer)
         check_something_is_left(params, banned, {*self.eos_token_ids(params), *params.stop_token_ids})
         return banned
 
@@ -160,14 +172,16 @@ class Admission:
         return PackedVocabulary(self.tokenizer.packed_tokens, special_ids, eos_ids)
 
     @contextlib.contextmanager
-    def _reserved(self, count: int) -> Iterator[None]:
-        """Reserve ``count`` places from the room check until submission."""
-        self.check_room(count)
-        self._num_reserved += count
+    def reserved(self, caller: Caller, count: int = 1) -> Iterator[None]:
+        """Reserve ``count`` places from the room check until submission. Raises ``QueueFull``."""
+        self.check_room(caller, count)
+        self._reserved[caller.name] += count
         try:
             yield
         finally:
-            self._num_reserved -= count
+            self._reserved[caller.name] -= count
+            if not self._reserved[caller.name]:
+                del self._reserved[caller.name]
 
     def _submit(self, generation: Generation) -> Generation:
         for choice in generation.choices:
@@ -210,6 +224,7 @@ class Admission:
                     cache_ttl=client_request.cache_ttl,
                     task=client_request.task,
                     second_start=prompt.second_start,
+                    owner=client_request.caller.name,
                 )
                 text_stream = TextStream(self.tokenizer, client_request.params, client_request.shown_ids)
                 generation.add(Choice(generation, len(generation.choices), prompt, request, text_stream))
@@ -243,16 +258,17 @@ class Admission:
         def encode_all() -> list[tuple[Prompt, int]]:
             return [encode_one(source) for source in client_request.prompts]
 
-        if any(callable(prompt) for prompt in client_request.prompts):
-            return await asyncio.to_thread(encode_all)
-        if sum(map(_size, client_request.prompts)) <= THREAD_BYTES:
+        is_slow = any(callable(prompt) for prompt in client_request.prompts)
+        if not is_slow and sum(map(_size, client_request.prompts)) <= THREAD_BYTES:
             return encode_all()
-        async with self._tokenising:
+        async with self.tokenising.place(client_request.caller.name):
             return await asyncio.to_thread(encode_all)
 
-    async def encode(self, source: PromptSource, field: str, add_special_tokens: bool) -> Prompt:
-        """Tokenise and validate one prompt. Raises ``RequestError`` about ``field``."""
-        return await asyncio.to_thread(self._encode, source, field, add_special_tokens)
+    async def encode(self, source: PromptSource, field: str, add_special_tokens: bool, caller: Caller) -> Prompt:
+        """Tokenise and validate one prompt. Raises ``QueueFull``, or ``RequestError`` about ``field``."""
+        with self.reserved(caller):
+            async with self.tokenising.place(caller.name):
+                return await asyncio.to_thread(self._encode, source, field, add_special_tokens)
 
     def _encode(self, source: PromptSource, field: str, adds_special: bool) -> Prompt:
         if isinstance(source, list):

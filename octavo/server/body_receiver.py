@@ -1,11 +1,14 @@
-"""Receives request bodies: bounds their size and time, singly and in total, and decodes large ones in a thread."""
+"""Receives request bodies: bounds their size and time, singly and in total, and decodes large ones in a thread.
+
+Where API keys compete for room or for time, each has a share.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -15,11 +18,17 @@ from octavo.errors import RequestTooLarge, Unavailable
 from octavo.server.body_decoder import SMALL_BYTES, BodyDecoder
 from octavo.server.byte_budget import ByteBudget, Share
 from octavo.server.errors import RETRY_AFTER_SECONDS, HTTPRefusal, printable
+from octavo.server.keys import caller_of
+from octavo.server.places import Places
 
 BODY_SECONDS = 60
 """Most seconds for a body to arrive; slower clients would hold memory."""
 SPARE_BYTES = 4 << 20
 """Room for other bodies in addition to one of the maximum size."""
+MAX_SPOOLED_BYTES = 512 << 20
+"""Of all bodies that arrive on disk."""
+PART_BYTES = 256 << 10
+"""Written to disk at a time."""
 PIECE_BYTES = 64 << 10
 """Most bytes decompressed at a time."""
 PIECE_SECONDS = 0.002
@@ -39,9 +48,10 @@ class BodyReceiver:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._budget = ByteBudget(max_bytes + SPARE_BYTES)
-        self._pace = asyncio.Lock()
+        self._spooled = ByteBudget(MAX_SPOOLED_BYTES)
+        self._pace = Places(1)
         # One at a time: decoding two at once would hold the GIL twice as long and take twice the memory.
-        self._decoding = asyncio.Semaphore()
+        self._decoding = Places(1)
 
     async def read_json(
         self, request: Request, decoder: BodyDecoder[Body], max_model_len: int
@@ -62,20 +72,41 @@ class BodyReceiver:
 
     async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
         """Apply ``decode`` to the body, in a thread unless it is small. Raises ``RequestError``."""
-        async with self._received(request) as body:
+        # A growing buffer per body would fragment the heap.
+        pieces: list[bytes] = []
+        async with self._received(request, self._budget, pieces.append):
+            body = b"".join(pieces)
+            pieces.clear()
             if len(body) <= SMALL_BYTES:
                 return decode(body)
-            async with self._decoding:
+            async with self._decoding.place(caller_of(request).name):
                 return await asyncio.to_thread(decode, body)
 
+    async def spool(self, request: Request, take: Callable[[bytes], None]) -> None:
+        """Give ``take``, which keeps it on disk, the body in parts, in a thread. Raises ``RequestError``."""
+        part = bytearray()
+
+        def collect(piece: bytes) -> Awaitable[None] | None:
+            nonlocal part
+            part += piece
+            if len(part) < PART_BYTES:
+                return None
+            whole, part = part, bytearray()
+            return asyncio.to_thread(take, bytes(whole))
+
+        async with self._received(request, self._spooled, collect):
+            await asyncio.to_thread(take, bytes(part))
+
     @contextlib.asynccontextmanager
-    async def _received(self, request: Request) -> AsyncIterator[bytes]:
-        """The complete body; it counts towards the byte budget until the context exits."""
+    async def _received(
+        self, request: Request, budget: ByteBudget, take: Callable[[bytes], Awaitable[None] | None]
+    ) -> AsyncIterator[None]:
+        """``take`` has the complete body; it counts towards ``budget`` until the context exits."""
         try:
             async with asyncio.timeout(BODY_SECONDS) as deadline:
-                share = self._budget.share(lambda: deadline.reschedule(0))
+                share = budget.share(lambda: deadline.reschedule(0), caller_of(request).name)
                 try:
-                    body = await self._receive(request, share)
+                    await self._receive(request, share, take)
                 except BaseException:
                     share.resize(0)
                     raise
@@ -86,11 +117,11 @@ class BodyReceiver:
             message = f"The body did not arrive within {BODY_SECONDS} seconds."
             raise HTTPRefusal(408, message, "request_timeout") from None
         try:
-            yield body
+            yield
         finally:
             share.resize(0)
 
-    async def _receive(self, request: Request, share: Share) -> bytes:
+    async def _receive(self, request: Request, share: Share, take: Callable[[bytes], Awaitable[None] | None]) -> None:
         """Read the body. Raises ``RequestTooLarge`` as soon as its compressed or decompressed size passes the limit."""
         too_large = RequestTooLarge(
             f"The body is larger than {self._max_bytes} bytes, the most that this server accepts."
@@ -99,24 +130,22 @@ class BodyReceiver:
         if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > self._max_bytes:
             raise too_large
         unpacking = _Unpacking(request.headers.get("content-encoding", ""))
-        # A growing buffer per body would fragment the heap.
-        pieces: list[bytes] = []
-        size = 0
+        owner, size = caller_of(request).name, 0
         async for chunk in request.stream():
             for piece in unpacking.pieces(chunk):
                 size += len(piece)
                 if size > self._max_bytes:
                     raise too_large
-                pieces.append(piece)
+                if (written := take(piece)) is not None:
+                    await written
                 share.resize(size)
                 if share.is_given_up:
                     raise _given_up()
                 if size > PIECE_BYTES:
                     # Limits the CPU share of large bodies, however many connections send them.
-                    async with self._pace:
+                    async with self._pace.place(owner):
                         await asyncio.sleep(PIECE_SECONDS)
         unpacking.end()
-        return b"".join(pieces)
 
 
 class _Unpacking:

@@ -1,11 +1,12 @@
 """A limit on the memory of incomplete requests, over all connections.
 
-Each incomplete request has a share. When the sum exceeds the limit, the largest share is revoked, so that clients with
-small requests are served however much others send.
+Each incomplete request has a share. When the sum exceeds the limit, the largest share of the API key that holds most is
+revoked, so that clients with small requests are served however much others send.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 
@@ -18,9 +19,10 @@ class ByteBudget:
         self._shares: set[Share] = set()
         """Non-empty shares of incomplete requests, which may be revoked."""
 
-    def share(self, give_up: Callable[[], None]) -> Share:
-        """A new empty share. ``give_up`` is called at most once, when the share is revoked and no longer counts."""
-        return Share(self, give_up)
+    def share(self, give_up: Callable[[], None], owner: str = "") -> Share:
+        """A new empty share of the API key ``owner``. ``give_up`` is called at most once, when the share is revoked and
+        no longer counts."""
+        return Share(self, give_up, owner)
 
     def _resize(self, share: Share, num_bytes: int) -> None:
         self.num_bytes += num_bytes - share.num_bytes
@@ -30,7 +32,10 @@ class ByteBudget:
         else:
             self._shares.discard(share)
         while self.num_bytes > self.limit and self._shares:
-            largest = max(self._shares, key=lambda one: one.num_bytes)
+            totals: Counter[str] = Counter()
+            for one in self._shares:
+                totals[one.owner] += one.num_bytes
+            largest = max(self._shares, key=lambda one: (totals[one.owner], one.num_bytes))
             largest.is_given_up = True
             self._resize(largest, 0)
             largest._give_up()
@@ -39,7 +44,8 @@ class ByteBudget:
 class Share:
     """The bytes held by one request."""
 
-    def __init__(self, budget: ByteBudget, give_up: Callable[[], None]) -> None:
+    def __init__(self, budget: ByteBudget, give_up: Callable[[], None], owner: str) -> None:
+        self.owner = owner
         self.num_bytes = 0
         self.is_given_up = False
         self.is_complete = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, Protocol
 
@@ -79,6 +80,10 @@ class EngineClient(Monitored, Protocol):
     def num_restarts(self) -> int: ...
     @property
     def pid(self) -> int | None: ...
+    @property
+    def live_owners(self) -> Counter[str]:
+        """Number of live requests by API key."""
+        ...
 
     def progress(self) -> Iterator[Progress]:
         """How far each request is that is not finished, oldest first."""

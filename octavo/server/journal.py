@@ -29,6 +29,8 @@ class RequestJournal:
         """Makes a span of each request."""
         self.num_live_of: Counter[str] = Counter()
         """Number of live requests by tenant."""
+        self.live_owners: Counter[str] = Counter()
+        """Number of live requests by API key."""
         self._live: dict[int, LiveRequest] = {}
         self.ids = itertools.count(1)
         """Of requests; the engines of one server share them."""
@@ -54,6 +56,7 @@ class RequestJournal:
             live.trace_headers = TRACE_HEADERS.get()
         self._live[live.id] = live
         self.num_live_of[live.request.tenant] += 1
+        self.live_owners[live.request.owner] += 1
 
     def _forget(self, live: LiveRequest) -> None:
         """Stop the computation of a request that ended here."""
@@ -62,9 +65,10 @@ class RequestJournal:
     def _end(self, live: LiveRequest, reason: FinishReason) -> None:
         del self._live[live.id]
         request = live.request
-        self.num_live_of[request.tenant] -= 1
-        if not self.num_live_of[request.tenant]:
-            del self.num_live_of[request.tenant]
+        for counts, name in ((self.num_live_of, request.tenant), (self.live_owners, request.owner)):
+            counts[name] -= 1
+            if not counts[name]:
+                del counts[name]
         self.metrics.observe_end(live.timing, reason, len(request.prompt_tokens), len(live.tokens), request.max_tokens)
         if self.tracing is not None:
             self.tracing.end(live, reason, self.timelines)

@@ -22,7 +22,7 @@ from octavo.server.allowed_hosts import AllowedHosts, AllowedOrigins
 from octavo.server.errors import HTTPRefusal, UnexpectedError, error_response, rejection_of
 from octavo.server.generation import ClientGone
 from octavo.server.http import WRITE_PIECE
-from octavo.server.keys import CALLER, Keys
+from octavo.server.keys import CALLER, Caller, Keys
 from octavo.server.pacing import RequestPacer
 from octavo.server.tracing import TRACE_HEADERS
 from octavo.telemetry.metrics import Metrics
@@ -95,7 +95,8 @@ class RequestMiddleware:
 
         try:
             self._check(scope, headers)
-            await self._pacer.enter()
+            caller: Caller = scope.get(CALLER) or Caller()
+            await self._pacer.enter(caller.name)
             await self.app(scope, receive, send_named)
         except (ClientGone, ClientDisconnect):
             logger.debug("%s: the client left", request_id)

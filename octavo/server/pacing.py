@@ -7,18 +7,19 @@ millisecond. Fifty at once would make one long iteration and delay the tokens of
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+
+from octavo.server.places import TurnQueue
 
 
 class RequestPacer:
-    """First come, first served; the event loop runs other callbacks between two requests."""
+    """API keys in turn, each first come, first served; the event loop runs other callbacks between two requests."""
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: TurnQueue[asyncio.Future[None]] = TurnQueue()
         self._is_taken = False
         """Whether a request was started in this iteration."""
 
-    async def enter(self) -> None:
+    async def enter(self, owner: str) -> None:
         """Wait for this request's turn; returns at once without contention."""
         loop = asyncio.get_running_loop()
         if not self._is_taken:
@@ -26,12 +27,12 @@ class RequestPacer:
             loop.call_soon(self._turn)
             return
         turn = loop.create_future()
-        self._waiting.append(turn)
+        self._waiting.push(owner, turn)
         await turn
 
     def _turn(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
+        while (found := self._waiting.pop()) is not None:
+            _, turn = found
             if not turn.done():  # skip cancelled requests
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._turn)

@@ -1,4 +1,4 @@
-"""Rate limits per API key: requests and tokens per minute, as token buckets.
+"""Rate limits per API key, requests and tokens per minute, as token buckets; and shares of what all keys have together.
 
 A token bucket as in ITU-T I.371. The cost of a request is known only afterwards, so an account may go into debt; it is
 then blocked until the debt is paid, so that the average rate never exceeds the limit.
@@ -8,10 +8,29 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 
 from octavo.errors import QueueFull
 
 MINUTE = 60.0
+LEAST_SHARE = 8
+"""Items that each API key may hold, even if there are more keys than items."""
+
+
+def share_of(limit: int, num_holders: int, least: int = LEAST_SHARE) -> int:
+    """What an API key may hold beyond a ``limit`` of all, when ``num_holders`` keys hold something."""
+    return min(limit, max(least, limit // max(1, num_holders)))
+
+
+def has_share(held: Mapping[str, int], owner: str, count: int, limit: int) -> bool:
+    """Whether ``owner`` may hold ``count`` more, when each API key holds ``held``.
+
+    A key may hold all of ``limit`` while there is room. When there is none, each key still gets its share, so that one
+    that took everything delays no other. So with ``n`` keys, all hold at most ``limit * (1 + 1/2 + ... + 1/n)``, or
+    ``LEAST_SHARE`` each if that is more.
+    """
+    num_holders = len(held.keys() | {owner})
+    return sum(held.values()) + count <= limit or held.get(owner, 0) + count <= share_of(limit, num_holders)
 
 
 class Bucket:

@@ -125,10 +125,11 @@ class Services:
                 return each
         return self
 
-    def check_room(self) -> None:
-        """Raise ``QueueFull`` if no model of this server has room for a request."""
-        if not any(each.admission.has_room for each in self.every):
-            self.admission.check_room()
+    def check_room(self, request: Request) -> None:
+        """Raise ``QueueFull`` if no model of this server has room for a request of this caller."""
+        caller = caller_of(request)
+        if not any(each.admission.has_room(caller) for each in self.every):
+            self.admission.check_room(caller)
 
     @property
     def model_name(self) -> str:

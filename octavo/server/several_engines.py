@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from octavo.server.async_engine import AsyncEngine
 
@@ -29,3 +30,8 @@ class SeveralEngines:
     @property
     def num_live(self) -> int:
         return sum(engine.num_live for engine in self.engines)
+
+    @property
+    def live_owners(self) -> Counter[str]:
+        """Number of live requests by API key."""
+        return sum((engine.live_owners for engine in self.engines), Counter())

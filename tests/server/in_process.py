@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -100,6 +101,10 @@ class InProcessEngine:
     @property
     def num_live(self) -> int:
         return len(self.live)
+
+    @property
+    def live_owners(self) -> Counter[str]:
+        return Counter(live.request.owner for live in self.live.values())
 
     def progress(self) -> Iterator[Progress]:
         for number, live in self.live.items():

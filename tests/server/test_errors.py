@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,6 +91,7 @@ GZIP = {"content-encoding": "gzip"}
 
 class FullEngine(InProcessEngine):
     num_live = 10_000
+    live_owners = Counter({"": 10_000})
 
 
 ENGINES: dict[str, Callable[[], InProcessEngine]] = {

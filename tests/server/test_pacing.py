@@ -11,7 +11,7 @@ def test_one_enters_in_each_round_and_others_run_in_between() -> None:
     seen: list[str] = []
 
     async def request(pacer: RequestPacer, number: int) -> None:
-        await pacer.enter()
+        await pacer.enter("")
         seen.append(f"request {number}")
 
     async def check() -> None:
@@ -36,7 +36,7 @@ def test_a_single_body_does_not_wait_and_one_that_ends_early_delays_none() -> No
     async def check() -> None:
         pacer = RequestPacer()
         for _ in range(3):
-            entering = pacer.enter()
+            entering = pacer.enter("")
             try:
                 entering.send(None)
             except StopIteration:
@@ -44,7 +44,7 @@ def test_a_single_body_does_not_wait_and_one_that_ends_early_delays_none() -> No
             else:
                 raise AssertionError("it waited")
             await asyncio.sleep(0)
-        first, gone, last = [asyncio.create_task(pacer.enter()) for _ in range(3)]
+        first, gone, last = [asyncio.create_task(pacer.enter("")) for _ in range(3)]
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.wait_for(asyncio.gather(first, last), 5)

@@ -19,6 +19,7 @@ from octavo.server.anthropic.body import (
     without_effect,
 )
 from octavo.server.chat_reply import begin_reply
+from octavo.server.keys import caller_of
 from octavo.server.openai.chat import conversation, tools_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
@@ -28,7 +29,7 @@ from octavo.server.sse import finished_choices
 
 async def create_message(request: Request) -> Response:
     services = services_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, message_decoder, without_effect)
     id = f"msg_{uuid.uuid4().hex}"
     reply = await begin_reply(services, message_chat_body(body, services), request, id)
@@ -45,7 +46,7 @@ async def count_tokens(request: Request) -> Response:
     services.check_model(body.model)
     chat = chat_body(body, services)
     source = conversation(chat.messages, chat, services, tools_of(chat, services)).prompt
-    prompt = await services.admission.encode(source, "messages", chat.add_special_tokens)
+    prompt = await services.admission.encode(source, "messages", chat.add_special_tokens, caller_of(request))
     return json_response({"input_tokens": len(prompt.tokens)}, headers)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from octavo.server.durable.serve import key_headers
 from octavo.server.errors import UnexpectedError, error_object
 from octavo.server.keys import Caller
 from octavo.server.openai.schema import Endpoint
+from octavo.server.places import Places
 from octavo.server.services import Services
 
 MAX_LINES = 50_000
@@ -93,21 +93,24 @@ def _is_streamed(line: Line) -> bool:
 
 
 class LineRunner:
-    """Runs lines, at most ``max_num_seqs / 2`` at a time: the other half is reserved for clients."""
+    """Runs lines, at most ``max_num_seqs / 2`` at a time: the other half is reserved for clients.
+
+    API keys have turns, however many batches one has.
+    """
 
     def __init__(self, app: Starlette, endpoints: Mapping[str, Endpoint]) -> None:
         self._services: Services = app.state.services
         self._app = app
         self._endpoints = endpoints
         self.num_places = max(1, self._services.engine.info.max_num_seqs // 2)
-        self._places = asyncio.Semaphore(self.num_places)
+        self._places = Places(self.num_places)
 
     async def run(self, line: Line, caller: Caller, key: str) -> Outcome:
         """Run ``line`` and return its outcome; waits while the server is full or shutting down.
 
         ``key`` is that of its request in the journal, if there is one.
         """
-        async with self._places:
+        async with self._places.place(caller.name):
             response = await retry_while_unavailable(lambda: self._answer(line, caller, key))
         return Outcome(id=f"batch_req_{uuid.uuid4().hex}", custom_id=line.custom_id, response=response)
 

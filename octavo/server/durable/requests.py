@@ -161,7 +161,8 @@ class DurableRequest:
                 live.engine_ids[index] = id
                 engine.timelines.own(id, self.head.owner)
                 engine.add(
-                    msgspec.structs.replace(request, id=id, output_tokens=tokens, arrival=now), _Listener(self, index)
+                    msgspec.structs.replace(request, id=id, output_tokens=tokens, arrival=now, owner=self.head.owner),
+                    _Listener(self, index),
                 )
         except BaseException:
             self._abort_all(live)

@@ -49,7 +49,7 @@ plain_decoder = BodyDecoder(PlainBody, {}, frozenset())
 
 async def generate(request: Request) -> Response:
     services, start = services_of(request), time.monotonic()
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, generate_decoder)
     if not 1 <= len(body.prompt) <= MAX_PROMPT_CHARACTERS:
         raise InvalidParameter("prompt", f"'prompt' must have 1 to {MAX_PROMPT_CHARACTERS} characters.")
@@ -76,7 +76,7 @@ async def generate(request: Request) -> Response:
 
 async def generate_plainly(request: Request) -> Response:
     services = services_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, plain_decoder)
     for field, is_bad in (("prompt", not body.prompt.strip()), ("max_tokens", body.max_tokens < 1)):
         if is_bad:

@@ -47,7 +47,7 @@ decoder = BodyDecoder(InferBody, {}, frozenset())
 
 async def infer(request: Request) -> Response:
     services = services_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, unknown = await services.decoded(request, decoder)
     if unknown:
         raise UnknownParameter(unknown)

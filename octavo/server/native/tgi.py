@@ -72,14 +72,14 @@ decoder = BodyDecoder(TGIBody, {}, frozenset({"options"}))
 
 async def continue_text(request: Request) -> Response:
     services = services_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, decoder)
     return await _answer(body, services, request, headers)
 
 
 async def stream_text(request: Request) -> Response:
     services = services_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, decoder)
     return await _answer(msgspec.structs.replace(body, stream=True), services, request, headers)
 

@@ -36,7 +36,7 @@ from octavo.text.reader import Piece, Text
 
 async def chat(request: Request) -> Response:
     services, started = services_of(request), time.monotonic()
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, chat_decoder, without_effect)
     if not body.messages:
         return await _loaded(body, services, as_message({"content": ""}))
@@ -47,7 +47,7 @@ async def chat(request: Request) -> Response:
 
 async def generate(request: Request) -> Response:
     services, started = services_of(request), time.monotonic()
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, generate_decoder, without_effect)
     if not body.prompt:
         return await _loaded(body, services, as_response({"content": ""}))

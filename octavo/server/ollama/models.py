@@ -132,7 +132,7 @@ async def pull(request: Request) -> Response:
 
 async def embed(request: Request) -> Response:
     services, started = services_of(request), time.monotonic_ns()
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, embed_decoder)
     check_dimensions(body.dimensions, services.engine.info.embedding_size)
     model = served_name(body.model, services)
@@ -151,7 +151,7 @@ async def embed(request: Request) -> Response:
 
 async def embeddings(request: Request) -> Response:
     services = services_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, embeddings_decoder)
     model = served_name(body.model, services)
     services.check_model(model)

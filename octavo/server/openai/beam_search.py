@@ -60,7 +60,8 @@ async def search_beams(
         message = f"'n', which is the width of the beam with 'use_beam_search', must be at most {MAX_BEAM_WIDTH}."
         raise InvalidParameter("n", message)
     field, searches = submitted.prompt_field, list[Search]()
-    prompts = [await admission.encode(source, field, submitted.add_special_tokens) for source in submitted.prompts]
+    adds_special, caller = submitted.add_special_tokens, submitted.caller
+    prompts = [await admission.encode(source, field, adds_special, caller) for source in submitted.prompts]
     for prompt in prompts:
         params = BeamSearchParams(width, admission.max_tokens(submitted, prompt), length_penalty=length_penalty)
         searches.append(Search(prompt.tokens, admission.eos_token_ids(submitted.params), params))

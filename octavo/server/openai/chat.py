@@ -95,7 +95,7 @@ def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> di
 
 async def create_chat_completion(request: Request) -> Response:
     services = services_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, decoder, without_effect)
     tools = tools_of(body, services)
     generation = await admit(services, request, body, client_request(body, services, request, tools))

@@ -73,7 +73,7 @@ decoder = BodyDecoder(CompletionBody, _REFUSED, ACCEPTED, IGNORED)
 
 async def create_completion(request: Request) -> Response:
     services = services_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, decoder, _without_effect)
     submitted = client_request(body, services, request)
     if body.use_beam_search:

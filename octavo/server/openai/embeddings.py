@@ -41,7 +41,7 @@ decoder = BodyDecoder(EmbeddingBody, {"truncate_prompt_tokens": (), "messages": 
 
 async def create_embeddings(request: Request) -> Response:
     services = services_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, decoder)
     check_labels(services, body.model, body.priority, body.user)
     check_dimensions(body.dimensions, services.engine.info.embedding_size)

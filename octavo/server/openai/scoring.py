@@ -59,7 +59,7 @@ rerank_decoder = BodyDecoder(RerankBody, REFUSED, ACCEPTED)
 
 async def score(request: Request) -> Response:
     services = services_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, score_decoder)
     check_labels(services, body.model, body.priority, body.user)
     pairs = pairs_of(body.text_1, body.text_2)
@@ -74,7 +74,7 @@ async def score(request: Request) -> Response:
 
 async def rerank(request: Request) -> Response:
     services = services_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, rerank_decoder)
     check_labels(services, body.model, body.priority, body.user)
     if not body.documents:

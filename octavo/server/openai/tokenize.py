@@ -13,6 +13,7 @@ from octavo.errors import InvalidParameter
 from octavo.server.admission import PromptSource
 from octavo.server.body_decoder import BodyDecoder
 from octavo.server.errors import MissingParameter
+from octavo.server.keys import caller_of
 from octavo.server.openai.chat import conversation
 from octavo.server.openai.fields import ACCEPTED
 from octavo.server.openai.rendering import json_response
@@ -55,7 +56,7 @@ async def tokenize(request: Request) -> Response:
     source, field, adds_special = _source(body, services)
     if body.add_special_tokens is not None:
         adds_special = body.add_special_tokens
-    prompt = await services.admission.encode(source, field, adds_special)
+    prompt = await services.admission.encode(source, field, adds_special, caller_of(request))
     result: dict[str, Any] = {
         "count": len(prompt.tokens),
         "max_model_len": services.engine.info.max_model_len,
@@ -84,7 +85,10 @@ async def detokenize(request: Request) -> Response:
     services.check_model(body.model)
     tokenizer = services.need_tokenizer("tokens")
     services.admission.check_in_vocabulary(body.tokens, "tokens")
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
+    caller = caller_of(request)
+    with services.admission.reserved(caller):
+        async with services.admission.tokenising.place(caller.name):
+            text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
     return json_response({"prompt": text}, headers)
 
 

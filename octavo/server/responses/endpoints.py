@@ -34,7 +34,7 @@ class PreviousResponseNotFound(InvalidParameter):
 
 async def create_response(request: Request) -> Response:
     services, caller = services_of(request), caller_of(request)
-    services.check_room()
+    services.check_room(request)
     services, body, headers = await services.read(request, decoder, without_effect)
     check(body)
     services.check_model(body.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
 class FullEngine(InProcessEngine):
     num_live = 10_000
+    live_owners = Counter({"": 10_000})
 
 
 def options(served: Served) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""One API key cannot take what another one needs: places in the queue, turns at slow work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.server.byte_budget import ByteBudget
+from octavo.server.keys import Caller
+from octavo.server.places import Places, TurnQueue
+from octavo.server.quotas import LEAST_SHARE, has_share
+from tests.server.conftest import Served
+from tests.server.in_process import InProcessEngine
+from tests.server.test_keys import bearer, key_file, line
+
+ROOM = 8
+
+
+def with_keys(serve_app: Any, folder: Path, engine: InProcessEngine | None = None, **settings: Any) -> Served:
+    path = key_file(folder, line("alice", "a"), line("bob", "b"))
+    served: Served = serve_app(engine or InProcessEngine(), api_key_file=path, **settings)
+    return served
+
+
+def post(served: Served, key: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    return served.client.post(path, json={"prompt": "Hi", "max_tokens": 2, **body}, headers=bearer(key))
+
+
+@pytest.fixture
+def flood(serve_app: Any, tmp_path: Path) -> Iterator[Served]:
+    """A server in which alice's requests have all places, and no request advances."""
+    engine = InProcessEngine(runs=False, max_num_seqs=ROOM // 2)
+    served = with_keys(serve_app, tmp_path, engine, max_num_queued_reqs=ROOM // 2, request_timeout=20)
+    with ThreadPoolExecutor(ROOM) as pool:
+        answers = [pool.submit(post, served, "a") for _ in range(ROOM)]
+        while engine.num_live < ROOM:
+            threading.Event().wait(0.001)
+        yield served
+        served.call(lambda: setattr(engine, "runs", True))
+        served.call(engine._schedule)
+        assert {answer.result().status_code for answer in answers} == {200}
+
+
+def test_a_place_is_found_for_another_key_when_one_has_them_all(flood: Served) -> None:
+    assert post(flood, "a").status_code == 429
+    assert post(flood, "a", "/tokenize").status_code == 429
+    assert post(flood, "b", "/tokenize").status_code == 200
+    engine = flood.engine
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(post, flood, "b")
+        while engine.live_owners["bob"] < 1:
+            threading.Event().wait(0.001)
+        assert engine.live_owners == {"alice": ROOM, "bob": 1}
+        flood.call(lambda: setattr(engine, "runs", True))
+        flood.call(engine._schedule)
+        assert other.result().status_code == 200
+
+
+def test_shares_of_a_full_queue() -> None:
+    limit = 10 * LEAST_SHARE
+    alone = Counter(a=limit)
+    assert has_share(Counter(a=limit - 1), "a", 1, limit)
+    assert not has_share(alone, "a", 1, limit)
+    assert has_share(alone, "b", limit // 2, limit)
+    assert not has_share(alone, "b", limit // 2 + 1, limit)
+    many = alone + Counter(dict.fromkeys(range(99), 1))
+    assert has_share(many, "new", LEAST_SHARE, limit)
+    assert not has_share(many, "new", LEAST_SHARE + 1, limit)
+
+
+def test_all_keys_together_are_bounded() -> None:
+    held: Counter[str] = Counter()
+    for number in range(20):
+        while has_share(held, f"key{number}", 1, 100):
+            held[f"key{number}"] += 1
+    assert held.total() <= 100 * sum(1 / n for n in range(1, 21)) + 20 * LEAST_SHARE
+
+
+def test_keys_have_turns_and_a_key_has_an_order() -> None:
+    queue: TurnQueue[int] = TurnQueue()
+    for number in range(3):
+        queue.push("a", number)
+    queue.push("b", 7)
+    assert [queue.pop() for _ in range(5)] == [("a", 0), ("b", 7), ("a", 1), ("a", 2), None]
+
+
+def test_slow_work_of_one_key_does_not_delay_that_of_another() -> None:
+    async def check() -> None:
+        places, begun, held = Places(3, 2), list[str](), asyncio.Event()
+
+        async def work(owner: str) -> None:
+            async with places.place(owner):
+                begun.append(owner)
+                await held.wait()
+
+        tasks = [asyncio.create_task(work("a")) for _ in range(5)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(work("b")) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert begun == ["a", "a", "b"]
+        tasks[3].cancel()
+        await asyncio.sleep(0)
+        held.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert Counter(begun) == {"a": 4, "b": 2}
+        async with places.place("a"), places.place("b"), places.place("c"):  # all are free again
+            pass
+
+    asyncio.run(asyncio.wait_for(check(), 5))
+
+
+def test_a_place_that_was_given_to_a_cancelled_request_goes_on() -> None:
+    async def check() -> None:
+        places = Places(1)
+        async with places.place("a"):
+            waiting = asyncio.create_task(places.place("b").__aenter__())
+            await asyncio.sleep(0)
+        waiting.cancel()  # it has the place, and does not know yet
+        await asyncio.sleep(0)
+        async with asyncio.timeout(1), places.place("c"):
+            pass
+
+    asyncio.run(check())
+
+
+def test_a_long_text_of_one_key_leaves_a_place_to_tokenise_for_another(serve_app: Any, tmp_path: Path) -> None:
+    served = with_keys(serve_app, tmp_path)
+    admission, held = served.app.state.services.admission, threading.Event()
+
+    def slow() -> str:
+        held.wait(20)
+        return "Hi"
+
+    async def occupy() -> Any:
+        return await admission.encode(slow, "prompt", False, Caller("alice"))
+
+    occupied = [asyncio.run_coroutine_threadsafe(occupy(), served.loop) for _ in range(6)]
+    assert post(served, "b", prompt="x" * 400).status_code == 200
+    assert post(served, "b", "/tokenize").status_code == 200
+    held.set()
+    assert [each.result(20).text for each in occupied] == ["Hi"] * 6
+
+
+def test_bodies_of_the_key_that_sends_most_are_given_up_first() -> None:
+    gone: list[str] = []
+    budget = ByteBudget(100)
+    for number in range(9):
+        budget.share(lambda number=number: gone.append(f"a{number}"), "a").resize(10)  # type: ignore[misc]
+    large = budget.share(lambda: gone.append("b"), "b")
+    large.resize(40)
+    assert len(gone) == 3
+    assert "b" not in gone
