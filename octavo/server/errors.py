@@ -101,6 +101,14 @@ class StorageUnavailable(Unavailable):
     code = "storage_unavailable"
 
 
+class Unreadable(RequestError):
+    """A stored item is damaged; the log names it. Not ``Unavailable``: trying again does not help."""
+
+    status = 503
+    type = "server_error"
+    code = "storage_damaged"
+
+
 class UnexpectedError(RequestError):
     """An unexpected exception; the details are in the log, the client receives a generic message."""
 

@@ -1,7 +1,7 @@
 """Persistent storage of responses, conversations, files and batches in one SQLite database.
 
 Each item belongs to an owner, the name of an API key, and is visible only to that owner. Without a folder the database
-is in memory and lost at exit.
+is a private temporary file that has no name, and is lost at exit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ import msgspec
 
 from octavo.errors import ConfigError
 from octavo.private_files import make_private_database, make_private_folder
-from octavo.server.errors import StorageFull, StorageUnavailable, printable
+from octavo.server.errors import StorageFull, StorageUnavailable, Unreadable, printable
+from octavo.server.places import Places
+from octavo.server.quotas import share_of
 
 FILE_NAME = "octavo.sqlite3"
 MAX_BYTES = 1 << 30
-"""Most bytes of all items in total; further writes fail until items are deleted or expire."""
+"""Of all items together, as long as one owner has them; beyond, each owner may have this divided by their number.
+Further writes fail until items are deleted or expire."""
 
 RETRY_SECONDS = 5
 """``Retry-After`` of a failed operation."""
@@ -48,15 +51,18 @@ DROP INDEX IF EXISTS items_by_age;
 CREATE INDEX IF NOT EXISTS items_by_owner ON items (kind, owner, created);
 CREATE INDEX IF NOT EXISTS items_by_creation ON items (created);
 """
-_TOTAL = """
-CREATE TABLE total (bytes INTEGER NOT NULL);
-INSERT INTO total SELECT coalesce(sum(length(value)), 0) FROM items;
-CREATE TRIGGER item_added AFTER INSERT ON items BEGIN UPDATE total SET bytes = bytes + length(new.value); END;
-CREATE TRIGGER item_removed AFTER DELETE ON items BEGIN UPDATE total SET bytes = bytes - length(old.value); END;
-CREATE TRIGGER item_changed AFTER UPDATE ON items
-    BEGIN UPDATE total SET bytes = bytes + length(new.value) - length(old.value); END;
+_SIZES = """
+CREATE TABLE sizes (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO sizes SELECT owner, sum(length(value)) FROM items GROUP BY owner;
+CREATE TRIGGER size_added AFTER INSERT ON items BEGIN
+    INSERT INTO sizes VALUES (new.owner, length(new.value))
+    ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes; END;
+CREATE TRIGGER size_removed AFTER DELETE ON items
+    BEGIN UPDATE sizes SET bytes = bytes - length(old.value) WHERE owner = old.owner; END;
+CREATE TRIGGER size_changed AFTER UPDATE ON items
+    BEGIN UPDATE sizes SET bytes = bytes + length(new.value) - length(old.value) WHERE owner = old.owner; END;
 """
-"""The size of all values, which triggers keep, so that no write has to sum."""
+"""The size of each owner's values, which triggers keep, so that no write has to sum."""
 _GET = "SELECT CAST(value AS BLOB) FROM items WHERE kind = ? AND id = ? AND owner = ? AND created >= ?"
 
 logger = logging.getLogger(__name__)
@@ -100,6 +106,8 @@ class Store:
         self._retention = retention_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._writes: SimpleQueue[_Write] = SimpleQueue()
+        self._large = Places(1)
+        """For writes of many bytes: others wait for one of them, not for all."""
         self._problem = ""
         """Error of the last operation, or ""; avoids logging the same error repeatedly."""
         try:
@@ -112,10 +120,15 @@ class Store:
         """Store ``value``; replaces an item of the same kind and id, whose creation time is kept."""
         await self.put_all(owner, [StoredItem(kind, id, value)])
 
-    async def put_all(self, owner: str, items: Iterable[StoredItem], instead_of: str | None = None) -> None:
-        """Store all of ``items`` or none, replacing the owner's items of kind ``instead_of``."""
-        kept = list(items)
-        await self._write(lambda: self._put_all(owner, kept, instead_of))
+    async def put_all(
+        self, owner: str, items: Iterable[StoredItem], instead_of: str | None = None, is_large: bool = False
+    ) -> None:
+        """Store all of ``items`` or none, replacing the owner's items of kind ``instead_of``.
+
+        ``items`` is iterated in the thread, maybe more than once.
+        """
+        async with self._large.place(owner) if is_large else contextlib.nullcontext():
+            await self._write(lambda: self._put_all(owner, items, instead_of))
 
     async def update(
         self, kind: str, id: str, owner: str, change: Callable[[bytes], bytes], also: Iterable[StoredItem] = ()
@@ -140,6 +153,11 @@ class Store:
         """The value, or ``None`` if ``owner`` has no such item or it expired."""
         row = await self._read(_GET, kind, id, owner, self._oldest())
         return bytes(row[0][0]) if row else None
+
+    async def ids(self, kind: str, owner: str) -> Sequence[str]:
+        """The ids of an owner's items of a kind, oldest first."""
+        sql = "SELECT id FROM items WHERE kind = ? AND owner = ? AND created >= ? ORDER BY created, id"
+        return [row[0] for row in await self._read(sql, kind, owner, self._oldest())]
 
     async def delete(self, kind: str, id: str, owner: str) -> bool:
         """Delete an item; return whether it existed."""
@@ -232,7 +250,7 @@ class Store:
             for write, result in zip(writes, results, strict=True):
                 write.future.set_result(result)
 
-    def _put_all(self, owner: str, items: Sequence[StoredItem], instead_of: str | None) -> None:
+    def _put_all(self, owner: str, items: Iterable[StoredItem], instead_of: str | None) -> None:
         database, now = self._database, time.time()
         if instead_of is not None:
             database.execute("DELETE FROM items WHERE kind = ? AND owner = ?", (instead_of, owner))
@@ -242,10 +260,17 @@ class Store:
                 "ON CONFLICT (kind, id) DO UPDATE SET value = excluded.value",
                 (kind, id, owner, now, value),
             )
-        while self._number("SELECT bytes FROM total") > MAX_BYTES:
+        while (share := self._exceeded_share(owner)) is not None:
             if not self._delete_expired(TIDY_ITEMS):
-                message = f"The server keeps at most {MAX_BYTES} bytes; delete files or responses first."
+                message = f"The server keeps at most {share} bytes for this API key; delete files or responses first."
                 raise StorageFull(message, retry_after=RETRY_SECONDS)
+
+    def _exceeded_share(self, owner: str) -> int | None:
+        """The owner's share of ``MAX_BYTES``, if it and all items together have more."""
+        sql = "SELECT sum(bytes), sum(bytes > 0), sum(CASE WHEN owner = ? THEN bytes ELSE 0 END) FROM sizes"
+        total, num_owners, own = self._database.execute(sql, (owner,)).fetchone()
+        share = share_of(MAX_BYTES, num_owners or 1)
+        return share if (total or 0) > MAX_BYTES and own > share else None
 
     def _delete_expired(self, limit: int) -> bool:
         """Delete the oldest expired items; return whether there were any."""
@@ -265,19 +290,27 @@ class Store:
         return int(self._database.execute(sql).fetchone()[0])
 
 
+def decode(kind: str, id: str, value: bytes, value_type: type[T]) -> T:
+    """A decoded value. Raises ``Unreadable``, which is logged with the id."""
+    try:
+        return msgspec.json.decode(value, type=value_type)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        logger.error("%s %s cannot be read: %s", kind, printable(id), error)
+        raise Unreadable(f"The stored {kind.replace('_', ' ')} '{printable(id)}' cannot be read.") from None
+
+
 def decoded(kind: str, rows: Iterable[Row], value_type: type[T]) -> Iterator[tuple[Row, T]]:
-    """Rows with their decoded values; undecodable rows are skipped and logged."""
+    """Rows with their decoded values; undecodable rows are logged and left out."""
     for row in rows:
         try:
-            value = msgspec.json.decode(row.value, type=value_type)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            logger.error("%s %s cannot be read and is left out: %s", kind, printable(row.id), error)
-        else:
-            yield row, value
+            value = decode(kind, row.id, row.value, value_type)
+        except Unreadable:
+            continue
+        yield row, value
 
 
 def connect(folder: Path | None) -> sqlite3.Connection:
-    place = ":memory:"
+    place = ""  # a file without a name, which SQLite makes once there is more than a little
     if folder is not None:
         make_private_folder(folder, lambda name: name.startswith(FILE_NAME))
         make_private_database(folder / FILE_NAME)
@@ -292,6 +325,6 @@ def connect(folder: Path | None) -> sqlite3.Connection:
     database.execute("PRAGMA synchronous = FULL")
     database.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
     database.executescript(_SCHEMA)
-    if database.execute("SELECT 1 FROM sqlite_schema WHERE name = 'total'").fetchone() is None:
-        database.executescript(f"BEGIN IMMEDIATE; {_TOTAL} COMMIT;")
+    if database.execute("SELECT 1 FROM sqlite_schema WHERE name = 'sizes'").fetchone() is None:
+        database.executescript(f"BEGIN IMMEDIATE; {_SIZES} COMMIT;")
     return database

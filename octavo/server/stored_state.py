@@ -43,9 +43,10 @@ def check(folder: Path) -> Report:
     with _opened(folder) as database:
         try:
             problems = [str(row[0]) for row in database.execute(f"PRAGMA integrity_check({MAX_PROBLEMS})")]
-            # Results of the lines of a batch are a kind for each batch.
+            # Results of the lines of a batch are a kind for each batch, and pieces of a file for each file.
             kinds = database.execute(
-                "SELECT CASE WHEN kind LIKE 'lines of %' THEN 'lines of batches' ELSE kind END AS name, "
+                "SELECT CASE WHEN kind LIKE 'lines of %' THEN 'lines of batches' "
+                "WHEN kind LIKE 'pieces of %' THEN 'pieces of files' ELSE kind END AS name, "
                 "count(*), sum(length(value)), min(created) FROM items GROUP BY name ORDER BY name"
             ).fetchall()
             page, total, unused = (_number(database, name) for name in ("page_size", "page_count", "freelist_count"))

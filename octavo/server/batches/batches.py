@@ -8,11 +8,12 @@ Results are stored line by line, so another process can resume an unfinished bat
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import itertools
 import logging
+import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -22,8 +23,8 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.server.background_jobs import retry_while_unavailable
-from octavo.server.batches.files import CONTENT, items_of, new_file
-from octavo.server.batches.runner import BadLine, Line, LineRunner, Outcome, read_lines
+from octavo.server.batches.files import StoredFile, content_of, find, new_file
+from octavo.server.batches.runner import BadLine, Line, LineReader, LineRunner, Outcome, digest_of
 from octavo.server.body_decoder import BodyDecoder
 from octavo.server.durable.serve import end_all, end_with_key
 from octavo.server.errors import NotFound, UnexpectedError, printable
@@ -32,7 +33,7 @@ from octavo.server.openai.pages import page
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import Services, services_of
-from octavo.server.store import Row, StoredItem, decoded
+from octavo.server.store import Row, StoredItem, decode, decoded
 
 KIND = "batch"
 WINDOW = "24h"
@@ -68,7 +69,7 @@ async def create_batch(request: Request) -> Response:
         raise InvalidParameter("endpoint", f"'endpoint' must be one of {', '.join(served)}.")
     if body.completion_window != WINDOW:
         raise InvalidParameter("completion_window", f"'completion_window' must be '{WINDOW}'.")
-    if await services.store.get(CONTENT, body.input_file_id, owner) is None:
+    if await find(services.store, body.input_file_id, owner) is None:
         raise InvalidParameter("input_file_id", f"There is no file '{printable(body.input_file_id)}'.")
     batch = _begun(body)
     await request.app.state.batches.begin(batch, owner)
@@ -78,7 +79,7 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request) -> Response:
     kept = await services_of(request).store.list(KIND, caller_of(request).name)
     live = request.app.state.batches.live
-    return json_response(page(request, [live.get(row.id) or batch for row, batch in decoded(KIND, kept, dict)]), {})
+    return json_response(page(request, [live.get(row.id) or batch for row, batch in decoded(KIND, kept, Batch)]), {})
 
 
 async def retrieve_batch(request: Request) -> Response:
@@ -105,8 +106,7 @@ async def _batch(request: Request) -> Batch:
     value = await services_of(request).store.get(KIND, name, owner)
     if value is None:
         raise NotFound(f"There is no batch '{printable(name)}'.", param="batch_id")
-    batch: Batch = request.app.state.batches.live.get(name) or msgspec.json.decode(value)
-    return batch
+    return request.app.state.batches.live.get(name) or decode(KIND, name, value, Batch)
 
 
 def _begun(body: BatchBody) -> Batch:
@@ -142,7 +142,7 @@ class Batches:
     async def resume(self) -> None:
         """Resume batches that an earlier process left unfinished."""
         own = set(self.live)  # before the list is read: they may end meanwhile
-        for row, batch in decoded(KIND, await self._services.store.list(KIND), dict):
+        for row, batch in decoded(KIND, await self._services.store.list(KIND), Batch):
             if batch["status"] not in DONE and batch["id"] not in own | self.live.keys():
                 is_cancelled = batch["status"] == "cancelling"
                 self._start(self._finish_cancelled if is_cancelled else self._answer_lines, batch, row.owner)
@@ -183,19 +183,20 @@ class Batches:
         await self._end(batch, owner, "failed", {}, [])
 
     async def _answer_lines(self, batch: Batch, owner: str) -> None:
-        content = await retry_while_unavailable(
-            lambda: self._services.store.get(CONTENT, batch["input_file_id"], owner)
-        )
-        lines = await asyncio.to_thread(read_lines, content or b"", batch["endpoint"])
-        kept = await self._outcomes(batch, owner)
-        done = {outcome.custom_id for _, outcome in kept}
+        reader = LineReader(batch["endpoint"])
+        async for _ in self._lines(reader, batch, owner):
+            pass  # all are checked before the first is answered
+        reader.check_number()
+        done = set()
         counts = batch["request_counts"]
-        counts |= {"total": len(lines), "completed": 0, "failed": 0}
-        for _, outcome in kept:
+        counts |= {"total": reader.num_lines, "completed": 0, "failed": 0}
+        async for _, outcome in self._outcomes(batch, owner):
+            done.add(digest_of(outcome.custom_id))
             _count(batch, outcome)
         _mark(batch, "in_progress")
         await self._put(owner, [_item(batch)])
-        todo = iter([line for line in lines if line.custom_id not in done])
+        again = LineReader(batch["endpoint"])
+        todo = _Todo(self._lines(again, batch, owner), done)
         try:
             async with asyncio.timeout(max(0, batch["expires_at"] - time.time())), asyncio.TaskGroup() as group:
                 for _ in range(self._runner.num_places):
@@ -203,39 +204,52 @@ class Batches:
         except TimeoutError:
             await self._finish(batch, owner, "expired")
         else:
+            if again.num_lines < reader.num_lines:
+                raise BadLine("The input file was deleted before all of its lines were answered.")
             await self._finish(batch, owner, "completed")
 
-    async def _work_off(self, todo: Iterator[Line], batch: Batch, owner: str) -> None:
+    async def _work_off(self, todo: _Todo, batch: Batch, owner: str) -> None:
         caller = self._services.keys.caller(owner)
-        for line in todo:
-            key = f"{batch['id']}.{hashlib.blake2b(line.custom_id.encode(), digest_size=16).hexdigest()}"
+        while (line := await todo.next()) is not None:
+            key = f"{batch['id']}.{digest_of(line.custom_id).hex()}"
             outcome = await self._runner.run(line, caller, key)
             await self._put(owner, [StoredItem(_lines_kind(batch), line.custom_id, msgspec.json.encode(outcome))])
             _count(batch, outcome)
             end_with_key(self._services, caller, key)
 
-    async def _outcomes(self, batch: Batch, owner: str) -> list[tuple[Row, Outcome]]:
+    def _lines(self, reader: LineReader, batch: Batch, owner: str) -> AsyncIterator[Line]:
+        return reader.read(content_of(self._get, batch["input_file_id"], owner))
+
+    async def _outcomes(self, batch: Batch, owner: str) -> AsyncIterator[tuple[bytes, Outcome]]:
+        """Stored and decoded results, oldest first; those that cannot be read are left out."""
         kind = _lines_kind(batch)
-        rows = await retry_while_unavailable(lambda: self._services.store.list(kind, owner))
-        return await asyncio.to_thread(lambda: list(decoded(kind, rows, Outcome)))
+        for id in await retry_while_unavailable(lambda: self._services.store.ids(kind, owner)):
+            value = await self._get(kind, id, owner)
+            for row, outcome in decoded(kind, [] if value is None else [Row(id, owner, value)], Outcome):
+                yield row.value, outcome
+
+    async def _get(self, kind: str, id: str, owner: str) -> bytes | None:
+        return await retry_while_unavailable(lambda: self._services.store.get(kind, id, owner))
 
     async def _finish(self, batch: Batch, owner: str, status: str) -> None:
         """Write the result files, and mark the batch as done."""
-        results: dict[str, list[bytes]] = {"output": [], "error": []}
-        for row, outcome in sorted(await self._outcomes(batch, owner), key=lambda pair: pair[0].value):
-            results["output" if outcome.response["status_code"] == 200 else "error"].append(row.value + b"\n")
-        names, items = {}, []
-        for kind, lines in results.items():
-            if lines:
-                content = b"".join(lines)
-                file = new_file(f"{batch['id']}_{kind}.jsonl", content, "batch_output")
-                names[f"{kind}_file_id"] = file.id
-                items += items_of(file, content)
-        await self._end(batch, owner, status, names, items)
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as error:
+            results = {"output": output, "error": error}
+            async for value, outcome in self._outcomes(batch, owner):
+                results["output" if outcome.response["status_code"] == 200 else "error"].write(value + b"\n")
+            names: dict[str, str] = {}
+            items: list[Iterable[StoredItem]] = []
+            for kind, content in results.items():
+                if content.tell():
+                    file = new_file(f"{batch['id']}_{kind}.jsonl", content, "batch_output")
+                    names[f"{kind}_file_id"] = file.id
+                    items.append(StoredFile(file, content))
+            await self._end(batch, owner, status, names, items)
 
     async def _finish_cancelled(self, batch: Batch, owner: str) -> None:
-        value = await retry_while_unavailable(lambda: self._services.store.get(KIND, batch["id"], owner))
-        kept = {} if value is None else msgspec.json.decode(value)
+        value = await self._get(KIND, batch["id"], owner)
+        latest = [] if value is None else [Row(batch["id"], owner, value)]
+        kept = next((found for _, found in decoded(KIND, latest, Batch)), {})
         if kept.get("status") in DONE:
             # The job was cancelled after it had stored the final status.
             batch.update(kept)
@@ -244,17 +258,47 @@ class Batches:
             await self._put(owner, [_item(batch)])  # so that another process does not go on with it
             await self._finish(batch, owner, "cancelled")
 
-    async def _end(self, batch: Batch, owner: str, status: str, names: dict[str, str], items: list[StoredItem]) -> None:
+    async def _end(
+        self, batch: Batch, owner: str, status: str, names: dict[str, str], files: list[Iterable[StoredItem]]
+    ) -> None:
         """Store the final batch and its files, replacing the per-line results."""
         ended: Batch = {**batch, **names}
         _mark(ended, status)
-        await self._put(owner, [*items, _item(ended)], instead_of=_lines_kind(batch))
+        await self._put(owner, _Joined([*files, [_item(ended)]]), instead_of=_lines_kind(batch))
         end_all(self._services, self._services.keys.caller(owner), f"{batch['id']}.")
         batch.update(ended)
         self.live.pop(batch["id"], None)
 
-    async def _put(self, owner: str, items: list[StoredItem], instead_of: str | None = None) -> None:
-        await retry_while_unavailable(lambda: self._services.store.put_all(owner, items, instead_of))
+    async def _put(self, owner: str, items: Iterable[StoredItem], instead_of: str | None = None) -> None:
+        is_large = instead_of is not None
+        await retry_while_unavailable(lambda: self._services.store.put_all(owner, items, instead_of, is_large))
+
+
+class _Joined:
+    """Items of several sources, which are read each time."""
+
+    def __init__(self, sources: list[Iterable[StoredItem]]) -> None:
+        self._sources = sources
+
+    def __iter__(self) -> Iterator[StoredItem]:
+        return itertools.chain.from_iterable(self._sources)
+
+
+class _Todo:
+    """The lines that several tasks answer, less those that are ``done``."""
+
+    def __init__(self, lines: AsyncIterator[Line], done: set[bytes]) -> None:
+        self._lines = lines
+        self._done = done
+        self._turn = asyncio.Lock()
+
+    async def next(self) -> Line | None:
+        """The next line; ``None`` at the end. Raises ``BadLine``."""
+        async with self._turn:
+            async for line in self._lines:
+                if digest_of(line.custom_id) not in self._done:
+                    return line
+            return None
 
 
 def _item(batch: Batch) -> StoredItem:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -58,30 +60,71 @@ class _Streamed(msgspec.Struct):
     stream: Any = None
 
 
-def read_lines(content: bytes, url: str) -> list[Line]:
-    """Parse the requests in a file. Raises ``BadLine`` with the line number."""
-    lines: list[Line] = []
-    seen: set[str] = set()
-    for number, text in enumerate(content.splitlines(), 1):
-        if not text.strip():
-            continue
+class LineReader:
+    """Reads the requests in a file piece by piece, so that memory does not grow with the file."""
+
+    def __init__(self, url: str) -> None:
+        self.num_lines = 0
+        """Requests so far."""
+        self._url = url
+        self._number = 0
+        """Of the last line."""
+        self._seen: set[bytes] = set()
+        self._rest: list[bytes] = []
+        """The beginning of a line whose end is missing."""
+
+    async def read(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[Line]:
+        """All requests in ``pieces``. Raises ``BadLine`` with the line number."""
+        async for piece in pieces:
+            if b"\n" not in piece and b"\r" not in piece:
+                self._rest.append(piece)
+                continue
+            for line in await asyncio.to_thread(self._lines, piece):
+                yield line
+        for line in await asyncio.to_thread(self._parsed, [b"".join(self._rest)]):
+            yield line
+
+    def check_number(self) -> None:
+        """Raise ``BadLine`` for too few or too many requests."""
+        if not 1 <= self.num_lines <= MAX_LINES:
+            raise BadLine(f"A batch must have 1 to {MAX_LINES} lines; this one has {self.num_lines}.")
+
+    def _lines(self, piece: bytes) -> list[Line]:
+        *texts, last = b"".join([*self._rest, piece]).splitlines(keepends=True)
+        # What ends with a carriage return may go on with a line feed.
+        self._rest = [] if last.endswith(b"\n") else [last]
+        return self._parsed(texts if self._rest else [*texts, last])
+
+    def _parsed(self, texts: Iterable[bytes]) -> list[Line]:
+        lines = []
+        for text in texts:
+            self._number += 1
+            if not text.isspace() and text:
+                lines.append(self._line(text, self._number))
+                self.num_lines += 1
+        return lines
+
+    def _line(self, text: bytes, number: int) -> Line:
         try:
             line = msgspec.json.decode(text, type=Line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             message = f"Line {number} must be an object with 'custom_id', 'method', 'url' and 'body'."
             raise BadLine(message, number) from None
-        if (line.method, line.url) != ("POST", url):
-            message = f"Line {number} must have the method POST and the url {url}, the endpoint of the batch."
+        if (line.method, line.url) != ("POST", self._url):
+            message = f"Line {number} must have the method POST and the url {self._url}, the endpoint of the batch."
             raise BadLine(message, number)
-        if line.custom_id in seen:
+        digest = digest_of(line.custom_id)
+        if digest in self._seen:
             raise BadLine(f"Line {number} has a 'custom_id' that an earlier line has.", number)
         if _is_streamed(line):
             raise BadLine(f"Line {number} asks for a stream, which a batch cannot have.", number)
-        seen.add(line.custom_id)
-        lines.append(line)
-    if not 1 <= len(lines) <= MAX_LINES:
-        raise BadLine(f"A batch must have 1 to {MAX_LINES} lines; this one has {len(lines)}.")
-    return lines
+        self._seen.add(digest)
+        return line
+
+
+def digest_of(custom_id: str) -> bytes:
+    """Stands for a ``custom_id``, which may be long."""
+    return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
 
 def _is_streamed(line: Line) -> bool:

@@ -177,7 +177,7 @@ def test_what_a_job_does_not_foresee_ends_the_batch(serve_app: Any, monkeypatch:
     def boom(*args: Any) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(batches_module, "read_lines", boom)
+    monkeypatch.setattr(batches_module, "LineReader", boom)
     served = serve_app()
     done = until_done(served, begin(served, lines(2)).id)
     assert done.status == "failed"
