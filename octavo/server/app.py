@@ -26,6 +26,7 @@ from octavo.server.batches import batches, files
 from octavo.server.body_receiver import BodyReceiver
 from octavo.server.console import files as console
 from octavo.server.console import live
+from octavo.server.durable import endpoints as durable
 from octavo.server.durable.journal import Journal
 from octavo.server.engine_client import EngineClient, Monitored
 from octavo.server.errors import on_http_exception, on_request_error
@@ -58,6 +59,7 @@ PARTS = (
     conversations,
     files,
     batches,
+    durable,
     embeddings,
     scoring,
     adapters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -13,7 +14,10 @@ from starlette.types import Message
 
 from octavo.errors import QueueFull, Unavailable
 from octavo.server.keys import CALLER, Caller
+from octavo.server.quotas import has_share
 
+MAX_JOBS = 1024
+"""Unfinished jobs of clients, as long as a single API key has all of them."""
 RETRY_SECONDS = 1
 SETTLE_SECONDS = 1
 """Most seconds that a client waits for a job that only has to store its result."""
@@ -28,16 +32,30 @@ class BackgroundJobs:
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._owners: dict[str, str] = {}
+        """API keys of the clients' jobs."""
 
-    def start(self, id: str, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` as a task; exceptions are logged."""
+    def check_room(self, owner: str) -> None:
+        """Raise ``QueueFull`` unless there is room for another job of this API key."""
+        if not has_share(Counter(self._owners.values()), owner, 1, MAX_JOBS):
+            message = (
+                f"{MAX_JOBS} background responses and batches are unfinished, and this API key has its share of them. "
+                "Try again when one has ended."
+            )
+            raise QueueFull(message, retry_after=RETRY_SECONDS)
+
+    def start(self, id: str, work: Coroutine[Any, Any, None], owner: str | None = None) -> None:
+        """Run ``work`` as a task, for an API key unless it is the server's own; exceptions are logged."""
         task = asyncio.create_task(work)
         self._tasks[id] = task
+        if owner is not None:
+            self._owners[id] = owner
         task.add_done_callback(lambda _: self._end(id, task))
 
     def _end(self, id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(id) is task:
             del self._tasks[id]
+            self._owners.pop(id, None)
         if not task.cancelled() and task.exception() is not None:
             logger.error("%s failed", id, exc_info=task.exception())
 
@@ -50,9 +68,9 @@ class BackgroundJobs:
         await asyncio.wait([task])
         return True
 
-    async def settle(self, id: str, work: Coroutine[Any, Any, None]) -> None:
+    async def settle(self, id: str, work: Coroutine[Any, Any, None], owner: str) -> None:
         """Start ``work`` and wait up to ``SETTLE_SECONDS`` for it; it continues if it takes longer."""
-        self.start(id, work)
+        self.start(id, work, owner)
         await asyncio.wait([self._tasks[id]], timeout=SETTLE_SECONDS)
 
     async def close(self) -> None:

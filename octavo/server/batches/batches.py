@@ -153,7 +153,8 @@ class Batches:
             await self._services.jobs.cancel(id)
 
     async def begin(self, batch: Batch, owner: str) -> None:
-        """Store a new batch, and start its job."""
+        """Store a new batch, and start its job. Raises ``QueueFull``."""
+        self._services.jobs.check_room(owner)
         await self._services.store.put_all(owner, [_item(batch)])
         self._start(self._answer_lines, batch, owner)
 
@@ -162,11 +163,11 @@ class Batches:
         _mark(batch, "cancelling")
         await self._services.jobs.cancel(batch["id"])
         if batch["status"] == "cancelling":
-            await self._services.jobs.settle(batch["id"], self._do(self._finish_cancelled, batch, owner))
+            await self._services.jobs.settle(batch["id"], self._do(self._finish_cancelled, batch, owner), owner)
 
     def _start(self, work: Work, batch: Batch, owner: str) -> None:
         self.live[batch["id"]] = batch
-        self._services.jobs.start(batch["id"], self._do(work, batch, owner))
+        self._services.jobs.start(batch["id"], self._do(work, batch, owner), owner)
 
     async def _do(self, work: Work, batch: Batch, owner: str) -> None:
         """Run ``work`` on a batch; if it raises, the batch fails with that reason."""

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,7 +34,7 @@ MAX_KEY = 255
 ROLL_BYTES = 64 << 20
 """A file that is larger, and larger than twice what it must hold, is replaced by a new one."""
 MAX_RETAINED_BYTES = 256 << 20
-"""Ended requests are forgotten early, oldest first, when they take more memory."""
+"""When ended requests take more memory, the oldest of the API key with the most is forgotten early."""
 REQUEST_BYTES = 1200
 """What an ended request takes in memory besides its prompts and outputs."""
 RECORD_SECONDS = 0.1
@@ -92,11 +92,13 @@ class Journal:
         self._fingerprint = ""
         self._requests: dict[int, DurableRequest] = {}
         self._by_key: dict[tuple[str, str], DurableRequest] = {}
-        self._ended: OrderedDict[int, DurableRequest] = OrderedDict()
-        """Ended requests, oldest first; a dict would be slow to find its first entry after many removals there."""
+        self._ended: dict[str, OrderedDict[int, DurableRequest]] = {}
+        """Ended requests by API key, oldest first; a dict would be slow to find its first entry after many removals
+        there."""
         self._has_timer = False
         """Whether ``_forget_old`` will be called."""
-        self._retained_bytes = 0
+        self._retained: Counter[str] = Counter()
+        """Bytes of ended requests by API key."""
         self._batch: Batch | None = None
         """What was noted since the last record."""
         self._snapshot_bytes = 0
@@ -210,11 +212,7 @@ class Journal:
 
         The caller must call ``Reader.begin`` of the result's ``reader``. Raises ``RequestError``.
         """
-        key = request.headers[HEADER]
-        if not (0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable()):
-            message = f"'Idempotency-Key' must have 1 to {MAX_KEY} printable ASCII characters."
-            raise InvalidParameter("Idempotency-Key", message)
-        key = of_client(key)
+        key = _checked(request.headers[HEADER])
         content = request.url.path.encode() + b"\0" + msgspec.json.encode(body)
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         is_resumed = reader.HEADER in request.headers
@@ -279,11 +277,22 @@ class Journal:
         self.cancel(caller, key)
         return False
 
-    def cancel(self, caller: Caller, key: str) -> None:
-        """End the request of a key, if there is one."""
-        if (request := self._by_key.get((caller.name, key))) is not None:
-            request.cancel()
-            self._forget(request.head.number)
+    def cancel(self, caller: Caller, key: str) -> bool:
+        """End the request of a key, and forget it; return whether there was one."""
+        if (request := self._by_key.get((caller.name, key))) is None:
+            return False
+        request.cancel()
+        self._forget(request.head.number)
+        return True
+
+    async def cancel_of_client(self, caller: Caller, key: str) -> bool:
+        """``cancel`` with the header's key, also if a predecessor computes it. Raises ``InvalidParameter``."""
+        key = _checked(key)
+        await self._ask_predecessor(caller.name, key)
+        is_known = self.cancel(caller, key)
+        if is_known:
+            await self.synced()  # no server continues it
+        return is_known
 
     def cancel_all(self, caller: Caller, prefix: str) -> None:
         """End all requests of the caller whose keys begin with ``prefix``."""
@@ -303,8 +312,11 @@ class Journal:
         head = request.head
         if self._by_key.get((head.owner, head.key)) is request:
             del self._by_key[head.owner, head.key]
-        if self._ended.pop(number, None) is not None:
-            self._retained_bytes -= request.size + REQUEST_BYTES
+        ended = self._ended.get(head.owner, {})
+        if ended.pop(number, None) is not None:
+            self._retained[head.owner] -= request.size + REQUEST_BYTES
+            if not ended:
+                del self._ended[head.owner], self._retained[head.owner]
 
     def ended(self, request: DurableRequest) -> None:
         """A request ended: it is kept for the retention time."""
@@ -314,10 +326,12 @@ class Journal:
         loop = asyncio.get_running_loop()
         age = max(0.0, time.time() - request.ended_at)
         request.forget_at = loop.time() + max(0.0, self._retention - age)
-        self._ended[number] = request
-        self._retained_bytes += request.size + REQUEST_BYTES
-        while self._retained_bytes > MAX_RETAINED_BYTES:
-            self._forget(next(iter(self._ended)))
+        owner = request.head.owner
+        self._ended.setdefault(owner, OrderedDict())[number] = request
+        self._retained[owner] += request.size + REQUEST_BYTES
+        while self._retained.total() > MAX_RETAINED_BYTES:
+            largest = max(self._ended, key=self._retained.__getitem__)
+            self._forget(next(iter(self._ended[largest])))
         if not self._has_timer:
             self._has_timer = True
             loop.call_at(request.forget_at, self._forget_old)
@@ -325,16 +339,13 @@ class Journal:
     def _forget_old(self) -> None:
         """Forget what was kept long enough. One timer does it, as all are kept equally long."""
         loop = asyncio.get_running_loop()
-        now, next_at = loop.time(), None
-        while self._ended and next_at is None:
-            number, request = next(iter(self._ended.items()))
-            if request.forget_at <= now:
-                self._forget(number)
-            else:
-                next_at = request.forget_at
-        self._has_timer = next_at is not None
-        if next_at is not None:
-            loop.call_at(next_at, self._forget_old)
+        now = loop.time()
+        for ended in list(self._ended.values()):
+            while ended and next(iter(ended.values())).forget_at <= now:
+                self._forget(next(iter(ended)))
+        self._has_timer = bool(self._ended)
+        if self._ended:
+            loop.call_at(min(next(iter(ended.values())).forget_at for ended in self._ended.values()), self._forget_old)
 
     def failed(self, request: DurableRequest) -> None:
         """A request failed: its key can be used again."""
@@ -393,6 +404,14 @@ class Journal:
 def of_client(key: str) -> str:
     """The journal's key for a header's: no client has a key of the server's own requests."""
     return ":" + key
+
+
+def _checked(key: str) -> str:
+    """The journal's key for a header's. Raises ``InvalidParameter``."""
+    if not (0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable()):
+        message = f"'Idempotency-Key' must have 1 to {MAX_KEY} printable ASCII characters."
+        raise InvalidParameter("Idempotency-Key", message)
+    return of_client(key)
 
 
 def _reused() -> KeyReused:

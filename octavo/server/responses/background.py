@@ -37,7 +37,8 @@ class BackgroundResponses:
         """Set once what an earlier process left unfinished is in ``live``."""
 
     async def begin(self, caller: Caller, pending: Pending) -> LiveResponse:
-        """Store a new response, and compute it. Raises ``StorageFull`` or ``StorageUnavailable``."""
+        """Store a new response, and compute it. Raises ``QueueFull``, ``StorageFull`` or ``StorageUnavailable``."""
+        self._services.jobs.check_room(caller.name)
         name = pending.record.id
         items = [StoredItem(PENDING, name, msgspec.json.encode(pending)), item_of(pending.record)]
         await self._services.store.put_all(caller.name, items)
@@ -54,14 +55,14 @@ class BackgroundResponses:
             latest = [] if value is None else [row._replace(value=value)]
             record = pending.record = next((found for _, found in decoded(KIND, latest, Record)), pending.record)
             if record.is_finished:
-                services.jobs.start(record.id, self._keep_end(caller, LiveResponse(record)))
+                services.jobs.start(record.id, self._keep_end(caller, LiveResponse(record)), row.owner)
             else:
                 self._start(caller, pending)
         self._is_resumed.set()
 
     def _start(self, caller: Caller, pending: Pending) -> LiveResponse:
         live = self.live[pending.record.id] = LiveResponse(pending.record)
-        self._services.jobs.start(pending.record.id, self._run(caller, pending, live))
+        self._services.jobs.start(pending.record.id, self._run(caller, pending, live), caller.name)
         return live
 
     async def cancel(self, caller: Caller, record: Record) -> Record:
@@ -76,7 +77,7 @@ class BackgroundResponses:
         if not record.is_finished:
             record.deltas = add_output(record.response, live.pieces, "incomplete")
             record.response["status"] = "cancelled"
-        await self._services.jobs.settle(record.id, self._keep_end(caller, live))
+        await self._services.jobs.settle(record.id, self._keep_end(caller, live), caller.name)
         return record
 
     async def delete(self, caller: Caller, name: str) -> bool:

@@ -35,9 +35,9 @@ def test_an_ended_request_takes_what_is_counted_for_it(tmp_path: Path) -> None:
         tracemalloc.start(1)
         try:
             ask(served, NUM_REQUESTS, "first")
-            before, counted = memory(), journal._retained_bytes
+            before, counted = memory(), journal._retained.total()
             ask(served, NUM_REQUESTS, "second")
-            taken, counted = memory() - before, journal._retained_bytes - counted
+            taken, counted = memory() - before, journal._retained.total() - counted
         finally:
             tracemalloc.stop()
         assert 0.5 * counted < taken < 1.05 * counted
@@ -76,4 +76,4 @@ def test_requests_are_forgotten_one_after_the_other(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert len(counts) > 1
         assert not journal._requests
-        assert not journal._retained_bytes
+        assert not journal._retained
