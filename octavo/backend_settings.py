@@ -54,7 +54,7 @@ def check_backend(backend: str, given: Mapping[str, str]) -> None:
     ``given`` maps the settings that differ from their defaults to their groups.
     """
     for name, group in given.items():
-        if name != "backend" and not _is_honoured(backend, name, group):
+        if name != "backend" and not is_honoured(backend, name, group):
             raise ConfigError(f"{name}: has no effect with backend {backend}; leave it out")
     if backend == "openai" and "upstream" not in given:
         raise ConfigError("backend openai needs upstream, the URL of the server that requests are forwarded to")
@@ -62,7 +62,8 @@ def check_backend(backend: str, given: Mapping[str, str]) -> None:
         raise ConfigError("backend grpc needs grpc_worker, the address HOST:PORT of the worker")
 
 
-def _is_honoured(backend: str, name: str, group: str) -> bool:
+def is_honoured(backend: str, name: str, group: str = "") -> bool:
+    """Whether a setting of a group, by default one of the engine's, has an effect with ``backend``."""
     if group == "server":
         return name in _PROXY if backend == "openai" else name not in _UPSTREAM
     return name not in _WORKER if backend == "octavo" else name in _ENGINE[backend]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.backend_settings import BACKENDS, check_backend
+from octavo.backend_settings import BACKENDS, check_backend, is_honoured
 from octavo.errors import ConfigError
 from octavo.server_settings import ServerSettings
 from octavo.setting import Setting, setting
@@ -28,6 +28,7 @@ STORED_METHODS = (
     *("gptq", "modelopt", "modelopt_fp4", "mxfp4"),
 )
 """How checkpoints are quantised, as other servers want to be told: the setting accepts it, and must be right."""
+DEFAULT_POLICY = "fcfs"
 POLICY_NAMES = (
     *("fcfs", "priority", "shortest-first", "longest-prefix"),
     *("deadline", "fair", "decode-round-robin", "static"),
@@ -162,7 +163,9 @@ class SchedulerSettings:
     max_num_batched_tokens: int | None = setting(
         None, "token budget of a step; longer prompts are computed in chunks; default: by device", low=1
     )
-    scheduling_policy: str = setting("fcfs", "order in which requests are served", POLICY_NAMES)
+    scheduling_policy: str | None = setting(
+        None, "order in which requests are served; default: fair with api_key_file, else fcfs", POLICY_NAMES
+    )
     policy_ageing: float | None = setting(
         None,
         "seconds of waiting that offset one priority level, or 1,000 prompt tokens, or 1,000 cached tokens; "
@@ -257,14 +260,24 @@ def _from_flat(config_class: type[EngineConfig], values: Mapping[str, Any]) -> E
         groups.setdefault(known[name].group, {})[name] = known[name].parse(value)
     hints = typing.get_type_hints(config_class)
     config = config_class(**{group: hints[group](**chosen) for group, chosen in groups.items()})
+    check_backend(config.model.backend, _changed(config))
+    if isinstance(config, ServeConfig) and config.server.api_key_file is not None:
+        config = _with_fair_shares(config)
     _check_combinations(config)
     return config
+
+
+def _with_fair_shares(config: ServeConfig) -> ServeConfig:
+    """The settings of a server of several API keys, whose policy is fair if none is given and the backend has any."""
+    scheduler = config.scheduler
+    if scheduler.scheduling_policy is not None or not is_honoured(config.model.backend, "scheduling_policy"):
+        return config
+    return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, scheduling_policy="fair"))
 
 
 def _check_combinations(config: EngineConfig) -> None:
     """Raise ``ConfigError`` for combinations that are invalid for every model and device."""
     cache, scheduler = config.cache, config.scheduler
-    check_backend(config.model.backend, _changed(config))
     if cache.num_kv_blocks is not None and cache.kv_cache_memory is not None:
         raise ConfigError("num_kv_blocks and kv_cache_memory both size the KV cache; give one of them")
     if cache.gpu_memory_utilization > 1:
@@ -325,7 +338,7 @@ def _check_kv_events(server: ServerSettings, cache: CacheSettings) -> None:
 
 
 def _check_tenants(server: ServerSettings, model: ModelSettings) -> None:
-    if server.tenant_by != "user" and server.tenant_header is not None:
+    if server.tenant_by not in (None, "user") and server.tenant_header is not None:
         raise ConfigError("tenant_by and tenant_header both identify the tenant; give one of them")
     if server.tenant_by == "key" and server.api_key_file is None:
         raise ConfigError("tenant_by key needs api_key_file: without it, all clients share one key")
@@ -357,7 +370,7 @@ OWNERS = {
 
 
 def _check_policy(scheduler: SchedulerSettings, cache: CacheSettings) -> None:
-    policy = scheduler.scheduling_policy
+    policy = scheduler.scheduling_policy or DEFAULT_POLICY
     for name, policies in OWNERS.items():
         if getattr(scheduler, name) is not None and policy not in policies:
             raise ConfigError(f"{name} needs scheduling_policy {' or '.join(policies)}; it is {policy}")

@@ -64,10 +64,13 @@ class ServerSettings:
         "request fields that have no effect: warn names them in a header, reject refuses the request, ignore is silent",
         ("warn", "reject", "ignore"),
     )
-    isolate_keys: bool = setting(False, "share the prefix cache only among requests of the same key of api_key_file")
-    tenant_by: str = setting(
-        "user",
-        "what identifies the tenant under the fair policy: the field 'user', the API key, or the LoRA adapter",
+    isolate_keys: bool | None = setting(
+        None, "share the prefix cache only among requests of the same API key; default: on with api_key_file"
+    )
+    tenant_by: str | None = setting(
+        None,
+        "what identifies the tenant under the fair policy: the field 'user', the API key, or the LoRA adapter; "
+        "default: key with api_key_file, else user",
         ("user", "key", "adapter"),
     )
     tenant_header: str | None = setting(None, "header that names the tenant, instead of the field 'user'")
@@ -141,3 +144,13 @@ class ServerSettings:
     otlp_traces_endpoint: str | None = setting(
         None, "URL to send OpenTelemetry traces to, by OTLP over HTTP, such as http://127.0.0.1:4318; default: none"
     )
+
+    @property
+    def isolates_keys(self) -> bool:
+        """Whether API keys share no cached prompts."""
+        return self.api_key_file is not None if self.isolate_keys is None else self.isolate_keys
+
+    @property
+    def tenant_source(self) -> str:
+        """What identifies the tenant, unless a header does."""
+        return self.tenant_by or ("user" if self.api_key_file is None else "key")

@@ -26,7 +26,12 @@ from octavo.server_settings import ServerSettings
 ADMIN_PREFIX = "/admin/"
 REPORTS_PREFIX = "/v1/requests/"
 """Reports on single requests: a key reads those of its own requests, the admin key those of all."""
-SHARED_PATHS = frozenset({"/metrics", "/stats", "/stats/live", "/v1/kv_events", "/sleep", "/wake_up"})
+SHARED_PATHS = frozenset(
+    (
+        *("/metrics", "/stats", "/stats/live", "/v1/kv_events", "/sleep", "/wake_up"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    )
+)
 """What concerns all keys' requests: with several keys, only the admin key may use it."""
 CALLER = "octavo.caller"
 """Key of the ASGI scope; the middleware sets it."""

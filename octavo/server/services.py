@@ -167,9 +167,9 @@ class Services:
         server = self.config.server
         if server.tenant_header is not None:
             return request.headers.get(server.tenant_header, "")[:MAX_TENANT]
-        if server.tenant_by == "key":
+        if server.tenant_source == "key":
             return caller_of(request).name
-        if server.tenant_by == "adapter":
+        if server.tenant_source == "adapter":
             return model if model in self.engine.adapters.paths else ""
         return user or ""
 
@@ -178,7 +178,7 @@ class Services:
 
         Key names contain no slash, so no client salt can collide with another key's.
         """
-        return f"{caller_of(request).name}/{own}" if self.config.server.isolate_keys else own
+        return f"{caller_of(request).name}/{own}" if self.config.server.isolates_keys else own
 
     def need_tokenizer(self, field: str) -> Tokenizer:
         """The tokenizer. Raises ``InvalidParameter`` about ``field`` when the model has none."""

@@ -18,63 +18,88 @@ MAX_KV_EVENTS = 100_000
 MAX_KV_EVENTS_AT_ONCE = 1000
 
 
+class _Kept:
+    """What is known of a request."""
+
+    __slots__ = ("events", "name", "owner")
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.name = ""
+        self.events: list[Event] = []
+
+
 class Timelines:
-    """Events of the latest ``MAX_REQUESTS`` requests, by response id."""
+    """Events of ``MAX_REQUESTS`` requests, by response id. The oldest of the API key with the most is dropped first."""
 
     def __init__(self) -> None:
-        self._events: OrderedDict[int, list[Event]] = OrderedDict()
-        self._names: OrderedDict[str, list[int]] = OrderedDict()
-        self._names_by_id: OrderedDict[int, str] = OrderedDict()
-        self._owners: OrderedDict[int, str] = OrderedDict()
+        self._kept: dict[int, _Kept] = {}
+        self._ids_of: dict[str, OrderedDict[int, None]] = {}
+        """Requests by owner, oldest first."""
+        self._names: dict[str, list[int]] = {}
 
     def add(self, events: Iterable[Event]) -> None:
         """Record a step's events."""
         for event in events:
-            known = self._events.get(event.request_id)
+            known = self._kept.get(event.request_id)
             if known is None:
                 if event.kind != "arrived":
                     continue  # the request was already dropped
-                known = self._events[event.request_id] = []
-                if len(self._events) > MAX_REQUESTS:
-                    self._events.popitem(last=False)
-            if len(known) < MAX_EVENTS_EACH or event.kind == "ended":
-                known.append(event)
+                known = self._keep(event.request_id, "")
+            if len(known.events) < MAX_EVENTS_EACH or event.kind == "ended":
+                known.events.append(event)
 
     def own(self, request_id: int, owner: str) -> None:
-        """Record the owner of a request, the name of an API key."""
-        self._owners[request_id] = owner
-        if len(self._owners) > MAX_REQUESTS:
-            self._owners.popitem(last=False)
+        """Record the owner of a new request, the name of an API key."""
+        self._keep(request_id, owner)
+
+    def _keep(self, request_id: int, owner: str) -> _Kept:
+        kept = self._kept[request_id] = _Kept(owner)
+        self._ids_of.setdefault(owner, OrderedDict())[request_id] = None
+        if len(self._kept) > MAX_REQUESTS:
+            largest = max(self._ids_of, key=lambda name: len(self._ids_of[name]))
+            self._drop(next(iter(self._ids_of[largest])))
+        return kept
+
+    def _drop(self, request_id: int) -> None:
+        kept = self._kept.pop(request_id)
+        del self._ids_of[kept.owner][request_id]
+        if not self._ids_of[kept.owner]:
+            del self._ids_of[kept.owner]
+        if request_id in (named := self._names.get(kept.name, [])):
+            named.remove(request_id)
+            if not named:
+                del self._names[kept.name]
 
     def name(self, name: str, request_ids: Sequence[int]) -> None:
         """Register the response id ``name`` for these requests."""
-        self._names[name] = list(request_ids)
-        if len(self._names) > MAX_REQUESTS:
-            self._names.popitem(last=False)
-        for request_id in request_ids:
-            self._names_by_id[request_id] = name
-            if len(self._names_by_id) > MAX_REQUESTS:
-                self._names_by_id.popitem(last=False)
+        known = [request_id for request_id in request_ids if request_id in self._kept]
+        if known:
+            self._names[name] = known
+        for request_id in known:
+            self._kept[request_id].name = name
 
     def name_of(self, request_id: int) -> str:
         """The response id registered for a request, or ""."""
-        return self._names_by_id.get(request_id, "")
+        kept = self._kept.get(request_id)
+        return kept.name if kept else ""
 
     def events_of(self, request_id: int) -> Sequence[Event]:
         """The recorded events of a request."""
-        return self._events.get(request_id, ())
+        kept = self._kept.get(request_id)
+        return kept.events if kept else ()
 
     def report(self, name: str, reader: str | None = None) -> list[dict[str, Any]] | None:
         """The timeline of each choice of the response ``name``, or of request number ``name``. ``None`` if unknown,
         or if not owned by ``reader`` (when given)."""
         request_ids = self._names.get(name) or ([int(name)] if name.isascii() and name.isdigit() else [])
         found = {
-            request_id: self._events[request_id]
+            request_id: kept.events
             for request_id in request_ids
-            if request_id in self._events and (reader is None or self._owners.get(request_id) == reader)
+            if (kept := self._kept.get(request_id)) and kept.events and reader in (None, kept.owner)
         }
         return [
-            explain(events, (other for number, other in self._events.items() if number != request_id))
+            explain(events, (other.events for number, other in self._kept.items() if number != request_id))
             for request_id, events in found.items()
         ] or None
 

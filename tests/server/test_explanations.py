@@ -147,7 +147,7 @@ def test_timelines_are_bounded() -> None:
     assert newest[0]["status"] == "length"
     assert timelines.report("50", "alice") is not None, "owners are known for as long as what happened"
     assert timelines.report("50", "bob") is None
-    assert len(timelines._owners) == MAX_REQUESTS
+    assert len(timelines._kept) == len(timelines._names) == MAX_REQUESTS
     timelines.add([Event(1, "ended", 9.0, 0, 0)])
     assert timelines.report("1") is None, "the end of a request that was forgotten is no request"
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from octavo.config import ModelSettings, ServeConfig
+from octavo.config import EngineConfig, ModelSettings, SchedulerSettings, ServeConfig, to_flat
+from octavo.engine.policies import FirstCome, PolicyContext, make_policy
 from octavo.errors import ConfigError
 from octavo.server.adapters import AdapterTable
 from octavo.types import Request
@@ -86,8 +87,33 @@ def test_events_of_the_cache_would_tell_it_all() -> None:
         ServeConfig.from_flat({"isolate_keys": True})
 
 
-def test_otherwise_all_keys_share_and_a_salt_still_separates(serve_app: Any, tmp_path: Path) -> None:
-    served = with_keys(serve_app, tmp_path)
+def test_several_keys_are_isolated_and_served_fairly_unless_it_is_said_otherwise(
+    serve_app: Any, tmp_path: Path
+) -> None:
+    keys = {"api_key_file": key_file(tmp_path, line("alice", "a"), line("bob", "b"))}
+    served = serve_app(**keys)
+    for key in ("a", "b"):
+        ask(served, key, prompt=PROMPT, user="somebody")
+    assert numbers_cached(served.engine.requests) == [0, 0]
+    assert [request.tenant for request in served.engine.requests] == ["alice", "bob"]
+    for settings, policy in (
+        (keys, "fair"),
+        (keys | {"scheduling_policy": "fcfs"}, "fcfs"),
+        ({}, None),
+        ({"api_key": "k"}, None),
+        (keys | {"tenant_weights": "alice=2"}, "fair"),
+        (keys | {"backend": "instant"}, None),
+        (keys | {"backend": "toy"}, "fair"),
+    ):
+        config = ServeConfig.from_flat(settings)
+        assert config.scheduler.scheduling_policy == policy, settings
+        assert ServeConfig.from_flat(to_flat(config)) == config
+        EngineConfig.from_flat(to_flat(config, EngineConfig))
+    assert isinstance(make_policy(PolicyContext(None, 1, SchedulerSettings(), float)), FirstCome)  # type: ignore[arg-type]
+
+
+def test_keys_may_share_and_a_salt_still_separates(serve_app: Any, tmp_path: Path) -> None:
+    served = with_keys(serve_app, tmp_path, isolate_keys=False)
     for key, salt in (("a", ""), ("b", ""), ("a", "x"), ("b", "x"), ("b", "y")):
         ask(served, key, prompt=PROMPT, cache_salt=salt)
     first, second, third, fourth, fifth = numbers_cached(served.engine.requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.server import background_jobs, store, timelines
 from octavo.server.byte_budget import ByteBudget
 from octavo.server.keys import Caller
 from octavo.server.places import Places, TurnQueue
 from octavo.server.quotas import LEAST_SHARE, has_share
+from octavo.telemetry.events import Event
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.test_keys import bearer, key_file, line
@@ -158,3 +161,86 @@ def test_bodies_of_the_key_that_sends_most_are_given_up_first() -> None:
     large.resize(40)
     assert len(gone) == 3
     assert "b" not in gone
+
+
+def test_timelines_of_one_key_do_not_drive_out_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timelines, "MAX_REQUESTS", 10)
+    kept = timelines.Timelines()
+
+    def run(number: int, owner: str) -> None:
+        kept.own(number, owner)
+        kept.name(f"cmpl-{number}", [number])
+        kept.add([Event(number, "arrived", 1.0, 0, 0), Event(number, "ended", 2.0, 0, 0)])
+
+    for number in range(3):
+        run(number, "bob")
+    for number in range(3, 100):
+        run(number, "alice")
+    for number in range(3):
+        assert kept.report(f"cmpl-{number}", "bob") is not None
+        assert kept.report(f"cmpl-{number}", "alice") is None
+    assert kept.report("cmpl-99", "alice") is not None
+    assert kept.report("cmpl-90", "alice") is None
+    assert (len(kept._kept), len(kept._names)) == (10, 10)
+
+
+def test_unfinished_background_responses_and_batches_have_a_bound_and_each_key_a_share(
+    serve_app: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_jobs, "MAX_JOBS", 4)
+    served = with_keys(serve_app, tmp_path, InProcessEngine(runs=False))
+
+    def begin(key: str) -> int:
+        body = {"input": "Hi", "background": True}
+        return served.client.post("/v1/responses", json=body, headers=bearer(key)).status_code
+
+    assert [begin("a") for _ in range(5)] == [200] * 4 + [429]
+    files = {"file": ("a", b"{}")}
+    sent = served.client.post("/v1/files", files=files, data={"purpose": "batch"}, headers=bearer("a")).json()
+    body = {"input_file_id": sent["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    assert served.client.post("/v1/batches", json=body, headers=bearer("a")).status_code == 429
+    assert begin("b") == 200
+
+
+def test_only_the_admin_changes_adapters_for_all_keys(serve_app: Any, tmp_path: Path) -> None:
+    """One key could unload those of another, or load as many as there may be."""
+    served = with_keys(serve_app, tmp_path, enable_lora=True, allow_runtime_lora_updating=True, admin_key="admin")
+    for path, body in (("load", {"lora_path": "/nowhere"}), ("unload", {})):
+        path, body = f"/v1/{path}_lora_adapter", {"lora_name": "x", **body}
+        assert served.client.post(path, json=body, headers=bearer("a")).status_code == 403
+        assert served.client.post(path, json=body, headers=bearer("admin")).status_code in (400, 404)
+
+
+def test_the_stored_bytes_of_one_key_leave_room_for_another(
+    serve_app: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MAX_BYTES", 100_000)
+    served = with_keys(serve_app, tmp_path)
+
+    def keep(key: str, num_bytes: int) -> int:
+        files = {"file": ("a", b"x" * num_bytes)}
+        return served.client.post("/v1/files", files=files, data={"purpose": "batch"}, headers=bearer(key)).status_code
+
+    assert [keep("a", 24_000) for _ in range(5)] == [200] * 4 + [507]
+    assert keep("b", 40_000) == 200
+    assert keep("b", 40_000) == 507
+    assert keep("a", 1) == 507
+
+
+def test_memory_does_not_grow_with_the_files_that_are_kept(serve_app: Any) -> None:
+    served, data = serve_app(), b"x" * (8 << 20)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def send() -> str:
+        answer = served.client.post("/v1/files", files={"file": ("a", data)}, data={"purpose": "batch"})
+        assert answer.status_code == 200
+        return str(answer.json()["id"])
+
+    id = send()
+    before = resident()
+    for _ in range(3):
+        send()
+    assert resident() - before < 8 << 20, "three times as much is kept"
+    assert served.client.get(f"/v1/files/{id}/content").content == data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.config import DEFAULT_POLICY
 from octavo.engine.policies.deadline import Deadline
 from octavo.engine.policies.fair import Fair
 from octavo.engine.policies.fcfs import FirstCome
@@ -21,7 +22,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 def make_policy(context: PolicyContext) -> Policy:
     """The policy named by the settings; raises ``ConfigError`` for an unknown name."""
-    name = context.settings.scheduling_policy
+    name = context.settings.scheduling_policy or DEFAULT_POLICY
     if name not in POLICIES:
         raise ConfigError(f"scheduling_policy: {name!r} is not one of {', '.join(POLICIES)}")
     return POLICIES[name](context)

@@ -69,7 +69,7 @@ async def create_file(request: Request) -> Response:
         form.finish()
         if form.file_name is None:
             raise MissingParameter("file")
-        if form.fields.get("purpose") != b"batch":
+        if form.fields.get("purpose", b"") != b"batch":
             raise InvalidParameter("purpose", "'purpose' must be 'batch'.")
         file = new_file(form.file_name, content, "batch")
         await services.store.put_all(caller_of(request).name, StoredFile(file, content), is_large=True)

@@ -312,8 +312,8 @@ class Journal:
         head = request.head
         if self._by_key.get((head.owner, head.key)) is request:
             del self._by_key[head.owner, head.key]
-        ended = self._ended.get(head.owner, {})
-        if ended.pop(number, None) is not None:
+        ended = self._ended.get(head.owner)
+        if ended is not None and ended.pop(number, None) is not None:
             self._retained[head.owner] -= request.size + REQUEST_BYTES
             if not ended:
                 del self._ended[head.owner], self._retained[head.owner]
