@@ -6,6 +6,19 @@ from dataclasses import dataclass
 
 from octavo.setting import setting
 
+TOOL_CALL_PARSERS = (
+    *("auto", "none", "hermes", "granite4", "llama3_json", "llama4_json", "mistral", "deepseek_v3", "deepseek_v31"),
+    *("deepseek_v32", "deepseek_v4", "openai", "pythonic", "llama4_pythonic", "qwen3_coder", "qwen3_xml", "step3p5"),
+    *("mimo", "glm45", "glm47", "minimax_m2", "kimi_k2", "seed_oss", "granite", "phi4_mini_json", "olmo3", "lfm2"),
+    *("hunyuan_a13b", "jamba", "nemotron_json", "cohere_command3", "cohere_command4", "longcat"),
+)
+"""Names of the formats in ``octavo.text.message_format``, most of them vLLM's."""
+REASONING_PARSERS = (
+    *("auto", "none", "deepseek_r1", "deepseek_v3", "ernie45", "exaone4", "glm45", "glm47", "holo2", "kimi_k2", "mimo"),
+    *("minimax_m2", "nemotron_v3", "olmo3", "qwen3", "step3", "step3p5", "mistral", "seed_oss", "kimi_vl", "gemma4"),
+    *("cohere_command3", "cohere_command4", "granite", "granite33", "hunyuan_a13b", "openai_gptoss"),
+)
+"""Names in ``octavo.text.reasoning``."""
 DIALECTS = ("openai", "infer")
 """Forms of ``/v1/completions``."""
 
@@ -39,13 +52,13 @@ class ServerSettings:
     tool_call_parser: str = setting(
         "auto",
         "format of the model's tool calls; auto: from its chat template, else hermes, described in the prompt",
-        ("auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "openai", "pythonic"),
+        TOOL_CALL_PARSERS,
     )
     enable_auto_tool_choice: bool = setting(True, "accept tool_choice auto: the model decides whether to call a tool")
     reasoning_parser: str = setting(
         "auto",
         "format of the model's reasoning; auto: from its chat template",
-        ("auto", "none", "deepseek_r1", "qwen3", "openai_gptoss"),
+        REASONING_PARSERS,
     )
     allow_runtime_lora_updating: bool = setting(
         False, "allow clients to load LoRA adapters from folders of this machine, and to unload them"

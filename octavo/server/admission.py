@@ -30,6 +30,7 @@ from octavo.server.keys import Caller
 from octavo.server.places import Places
 from octavo.server.quotas import has_share
 from octavo.server_settings import ServerSettings
+from octavo.text.reasoning import AnswerMarks, answer_start
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
@@ -76,6 +77,8 @@ class ClientRequest:
     """Name of the model or of an adapter."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens to keep in the output text because the message parser needs them."""
+    answer_marks: AnswerMarks | None = None
+    """Marks of the answer in a message that may begin with reasoning; stop strings count in the answer only."""
 
 
 class Admission:
@@ -226,7 +229,8 @@ class Admission:
                     second_start=prompt.second_start,
                     owner=client_request.caller.name,
                 )
-                text_stream = TextStream(self.tokenizer, client_request.params, client_request.shown_ids)
+                answer = answer_start(client_request.answer_marks, prompt.text)
+                text_stream = TextStream(self.tokenizer, client_request.params, client_request.shown_ids, answer)
                 generation.add(Choice(generation, len(generation.choices), prompt, request, text_stream))
         try:
             for choice in generation.choices:

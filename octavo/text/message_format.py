@@ -14,21 +14,28 @@ from octavo.errors import ConfigError
 from octavo.grammar import forms
 from octavo.text import reasoning
 from octavo.text.reader import Format
+from octavo.text.reasoning import AnswerMarks, Thinking
 from octavo.text.tool_calls import harmony
 from octavo.text.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from octavo.text.tool_calls.harmony import HARMONY
 from octavo.text.tool_calls.hermes import HERMES
+from octavo.text.tool_calls.kimi import KIMI
 from octavo.text.tool_calls.llama3 import LLAMA3
+from octavo.text.tool_calls.marked_json import COHERE, GRANITE, HUNYUAN, LONGCAT, NEMOTRON, PHI4
 from octavo.text.tool_calls.mistral import MISTRAL
-from octavo.text.tool_calls.pythonic import PYTHONIC
+from octavo.text.tool_calls.pythonic import LFM2, OLMO3, PYTHONIC
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, talk_rule
+from octavo.text.tool_calls.values import Functions
+from octavo.text.tool_calls.xml_formats import DEEPSEEK_V4, DEEPSEEK_V32, GLM, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 from octavo.text.tools_in_text import WriteCalls
 
-TOOL_FORMATS = (HERMES, LLAMA3, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, PYTHONIC)
+TOOL_FORMATS = (
+    *(HERMES, LLAMA3, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4, HARMONY, PYTHONIC, QWEN3_CODER),
+    *(GLM, MINIMAX_M2, KIMI, SEED_OSS, GRANITE, PHI4, OLMO3, LFM2, HUNYUAN, NEMOTRON, COHERE, LONGCAT),
+)
 """In order of precedence: of several whose signs a template shows, the first is chosen."""
 FALLBACK = HERMES
 """The format described in the prompt when the chat template describes none."""
-THINK_NAMES = ("deepseek_r1", "qwen3")
 HARMONY_NAME = "openai_gptoss"
 AUTO = "auto"
 
@@ -63,8 +70,8 @@ class MessageFormat:
 
     tools: ToolFormat | None
     """Format of tool calls; ``None`` when calls are not parsed."""
-    thinks: bool
-    """Whether a message may begin with reasoning."""
+    thinking: Thinking | None
+    """Marks of the reasoning with which a message may begin; ``None`` when it has none."""
     marks: Marks
     write_calls: WriteCalls | None = None
     """Writes calls as text of the conversation; ``None`` when the chat template renders tools."""
@@ -75,7 +82,7 @@ class MessageFormat:
 
     @property
     def can_reason(self) -> bool:
-        return self.thinks or self.is_harmony
+        return self.thinking is not None or self.is_harmony
 
     @property
     def is_parallel(self) -> bool:
@@ -90,20 +97,28 @@ class MessageFormat:
     @property
     def shown_ids(self) -> frozenset[int]:
         """Special tokens that are decoded to text for the reader although special tokens are skipped otherwise."""
-        thinking = (reasoning.OPENS, reasoning.CLOSES) if self.thinks else ()
+        thinking = () if self.thinking is None else self.thinking.marks
         return self.marks.ids((*thinking, *(self.tools or LLAMA3).marks))
 
-    def reader(self, tool_names: frozenset[str] | None, prompt: str) -> Format | None:
+    @property
+    def answer_marks(self) -> AnswerMarks | None:
+        """Marks of the answer, in which alone stop strings count; ``None`` when all of a message is the answer."""
+        if self.is_harmony:
+            return harmony.ANSWER
+        return None if self.thinking is None else self.thinking.answer_marks
+
+    def reader(self, functions: Functions | None, prompt: str) -> Format | None:
         """The reader of a message that follows ``prompt``; ``None`` when every message is plain content.
 
-        ``tool_names`` are the functions that may be called, ``None`` for a request without tools.
+        ``functions`` are those that may be called, ``None`` for a request without tools.
         """
         if self.is_harmony:
-            return HARMONY.read(tool_names or frozenset())
-        following = None if tool_names is None else (self.tools or LLAMA3).read(tool_names)
-        if not self.thinks:
+            return HARMONY.read(functions or frozenset())
+        following = None if functions is None else (self.tools or LLAMA3).read(functions)
+        if self.thinking is None:
             return following
-        return reasoning.after_thinking(following or reasoning.content_only, reasoning.begins_inside(prompt))
+        is_inside = reasoning.begins_inside(prompt, self.thinking)
+        return reasoning.after_thinking(following or reasoning.content_only, is_inside, self.thinking)
 
     def grammar(self, wanted: MessageConstraints, prompt: str) -> str:
         """The grammar of a message that follows ``prompt``. Raises ``FormError`` about the schema of a tool."""
@@ -114,7 +129,8 @@ class MessageFormat:
             names = [tool.name for tool in wanted.tools]
             rules += (self.tools or LLAMA3).rules(names, self.marks, wanted.is_parallel)
             bodies = ["calls"]
-            parts = {f"t{i}": _arguments(tool, wanted.allows_text) for i, tool in enumerate(wanted.tools)}
+            more, parts = self._argument_rules([_arguments(tool, wanted.allows_text) for tool in wanted.tools])
+            rules += more
         if wanted.allows_text and self.is_harmony:
             bodies.append(harmony.answer_rule(self.marks, forms.TEXT))
         elif wanted.allows_text:
@@ -127,18 +143,26 @@ class MessageFormat:
             parts |= wanted.form.parts
         return forms.grammar_text(forms.Form(f"{lead} ({' | '.join(bodies)})", rules, parts))
 
+    def _argument_rules(self, arguments: Sequence[forms.Part]) -> tuple[str, dict[str, forms.Part]]:
+        """Rules of the functions' arguments, and their parts."""
+        make = (self.tools or LLAMA3).argument_rules
+        if make is None:
+            return "", {f"t{i}": part for i, part in enumerate(arguments)}
+        made = [make(i, part, self.marks) for i, part in enumerate(arguments)]
+        return "".join(rules for rules, _ in made), {name: part for _, parts in made for name, part in parts.items()}
+
     def _lead(self, prompt: str) -> tuple[str, str]:
         """Lark of the reasoning before a message, and its rules."""
         if self.is_harmony:
             return "thinking?", f"thinking: {harmony.thinking_rule(self.marks)}\n"
-        if not self.thinks:
+        if self.thinking is None:
             return "", ""
-        opens, closes = self.marks.lark(reasoning.OPENS), self.marks.lark(reasoning.CLOSES)
-        if self.marks.has(reasoning.CLOSES):
+        opens, closes = self.marks.lark(self.thinking.opens), self.marks.lark(self.thinking.closes)
+        if self.marks.has(self.thinking.closes):
             rules = f"thoughts: {forms.TEXT} {closes} {forms.SPACES}\n"
         else:
             rules = f"thoughts: until_end {forms.SPACES}\nuntil_end[lazy]: {forms.TEXT} {closes}\n"
-        if reasoning.begins_inside(prompt):
+        if reasoning.begins_inside(prompt, self.thinking):
             return "thoughts", rules
         return "thinking?", f"thinking: {opens} thoughts\n{rules}"
 
@@ -157,27 +181,24 @@ def find_format(
 
     Raises ``ConfigError`` for a combination that no model writes.
     """
-    named = next((format for format in TOOL_FORMATS if tool_setting == format.name), None)
+    named = next((format for format in TOOL_FORMATS if tool_setting in (format.name, *format.also)), None)
     tools = named or (_shown_in(template or "") if tool_setting == AUTO else None)
+    thinking = reasoning.thinking_named(reasoning_setting)
     is_harmony = tools is HARMONY or reasoning_setting == HARMONY_NAME
-    if is_harmony and (tools not in (None, HARMONY) or reasoning_setting in THINK_NAMES):
+    if is_harmony and (tools not in (None, HARMONY) or thinking is not None):
         raise ConfigError(
             f"tool_call_parser {tool_setting} and reasoning_parser {reasoning_setting} do not go together: "
             "gpt-oss writes reasoning and calls in one format of its own"
         )
-    shows_thinking = reasoning_setting == AUTO and reasoning.CLOSES in (template or "")
-    thinks = reasoning_setting in THINK_NAMES or shows_thinking
     if is_harmony:
-        return MessageFormat(HARMONY, False, Marks(special_ids))
+        return MessageFormat(HARMONY, None, Marks(special_ids))
+    if reasoning_setting == AUTO:
+        thinking = reasoning.thinking_shown(template or "")
     takes_tools = tools is not None and "tools" in (template or "")
     tools = tools or (FALLBACK if tool_setting == AUTO else None)
-    in_text = None if takes_tools or tools is None else tools.write
-    return MessageFormat(tools, thinks, Marks(special_ids), in_text)
+    in_text = None if takes_tools or tools is None or not tools.is_plain else tools.write
+    return MessageFormat(tools, thinking, Marks(special_ids), in_text)
 
 
 def _shown_in(template: str) -> ToolFormat | None:
-    for format in TOOL_FORMATS:
-        has_others = any(sign in template for sign in format.others)
-        if format.signs and not has_others and all(sign in template for sign in format.signs):
-            return format
-    return None
+    return next((format for format in TOOL_FORMATS if format.is_shown(template)), None)

@@ -6,6 +6,7 @@ import msgspec
 
 from octavo.sampling_params import SamplingParams
 from octavo.text.detokenizer import Detokenizer
+from octavo.text.reasoning import AnswerStart
 from octavo.text.stop_strings import StopStrings
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import FinishReason
@@ -25,20 +26,28 @@ class TextStream:
     """One choice's growing text: detokenization, stop strings and ``min_tokens``.
 
     Text is the same however the tokens are split over calls. Stop strings count only when a token after the
-    first ``min_tokens`` completes them, as in vLLM. Without a tokenizer the text stays empty; admission
-    refuses stop strings then.
+    first ``min_tokens`` completes them, as in vLLM, and only in the answer: not in the reasoning before
+    it. Without a tokenizer the text stays empty; admission refuses stop strings then.
     """
 
-    __slots__ = ("_detokenizer", "_last_tokens", "_num_exempt", "_repetition", "_shows_stop_token", "_stops")
+    __slots__ = ("_answer", "_detokenizer", "_last_tokens", "_num_exempt", "_repetition", "_shows_stop_token", "_stops")
 
     def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, shown: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        shown: frozenset[int] = frozenset(),
+        answer: AnswerStart | None = None,
     ) -> None:
-        """``shown`` are special tokens to decode to text even if ``params`` skip special tokens."""
+        """``shown`` are special tokens to decode to text even if ``params`` skip special tokens.
+
+        ``answer`` finds where the answer begins; without it, all of the text is the answer.
+        """
         self._detokenizer = (
             _NoText() if tokenizer is None else Detokenizer(tokenizer, params.skip_special_tokens, shown)
         )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._answer = answer
         self._shows_stop_token = params.include_stop_str_in_output
         self._repetition = params.repetition_detection
         self._last_tokens: list[int] = []
@@ -72,15 +81,24 @@ class TextStream:
             if stops.found is not None:
                 return TextDelta("".join(texts), stops.found, count)
         if finish_reason is not None:
-            texts.append(stops.push(self._detokenizer.flush()))
+            for before, text in (self._divided(self._detokenizer.flush()), self._last_divided()):
+                texts += [before, stops.push(text)]
             texts.append(stops.flush())
         return TextDelta("".join(texts), stops.found, len(tokens))
 
     def _watch(self, stops: StopStrings, text: str) -> str:
+        before, text = self._divided(text)
         if self._num_exempt == 0:
-            return stops.push(text)
+            return before + stops.push(text)
         self._num_exempt -= 1
-        return stops.pass_over(text)
+        return before + stops.pass_over(text)
+
+    def _divided(self, text: str) -> tuple[str, str]:
+        """The parts of ``text`` before and in the answer."""
+        return ("", text) if self._answer is None else self._answer.push(text)
+
+    def _last_divided(self) -> tuple[str, str]:
+        return ("", "") if self._answer is None else self._answer.flush()
 
     def _shown(self, tokens: list[int], finish_reason: FinishReason | None) -> list[int]:
         if finish_reason != "stop" or self._shows_stop_token:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.sampling_params import SamplingParams
+from octavo.text.reasoning import THINK, answer_start
 from octavo.text.text_stream import TextDelta, TextStream
+from octavo.text.tool_calls import harmony
 
 from .conftest import build, byte_level_metadata
 
@@ -83,6 +86,54 @@ def test_without_a_tokenizer_text_is_empty() -> None:
     assert choice.push([4], "stop") == TextDelta("", None, 1)
 
 
+def thinking(prompt: str, marks: Any = THINK.answer_marks, **params: Any) -> TextStream:
+    return TextStream(SMALL, SamplingParams(**params), answer=answer_start(marks, prompt))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "shown"),
+    [
+        ("", "<think>a.b</think>\n\nc.d", "<think>a.b</think>\n\nc"),
+        ("", "\n<think>a.b</think>c.d", "\n<think>a.b</think>c"),
+        ("", "c.<think>", "c"),
+        ("", "<thi.", "<thi"),
+        ("", ".", ""),
+        ("<think>\n", "a.b</think>c.d", "a.b</think>c"),
+        ("<think>", "<think>a.</think>c.", "<think>a.</think>c"),
+        ("<think>", "a.</think>\n</think>\n<think>b.</think>c.", "a.</think>\n</think>\n<think>b.</think>c"),
+        ("<think></think>", "a.", "a"),
+    ],
+)
+def test_stop_strings_count_in_the_answer_only(prompt: str, text: str, shown: str) -> None:
+    for stop in (".", ".d") if text.endswith(".d") else (".",):
+        for max_size in (1, 100):
+            tokens = tokens_of(text)
+            choice = thinking(prompt, stop=(stop,))
+            deltas = [choice.push(tokens[at : at + max_size]) for at in range(0, len(tokens), max_size)]
+            deltas.append(choice.push([], "length"))
+            assert ("".join(delta.text for delta in deltas), deltas[-1].stop) == (shown, stop)
+
+
+@pytest.mark.parametrize("stop", ["\n", "\n\n", "</think>", ">\n", "k>c", " "])
+def test_marks_of_reasoning_and_blanks_behind_them_are_no_part_of_a_stop_string(stop: str) -> None:
+    text = "<think>a</think>\n\nc"
+    assert thinking("", stop=(stop,)).push(tokens_of(text), "length") == TextDelta(text, None, len(text))
+
+
+def test_reasoning_that_never_ends_has_no_stop() -> None:
+    choice = thinking("<think>", stop=("a",), include_stop_str_in_output=True)
+    assert choice.push(tokens_of("aaa</thin")).text == "aaa"
+    assert choice.push([], "length") == TextDelta("</thin", None, 0)
+
+
+def test_in_gpt_oss_stop_strings_count_in_the_final_channel() -> None:
+    text = "<|channel|>analysis<|message|>a.<|end|><|start|>assistant<|channel|>final<|message|>b"
+    asked = "<|start|>assistant<|channel|>final<|message|>x<|end|><|start|>assistant"
+    for prompt in ("", asked):
+        assert thinking(prompt, harmony.ANSWER, stop=(".",)).push(tokens_of(f"{text}.")).text == text
+    assert thinking(asked[:50], harmony.ANSWER, stop=(".",)).push(tokens_of("b.")) == TextDelta("b", ".", 2)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     text=st.text("ab.é😀", max_size=25),
@@ -91,15 +142,26 @@ def test_without_a_tokenizer_text_is_empty() -> None:
     min_tokens=st.integers(0, 6),
     include=st.booleans(),
     reason=st.sampled_from(("stop", "length")),
+    prompt=st.sampled_from((None, "", "<think>")),
+    marks=st.lists(st.tuples(st.integers(0, 25), st.sampled_from(("<think>", "</think>", "\n"))), max_size=3),
 )
 def test_text_and_count_do_not_depend_on_the_cuts(
-    text: str, cuts: list[int], stops: list[str], min_tokens: int, include: bool, reason: Any
+    text: str,
+    cuts: list[int],
+    stops: list[str],
+    min_tokens: int,
+    include: bool,
+    reason: Any,
+    prompt: str | None,
+    marks: list[tuple[int, str]],
 ) -> None:
+    for place, mark in marks:
+        text = text[:place] + mark + text[place:]
     tokens = tokens_of(text)[:-1] if len(cuts) % 2 else tokens_of(text)
     params = {"stop": tuple(stops), "min_tokens": min_tokens, "include_stop_str_in_output": include, "max_tokens": 99}
 
     def run(parts: list[list[int]]) -> tuple[str, str | None, int]:
-        choice = stream(**params)
+        choice = stream(**params) if prompt is None else thinking(prompt, **params)
         deltas = [choice.push(part, reason if i == len(parts) - 1 else None) for i, part in enumerate(parts)]
         return "".join(d.text for d in deltas), deltas[-1].stop, sum(d.num_tokens for d in deltas)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from octavo.text.reasoning import AnswerMarks
 from octavo.types import Output, Request
 
 ROW_BYTES = 20
@@ -47,6 +48,7 @@ class Begin(msgspec.Struct, array_like=True, frozen=True):
     """Index into ``prompt_texts`` of each choice."""
     prompt_texts: list[str | None]
     shown_ids: list[int]
+    answer_marks: AnswerMarks | None = None
 
     def __post_init__(self) -> None:
         """Raises ``ValueError``, which makes a record that is read unreadable."""

@@ -40,6 +40,7 @@ from octavo.server.durable.recovery import Restored
 from octavo.server.engine_client import EngineClient
 from octavo.server.generation import Choice, Generation, Prompt
 from octavo.server.quotas import Account
+from octavo.text.reasoning import answer_start
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output
@@ -252,8 +253,10 @@ class DurableRequest:
         for request, place in zip(begin.requests, begin.prompt_of, strict=True):
             prompts[place] = Prompt(request.prompt_tokens, begin.prompt_texts[place])
         for index, request in enumerate(begin.requests):
-            text_stream = TextStream(self._owner.tokenizer, request.params, frozenset(begin.shown_ids))
-            generation.add(Choice(generation, index, prompts[begin.prompt_of[index]], request, text_stream))
+            prompt = prompts[begin.prompt_of[index]]
+            answer = answer_start(begin.answer_marks, prompt.text)
+            text_stream = TextStream(self._owner.tokenizer, request.params, frozenset(begin.shown_ids), answer)
+            generation.add(Choice(generation, index, prompt, request, text_stream))
         generation.reader = generation.engine = reader = Reader(self, begin, generation)
         return reader
 
@@ -330,4 +333,5 @@ def begin_of(generation: Generation, request: ClientRequest) -> Begin:
         prompt_of=[places[id(choice.prompt)] for choice in generation.choices],
         prompt_texts=texts,
         shown_ids=sorted(request.shown_ids),
+        answer_marks=request.answer_marks,
     )

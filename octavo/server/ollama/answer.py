@@ -42,7 +42,7 @@ class OllamaAnswer:
         for piece in self._pieces():
             if isinstance(piece, Call):
                 calls.append(_call(piece))
-            else:
+            elif isinstance(piece, Text):
                 parts[_key(piece)] += piece.text
         shown: dict[str, Any] = {name: text for name, text in parts.items() if text or name == "content"}
         return self._object({**shown, "tool_calls": calls} if calls else shown, choice)
@@ -54,8 +54,10 @@ class OllamaAnswer:
         for piece in self._pieces():
             if isinstance(piece, Call):
                 part: dict[str, Any] = {"content": "", "tool_calls": [_call(piece)]}
-            else:
+            elif isinstance(piece, Text):
                 part = {"content": "", _key(piece): piece.text}
+            else:
+                continue  # calls come whole in this API
             data += encode_line(self._object(part)) + b"\n"
         if choice.finish_reason is not None:
             data += encode_line(self._object({"content": ""}, choice)) + b"\n"

@@ -151,6 +151,7 @@ def client_request(body: ChatBody, services: Services, request: Request, tools: 
         grammar=grammar,
         grammar_field=field,
         shown_ids=services.message_format.shown_ids,
+        answer_marks=services.message_format.answer_marks,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.server.openai.tools import ToolUse
 from octavo.text.message_format import MessageFormat
-from octavo.text.reader import Call, MessageParser, Piece, Text
+from octavo.text.reader import Call, CallProgress, MessageParser, Piece, Text
 
 REASONING_KEYS = ("reasoning_content", "reasoning")
 """Both are sent: clients read one or the other."""
@@ -29,13 +29,16 @@ class ChatMessage:
 
         ``finish_reason`` is ``None`` while more text may come.
         """
-        found = self._parser.push(text)
-        if finish_reason is not None:
+        if finish_reason is None:
+            found = self._parser.push(text)
+        else:
             is_cut = finish_reason == "length"
-            last = self._parser.finish(is_cut)
-            found += self._without_markup(last) if is_cut else last
+            found = self._parser.finish(is_cut, text)
+            found = self._without_markup(found) if is_cut else found
         kept: list[Piece] = []
         for piece in found:
+            if isinstance(piece, CallProgress):
+                continue
             if isinstance(piece, Call):
                 if self._num_calls and self._tools is not None and not self._tools.is_parallel:
                     continue
@@ -93,5 +96,6 @@ class ChatMessage:
 
 def chat_message(format: MessageFormat, tools: ToolUse | None, prompt: str) -> ChatMessage | None:
     """A parser for the message after ``prompt``; ``None`` when all of its text is content."""
-    reader = format.reader(None if tools is None else tools.names, prompt)
+    functions = None if tools is None else {tool.name: tool.parameters for tool in tools.allowed}
+    reader = format.reader(functions, prompt)
     return None if reader is None else ChatMessage(MessageParser(reader), format.new_id, tools)

@@ -1,1 +1,1 @@
-"""Tool call formats: one ``ToolFormat`` per file."""
+"""Tool call formats: one ``ToolFormat`` for each in ``TOOL_FORMATS``."""

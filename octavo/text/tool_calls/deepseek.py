@@ -8,66 +8,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Format, Reader, Steps
-from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated
-from octavo.text.tool_calls.values import cut_call, make_call, value_of
+from octavo.text.reader import Call, Reader, Steps
+from octavo.text.tool_calls.json_calls import read_arguments
+from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated
+from octavo.text.tool_calls.values import Functions
 
 ALL_BEGIN, ALL_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 BEGIN, END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
-FENCE, FENCE_END = "```json", "```"
+KIND, FENCE, FENCE_END = "function", "```json", "```"
 
 
-def _read(names: frozenset[str]) -> Format:
-    return _read_message
+def _read_calls(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
+    if mark == BEGIN:
+        reader.step_back(mark)
+    num_calls = reader.num_calls
+    while (yield from reader.maybe(_read_call(reader))):
+        pass
+    if reader.num_calls > num_calls and not (yield from reader.closing(ALL_END)) and reader.is_cut:
+        yield from _drop_begun(reader)
 
 
-def _read_message(reader: Reader) -> Steps[None]:
-    while (yield from reader.text_until((ALL_BEGIN,))) is not None:
-        yield from reader.attempt(_read_calls, ALL_BEGIN)
-
-
-def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
-    calls: list[Call] = []
-    while True:
-        yield from reader.blanks()
-        if calls and ((yield from reader.at_end()) or (yield from reader.literal(ALL_END))):
-            return calls
-        call = (yield from _read_call(reader)) if (yield from reader.literal(BEGIN)) else None
-        if call is not None:
-            calls.append(call)
-        else:
-            reader.take_cut()  # an incomplete call is neither a call nor content
-            return calls if calls and reader.is_cut else None
-
-
-def _read_call(reader: Reader) -> Steps[Call | None]:
-    head = yield from reader.until((SEPARATOR,))
-    if head is None:
-        return None
-    name = head[0]
+def _drop_begun(reader: Reader) -> Steps[None]:
+    """At the end of a truncated message: a further call, begun without a complete name, is no content."""
     yield from reader.blanks()
-    is_fenced = not (yield from reader.comes("{"))
-    if is_fenced:
-        head = yield from reader.until((FENCE,))
+    if (yield from reader.comes(BEGIN)) or reader.ends_within(BEGIN):
+        reader.take_rest()
+
+
+def _read_call(reader: Reader) -> Steps[None]:
+    yield from reader.blanks()
+    head = (yield from reader.until(SEPARATOR)) if (yield from reader.literal(BEGIN)) else None
+    if head is None:
+        return
+    name = head[0].strip()
+    yield from reader.blanks()
+    if name == KIND and not (yield from reader.comes("{")):
+        head = yield from reader.until(FENCE)
         if head is None:
-            return None
-        name = head[0]
-        yield from reader.blanks()
-    text = yield from reader.json()
-    if text is None:
-        return cut_call(name.strip(), reader.take_cut()) if reader.is_cut else None
-    if is_fenced:
-        yield from reader.blanks()
-        if not (yield from reader.literal(FENCE_END)) and not reader.is_cut:
-            return None
-    if not (yield from reader.at_end()) and not (yield from reader.literal(END)) and not reader.take_cut():
-        return None
-    return make_call(name.strip(), value_of(text))
+            return
+        name = head[0].strip()
+    yield from read_arguments(reader, name, FENCE_END, END, ALL_END)
+    yield from reader.closing(FENCE_END)
+    yield from reader.closing(END)
+
+
+def _write_fenced(calls: Sequence[Call]) -> str:
+    written = [f"{BEGIN}{KIND}{SEPARATOR}{c.name}\n{FENCE}\n{c.arguments}\n{FENCE_END}{END}" for c in calls]
+    return ALL_BEGIN + "\n".join(written) + ALL_END
+
+
+def _write_plain(calls: Sequence[Call]) -> str:
+    return f"{ALL_BEGIN}{''.join(f'{BEGIN}{call.name}{SEPARATOR}{call.arguments}{END}' for call in calls)}{ALL_END}"
 
 
 def _fenced_rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
-    begin = f"{marks.lark(BEGIN)} {literal('function')} {marks.lark(SEPARATOR)}"
+    begin = f"{marks.lark(BEGIN)} {literal(KIND)} {marks.lark(SEPARATOR)}"
     heads = [f"{begin} {literal(f'{name}{chr(10)}{FENCE}{chr(10)}')}" for name in names]
     return _rules(heads, f"{literal(chr(10) + FENCE_END)} {marks.lark(END)}", marks, parallel, literal("\n"))
 
@@ -84,8 +80,24 @@ def _rules(heads: Sequence[str], tail: str, marks: Marks, parallel: bool, separa
 
 _MARKS = (ALL_BEGIN, ALL_END, BEGIN, SEPARATOR, END)
 DEEPSEEK_V3 = ToolFormat(
-    name="deepseek_v3", read=_read, rules=_fenced_rules, opens=ALL_BEGIN, marks=_MARKS, signs=(ALL_BEGIN, FENCE)
+    name="deepseek_v3",
+    models="DeepSeek V3, R1",
+    message=marked(_read_calls, ALL_BEGIN, BEGIN),
+    rules=_fenced_rules,
+    opens=ALL_BEGIN,
+    more_opens=(BEGIN,),
+    marks=_MARKS,
+    signs=((ALL_BEGIN, FENCE),),
+    write=_write_fenced,
 )
 DEEPSEEK_V31 = ToolFormat(
-    name="deepseek_v31", read=_read, rules=_plain_rules, opens=ALL_BEGIN, marks=_MARKS, signs=(ALL_BEGIN,)
+    name="deepseek_v31",
+    models="DeepSeek V3.1",
+    message=marked(_read_calls, ALL_BEGIN, BEGIN),
+    rules=_plain_rules,
+    opens=ALL_BEGIN,
+    more_opens=(BEGIN,),
+    marks=_MARKS,
+    signs=((ALL_BEGIN,),),
+    write=_write_plain,
 )

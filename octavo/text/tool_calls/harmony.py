@@ -8,55 +8,54 @@ https://github.com/openai/harmony/blob/main/docs/format.md
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Format, Reader, Steps
+from octavo.text.reader import Call, Reader, Steps
+from octavo.text.reasoning import AnswerMarks
+from octavo.text.tool_calls.json_calls import read_arguments
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of
-from octavo.text.tool_calls.values import cut_call, make_call, value_of
+from octavo.text.tool_calls.values import Functions
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
+CALL = "<|call|>"
+ENDS = ("<|end|>", CALL, "<|return|>", START)
+ANSWER = AnswerMarks("", (f"{CHANNEL}final", MESSAGE), START)
 FUNCTIONS = "functions."
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
-def _read(names: frozenset[str]) -> Format:
-    return _read_message
-
-
-def _read_message(reader: Reader) -> Steps[None]:
-    while (header := (yield from reader.until((MESSAGE,)))) is not None:
-        channel, recipient = _CHANNEL.search(header[0]), _RECIPIENT.search(header[0])
-        if recipient and recipient[1].startswith(FUNCTIONS):
-            name = recipient[1].removeprefix(FUNCTIONS)
-            if (yield from reader.attempt(functools.partial(_read_call, name))):
+def _read(functions: Functions) -> Callable[[Reader], Steps[None]]:
+    def read(reader: Reader) -> Steps[None]:
+        while (header := (yield from reader.until(MESSAGE))) is not None:
+            channel, recipient = _CHANNEL.search(header[0]), _RECIPIENT.search(header[0])
+            name = "" if recipient is None else recipient[1]
+            is_call = name.startswith(FUNCTIONS) or name in functions
+            if is_call and (yield from reader.attempt(_read_call(reader, name.removeprefix(FUNCTIONS)))):
                 continue
-        is_thinking = channel is not None and channel[1] == "analysis"
-        if (yield from reader.text_until(ENDS, "reasoning" if is_thinking else "content")) is None:
-            return
-    yield from reader.drop_header((START, CHANNEL))
+            is_thinking = channel is not None and channel[1] == "analysis"
+            if (yield from reader.text_until(ENDS, "reasoning" if is_thinking else "content")) is None:
+                return
+        if (yield from reader.one_of((START, CHANNEL))) is not None:
+            reader.take_rest()  # a header without a message
+
+    return read
 
 
-def _read_call(name: str, reader: Reader) -> Steps[list[Call] | None]:
-    yield from reader.blanks()
-    text = yield from reader.json()
-    if text is None:
-        call = cut_call(name, reader.take_cut()) if reader.is_cut else None
-        return None if call is None else [call]
-    call = make_call(name, value_of(text))
-    if call is None:
-        return None
-    if (yield from reader.at_end()):
-        return [call]
-    for mark in ENDS:
-        if (yield from reader.literal(mark)):
-            return [call]
-    return [call] if reader.take_cut() else None
+def _read_call(reader: Reader, name: str) -> Steps[None]:
+    yield from read_arguments(reader, name, *ENDS)
+    yield from reader.closing(*ENDS)
+
+
+def _write(calls: Sequence[Call]) -> str:
+    return f"{START}assistant".join(map(_written, calls))
+
+
+def _written(call: Call) -> str:
+    return f"{CHANNEL}commentary to={FUNCTIONS}{call.name} {CONSTRAIN}json{MESSAGE}{call.arguments}{CALL}"
 
 
 def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
@@ -81,9 +80,11 @@ def thinking_rule(marks: Marks) -> str:
 
 HARMONY = ToolFormat(
     name="openai",
-    read=_read,
+    models="gpt-oss",
+    message=_read,
     rules=_rules,
     opens=CHANNEL,
     marks=(START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS),
-    signs=(CHANNEL, MESSAGE),
+    signs=((CHANNEL, MESSAGE),),
+    write=_write,
 )

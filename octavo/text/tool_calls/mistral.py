@@ -11,42 +11,32 @@ import json
 from collections.abc import Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Format, Reader, Steps
-from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated, short_id
-from octavo.text.tool_calls.values import calls_in, cut_call, cut_calls_in, make_call, value_of
+from octavo.text.reader import Call, Reader, Steps
+from octavo.text.tool_calls import json_calls
+from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated, short_id
+from octavo.text.tool_calls.values import Functions
 
 MARK, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-def _read(names: frozenset[str]) -> Format:
-    return _read_message
-
-
-def _read_message(reader: Reader) -> Steps[None]:
-    while (yield from reader.text_until((MARK,))) is not None:
-        yield from reader.attempt(_read_calls, MARK)
-
-
-def _read_calls(reader: Reader) -> Steps[list[Call] | None]:
+def _read_calls(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
     yield from reader.blanks()
-    if (yield from reader.comes("[")):
-        text = yield from reader.json("[")
-        return (calls_in(text) or None) if text is not None else cut_calls_in(reader.take_cut())
-    found = yield from reader.until((ARGUMENTS, ID, "{"))
+    if (yield from reader.comes("[", "{")):
+        yield from json_calls.read_calls(reader)
+        return
+    found = yield from reader.until(ARGUMENTS, ID, "{")
     if found is None:
-        return None
-    name, mark = found
-    if mark == ID and (yield from reader.until((ARGUMENTS,))) is None:
-        return None
-    if mark == "{":
-        reader.step_back(mark)
-    yield from reader.blanks()
-    text = yield from reader.json()
-    if text is None:
-        call = cut_call(name.strip(), reader.take_cut()) if reader.is_cut else None
-    else:
-        call = make_call(name.strip(), value_of(text))
-    return None if call is None else [call]
+        return
+    name, separator = found
+    if separator == ID and (yield from reader.until(ARGUMENTS)) is None:
+        return
+    if separator == "{":
+        reader.step_back(separator)
+    yield from json_calls.read_arguments(reader, name.strip(), MARK)
+
+
+def _write(calls: Sequence[Call]) -> str:
+    return "".join(f"{MARK}{call.name}{ARGUMENTS}{call.arguments}" for call in calls)
 
 
 def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
@@ -60,5 +50,13 @@ def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
 
 
 MISTRAL = ToolFormat(
-    name="mistral", read=_read, rules=_rules, opens=MARK, marks=(MARK, ARGUMENTS, ID), signs=(MARK,), new_id=short_id
+    name="mistral",
+    models="Mistral, Ministral, Magistral, Devstral: lists of calls and `[ARGS]`",
+    message=marked(_read_calls, MARK),
+    rules=_rules,
+    opens=MARK,
+    marks=(MARK, ARGUMENTS, ID),
+    signs=((MARK,),),
+    new_id=short_id,
+    write=_write,
 )

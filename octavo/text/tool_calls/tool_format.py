@@ -1,4 +1,4 @@
-"""``ToolFormat``: how tool calls are parsed, and the grammar that constrains them."""
+"""``ToolFormat``: how tool calls are parsed and written, and the grammar that constrains them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.grammar.forms import TEXT, literal
-from octavo.text.reader import Call, Format
+from octavo.grammar.forms import TEXT, Part, literal
+from octavo.text.reader import Call, Format, Reader, Steps
+from octavo.text.tool_calls.values import Functions
 
 MAX_PARALLEL_CALLS = 16
 """Limit in a message whose calls are constrained by a grammar; unconstrained messages have none."""
@@ -37,6 +38,12 @@ class Marks:
 Rules = Callable[[Sequence[str], Marks, bool], str]
 """Lark with a rule ``calls``: one call of the functions of these names or, if the flag is set, several. The arguments
 of function i are ``@t{i}``. If the format has a mark, the rule ``rest`` is what follows the first mark."""
+ReadMessage = Callable[[Functions], Callable[[Reader], Steps[None]]]
+"""A reader of messages for these functions."""
+ReadCalls = Callable[[Reader, Functions, str], Steps[None]]
+"""Reads the calls behind a mark, which is given."""
+ArgumentRules = Callable[[int, Part, Marks], tuple[str, dict[str, Part]]]
+"""Lark with a rule ``a{i}`` for the arguments of function i, which match a part, and the parts that it refers to."""
 
 
 def long_id() -> str:
@@ -55,21 +62,53 @@ class ToolFormat:
 
     name: str
     """Value of ``tool_call_parser``, as in vLLM."""
-    read: Callable[[frozenset[str]], Format]
-    """A reader of messages for tools of these names."""
+    also: tuple[str, ...] = ()
+    """Other values that mean this format."""
+    models: str
+    """Families that write it."""
+    message: ReadMessage
     rules: Rules
     opens: str
     """What calls begin with: a mark or, without one, a bracket, with which constrained content may not begin."""
     has_mark: bool = True
+    more_opens: tuple[str, ...] = ()
+    """Marks with which models that leave the first one out begin a call."""
     marks: tuple[str, ...] = ()
     """Strings that may be special tokens, which have to be decoded for the reader."""
-    signs: tuple[str, ...] = ()
-    """Strings that all occur in the chat templates of models that use this format."""
+    signs: tuple[tuple[str, ...], ...] = ()
+    """Strings that occur in the chat templates of models that use this format: all of one of these groups."""
     others: tuple[str, ...] = ()
     """Strings that identify another format with the same signs."""
     new_id: Callable[[], str] = long_id
-    write: Callable[[Sequence[Call]], str] | None = None
-    """Writes calls as plain text; ``None`` for a format that only its own chat templates write."""
+    write: Callable[[Sequence[Call]], str]
+    """Writes calls as text."""
+    is_plain: bool = False
+    """Whether a model that does not know the format can be told of it in its prompt."""
+    argument_rules: ArgumentRules | None = None
+    """Replaces ``@t{i}`` by ``a{i}`` in a format whose arguments are no JSON object."""
+
+    def read(self, functions: Functions) -> Format:
+        """A reader of messages that may call ``functions``."""
+        return Format(self.message(functions), (self.opens, *self.more_opens) if self.has_mark else ())
+
+    def is_shown(self, template: str) -> bool:
+        """Whether a chat template is one of models that use this format."""
+        if any(sign in template for sign in self.others):
+            return False
+        return any(all(sign in template for sign in group) for group in self.signs)
+
+
+def marked(read_calls: ReadCalls, *opens: str) -> ReadMessage:
+    """A reader of messages of text, and of calls behind the marks ``opens``."""
+
+    def read_message(functions: Functions) -> Callable[[Reader], Steps[None]]:
+        def read(reader: Reader) -> Steps[None]:
+            while (mark := (yield from reader.text_until(opens))) is not None:
+                yield from reader.attempt(read_calls(reader, functions, mark), mark)
+
+        return read
+
+    return read_message
 
 
 def repeated(rule: str, separator: str, parallel: bool) -> str:
@@ -86,6 +125,6 @@ def talk_rule(format: ToolFormat, marks: Marks) -> str:
     return f"talk: opened rest | free\nfree: TEXT\nTEXT: {TEXT}\nopened[lazy]: TEXT {literal(format.opens)}\n"
 
 
-def one_of(heads: Sequence[str], tail: str) -> str:
+def one_of(heads: Sequence[str], tail: str, arguments: str = "@t") -> str:
     """A Lark rule body: one of the ``heads``, each a part of a rule, followed by its arguments and ``tail``."""
-    return " | ".join(f"{head} @t{index} {tail}".strip() for index, head in enumerate(heads))
+    return " | ".join(f"{head} {arguments}{index} {tail}".strip() for index, head in enumerate(heads))

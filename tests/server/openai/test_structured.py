@@ -257,3 +257,34 @@ def test_reasoning_is_separated_from_content(serve_app: Any) -> None:
         InProcessEngine(lambda request: [*text.encode(), 258]), tokenizer=tokenizer, reasoning_parser="none"
     )
     assert plain.chat(max_tokens=100).json()["choices"][0]["message"]["content"] == text
+
+
+def streamed(text: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Content and reasoning of a stream, and its last choice."""
+    lines = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+    choices = [line["choices"][0] for line in lines if line["choices"]]
+    keys = ("content", "reasoning_content")
+    return {key: "".join(choice["delta"].get(key) or "" for choice in choices) for key in keys}, choices[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_counts_in_the_answer_only(serve_app: Any, stream: bool) -> None:
+    tokenizer = byte_tokenizer(THINKING)
+    text = "Let me think.</think>\n\nFour. Five."
+    served = serve_app(InProcessEngine(lambda request: [*text.encode(), 258]), tokenizer=tokenizer)
+    response = served.chat(max_tokens=100, stop=[" ", "\n\n"], stream=stream)
+    message, choice = streamed(response.text) if stream else ({}, response.json()["choices"][0])
+    message = message or choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Let me think.", "Four.")
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " ")
+
+
+def test_a_mark_that_closes_reasoning_is_never_shown(serve_app: Any) -> None:
+    """Nothing opened the reasoning: what is streamed cannot be taken back, an unstreamed message is divided."""
+    tokenizer = byte_tokenizer(TEMPLATE + "{# </think> #}")
+    text = "Let me think.</think>\n\nFour.</think>"
+    served = serve_app(InProcessEngine(lambda request: [*text.encode(), 258]), tokenizer=tokenizer)
+    message = served.chat(max_tokens=100).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Let me think.", "Four.")
+    message, _ = streamed(served.chat(max_tokens=100, stream=True).text)
+    assert message["content"] == "Let me think.\n\nFour."

@@ -282,7 +282,7 @@ SIGNS = {
     f"{ALL_BEGIN}{BEGIN}function{SEPARATOR}```json{END}{ALL_END}": "deepseek_v3",
     f"{ALL_BEGIN}{BEGIN}{SEPARATOR}{END}{ALL_END}": "deepseek_v31",
     "<|start|>assistant<|channel|>final<|message|>": "openai",
-    "<tool_call><function=f><parameter=a> arguments": "hermes",
+    "<tool_call><function=f><parameter=a> arguments": "qwen3_coder",
     "nothing of the kind": "hermes",
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.text import reasoning
-from octavo.text.reader import Call, Format, MessageParser, Piece, Text
+from octavo.text.reader import Call, CallProgress, Format, MessageParser, Piece, Text
 from octavo.text.tool_calls.deepseek import ALL_BEGIN, ALL_END, BEGIN, DEEPSEEK_V3, END, SEPARATOR
 from octavo.text.tool_calls.harmony import HARMONY
 from octavo.text.tool_calls.hermes import HERMES
@@ -22,6 +22,7 @@ FORMATS: dict[str, Format] = {
     "think": reasoning.after_thinking(reasoning.content_only, False),
     "inside": reasoning.after_thinking(reasoning.content_only, True),
     "think, hermes": reasoning.after_thinking(HERMES.read(NAMES), False),
+    "inside, hermes": reasoning.after_thinking(HERMES.read(NAMES), True),
     "inside, deepseek": reasoning.after_thinking(DEEPSEEK_V3.read(NAMES), True),
 }
 
@@ -42,6 +43,7 @@ def analysis(text: str) -> str:
     return f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant"
 
 
+IN_THOUGHT = 'I call.\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 F = Call("f", '{"a": 1}')
 EMPTY = Call("f", "{}")
 WEATHER = Call("get_weather", '{"city": "S\u00e3o \\"P\\"", "days": [1, 2.5, null]}')
@@ -51,7 +53,7 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     # --- hermes
     ("hermes", "Hello <b>there</b>\n", [content("Hello <b>there</b>\n")]),
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', [F]),
-    ("hermes", '<tool_call>{"name":"f","arguments":{"a":1}}', [F]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{"a":1}}', [Call("f", '{"a":1}')]),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', [EMPTY]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [F]),
     (
@@ -67,11 +69,16 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> done', [F, content(" done")]),
     ("hermes", "a <tool_call> b", [content("a <tool_call> b")]),
-    (
-        "hermes",
-        '<tool_call>{"name": "f", "arguments": {"a": 1}',
-        [content('<tool_call>{"name": "f", "arguments": {"a": 1}')],
-    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', [F]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1', [Call("f", '{"a": [1', is_cut=True)]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a"', [content('<tool_call>{"name": "f", "arguments": {"a"')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [EMPTY]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', [EMPTY]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [F]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "x"}</tool_call>', [F]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}</tool_call>', [Call("f", '{"a": "1\\n2"}')]),
+    ("hermes", '<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "f"}]</tool_call>', [F, EMPTY]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}\n{"name": "f"}</tool_call>x', [F, EMPTY, content("x")]),
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
@@ -86,12 +93,12 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
-        [content('<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>')],
+        [Call("f", '{"a": 1e999}')],
     ),
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>',
-        [content('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>')],
+        [Call("f", '{"a": "\\ud800"}')],
     ),
     ("hermes", '<tool_call>x<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [content("<tool_call>x"), F]),
     ("hermes", "<tool_call>" * 3, [content("<tool_call>" * 3)]),
@@ -105,7 +112,14 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     (
         "llama3",
         '{"name": "f", "parameters": {"a": 1}} and so on',
-        [content('{"name": "f", "parameters": {"a": 1}} and so on')],
+        [F, content(" and so on")],
+    ),
+    ("llama3", '{"name": "f", "parameters": {"a": 1}}\n{"name": "f", "parameters": {}}\n', [F, EMPTY]),
+    ("llama3", '[{"name": "f", "parameters": {"a": 1}}, {"name": "f"}] Done.', [F, EMPTY, content(" Done.")]),
+    (
+        "llama3",
+        '{"name": "f", "parameters": {"a": 1}}; {"name": "Bob"}',
+        [F, content(' {"name": "Bob"}')],
     ),
     ("llama3", '{"answer": [1, 2]}', [content('{"answer": [1, 2]}')]),
     ("llama3", '{"name": "f", "parameters": {', [content('{"name": "f", "parameters": {')]),
@@ -122,8 +136,10 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     (
         "mistral",
         '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, 3]',
-        [content('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, 3]')],
+        [F, content(", 3]")],
     ),
+    ("mistral", "[TOOL_CALLS]f[ARGS]", [EMPTY]),
+    ("mistral", "[TOOL_CALLS]f[ARGS]null[TOOL_CALLS]f[ARGS]{}\n\nSo.", [EMPTY, EMPTY, content("\n\nSo.")]),
     ("mistral", "[TOOL_CALL]", [content("[TOOL_CALL]")]),
     # --- pythonic
     ("pythonic", "[f(a=1)]", [F]),
@@ -140,7 +156,7 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     ("pythonic", "[g(a=1)]", [content("[g(a=1)]")]),
     ("pythonic", "[f(a=__import__('os'))]", [content("[f(a=__import__('os'))]")]),
     ("pythonic", "[f(1)]", [content("[f(1)]")]),
-    ("pythonic", "[f(a=1)] is it", [content("[f(a=1)] is it")]),
+    ("pythonic", "[f(a=1)] is it", [F, content(" is it")]),
     ("pythonic", "[f(a=1", [content("[f(a=1")]),
     ("pythonic", "[f(a=" + "[" * 100 + "]" * 100 + ")]", [content("[f(a=" + "[" * 100 + "]" * 100 + ")]")]),
     ("pythonic", "Hello [f(a=1)]", [content("Hello [f(a=1)]")]),
@@ -158,6 +174,10 @@ CASES: list[tuple[str, str, list[Piece]]] = [
         f"{ALL_BEGIN}{BEGIN}f{SEPARATOR}1{END}{ALL_END}",
         [content(f"{ALL_BEGIN}{BEGIN}f{SEPARATOR}1{END}{ALL_END}")],
     ),
+    ("deepseek", f"{ALL_BEGIN}{BEGIN}f{SEPARATOR}{END}{ALL_END}", [EMPTY]),
+    ("deepseek", f"{ALL_BEGIN}{v3('f', '')}{ALL_END}", [EMPTY]),
+    ("deepseek", f"{v3('f', '{}')}", [EMPTY]),
+    ("deepseek", f"{ALL_BEGIN}{v3('f', '{}')}{ALL_END}\nSo.", [EMPTY, content("\nSo.")]),
     ("deepseek", f"{ALL_BEGIN}{ALL_END}", [content(f"{ALL_BEGIN}{ALL_END}")]),
     ("inside, deepseek", "So.</think>\n\n" + ALL_BEGIN + v3("f", '{"a": 1}') + ALL_END, [thought("So."), F]),
     # --- harmony
@@ -168,7 +188,9 @@ CASES: list[tuple[str, str, list[Piece]]] = [
         analysis("Hm.") + '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
         [thought("Hm."), F],
     ),
-    ("harmony", ' to=functions.f<|channel|>commentary<|constrain|>json<|message|>{"a":1}', [F]),
+    ("harmony", ' to=functions.f<|channel|>commentary<|constrain|>json<|message|>{"a":1}', [Call("f", '{"a":1}')]),
+    ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|><|call|>", [EMPTY]),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>", [EMPTY]),
     (
         "harmony",
         "<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant"
@@ -187,7 +209,19 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     ("think", "<thinking>", [content("<thinking>")]),
     ("think", "", []),
     ("think", " \n", [content(" \n")]),
-    ("inside", "a</think>\n b </think>", [thought("a"), content("b </think>")]),
+    ("inside", "a</think>\n b </think>", [thought("a"), content("b ")]),
+    ("inside", "a</think></think>\n</think>b", [thought("a"), content("b")]),
+    ("inside", "</think>b", [content("b")]),
+    ("inside", "<think><think>a</think>b", [thought("a"), content("b")]),
+    ("think", "<think>a</think>\n<think>b</think>c", [thought("ab"), content("c")]),
+    ("think", "a\n</think>\n\nb", [content("a\n\n\nb")]),
+    ("think", "It ends with `</think>`.", [content("It ends with `</think>`.")]),
+    ("think, hermes", f"<think>{IN_THOUGHT}", [thought("I call.\n"), F]),
+    ("inside, hermes", f"{IN_THOUGHT}\n{IN_THOUGHT[8:]}\n", [thought("I call.\n"), F, F]),
+    ("inside, hermes", f"{IN_THOUGHT}</think>", [thought(IN_THOUGHT)]),
+    ("inside, hermes", f"{IN_THOUGHT} Or not?", [thought(f"{IN_THOUGHT} Or not?")]),
+    ("inside, hermes", f"{IN_THOUGHT}\n</think>{IN_THOUGHT}", [thought(f"{IN_THOUGHT}\n"), content("I call."), F]),
+    ("inside, hermes", IN_THOUGHT[:-14], [thought(IN_THOUGHT[:-14])]),
     ("inside", "<think>a</think>b", [thought("a"), content("b")]),
     (
         "think, hermes",
@@ -205,9 +239,17 @@ def parse(format: str, texts: list[str]) -> list[Piece]:
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """``pieces`` with neighbours of one kind as one."""
+    """``pieces`` with neighbours of one kind as one, and without the progress of calls, which has to add up to them."""
     result: list[Piece] = []
+    name, progress = "", None
     for piece in pieces:
+        if isinstance(piece, CallProgress):
+            name, progress = piece.name, (progress or "") + piece.text
+            continue
+        if isinstance(piece, Call) and progress is not None:
+            assert (name, progress) == piece[:2]
+            progress = None
+        assert progress is None, "a call was begun that never ended"
         last = result[-1] if result else None
         if isinstance(piece, Text) and isinstance(last, Text) and last.kind == piece.kind:
             result[-1] = Text(piece.kind, last.text + piece.text)
