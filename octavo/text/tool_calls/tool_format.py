@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +22,35 @@ class Marks:
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self._special_ids = special_ids
+        self._parts: dict[str, list[str]] = {}
 
     def has(self, mark: str) -> bool:
         """Whether ``mark`` is a special token."""
         return mark in self._special_ids
 
     def lark(self, mark: str) -> str:
-        """``mark`` as a part of a Lark rule: a special token if it is one, else a string."""
-        return f"<[{self._special_ids[mark]}]>" if self.has(mark) else literal(mark)
+        """``mark`` as a part of a Lark rule: a special token if it is or has one, else a string."""
+        return " ".join(
+            f"<[{self._special_ids[part]}]>" if self.has(part) else literal(part) for part in self.parts(mark)
+        )
+
+    def parts(self, mark: str) -> list[str]:
+        """``mark`` divided at special tokens that are parts of it."""
+        if mark not in self._parts:
+            inner = sorted((token for token in self._special_ids if token and token in mark), key=len, reverse=True)
+            parts = re.split(f"({'|'.join(map(re.escape, inner))})", mark) if inner else [mark]
+            self._parts[mark] = [part for part in parts if part]
+        return self._parts[mark]
+
+    def up_to(self, rule: str, mark: str) -> str:
+        """Lark of ``rule``: any text and ``mark``, at its first place."""
+        first, *rest = self.parts(mark)
+        if self.has(first):  # a token, which text does not have
+            return f"{rule}: {TEXT} {self.lark(mark)}\n"
+        if rest:
+            last = re.escape(first).replace("\\\n", "\\n").replace("/", "\\/")
+            return f"{rule}: /(.|\\n)*{last}/ {' '.join(map(self.lark, rest))}\n"
+        return f"{rule}[lazy]: {TEXT} {literal(mark)}\n"
 
     def ids(self, marks: Sequence[str]) -> frozenset[int]:
         """Ids of the special tokens among ``marks``, which a reader of the format must see."""
@@ -122,7 +144,7 @@ def talk_rule(format: ToolFormat, marks: Marks) -> str:
         return f"talk: calls | /([^\\{format.opens}\\s](.|\\n)*)?/\n"
     if marks.has(format.opens):
         return f"talk: {TEXT} calls?\n"
-    return f"talk: opened rest | free\nfree: TEXT\nTEXT: {TEXT}\nopened[lazy]: TEXT {literal(format.opens)}\n"
+    return f"talk: opened rest | free\nfree: {TEXT}\n{marks.up_to('opened', format.opens)}"
 
 
 def one_of(heads: Sequence[str], tail: str, arguments: str = "@t") -> str:

@@ -113,7 +113,7 @@ class Tags:
     def _read_key(self, reader: Reader) -> Steps[tuple[str, bool] | None]:
         """An argument's name, and whether its tag says that it is a string; ``None`` if it is not complete."""
         key = yield from reader.until(self.key[1])
-        attributes = (yield from reader.until(self.value[0])) if key is not None else None
+        attributes = (yield from reader.until(self.value[0])) if key and self.value[0] else ("", "")
         if key is None or attributes is None:
             return None
         return key[0].strip(), self.tells_strings and '"true"' in attributes[0]

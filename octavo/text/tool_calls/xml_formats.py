@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.grammar.forms import TEXT, Part, json_schema, literal
+from octavo.grammar.forms import Part, json_schema, literal
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated
 from octavo.text.tool_calls.values import types_of
 from octavo.text.tool_calls.xml_calls import Tags
 
+DSML = "\uff5cDSML\uff5c"
+"""A token of DeepSeek's that is a part of its tags."""
 MAX_ARGUMENTS = 64
 """Limit of a constrained call to a function without a list of its arguments."""
 DEFINITIONS = ("$defs", "definitions")
@@ -19,7 +21,7 @@ DEFINITIONS = ("$defs", "definitions")
 def _format(name: str, tags: Tags, *, models: str, signs: tuple[tuple[str, ...], ...], **more: Any) -> ToolFormat:
     # Models that leave the first tag out begin with that of a function.
     more_opens = (tags.function[0],) if tags.function[0] and not tags.is_section else ()
-    tokens = [tags.opens, tags.closes, *tags.function, *tags.key, *tags.value]
+    whole = [tags.opens, tags.closes, tags.function[2], *tags.key, *tags.value]
     return ToolFormat(
         name=name,
         models=models,
@@ -27,7 +29,9 @@ def _format(name: str, tags: Tags, *, models: str, signs: tuple[tuple[str, ...],
         rules=_rules(tags),
         opens=tags.opens,
         more_opens=more_opens,
-        marks=tuple(token for token in tokens if len(token) > 2),
+        marks=(DSML,)
+        if DSML in tags.opens
+        else tuple(tag for tag in whole if tag.startswith("<") and tag.endswith(">")),
         signs=signs,
         write=tags.write,
         is_plain=True,
@@ -42,7 +46,7 @@ def _rules(tags: Tags) -> Callable[[Sequence[str], Marks, bool], str]:
 
     def rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
         opens, closes = marks.lark(tags.opens), marks.lark(tags.closes)
-        heads = [literal(f"{before}{name}{behind}" + ("" if behind == "\n" else "\n")) for name in names]
+        heads = [marks.lark(f"{before}{name}{behind}" + ("" if behind == "\n" else "\n")) for name in names]
         function = f"function: {one_of(heads, marks.lark(end) if end else '', 'a')}\n"
         if tags.is_section:
             rest = f"{line} {repeated('function', line, parallel)} {line} {closes}"
@@ -99,8 +103,8 @@ def _tag_rule(tags: Tags, marks: Marks, key: str, is_string: bool) -> str:
     """Lark of what is before a value, without padding; ``key`` is Lark of the argument's name."""
     before, behind = tags.head("\0", is_string).split("\0")
     own = behind.removeprefix(tags.key[1]).removesuffix(tags.value[0])
-    middle = [marks.lark(tags.key[1]), literal(own) if own else "", marks.lark(tags.value[0]) if tags.value[0] else ""]
-    return " ".join([marks.lark(before), key, *filter(None, middle)])
+    rest = [marks.lark(part) for part in (tags.key[1], own, tags.value[0]) if part]
+    return " ".join([marks.lark(before), key, *rest])
 
 
 def _text_rule(name: str, tags: Tags, marks: Marks, schema: dict[str, Any]) -> str:
@@ -113,10 +117,7 @@ def _text_rule(name: str, tags: Tags, marks: Marks, schema: dict[str, Any]) -> s
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
     if low or high != "":
         return f"{name}: {_padding(tags)} /(.|\\n){{{low},{high}}}/ {end}\n"
-    if marks.has(tags.value[1]):
-        return f"{name}: {_padding(tags)} {TEXT} {end}\n"
-    closing = literal(tags.padding + tags.value[1])
-    return f"{name}: {_padding(tags)} {name}_text\n{name}_text[lazy]: {TEXT} {closing}\n"
+    return f"{name}: {_padding(tags)} {name}_text\n" + marks.up_to(f"{name}_text", tags.padding + tags.value[1])
 
 
 _FUNCTION = ("<function=", ">", "</function>")
@@ -161,7 +162,6 @@ MINIMAX_M2 = _format(
     models="MiniMax M2",
     signs=(("<minimax:tool_call>",),),
 )
-DSML = "\uff5cDSML\uff5c"
 DEEPSEEK_V32 = _format(
     "deepseek_v32",
     _invoke(DSML, "function_calls", tells_strings=True),

@@ -12,6 +12,7 @@ import pytest
 
 from octavo.grammar.matchers import compile_matcher, make_tokenizer
 from octavo.text.message_format import TOOL_FORMATS
+from octavo.text.reader import Call
 from octavo.text.tool_calls.deepseek import ALL_BEGIN, ALL_END, BEGIN, END, SEPARATOR
 from tests.server.conftest import Served
 from tests.server.in_process import EOS, IM_END, InProcessEngine, byte_tokenizer
@@ -192,7 +193,13 @@ def test_the_template_sees_tools_calls_and_results(serve_hermes: Callable[[str],
     assert '<call>f{"a": 1}</call><why>Hm</why><tool>sun<assistant>' in prompt
 
 
-SETTINGS = ["none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "openai", "pythonic"]
+SETTINGS = ["none", *(format.name for format in TOOL_FORMATS)]
+PYTHONIC = {
+    "pythonic": "[f(**%s)]",
+    "lfm2": "<|tool_call_start|>[f(**%s)]<|tool_call_end|>",
+    "olmo3": "<function_calls>f(**%s)</function_calls>",
+}
+"""Calls whose arguments a grammar constrains as one object, which models write as keywords."""
 
 
 @pytest.mark.slow
@@ -248,23 +255,19 @@ def test_a_call_of_a_strict_tool_is_valid_even_if_the_model_is_free(
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
-    calls = {
-        "hermes": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
-        "llama3_json": '{"name": "f", "parameters": %s}',
-        "mistral": "[TOOL_CALLS]f[ARGS]%s" if has_marks else '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
-        "deepseek_v3": f"{ALL_BEGIN}{BEGIN}function{SEPARATOR}f\n```json\n%s\n```{END}{ALL_END}",
-        "deepseek_v31": f"{ALL_BEGIN}{BEGIN}f{SEPARATOR}%s{END}{ALL_END}",
-        "pythonic": "[f(**%s)]",
-        "openai": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>%s",
-    }
+    def written(arguments: str) -> str:
+        if parser == "mistral" and not has_marks:
+            return f'[TOOL_CALLS][{{"name": "f", "arguments": {arguments}}}]'
+        return PYTHONIC[parser] % arguments if parser in PYTHONIC else format.write([Call("f", arguments)])
+
     good, bad = '{"city": "Rome", "days": 3}', '{"city": "Rome", "days": 10}'
-    assert allows(calls[parser] % good)
-    assert not allows(calls[parser] % bad)
+    assert allows(written(good).removesuffix("<|call|>"))
+    assert not allows(written(bad).removesuffix("<|call|>"))
     talk = "<|channel|>final<|message|>Hello {there}" if parser == "openai" else "Hello {there}"
     assert allows(talk)
     if format.has_mark and parser != "openai":
-        assert allows(talk + calls[parser] % good)
-        assert not allows(talk + calls[parser] % bad)
+        assert allows(talk + written(good))
+        assert not allows(talk + written(bad))
 
 
 def test_mistral_gets_ids_that_its_template_takes(serve_app: Any) -> None:
