@@ -10,15 +10,12 @@ https://json-schema.org/understanding-json-schema/reference/object#extending
 
 from __future__ import annotations
 
-import re
-import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from octavo.grammar.subschemas import Schema, target_of
 from octavo.grammar.wide_objects import narrowed
-
-Schema = dict[str, Any]
 
 SAYS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 ALTERNATIVES = ("anyOf", "oneOf")
@@ -126,7 +123,7 @@ class _Closing:
 
     def _reference(self, reference: Any, how: Literal["closed", "open"]) -> Any:
         """A reference to a copy of the target of ``reference``; ``reference`` unchanged if it has no known target."""
-        target = self._target(reference)
+        target = target_of(self._root, reference)
         if not isinstance(target, dict):
             return reference
         if (reference, how) not in self._copies:
@@ -135,19 +132,6 @@ class _Closing:
             self._copies[reference, how] = f"#/$defs/{name}"
             self._pending.append((name, target, how))
         return self._copies[reference, how]
-
-    def _target(self, reference: Any) -> Any:
-        """The value at a JSON pointer; ``None`` if it does not exist, and for other kinds of references."""
-        if not isinstance(reference, str) or not re.match(r"#(/|$)", reference):
-            return None
-        found: Any = self._root
-        for part in urllib.parse.unquote(reference[1:]).split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
-            else:
-                found = found.get(name) if isinstance(found, dict) else None
-        return found
 
     def _listed(self, schema: Any, within: frozenset[str] = frozenset()) -> _Listed:
         """Properties listed by ``schema`` and all others of its value; ``within`` are the references that led here."""
@@ -164,7 +148,7 @@ class _Closing:
         listed.says = any(key in schema for key in SAYS)
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in within:
-            target = self._target(reference)
+            target = target_of(self._root, reference)
             listed.says |= target is None
             listed.add(self._listed(target, within | {reference}))
         for each in _listed_in(schema, "allOf"):

@@ -50,7 +50,7 @@ def json_schema(schema: Any) -> Part:
     try:
         encoded = msgspec.json.encode(schema)
     except (TypeError, ValueError, OverflowError, RecursionError):
-        raise FormError("must be plain JSON, with whole numbers of at most 64 bits") from None
+        raise FormError("must be plain JSON, without numbers of thousands of digits") from None
     _check_size(len(encoded))
     if f'"{OPTIONS}"'.encode() in encoded and _has_key(schema, OPTIONS):
         raise FormError(f"uses '{OPTIONS}', which is not supported")

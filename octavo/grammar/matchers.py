@@ -14,7 +14,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from octavo.grammar.closing import closed
-from octavo.grammar.forms import OPTIONS, FormError, Part, parts_of, text_of
+from octavo.grammar.exact_numbers import MAX_EXACT, Inexact, parts_of_schema
+from octavo.grammar.formats import with_formats
+from octavo.grammar.forms import FormError, Part, parts_of, text_of
 from octavo.grammar.vocabulary import Splitter, Vocabulary
 
 LIMITS = LLParserLimits(
@@ -33,11 +35,7 @@ SECONDS_PER_TOKEN = 0.005
 """Processor time for the masks of one text, initially and per token; a grammar that needs more would slow down all
 other requests. The test in the child process applies these limits too."""
 
-WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,40}"
-"""Between two tokens of JSON: a space, or a newline and indentation; bounded, so a model cannot emit blanks forever."""
-
-_VERY_NEGATIVE = re.compile(r"-9223372036854775\d{3}(?!\d)")
-"""Whole numbers that as floating point may be -2**63: as a ``const``, llguidance 1.9 dies of one with SIGSEGV."""
+_MANY_DIGITS = re.compile(r"(?<![\w.])\d{16,400}(?![\d.])")
 
 Mask = npt.NDArray[np.uint8]
 """Bit ``id % 8`` of byte ``id // 8`` says whether a token is allowed."""
@@ -73,22 +71,24 @@ def make_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 def normalised(text: str) -> str:
-    """``text`` with every part rewritten to a form that llguidance reads. Raises ``GrammarError``."""
-    if any(float(number) == -(2.0**63) for number in _VERY_NEGATIVE.findall(text)):
-        raise GrammarError("cannot be used: it has the number -2**63, or one that rounds to it")
+    """``text`` with every part rewritten to forms that llguidance reads. Raises ``GrammarError``."""
     try:
-        return text_of([_normalised_part(part) for part in parts_of(text)])
-    except FormError as error:
+        parts = [_normalised_part(part, place) for place, part in enumerate(parts_of(text))]
+    except (FormError, Inexact) as error:
         raise GrammarError(str(error)) from None
+    return text_of([each[0] for each in parts] + [each for further in parts for each in further[1:]])
 
 
-def _normalised_part(part: Part) -> Part:
+def _normalised_part(part: Part, place: int) -> list[Part]:
+    """The part as llguidance reads it, and further parts that it refers to."""
     part = dict(part)
+    further: list[Part] = []
     if "schema" in part:
         try:
-            part["json_schema"] = {**closed(part.pop("schema")), OPTIONS: {"whitespace_pattern": WHITESPACE}}
+            found, *further = parts_of_schema(with_formats(closed(part.pop("schema"))), part.get("name", f"p{place}"))
         except RecursionError:
             raise GrammarError("is nested too deep") from None
+        part |= found
     elif "regex" in part:
         # \d matches ASCII digits only, as clients mean it; consumers of the output seldom accept others.
         part["lark_grammar"] = f"start: /{regex_to_lark(part.pop('regex'), 'd')}/"
@@ -97,7 +97,16 @@ def _normalised_part(part: Part) -> Part:
             part["lark_grammar"] = any_to_lark(part.pop("gbnf"))
         except Exception as error:  # the library raises several kinds, the bare class among them
             raise GrammarError(f"is not a grammar: {first_line(str(error))}") from None
-    return part
+        _check_inline_schemas(part["lark_grammar"])
+    return [part, *further]
+
+
+def _check_inline_schemas(lark: str) -> None:
+    """Raise ``GrammarError`` for numbers beside ``%json`` that llguidance would round; it dies of some with SIGSEGV."""
+    if "%json" in lark:
+        for number in _MANY_DIGITS.findall(lark):
+            if abs(int(number)) > MAX_EXACT:
+                raise GrammarError(f"has the number {number[:40]}, and '%json' cannot keep to numbers above 2**53")
 
 
 def compile_matcher(text: str, tokenizer: LLTokenizer) -> LLMatcher:

@@ -10,13 +10,12 @@ import json
 import re
 from typing import Any
 
+from octavo.grammar.subschemas import ANNOTATIONS
+
 MAX_OPTIONAL = 128
 """Most optional properties that may stay in ``properties``."""
 MAX_SCHEMAS = 32
 """Most distinct schemas among the optional properties; each is a pattern, and patterns are compared pairwise."""
-ANNOTATIONS = frozenset(
-    ("$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly")
-)
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/-]")
 
 

@@ -101,15 +101,13 @@ def test_what_explodes_is_refused_in_bounded_time(name: str) -> None:
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("number", ["-9223372036854775808", "-9223372036854775296"])
-def test_numbers_that_end_the_process_of_llguidance_are_refused(number: str) -> None:
-    """With SIGSEGV, so this test ends pytest if they are not."""
-    schema = {"enum": ["a", int(number)]}
-    for form in (forms.json_schema(schema), forms.grammar('start: %json {"const": ' + number + "}")):
-        kind, reason = trial().serve(forms.grammar_text(form))
-        assert (kind, reason) == (REFUSED, "cannot be used: it has the number -2**63, or one that rounds to it")
-    larger = forms.json_schema({"const": int(number) + 1024})
-    assert trial().serve(forms.grammar_text(larger))[0] == RENDERED
+@pytest.mark.parametrize("number", [-(2**63), -9223372036854775296, -2e19])
+def test_numbers_that_end_the_process_of_llguidance_do_not_reach_it(number: float) -> None:
+    """It dies of them with SIGSEGV, and so would pytest."""
+    for schema in ({"enum": ["a", number]}, {"type": "integer", "const": number}, {"minimum": number}):
+        assert trial().serve(forms.grammar_text(forms.json_schema(schema)))[0] == RENDERED
+    form = forms.grammar('start: %json {"const": ' + f"{number:.0f}" + "}")
+    assert trial().serve(forms.grammar_text(form))[0] == REFUSED
 
 
 @pytest.mark.parametrize("name", [*BOMBS, *LARGE])

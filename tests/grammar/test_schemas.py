@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -46,7 +47,6 @@ def test_what_ends_is_valid(index: int) -> None:
         ("unevaluatedProperties", {"type": "object", "unevaluatedProperties": False}),
         ("oneOf", {"oneOf": [{"type": "integer"}, {"minimum": 2}]}),
         ("nested", {"type": "object", "properties": {"a": {"not": {}}}}),
-        ("format", {"type": "string", "format": "no-such-format"}),
         ("$ref", {"$ref": "http://example.com/schema"}),
         ("type", {"type": "text"}),
         ("minimum", {"type": "integer", "minimum": "x"}),
@@ -56,7 +56,7 @@ def test_what_is_not_supported_is_refused_by_name(keyword: str, schema: dict[str
     with pytest.raises(GrammarError) as refused:
         compile_matcher(normalised(forms.grammar_text(forms.json_schema(schema))), tokenizer())
     message = str(refused.value)
-    names = {"nested": "'not'", "format": "no-such-format", "$ref": "example.com", "type": "text", "minimum": "minimum"}
+    names = {"nested": "'not'", "$ref": "example.com", "type": "text", "minimum": "minimum"}
     assert names.get(keyword, f"'{keyword}'") in message
     assert "\n" not in message
 
@@ -97,3 +97,82 @@ def test_grammars_are_taken_as_gbnf_and_as_lark() -> None:
             text = (write(forms.grammar(grammar), rng) or b"").decode()
             assert re.fullmatch(r"\(*[0-9]+\)*", text)
             assert text.count("(") == text.count(")")
+
+
+@pytest.mark.parametrize("name", ["google-datetime", "password", "binary", "uri-reference", "no-such-format"])
+def test_an_unknown_format_is_an_annotation(name: str) -> None:
+    for schema in ({"type": "string", "format": name, "maxLength": 3}, {"format": name}, {"items": {"format": name}}):
+        normal = normalised(forms.grammar_text(forms.json_schema(schema)))
+        compile_matcher(normal, tokenizer())
+        assert name not in normal
+
+
+@pytest.mark.parametrize("name", ["date", "time", "date-time", "duration", "uint32", "double"])
+def test_a_format_says_nothing_about_other_types(name: str) -> None:
+    assert write(forms.json_schema({"type": ["integer", "null"], "format": name}), random.Random(0)) is not None
+
+
+DAYS = ("2024-02-29", "2000-02-29", "0000-02-29", "1904-02-29", "2023-12-31", "2023-04-30")
+NO_DAYS = ("2023-02-29", "1900-02-29", "2023-04-31", "2023-13-01", "2023-00-10", "2023-1-1")
+TIMES = ("23:59:59Z", "00:00:00.123456789+14:00", "12:30:45.1z")
+NO_TIMES = ("24:00:00Z", "12:30:45", "12:30Z", "12:30:45.Z", "12:30:45.1234567890Z")
+SPANS = ("P1Y", "P1Y2M3D", "PT1H", "P3DT4H5M6S", "P2W", "PT36H", "P1M", "PT0S")
+NO_SPANS = ("P", "PT", "P1S", "P1Y2D", "P1W1D", "1Y", "P1DT", "P1.5Y", "P1234567890D")
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "refused"),
+    [
+        ("date", DAYS, NO_DAYS),
+        ("time", TIMES, NO_TIMES),
+        ("date-time", [f"{day}T{time}" for day in DAYS for time in TIMES], [f"{DAYS[0]}T{time}" for time in NO_TIMES]),
+        ("duration", SPANS, NO_SPANS),
+    ],
+)
+def test_formats_of_time(name: str, taken: Sequence[str], refused: Sequence[str]) -> None:
+    for schema in ({"type": "string", "format": name}, {"type": "string", "format": name, "pattern": ".", "allOf": []}):
+        matcher = compile_matcher(normalised(forms.grammar_text(forms.json_schema(schema))), tokenizer())
+        for text in (*taken, *refused):
+            tokens, fresh = list(json.dumps(text).encode()), matcher.deep_copy()
+            is_taken = fresh.try_consume_tokens(tokens) == len(tokens) and fresh.is_accepting()
+            assert is_taken == (text in taken), text
+
+
+ENDLESS = [
+    {},
+    True,
+    {"type": "number"},
+    {"type": "integer"},
+    {"type": "integer", "multipleOf": 7},
+    {"type": "number", "minimum": 0, "maximum": 1},
+    {"minimum": 0.5},
+    {"type": ["number", "null"]},
+    {"anyOf": [{"type": "number"}, {"type": "string", "maxLength": 3}]},
+    {"$ref": "#/$defs/n", "$defs": {"n": {"type": "number", "exclusiveMinimum": 3}}},
+    {"allOf": [{"type": "number"}, {"minimum": 1}]},
+    {"title": "Answer", "description": "A number.", "type": "number"},
+]
+
+
+@pytest.mark.parametrize("schema", ENDLESS)
+@pytest.mark.parametrize("letter", [b"1", b"0", b"."])
+def test_a_number_ends_though_a_model_goes_on_writing_digits(schema: Any, letter: bytes) -> None:
+    matcher = compile_matcher(normalised(forms.grammar_text(forms.json_schema(schema))), tokenizer())
+    digits = [b"1", b"7", b".", b"3", *[letter, *(bytes([digit]) for digit in b"1234567890")] * 8]
+    written = b""
+    for digit in digits:
+        if matcher.try_consume_tokens(list(digit)):
+            written += digit
+    assert len(written) < 45
+    assert matcher.is_accepting(), written
+    assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(written)), written
+
+
+@pytest.mark.parametrize("name", ["time", "date-time", "duration"])
+def test_formats_have_a_longest_text(name: str) -> None:
+    matcher = compile_matcher(
+        normalised(forms.grammar_text(forms.json_schema({"type": "string", "format": name}))), tokenizer()
+    )
+    start = {"time": '"12:00:00.', "date-time": '"2024-01-01T12:00:00.', "duration": '"P'}[name]
+    assert matcher.try_consume_tokens(list(start.encode())) == len(start)
+    assert matcher.try_consume_tokens(list(b"1" * 40)) == 9
