@@ -199,7 +199,7 @@ class _Writer:
             return self._alternatives([self._write(option, is_root) for option in options if option is not False])
         raise _refusal(schema, combining[0])
 
-    def _ends_open(self, schema: Schema) -> bool:
+    def _ends_open(self, schema: Mapping[str, Any]) -> bool:
         return self._bounds_root and _may_be_number(schema, self._root, frozenset())
 
     def _alternatives(self, options: Sequence[str]) -> str:
@@ -347,7 +347,7 @@ class _Writer:
 _KNOWN = frozenset((*COMBINING, "type", *NUMERIC, *STRING, *OBJECT, *ARRAY))
 
 
-def _refusal(schema: Schema, keyword: str) -> Inexact:
+def _refusal(schema: Mapping[str, Any], keyword: str) -> Inexact:
     found = next(iter(_inexact_in(schema)), None)
     return Inexact(f"uses the number {found} together with '{keyword}', which is not supported")
 

@@ -129,7 +129,7 @@ def _naturals(low: int, high: int | None, digits: int = MAX_DIGITS) -> str:
         high = 10 ** max(digits, len(str(low)) + 1) - 1
     if low > high:
         return ""
-    found = []
+    found: list[str] = []
     lengths = range(len(str(low)), len(str(high)) + 1)
     full = [length for length in lengths if length > 1 and low <= 10 ** (length - 1) and 10**length - 1 <= high]
     for length in lengths:

@@ -6,8 +6,10 @@ decoded one by one, so that an error can name its field; ``null`` counts as abse
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -27,7 +29,14 @@ MAX_CONTAINERS = 1 << 17
 message, part or tool is a few of them and at least one token."""
 CONTAINERS_PER_TOKEN = 4
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+FEW_DIGITS = 15
+"""Numbers of as many digits are held by double precision, unless they are too near to zero or too large."""
 ASKS_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+
+SCHEMA_FIELDS = frozenset(
+    ("format", "grammar", "guided_json", "output_config", "output_format", "parameters", "response_format")
+) | {"structured_outputs", "text", "tools"}
+"""Fields that may hold a JSON schema, whose numbers must not be rounded."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -61,7 +70,10 @@ class BodyDecoder(Generic[T]):
         self.accepted = accepted
         self.ignored = ignored
         hints = get_type_hints(kind, include_extras=True)
-        self.decoders = {name: msgspec.json.Decoder(hint | None) for name, hint in hints.items()}
+        self.decoders = {
+            name: msgspec.json.Decoder(hint | None, float_hook=exact_float if name in SCHEMA_FIELDS else None)
+            for name, hint in hints.items()
+        }
         self.required = [field.name for field in msgspec.structs.fields(kind) if field.required]
 
     def read(self, body: bytes, max_model_len: int = 0) -> tuple[T, list[str]]:
@@ -95,6 +107,20 @@ class BodyDecoder(Generic[T]):
             if name not in values:
                 raise MissingParameter(name)
         return self.kind(**values), ignored_fields
+
+
+def exact_float(digits: str) -> float:
+    """The number that ``digits`` write. Raises ``ValueError`` when floating point would round it."""
+    number = float(digits)
+    if len(digits) <= FEW_DIGITS and math.isfinite(number) and number:
+        return number
+    try:
+        is_exact = math.isfinite(number) and Decimal(repr(number)) == Decimal(digits)
+    except ArithmeticError:  # an exponent that Decimal does not hold
+        is_exact = False
+    if not is_exact:
+        raise ValueError(f"the number {digits[:40]} has more digits than double precision holds")
+    return number
 
 
 def _asks(value: Any, defaults: tuple[Any, ...]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from octavo.errors import InvalidParameter
 from octavo.grammar import forms
 from octavo.grammar.forms import Form, FormError
+from octavo.server.body_decoder import exact_float
 from octavo.server.errors import UnsupportedParameter
 
 FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
@@ -114,9 +115,10 @@ def _structured_outputs(given: Mapping[str, Any]) -> Iterator[Constraint]:
 def _json(value: Any) -> Form:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise FormError("must be a JSON schema: an object, or JSON text of one") from None
+            value = json.loads(value, parse_float=exact_float)
+        except (ValueError, RecursionError) as error:
+            problem = "" if isinstance(error, json.JSONDecodeError | RecursionError) else f"; {error}"
+            raise FormError(f"must be a JSON schema: an object, or JSON text of one{problem}") from None
     return forms.just(forms.json_schema(value))
 
 
@@ -128,7 +130,7 @@ def _structural_tag(value: Any) -> Form:
     """Parse ``structures`` (each with ``begin``, ``schema`` and ``end``) and ``triggers``."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, parse_float=exact_float)
         except (ValueError, RecursionError):
             value = None
     if not isinstance(value, Mapping) or "structures" not in value or "triggers" not in value:
