@@ -6,13 +6,15 @@ import asyncio
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.child_process import ChildLost, ChildProcess
 from octavo.child_worker import LATE, RENDERED
-from octavo.grammar.forms import MAX_GRAMMAR_BYTES
+from octavo.errors import QueueFull
+from octavo.grammar.forms import MAX_GRAMMAR_BYTES, WEAKENS, Part, json_object, parts_of, text_of, weakened_in
 from octavo.grammar.vocabulary import PackedVocabulary
 
 WORKER = "octavo.grammar.worker"
@@ -20,6 +22,12 @@ MAX_KEPT_BYTES = 4 << 20
 MAX_SECONDS = 2.0
 """Limit of processor and of wall time for one grammar."""
 MAX_MEMORY = 1 << 30
+MAX_PROCESSES = 2
+"""Grammars tested at the same time."""
+MAX_WAITING = 128
+"""Most grammars of one tenant that wait."""
+RETRY_AFTER = 1
+"""Seconds."""
 PAUSE = 4.0
 """A grammar that timed out is not retried for this many times the time it took."""
 
@@ -38,12 +46,32 @@ class Verdict(NamedTuple):
     """Time of the clock at which the verdict expires."""
 
 
+class Compiled(NamedTuple):
+    """A grammar for the engine."""
+
+    form: str
+    """The normalised grammar."""
+    weakened: tuple[str, ...]
+    """Places of the client's request that it does not keep to."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """A grammar that is tested, or waits for it."""
+
+    text: str
+    verdict: asyncio.Future[Verdict]
+    num_waiters: int = 0
+    is_started: bool = False
+    process: ChildProcess | None = None
+
+
 class GrammarCompiler:
-    """Tests grammars in a child process with bounded time and memory, one at a time.
+    """Tests grammars in a few child processes with bounded time and memory.
 
     If a grammar exceeds a limit, its request fails and the next one gets a fresh process. Verdicts, good and bad, are
     cached, so that repeated grammars cost nothing; those of a timeout or a lost process expire, because the same
-    grammar may pass when the machine is less busy.
+    grammar may pass when the machine is less busy. Waiting grammars are tested in turn, one of each tenant.
     """
 
     def __init__(
@@ -56,28 +84,85 @@ class GrammarCompiler:
         self._load = load
         self._clock = clock
         self._limits = {"max_seconds": max_seconds, "max_memory": MAX_MEMORY, "max_output": 4 * MAX_GRAMMAR_BYTES}
-        self._process: ChildProcess | None = None
-        self._turn = asyncio.Lock()
-        self._closing = threading.Lock()
+        self._processes: list[ChildProcess] = []
+        self._idle: list[ChildProcess] = []
+        self._lock = threading.Lock()
+        """Guards both lists, which threads of running tests change."""
+        self._num_running = 0
+        self._jobs: dict[str, _Job] = {}
+        """By text."""
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
+        """By tenant; the first tenant is the next."""
         self._kept: OrderedDict[str, Verdict] = OrderedDict()
         """Cached verdicts by grammar text."""
 
     @property
     def process_id(self) -> int | None:
-        """Id of the child process; ``None`` while there is none."""
-        return None if self._process is None else self._process.id
+        """Id of the child process that is used first; ``None`` while there is none."""
+        return self._processes[0].id if self._processes else None
 
-    async def compile(self, text: str) -> str:
-        """The normalised grammar for the engine. Raises ``Refused``; cancellation stops the work at once."""
+    async def compile(self, text: str, tenant: str = "") -> Compiled:
+        """The normalised grammar for the engine.
+
+        Raises ``Refused``, or ``QueueFull`` when too many grammars of the tenant wait; cancellation stops the work.
+        """
         if len(text) > MAX_GRAMMAR_BYTES:
             raise Refused(f"is larger than {MAX_GRAMMAR_BYTES} bytes, the most that is accepted")
-        verdict = self._known(text)
-        if verdict is None:
-            async with self._turn:
-                verdict = self._known(text) or await self._try_out(text)
+        verdict = await self._verdict(text, tenant)
+        if verdict.form is None and f'"{WEAKENS}":' in text and len(parts_of(text)) > 1:
+            verdict = await self._weakened(text, tenant, verdict)
         if verdict.form is None:
             raise Refused(verdict.reason)
-        return verdict.form
+        return Compiled(verdict.form, weakened_in(verdict.form))
+
+    async def _weakened(self, text: str, tenant: str, verdict: Verdict) -> Verdict:
+        """The verdict on ``text`` with weaker parts in place of those that cannot be kept to.
+
+        Parts that may be weakened are tested one by one, so that each costs the others nothing.
+        """
+        kept: list[Part] = []
+        found: list[Part] = []
+        weakened: list[str] = []
+        for part in parts_of(text):
+            if WEAKENS not in part:
+                kept.append(part)
+                continue
+            own = await self._verdict(text_of([part]), tenant)
+            form = own.form or text_of([{"name": part["name"], **json_object()}], [part[WEAKENS]])
+            found += parts_of(form)
+            weakened += weakened_in(form)
+        if not weakened:
+            return verdict
+        changed = await self._verdict(text_of([*kept, *found], weakened), tenant)
+        self._keep(text, changed)
+        return changed
+
+    async def _verdict(self, text: str, tenant: str) -> Verdict:
+        """The verdict on ``text``, known or new. Raises ``Refused`` without one."""
+        verdict = self._known(text)
+        if verdict is not None:
+            return verdict
+        job = self._jobs.get(text)
+        if job is None:
+            job = self._jobs[text] = _Job(text, asyncio.get_running_loop().create_future())
+        queue = self._waiting.get(tenant, deque())
+        if not job.is_started and job not in queue:
+            if len(queue) >= MAX_WAITING:
+                if not job.num_waiters:
+                    self._forget(job)
+                raise QueueFull(
+                    "Too many new grammars wait to be compiled. Try again shortly.", retry_after=RETRY_AFTER
+                )
+            queue.append(job)
+            self._waiting[tenant] = queue
+        job.num_waiters += 1
+        self._start_waiting()
+        try:
+            return await asyncio.shield(job.verdict)
+        finally:
+            job.num_waiters -= 1
+            if not job.num_waiters:
+                self._drop(job)
 
     def _known(self, text: str) -> Verdict | None:
         verdict = self._kept.get(text)
@@ -86,44 +171,104 @@ class GrammarCompiler:
         self._kept.move_to_end(text)
         return verdict
 
-    async def _try_out(self, text: str) -> Verdict:
-        """The verdict, which is cached. Raises ``Refused``, which is not cached."""
-        try:
-            verdict = await asyncio.to_thread(self._ask, text)
-        except asyncio.CancelledError:
-            self.close()  # ends the waiting thread, too
-            raise
+    def _keep(self, text: str, verdict: Verdict) -> None:
         self._kept[text] = verdict
         while sum(map(len, self._kept)) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)
-        return verdict
 
-    def _ask(self, text: str) -> Verdict:
-        process = self._running()
+    # --- the queue
+
+    def _start_waiting(self) -> None:
+        """Start tests while processes are free: the next grammar of each tenant in turn."""
+        while self._num_running < MAX_PROCESSES and self._waiting:
+            tenant, queue = self._waiting.popitem(last=False)
+            job = queue.popleft() if queue else None
+            if queue:
+                self._waiting[tenant] = queue
+            if job is not None and not job.is_started:  # it may have been in the queue of another tenant, too
+                job.is_started = True
+                self._num_running += 1
+                task = asyncio.get_running_loop().create_task(self._run(job))
+                task.add_done_callback(lambda done: done.exception())
+
+    async def _run(self, job: _Job) -> None:
+        try:
+            verdict = await asyncio.to_thread(self._ask, job)
+        except Exception as error:
+            if not job.verdict.done():
+                job.verdict.set_exception(error)
+                job.verdict.exception()
+        else:
+            if not job.verdict.done():
+                self._keep(job.text, verdict)
+                job.verdict.set_result(verdict)
+        finally:
+            self._num_running -= 1
+            self._forget(job)
+            self._start_waiting()
+
+    def _drop(self, job: _Job) -> None:
+        """Give up a job for which no request waits any more."""
+        if job.verdict.done():
+            return
+        job.verdict.cancel()
+        self._forget(job)
+        for queue in self._waiting.values():
+            if job in queue:
+                queue.remove(job)
+        if job.process is not None:
+            job.process.close()  # ends the waiting thread, too
+
+    def _forget(self, job: _Job) -> None:
+        if self._jobs.get(job.text) is job:
+            del self._jobs[job.text]
+
+    # --- in a thread
+
+    def _ask(self, job: _Job) -> Verdict:
+        job.process = process = self._taken()
         started = self._clock()
         try:
-            kind, answer = process.ask(text)
+            if job.verdict.done():
+                return Verdict(None)
+            kind, answer = process.ask(job.text)
         except ChildLost as error:
             kind, answer = LATE, f"cannot be used: {error}"
+        finally:
+            self._give_back(process)
         if kind == LATE:
             now = self._clock()
             return Verdict(None, answer, until=now + PAUSE * (now - started))
         return Verdict(answer) if kind == RENDERED else Verdict(None, answer)
 
-    def _running(self) -> ChildProcess:
-        """The process, started if needed. Raises ``Refused`` or ``Unavailable``: the grammar is not the cause."""
-        if self._process is None or not self._process.is_alive:
-            tokens, special_ids, eos_ids = self._load()
-            settings = {**self._limits, "special_ids": special_ids, "eos_ids": eos_ids}
-            try:
-                self._process = ChildProcess(WORKER, settings, tokens)
-            except ChildLost as error:
-                raise Refused(f"cannot be used: {error}") from None
-        return self._process
+    def _taken(self) -> ChildProcess:
+        """An idle process, or a new one. Raises ``Refused`` or ``Unavailable``: the grammar is not the cause."""
+        with self._lock:
+            while self._idle:
+                process = self._idle.pop()
+                if process.is_alive:
+                    return process
+                self._processes.remove(process)
+        tokens, special_ids, eos_ids = self._load()
+        settings = {**self._limits, "special_ids": special_ids, "eos_ids": eos_ids}
+        try:
+            process = ChildProcess(WORKER, settings, tokens)
+        except ChildLost as error:
+            raise Refused(f"cannot be used: {error}") from None
+        with self._lock:
+            self._processes.append(process)
+        return process
+
+    def _give_back(self, process: ChildProcess) -> None:
+        with self._lock:
+            if process.is_alive and process in self._processes:
+                self._idle.append(process)
+            elif process in self._processes:
+                self._processes.remove(process)
 
     def close(self) -> None:
-        """End the process. Compiling again starts a new one."""
-        with self._closing:
-            process, self._process = self._process, None
-        if process is not None:
+        """End the processes. Compiling again starts new ones."""
+        with self._lock:
+            processes, self._processes, self._idle = self._processes, [], []
+        for process in processes:
             process.close()

@@ -14,7 +14,10 @@ import msgspec
 
 Part = dict[str, Any]
 """One grammar: ``{"json_schema": ...}`` and ``{"lark_grammar": ...}`` as llguidance reads them; ``{"schema": ...}``,
-``{"regex": ...}`` or ``{"gbnf": ...}``, which are rewritten before they are compiled."""
+``{"regex": ...}`` or ``{"gbnf": ...}``, which are rewritten before they are compiled. With a ``name`` for others."""
+
+WEAKENS = "weakens"
+"""Key of a part that may be replaced by a weaker one, with the place of its schema in the client's request."""
 
 SPACES = r"/[\x20\x0A\x0D\x09]{0,64}/"
 OPTIONS = "x-guidance"
@@ -55,6 +58,18 @@ def json_schema(schema: Any) -> Part:
     if f'"{OPTIONS}"'.encode() in encoded and _has_key(schema, OPTIONS):
         raise FormError(f"uses '{OPTIONS}', which is not supported")
     return {"schema": dict(schema)}
+
+
+def arguments(schema: Mapping[str, Any] | None, place: str, is_strict: bool) -> Part:
+    """The arguments of a function with the parameters ``schema``: none without one. Raises ``FormError``.
+
+    Unless ``is_strict``, they may match a weaker schema where ``schema`` cannot be kept to; ``place`` is where it is
+    in the client's request.
+    """
+    if not schema:
+        return json_schema({"type": "object", "properties": {}})
+    part = json_schema({**schema, "type": "object"})
+    return part if is_strict else {**part, WEAKENS: place}
 
 
 def json_object() -> Part:
@@ -152,9 +167,15 @@ def parts_of(text: str) -> list[Part]:
     return parts
 
 
-def text_of(parts: Sequence[Part]) -> str:
-    """The text of a list of parts, the first of which is matched."""
-    return json.dumps({"grammars": parts}, ensure_ascii=False, separators=(",", ":"))
+def text_of(parts: Sequence[Part], weakened: Sequence[str] = ()) -> str:
+    """The text of a list of parts, the first of which is matched; ``weakened`` are places that are not kept to."""
+    notes = {"weakened": weakened} if weakened else {}
+    return json.dumps({**notes, "grammars": parts}, ensure_ascii=False, separators=(",", ":"))
+
+
+def weakened_in(text: str) -> tuple[str, ...]:
+    """The places of the client's request that the grammar does not keep to."""
+    return tuple(json.loads(text)["weakened"]) if text.startswith('{"weakened":') else ()
 
 
 def _check_size(size: int) -> None:

@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from octavo.grammar.closing import closed
 from octavo.grammar.exact_numbers import MAX_EXACT, Inexact, parts_of_schema
 from octavo.grammar.formats import with_formats
-from octavo.grammar.forms import FormError, Part, parts_of, text_of
+from octavo.grammar.forms import WEAKENS, FormError, Part, parts_of, text_of, weakened_in
 from octavo.grammar.vocabulary import Splitter, Vocabulary
 
 LIMITS = LLParserLimits(
@@ -76,12 +76,12 @@ def normalised(text: str) -> str:
         parts = [_normalised_part(part, place) for place, part in enumerate(parts_of(text))]
     except (FormError, Inexact) as error:
         raise GrammarError(str(error)) from None
-    return text_of([each[0] for each in parts] + [each for further in parts for each in further[1:]])
+    return text_of([each[0] for each in parts] + [each for further in parts for each in further[1:]], weakened_in(text))
 
 
 def _normalised_part(part: Part, place: int) -> list[Part]:
     """The part as llguidance reads it, and further parts that it refers to."""
-    part = dict(part)
+    part = {key: value for key, value in part.items() if key != WEAKENS}
     further: list[Part] = []
     if "schema" in part:
         try:

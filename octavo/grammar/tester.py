@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher
 
 from octavo.child_worker import FAILED, LATE, REFUSED, RENDERED, Answer, described
+from octavo.grammar.forms import WEAKENS, grammar_text, parts_of, text_of
 from octavo.grammar.matchers import (
     FREE_SECONDS,
     SECONDS_PER_TOKEN,
@@ -22,6 +24,7 @@ from octavo.grammar.matchers import (
     normalised,
 )
 from octavo.grammar.vocabulary import Vocabulary
+from octavo.grammar.weaker import weaker
 
 MAX_COMPILE_SECONDS = 0.25
 """Limit of processor time: the engine's process will spend as much while its steps run."""
@@ -37,7 +40,16 @@ class Tester:
         self._eos_ids = frozenset(vocabulary.eos_ids)
 
     def serve(self, text: str) -> Answer:
-        """The normalised grammar, or a description of the error."""
+        """The normalised grammar, or a description of the error.
+
+        A grammar of one part that may be weakened becomes a weaker one where the part cannot be kept to.
+        """
+        answer = self._tried(text)
+        if answer[0] in (REFUSED, LATE) and (weakened := self._weakened(text)) is not None:
+            answer = self._tried(weakened)
+        return answer
+
+    def _tried(self, text: str) -> Answer:
         try:
             grammar = normalised(text)
             started = time.process_time()
@@ -53,6 +65,18 @@ class Tester:
         except Exception as error:  # whatever the library raises
             return FAILED, described(error)
         return RENDERED, grammar
+
+    def _weakened(self, text: str) -> str | None:
+        """The grammar of a weaker schema that can be kept to; ``None`` for other grammars, or if there is none."""
+        part, *others = parts_of(text)
+        if others or WEAKENS not in part:
+            return None
+        schema, left_out = weaker(part["schema"], self._is_usable)
+        weakened = text_of([{**part, "schema": schema}], [part[WEAKENS] + place for place in left_out])
+        return weakened if left_out and self._tried(weakened)[0] == RENDERED else None
+
+    def _is_usable(self, schema: dict[str, Any]) -> bool:
+        return self._tried(grammar_text({"schema": schema}))[0] == RENDERED
 
     def _can_be_written(self, start: LLMatcher) -> bool:
         """Generate a few random texts; returns whether that is fast enough. Raises ``GrammarError`` at a limit.

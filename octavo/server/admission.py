@@ -72,6 +72,8 @@ class ClientRequest:
     """Maps the prompt's text to the grammar of the output, not yet validated; may raise ``FormError``."""
     grammar_field: str = ""
     """Name of the body field with the grammar, for error messages."""
+    report: Callable[[Sequence[str]], None] = lambda names: None
+    """Reports parts of the body that turn out to have no effect; may raise ``RequestError``."""
     task: Task = "generate"
     model: str = ""
     """Name of the model or of an adapter."""
@@ -152,10 +154,13 @@ class Admission:
         if client_request.grammar is None:
             return client_request
         try:
-            form = await self.grammars.compile(client_request.grammar(prompt.text or ""))
+            text = client_request.grammar(prompt.text or "")
+            form, weakened = await self.grammars.compile(text, client_request.caller.name)
         except (FormError, Refused) as error:
             message = f"'{client_request.grammar_field}' {str(error).rstrip('.')}."
             raise InvalidParameter(client_request.grammar_field, message) from None
+        if weakened:
+            client_request.report(weakened)
         return dataclasses.replace(client_request, params=msgspec.structs.replace(client_request.params, grammar=form))
 
     async def _banned_sequences(self, client_request: ClientRequest) -> Sequences:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -29,6 +29,8 @@ from octavo.text.tokenizer import Tokenizer
 
 MAX_SHOWN_FIELDS = 16
 MAX_SHOWN_MODELS = 16
+PARAMETERS = {"/v1/messages": ".input_schema", "/v1/responses": ".parameters"}
+"""Where the APIs other than chat completions have the parameters of a function, within the function."""
 MAX_TENANT = 256
 
 logger = logging.getLogger("octavo.server")
@@ -198,7 +200,19 @@ class Services:
         ``RequestError``.
         """
         services, body, ignored_fields = await self.decoded(request, decoder)
-        return services, body, self._headers_for([*ignored_fields, *without_effect(body, services)])
+        request.state.headers = headers = self._headers_for([*ignored_fields, *without_effect(body, services)])
+        return services, body, headers
+
+    def report(self, request: Request, names: Sequence[str]) -> None:
+        """Add parts of the body that have no effect to the headers that ``read`` returned for ``request``.
+
+        Raises ``UnknownParameter`` if the policy rejects them.
+        """
+        headers: dict[str, str] = getattr(request.state, "headers", {})
+        own = PARAMETERS.get(request.url.path)
+        found = [name if own is None else name.replace(".function.parameters", own, 1) for name in names]
+        for header, value in self._headers_for(found).items():
+            headers[header] = ", ".join(filter(None, [headers.get(header), value]))
 
     async def decoded(self, request: Request, decoder: BodyDecoder[Body]) -> tuple[Services, Body, list[str]]:
         """The services of the body's model, the body, and the names of ignored fields. Raises ``RequestError``."""

@@ -45,9 +45,11 @@ class Tool(NamedTuple):
 
     name: str
     parameters: Mapping[str, Any] | None
-    """JSON schema of its arguments; ``None`` when it has none."""
+    """JSON schema of its arguments, an object; ``None`` when it has none."""
     is_strict: bool = False
     """Whether the arguments must match the schema even if calling the tool is optional."""
+    place: str = ""
+    """Where ``parameters`` are in the client's request."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,9 @@ class MessageFormat:
 
 def _arguments(tool: Tool, is_free: bool) -> forms.Part:
     """Grammar of the arguments; where calling is optional (``is_free``), only strict tools enforce their schema."""
-    if tool.parameters is None or (is_free and not tool.is_strict):
+    if tool.parameters and is_free and not tool.is_strict:
         return forms.json_object()
-    return forms.json_schema(tool.parameters)
+    return forms.arguments(tool.parameters, tool.place, tool.is_strict)
 
 
 def find_format(

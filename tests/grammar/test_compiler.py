@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from octavo.child_process import ChildLost
-from octavo.child_worker import Answer
+from octavo.child_worker import RENDERED, Answer
+from octavo.errors import QueueFull
 from octavo.grammar import forms, tester
-from octavo.grammar.compiler import PAUSE, GrammarCompiler, Refused
+from octavo.grammar.compiler import MAX_PROCESSES, PAUSE, GrammarCompiler, Refused
 from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
 from tests.grammar.walks import VOCABULARY
 
@@ -244,10 +246,87 @@ def test_cancelling_ends_the_work() -> None:
     run(test, max_seconds=20)
 
 
+class SlowChild:
+    """A worker that is as slow as the test wants, and notes what it compiled."""
+
+    compiled: ClassVar[list[str]] = []
+    running: ClassVar[int] = 0
+    most: ClassVar[int] = 0
+    gate: ClassVar[threading.Semaphore]
+
+    is_alive = True
+
+    def __init__(self, *settings: object) -> None: ...
+    def close(self) -> None: ...
+
+    def ask(self, question: str) -> Answer:
+        SlowChild.running += 1
+        SlowChild.most = max(SlowChild.most, SlowChild.running)
+        assert SlowChild.gate.acquire(timeout=30)
+        SlowChild.running -= 1
+        self.compiled.append(question)
+        return RENDERED, question
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> type[SlowChild]:
+    SlowChild.compiled, SlowChild.running, SlowChild.most = [], 0, 0
+    SlowChild.gate = threading.Semaphore(0)
+    monkeypatch.setattr("octavo.grammar.compiler.ChildProcess", SlowChild)
+    return SlowChild
+
+
+def test_a_tenant_waits_for_few_grammars_of_another(slow: type[SlowChild]) -> None:
+    async def test(compiler: GrammarCompiler) -> None:
+        flood = [asyncio.create_task(compiler.compile(f"flood {index}", "a")) for index in range(50)]
+        await asyncio.sleep(0)
+        other = asyncio.create_task(compiler.compile("other", "b"))
+        again = asyncio.create_task(compiler.compile("flood 49", "b"))
+        while not other.done():
+            slow.gate.release()
+            await asyncio.sleep(0.005)
+        assert slow.compiled.index("other") < 2 * MAX_PROCESSES
+        while not again.done():
+            slow.gate.release()
+            await asyncio.sleep(0.005)
+        assert slow.compiled.index("flood 49") <= 3 * MAX_PROCESSES, "what both wait for is in both queues"
+        assert (await compiler.compile("other", "c")).form == "other", "what is known waits for nothing"
+        slow.gate.release(100)
+        await asyncio.gather(*flood)
+        assert len(slow.compiled) == 51
+        assert slow.most == MAX_PROCESSES
+
+    run(test)
+
+
+def test_a_queue_is_bounded_for_each_tenant(slow: type[SlowChild], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.grammar.compiler.MAX_WAITING", 3)
+
+    async def test(compiler: GrammarCompiler) -> None:
+        flood = [asyncio.create_task(compiler.compile(f"flood {index}", "a")) for index in range(3 + MAX_PROCESSES)]
+        await asyncio.sleep(0)
+        for _ in range(3):
+            with pytest.raises(QueueFull) as refused:
+                await compiler.compile("more", "a")
+            assert refused.value.retry_after
+        other = asyncio.create_task(compiler.compile("more", "b"))
+        flood[-1].cancel()
+        await asyncio.sleep(0)
+        flood[-1] = asyncio.create_task(compiler.compile("there is room again", "a"))
+        await asyncio.sleep(0)
+        slow.gate.release(100)
+        await asyncio.gather(other, *flood)
+        assert f"flood {2 + MAX_PROCESSES}" not in slow.compiled, "what no request waits for is not compiled"
+        assert not compiler._jobs
+        assert not compiler._waiting
+
+    run(test)
+
+
 def test_many_at_once_are_served_one_after_the_other() -> None:
     async def test(compiler: GrammarCompiler) -> None:
         texts = [forms.grammar_text(forms.choice([str(index % 5)])) for index in range(30)]
         results = await asyncio.gather(*(compiler.compile(text) for text in texts))
-        assert results == texts
+        assert [each.form for each in results] == texts
 
     run(test)

@@ -206,6 +206,7 @@ def scheduling_fields(body: GenerationFields, services: Services, request: Reque
         "session": body.prompt_cache_key or "",
         "cache_ttl": body.cache_ttl,
         "timeout": body.timeout,
+        "report": lambda names: services.report(request, names),
     }
 
 

@@ -16,6 +16,8 @@ from octavo.server.errors import UnsupportedParameter
 from octavo.text.message_format import MessageConstraints, Tool
 
 MAX_TOOLS = 256
+NO_ARGUMENTS = ("array", "boolean", "integer", "null", "number", "string")
+"""Types that the parameters of a function cannot have."""
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _CHOICES = '\'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
 
@@ -97,11 +99,15 @@ def _tool(given: dict[str, Any], where: str) -> Tool:
         raise InvalidParameter("tools", message)
     if not isinstance(function.get("description"), str | None):
         raise InvalidParameter("tools", f"'{where}.function.description' must be a string.")
+    place = f"{where}.function.parameters"
     if not isinstance(parameters, Mapping | None):
-        raise InvalidParameter("tools", f"'{where}.function.parameters' must be a JSON schema: an object.")
+        raise InvalidParameter("tools", f"'{place}' must be a JSON schema: an object.")
+    kinds = (parameters or {}).get("type")
+    if kinds in NO_ARGUMENTS or (isinstance(kinds, list) and kinds and "object" not in kinds):
+        raise InvalidParameter("tools", f"'{place}.type' must be 'object', since arguments have names.")
     if not isinstance(function.get("strict"), bool | None):
         raise InvalidParameter("tools", f"'{where}.function.strict' must be true or false.")
-    return Tool(name, parameters, bool(function.get("strict")))
+    return Tool(name, parameters, bool(function.get("strict")), place)
 
 
 def _named(choice: ToolChoice) -> str:

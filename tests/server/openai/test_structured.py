@@ -207,11 +207,11 @@ def test_others_are_answered_while_a_grammar_is_tried_out(writer: Served, monkey
     assert writer.complete(guided_regex="warm").status_code == 200
     compiler = writer.app.state.services.admission.grammars
     assert compiler.process_id is not None
-    monkeypatch.setitem(compiler._process._settings, "max_seconds", 60)
+    monkeypatch.setitem(compiler._processes[0]._settings, "max_seconds", 60)
     os.kill(compiler.process_id, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         tried = pool.submit(writer.complete, guided_regex="[xyz]+")
-        while not compiler._turn.locked():
+        while not compiler._num_running:
             assert not tried.done()
         for _ in range(20):
             assert writer.client.get("/v1/models").status_code == 200

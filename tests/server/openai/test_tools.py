@@ -303,6 +303,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": ["null"]}}}]}, "tools"),
     ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),
     ({"tools": ["f"]}, "tools"),
     ({"tools": TOOLS * 200}, "tools"),
@@ -314,7 +316,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
     (
         {
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}],
             "tool_choice": "required",
         },
         "tools",
@@ -348,3 +350,88 @@ def test_an_answer_may_be_bound_or_be_a_call(serve_app: Any) -> None:
             assert choice["message"]["content"] in ("yes", "no")
         kinds.add(choice["finish_reason"])
     assert {"stop", "tool_calls"} <= kinds
+
+
+def function(parameters: Any = ..., **more: Any) -> dict[str, Any]:
+    given = {} if parameters is ... else {"parameters": parameters}
+    return {"type": "function", "function": {"name": "get_time", **given, **more}}
+
+
+@pytest.fixture(scope="module")
+def writer() -> Iterator[Served]:
+    """A model of random logits, which writes what a grammar allows."""
+    tokenizer = byte_tokenizer(TEMPLATE)
+    served = Served(writing_engine(tokenizer), tokenizer, {"tool_call_parser": "hermes"})
+    yield served
+    served.stop()
+
+
+@pytest.mark.parametrize("parameters", [..., None, {}, {"type": "object", "properties": {}}])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+def test_a_function_without_parameters_gets_no_arguments(writer: Served, parameters: Any, choice: Any) -> None:
+    tools = [function(parameters)]
+    for seed in range(3):
+        answer = writer.chat(tools=tools, tool_choice=choice, seed=seed, max_tokens=200).json()["choices"][0]
+        assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]][:1] == ["{}"]
+
+
+def test_a_type_that_parameters_cannot_have_is_refused_by_its_place(writer: Served) -> None:
+    for kind in ("string", ["string", "null"]):
+        error = writer.chat(tools=[TOOLS[0], function({"type": kind})]).json()["error"]
+        assert "'tools[1].function.parameters.type' must be 'object'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+        {"type": ["object", "null"], "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+        {"anyOf": [{"type": "string"}, {"properties": {"a": {"type": "boolean"}}, "required": ["a"]}]},
+        {
+            "$ref": "#/$defs/n",
+            "$defs": {
+                "n": {
+                    "properties": {"a": {"type": "boolean"}, "n": {"$ref": "#/$defs/n"}},
+                    "required": ["a"],
+                    "type": "object",
+                }
+            },
+        },
+    ],
+)
+def test_arguments_are_an_object_whatever_the_schema_lets_be(writer: Served, parameters: Any) -> None:
+    answer = writer.chat(tools=[function(parameters)], tool_choice="required", max_tokens=400).json()["choices"][0]
+    (call, *_) = answer["message"]["tool_calls"]
+    assert answer["finish_reason"] == "length" or isinstance(json.loads(call["function"]["arguments"])["a"], bool)
+
+
+UNUSABLE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True, "maxItems": 2}}}
+
+
+def test_one_schema_that_cannot_be_kept_to_leaves_the_others_usable(writer: Served) -> None:
+    tools = [TOOLS[0], function(UNUSABLE)]
+    response = writer.chat(tools=tools, tool_choice="required", max_tokens=300)
+    assert response.status_code == 200
+    left_out = "tools[1].function.parameters.properties.a.uniqueItems"
+    assert response.headers["x-octavo-unknown-fields"] == left_out
+    streamed = writer.chat(tools=tools, tool_choice="required", max_tokens=300, stream=True, no_such_field=1)
+    assert streamed.headers["x-octavo-unknown-fields"] == f"no_such_field, {left_out}"
+    grammar = writer.engine.requests[-1].params.grammar or ""
+    assert '"city"' in grammar
+    assert '"uniqueItems"' not in grammar
+    assert "x-octavo-unknown-fields" not in writer.chat(tools=TOOLS, tool_choice="required", max_tokens=9).headers
+
+
+def test_a_strict_schema_and_the_form_of_an_answer_are_kept_to_or_refused(writer: Served) -> None:
+    strict = writer.chat(tools=[TOOLS[0], function(UNUSABLE, strict=True)], tool_choice="required")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": False, "schema": UNUSABLE}}
+    for response in (strict, writer.chat(response_format=form)):
+        assert response.status_code == 400
+        assert "'uniqueItems'" in response.json()["error"]["message"]
+
+
+def test_a_server_that_rejects_what_has_no_effect_rejects_a_weaker_schema(serve_app: Any) -> None:
+    served = serve_app(tool_call_parser="hermes", unknown_fields="reject")
+    response = served.chat(tools=[function(UNUSABLE)], tool_choice="required")
+    assert response.status_code == 400
+    assert "tools[0].function.parameters.properties.a.uniqueItems" in response.json()["error"]["message"]
