@@ -37,7 +37,7 @@ def prepared_device(settings: ModelSettings) -> torch.device:
         _share_cores(max(1, default_num_threads() // settings.tensor_parallel_size))
     else:
         release_unused(device)
-        load_kernels(settings.tensor_parallel_size)
+        load_kernels()
     return device
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from octavo.child_worker import LENGTH, receive
 from octavo.cpus import num_cpus
 
-NVIDIA_DRIVER = Path("/dev/nvidiactl")
+DEVICES = Path("/dev")
+NVIDIA_DRIVER = DEVICES / "nvidiactl"
 MOST_PROCESSES = 24
 """More are hardly faster: the engine's own part of a compilation is serial."""
 MODULE = "octavo.ops.triton.compiler_process"
@@ -106,22 +107,23 @@ def compilers() -> Compilers | None:
     return _running[-1] if _running else None
 
 
-def start_compilers(num_engines: int = 1) -> None:
+def start_compilers() -> None:
     """Start the processes that compile for this one, if there is Triton, and a processor for them.
 
-    ``num_engines``: processes of this host that have compilers of their own, as those of several ranks do.
+    Each GPU of the host has its share of the processors: there may be an engine, or a rank of one, for each.
     """
-    count = min(num_cpus() // num_engines - 1, MOST_PROCESSES)
+    num_gpus = len(list(DEVICES.glob("nvidia[0-9]*")))
+    count = min(num_cpus() // max(num_gpus, 1) - 1, MOST_PROCESSES)
     if count >= 1 and not _running and importlib.util.find_spec("triton") is not None:
         with contextlib.suppress(OSError):
             _running.append(Compilers(count))
 
 
-def prepare_if_there_may_be_a_gpu(device: str, num_engines: int = 1) -> None:
+def prepare_if_there_may_be_a_gpu(device: str) -> None:
     """Start the preparation if there is an NVIDIA driver and the setting ``device`` allows a GPU.
 
     Called before torch, which could tell for certain, is imported: that takes seconds.
     """
     if device != "cpu" and NVIDIA_DRIVER.exists():
-        start_compilers(num_engines)
+        start_compilers()
         preparation()

@@ -51,6 +51,7 @@ def test_another_triton_or_none_is_no_error(module: object, monkeypatch: pytest.
 def test_only_where_there_may_be_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     begun: list[int] = []
     monkeypatch.setattr(kernel_compiler, "preparation", lambda: begun.append(1))
+    monkeypatch.setattr(kernel_compiler, "start_compilers", lambda: None)
     monkeypatch.setattr(kernel_compiler, "NVIDIA_DRIVER", tmp_path / "none")
     kernel_compiler.prepare_if_there_may_be_a_gpu("auto")
     monkeypatch.setattr(kernel_compiler, "NVIDIA_DRIVER", tmp_path)
@@ -58,3 +59,16 @@ def test_only_where_there_may_be_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert not begun
     kernel_compiler.prepare_if_there_may_be_a_gpu("auto")
     assert begun
+
+
+def test_each_gpu_has_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(kernel_compiler, "DEVICES", tmp_path)
+    monkeypatch.setattr(kernel_compiler, "Compilers", lambda count: counts.append(count))
+    for num_cpus, num_gpus in ((32, 0), (32, 2), (8, 8), (400, 4)):
+        for i in range(num_gpus):
+            (tmp_path / f"nvidia{i}").touch()
+        monkeypatch.setattr(kernel_compiler, "num_cpus", lambda num=num_cpus: num)
+        monkeypatch.setattr(kernel_compiler, "_running", [])
+        kernel_compiler.start_compilers()
+    assert counts == [kernel_compiler.MOST_PROCESSES, 15, kernel_compiler.MOST_PROCESSES]

@@ -145,12 +145,9 @@ class DeviceProgram:
         )
 
 
-def load_kernels(num_engines: int) -> None:
-    """Import the kernels and prepare their compiler in the background, while weights are loaded.
-
-    ``num_engines``: processes of this host that do so.
-    """
-    start_compilers(num_engines)
+def load_kernels() -> None:
+    """Import the kernels and prepare their compiler in the background, while weights are loaded."""
+    start_compilers()
     preparation()
     load = threading.Thread(
         target=importlib.import_module, args=("octavo.ops.triton",), name="load kernels", daemon=True

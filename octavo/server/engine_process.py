@@ -263,7 +263,7 @@ def _default_build(settings: ModelSettings) -> Build:
     phases = Phases()
     size = settings.tensor_parallel_size
     started = RankProcesses(size) if size > 1 and hasattr(os, "memfd_create") else None  # they import meanwhile
-    prepare_if_there_may_be_a_gpu(settings.device, size)
+    prepare_if_there_may_be_a_gpu(settings.device)
     with importing():
         from octavo.build import build_engine  # imports torch, which the front process must never import
     phases.done("imports of the engine process")
