@@ -6,6 +6,10 @@ pieces of the reply in their own format.
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from octavo.server.durable.serve import admit_inner
@@ -13,7 +17,7 @@ from octavo.server.generation import Choice, Generation
 from octavo.server.openai.chat import ChatBody, client_request, tools_of
 from octavo.server.openai.chat_message import chat_message
 from octavo.server.services import Services
-from octavo.text.reader import Piece, Text
+from octavo.text.reader import Call, Piece, Text
 
 
 class ChatReply:
@@ -31,6 +35,21 @@ class ChatReply:
         if self._message is not None:
             return self._message.pieces(text, self.choice.finish_reason)
         return [Text("content", text)] if text else []
+
+
+def members_of(call: Call) -> dict[str, Any]:
+    """The arguments of a call as an object; if they are cut or no JSON, the members that are complete before that."""
+    text = call.arguments
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        value = from_json(text[: error.pos] or "{}", allow_partial=True)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(value, dict):
+        return {}
+    # Half a character, which JSON can name, is no text.
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 async def begin_reply(

@@ -9,11 +9,16 @@ read is dropped.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import TypeVar
+
+from octavo.text.message_pieces import Call as Call
+from octavo.text.message_pieces import CallProgress as CallProgress
+from octavo.text.message_pieces import Kind, joined
+from octavo.text.message_pieces import Piece as Piece
+from octavo.text.message_pieces import Text as Text
 
 MAX_DEPTH = 64
 """Nesting limit of brackets in a call that is parsed at its end; anything deeper is text."""
@@ -32,40 +37,6 @@ _IN_JSON_STRING = re.compile(r'["\\\x00-\x1f]')
 _BLANKS = re.compile(r"\s*")
 _VALUE_STARTS = '"{[-0123456789tfn'
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
-
-
-Kind = Literal["content", "reasoning"]
-
-
-class Text(NamedTuple):
-    """Further text of one kind."""
-
-    kind: Kind
-    text: str
-
-
-class CallProgress(NamedTuple):
-    """Further text of the arguments of a call that is being written; its ``Call`` follows.
-
-    The texts of a call's progress are together the ``arguments`` of its ``Call``. A call that became certain at once
-    has none.
-    """
-
-    name: str
-    text: str
-    kind: Literal["call"] = "call"
-
-
-class Call(NamedTuple):
-    """A tool call. ``arguments`` is the text of a JSON object, as far as the model wrote valid JSON."""
-
-    name: str
-    arguments: str
-    is_cut: bool = False
-    """Whether the message ended within the arguments, which are then a prefix, possibly empty."""
-
-
-Piece = Text | Call | CallProgress
 
 
 @dataclass(frozen=True)
@@ -99,6 +70,8 @@ class Reader:
         self._num_pins = 0
         """Positions in use to which the reader may go back, so that the text after them is kept."""
         self._num_failures = 0
+        self._has_run_out = False
+        """Whether the message has ended where more text was needed."""
         self._blanks = ""
         """Blanks at the end of the content so far: they belong to it unless a call follows."""
         self._last = ""
@@ -128,6 +101,7 @@ class Reader:
         """Wait for ``count`` more characters; returns whether they came before the end."""
         while len(self._text) - self._place < count:
             if self.is_ended:
+                self._has_run_out = True
                 return False
             yield
         return True
@@ -214,6 +188,7 @@ class Reader:
                 self._place = found.end()
                 return text, found[0]
             if found is not None or self.is_ended or len(self._text) - self._place > MAX_HEAD + _longest(marks):
+                self._has_run_out = self._has_run_out or self.is_ended
                 return None
             searched = max(self._place, len(self._text) - _longest(marks) + 1)
             yield
@@ -233,6 +208,7 @@ class Reader:
                 continue
             place = len(self._text) if found is None else found.start()
             if self.is_ended:
+                self._has_run_out = True
                 return None
             yield
 
@@ -251,6 +227,7 @@ class Reader:
             if found is None or (found[0] == "\\" and found.end() == len(self._text)):
                 place = len(self._text) if found is None else found.start()
                 if self.is_ended:
+                    self._has_run_out = True
                     return None
                 yield
                 continue
@@ -302,13 +279,19 @@ class Reader:
                     return found[0]
                 self._pass_stray(found[0])
                 continue
-            end = len(self._text) if self.is_ended else self._begin_of_mark(sought)
+            end = len(self._text) if self.is_ended and not self._drops_begun else self._begin_of_mark(sought)
             self.emit(kind, self._text[self._place : end])
             self._place = end
             if self.is_ended:
+                self.take_rest()
                 return None
             self._forget()
             yield
+
+    @property
+    def _drops_begun(self) -> bool:
+        """Whether the beginning of a call at the end is neither a call nor content: in a truncated message of calls."""
+        return self.is_ended and self.is_cut and self.num_calls > 0
 
     def _begin_of_mark(self, marks: tuple[str, ...]) -> int:
         """Where text begins that may be the beginning of a mark."""
@@ -372,17 +355,20 @@ class Reader:
             if (yield from self.maybe(steps)):
                 return True
             self._num_failures += 1
+            if self._has_run_out and self._drops_begun:
+                return False
         self.emit("content", mark)
         return False
 
     def maybe(self, steps: Steps[object]) -> Steps[bool]:
-        """Read calls; if there are none, nothing is consumed. Returns whether there were calls."""
+        """Read calls; if there are none, nothing is consumed but what is dropped. Returns whether there were calls."""
         num_calls, place = self.num_calls, self._pin()
+        self._has_run_out = False
         yield from steps
         self._unpin()
         if self.num_calls > num_calls:
             return True
-        self._place = place
+        self._place = len(self._text) if self._has_run_out and self._drops_begun else place
         return False
 
     def begin_call(self, name: str) -> None:
@@ -585,16 +571,3 @@ class MessageParser:
     def _taken(self) -> list[Piece]:
         pieces, self._reader.pieces = self._reader.pieces, []
         return joined(pieces)
-
-
-def joined(pieces: list[Piece]) -> list[Piece]:
-    """``pieces`` with neighbouring texts of one kind, or of one call's progress, as one."""
-    result: list[Piece] = []
-    for _, group in itertools.groupby(pieces, lambda piece: piece if isinstance(piece, Call) else piece.kind):
-        parts = list(group)
-        first = parts[0]
-        if isinstance(first, Call):
-            result += parts
-        else:
-            result.append(first._replace(text="".join(part.text for part in parts if not isinstance(part, Call))))
-    return result

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.text.reader import Call
+from octavo.text.message_pieces import Call
 
 RESULT = "<tool_response>\n{}\n</tool_response>"
 _EXAMPLE = Call("function-name", '{"argument-name": "value"}')

@@ -20,7 +20,6 @@ MADE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 
 
 def told(messages: list[dict[str, Any]], tools: Any = TOOLS, **more: Any) -> list[dict[str, Any]]:
-    assert HERMES.write is not None
     return with_tools_in_text(normalise_messages(messages), tools, HERMES.write, **more)
 
 
@@ -30,9 +29,9 @@ def call(**arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("format", [HERMES, LLAMA3, PYTHONIC], ids=lambda format: format.name)
 def test_what_is_written_is_read_again(format: ToolFormat) -> None:
-    assert format.write is not None
     parser = MessageParser(format.read(frozenset({"weather", "f"})))
-    assert [*parser.push(format.write(CALLS)), *parser.finish()] == CALLS
+    pieces = [*parser.push(format.write(CALLS)), *parser.finish()]
+    assert [piece for piece in pieces if isinstance(piece, Call)] == CALLS
 
 
 def test_functions_and_call_format_follow_the_system_message() -> None:

@@ -9,15 +9,13 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic_core import from_json
-
 from octavo.errors import RequestError
-from octavo.server.chat_reply import ChatReply
+from octavo.server.chat_reply import ChatReply, members_of
 from octavo.server.errors import anthropic_error
 from octavo.server.generation import Choice
 from octavo.server.openai.rendering import encode_line
 from octavo.server.sse import EventStream
-from octavo.text.reader import Call, Piece
+from octavo.text.reader import Call, CallProgress, Piece, Text
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -38,6 +36,8 @@ class MessageAnswer:
         self._kind = ""
         """Type of the open block, or ""."""
         self._index = -1
+        self._is_call_open = False
+        """Whether the arguments of a call are being streamed."""
 
     # --- unstreamed ---
 
@@ -45,6 +45,8 @@ class MessageAnswer:
         """The message, once its choice is finished."""
         blocks: list[dict[str, Any]] = []
         for piece in self._pieces():
+            if isinstance(piece, CallProgress):
+                continue
             block = _block(piece)
             last = blocks[-1] if blocks else None
             if not isinstance(piece, Call) and last is not None and last["type"] == block["type"]:
@@ -52,8 +54,7 @@ class MessageAnswer:
                 last[key] += piece.text
             else:
                 if isinstance(piece, Call):
-                    # A truncated call keeps its complete members.
-                    block["input"] = from_json(piece.arguments or "{}", allow_partial=piece.is_cut)
+                    block["input"] = members_of(piece)
                 else:
                     block[_text_key(block)] = piece.text
                 blocks.append(block)
@@ -63,7 +64,7 @@ class MessageAnswer:
     def _pieces(self) -> list[Piece]:
         pieces = self._reply.pieces()
         self._has_calls = self._has_calls or any(isinstance(piece, Call) for piece in pieces)
-        return pieces if self._shows_thinking else [p for p in pieces if isinstance(p, Call) or p.kind == "content"]
+        return pieces if self._shows_thinking else [p for p in pieces if isinstance(p, Call) or p.kind != "reasoning"]
 
     def _message(self) -> dict[str, Any]:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
@@ -109,16 +110,22 @@ class MessageAnswer:
 
     def _piece_events(self, piece: Piece) -> Iterator[bytes]:
         block = _block(piece)
-        if isinstance(piece, Call):
-            delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+        if isinstance(piece, Call) and self._is_call_open:
+            self._is_call_open = False
+            yield self._close()
+            return
+        if not isinstance(piece, Text):
+            text = piece.arguments if isinstance(piece, Call) else piece.text
+            delta = {"type": "input_json_delta", "partial_json": text}
         elif block["type"] == "thinking":
             delta = {"type": "thinking_delta", "thinking": piece.text}
         else:
             delta = {"type": "text_delta", "text": piece.text}
-        if isinstance(piece, Call) or self._kind != block["type"]:
+        if not self._is_call_open and (not isinstance(piece, Text) or self._kind != block["type"]):
             yield self._close()
             self._kind = block["type"]
             yield event("content_block_start", index=self._index, content_block=block)
+        self._is_call_open = isinstance(piece, CallProgress)
         yield event("content_block_delta", index=self._index, delta=delta)
 
     def _close(self) -> bytes:
@@ -154,7 +161,7 @@ def _text_key(block: dict[str, Any]) -> str:
 
 def _block(piece: Piece) -> dict[str, Any]:
     """The empty block that a piece begins."""
-    if isinstance(piece, Call):
+    if not isinstance(piece, Text):
         id = f"toolu_{uuid.uuid4().hex[:24]}"
         return {"type": "tool_use", "id": id, "name": piece.name, "input": {}, "caller": {"type": "direct"}}
     if piece.kind == "reasoning":

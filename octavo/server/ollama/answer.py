@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pydantic_core import from_json
-
 from octavo.errors import RequestError
+from octavo.server.chat_reply import members_of
 from octavo.server.errors import ollama_error
 from octavo.server.generation import Choice
 from octavo.server.openai.rendering import encode_line
@@ -116,10 +115,7 @@ def _key(piece: Text) -> str:
 
 
 def _call(piece: Call) -> dict[str, Any]:
-    # A truncated call keeps its complete members.
-    return {
-        "function": {"name": piece.name, "arguments": from_json(piece.arguments or "{}", allow_partial=piece.is_cut)}
-    }
+    return {"function": {"name": piece.name, "arguments": members_of(piece)}}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -21,11 +21,13 @@ class ChatMessage:
         self._new_id = new_id
         self._tools = tools
         self._num_calls = 0
+        self._is_call_open = False
+        """Whether the stream has the beginning of a call."""
         self.reasoning = ""
         """All reasoning text so far."""
 
     def pieces(self, text: str, finish_reason: str | None) -> list[Piece]:
-        """Pieces that became unambiguous with ``text``; only the first call unless parallel calls are allowed.
+        """Pieces that became certain with ``text``; only the first call unless parallel calls are allowed.
 
         ``finish_reason`` is ``None`` while more text may come.
         """
@@ -37,12 +39,10 @@ class ChatMessage:
             found = self._without_markup(found) if is_cut else found
         kept: list[Piece] = []
         for piece in found:
-            if isinstance(piece, CallProgress):
-                continue
-            if isinstance(piece, Call):
+            if isinstance(piece, Call | CallProgress):
                 if self._num_calls and self._tools is not None and not self._tools.is_parallel:
                     continue
-                self._num_calls += 1
+                self._num_calls += isinstance(piece, Call)
             elif piece.kind == "reasoning":
                 self.reasoning += piece.text
             kept.append(piece)
@@ -63,11 +63,16 @@ class ChatMessage:
         """Stream deltas; a call's id and name precede its arguments."""
         index = self._num_calls - sum(isinstance(piece, Call) for piece in pieces)
         for piece in pieces:
-            if isinstance(piece, Call):
-                function = {"name": piece.name, "arguments": ""}
-                yield {"tool_calls": [{"index": index, "id": self._new_id(), "type": "function", "function": function}]}
-                yield {"tool_calls": [{"index": index, "function": {"arguments": piece.arguments}}]}
-                index += 1
+            if isinstance(piece, Call | CallProgress):
+                text = piece.text if isinstance(piece, CallProgress) else "" if self._is_call_open else piece.arguments
+                if not self._is_call_open:
+                    function = {"name": piece.name, "arguments": ""}
+                    opened = {"index": index, "id": self._new_id(), "type": "function", "function": function}
+                    yield {"tool_calls": [opened]}
+                if text:
+                    yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+                self._is_call_open = isinstance(piece, CallProgress)
+                index += not self._is_call_open
             elif piece.kind == "reasoning":
                 yield dict.fromkeys(REASONING_KEYS, piece.text)
             else:

@@ -14,7 +14,7 @@ from typing import Any
 
 from octavo.server.openai.rendering import encode_line
 from octavo.server.responses.items import Item
-from octavo.text.reader import Call, Piece, Text
+from octavo.text.reader import Call, CallProgress, Piece, Text
 
 PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
@@ -32,7 +32,9 @@ class ResponseEvents:
         self._after = after
         self._is_begun = self._is_in_progress = False
         self._is_open = False
-        """Whether the last output item is unfinished."""
+        """Whether the last output item, which is no call, is unfinished."""
+        self._is_call_open = False
+        """Whether the last output item is a call whose arguments are being written."""
 
     def begin(self) -> bytes:
         """The events before the first token; without effect if they were made."""
@@ -72,8 +74,7 @@ class ResponseEvents:
         )
 
     def _piece(self, piece: Piece) -> Iterator[bytes]:
-        if isinstance(piece, Call):
-            yield from self._close("completed")
+        if not isinstance(piece, Text):
             yield from self._call(piece)
             return
         kind = "message" if piece.kind == "content" else "reasoning"
@@ -102,6 +103,9 @@ class ResponseEvents:
 
     def _close(self, status: str) -> Iterator[bytes]:
         """End the open output item."""
+        if self._is_call_open:
+            item = self.response["output"][-1]
+            yield from self._call(Call(item["name"], item["arguments"], is_cut=True))
         if not self._is_open:
             return
         self._is_open = False
@@ -113,22 +117,26 @@ class ResponseEvents:
         yield self._event("response.content_part.done", **self._place(), part=part)
         yield self._done(item)
 
-    def _call(self, call: Call) -> Iterator[bytes]:
-        item: Item = {
-            "type": "function_call",
-            "id": self._new_id("fc"),
-            "call_id": self._new_id("call"),
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "incomplete" if call.is_cut else "completed",
-        }
-        yield self._added({**item, "arguments": "", "status": "in_progress"})
-        self.response["output"][-1] = item
+    def _call(self, piece: Call | CallProgress) -> Iterator[bytes]:
+        """Begin a call, add to its arguments, or end it with its ``Call``."""
+        if not self._is_call_open:
+            yield from self._close("completed")
+            self._is_call_open = True
+            own = {"id": self._new_id("fc"), "call_id": self._new_id("call"), "name": piece.name, "arguments": ""}
+            yield self._added({"type": "function_call", **own, "status": "in_progress"})
+        item = self.response["output"][-1]
         place = {"item_id": item["id"], "output_index": len(self.response["output"]) - 1}
-        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        done = {**place, "name": call.name, "arguments": call.arguments}
-        yield self._event("response.function_call_arguments.done", **done)
-        yield self._done(item)
+        delta = piece.text if isinstance(piece, CallProgress) else piece.arguments[len(item["arguments"]) :]
+        if delta:
+            item["arguments"] += delta
+            self.deltas.append(len(delta))
+            yield self._event("response.function_call_arguments.delta", **place, delta=delta)
+        if isinstance(piece, Call):
+            self._is_call_open = False
+            item["status"] = "incomplete" if piece.is_cut else "completed"
+            done = {**place, "name": piece.name, "arguments": piece.arguments}
+            yield self._event("response.function_call_arguments.done", **done)
+            yield self._done(item)
 
     def _new_id(self, prefix: str) -> str:
         """The id of the next output item, which follows from that of the response."""
@@ -171,6 +179,11 @@ def pieces_of(output: list[Item], deltas: Iterable[int]) -> Iterator[Piece]:
     lengths = iter(deltas)
     for item in output:
         if item["type"] == "function_call":
+            place = 0
+            while place < len(item["arguments"]):
+                end = place + next(lengths, len(item["arguments"]))
+                yield CallProgress(item["name"], item["arguments"][place:end])
+                place = end
             yield Call(item["name"], item["arguments"], item["status"] == "incomplete")
             continue
         text, place = item["content"][0]["text"], 0

@@ -22,18 +22,9 @@ KIND, FENCE, FENCE_END = "function", "```json", "```"
 def _read_calls(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
     if mark == BEGIN:
         reader.step_back(mark)
-    num_calls = reader.num_calls
     while (yield from reader.maybe(_read_call(reader))):
         pass
-    if reader.num_calls > num_calls and not (yield from reader.closing(ALL_END)) and reader.is_cut:
-        yield from _drop_begun(reader)
-
-
-def _drop_begun(reader: Reader) -> Steps[None]:
-    """At the end of a truncated message: a further call, begun without a complete name, is no content."""
-    yield from reader.blanks()
-    if (yield from reader.comes(BEGIN)) or reader.ends_within(BEGIN):
-        reader.take_rest()
+    yield from reader.closing(ALL_END)
 
 
 def _read_call(reader: Reader) -> Steps[None]:

@@ -39,7 +39,7 @@ def _read(functions: Functions) -> Callable[[Reader], Steps[None]]:
             is_thinking = channel is not None and channel[1] == "analysis"
             if (yield from reader.text_until(ENDS, "reasoning" if is_thinking else "content")) is None:
                 return
-        if (yield from reader.one_of((START, CHANNEL))) is not None:
+        if (yield from reader.closing(START, CHANNEL)):
             reader.take_rest()  # a header without a message
 
     return read

@@ -11,7 +11,6 @@ from octavo.text.reader import Call, Reader, Steps
 from octavo.text.tool_calls.values import is_name, make_call, value_of
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-_BEGUN_CALL = re.compile(r"[\s,;]*(?:\{.*)?", re.DOTALL)
 _BEGUN_STRING = re.compile(r'(?:".*)?', re.DOTALL)
 
 
@@ -28,8 +27,8 @@ def read_calls(reader: Reader, accepts: Callable[[str], bool] = any_name, name_k
         return
     while (yield from reader.maybe(_read_next(reader, accepts, name_key))):
         pass
-    if not is_list or not (yield from reader.closing("]")):
-        drop_cut(reader)
+    if is_list:
+        yield from reader.closing("]")
 
 
 def _read_next(reader: Reader, accepts: Callable[[str], bool], name_key: str) -> Steps[None]:
@@ -37,12 +36,6 @@ def _read_next(reader: Reader, accepts: Callable[[str], bool], name_key: str) ->
     yield from reader.one_of((",", ";"))
     yield from reader.blanks()
     yield from read_call(reader, accepts, name_key)
-
-
-def drop_cut(reader: Reader) -> None:
-    """Drop the beginning of a further call with which a truncated message ends: it is neither a call nor content."""
-    if reader.is_cut and reader.remains(_BEGUN_CALL):
-        reader.take_rest()
 
 
 def read_call(reader: Reader, accepts: Callable[[str], bool] = any_name, name_key: str = "name") -> Steps[None]:
@@ -149,7 +142,6 @@ def _skip_members(reader: Reader) -> Steps[None]:
             return
         yield from reader.blanks()
         if (yield from _read_key(reader)) is None or (yield from _read_value(reader)) is None:
-            drop_cut(reader)
             return
 
 

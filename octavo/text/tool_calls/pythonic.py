@@ -26,7 +26,6 @@ WORDS = {"True": True, "False": False, "None": None, "true": True, "false": Fals
 
 _MARKS = re.compile(r"""["'{}\[\]()]""")
 _NAME = re.compile(r"[^\W\d][\w.\-]*")
-_BEGUN = re.compile(r"[\s,;]*(?:[^\W\d][\w.\-]*\s*(?:\(.*)?)?", re.DOTALL)
 _TOKEN = re.compile(
     r"""\s*(?:
         (?P<name>[^\W\d][\w.\-]*)
@@ -60,8 +59,8 @@ def read_calls(reader: Reader, accepts: Callable[[str], bool]) -> Steps[None]:
         return
     while (yield from reader.maybe(_read_next(reader, accepts))):
         pass
-    if (not is_list or not (yield from reader.closing("]"))) and reader.is_cut and reader.remains(_BEGUN):
-        reader.take_rest()
+    if is_list:
+        yield from reader.closing("]")
 
 
 def _read_next(reader: Reader, accepts: Callable[[str], bool]) -> Steps[None]:
@@ -71,7 +70,8 @@ def _read_next(reader: Reader, accepts: Callable[[str], bool]) -> Steps[None]:
 
 def _read_call(reader: Reader, accepts: Callable[[str], bool]) -> Steps[None]:
     yield from reader.blanks()
-    head = yield from reader.until("(")
+    first = yield from reader.next()
+    head = (yield from reader.until("(")) if _NAME.fullmatch(first) else None
     if head is None or not _NAME.fullmatch(head[0].strip()) or not accepts(head[0].strip()):
         return
     name = head[0].strip()

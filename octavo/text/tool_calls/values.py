@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from octavo.text.reader import Call
+from octavo.text.message_pieces import Call
 
 MAX_NAME_LENGTH = 256
 MAX_SCHEMA_DEPTH = 8

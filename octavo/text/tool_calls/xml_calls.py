@@ -54,17 +54,11 @@ class Tags:
         """The calls behind ``mark``, which is ``opens`` or what comes behind it."""
         if mark == self.function[0]:
             reader.step_back(mark)
-        is_read = yield from reader.maybe(self._read_call(reader, functions))
-        while is_read and self.is_section and (yield from reader.maybe(self._read_call(reader, functions))):
+        if not (yield from reader.maybe(self._read_call(reader, functions))):
+            return
+        while self.is_section and (yield from reader.maybe(self._read_call(reader, functions))):
             pass
-        if is_read and not (yield from reader.closing(self.closes)) and reader.is_cut:
-            yield from self._drop_begun(reader)
-
-    def _drop_begun(self, reader: Reader) -> Steps[None]:
-        """At the end of a truncated message: a further call, begun without a complete name, is no content."""
-        yield from reader.blanks()
-        if self.is_section and ((yield from reader.comes(self.function[0])) or reader.ends_within(self.function[0])):
-            reader.take_rest()
+        yield from reader.closing(self.closes)
 
     def _read_call(self, reader: Reader, functions: Functions) -> Steps[None]:
         yield from reader.blanks()
