@@ -97,6 +97,8 @@ class Thinking(NamedTuple):
     """Values of ``reasoning_parser``, as in vLLM."""
     answer: tuple[str, str] | None = None
     """Marks around the answer, which are left out of it."""
+    signs: tuple[str, ...] = ()
+    """Further strings that the chat templates of these models have."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -129,7 +131,7 @@ FAMILIES = (
     ),
     Thinking("Here is my thought process:", "Here is my response:", ("granite",)),
     Thinking("<think>", "</think>", ("hunyuan_a13b",), ("<answer>", "</answer>")),
-    Thinking("<think>", "</think>", ("granite33",), ("<response>", "</response>")),
+    Thinking("<think>", "</think>", ("granite33",), ("<response>", "</response>"), ("<response></response>",)),
     THINK,
 )
 """In order of precedence: of several whose marks a template has, the first is chosen."""
@@ -145,7 +147,7 @@ def thinking_named(name: str) -> Thinking | None:
 def thinking_shown(template: str) -> Thinking | None:
     """The family whose marks ``template`` has, or marks of its own in the form of ``<think>``."""
     for family in FAMILIES:
-        if all(mark in template for mark in (family.closes, *(family.answer or ()))):
+        if all(mark in template for mark in (family.closes, *(family.answer or ()), *family.signs)):
             return family
     found = _SIMILAR.search(template)
     return None if found is None else Thinking(f"<{found[1]}>", found[0])

@@ -10,6 +10,8 @@ from octavo.cli.settings import flag_name
 from octavo.config import ServeConfig, settings
 from octavo.quant.methods import METHODS
 from octavo.speculative_config import Method
+from octavo.text.message_format import HARMONY_NAME, TOOL_FORMATS
+from octavo.text.reasoning import FAMILIES
 from octavo.weights.blocks import BLOCK_KINDS
 from octavo.weights.safetensors import DTYPES
 
@@ -26,6 +28,18 @@ the memory of this machine, without loading it.
 
 The architecture is the entry of `architectures` in `config.json`, or of `general.architecture` in a GGUF file (`-`: no GGUF files of it are read).
 *LoRA* says which matrices adapters may change, *windows* which layers may have a sliding window.
+"""
+CALLS = """\
+## Tool calls
+
+How models write calls ([details](structured_output.md#tools)), in order of precedence. *Seen by* are marks in the chat template by which
+`auto` chooses a format; where it shows none, calls are told and read as `hermes`. `none` reads no calls.
+"""
+REASONING = """\
+## Reasoning
+
+Marks of reasoning ([details](structured_output.md#reasoning)). `auto` takes those that the chat template has, in this order, else tags of its own whose names have
+`think` or `thought` in them. `none` leaves reasoning in the content.
 """
 TESTED = """
 ## Devices
@@ -74,7 +88,23 @@ def _lines() -> Iterator[str]:
     yield from ("", *_table(title, *((f"`{name}`", *rest) for name, *rest in rows)))
     yield from ("", f"Any other decoder of transformers runs with `--backend transformers`, more slowly: {BACKENDS}.")
     yield from ("", "## Formats", "", *_table(("what", "which"), *_formats()))
+    yield from ("", *CALLS.splitlines(), "", *_table(("`--tool-call-parser`", "models", "seen by"), *_calls()))
+    yield from ("", *REASONING.splitlines(), "", *_table(("`--reasoning-parser`", "reasoning"), *_reasoning()))
     yield from TESTED.splitlines()
+
+
+def _calls() -> Iterator[tuple[str, str, str]]:
+    for format in TOOL_FORMATS:
+        seen = " or ".join(" and ".join(_code(sign) for sign in group) for group in format.signs)
+        without = f" without {_words(format.others)}" if format.others else ""
+        yield _words((format.name, *format.also)), format.models, seen + without
+
+
+def _reasoning() -> Iterator[tuple[str, str]]:
+    for family in FAMILIES:
+        answer = "" if family.answer is None else f", the answer between {' and '.join(map(_code, family.answer))}"
+        yield _words(family.names), f"between `{family.opens}` and `{family.closes}`{answer}"
+    yield f"`{HARMONY_NAME}`", "the channels of gpt-oss"
 
 
 def _formats() -> Iterator[tuple[str, str]]:
@@ -83,7 +113,7 @@ def _formats() -> Iterator[tuple[str, str]]:
     yield "types of tensors in GGUF files", _words(BLOCK_KINDS)
     yield "`quant_method` of quantised checkpoints ([details](quantization.md))", _words(METHODS)
     yield "`method` of `--speculative-config`", _words(str(kind.__struct_config__.tag) for kind in get_args(Method))
-    for name in ("load_format", "quantization", "dtype", "kv_cache_dtype", "tool_call_parser", "reasoning_parser"):
+    for name in ("load_format", "quantization", "dtype", "kv_cache_dtype"):
         yield f"`{flag_name(name)}`", _words(choices[name])
 
 
@@ -95,4 +125,8 @@ def _table(*rows: Sequence[str]) -> Iterator[str]:
 
 
 def _words(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+    return ", ".join(map(_code, names))
+
+
+def _code(text: str) -> str:
+    return f"`` {text} ``" if "`" in text else f"`{text}`"

@@ -67,7 +67,8 @@ def _argument_rules(tags: Tags) -> Callable[[int, Part, Marks], tuple[str, dict[
         properties = schema.get("properties") or {}
         required = schema.get("required") or ()
         parts: dict[str, Part] = {}
-        if not properties and schema.get("additionalProperties") is False:
+        notes = {key: value for key, value in part.items() if key != "schema"}
+        if "properties" in schema and not properties and not schema.get("additionalProperties"):
             return f'a{index}: ""\n', parts
         if not properties:
             head = _tag_rule(tags, marks, r"/[A-Za-z0-9_.\-]{1,64}/", False)
@@ -87,7 +88,7 @@ def _argument_rules(tags: Tags) -> Callable[[int, Part, Marks], tuple[str, dict[
                 lines += _text_rule(f"v{name}", tags, marks, given if isinstance(given, dict) else {})
             else:
                 definitions = {each: schema[each] for each in DEFINITIONS if each in schema}
-                parts[f"j{name}"] = json_schema({**definitions, **given})
+                parts[f"j{name}"] = {**json_schema({**definitions, **given}), **notes}
                 lines += f"v{name}: {_padding(tags)} @j{name} {_padding(tags)} {marks.lark(tags.value[1])}\n"
             names.append(f"p{name}" if key in required else f"p{name}?")
         return f"a{index}: {' '.join(names)}\n{lines}", parts

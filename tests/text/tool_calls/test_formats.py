@@ -202,6 +202,8 @@ def test_a_template_that_shows_the_signs_of_a_format_chooses_it(format: ToolForm
         ("<thought></thought>", "<thought>"),
         ("<mm:think></mm:think>", "<mm:think>"),
         ("<think></think><answer></answer>", "<think>"),
+        ("between <think></think> and between <response></response>", "<think>"),
+        ("'<think>' '</think>' '\\n<response>' '</response>'", "<think>"),
     ],
 )
 def test_marks_of_reasoning_are_those_of_the_template(template: str, opens: str) -> None:
