@@ -49,7 +49,8 @@ def members_of(call: Call) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {}
     # Half a character, which JSON can name, is no text.
-    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    members: dict[str, Any] = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    return members
 
 
 async def begin_reply(

@@ -17,6 +17,7 @@ from octavo.text.reader import Format
 from octavo.text.reasoning import AnswerMarks, Thinking
 from octavo.text.tool_calls import harmony
 from octavo.text.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from octavo.text.tool_calls.gemma import FUNCTION_GEMMA, GEMMA4
 from octavo.text.tool_calls.harmony import HARMONY
 from octavo.text.tool_calls.hermes import HERMES
 from octavo.text.tool_calls.kimi import KIMI
@@ -31,7 +32,8 @@ from octavo.text.tools_in_text import WriteCalls
 
 TOOL_FORMATS = (
     *(HERMES, LLAMA3, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4, HARMONY, PYTHONIC, QWEN3_CODER),
-    *(GLM, MINIMAX_M2, KIMI, SEED_OSS, GRANITE, PHI4, OLMO3, LFM2, HUNYUAN, NEMOTRON, COHERE, LONGCAT),
+    *(GLM, MINIMAX_M2, KIMI, SEED_OSS, GRANITE, PHI4, OLMO3, LFM2, GEMMA4, FUNCTION_GEMMA, HUNYUAN, NEMOTRON, COHERE),
+    LONGCAT,
 )
 """In order of precedence: of several whose signs a template shows, the first is chosen."""
 FALLBACK = HERMES

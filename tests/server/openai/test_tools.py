@@ -196,12 +196,14 @@ def test_the_template_sees_tools_calls_and_results(serve_hermes: Callable[[str],
 
 
 SETTINGS = ["none", *(format.name for format in TOOL_FORMATS)]
-PYTHONIC = {
+AS_JSON = {
     "pythonic": "[f(**%s)]",
     "lfm2": "<|tool_call_start|>[f(**%s)]<|tool_call_end|>",
     "olmo3": "<function_calls>f(**%s)</function_calls>",
+    "gemma4": "<|tool_call>call:f%s<tool_call|>",
+    "functiongemma": "<start_function_call>call:f%s<end_function_call>",
 }
-"""Calls whose arguments a grammar constrains as one object, which models write as keywords."""
+"""Calls whose arguments a grammar constrains as one object of JSON, which models write otherwise."""
 
 
 @pytest.mark.slow
@@ -260,7 +262,7 @@ def test_a_call_of_a_strict_tool_is_valid_even_if_the_model_is_free(
     def written(arguments: str) -> str:
         if parser == "mistral" and not has_marks:
             return f'[TOOL_CALLS][{{"name": "f", "arguments": {arguments}}}]'
-        return PYTHONIC[parser] % arguments if parser in PYTHONIC else format.write([Call("f", arguments)])
+        return AS_JSON[parser] % arguments if parser in AS_JSON else format.write([Call("f", arguments)])
 
     good, bad = '{"city": "Rome", "days": 3}', '{"city": "Rome", "days": 10}'
     assert allows(written(good).removesuffix("<|call|>"))

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octavo.server_settings import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.text import reasoning
 from octavo.text.message_format import AUTO, HARMONY_NAME, TOOL_FORMATS, find_format
 from octavo.text.reader import Call, CallProgress, Format, MessageParser, Piece, Text
 from octavo.text.tool_calls.harmony import HARMONY
+from octavo.text.tool_calls.hermes import HERMES
 from octavo.text.tool_calls.kimi import KIMI
 from octavo.text.tool_calls.marked_json import COHERE, GRANITE, PHI4
 from octavo.text.tool_calls.pythonic import LFM2, OLMO3
@@ -24,6 +28,7 @@ from octavo.text.tool_calls.xml_formats import GLM, MINIMAX_M2, QWEN3_CODER
 from tests.text.tool_calls.messages import joined
 
 NUM_CALLS = 200
+KINDS = ("content", "reasoning")
 NUM_CUT_EVERYWHERE = int(os.environ.get("OCTAVO_EXAMPLES", "5"))
 """Of these messages, how many are cut in every place; the others are cut in random places."""
 NAMES = ("f", "get_weather", "a.b-c", "mcp__x__y")
@@ -78,10 +83,10 @@ def functions_of(calls: list[Call]) -> dict[str, dict[str, Any]]:
     """Schemas in which every argument has the types that it has in ``calls``."""
     schemas: dict[str, dict[str, Any]] = {name: {"type": "object", "properties": {}} for name in NAMES}
     for call in calls:
-        for key, given in json.loads(call.arguments).items():
+        for key, value in json.loads(call.arguments).items():
             types = schemas[call.name]["properties"].setdefault(key, {"type": []})["type"]
-            if type_of(given) not in types:
-                types.append(type_of(given))
+            if type_of(value) not in types:
+                types.append(type_of(value))
     return schemas
 
 
@@ -154,6 +159,7 @@ HOSTILE = ("{opens}", '{opens}{{"a": "', "{value}", "</think>", "<think>", "{cal
 """What a message repeats: marks, beginnings of calls, ends of values, calls."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", TOOL_FORMATS, ids=lambda format: format.name)
 def test_time_is_linear_in_the_text(format: ToolFormat) -> None:
     """Twenty times the text takes some twenty times as long, character by character; quadratic would be 400."""
@@ -219,6 +225,27 @@ def test_marks_of_reasoning_are_those_of_the_template(template: str, opens: str)
     )
     assert parse(inside, [f"Hm.{thinking.closes}So."]) == [Text("reasoning", "Hm."), Text("content", "So.")]
     assert find_format(AUTO, AUTO, "nothing of the kind", {}).thinking is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from(("a", "b ", "\n", "`", "<think>", "</think>", "<tool_call>", "x")), max_size=12).map(
+        "".join
+    ),
+    st.booleans(),
+)
+def test_reasoning_and_content_add_up_to_the_message(text: str, is_inside: bool) -> None:
+    """But for marks of reasoning and blanks around them; what closes reasoning is not shown without what opens it."""
+    read = reasoning.after_thinking(HERMES.read(frozenset()), is_inside)
+    pieces = parse(read, list(text))
+    assert parse(read, [text]) == pieces
+    shown = {kind: "".join(p.text for p in pieces if isinstance(p, Text) and p.kind == kind) for kind in KINDS}
+    bare = re.sub(r"</?think>|\s", "", text)
+    assert re.sub(r"</?think>|\s", "", "".join(piece.text for piece in pieces if isinstance(piece, Text))) == bare
+    assert "</think>" not in re.sub("<think>.*?</think>|`</think>", "", shown["content"], flags=re.DOTALL)
+    assert "</think>" not in shown["reasoning"]
+    at_once = joined(MessageParser(read).finish(text=text))
+    assert re.sub(r"</?think>|\s", "", "".join(p.text for p in at_once if isinstance(p, Text))) == bare
 
 
 SCHEMA = {
