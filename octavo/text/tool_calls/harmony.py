@@ -30,15 +30,22 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 def _read(functions: Functions) -> Callable[[Reader], Steps[None]]:
     def read(reader: Reader) -> Steps[None]:
-        while (header := (yield from reader.until(MESSAGE))) is not None:
+        while (header := (yield from reader.until(MESSAGE, CALL))) is not None:
             channel, recipient = _CHANNEL.search(header[0]), _RECIPIENT.search(header[0])
             name = "" if recipient is None else recipient[1]
             is_call = name.startswith(FUNCTIONS) or name in functions
+            if is_call and header[1] == CALL:
+                reader.step_back(CALL)
             if is_call and (yield from reader.attempt(_read_call(reader, name.removeprefix(FUNCTIONS)))):
                 continue
+            if header[1] == CALL:
+                continue  # a header alone, and a call only if its arguments may be missing
             is_thinking = channel is not None and channel[1] == "analysis"
-            if (yield from reader.text_until(ENDS, "reasoning" if is_thinking else "content")) is None:
+            end = yield from reader.text_until((*ENDS, CHANNEL), "reasoning" if is_thinking else "content")
+            if end is None:
                 return
+            if end == CHANNEL:  # models may leave the end of the message before it out
+                reader.step_back(end)
         if (yield from reader.closing(START, CHANNEL)):
             reader.take_rest()  # a header without a message
 

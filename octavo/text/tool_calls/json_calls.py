@@ -76,7 +76,7 @@ def _add_call(reader: Reader, name: Any, text: str, accepts: Callable[[str], boo
     arguments = value_of(text)
     if isinstance(arguments, str):
         text, arguments = arguments, value_of(arguments)
-    call = make_call(name, {} if text.strip() in ("", "null") else arguments)
+    call = make_call(name, {} if text.strip() in ("", "null", "[]") else arguments)
     if call is not None and accepts(call.name):
         reader.add_call(call)
 

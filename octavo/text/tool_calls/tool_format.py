@@ -36,25 +36,28 @@ class Marks:
 
     def parts(self, mark: str) -> list[str]:
         """``mark`` divided at special tokens that are parts of it."""
+        if self.has(mark):
+            return [mark]
         if mark not in self._parts:
             inner = sorted((token for token in self._special_ids if token and token in mark), key=len, reverse=True)
             parts = re.split(f"({'|'.join(map(re.escape, inner))})", mark) if inner else [mark]
             self._parts[mark] = [part for part in parts if part]
         return self._parts[mark]
 
-    def up_to(self, rule: str, mark: str) -> str:
-        """Lark of ``rule``: any text and ``mark``, at its first place."""
+    def up_to(self, rule: str, mark: str, times: str = "*") -> str:
+        """Lark of ``rule``: ``times`` any character and ``mark``, at its first place if they may be any number."""
         first, *rest = self.parts(mark)
         if self.has(first):  # a token, which text does not have
-            return f"{rule}: {TEXT} {self.lark(mark)}\n"
-        if rest:
-            last = re.escape(first).replace("\\\n", "\\n").replace("/", "\\/")
-            return f"{rule}: /(.|\\n)*{last}/ {' '.join(map(self.lark, rest))}\n"
-        return f"{rule}[lazy]: {TEXT} {literal(mark)}\n"
+            return f"{rule}: /(.|\\n){times}/ {self.lark(mark)}\n"
+        if not rest and times == "*":
+            return f"{rule}[lazy]: {TEXT} {literal(mark)}\n"
+        # One expression, since a longer match of the text would take the beginning of the mark.
+        last = re.escape(first).replace("\\\n", "\\n").replace("/", "\\/")
+        return f"{rule}: /(.|\\n){times}{last}/ {' '.join(map(self.lark, rest))}\n"
 
     def ids(self, marks: Sequence[str]) -> frozenset[int]:
-        """Ids of the special tokens among ``marks``, which a reader of the format must see."""
-        return frozenset(self._special_ids[mark] for mark in marks if self.has(mark))
+        """Ids of the special tokens that are or begin or end one of ``marks``, which a reader must see."""
+        return frozenset(self._special_ids[part] for mark in marks for part in self.parts(mark) if self.has(part))
 
 
 Rules = Callable[[Sequence[str], Marks, bool], str]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.grammar.forms import Part, json_schema, literal
+from octavo.grammar.forms import FormError, Part, json_schema, literal
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated
 from octavo.text.tool_calls.values import types_of
 from octavo.text.tool_calls.xml_calls import Tags
@@ -66,6 +66,8 @@ def _argument_rules(tags: Tags) -> Callable[[int, Part, Marks], tuple[str, dict[
         schema = part.get("schema", {})
         properties = schema.get("properties") or {}
         required = schema.get("required") or ()
+        if not isinstance(properties, dict) or not isinstance(required, list | tuple):
+            raise FormError("has 'properties' that are no object or 'required' that is no list")
         parts: dict[str, Part] = {}
         notes = {key: value for key, value in part.items() if key != "schema"}
         if "properties" in schema and not properties and not schema.get("additionalProperties"):
@@ -112,13 +114,13 @@ def _text_rule(name: str, tags: Tags, marks: Marks, schema: dict[str, Any]) -> s
     """Lark of a string without quotes, and of the tag behind it."""
     end = f"{_padding(tags)} {marks.lark(tags.value[1])}"
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if choices:
+    if isinstance(choices, list) and choices:
         texts = [choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False) for choice in choices]
         return f"{name}: {_padding(tags)} ({' | '.join(map(literal, texts))}) {end}\n"
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-    if low or high != "":
-        return f"{name}: {_padding(tags)} /(.|\\n){{{low},{high}}}/ {end}\n"
-    return f"{name}: {_padding(tags)} {name}_text\n" + marks.up_to(f"{name}_text", tags.padding + tags.value[1])
+    is_limited = isinstance(low, int) and isinstance(high or 0, int) and (low or high != "")
+    times = f"{{{low},{high}}}" if is_limited else "*"
+    return f"{name}: {_padding(tags)} {name}_text\n" + marks.up_to(f"{name}_text", tags.padding + tags.value[1], times)
 
 
 _FUNCTION = ("<function=", ">", "</function>")

@@ -200,6 +200,12 @@ CASES: list[tuple[str, str, list[Piece]]] = [
     ("harmony", "<|channel|>commentary to=functions.f json<|message|>not JSON", [content("not JSON")]),
     ("harmony", "<|channel|>analysis to=browser.search code<|message|>q<|call|>", [thought("q")]),
     ("harmony", "<|channel|>ana", []),
+    ("harmony", "<|channel|>commentary to=functions.f<|call|>", [EMPTY]),
+    (
+        "harmony",
+        '<|channel|>analysis<|message|>Hm.<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>',
+        [thought("Hm."), F],
+    ),
     ("harmony", "plain", [content("plain")]),
     # --- reasoning
     ("think", "<think>a\nb</think>\n\nHello", [thought("a\nb"), content("Hello")]),

@@ -13,20 +13,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.backends.vocabulary import byte_tokenizer
+from octavo.grammar.matchers import compile_matcher, make_tokenizer, normalised
 from octavo.server_settings import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.text import reasoning
-from octavo.text.message_format import AUTO, HARMONY_NAME, TOOL_FORMATS, find_format
+from octavo.text.message_format import (
+    AUTO,
+    HARMONY_NAME,
+    TOOL_FORMATS,
+    MessageConstraints,
+    MessageFormat,
+    Tool,
+    find_format,
+)
 from octavo.text.reader import Call, CallProgress, Format, MessageParser, Piece, Text
 from octavo.text.tool_calls.harmony import HARMONY
 from octavo.text.tool_calls.hermes import HERMES
 from octavo.text.tool_calls.kimi import KIMI
 from octavo.text.tool_calls.marked_json import COHERE, GRANITE, PHI4
 from octavo.text.tool_calls.pythonic import LFM2, OLMO3
-from octavo.text.tool_calls.tool_format import ToolFormat
+from octavo.text.tool_calls.tool_format import Marks, ToolFormat
 from octavo.text.tool_calls.values import text_of, type_of
 from octavo.text.tool_calls.xml_formats import GLM, MINIMAX_M2, QWEN3_CODER
 from tests.text.tool_calls.messages import joined
 
+EOS = 256
 NUM_CALLS = 200
 KINDS = ("content", "reasoning")
 NUM_CUT_EVERYWHERE = int(os.environ.get("OCTAVO_EXAMPLES", "5"))
@@ -339,3 +350,46 @@ def test_other_ways_to_write_calls(format: ToolFormat, text: str, expected: list
     read = format.read({"f": None})
     for place in range(len(text)):
         assert parse(read, [text[:place], text[place:]]) == expected
+
+
+LIMITED = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string", "maxLength": 3},
+        "e": {"enum": ["one", "two"]},
+        "n": {"type": "integer", "minimum": 1, "maximum": 9},
+        "l": {"type": "array", "items": {"$ref": "#/$defs/word"}, "maxItems": 2},
+        "t": {"type": ["string", "null"]},
+    },
+    "required": ["s", "n"],
+    "additionalProperties": False,
+    "$defs": {"word": {"type": "string", "enum": ["a", "b"]}},
+}
+
+
+@pytest.mark.parametrize("format", [f for f in TOOL_FORMATS if f.argument_rules], ids=lambda format: format.name)
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_a_grammar_keeps_to_the_schema_between_tags(format: ToolFormat, has_tokens: bool) -> None:
+    tokenizer = byte_tokenizer(more_special=tuple(dict.fromkeys(format.marks)) if has_tokens else ())
+    message = MessageFormat(format, None, Marks(tokenizer.special_ids_by_text()))
+    constraints = MessageConstraints(None, [Tool("f", LIMITED)], is_parallel=True)
+    grammar = normalised(message.grammar(constraints, ""))
+    matchers = make_tokenizer(tokenizer.vocabulary((EOS,)))
+
+    def allows(*arguments: dict[str, Any]) -> bool:
+        text = format.write([Call("f", text_of(each)) for each in arguments])
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        matcher = compile_matcher(grammar, matchers)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    good = {"s": "x<y", "e": "two", "n": 3, "l": ["a", "b"], "t": "</p"}
+    assert allows(good)
+    assert allows(good, {"s": "", "n": 9})
+    for wrong in ({"s": "long"}, {"e": "three"}, {"n": 10}, {"n": "x"}, {"l": ["c"]}, {"l": ["a"] * 3}):
+        assert not allows({**good, **wrong}), wrong
+    assert not allows({"s": "x"})
+    assert not allows({**good, "z": 1})
+    nothing = MessageConstraints(None, [Tool("f", None)])
+    grammar = normalised(message.grammar(nothing, ""))
+    assert allows({})
+    assert not allows({"a": 1})
