@@ -39,11 +39,8 @@ class ChatReply:
 
 def members_of(call: Call) -> dict[str, Any]:
     """The arguments of a call as an object; if they are cut or no JSON, the members that are complete before that."""
-    text = call.arguments
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        value = from_json(text[: error.pos] or "{}", allow_partial=True)
+        value = _value_of(call.arguments)
     except (ValueError, RecursionError):
         return {}
     if not isinstance(value, dict):
@@ -51,6 +48,13 @@ def members_of(call: Call) -> dict[str, Any]:
     # Half a character, which JSON can name, is no text.
     members: dict[str, Any] = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     return members
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        return from_json(text[: error.pos] or "{}", allow_partial=True)
 
 
 async def begin_reply(
