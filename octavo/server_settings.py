@@ -11,7 +11,7 @@ TOOL_CALL_PARSERS = (
     *("deepseek_v32", "deepseek_v4", "openai", "pythonic", "llama4_pythonic", "qwen3_coder", "qwen3_xml", "step3p5"),
     *("mimo", "glm45", "glm47", "minimax_m2", "kimi_k2", "seed_oss", "granite", "phi4_mini_json", "olmo3", "lfm2"),
     *("hunyuan_a13b", "jamba", "nemotron_json", "cohere_command3", "cohere_command4", "longcat"),
-    *("gemma4", "functiongemma"),
+    *("gemma4", "functiongemma", "internlm", "granite-20b-fc", "minimax", "ernie45"),
 )
 """Names of the formats in ``octavo.text.message_format``, most of them vLLM's."""
 REASONING_PARSERS = (

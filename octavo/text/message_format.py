@@ -22,7 +22,7 @@ from octavo.text.tool_calls.harmony import HARMONY
 from octavo.text.tool_calls.hermes import HERMES
 from octavo.text.tool_calls.kimi import KIMI
 from octavo.text.tool_calls.llama3 import LLAMA3
-from octavo.text.tool_calls.marked_json import COHERE, GRANITE, HUNYUAN, LONGCAT, NEMOTRON, PHI4
+from octavo.text.tool_calls.marked_json import COHERE, GRANITE, GRANITE_20B, HUNYUAN, INTERNLM, LONGCAT, NEMOTRON, PHI4
 from octavo.text.tool_calls.mistral import MISTRAL
 from octavo.text.tool_calls.pythonic import LFM2, OLMO3, PYTHONIC
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, talk_rule
@@ -33,7 +33,7 @@ from octavo.text.tools_in_text import WriteCalls
 TOOL_FORMATS = (
     *(HERMES, LLAMA3, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4, HARMONY, PYTHONIC, QWEN3_CODER),
     *(GLM, MINIMAX_M2, KIMI, SEED_OSS, GRANITE, PHI4, OLMO3, LFM2, GEMMA4, FUNCTION_GEMMA, HUNYUAN, NEMOTRON, COHERE),
-    LONGCAT,
+    *(INTERNLM, GRANITE_20B, LONGCAT),
 )
 """In order of precedence: of several whose signs a template shows, the first is chosen."""
 FALLBACK = HERMES

@@ -9,10 +9,10 @@ HERMES = marked_json(
     "hermes",
     "<tool_call>",
     "</tool_call>",
-    models="Hermes, Qwen 2.5, Qwen 3, Granite 4, SmolLM 3",
+    models="Hermes, Qwen 2.5, Qwen 3, Granite 4, ERNIE 4.5, SmolLM 3",
     signs=(("<tool_call>", "arguments"),),
     others=("<function=", "<arg_key>"),
-    also=("granite4",),
+    also=("granite4", "ernie45"),
     is_list=False,
     is_plain=True,
 )

@@ -32,6 +32,7 @@ def marked_json(
     Both are read in either case. ``keys`` are those of the function's name and of the arguments.
     """
     name_key, arguments_key = keys
+    before, behind = ("\n", "\n") if closes else (" ", "")
 
     def read_calls(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
         yield from reader.blanks()
@@ -43,7 +44,7 @@ def marked_json(
         objects = [json_calls.written(call.name, call.arguments, *keys) for call in calls]
         if is_list:
             return f"{opens}[{', '.join(objects)}]{closes}"
-        return "\n".join(f"{opens}\n{text}\n{closes}" for text in objects)
+        return "\n".join(f"{opens}{before}{text}{behind}{closes}" for text in objects)
 
     def rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
         heads = [literal(f'{{"{name_key}": {json.dumps(each)}, "{arguments_key}": ') for each in names]
@@ -52,7 +53,7 @@ def marked_json(
             rest = f"{literal('[')} {repeated('call', literal(', '), parallel)} {literal(']')} {last}"
             return f"calls: {first} rest\nrest: {rest}\ncall: {one_of(heads, literal('}'))}\n"
         rest = repeated("call", f"{literal(chr(10))} {first}", parallel)
-        call = f'"\\n" function "\\n" {last}'
+        call = f"{literal(before)} function {literal(behind) if behind else ''} {last}"
         return f"calls: {first} rest\nrest: {rest}\ncall: {call}\nfunction: {one_of(heads, literal('}'))}\n"
 
     opening = (opens, *more_opens)
@@ -93,10 +94,10 @@ HUNYUAN = marked_json(
     "hunyuan_a13b",
     "<tool_calls>",
     "</tool_calls>",
-    models="Hunyuan A13B, Jamba",
+    models="Hunyuan A13B, Jamba, MiniMax M1",
     signs=(("<tool_calls>",),),
     others=("<invoke", "<tool_sep>"),
-    also=("jamba",),
+    also=("jamba", "minimax"),
 )
 NEMOTRON = marked_json(
     "nemotron_json", "<TOOLCALL>", "</TOOLCALL>", models="Nemotron Nano 2, Super 1.5", signs=(("<TOOLCALL>",),)
@@ -109,6 +110,23 @@ COHERE = marked_json(
     signs=(("<|START_ACTION|>",),),
     also=("cohere_command4",),
     keys=("tool_name", "parameters"),
+)
+INTERNLM = marked_json(
+    "internlm",
+    "<|action_start|><|plugin|>",
+    "<|action_end|>",
+    models="InternLM 2.5",
+    signs=(("<|plugin|>",),),
+    keys=("name", "parameters"),
+    is_list=False,
+)
+GRANITE_20B = marked_json(
+    "granite-20b-fc",
+    "<function_call>",
+    "",
+    models="Granite 20B function calling",
+    signs=(("<function_call>",),),
+    is_list=False,
 )
 LONGCAT = marked_json(
     "longcat",
