@@ -17,6 +17,8 @@ class AnswerMarks(NamedTuple):
     """Marks behind which the answer begins, once all of them have come in this order."""
     restarts: str = ""
     """Mark that begins another message of the prompt, if ``opens`` is empty."""
+    skips: tuple[str, ...] = ()
+    """Marks between reasoning and answer that belong to neither."""
 
 
 class AnswerStart:
@@ -61,7 +63,8 @@ class AnswerStart:
         blanks = len(text) - len(begun)
         if self._has_reasoning and blanks:
             return blanks
-        marks = (self._marks.opens, self._marks.closes[-1]) if self._has_reasoning else (self._marks.opens,)
+        after = (self._marks.closes[-1], *self._marks.skips) if self._has_reasoning else ()
+        marks = (self._marks.opens, *after)
         for mark in filter(None, marks):
             if begun.startswith(mark):
                 self._is_inside = mark == self._marks.opens
@@ -106,7 +109,7 @@ class Thinking(NamedTuple):
 
     @property
     def answer_marks(self) -> AnswerMarks:
-        return AnswerMarks(self.opens, (self.closes,))
+        return AnswerMarks(self.opens, (self.closes,), skips=(self.answer or ())[:1])
 
 
 THINK = Thinking(

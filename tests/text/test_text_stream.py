@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.sampling_params import SamplingParams
-from octavo.text.reasoning import THINK, answer_start
+from octavo.text.reasoning import THINK, answer_start, thinking_named
 from octavo.text.text_stream import TextDelta, TextStream
 from octavo.text.tool_calls import harmony
 
@@ -118,6 +118,13 @@ def test_stop_strings_count_in_the_answer_only(prompt: str, text: str, shown: st
 def test_marks_of_reasoning_and_blanks_behind_them_are_no_part_of_a_stop_string(stop: str) -> None:
     text = "<think>a</think>\n\nc"
     assert thinking("", stop=(stop,)).push(tokens_of(text), "length") == TextDelta(text, None, len(text))
+
+
+def test_a_mark_of_the_answer_is_no_part_of_it() -> None:
+    hunyuan = thinking_named("hunyuan_a13b")
+    assert hunyuan is not None
+    text = "<think>a</think>\n<answer>\nb\n</answer>"
+    assert thinking("", hunyuan.answer_marks, stop=("\n",)).push(tokens_of(text)).text == text[:-10]
 
 
 def test_reasoning_that_never_ends_has_no_stop() -> None:
