@@ -27,7 +27,8 @@ class ChatReply:
         self.generation = generation
         self.choice: Choice = generation.choices[0]
         tools = tools_of(body, services)
-        self._message = chat_message(services.message_format, tools, self.choice.prompt.text or "")
+        prompt = self.choice.prompt.text or ""
+        self._message = chat_message(services.message_format, tools, prompt, body.continue_final_message)
 
     def pieces(self) -> list[Piece]:
         """The pieces that became unambiguous since the last call."""

@@ -104,29 +104,29 @@ class MessageFormat:
         thinking = () if self.thinking is None else self.thinking.marks
         return self.marks.ids((*thinking, *(self.tools or LLAMA3).marks))
 
-    @property
-    def answer_marks(self) -> AnswerMarks | None:
+    def answer_marks(self, is_begun: bool = False) -> AnswerMarks | None:
         """Marks of the answer, in which alone stop strings count; ``None`` when all of a message is the answer."""
         if self.is_harmony:
             return harmony.ANSWER
-        return None if self.thinking is None else self.thinking.answer_marks
+        return None if self.thinking is None else self.thinking.answer_marks._replace(is_begun=is_begun)
 
-    def reader(self, functions: Functions | None, prompt: str) -> Format | None:
+    def reader(self, functions: Functions | None, prompt: str, is_begun: bool = False) -> Format | None:
         """The reader of a message that follows ``prompt``; ``None`` when every message is plain content.
 
-        ``functions`` are those that may be called, ``None`` for a request without tools.
+        ``functions`` are those that may be called, ``None`` for a request without tools. With ``is_begun`` the prompt
+        ends with the beginning of the message.
         """
         if self.is_harmony:
             return HARMONY.read(functions or frozenset())
         following = None if functions is None else (self.tools or LLAMA3).read(functions)
         if self.thinking is None:
             return following
-        is_inside = reasoning.begins_inside(prompt, self.thinking)
+        is_inside = reasoning.begins_inside(prompt, self.thinking, is_begun)
         return reasoning.after_thinking(following or reasoning.content_only, is_inside, self.thinking)
 
-    def grammar(self, wanted: MessageConstraints, prompt: str) -> str:
+    def grammar(self, wanted: MessageConstraints, prompt: str, is_begun: bool = False) -> str:
         """The grammar of a message that follows ``prompt``. Raises ``FormError`` about the schema of a tool."""
-        lead, rules = self._lead(prompt)
+        lead, rules = self._lead(prompt, is_begun)
         parts: dict[str, forms.Part] = {}
         bodies = []
         if wanted.tools:
@@ -155,7 +155,7 @@ class MessageFormat:
         made = [make(i, part, self.marks) for i, part in enumerate(arguments)]
         return "".join(rules for rules, _ in made), {name: part for _, parts in made for name, part in parts.items()}
 
-    def _lead(self, prompt: str) -> tuple[str, str]:
+    def _lead(self, prompt: str, is_begun: bool) -> tuple[str, str]:
         """Lark of the reasoning before a message, and its rules."""
         if self.is_harmony:
             return "thinking?", f"thinking: {harmony.thinking_rule(self.marks)}\n"
@@ -166,7 +166,7 @@ class MessageFormat:
             rules = f"thoughts: {forms.TEXT} {closes} {forms.SPACES}\n"
         else:
             rules = f"thoughts: until_end {forms.SPACES}\nuntil_end[lazy]: {forms.TEXT} {closes}\n"
-        if reasoning.begins_inside(prompt, self.thinking):
+        if reasoning.begins_inside(prompt, self.thinking, is_begun):
             return "thoughts", rules
         return "thinking?", f"thinking: {opens} thoughts\n{rules}"
 

@@ -19,6 +19,8 @@ class AnswerMarks(NamedTuple):
     """Mark that begins another message of the prompt, if ``opens`` is empty."""
     skips: tuple[str, ...] = ()
     """Marks between reasoning and answer that belong to neither."""
+    is_begun: bool = False
+    """Whether the prompt ends with the beginning of the message, as the client gave it."""
 
 
 class AnswerStart:
@@ -86,7 +88,7 @@ def answer_start(marks: AnswerMarks | None, prompt: str | None) -> AnswerStart |
     if marks is None or prompt is None:
         return None
     if marks.opens:
-        return AnswerStart(marks, prompt.rstrip().endswith(marks.opens))
+        return AnswerStart(marks, _ends_inside(prompt, marks.opens, marks.closes[-1], marks.is_begun))
     _, begun, rest = prompt.rpartition(marks.closes[0])
     return AnswerStart(marks, not begun or marks.closes[-1] not in rest or marks.restarts in rest)
 
@@ -139,6 +141,8 @@ FAMILIES = (
 )
 """In order of precedence: of several whose marks a template has, the first is chosen."""
 
+_TURN = re.compile(r"<[|\uff5c][^\n<>]{1,60}>|<[^\n<>|]{0,20}turn[^\n<>]{0,20}>|\[/?[A-Z]{3,20}\]|</?s>|\]~b\]")
+"""Marks between turns in the prompts of many families."""
 _SIMILAR = re.compile(r"</([\w:.-]{0,40}(?:think|thought)[\w:.-]{0,40})>")
 
 
@@ -156,9 +160,19 @@ def thinking_shown(template: str) -> Thinking | None:
     return None if found is None else Thinking(f"<{found[1]}>", found[0])
 
 
-def begins_inside(prompt: str, thinking: Thinking = THINK) -> bool:
-    """Whether a prompt ends inside reasoning: some chat templates append the mark that opens it."""
-    return prompt.rstrip().endswith(thinking.opens)
+def begins_inside(prompt: str, thinking: Thinking = THINK, is_begun: bool = False) -> bool:
+    """Whether a prompt ends inside reasoning: some chat templates append the mark that opens it.
+
+    With ``is_begun`` the prompt ends with the beginning of the message, as the client gave it.
+    """
+    return _ends_inside(prompt, thinking.opens, thinking.closes, is_begun)
+
+
+def _ends_inside(prompt: str, opens: str, closes: str, is_begun: bool) -> bool:
+    if prompt.rstrip().endswith(opens):
+        return True
+    _, opened, rest = prompt.rpartition(opens)
+    return is_begun and bool(opened) and closes not in rest and _TURN.search(rest) is None
 
 
 def after_thinking(following: Format, is_inside: bool, thinking: Thinking = THINK) -> Format:

@@ -151,7 +151,7 @@ def client_request(body: ChatBody, services: Services, request: Request, tools: 
         grammar=grammar,
         grammar_field=field,
         shown_ids=services.message_format.shown_ids,
-        answer_marks=services.message_format.answer_marks,
+        answer_marks=services.message_format.answer_marks(body.continue_final_message),
     )
 
 
@@ -169,7 +169,7 @@ def _grammar(body: ChatBody, services: Services, tools: ToolUse | None) -> tuple
     if expected is None:
         return "", None
     field = "tools" if asked_for is None or expected.form is None else asked_for.field
-    return field, lambda prompt: format.grammar(expected, prompt)
+    return field, lambda prompt: format.grammar(expected, prompt, body.continue_final_message)
 
 
 def effort(requested: str | None, services: Services) -> dict[str, Any] | None:
@@ -221,7 +221,8 @@ class ChatAnswer:
         choices = generation.choices
         self.body = body
         self._services = services
-        self._messages = [chat_message(services.message_format, tools, choice.prompt.text or "") for choice in choices]
+        format, is_begun = services.message_format, body.continue_final_message
+        self._messages = [chat_message(format, tools, choice.prompt.text or "", is_begun) for choice in choices]
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.identity = identity_of(generation, "chatcmpl", kind, services.answering_name(body.model))
         self._names = TokenNames(services.tokenizer, body.return_tokens_as_token_ids)

@@ -99,8 +99,10 @@ class ChatMessage:
         return "tool_calls" if reason == "stop" and self._num_calls and not is_named else reason
 
 
-def chat_message(format: MessageFormat, tools: ToolUse | None, prompt: str) -> ChatMessage | None:
-    """A parser for the message after ``prompt``; ``None`` when all of its text is content."""
+def chat_message(
+    format: MessageFormat, tools: ToolUse | None, prompt: str, is_begun: bool = False
+) -> ChatMessage | None:
+    """A parser for the message after ``prompt``, which may end with its beginning; ``None`` when all is content."""
     functions = None if tools is None else {tool.name: tool.parameters for tool in tools.allowed}
-    reader = format.reader(functions, prompt)
+    reader = format.reader(functions, prompt, is_begun)
     return None if reader is None else ChatMessage(MessageParser(reader), format.new_id, tools)

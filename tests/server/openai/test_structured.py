@@ -279,6 +279,21 @@ def test_a_stop_string_counts_in_the_answer_only(serve_app: Any, stream: bool) -
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " ")
 
 
+@pytest.mark.parametrize("user", ["Hi", "What does <think> do?"])
+def test_a_message_may_be_continued_inside_its_reasoning(serve_app: Any, user: str) -> None:
+    tokenizer = byte_tokenizer(TEMPLATE + "{# </think> #}")
+    text = " the sum. Yes.</think>\n\nFour. Five."
+    served = serve_app(InProcessEngine(lambda request: [*text.encode(), 258]), tokenizer=tokenizer)
+    messages = [{"role": "user", "content": user}, {"role": "assistant", "content": "<think>I need"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False, "max_tokens": 60, "stop": [". "]}
+    choice = served.chat(messages=messages, **options).json()["choices"][0]
+    assert choice["message"]["reasoning_content"] == " the sum. Yes."
+    assert choice["message"]["content"] == "Four"
+    messages[1]["content"] = "I need"
+    message = served.chat(messages=messages, **options).json()["choices"][0]["message"]
+    assert (message["content"], message.get("reasoning_content")) == (" the sum", None)
+
+
 def test_a_mark_that_closes_reasoning_is_never_shown(serve_app: Any) -> None:
     """Nothing opened the reasoning: what is streamed cannot be taken back, an unstreamed message is divided."""
     tokenizer = byte_tokenizer(TEMPLATE + "{# </think> #}")
