@@ -393,3 +393,18 @@ def test_a_grammar_keeps_to_the_schema_between_tags(format: ToolFormat, has_toke
     grammar = normalised(message.grammar(nothing, ""))
     assert allows({})
     assert not allows({"a": 1})
+
+
+@pytest.mark.parametrize("format", [f for f in TOOL_FORMATS if f.has_mark and f is not HARMONY], ids=lambda f: f.name)
+def test_calls_at_the_end_of_reasoning_that_is_not_closed_are_calls(format: ToolFormat) -> None:
+    calls = [Call("f", text_of({"a": 'x "y" <z>', "b": [1]})), Call("get_weather", "{}")]
+    read = reasoning.after_thinking(format.read(functions_of(calls)), False)
+    text = "<think>I call. " + format.write(calls)
+    expected = [Text("reasoning", "I call. "), *calls]
+    for more in ("", "\n"):
+        assert same(parse(read, [text + more])) == same(expected)
+        assert same(parse(read, list(text + more))) == same(expected)
+    for more in ("</think>", "\n</think>So.", " Or not."):
+        for texts in ([text + more], list(text + more)):
+            assert not any(isinstance(piece, Call) for piece in parse(read, texts))
+    assert parse(read, list(text), is_cut=True) == [Text("reasoning", text.removeprefix("<think>"))]
