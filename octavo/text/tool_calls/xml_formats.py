@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.grammar.forms import FormError, Part, json_schema, literal
+from octavo.grammar.forms import WEAKENS, FormError, Part, json_schema, literal
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated
 from octavo.text.tool_calls.values import types_of
 from octavo.text.tool_calls.xml_calls import Tags
@@ -69,7 +69,6 @@ def _argument_rules(tags: Tags) -> Callable[[int, Part, Marks], tuple[str, dict[
         if not isinstance(properties, dict) or not isinstance(required, list | tuple):
             raise FormError("has 'properties' that are no object or 'required' that is no list")
         parts: dict[str, Part] = {}
-        notes = {key: value for key, value in part.items() if key != "schema"}
         if "properties" in schema and not properties and not schema.get("additionalProperties"):
             return f'a{index}: ""\n', parts
         if not properties:
@@ -90,7 +89,9 @@ def _argument_rules(tags: Tags) -> Callable[[int, Part, Marks], tuple[str, dict[
                 lines += _text_rule(f"v{name}", tags, marks, given if isinstance(given, dict) else {})
             else:
                 definitions = {each: schema[each] for each in DEFINITIONS if each in schema}
-                parts[f"j{name}"] = {**json_schema({**definitions, **given}), **notes}
+                parts[f"j{name}"] = json_schema({**definitions, **given})
+                if WEAKENS in part:
+                    parts[f"j{name}"][WEAKENS] = f"{part[WEAKENS]}.properties.{key}"
                 lines += f"v{name}: {_padding(tags)} @j{name} {_padding(tags)} {marks.lark(tags.value[1])}\n"
             names.append(f"p{name}" if key in required else f"p{name}?")
         return f"a{index}: {' '.join(names)}\n{lines}", parts

@@ -439,3 +439,16 @@ def test_a_server_that_rejects_what_has_no_effect_rejects_a_weaker_schema(serve_
     response = served.chat(tools=[function(UNUSABLE)], tool_choice="required")
     assert response.status_code == 400
     assert "tools[0].function.parameters.properties.a.uniqueItems" in response.json()["error"]["message"]
+
+
+def test_what_no_grammar_keeps_to_between_tags_is_left_out_at_its_place(serve_app: Any) -> None:
+    tokenizer = byte_tokenizer(TEMPLATE)
+    served = serve_app(writing_engine(tokenizer), tokenizer=tokenizer, tool_call_parser="qwen3_coder")
+    numbers = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 2}
+    parameters = {"type": "object", "properties": {"a": numbers}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    response = served.chat(tools=[tool], tool_choice="required", max_tokens=200)
+    assert response.status_code == 200
+    assert "tools[0].function.parameters.properties.a.uniqueItems" in response.headers["x-octavo-unknown-fields"]
+    for call in response.json()["choices"][0]["message"]["tool_calls"]:
+        assert isinstance(json.loads(call["function"]["arguments"])["a"], list)
