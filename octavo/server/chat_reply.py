@@ -28,7 +28,8 @@ class ChatReply:
         self.choice: Choice = generation.choices[0]
         tools = tools_of(body, services)
         prompt = self.choice.prompt.text or ""
-        self._message = chat_message(services.message_format, tools, prompt, body.continue_final_message)
+        is_begun = body.continue_final_message
+        self._message = chat_message(services.message_format, tools, prompt, is_begun, body.stream)
 
     def pieces(self) -> list[Piece]:
         """The pieces that became unambiguous since the last call."""

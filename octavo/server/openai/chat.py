@@ -222,7 +222,9 @@ class ChatAnswer:
         self.body = body
         self._services = services
         format, is_begun = services.message_format, body.continue_final_message
-        self._messages = [chat_message(format, tools, choice.prompt.text or "", is_begun) for choice in choices]
+        self._messages = [
+            chat_message(format, tools, choice.prompt.text or "", is_begun, body.stream) for choice in choices
+        ]
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.identity = identity_of(generation, "chatcmpl", kind, services.answering_name(body.model))
         self._names = TokenNames(services.tokenizer, body.return_tokens_as_token_ids)

@@ -16,8 +16,12 @@ REASONING_KEYS = ("reasoning_content", "reasoning")
 class ChatMessage:
     """Parses one choice's text into a message."""
 
-    def __init__(self, parser: MessageParser, new_id: Callable[[], str], tools: ToolUse | None) -> None:
+    def __init__(
+        self, parser: MessageParser, new_id: Callable[[], str], tools: ToolUse | None, is_streamed: bool = True
+    ) -> None:
+        """A message that is not streamed is read with all of its text at hand; see ``after_thinking``."""
         self._parser = parser
+        self._is_streamed = is_streamed
         self._new_id = new_id
         self._tools = tools
         self._num_calls = 0
@@ -31,12 +35,11 @@ class ChatMessage:
 
         ``finish_reason`` is ``None`` while more text may come.
         """
-        if finish_reason is None:
-            found = self._parser.push(text)
-        else:
-            is_cut = finish_reason == "length"
-            found = self._parser.finish(is_cut, text)
-            found = self._without_markup(found) if is_cut else found
+        is_last, is_cut = finish_reason is not None, finish_reason == "length"
+        found = self._parser.push(text) if self._is_streamed or not is_last else []
+        if is_last:
+            last = self._parser.finish(is_cut, "" if self._is_streamed else text)
+            found += self._without_markup(last) if is_cut else last
         kept: list[Piece] = []
         for piece in found:
             if isinstance(piece, Call | CallProgress):
@@ -100,9 +103,9 @@ class ChatMessage:
 
 
 def chat_message(
-    format: MessageFormat, tools: ToolUse | None, prompt: str, is_begun: bool = False
+    format: MessageFormat, tools: ToolUse | None, prompt: str, is_begun: bool = False, is_streamed: bool = True
 ) -> ChatMessage | None:
     """A parser for the message after ``prompt``, which may end with its beginning; ``None`` when all is content."""
     functions = None if tools is None else {tool.name: tool.parameters for tool in tools.allowed}
     reader = format.reader(functions, prompt, is_begun)
-    return None if reader is None else ChatMessage(MessageParser(reader), format.new_id, tools)
+    return None if reader is None else ChatMessage(MessageParser(reader), format.new_id, tools, is_streamed)
