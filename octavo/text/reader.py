@@ -72,6 +72,8 @@ class Reader:
         self._num_failures = 0
         self._has_run_out = False
         """Whether the message has ended where more text was needed."""
+        self._is_empty = False
+        """Whether an empty list of calls was read."""
         self._blanks = ""
         """Blanks at the end of the content so far: they belong to it unless a call follows."""
         self._last = ""
@@ -363,13 +365,17 @@ class Reader:
     def maybe(self, steps: Steps[object]) -> Steps[bool]:
         """Read calls; if there are none, nothing is consumed but what is dropped. Returns whether there were calls."""
         num_calls, place = self.num_calls, self._pin()
-        self._has_run_out = False
+        self._has_run_out = self._is_empty = False
         yield from steps
         self._unpin()
-        if self.num_calls > num_calls:
+        if self.num_calls > num_calls or self._is_empty:
             return True
         self._place = len(self._text) if self._has_run_out and self._drops_begun else place
         return False
+
+    def accept_none(self) -> None:
+        """The model has written that it makes no calls: there is nothing to read, and no content."""
+        self._is_empty = True
 
     def begin_call(self, name: str) -> None:
         """A call of ``name`` is certain now: text that was read is not looked at again."""

@@ -19,10 +19,18 @@ def any_name(name: str) -> bool:
     return True
 
 
-def read_calls(reader: Reader, accepts: Callable[[str], bool] = any_name, name_key: str = "name") -> Steps[None]:
-    """One call, several behind each other or a list of them, with any separators; those that ``accepts`` the name."""
+def read_calls(
+    reader: Reader, accepts: Callable[[str], bool] = any_name, name_key: str = "name", may_be_empty: bool = False
+) -> Steps[None]:
+    """One call, several behind each other or a list of them, with any separators; those that ``accepts`` the name.
+
+    With ``may_be_empty`` an empty list is read too, as no calls.
+    """
     is_list = yield from reader.literal("[")
     yield from reader.blanks()
+    if is_list and may_be_empty and (yield from reader.literal("]")):
+        reader.accept_none()
+        return
     if not (yield from reader.maybe(read_call(reader, accepts, name_key))):
         return
     while (yield from reader.maybe(_read_next(reader, accepts, name_key))):

@@ -36,7 +36,8 @@ def marked_json(
 
     def read_calls(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
         yield from reader.blanks()
-        yield from json_calls.read_calls(reader, name_key=name_key)
+        # Some models write all of their calls as one list, which is empty when they make none.
+        yield from json_calls.read_calls(reader, name_key=name_key, may_be_empty=True)
         # Models that end their turn with the call often leave the closing mark out.
         yield from reader.closing(*([closes] if closes else []))
 

@@ -68,6 +68,8 @@ CASES: list[tuple[str, str, list[Piece]]] = [
         [Call("f", '{"a": "</tool_call>"}')],
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> done', [F, content(" done")]),
+    ("hermes", "<tool_call> [ ] </tool_call>x", [content("x")]),
+    ("hermes", "<tool_call>[1]</tool_call>", [content("<tool_call>[1]</tool_call>")]),
     ("hermes", "a <tool_call> b", [content("a <tool_call> b")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', [F]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1', [Call("f", '{"a": [1', is_cut=True)]),
