@@ -43,7 +43,7 @@ _ENGINE = {
 _PROXY = _UPSTREAM | {
     *("host", "port", "api_key", "api_key_file", "admin_key", "allowed_hosts", "allowed_origins", "ssl_certfile"),
     *("ssl_keyfile", "ssl_ca_certs", "max_num_queued_reqs", "max_request_bytes", "shutdown_timeout"),
-    *("engine_timeout", "log_level", "log_format", "access_log"),
+    *("engine_timeout", "request_timeout", "log_level", "log_format", "access_log"),
 }
 """Settings of the server that the openai backend honours; the others honour all but those of the upstream."""
 

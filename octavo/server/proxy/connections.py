@@ -1,12 +1,14 @@
 """Pooled HTTP/1.1 connections to one server, for many streams of small pieces.
 
-The parser is httptools, as in the HTTP server; general clients spend several times as long on each piece of a body.
+General clients spend several times as long on each piece of a body.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import select
 import ssl
 import time
 from collections import deque
@@ -14,90 +16,145 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
-import httptools
+from octavo.server.proxy.response_parser import ConnectionFailed, Headers, InvalidResponse, ResponseParser
 
 CONNECT_SECONDS = 5.0
+SILENT_SECONDS = 600.0
+"""Time from a request to the end of the response's head, and then between pieces of its body."""
 IDLE_SECONDS = 4.0
 """Idle connections are used for this long; servers usually close them after 5 s or more."""
-MAX_BUFFERED = 256 << 10
+MAX_BUFFERED = 64 << 10
 """Received bytes that were not read yet, after which a connection is not read from."""
+MAX_WHOLE_BODY = 64 << 20
+"""Longest body that is kept as a whole, unless the caller says otherwise."""
 
-Headers = list[tuple[bytes, bytes]]
+__all__ = ["Connection", "ConnectionFailed", "Connections", "Headers", "InvalidResponse", "ServerSilent"]
 
 
-class ConnectionFailed(Exception):
-    """The server cannot be reached, closed the connection before the end of its response, or sent no valid HTTP."""
+class ServerSilent(ConnectionFailed):
+    """The server accepted a request, and then sent nothing for too long."""
 
 
 class Connection(asyncio.Protocol):
     """One connection, and the response that arrives on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, silent_seconds: float) -> None:
         self.idle_since = 0.0
-        self.status = 0
-        self.headers: Headers = []
-        self.is_reusable = False
-        """Whether the response is complete and another request may be sent."""
+        self._silent_seconds = silent_seconds
         self._transport: Any
-        self._parser = httptools.HttpResponseParser(self)
-        self._pieces: list[bytes] = []
-        self._num_buffered = 0
+        self._response: ResponseParser | None = None
+        """``None`` between requests, when the server has nothing to say."""
         self._is_paused = False
-        self._has_head = False
-        self._has_length = False
-        self._is_complete = False
         self._failure: ConnectionFailed | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._last_heard = 0.0
+        """Loop time at which the request was sent, or a piece of the body arrived."""
+        self._silence: asyncio.TimerHandle | None = None
 
     # --- requests ---
 
     async def send(self, data: bytes) -> None:
         """Send a request and wait for the head of its response: ``status`` and ``headers``. Raises
         ``ConnectionFailed``."""
-        self._has_head = self._has_length = self._is_complete = self.is_reusable = False
+        self._raise_failure()
+        self._response = ResponseParser()
+        loop = asyncio.get_running_loop()
+        self._last_heard = loop.time()
+        self._silence = loop.call_later(self._silent_seconds, self._check_silence)
         self._transport.write(data)
-        while not self._has_head:
+        while not self._response.has_head:
             await self._wait()
+
+    @property
+    def status(self) -> int:
+        return self._current.status
+
+    @property
+    def headers(self) -> Headers:
+        return self._current.headers
 
     async def read(self) -> bytes:
         """The bytes of the body that arrived since the last call, at least one; b"" at the end. Raises
         ``ConnectionFailed``."""
-        while not self._pieces:
-            if self._is_complete:
+        response = self._current
+        while not response.num_buffered:
+            if response.is_complete:
                 return b""
             await self._wait()
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self.discard()
+        data = response.take()
+        self._resume()
         return data
 
-    def discard(self) -> None:
-        """Drop what was received, so that no other request reads it."""
-        self._pieces.clear()
-        self._num_buffered = 0
-        if self._is_paused:
-            self._is_paused = False
-            self._transport.resume_reading()
+    async def read_all(self, max_bytes: int = MAX_WHOLE_BODY) -> bytes:
+        """The body up to its end. Raises ``ConnectionFailed``, also if it is longer than ``max_bytes``."""
+        pieces, num_bytes = [], 0
+        while data := await self.read():
+            pieces.append(data)
+            num_bytes += len(data)
+            if num_bytes > max_bytes:
+                raise InvalidResponse(f"a body of more than {max_bytes:,} bytes")
+        return b"".join(pieces)
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether request and response are complete, so that another request may be sent."""
+        is_over = self._response is not None and self._response.may_keep_alive
+        return is_over and not self.is_closed and not self._transport.get_write_buffer_size()
+
+    def release(self) -> None:
+        """Forget the response, with what was left unread of it: the connection is idle."""
+        self._end_response()
+        self._response = None
+        self._resume()
+        self.idle_since = time.monotonic()
 
     @property
     def is_closed(self) -> bool:
         return self._failure is not None or self._transport.is_closing()
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether an idle connection was closed, or spoke unasked, which the event loop has not seen yet."""
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
     def close(self) -> None:
         """Close at once; a request in progress is thereby aborted."""
+        self._end_response()
         self._transport.abort()
 
+    @property
+    def _current(self) -> ResponseParser:
+        assert self._response is not None
+        return self._response
+
     async def _wait(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
             self._waiter = None
 
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._last_heard = asyncio.get_running_loop().time()
+            self._transport.resume_reading()
+
+    def _end_response(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
 
     # --- called by the event loop ---
 
@@ -105,55 +162,55 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        response = self._response
+        if response is None:
+            self._give_up(InvalidResponse("it sent data that no request had asked for"))
+            return
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._fail(f"invalid HTTP: {error}")
+            response.feed(data)
+        except InvalidResponse as error:
+            self._give_up(error)
+            return
+        if response.has_head:
+            self._last_heard = asyncio.get_running_loop().time()
+        if response.is_followed:
             self._transport.abort()
-        if self._num_buffered > MAX_BUFFERED and not self._is_paused:
+        elif response.num_buffered > MAX_BUFFERED and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._has_head and not self._has_length and error is None:
-            self._is_complete = True  # RFC 9112, section 6.3: such a body ends with the connection
-        self._fail("the connection was closed" if error is None else type(error).__name__)
+        if self._response is not None and error is None:
+            self._response.end()
+        self._end_response()
+        self._fail(ConnectionFailed("the connection was closed" if error is None else type(error).__name__))
+
+    def _check_silence(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._is_paused:  # the silence is that of this side
+            self._last_heard = now
+        left = self._last_heard + self._silent_seconds - now
+        if left > 0:
+            self._silence = asyncio.get_running_loop().call_later(left, self._check_silence)
+        elif not self._current.is_complete:
+            self._give_up(ServerSilent(f"nothing arrived for {self._silent_seconds:g} s"))
+
+    def _give_up(self, failure: ConnectionFailed) -> None:
+        self._fail(failure)
+        self._transport.abort()
+
+    def _fail(self, failure: ConnectionFailed) -> None:
+        self._failure = self._failure or failure
         self._wake()
-
-    def _fail(self, reason: str) -> None:
-        self.is_reusable = False
-        self._failure = self._failure or ConnectionFailed(reason)
-
-    # --- called by the parser ---
-
-    def on_message_begin(self) -> None:
-        self.headers = []
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name, value))
-        if name.lower() in (b"content-length", b"transfer-encoding"):
-            self._has_length = True
-
-    def on_headers_complete(self) -> None:
-        self.status = self._parser.get_status_code()
-        self._has_head = self.status >= 200  # others precede the response
-
-    def on_body(self, data: bytes) -> None:
-        self._pieces.append(data)
-        self._num_buffered += len(data)
-
-    def on_message_complete(self) -> None:
-        if self._has_head:
-            self._is_complete = True
-            self.is_reusable = self._parser.should_keep_alive()
 
 
 class Connections:
     """The connections to one server; there are as many as requests at once."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, silent_seconds: float = SILENT_SECONDS) -> None:
         """``url`` ends with a slash."""
+        self._silent_seconds = silent_seconds
         parts = urlsplit(url)
         self._is_secure = parts.scheme == "https"
         self._host, self._port = parts.hostname or "", parts.port or (443 if self._is_secure else 80)
@@ -178,9 +235,8 @@ class Connections:
             await connection.send(b"".join((*lines, body)))
             yield connection
         finally:
-            if connection.is_reusable and not connection.is_closed:
-                connection.discard()
-                connection.idle_since = time.monotonic()
+            if connection.is_reusable:
+                connection.release()
                 self._idle.append(connection)
             else:
                 connection.close()
@@ -198,8 +254,9 @@ class Connections:
             self._idle.popleft().close()
         while self._idle:
             connection = self._idle.pop()
-            if not connection.is_closed:
+            if not connection.is_closed and not connection.is_readable:
                 return connection
+            connection.close()
         return None
 
     async def _connect(self) -> Connection:
@@ -207,8 +264,9 @@ class Connections:
         name = self._host if self._is_secure else None
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
+                make = functools.partial(Connection, self._silent_seconds)
                 _, connection = await loop.create_connection(
-                    Connection, self._host, self._port, ssl=self._ssl, server_hostname=name
+                    make, self._host, self._port, ssl=self._ssl, server_hostname=name
                 )
         except (OSError, TimeoutError) as error:
             raise ConnectionFailed(str(error) or type(error).__name__) from None

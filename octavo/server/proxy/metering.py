@@ -1,39 +1,35 @@
 """Counts the tokens of relayed responses, for metrics and quotas.
 
-``usage`` of a response is exact. A stream without it counts one token for each event, and no prompt tokens.
+``usage`` of a response is exact, if it can be: the upstream may say anything. A stream without it counts one token for
+each event, and no prompt tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
+import logging
+import re
 import time
-
-import msgspec
 
 from octavo.server.quotas import Account
 from octavo.telemetry.counts import Timing
 from octavo.telemetry.metrics import Metrics
 from octavo.types import FinishReason
 
-END_OF_EVENT = b"\n\n"
-USAGE = b'"usage":'
+MAX_LINE = 64 << 10
+"""Bytes of an unfinished line, or of the end of a body, in which ``usage`` is looked for."""
+MAX_TOKENS = 100_000_000
+"""Most tokens of one request that are believed."""
+MAX_USAGES = 4
+"""Objects named ``usage`` of one line that are read, the last ones: a response may repeat what the client sent."""
 DONE = b"[DONE]"
+USAGE = b'"usage"'
+_USAGE_OBJECT = re.compile(r'"usage"\s*:\s*(?=\{)')
+_PROMPT = ("prompt_tokens", "input_tokens")
+_OUTPUT = ("completion_tokens", "output_tokens")
+"""Names of the fields: OpenAI's, and those of Anthropic and of OpenAI's responses."""
 
-
-class _Usage(msgspec.Struct):
-    """OpenAI's names, and those of Anthropic and of OpenAI's responses."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-
-
-class _Body(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_decoder = msgspec.json.Decoder(_Body)
+logger = logging.getLogger("octavo.server")
 
 
 class Meter:
@@ -44,25 +40,35 @@ class Meter:
         self._account = account
         self._timing = Timing(arrival, first_scheduled=time.monotonic())
         self._num_tokens = 0
-        self._usage: _Usage | None = None
+        self._num_prompt = self._num_output = 0
+        """As the upstream reports them."""
         self._reason: FinishReason = "abort"
+        self._rest = b""
+        self._has_warned = False
+        self.event_bytes = 0
+        """Bytes of the current line of a stream, which was not finished yet."""
 
-    def whole(self, status: int, body: bytes) -> None:
-        """Count a complete response."""
+    def part(self, data: bytes) -> None:
+        """Read a part of a response that is no stream."""
+        self._rest = (self._rest + data)[-MAX_LINE:]
+
+    def whole(self, status: int) -> None:
+        """Count a response of which all parts were read."""
         self._reason = "stop" if status < 400 else "error"
-        if USAGE in body:
-            self._read(body)
-        if self._usage is not None and (count := _num_output(self._usage)):
-            self._count(count)
+        self._read(self._rest)
+        if self._num_output:
+            self._count(self._num_output)
 
     def piece(self, data: bytes) -> None:
         """Count a piece of a stream."""
-        if (count := data.count(END_OF_EVENT) - (DONE in data)) > 0:
+        *lines, rest = (self._rest + data).split(b"\n")
+        self.event_bytes = len(rest) if lines else self.event_bytes + len(data)
+        self._rest = rest[-MAX_LINE:]
+        if (count := sum(line.startswith(b"data:") and DONE not in line[:16] for line in lines)) > 0:
             self._count(count)
-        if USAGE in data:
-            for line in data.split(b"\n"):
-                if USAGE in line:
-                    self._read(line.removeprefix(b"data: "))
+        for line in lines:
+            if USAGE in line:
+                self._read(line[-MAX_LINE:])
 
     def end(self, reason: FinishReason) -> None:
         """The response ended; without this, it counts as aborted."""
@@ -70,13 +76,11 @@ class Meter:
 
     def close(self) -> None:
         """Charge the account, and record the end of the request."""
-        usage = self._usage or _Usage()
-        num_prompt = usage.prompt_tokens or usage.input_tokens
-        num_output = _num_output(usage) or self._num_tokens
-        self._metrics.prompt_tokens += num_prompt
+        num_output = self._num_output or self._num_tokens
+        self._metrics.prompt_tokens += self._num_prompt
         self._metrics.output_tokens += num_output - self._num_tokens
-        self._account.charge(num_prompt + num_output)
-        self._metrics.observe_end(self._timing, self._reason, num_prompt, num_output, num_output)
+        self._account.charge(self._num_prompt + num_output)
+        self._metrics.observe_end(self._timing, self._reason, self._num_prompt, num_output, num_output)
 
     def _count(self, count: int) -> None:
         now = time.monotonic()
@@ -87,10 +91,31 @@ class Meter:
         self._num_tokens += count
 
     def _read(self, data: bytes) -> None:
-        # Data that is cut between two pieces, or of another shape, was counted as events.
-        with contextlib.suppress(msgspec.DecodeError):
-            self._usage = _decoder.decode(data).usage or self._usage
+        """Read the tokens in the objects named ``usage``. A stream may repeat them, or name each in its own event."""
+        if USAGE not in data:
+            return
+        text = data.decode("utf-8", "replace")
+        for match in list(_USAGE_OBJECT.finditer(text))[-MAX_USAGES:]:
+            try:
+                usage, _ = json.JSONDecoder().raw_decode(text, match.end())
+                num_prompt, num_output = _tokens(usage, _PROMPT), _tokens(usage, _OUTPUT)
+            except (ValueError, RecursionError) as error:
+                if not self._has_warned:  # once for each response
+                    self._has_warned = True
+                    logger.warning("'usage' of an upstream's response is ignored: %s", str(error)[:100])
+            else:
+                self._num_prompt = max(self._num_prompt, num_prompt)
+                self._num_output = max(self._num_output, num_output)
 
 
-def _num_output(usage: _Usage) -> int:
-    return usage.completion_tokens or usage.output_tokens
+def _tokens(usage: dict[str, object], names: tuple[str, ...]) -> int:
+    """The first number other than 0 of these fields. Raises ``ValueError`` for what is no number of tokens."""
+    for name in names:
+        value = usage.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or not 0 <= value <= MAX_TOKENS:
+            raise ValueError(f"{name} must be an integer from 0 to {MAX_TOKENS:,}")
+        if value:
+            return value
+    return 0

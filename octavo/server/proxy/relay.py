@@ -1,7 +1,8 @@
 """Relays one request to the upstream and its response to the client, unchanged.
 
 What a stream gets when the upstream fails after the first byte: an error event and ``[DONE]``, as a stream of an engine
-does. Before the first byte, the request is retried, and fails with 503.
+does. Before the first byte, the request is retried, and fails with 503. Another response is cut, if a part of it was
+sent.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import RequestError, Unavailable
+from octavo.errors import DeadlineExceeded, RequestError, Unavailable
 from octavo.server.errors import ANTHROPIC_PATH, anthropic_error, error_object
 from octavo.server.generation import ClientGone
 from octavo.server.http import WRITE_PIECE, WritePiece
-from octavo.server.proxy.connections import ConnectionFailed, Headers
+from octavo.server.proxy.connections import ConnectionFailed, Headers, InvalidResponse
 from octavo.server.proxy.metering import Meter
-from octavo.server.proxy.upstream import Answer, Upstream
+from octavo.server.proxy.upstream import Answer, Upstream, failure_of
 from octavo.server.quotas import Account
 from octavo.server.sse import DONE
 
@@ -36,17 +37,21 @@ HOP_BY_HOP = frozenset(
 """RFC 9110, section 7.6.1."""
 NOT_SENT = HOP_BY_HOP | {b"host", b"content-length", b"content-encoding", b"accept-encoding", b"expect"}
 """Bodies are sent decompressed, and asked for uncompressed, so that their tokens can be counted."""
-NOT_RELAYED = HOP_BY_HOP | {b"content-length", b"x-request-id", b"date", b"server"}
+OF_THE_ORIGIN = frozenset(
+    {
+        *(b"access-control-allow-origin", b"access-control-allow-credentials", b"access-control-allow-headers"),
+        *(b"access-control-allow-methods", b"access-control-expose-headers", b"access-control-max-age"),
+        *(b"alt-svc", b"clear-site-data", b"location", b"refresh", b"set-cookie", b"strict-transport-security"),
+    }
+)
+"""Headers that tell a client what to do with this server's address, and not what the response is."""
+NOT_RELAYED = HOP_BY_HOP | OF_THE_ORIGIN | {b"content-length", b"x-request-id", b"date", b"server"}
+MAX_EVENT_BYTES = 16 << 20
+"""Longest line of a stream; an upstream that sends a longer one has failed."""
+LAST_SECONDS = 1.0
+"""Time in which a client must read the error that ends its stream."""
 
 logger = logging.getLogger("octavo.server")
-
-
-class UpstreamFailed(RequestError):
-    """The upstream failed after the first byte of a response."""
-
-    status = 502
-    type = "server_error"
-    code = "upstream_failed"
 
 
 class Outgoing(NamedTuple):
@@ -63,7 +68,9 @@ class Outgoing(NamedTuple):
 def outgoing(scope: Scope, body: bytes, key: str | None, keeps_key: bool) -> Outgoing:
     """The request of ``scope``, with the upstream's ``key``; without one, with the client's if ``keeps_key``."""
     query = scope["query_string"].decode("latin-1")
-    dropped = NOT_SENT if keeps_key and key is None else NOT_SENT | {b"authorization", b"x-api-key"}
+    dropped = NOT_SENT | _named_by_connection(scope["headers"])
+    if not (keeps_key and key is None):
+        dropped |= {b"authorization", b"x-api-key"}
     headers = [(name, value) for name, value in scope["headers"] if name not in dropped]
     headers.append((b"accept-encoding", b"identity"))
     if key is not None:
@@ -74,13 +81,20 @@ def outgoing(scope: Scope, body: bytes, key: str | None, keeps_key: bool) -> Out
     return Outgoing(method, scope["path"], target, headers, body)
 
 
-class Relay(Response):
-    """The response to one request; ``account`` is charged for it."""
+def _named_by_connection(headers: Headers) -> frozenset[bytes]:
+    """Headers that are for one connection only because a ``Connection`` header names them."""
+    named = [value.lower().split(b",") for name, value in headers if name.lower() == b"connection"]
+    return frozenset(name.strip() for names in named for name in names)
 
-    def __init__(self, upstream: Upstream, request: Outgoing, account: Account) -> None:
+
+class Relay(Response):
+    """The response to one request, for which ``account`` is charged; it has ``timeout`` seconds."""
+
+    def __init__(self, upstream: Upstream, request: Outgoing, account: Account, timeout: float | None) -> None:
         self.upstream = upstream
         self.request = request
         self.account = account
+        self.timeout = timeout
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,45 +118,74 @@ class Relay(Response):
         upstream.check_room()
         if request.method == "POST":
             self.account.admit()
-        async with (
-            upstream.place(),
-            upstream.open(request.method, request.target, request.headers, request.body) as answer,
-        ):
-            with contextlib.closing(Meter(upstream.metrics, self.account, arrival)) as meter:
-                await self._relay(answer, meter, scope, send)
+        try:
+            async with (
+                asyncio.timeout(self.timeout) as limit,
+                upstream.place(),
+                upstream.open(request.method, request.target, request.headers, request.body) as answer,
+            ):
+                with contextlib.closing(Meter(upstream.metrics, self.account, arrival)) as meter:
+                    await self._relay(answer, meter, limit, scope, send)
+        except TimeoutError:
+            assert self.timeout is not None
+            raise DeadlineExceeded(self.timeout) from None
 
-    async def _relay(self, answer: Answer, meter: Meter, scope: Scope, send: Send) -> None:
-        headers = [(name, value) for name, value in answer.headers if name.lower() not in NOT_RELAYED]
-        if not answer.is_stream:
+    async def _relay(self, answer: Answer, meter: Meter, limit: asyncio.Timeout, scope: Scope, send: Send) -> None:
+        dropped = NOT_RELAYED | _named_by_connection(answer.headers)
+        headers = [(name, value) for name, value in answer.headers if name.lower() not in dropped]
+        if answer.is_whole:
             headers.append((b"content-length", b"%d" % len(answer.first)))
+        elif not answer.is_stream:
+            headers += [header for header in answer.headers if header[0].lower() == b"content-length"]
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        if answer.is_stream:
-            await self._stream(answer, meter, scope.get(WRITE_PIECE, _leave_all), send)
-        else:
-            meter.whole(answer.status, answer.first)
-            await send({"type": "http.response.body", "body": answer.first})
+        try:
+            if answer.is_stream:
+                await self._stream(answer, meter, scope.get(WRITE_PIECE, _leave_all), send)
+            else:
+                await self._copy(answer, meter, send)
+        except ConnectionFailed as failure:
+            logger.warning("the upstream failed in the middle of a response: %s", failure)
+            await self._end(failure_of(failure), answer, meter, send)
+        except asyncio.CancelledError:
+            if limit.expired() and self.timeout is not None:
+                await self._end(DeadlineExceeded(self.timeout), answer, meter, send)
+            elif self.upstream.is_stopped:
+                await self._end(_shut_down(), answer, meter, send)
+            else:
+                raise
+
+    async def _copy(self, answer: Answer, meter: Meter, send: Send) -> None:
+        """Relay a response that is no stream."""
+        piece = answer.first
+        while not answer.is_whole:
+            meter.part(piece)
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            piece = await answer.read()
+            answer.is_whole = not piece
+        meter.part(piece)
+        meter.whole(answer.status)
+        await send({"type": "http.response.body", "body": piece})
 
     async def _stream(self, answer: Answer, meter: Meter, write: WritePiece, send: Send) -> None:
-        last = b""
-        error: RequestError | None = None
-        try:
-            piece = answer.first
-            while piece:
-                meter.piece(piece)
-                if not write(piece):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                last = piece
-                piece = await answer.read()
-        except ConnectionFailed as failure:
-            logger.warning("the upstream failed in the middle of a stream: %s", failure)
-            error = UpstreamFailed("The upstream server failed before this response was finished.")
-        except asyncio.CancelledError:
-            if not self.upstream.is_stopped:
-                raise
-            error = _shut_down()
-        meter.end("stop" if error is None else "error")
-        data = b"" if error is None else self._error_frames(error, last)
-        await send({"type": "http.response.body", "body": data, "more_body": False})
+        piece = answer.first
+        while piece:
+            meter.piece(piece)
+            if meter.event_bytes > MAX_EVENT_BYTES:
+                raise InvalidResponse(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
+            if not write(piece):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            answer.last = piece
+            piece = await answer.read()
+        meter.end("stop")
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _end(self, error: RequestError, answer: Answer, meter: Meter, send: Send) -> None:
+        """End a response whose head was sent: a stream with an error event, another by closing the connection."""
+        meter.end("error")
+        if answer.is_stream:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_SECONDS):
+                    await send({"type": "http.response.body", "body": self._error_frames(error, answer.last)})
 
     def _error_frames(self, error: RequestError, last: bytes) -> bytes:
         """The events that end a stream; ``last`` may have ended inside an event, which is then ended first."""

@@ -10,9 +10,16 @@ from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 from octavo.config import ServeConfig
-from octavo.errors import ConfigError, QueueFull, Unavailable
+from octavo.errors import ConfigError, QueueFull, RequestError, Unavailable
 from octavo.server.errors import RETRY_AFTER_SECONDS
-from octavo.server.proxy.connections import Connection, ConnectionFailed, Connections, Headers
+from octavo.server.proxy.connections import (
+    Connection,
+    ConnectionFailed,
+    Connections,
+    Headers,
+    InvalidResponse,
+    ServerSilent,
+)
 from octavo.server.proxy.upstream_process import UpstreamProcess
 from octavo.telemetry.counts import Condition
 from octavo.telemetry.metrics import Metrics
@@ -28,7 +35,11 @@ CHECK_SECONDS = 1.0
 CHECK_SECONDS_DOWN = 0.2
 MAX_SLOW_CHECKS = 3
 """Health checks in a row that time out until the upstream counts as down: a busy one may be slow to respond."""
+MAX_HEALTH_BYTES = 1 << 20
+"""Longest answer to a health check that is read."""
 DRAIN_POLL_SECONDS = 0.02
+MAX_HELD_BYTES = 256 << 10
+"""A body that is no stream is relayed as a whole up to this size, so that it can be requested again; else in pieces."""
 
 logger = logging.getLogger("octavo.server")
 
@@ -42,6 +53,34 @@ class UpstreamUnavailable(Unavailable):
         super().__init__("The upstream server does not answer. Try again shortly.", retry_after=RETRY_AFTER_SECONDS)
 
 
+class UpstreamFailed(RequestError):
+    """The upstream sent no valid response, or failed after the first byte of one."""
+
+    status = 502
+    type = "server_error"
+    code = "upstream_failed"
+
+
+class UpstreamSilent(RequestError):
+    """The upstream accepted the request, and then sent nothing for too long."""
+
+    status = 504
+    type = "timeout_error"
+    code = "upstream_timeout"
+
+    def __init__(self) -> None:
+        super().__init__("The upstream server did not go on with this request in time.")
+
+
+def failure_of(error: ConnectionFailed) -> RequestError:
+    """What a client is told of a request that was not finished."""
+    if isinstance(error, ServerSilent):
+        return UpstreamSilent()
+    if isinstance(error, InvalidResponse):
+        return UpstreamFailed("The upstream server sent a response that is not valid.")
+    return UpstreamFailed("The upstream server failed before this response was finished.")
+
+
 class Answer:
     """The head of the upstream's response, and its body."""
 
@@ -52,16 +91,21 @@ class Answer:
         self.is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
         self.read = connection.read
         self.first = b""
-        """The first piece of a stream, or the whole body of another response."""
+        """The first piece of a stream; of another response the body, or the beginning of a long one."""
+        self.last = b""
+        """The piece of a stream that was relayed last."""
+        self.is_whole = False
+        """Whether ``first`` is the body of a response that is no stream."""
 
     async def receive_first(self) -> None:
-        """Receive what can be retried: the first piece of a stream, or all of another body."""
+        """Receive what can be requested again."""
         self.first = await self.read()
         if not self.is_stream:
-            pieces = [self.first]
-            while pieces[-1]:
+            pieces, num_bytes = [self.first], len(self.first)
+            while pieces[-1] and num_bytes <= MAX_HELD_BYTES:
                 pieces.append(await self.read())
-            self.first = b"".join(pieces)
+                num_bytes += len(pieces[-1])
+            self.first, self.is_whole = b"".join(pieces), not pieces[-1]
 
 
 class Upstream:
@@ -154,8 +198,7 @@ class Upstream:
         """Send a health check; any answer but a server error counts, as not every server has the path."""
         try:
             async with asyncio.timeout(HEALTH_SECONDS), self._connections.request("GET", "health") as response:
-                while await response.read():
-                    pass
+                await response.read_all(MAX_HEALTH_BYTES)
                 is_up = response.status < 500
         except TimeoutError:
             self._num_slow_checks += 1
@@ -206,7 +249,8 @@ class Upstream:
     async def open(self, method: str, target: str, headers: Headers, body: bytes) -> AsyncIterator[Answer]:
         """Send a request; the answer has its first piece. Retries when the connection fails before that.
 
-        Raises ``UpstreamUnavailable`` after ``ATTEMPTS`` failures.
+        Raises ``UpstreamUnavailable`` after ``ATTEMPTS`` failures, ``UpstreamFailed`` for an invalid response, and
+        ``UpstreamSilent`` if there is none.
         """
         for attempt in range(ATTEMPTS):
             if attempt:
@@ -222,6 +266,9 @@ class Upstream:
             except ConnectionFailed as error:
                 if is_begun:
                     raise
+                if isinstance(error, InvalidResponse | ServerSilent):
+                    logger.warning("a request to the upstream failed: %s", error)
+                    raise failure_of(error) from None
                 logger.warning("a request to the upstream failed before its first byte: %s", error)
                 self._check_now.set()
         raise UpstreamUnavailable

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 from typing import Any
 
@@ -10,6 +12,60 @@ from octavo.config import ServeConfig
 from octavo.server.proxy.app import create_proxy_app
 from octavo.server.proxy.upstream import Upstream
 from tests.server.conftest import AppServer, Served
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Raw:
+    """An upstream that sends given bytes to one POST after another, then closes the connection."""
+
+    def __init__(self, *answers: bytes, port: int = 0) -> None:
+        self.answers = list(answers)
+        self.requests: list[bytes] = []
+        self._socket = socket.create_server(("127.0.0.1", port), reuse_port=False)
+        self.port = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._connections: list[socket.socket] = []
+        self._is_closed = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+                self._connections.append(connection)
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            data = b""
+            while (piece := connection.recv(1 << 16)) and not self._is_closed:
+                data += piece
+                head, found, body = data.partition(b"\r\n\r\n")
+                length = next((int(line[16:]) for line in head.split(b"\r\n") if line[:16] == b"content-length: "), 0)
+                if not found or len(body) < length:
+                    continue
+                data = b""
+                if head.startswith(b"POST"):
+                    self.requests.append(head + b"\r\n\r\n" + body)
+                    connection.sendall(self.answers.pop(0) if self.answers else OK)
+                    return
+                connection.sendall(OK)
+
+    def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class Proxy(AppServer):

@@ -9,9 +9,8 @@ import json
 import shlex
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,78 +24,10 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.server.proxy.upstream import Upstream
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
-from tests.server.proxy.proxied import Proxy
+from tests.server.proxy.proxied import HEAD, Proxy, Raw, chunk
 from tests.timing import undisturbed
 
 PROMPT: dict[str, Any] = {"prompt": "Hi", "max_tokens": 4}
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
-
-
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-class Raw:
-    """An upstream that sends given bytes to one POST after another, then closes the connection."""
-
-    def __init__(self, *answers: bytes, port: int = 0) -> None:
-        self.answers = list(answers)
-        self.requests: list[bytes] = []
-        self._socket = socket.create_server(("127.0.0.1", port), reuse_port=False)
-        self.port = self._socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._connections: list[socket.socket] = []
-        self._is_closed = False
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._socket.accept()
-                self._connections.append(connection)
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            data = b""
-            while (piece := connection.recv(1 << 16)) and not self._is_closed:
-                data += piece
-                head, found, body = data.partition(b"\r\n\r\n")
-                length = next((int(line[16:]) for line in head.split(b"\r\n") if line[:16] == b"content-length: "), 0)
-                if not found or len(body) < length:
-                    continue
-                data = b""
-                if head.startswith(b"POST"):
-                    self.requests.append(head + b"\r\n\r\n" + body)
-                    connection.sendall(self.answers.pop(0) if self.answers else OK)
-                    return
-                connection.sendall(OK)
-
-    def close(self) -> None:
-        self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        for connection in self._connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Proxy]]:
-    """Start proxies, to servers or URLs, that are stopped when the test ends; keyword arguments are settings."""
-    running: list[Any] = []
-
-    def start(upstream: Any, **settings: Any) -> Proxy:
-        if not isinstance(upstream, str):
-            running.insert(0, upstream)
-        running.append(Proxy(upstream if isinstance(upstream, str) else upstream.url, settings))
-        return running[-1]
-
-    yield start
-    for server in reversed(running):
-        server.close() if isinstance(server, Raw) else server.stop()
 
 
 def upstream(**settings: Any) -> Served:
@@ -142,19 +73,6 @@ def test_the_clients_key_goes_upstream_unless_this_server_asks_for_keys(start: C
     )
     assert start(raw.url, api_key="mine").client.post("/v1/completions", json=PROMPT).status_code == 401
     assert [b"Bearer mine" in request for request in raw.requests] == [True, False]
-
-
-def test_a_path_cannot_leave_the_upstream(start: Callable[..., Proxy]) -> None:
-    raw = Raw()
-    proxy = start(raw)
-    with socket.create_connection(("127.0.0.1", proxy.port)) as client:
-        client.sendall(b"POST /v1/..//evil.test/%2e%2e/x?y HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 2\r\n\r\n{}")
-        assert client.recv(12) == b"HTTP/1.1 200"
-    line, host = raw.requests[0].split(b"\r\n")[:2]
-    assert line.startswith(b"POST /")
-    assert b"evil.test" not in host
-    assert proxy.client.post("/sleep").status_code == 404
-    assert len(raw.requests) == 1
 
 
 def test_quotas_and_metrics_count_what_the_upstream_reports(start: Callable[..., Proxy], tmp_path: Path) -> None:
