@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -164,10 +165,12 @@ class EngineFront:
         """Stop child processes, and close what was published and stored."""
         if self._app is not None:
             self._services.close()
-        for publisher in self._publishers:
-            publisher.close()
-        for tracing in self._tracings:
-            tracing.close()
+        # At once: each may take a second or more when nothing takes what it still has to send.
+        closing = [threading.Thread(target=each.close) for each in (*self._publishers, *self._tracings)]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
 
 
 def make_front(config: ServeConfig, engine_argv: list[str] | None, others: Sequence[ServeConfig] = ()) -> Front:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
+import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -27,7 +29,9 @@ from octavo.server.timelines import Timelines
 from octavo.types import FinishReason
 
 EXPORT_SECONDS = 5.0
-"""Time limit of an export, also of the last one when the server stops."""
+"""Time limit of an export."""
+CLOSE_SECONDS = 3.0
+"""Time limit of all exports that are left when the server stops."""
 SPAN_EVENTS: dict[str, dict[str, str]] = {
     "admitted": {"cached_tokens": "tokens", "running_requests": "others"},
     "preempted": {"computed_tokens": "tokens", "preempted_by": "by"},
@@ -49,7 +53,8 @@ class Spans:
             raise ConfigError(f"otlp_traces_endpoint: expected a URL such as {example}, got {endpoint!r}")
         url = endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
         resource = Resource.create({} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "octavo"})
-        exporter = ReportedExporter(OTLPSpanExporter(url, timeout=EXPORT_SECONDS), url)
+        sender = OTLPSpanExporter(url, timeout=EXPORT_SECONDS, session=HeadsOnly())
+        exporter = ReportedExporter(sender, url)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(cast(SpanExporter, exporter)))
         self._tracer = self._provider.get_tracer("octavo")
@@ -80,8 +85,24 @@ class Spans:
         span.end(_nanoseconds(now + offset))
 
     def close(self) -> None:
-        """Send the spans that are left, for some ``EXPORT_SECONDS`` at most."""
-        self._provider.shutdown()
+        """Send the spans that are left, for ``CLOSE_SECONDS`` at most."""
+        # The SDK exports one batch after another, each with a time limit of its own. A daemon: it may not end.
+        closing = threading.Thread(target=self._provider.shutdown, name="spans-closing", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            logger.warning("traces that were not sent within %g s are dropped", CLOSE_SECONDS)
+
+
+class HeadsOnly(requests.Session):
+    """Leaves the bodies of answers unread, and follows no redirects: a collector may send anything without an end."""
+
+    def send(self, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
+        """Send a request; only the head of its answer is received."""
+        response = super().send(request, **{**kwargs, "stream": True, "allow_redirects": False})
+        response.close()
+        response._content = b""  # else it would be read on first use
+        return response
 
 
 class ReportedExporter:

@@ -203,6 +203,43 @@ def test_a_collector_that_is_down_is_logged_once(
     ]
 
 
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_collector_that_never_answers_holds_up_no_end(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+    """Not even with many batches, each of which has the time of an export; nor one that answers without an end."""
+    from octavo.server import spans
+
+    monkeypatch.setattr(spans, "EXPORT_SECONDS", 0.4)
+    monkeypatch.setattr(spans, "CLOSE_SECONDS", 0.6)
+    received: list[int] = []
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=talk, args=(connection,), daemon=True).start()
+
+    def talk(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := connection.recv(1 << 16):
+                if b"POST" in data:
+                    received.append(1)
+                    connection.sendall(answer)
+                while answer:
+                    connection.sendall(b"x: y\r\n" if answer.count(b"\r\n") == 1 else b"x" * 65536)
+                    time.sleep(0.01)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        journal = Journal(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        assert journal.tracing is not None
+        for _ in range(1500):
+            journal.run(Output(1, [7], "stop"))
+        began = time.monotonic()
+        journal.tracing.close()
+        assert time.monotonic() - began < 2
+        assert received
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:4318", "localhost", "grpc://127.0.0.1:4317", "http://"])
 def test_another_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"otlp_traces_endpoint: expected a URL such as http://127\.0\.0\.1:4318"):
