@@ -13,6 +13,7 @@ import httptools
 from starlette.responses import Response
 from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -27,9 +28,22 @@ HEAD_SECONDS = 30
 MESSAGE_SECONDS = 90
 """From the end of the head to the end of the body; ``BodyReceiver`` sets a stricter limit when it reads the body."""
 MAX_PIPELINED = 16
-"""Pipelined requests on a connection that wait for an earlier response."""
+"""Pipelined requests that wait for an earlier response; while there are so many, a connection is not read from."""
+PARSED_BYTES = 4 << 10
+"""Bytes that are parsed at once, unless a head ends before; the parser cannot be stopped in between."""
+END_OF_HEAD = b"\r\n\r\n"
 MAX_UNREAD_BYTES = 1 << 20
 """Body bytes accepted after the response was sent. Closing at once could lose the response in transit."""
+
+
+class HoldableFlow(FlowControl):
+    """Flow control in which reading can be held whatever the application asks for."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        if not self.is_held:
+            super().resume_reading()
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -53,7 +67,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._max_connections = max_connections
         self._deadline: float | None = None
         """Loop time by which the current head or body must be complete; ``None`` between requests."""
-        self._is_in_head = False
+        self._is_in_head = self._is_in_body = False
         self._num_headers = 0
         self._num_head_bytes = 0
         """Of complete headers and of the URL."""
@@ -62,6 +76,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_received = 0
         """Bytes of an incomplete head, overcounted by at most one packet."""
         self._num_unread_bytes = 0
+        self._unparsed = b""
+        """What arrived after as many requests as may wait."""
         self._running: RequestResponseCycle | None = None
         """The request that the application answers now, or answered last."""
 
@@ -69,6 +85,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.flow = self._flow = HoldableFlow(transport)
         self._deadline = self.loop.time() + HEAD_SECONDS
         if len(self.connections) > self._max_connections:
             idle = next((one for one in self.connections if one is not self and _is_idle(one)), None)
@@ -81,6 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._share.resize(0)
+        self._unparsed = b""
         # uvicorn tells only the last of several pipelined requests.
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -92,9 +110,12 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._deadline is None:
             self._deadline = self.loop.time() + HEAD_SECONDS
-        self._num_pending_bytes += len(data)
+        self._parse(self._unparsed + data)
+
+    def _parse(self, data: bytes) -> None:
+        """Parse ``data`` until as many requests wait as may; the rest is parsed when there is room."""
         try:
-            self._feed(data)
+            self._unparsed = self._feed(data)
         except httptools.HttpParserError as error:
             cause = error.__context__
             malformed = HTTPRefusal(400, "The request is not valid HTTP.", "malformed_request")
@@ -103,14 +124,24 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._num_pending_bytes > MAX_HEAD_BYTES:
             self._refuse(_head_too_large())
             return
-        self._num_received += len(data)
-        self._share.resize(self._num_received if self._is_in_head else self._num_pending_bytes)
+        if self._unparsed:
+            self._flow.is_held = True
+            self.flow.pause_reading()
+        head = self._num_received if self._is_in_head else self._num_pending_bytes
+        self._share.resize(head + len(self._unparsed))
 
-    def _feed(self, data: bytes) -> None:
-        while data:
+    def _feed(self, data: bytes) -> bytes:
+        """Feed the parser; returns what it did not get."""
+        start = 0
+        while start < len(data) and len(self.pipeline) < MAX_PIPELINED:
+            end = start + PARSED_BYTES
+            if not self._is_in_body and (end_of_head := data.find(END_OF_HEAD, start, end)) >= 0:
+                end = end_of_head + len(END_OF_HEAD)
+            piece = data[start:end]
+            self._num_pending_bytes += len(piece)
             try:
-                self.parser.feed_data(data)
-                return
+                self.parser.feed_data(piece)
+                start = end
             except httptools.HttpParserUpgrade as upgrade:
                 method = self.parser.get_method()
                 if method == b"CONNECT":
@@ -119,15 +150,16 @@ class BoundedProtocol(HttpToolsProtocol):
                 # parser the head without the upgrade headers, and then the remaining data.
                 head = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
                 head += [name + b": " + value for name, value in _without_upgrade(self.headers)]
-                data = b"\r\n".join(head) + b"\r\n\r\n" + data[upgrade.args[0] :]
+                data = b"\r\n".join(head) + b"\r\n\r\n" + data[start + upgrade.args[0] :]
+                start = 0
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._num_received += len(piece)
+        return data[start:]
 
     # --- parser callbacks ---
 
     def on_message_begin(self) -> None:
-        if len(self.pipeline) >= MAX_PIPELINED:
-            raise _busy("too many requests wait on this connection")
         super().on_message_begin()
         self._is_in_head = True
         self._deadline = self.loop.time() + HEAD_SECONDS
@@ -153,7 +185,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._is_in_head = False
+        self._is_in_head, self._is_in_body = False, True
         self._num_headers = self._num_head_bytes = self._num_pending_bytes = self._num_unread_bytes = 0
         self._deadline = self.loop.time() + MESSAGE_SECONDS
         super().on_headers_complete()
@@ -175,6 +207,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._num_pending_bytes = 0
         self._deadline = None
+        self._is_in_body = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -182,6 +215,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:
             # Free unread body bytes: the cycle lives as long as the connection.
             self.cycle.body = bytearray()
+        if self._unparsed and len(self.pipeline) < MAX_PIPELINED and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._flow.is_held = False
+            self._parse(self._unparsed)
+            self.flow.resume_reading()
 
     # --- takeover ---
 
@@ -189,7 +227,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def is_between_requests(self) -> bool:
         """Whether no part of a request was received since the last response was sent completely."""
         is_body_missing = self.cycle is not None and self.cycle.more_body
-        is_begun = self._is_in_head or self._num_pending_bytes > 0
+        is_begun = self._is_in_head or self._num_pending_bytes > 0 or bool(self._unparsed)
         is_written = not self.transport.is_closing() and not self.transport.get_write_buffer_size()
         return _is_idle(self) and not is_body_missing and not is_begun and is_written
 
@@ -211,6 +249,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, error: RequestError) -> None:
         """Send ``error`` unless a response is in progress, and close the connection."""
         self._share.resize(0)
+        self._unparsed = b""
         if _is_idle(self) or (self.cycle.more_body and not self.cycle.response_started and not self.pipeline):
             self.transport.write(_answer(error))
         self.transport.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo.server import connection
+from octavo.server import connection as bounds
 from octavo.server.http import MAX_UNFINISHED_HEADS
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
@@ -82,8 +82,9 @@ def test_what_has_no_end_is_cut(served: Served, name: str) -> None:
     with connect(served) as client:
         client.sendall(start)
         if name == "requests":
-            # All of them are answered, and each answer read would let the next request in.
+            # All of them are answered, and each answer read would let the next request in. The server only waits.
             piece *= 500
+            client.settimeout(1)
         assert flood(client, piece, 64 * MiB) < 32 * MiB
     assert served.client.get("/health").status_code == 200
 
@@ -140,7 +141,7 @@ def test_trailers_are_no_headers(served: Served) -> None:
 
 @pytest.mark.parametrize("started", [b"", GET, GET + b"x: y", b"\r\n", b"G"])
 def test_an_unfinished_head_times_out(serve_app: Any, monkeypatch: pytest.MonkeyPatch, started: bytes) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(bounds, "HEAD_SECONDS", 0.2)
     with connect(serve_app()) as client:
         client.sendall(started)
         answer = rest(client)
@@ -152,7 +153,7 @@ def test_an_unfinished_head_times_out(serve_app: Any, monkeypatch: pytest.Monkey
 
 def test_an_endless_head_that_trickles_times_out(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte must not begin the time anew."""
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(bounds, "HEAD_SECONDS", 0.5)
     with connect(serve_app()) as client:
         client.sendall(GET)
         begun = time.monotonic()
@@ -222,6 +223,66 @@ def test_too_many_connections(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -
         assert_refused(rest(client), 503, "engine_unavailable")
     for client in busy:
         client.close()
+
+
+# --- pipelining ---
+
+
+def answers(client: socket.socket, number: int) -> list[bytes]:
+    """So many answers, by their request ids."""
+    data = b""
+    while data.count(b"x-request-id: ") < number or not data.endswith(b"}"):
+        piece = client.recv(1 << 16)
+        assert piece, f"closed after {data.count(b'x-request-id: ')}"
+        data += piece
+    assert data.count(b"HTTP/1.1 200 ") == number
+    return re.findall(rb"x-request-id: (\S+)", data)
+
+
+@pytest.mark.parametrize("number", [17, 18, 20, 200, 3000])
+@pytest.mark.parametrize("size", [1 << 20, 1000])
+def test_pipelined_requests_are_all_answered(served: Served, number: int, size: int) -> None:
+    """In their order, whatever arrives at once, with bodies and without; and the connection goes on."""
+    kinds = (GET, GET.replace(b"GET", b"HEAD"), COMPLETION if number <= 20 else GET)
+    named = [
+        kind.replace(b"\r\n", b"\r\nx-request-id: n%d\r\n" % i, 1) + (b"" if kind is COMPLETION else b"\r\n")
+        for i in range(number)
+        for kind in (kinds[i % 3] if i < number - 1 else GET,)
+    ]
+    data = b"".join(named)
+    with connect(served) as client:
+        for start in range(0, len(data), size):
+            client.sendall(data[start : start + size])
+        assert answers(client, number) == [b"n%d" % i for i in range(number)]
+        client.sendall(GET + b"\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_few_pipelined_requests_are_parsed_ahead(serve_app: Callable[..., Served]) -> None:
+    """The others stay as they arrived, at most one packet of them, and then the client waits."""
+    engine = InProcessEngine(runs=False)
+    served = serve_app(engine)
+    with connect(served) as client:
+        client.settimeout(0.5)
+        client.sendall(COMPLETION)
+        assert flood(client, (GET + b"\r\n") * 1000, 64 * MiB) < 32 * MiB
+        (connection,) = served._server.server_state.connections
+        smallest = len(b"GET / HTTP/1.1\r\n\r\n")
+        assert len(connection.pipeline) <= bounds.MAX_PIPELINED + bounds.PARSED_BYTES // smallest
+        assert len(connection._unparsed) <= MiB
+        served.call(lambda: setattr(engine, "runs", True))
+        served.call(engine._schedule)
+        client.settimeout(10)
+        data = b""
+        while data.count(b"HTTP/1.1 200 ") < 2000:
+            data += client.recv(1 << 16)
+
+
+def test_a_fault_after_many_pipelined_requests(served: Served) -> None:
+    """What came before it is answered."""
+    with connect(served) as client:
+        client.sendall((GET + b"\r\n") * 40 + b"NONSENSE\r\n\r\n")
+        assert rest(client).count(b"HTTP/1.1 200 ") >= 23
 
 
 # --- offers to upgrade ---
