@@ -23,7 +23,7 @@ _CACHE = frozenset(
         "enable_kv_events",
     }
 )
-_WORKER = frozenset({"grpc_worker", "grpc_timeout"})
+_WORKER = frozenset({"grpc_worker", "grpc_timeout", "grpc_ssl_ca_certs", "grpc_api_key"})
 _ENGINE = {
     "transformers": _SCHEDULER
     | _CACHE

@@ -30,7 +30,20 @@ from octavo.types import EngineInfo
 from octavo.weights.folder import read_json
 from octavo.weights.generation_config import FILE, chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
-from octavo.worker.connection import WorkerConnection
+from octavo.worker import credentials
+from octavo.worker.connection import WorkerConnection, shown
+
+LARGEST = {
+    "vocab_size": 1 << 22,
+    "block_size": 1 << 16,
+    "num_blocks": 1 << 20,
+    "max_model_len": 1 << 32,
+}
+"""Most that is believed of a worker; memory is reserved in proportion."""
+MAX_POSITIONS = 1 << 28
+"""Of all blocks together."""
+MAX_TABLE_ENTRIES = 1 << 24
+"""Blocks of all sequences of a step together."""
 
 
 def build_remote(config: EngineConfig, on_lost: OnLost | None) -> tuple[Engine, EngineInfo]:
@@ -40,7 +53,16 @@ def build_remote(config: EngineConfig, on_lost: OnLost | None) -> tuple[Engine, 
     model's folder gives the tokenizer and the configuration; weights in it are not read.
     """
     assert config.model.grpc_worker is not None
-    connection = WorkerConnection(config.model.grpc_worker, config.model.grpc_timeout)
+    settings = config.model
+    key, ca_certs = settings.grpc_api_key, settings.grpc_ssl_ca_certs
+    if not credentials.is_loopback(config.model.grpc_worker) and None in (key, ca_certs):
+        raise ConfigError(
+            f"grpc_worker: {config.model.grpc_worker} may be another machine: give grpc_ssl_ca_certs, which verifies "
+            "the worker's certificate, and grpc_api_key, which it asks for"
+        )
+    if key is not None:
+        credentials.check_key(key, "grpc_api_key")
+    connection = WorkerConnection(config.model.grpc_worker, settings.grpc_timeout, ca_certs, key)
     try:
         engine, info = _wired(config, connection)
     except BaseException:
@@ -60,6 +82,8 @@ def _wired(config: EngineConfig, connection: WorkerConnection) -> tuple[Engine, 
     _check(config, connection.description, own)
     info = _info(config, connection.description, own, generation)
     storage = _storage(info, device)
+    row_bytes = info.vocab_size * DTYPES[connection.description.logits_type].itemsize
+    connection.expect_results(info.max_num_batched_tokens, row_bytes)
     most = StepLimits(info.max_num_seqs, info.max_num_batched_tokens, -(-info.max_model_len // info.block_size))
     executor = HostExecutor(RemoteModel(connection), storage, info.vocab_size, most)
     runner, warm_up = make_runner(settings, executor, storage, info.vocab_size, most)
@@ -91,10 +115,15 @@ def _storage(info: EngineInfo, device: torch.device) -> KVStorage:
 def _check(config: EngineConfig, worker: Any, own: Mapping[str, Any]) -> None:
     """Compare what the worker says of itself with the settings, and with ``config.json``. Raises ``ConfigError``."""
     where = f"worker {config.model.grpc_worker}"
-    for name in ("vocab_size", "max_model_len", "block_size", "num_blocks"):
+    for name, largest in LARGEST.items():
         if getattr(worker, name) < 1:
             raise ConfigError(f"{where}: {name} is missing from its description")
-    if worker.logits_type >= len(DTYPES):
+        if getattr(worker, name) > largest:
+            raise ConfigError(f"{where}: {name} is {getattr(worker, name):,} in its description; at most {largest:,}")
+    if worker.num_blocks * worker.block_size > MAX_POSITIONS:
+        many = f"{worker.num_blocks:,} blocks of {worker.block_size:,} positions"
+        raise ConfigError(f"{where}: {many} are more than {MAX_POSITIONS:,} positions")
+    if not 0 <= worker.logits_type < len(DTYPES):
         raise ConfigError(f"{where}: logits_type {worker.logits_type} is not known")
     if own.get("vocab_size", worker.vocab_size) != worker.vocab_size:
         raise ConfigError(
@@ -116,15 +145,22 @@ def _longest(worker: Any) -> int:
 def _info(config: EngineConfig, worker: Any, own: Mapping[str, Any], generation: Mapping[str, Any]) -> EngineInfo:
     max_num_seqs, max_num_batched_tokens = memory.batch_limits(config.scheduler, memory.DEFAULTS["cpu"])
     max_num_batched_tokens = min(max_num_batched_tokens, worker.max_num_batched_tokens or max_num_batched_tokens)
+    max_num_seqs = min(max_num_seqs, worker.max_num_seqs or max_num_seqs, max_num_batched_tokens)
+    max_model_len = config.model.max_model_len or _longest(worker)
+    if max_num_seqs * -(-max_model_len // worker.block_size) > MAX_TABLE_ENTRIES:
+        raise ConfigError(
+            f"worker {config.model.grpc_worker}: {max_num_seqs:,} sequences of {max_model_len:,} tokens in blocks of "
+            f"{worker.block_size:,} have more than {MAX_TABLE_ENTRIES:,} blocks; give max_model_len or max_num_seqs"
+        )
     return EngineInfo(
-        max_model_len=config.model.max_model_len or _longest(worker),
+        max_model_len=max_model_len,
         vocab_size=worker.vocab_size,
         eos_token_ids=token_ids(generation, "eos_token_id") or token_ids(own, "eos_token_id"),
         block_size=worker.block_size,
         num_kv_blocks=worker.num_blocks,
-        max_num_seqs=min(max_num_seqs, worker.max_num_seqs or max_num_seqs, max_num_batched_tokens),
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        architecture=worker.model,
+        architecture=shown(worker.model),
         num_parameters=0,
         dtype=str(DTYPES[worker.logits_type]).removeprefix("torch."),
         device=f"worker {config.model.grpc_worker}",

@@ -120,6 +120,12 @@ class ModelSettings:
     offline: bool = setting(False, "fetch nothing: models must be on this machine; the same as HF_HUB_OFFLINE=1")
     download_dir: str | None = setting(None, "folder of downloaded models; default: the user's cache folder")
     grpc_worker: str | None = setting(None, "address HOST:PORT of the worker that computes, for backend grpc")
+    grpc_ssl_ca_certs: str | None = setting(
+        None, "file of CAs that verify the certificate of grpc_worker; default: no TLS, for a worker on this machine"
+    )
+    grpc_api_key: str | None = setting(
+        None, "key that grpc_worker asks for; needed, with TLS, unless its address is a loopback address"
+    )
     grpc_timeout: float = setting(
         30.0, "seconds that the worker of backend grpc may take for a step; then the engine connects again", low=0.001
     )

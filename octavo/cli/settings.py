@@ -136,11 +136,12 @@ def refuse_settings(args: argparse.Namespace, names: Collection[str], advice: st
 
 
 def setting_flags(config: EngineConfig) -> list[str]:
-    """Flags of ``octavo serve`` for all settings that differ from their defaults, but for the model."""
+    """Flags of ``octavo serve`` for all settings that differ from their defaults, but for the model and for secrets,
+    which are not for the list of processes."""
     flags, values = [], to_flat(config)
     for item in settings(type(config)):
         value = values[item.name]
-        if item.name == "model" or value == item.default:
+        if item.name == "model" or item.name in SECRETS or value == item.default:
             continue
         name = flag_name(item.name)
         if item.type is bool:

@@ -12,7 +12,7 @@ SERVICE: Final = f"{PACKAGE}.Worker"
 FLOAT32, BFLOAT16 = 0, 1
 """Values of ``LogitsType``."""
 UNLIMITED: Final = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-"""Options of both ends: the logits of a step have many megabytes."""
+"""Options of a worker: the logits of a step have many megabytes, and it trusts who has its key."""
 
 
 def _classes() -> dict[str, Any]:

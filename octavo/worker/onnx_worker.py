@@ -13,6 +13,7 @@ Shapes: T new tokens, P cached positions, K KV heads, H head dimension, V vocabu
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -24,7 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo.worker import messages
+from octavo.errors import ConfigError
+from octavo.worker import credentials, messages
 
 try:
     import grpc
@@ -129,9 +131,23 @@ class OnnxWorker:
         return np.ascontiguousarray(logits[len(logits) - sequence.num_logits :], dtype="<f4").tobytes()
 
 
-def make_server(worker: OnnxWorker, address: str) -> tuple[grpc.Server, int]:
+KEY_VARIABLE = "OCTAVO_GRPC_API_KEY"
+"""Environment variable with the key, for both ends."""
+
+
+def make_server(
+    worker: OnnxWorker,
+    address: str,
+    key: str | None = None,
+    certificate: bytes | None = None,
+    private_key: bytes | None = None,
+) -> tuple[grpc.Server, int]:
     """A server, not started, and its port. Two engines may be connected while one of them ends."""
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=4), options=[*messages.UNLIMITED, *KEEPALIVE])
+    server = grpc.server(
+        futures.ThreadPoolExecutor(max_workers=4),
+        options=[*messages.UNLIMITED, *KEEPALIVE],
+        interceptors=[] if key is None else [credentials.key_check(key)],
+    )
     describe = grpc.unary_unary_rpc_method_handler(
         worker.describe, messages.DescribeRequest.FromString, messages.Description.SerializeToString
     )
@@ -140,7 +156,23 @@ def make_server(worker: OnnxWorker, address: str) -> tuple[grpc.Server, int]:
     )
     handlers = {"Describe": describe, "Execute": execute}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(messages.SERVICE, handlers),))
-    return server, server.add_insecure_port(address)
+    return server, credentials.listen(server, address, certificate, private_key)
+
+
+def _secrets(args: argparse.Namespace) -> tuple[str | None, bytes | None, bytes | None]:
+    """The key, the certificate and its private key. Raises ``ConfigError``."""
+    key = os.environ.get(KEY_VARIABLE)
+    if not credentials.is_loopback(args.host) and None in (key, args.ssl_certfile):
+        raise ConfigError(
+            f"--host {args.host} can be reached from other machines: give --ssl-certfile and --ssl-keyfile, and a key "
+            f"in the environment variable {KEY_VARIABLE}"
+        )
+    if key is not None:
+        credentials.check_key(key, KEY_VARIABLE)
+    if args.ssl_certfile is None:
+        return key, None, None
+    certificate = credentials.read_file(args.ssl_certfile, "--ssl-certfile")
+    return key, certificate, credentials.read_file(args.ssl_keyfile or args.ssl_certfile, "--ssl-keyfile")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -149,6 +181,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="decoder in ONNX, exported with its KV cache")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=50051, help="port to listen at; 0: any free one")
+    parser.add_argument("--ssl-certfile", help="certificate file, to serve with TLS")
+    parser.add_argument("--ssl-keyfile", help="file of the certificate's private key; default: --ssl-certfile")
     parser.add_argument("--max-model-len", type=int, default=2048, help="positions of the longest sequence")
     parser.add_argument("--block-size", type=int, default=16, help="positions of a block")
     parser.add_argument("--num-blocks", type=int, default=1024, help="blocks of the KV cache")
@@ -156,6 +190,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.model.is_file():
         parser.error(f"{args.model} is not a file")
+    try:
+        secrets = _secrets(args)
+    except ConfigError as error:
+        parser.error(str(error))
     decoder = Decoder(args.model, args.threads)
     description = messages.Description(
         model=args.model.stem,
@@ -166,7 +204,8 @@ def main(argv: list[str] | None = None) -> None:
         shares_blocks=True,
         logits_type=messages.FLOAT32,
     )
-    server, port = make_server(OnnxWorker(decoder, description), f"{args.host}:{args.port}")
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    server, port = make_server(OnnxWorker(decoder, description), f"{host}:{args.port}", *secrets)
     server.start()
     print(f"worker of {args.model} at {args.host}:{port}", flush=True)
     is_ending = threading.Event()

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import torch
@@ -24,7 +26,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError, WorkerLost
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request
-from octavo.worker import messages
+from octavo.worker import credentials, messages, onnx_worker
 from tests.backends.checkpoints import save_checkpoint
 from tests.backends.onnx_export import export
 from tests.backends.test_transformers import expected, prompts, run
@@ -162,6 +164,7 @@ def test_what_a_worker_is_asked(tmp_path: Path, logits_type: int) -> None:
         ("nan", "not finite"),
         ("rows", r"0 bytes of logits instead of 1 x 200, for a vocabulary of 50 and float32"),
         ("error", r"no memory \(code 8\)"),
+        ("long error", r"no  \[31m(memory ){40}.{1,20}\.\.\. \(code 8\)"),
     ],
 )
 def test_a_failed_step_ends_its_requests(tmp_path: Path, fault: str, message: str) -> None:
@@ -183,6 +186,8 @@ def test_a_failed_step_ends_its_requests(tmp_path: Path, fault: str, message: st
         ("aborts", "ended the connection .INTERNAL: out of luck"),
         ("skips", r"sent the result of step \d in place of step \d"),
         ("hangs", "did not answer within 0.5 s"),
+        ("floods", "sent (a result that no step had asked for|the result of step)"),
+        ("huge", "ended the connection .RESOURCE_EXHAUSTED: .*larger than max"),
     ],
 )
 def test_a_lost_worker_ends_the_engine(tmp_path: Path, fault: str, message: str) -> None:
@@ -216,7 +221,18 @@ def test_a_loss_is_noticed_between_steps(tmp_path: Path) -> None:
     [
         ({"vocab_size": 49}, {}, "a vocabulary of 49 tokens, and config.json says 50"),
         ({"num_blocks": 0}, {}, "num_blocks is missing"),
+        ({"num_blocks": 4294967295}, {}, r"num_blocks is 4,294,967,295 in its description; at most 1,048,576"),
+        ({"block_size": 4294967295}, {}, "block_size is 4,294,967,295"),
+        ({"vocab_size": 4294967295}, {}, "vocab_size is 4,294,967,295"),
+        ({"num_blocks": 1 << 20, "block_size": 1 << 10}, {}, "1,048,576 blocks of 1,024 positions are more than"),
+        (
+            {"num_blocks": 1 << 20, "block_size": 1, "max_model_len": 4294967295},
+            {},
+            "give max_model_len or max_num_seqs",
+        ),
         ({"logits_type": 7}, {}, "logits_type 7 is not known"),
+        ({"logits_type": -1}, {}, "logits_type -1 is not known"),
+        ({"model": "m" * 100_000}, {}, "RESOURCE_EXHAUSTED"),
         ({}, {"max_model_len": 65}, "max_model_len: 65 is more than the worker allows, 64"),
         ({}, {"dtype": "float16"}, "dtype: has no effect with backend grpc"),
         ({}, {"backend": "octavo"}, "grpc_worker: has no effect with backend octavo"),
@@ -228,6 +244,81 @@ def test_what_cannot_work_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
     with serving(FakeWorker(**description)) as address, pytest.raises(ConfigError, match=message):
         build(tmp_path, address, **settings)
+
+
+def certificate(folder: Path, name: str = "localhost") -> tuple[str, bytes, bytes]:
+    """The file of a certificate, which is its own CA; its content, and its private key."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    return str(cert), cert.read_bytes(), key.read_bytes()
+
+
+def test_a_worker_with_a_certificate_and_a_key(tmp_path: Path) -> None:
+    file, cert, private_key = certificate(tmp_path)
+    other, *_ = certificate(tmp_path, "other")
+    given = {"grpc_ssl_ca_certs": file, "grpc_api_key": "secret"}
+    with serving(FakeWorker(), "secret", cert, private_key) as address:
+        engine, _ = build(tmp_path, address, **given)
+        assert tokens(greedy(engine, [1, 2])) == [3, 4, 5, 6]
+        close(engine)
+        for key in ("Secret", "secret2", "s", None):
+            with pytest.raises(ConfigError, match=r"grpc_api_key: the worker at .* refuses it: .* missing or wrong"):
+                build(tmp_path, address, **{**given, "grpc_api_key": key})
+        for settings in ({"grpc_ssl_ca_certs": other}, {"grpc_ssl_ca_certs": None}):
+            with pytest.raises(ConfigError, match="no worker answers at"):
+                build(tmp_path, address, **{**given, **settings, "grpc_timeout": 0.3})
+
+
+def test_a_key_without_tls_on_this_machine(tmp_path: Path) -> None:
+    with serving(FakeWorker(), "secret") as address:
+        assert tokens(greedy(build(tmp_path, address, grpc_api_key="secret")[0], [1, 2])) == [3, 4, 5, 6]
+        channel = grpc.insecure_channel(address)
+        steps = channel.stream_stream(f"/{messages.SERVICE}/Execute", messages.Step.SerializeToString)
+        for metadata in ((), (("authorization", "Bearer secret"),) * 2, (("authorization", "secret"),)):
+            with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+                next(steps(iter([messages.Step()]), metadata=metadata, timeout=5))
+        channel.close()
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7:50051", "worker.example:50051", "[2001:db8::1]:50051", "0.0.0.0:1", "1"])
+def test_a_worker_elsewhere_needs_a_certificate_and_a_key(tmp_path: Path, address: str) -> None:
+    for settings in ({}, {"grpc_api_key": "k"}, {"grpc_ssl_ca_certs": "ca.pem"}):
+        with pytest.raises(ConfigError, match=r"give grpc_ssl_ca_certs, .*, and grpc_api_key"):
+            build(tmp_path, address, **settings)
+
+
+@pytest.mark.parametrize(
+    ("address", "is_here"),
+    [
+        *((each, True) for each in ("127.0.0.1:1", "127.9.9.9", "localhost:1", "localhost", "[::1]:1", "::1")),
+        *((each, True) for each in ("unix:/run/worker", "unix:///run/worker")),
+        *(
+            (each, False)
+            for each in ("0.0.0.0", "::", "[::]:1", "localhost.evil:1", "127.0.0.1.evil:1", "dns:///x", "")
+        ),
+    ],
+)
+def test_addresses_of_this_machine(address: str, is_here: bool) -> None:
+    assert credentials.is_loopback(address) == is_here
+
+
+def test_a_worker_that_others_can_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.onnx"
+    model.touch()
+    monkeypatch.delenv("OCTAVO_GRPC_API_KEY", raising=False)
+    for key, flags in ((None, []), (None, ["--ssl-certfile", "cert"]), ("k", [])):
+        if key is not None:
+            monkeypatch.setenv("OCTAVO_GRPC_API_KEY", key)
+        with pytest.raises(SystemExit):
+            onnx_worker.main([str(model), "--host", "0.0.0.0", *flags])
+        assert "give --ssl-certfile and --ssl-keyfile, and a key" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        onnx_worker.main([str(model), "--host", "0.0.0.0", "--ssl-certfile", str(tmp_path / "none")])
+    assert "--ssl-certfile: " in capsys.readouterr().err
 
 
 def test_without_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

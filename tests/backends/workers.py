@@ -54,7 +54,7 @@ class FakeWorker(OnnxWorker):
 
     def __init__(self, **changes: Any) -> None:
         sizes = {"vocab_size": 50, "max_model_len": 64, "block_size": 4, "num_blocks": 64, "shares_blocks": True}
-        super().__init__(None, messages.Description(model="fake", **{**sizes, **changes}))  # type: ignore[arg-type]
+        super().__init__(None, messages.Description(**{"model": "fake", **sizes, **changes}))  # type: ignore[arg-type]
         self.fault = ""
         self.steps: list[Any] = []
 
@@ -71,6 +71,16 @@ class FakeWorker(OnnxWorker):
                     time.sleep(1.5)
                 case "skips":
                     step.number += 1
+                case "floods":
+                    while context.is_active():
+                        yield messages.StepResult(number=step.number, logits=self._logits(step))
+                case "huge":
+                    yield messages.StepResult(number=step.number, logits=b"x" * (16 << 20))
+                    continue
+                case "long error":
+                    error = messages.Error(code=8, message="no\n\x1b[31m" + "memory " * 500_000)
+                    yield messages.StepResult(number=step.number, error=error)
+                    continue
                 case "error":
                     yield messages.StepResult(number=step.number, error=messages.Error(code=8, message="no memory"))
                     continue
@@ -91,9 +101,9 @@ class FakeWorker(OnnxWorker):
 
 
 @contextlib.contextmanager
-def serving(worker: FakeWorker) -> Iterator[str]:
-    """Serve ``worker`` in this process; gives its address."""
-    server, port = make_server(worker, "127.0.0.1:0")
+def serving(worker: FakeWorker, *secrets: Any, host: str = "127.0.0.1") -> Iterator[str]:
+    """Serve ``worker`` in this process; gives its address. ``secrets`` are those of ``make_server``."""
+    server, port = make_server(worker, f"{host}:0", *secrets)
     server.start()
-    yield f"127.0.0.1:{port}"
+    yield f"{host}:{port}"
     server.stop(grace=0).wait()

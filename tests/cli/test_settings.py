@@ -24,6 +24,7 @@ SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
 EXCLUSIVE = {
     *("num_kv_blocks", "enable_prefix_caching", "merge_lora", "isolate_keys", "tenant_by", *OWNERS),
     *("data_parallel_size", "backend", "upstream", "upstream_command", "upstream_api_key"),
+    *("grpc_ssl_ca_certs", "grpc_api_key"),
     *("grpc_worker", "grpc_timeout"),
 }
 """Refused together with ``kv_cache_memory``, ``kv_offload_dir``, ``enable_kv_events`` or ``tenant_header``
@@ -36,7 +37,10 @@ NEEDED = {
     "kv_offload_disk": ["--kv-offload-memory", "1", "--kv-offload-dir", "kv"],
     "backend": ["--upstream", "http://127.0.0.1:1"],
     "grpc_worker": ["--backend", "grpc"],
-    "grpc_timeout": ["--backend", "grpc", "--grpc-worker", "127.0.0.1:1"],
+    **{
+        name: ["--backend", "grpc", "--grpc-worker", "127.0.0.1:1"]
+        for name in ("grpc_timeout", "grpc_ssl_ca_certs", "grpc_api_key")
+    },
     "upstream": ["--backend", "openai"],
     "upstream_command": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
     "upstream_api_key": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],

@@ -10,6 +10,7 @@ import msgspec
 
 import octavo
 from octavo.config import EngineConfig, ServeConfig, to_flat
+from octavo.setting import SECRETS
 from octavo.types import EngineInfo
 
 CONTENT_BYTES = 64 << 10
@@ -23,7 +24,7 @@ def fingerprint(config: ServeConfig, info: EngineInfo) -> str:
         "code": _code_digest(),
         "model": _files_digest(config.model.model),
         "tokenizer": _files_digest(config.model.tokenizer or ""),
-        "settings": to_flat(config, EngineConfig),
+        "settings": {name: value for name, value in to_flat(config, EngineConfig).items() if name not in SECRETS},
         "template": _files_digest(config.model.chat_template or ""),
         "parsers": [server.tool_call_parser, server.reasoning_parser],
         "engine": [info.architecture, info.num_parameters, info.vocab_size, info.dtype, info.device, info.kernels],
