@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     import zmq
 
 END = (-1).to_bytes(8, "big", signed=True)
+MAX_BUFFER_BYTES = 64 << 20
+"""Of the batches that are kept for replay."""
+MAX_REQUEST_BYTES = 1024
+"""Of a message that a peer sends: a replay request, or a topic."""
+MAX_QUEUED_REQUESTS = 16
+"""Replay requests of a peer that wait; it cannot send more."""
 MEDIUM = "GPU"
 """vLLM's name for the main cache, on any device."""
 
@@ -40,9 +46,9 @@ class KVEventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Address to bind; the port grows by the data-parallel rank."""
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
-    """Batches kept for replay."""
-    hwm: int = 100_000
-    """Batches queued for a subscriber that is slow; further ones are dropped for it."""
+    """Batches kept for replay, as far as they have fewer than ``MAX_BUFFER_BYTES``."""
+    hwm: int = 10_000
+    """Batches queued for a subscriber that is slow; further ones are dropped for it, and it may ask for a replay."""
     max_queue_size: int = 100_000
     """Batches that wait to be encoded; further ones are dropped, which leaves a gap in the sequence numbers."""
     topic: str = ""
@@ -132,7 +138,9 @@ class KVEventPublisher:
         self._config = config
         self._rank = rank
         self._number = 0
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._buffer: deque[tuple[int, zmq.Frame]] = deque()
+        self._num_buffered = 0
+        """Bytes of the payloads in the buffer."""
         self._context = zmq.Context()
         queue = f"inproc://kv-events-{rank}"
         self._inbox = self._socket(zmq.PULL, queue, config.max_queue_size)
@@ -142,7 +150,10 @@ class KVEventPublisher:
         self._publisher = self._socket(zmq.PUB, shifted(config.endpoint, rank), config.hwm)
         self._replay: zmq.Socket[bytes] | None = None
         if config.replay_endpoint is not None:
-            self._replay = self._socket(zmq.ROUTER, shifted(config.replay_endpoint, rank), config.hwm)
+            # One replay may be queued for a peer. Without ``ROUTER_MANDATORY``, more would be dropped only one by one.
+            address = shifted(config.replay_endpoint, rank)
+            options = {zmq.ROUTER_MANDATORY: 1, zmq.RCVHWM: MAX_QUEUED_REQUESTS}
+            self._replay = self._socket(zmq.ROUTER, address, config.buffer_steps + 1, options)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
@@ -180,27 +191,45 @@ class KVEventPublisher:
             if self._replay is not None and self._replay in ready:
                 self._answer(self._replay)
             if self._inbox in ready:
-                frames = self._inbox.recv_multipart()
+                frames = self._inbox.recv_multipart(copy=False)
                 if len(frames) == 1:
                     return
                 number, payload = frames
-                self._buffer.append((int.from_bytes(number, "big"), payload))
-                self._publisher.send_multipart((self._config.topic.encode(), number, payload))
+                self._keep(int.from_bytes(number.bytes, "big"), payload)
+                self._publisher.send_multipart((self._config.topic.encode(), number, payload), copy=False)
+
+    def _keep(self, number: int, payload: zmq.Frame) -> None:
+        """Buffer a batch. What is queued for peers are references to it."""
+        self._buffer.append((number, payload))
+        self._num_buffered += len(payload)
+        while len(self._buffer) > self._config.buffer_steps or self._num_buffered > MAX_BUFFER_BYTES:
+            self._num_buffered -= len(self._buffer.popleft()[1])
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Answer one replay request: identity, empty frame, first sequence number."""
+        """Answer one replay request: identity, empty frame, first sequence number. The answer ends early for a peer
+        that has not read the one before."""
         client, *rest = replay.recv_multipart()
         if len(rest) != 2 or rest[0] or len(rest[1]) > 8:
             return
         first = int.from_bytes(rest[1], "big")
-        for number, payload in self._buffer:
-            if number >= first:
-                replay.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
-        replay.send_multipart((client, b"", END, b""))
+        try:
+            for number, payload in self._buffer:
+                if number >= first:
+                    frames = (client, b"", number.to_bytes(8, "big"), payload)
+                    replay.send_multipart(frames, self._zmq.NOBLOCK, copy=False)
+            replay.send_multipart((client, b"", END, b""), self._zmq.NOBLOCK)
+        except self._zmq.ZMQError as error:
+            if error.errno not in (self._zmq.EAGAIN, self._zmq.EHOSTUNREACH):
+                raise
 
-    def _socket(self, kind: int, address: str, limit: int) -> Any:
+    def _socket(self, kind: int, address: str, limit: int, options: Mapping[int, int] | None = None) -> Any:
+        """A bound socket that queues ``limit`` messages for each peer."""
         socket = self._context.socket(kind)
         socket.set_hwm(limit)
+        for option, value in (options or {}).items():
+            socket.setsockopt(option, value)
+        if address.partition(":")[0] != "inproc":
+            socket.setsockopt(self._zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         try:
             socket.bind(address)
         except self._zmq.ZMQError as error:

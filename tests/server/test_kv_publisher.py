@@ -13,6 +13,7 @@ import pytest
 from octavo.cache.kv_events import Removed, Stored
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
+from octavo.server import kv_publisher
 from octavo.server.kv_publisher import KVEventPublisher, KVEventsConfig, parse_kv_events_config, shifted
 
 zmq = pytest.importorskip("zmq")
@@ -121,6 +122,58 @@ def test_the_replay_ends_with_a_marker(client: Client) -> None:
     dealer.send_multipart((b"", (last + 1).to_bytes(8, "big")))
     assert dealer.poll(WAIT_MS)
     assert dealer.recv_multipart()[1:] == [(-1).to_bytes(8, "big", signed=True), b""]
+
+
+def test_unread_replays_are_not_kept(client: Client) -> None:
+    """A peer has one replay queued, and what the buffers of the two sockets hold; others are served meanwhile."""
+    endpoint = client.replay.getsockopt_string(zmq.LAST_ENDPOINT)
+    tokens = [200_000 + i for i in range(20_000)]
+    for number in range(50):
+        client.publisher.add([Stored(number, number + 1, 0, tokens)])
+    idle = client.context.socket(zmq.DEALER)
+    idle.set_hwm(100_000)
+    idle.setsockopt(zmq.RCVHWM, 1)
+    idle.connect(endpoint)
+    for _ in range(400):
+        idle.send_multipart((b"", bytes(8)))
+    last = client.first + 49
+    while client.receive()[0] < last:
+        pass
+    client.replay.send(last.to_bytes(8, "big"))
+    assert client.replay.poll(WAIT_MS), "another peer"
+    client.replay.recv_multipart()
+    num_received = 0
+    while idle.poll(300):
+        idle.recv_multipart()
+        num_received += 1
+        assert num_received < 20_000, "400 replays have more"
+    assert num_received >= 50
+
+
+def test_the_buffer_is_bounded_in_bytes(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_publisher, "MAX_BUFFER_BYTES", 100_000)
+    for number in range(10):
+        client.publisher.add([Stored(number, number + 1, 0, [200_000] * 6000)])  # 30 kB each
+    last = client.first + 9
+    while client.receive()[0] < last:
+        pass
+    dealer = client.context.socket(zmq.DEALER)
+    dealer.connect(client.replay.getsockopt_string(zmq.LAST_ENDPOINT))
+    dealer.send_multipart((b"", bytes(8)))
+    numbers = []
+    while dealer.poll(WAIT_MS) and (frames := dealer.recv_multipart())[2]:
+        numbers.append(int.from_bytes(frames[1], "big"))
+    assert numbers == [last - 2, last - 1, last]
+
+
+def test_a_peer_that_sends_much_is_cut(client: Client) -> None:
+    dealer = client.context.socket(zmq.DEALER)
+    monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    dealer.connect(client.replay.getsockopt_string(zmq.LAST_ENDPOINT))
+    dealer.send_multipart((b"", b"x" * 1_000_000))
+    assert monitor.poll(WAIT_MS)
+    client.publisher.add([Removed(1, 7)])
+    assert client.receive()
 
 
 def test_settings_are_checked() -> None:
