@@ -12,7 +12,6 @@ import httpx
 
 from octavo.client import protocol
 from octavo.client.results import Completion, Piece, completion_of, pieces_of
-from octavo.errors import Unavailable
 
 
 class AsyncClient:
@@ -37,7 +36,8 @@ class AsyncClient:
         """Whether the server answers and its engine runs; never retried."""
         protocol.check_open(self._http)
         try:
-            return (await self._http.get(self.base_url + protocol.HEALTH)).status_code == 200
+            async with self._http.stream("GET", self.base_url + protocol.HEALTH) as response:
+                return response.status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -81,7 +81,7 @@ class AsyncClient:
     async def _stream(self, path: str, body: bytes) -> AsyncGenerator[Piece, None]:
         reader = protocol.EventReader()
         async with self._response("POST", path, body) as response:
-            async for chunk in response.aiter_bytes():
+            async for chunk in response.aiter_raw():
                 for event in reader.feed(chunk):
                     protocol.raise_if_error(event)
                     for piece in pieces_of(event):
@@ -110,15 +110,22 @@ class AsyncClient:
                             return
                         pause = protocol.pause_before_retry(attempt, response.status_code, response.headers)
                         if pause is None or attempt == self.max_retries:
-                            raise protocol.refusal(response.status_code, await response.aread(), response.headers)
+                            said = await _read(response, protocol.MAX_REFUSAL_BYTES)
+                            raise protocol.refusal(response.status_code, said, response.headers)
                 await asyncio.sleep(pause or 0.0)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise protocol.unreachable(self.base_url, error) from None
 
 
 async def _json(response: httpx.Response) -> Any:
-    await response.aread()
-    try:
-        return response.json()
-    except ValueError:
-        raise Unavailable("the server's answer is not JSON.") from None
+    return protocol.json_of(await _read(response, protocol.MAX_BODY_BYTES))
+
+
+async def _read(response: httpx.Response, max_bytes: int) -> bytes:
+    """The body; of a longer one, its beginning, with more than ``max_bytes``."""
+    data = bytearray()
+    async for chunk in response.aiter_raw():
+        data += chunk
+        if len(data) > max_bytes:
+            break
+    return bytes(data)

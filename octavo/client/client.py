@@ -12,7 +12,6 @@ import httpx
 
 from octavo.client import protocol
 from octavo.client.results import Completion, Piece, completion_of, pieces_of
-from octavo.errors import Unavailable
 
 
 class Client:
@@ -44,7 +43,8 @@ class Client:
         """Whether the server answers and its engine runs; never retried."""
         protocol.check_open(self._http)
         try:
-            return self._http.get(self.base_url + protocol.HEALTH).status_code == 200
+            with self._http.stream("GET", self.base_url + protocol.HEALTH) as response:
+                return response.status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -88,7 +88,7 @@ class Client:
     def _stream(self, path: str, body: bytes) -> Generator[Piece, None, None]:
         reader = protocol.EventReader()
         with self._response("POST", path, body) as response:
-            for chunk in response.iter_bytes():
+            for chunk in response.iter_raw():
                 for event in reader.feed(chunk):
                     protocol.raise_if_error(event)
                     yield from pieces_of(event)
@@ -116,15 +116,22 @@ class Client:
                             return
                         pause = protocol.pause_before_retry(attempt, response.status_code, response.headers)
                         if pause is None or attempt == self.max_retries:
-                            raise protocol.refusal(response.status_code, response.read(), response.headers)
+                            said = _read(response, protocol.MAX_REFUSAL_BYTES)
+                            raise protocol.refusal(response.status_code, said, response.headers)
                 time.sleep(pause or 0.0)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise protocol.unreachable(self.base_url, error) from None
 
 
 def _json(response: httpx.Response) -> Any:
-    response.read()
-    try:
-        return response.json()
-    except ValueError:
-        raise Unavailable("the server's answer is not JSON.") from None
+    return protocol.json_of(_read(response, protocol.MAX_BODY_BYTES))
+
+
+def _read(response: httpx.Response, max_bytes: int) -> bytes:
+    """The body; of a longer one, its beginning, with more than ``max_bytes``."""
+    data = bytearray()
+    for chunk in response.iter_raw():
+        data += chunk
+        if len(data) > max_bytes:
+            break
+    return bytes(data)

@@ -34,6 +34,14 @@ RETRIED = (429, 503)
 FIRST_PAUSE = 0.5
 MAX_PAUSE = 30.0
 """Seconds before a retry: without a ``Retry-After`` header they double from the first pause."""
+MAX_ASKED_PAUSE = 600
+"""Seconds; a server that asks for more is not waited for."""
+MAX_MESSAGE = 2000
+"""Characters of a server's message that are kept."""
+MAX_BODY_BYTES = 64 << 20
+MAX_EVENT_BYTES = 16 << 20
+MAX_REFUSAL_BYTES = 64 << 10
+"""How much of an answer, an event of a stream, and an explanation of a refusal is read: a server may send anything."""
 
 _BY_CODE: dict[Any, type[RequestError]] = {
     kind.code: kind for kind in (ContextLengthExceeded, ModelNotFound, InvalidParameter)
@@ -82,7 +90,12 @@ def base_of(url: str) -> str:
 def client_options(url: str, api_key: str | None, timeout: float | None) -> dict[str, Any]:
     """Arguments of ``httpx.Client``; ``timeout`` is in seconds without a byte from the server."""
     return {
-        "headers": {"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})},
+        "headers": {
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",  # what is sent is what has to be kept
+            **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+        },
+        "follow_redirects": False,
         "timeout": httpx.Timeout(CONNECT_SECONDS, read=timeout),
         # Reading the certificates takes longer than a short request, and plain HTTP has none to verify.
         "verify": not url.startswith("http://"),
@@ -113,26 +126,42 @@ def pause_before_retry(attempt: int, status: int | None, headers: Mapping[str, s
     """
     if (status is not None and status not in RETRIED) or headers.get("x-should-retry") == "false":
         return None
-    asked = headers.get("retry-after", "")
-    return float(asked) if asked.isdecimal() else min(FIRST_PAUSE * 2**attempt, MAX_PAUSE)
+    asked = _retry_after(headers)
+    if asked is not None:
+        return asked if asked <= MAX_ASKED_PAUSE else None
+    return min(FIRST_PAUSE * 2**attempt, MAX_PAUSE)
+
+
+def _retry_after(headers: Mapping[str, str]) -> int | None:
+    text = headers.get("retry-after", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def json_of(data: bytes) -> Any:
+    """The content of a body; of a longer one, more than ``MAX_BODY_BYTES`` were read. Raises ``RequestError``."""
+    if len(data) > MAX_BODY_BYTES:
+        raise RequestFailed(f"the server's answer is longer than {MAX_BODY_BYTES >> 20} MiB.")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise Unavailable("the server's answer is not JSON.") from None
 
 
 def refusal(status: int, body: bytes, headers: Mapping[str, str]) -> RequestError:
     """The error of a response that is not 200."""
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = body[:200].decode("utf-8", "replace").strip() or "no explanation"
     details = found.get("error") if isinstance(found, dict) else None
     details = details if isinstance(details, dict) else {}
-    kind = _BY_CODE.get(details.get("code")) or _BY_STATUS.get(status, RequestError)
-    retry_after = headers.get("retry-after", "")
+    kind = _BY_CODE.get(str(details.get("code"))) or _BY_STATUS.get(status, RequestError)
     error = kind.__new__(kind)  # the kinds' own constructors write other messages
     RequestError.__init__(
         error,
         f"the server answered {status}: {_message(found)}",
         param=details.get("param"),
-        retry_after=int(retry_after) if retry_after.isdecimal() else None,
+        retry_after=_retry_after(headers),
     )
     error.status = status
     return error
@@ -168,6 +197,8 @@ class EventReader:
     def feed(self, chunk: bytes) -> list[dict[str, Any]]:
         """The events that ``chunk`` completes; raises ``RequestFailed`` for an error in the stream."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise RequestFailed(f"the server sent an event of more than {MAX_EVENT_BYTES >> 20} MiB.")
         events = []
         for line in lines:
             if self.is_done or not line.startswith(b"data:"):
@@ -194,7 +225,7 @@ def raise_if_error(event: Mapping[str, Any]) -> None:
 def _event(data: bytes) -> dict[str, Any]:
     try:
         event = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         event = None
     if not isinstance(event, dict):
         raise RequestFailed(f"the server sent an event that is not JSON: {data[:80]!r}")
@@ -204,4 +235,5 @@ def _event(data: bytes) -> dict[str, Any]:
 def _message(body: Any) -> str:
     """The message of an OpenAI error object, or of a similar body that some servers send instead."""
     error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)
+    message = str(error.get("message", error) if isinstance(error, dict) else error)
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."

@@ -52,21 +52,38 @@ def completion_of(body: Any) -> Completion:
     try:
         usage = body.get("usage") or {}
         choices = [
-            Choice(choice["index"], _text(choice, "message"), choice.get("finish_reason"), choice)
+            Choice(_index(choice["index"]), _text(choice, "message"), choice.get("finish_reason"), choice)
             for choice in body["choices"]
         ]
-        return Completion(choices, usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0), body)
+        return Completion(choices, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"), body)
     except (AttributeError, LookupError, TypeError):
         raise RequestFailed("the server's answer is not a completion.") from None
 
 
 def pieces_of(event: Mapping[str, Any]) -> Iterator[Piece]:
-    """The pieces in an event of a stream."""
-    for choice in event.get("choices") or ():
-        yield Piece(choice.get("index", 0), _text(choice, "delta"), choice.get("finish_reason"), choice)
+    """The pieces in an event of a stream; raises ``RequestFailed`` for one of another form."""
+    try:
+        for choice in event.get("choices") or ():
+            yield Piece(_index(choice.get("index", 0)), _text(choice, "delta"), choice.get("finish_reason"), choice)
+    except (AttributeError, TypeError):
+        raise RequestFailed("the server sent an event that is no piece of a completion.") from None
+
+
+def _index(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError
+    return value
+
+
+def _count(usage: Mapping[str, Any], name: str) -> int:
+    """A number of tokens; 0 for anything else."""
+    value = usage.get(name)
+    return value if type(value) is int and value >= 0 else 0
 
 
 def _text(choice: Mapping[str, Any], key: str) -> str:
     """The text of a choice of a completion, or that under ``key`` of a chat completion."""
     text = choice["text"] if "text" in choice else (choice.get(key) or {}).get("content")
+    if not isinstance(text, str | None):
+        raise TypeError
     return text or ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -197,6 +198,58 @@ def test_what_is_not_refused_for_now_is_not_sent_again(call: Caller, fake: FakeS
         call(fake.url, "stream_chat" if isinstance(answer, list) else "chat", HI)
     assert type(found.value) is kind
     assert len(fake.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ((307, b"", {"Location": "http://127.0.0.1:1/"}), RequestError),
+        ((200, b"[" * 200_000), Unavailable),
+        ((200, b'{"choices": ["' + b"x" * 300_000 + b'"]}'), RequestFailed),
+        ((400, b"[" * 200_000), RequestError),
+        ((400, b'{"error": {"code": [], "param": {}, "message": ["x"]}}'), RequestError),
+        ((400, b'{"error": {"message": "' + b"x" * 60_000 + b'"}}'), RequestError),
+        ((429, b"", {"Retry-After": "9" * 5000}), QueueFull),
+        ((429, b"", {"Retry-After": "100000"}), QueueFull),
+        ((200, b'{"choices": [{"index": "0", "text": "a"}]}'), RequestFailed),
+        ((200, b'{"choices": [{"index": 0, "text": {"a": 1}}]}'), RequestFailed),
+        ((200, b'{"usage": "x", "choices": []}'), RequestFailed),
+        ([b'data: {"choices": 5}\n\n', DONE], RequestFailed),
+        ([b'data: {"choices": [1]}\n\n', DONE], RequestFailed),
+        ([b'data: {"choices": [{"text": 1}]}\n\n', DONE], RequestFailed),
+        ([b"data: " + b"[" * 100_000 + b"\n\n", DONE], RequestFailed),
+        ([b"data: " + b"x" * 300_000], RequestFailed),
+        ([b"data: ", *[b"x" * 60_000] * 10], RequestFailed),
+    ],
+)
+def test_a_strange_answer_is_an_error(
+    call: Caller, fake: FakeServer, pauses: list[float], monkeypatch: pytest.MonkeyPatch, answer: Any, kind: Any
+) -> None:
+    """Never another exception, and never one of the size that the server chooses."""
+    monkeypatch.setattr(protocol, "MAX_BODY_BYTES", 250_000)
+    monkeypatch.setattr(protocol, "MAX_EVENT_BYTES", 250_000)
+    fake.answers = [answer] * 4
+    with pytest.raises(kind) as found:
+        call(fake.url, "stream_chat" if isinstance(answer, list) else "chat", HI)
+    assert type(found.value) is kind
+    assert len(str(found.value)) < 3000
+    assert sum(pauses) < 10
+
+
+def test_what_usage_claims_is_a_number_of_tokens(call: Caller, fake: FakeServer) -> None:
+    usage = {"prompt_tokens": -5, "completion_tokens": "many"}
+    fake.answers = [(200, json.dumps({"choices": [], "usage": usage}).encode())]
+    answer = call(fake.url, "chat", HI)
+    assert (answer.num_prompt_tokens, answer.num_output_tokens) == (0, 0)
+
+
+def test_answers_are_asked_for_uncompressed(call: Caller, fake: FakeServer) -> None:
+    """One that is compressed all the same is not unpacked: it may unpack to any size."""
+    packed = gzip.compress(json.dumps({"choices": []}).encode())
+    fake.answers = [(200, packed, {"Content-Encoding": "gzip"})]
+    with pytest.raises(Unavailable, match="not JSON"):
+        call(fake.url, "chat", HI)
+    assert fake.headers[-1]["Accept-Encoding"] == "identity"
 
 
 def test_pauses_double_up_to_a_bound() -> None:
