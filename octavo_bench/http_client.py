@@ -15,12 +15,14 @@ from typing import Any, Literal
 import msgspec
 
 from octavo.errors import ConfigError
-from octavo.server.proxy.connections import Connection, ConnectionFailed, Connections, Headers
+from octavo.server.proxy.connections import Connection, ConnectionFailed, Connections, Headers, InvalidResponse
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "v1/completions", "chat": "v1/chat/completions"}
 MAX_ERROR = 300
 """Characters of a server's error message that are kept."""
+MAX_LINE = 16 << 20
+"""Bytes of the longest line of a stream."""
 
 
 class _Delta(msgspec.Struct, gc=False):
@@ -104,7 +106,7 @@ class HttpClient:
         """The JSON at ``path``; ``None`` for any answer but 200. Raises ``ConfigError`` if there is no server."""
         try:
             async with self._connections.request("GET", path, self._headers) as connection:
-                body = await _rest(connection)
+                body = await connection.read_all()
                 return json.loads(body) if connection.status == 200 else None
         except ConnectionFailed as error:
             raise ConfigError(f"url: the server cannot be reached: {error}") from None
@@ -136,7 +138,7 @@ class HttpClient:
     async def _stream(self, data: bytes, answer: Answer) -> None:
         async with self._connections.request("POST", PATHS[self.endpoint], self._headers, data) as connection:
             if connection.status != 200:
-                said = (await _rest(connection)).decode(errors="replace")
+                said = (await connection.read_all()).decode(errors="replace")
                 answer.error = f"status {connection.status}: {said[:MAX_ERROR]}"
                 return
             async for line, now in _lines(connection):
@@ -178,14 +180,9 @@ async def _lines(connection: Connection) -> AsyncIterator[tuple[bytes, float]]:
     while data := await connection.read():
         now = time.perf_counter()
         *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > MAX_LINE:
+            raise InvalidResponse(f"a line of more than {MAX_LINE >> 20} MiB")
         for line in lines:
             yield line.rstrip(), now
     if rest:
         yield rest.rstrip(), time.perf_counter()
-
-
-async def _rest(connection: Connection) -> bytes:
-    parts = []
-    while data := await connection.read():
-        parts.append(data)
-    return b"".join(parts)

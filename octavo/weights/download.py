@@ -26,18 +26,19 @@ class _NoProgress(Exception):
     """The connection was refused or broken, or the server was busy: a retry may succeed."""
 
 
-def download(url: str, target: Path, progress: Progress, pause: float = 1.0) -> None:
+def download(url: str, target: Path, progress: Progress, max_bytes: int, pause: float = 1.0) -> None:
     """Fetch ``url`` into ``target``, appending to the partial file of an earlier attempt.
 
     The caller must verify the content. Broken connections are retried after ``pause`` seconds times the number of
-    consecutive failures. Raises ``ConfigError`` if the server refuses or cannot be reached.
+    consecutive failures. Raises ``ConfigError`` if the server refuses, cannot be reached, or sends more than
+    ``max_bytes``.
     """
     failures = 0
     with httpx.Client(follow_redirects=True, timeout=TIMEOUT_SECONDS, verify=_trusted_certificates()) as client:
         while True:
             before = _size(target)
             try:
-                return _fetch_rest(client, url, target, progress)
+                return _fetch_rest(client, url, target, progress, max_bytes)
             except (_NoProgress, httpx.TransportError) as error:
                 failures = 1 if _size(target) > before else failures + 1
                 if failures >= MAX_ATTEMPTS:
@@ -45,7 +46,7 @@ def download(url: str, target: Path, progress: Progress, pause: float = 1.0) -> 
                 time.sleep(pause * failures)
 
 
-def _fetch_rest(client: httpx.Client, url: str, target: Path, progress: Progress) -> None:
+def _fetch_rest(client: httpx.Client, url: str, target: Path, progress: Progress, max_bytes: int) -> None:
     have = _size(target)
     # A compressed response could not be resumed in the middle.
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
@@ -63,8 +64,10 @@ def _fetch_rest(client: httpx.Client, url: str, target: Path, progress: Progress
             file.truncate(have)
             progress(have, total)
             for chunk in response.iter_raw():
-                file.write(chunk)
                 have += len(chunk)
+                if have > max_bytes:
+                    raise ConfigError(f"{url}: the server sends more than {max_bytes:,} bytes")
+                file.write(chunk)
                 progress(have, total)
 
 

@@ -8,13 +8,15 @@ import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, NamedTuple
 
-from octavo.server.proxy.connections import Connection, ConnectionFailed, Connections, Headers
+from octavo.server.proxy.connections import Connection, ConnectionFailed, Connections, Headers, InvalidResponse
 from octavo_bench.chaos.answers import Answer, Repeated
 from octavo_bench.chaos.traffic import BATCHES, COMPLETIONS, RESPONSES, Asked
 
 RETRY_SECONDS = 0.05
 POLL_SECONDS = 0.1
 LONGEST_RETRY_AFTER = 1.0
+MAX_EVENT = 16 << 20
+"""Bytes of the longest event."""
 BUSY = (429, 503, 507)
 """Statuses after which a client tries again."""
 FORM = (
@@ -124,7 +126,7 @@ class _Following:
             if connection.status != 200:
                 return await self._refused(connection)
             if not self._asked.is_streamed:
-                self._answer.take(json.loads(await rest(connection)))
+                self._answer.take(json.loads(await connection.read_all()))
                 return True
             return await self._stream(connection)
 
@@ -161,7 +163,7 @@ class _Following:
         return False
 
     async def _refused(self, connection: Connection) -> bool:
-        body = (await rest(connection)).decode(errors="replace")
+        body = (await connection.read_all()).decode(errors="replace")
         if connection.status in BUSY:
             await asyncio.sleep(_retry_after(connection))
             return False
@@ -178,7 +180,7 @@ class _Following:
         async with self._connections.request("POST", RESPONSES, self._headers, self._data) as connection:
             if connection.status != 200:
                 return await self._refused(connection)
-            name = json.loads(await rest(connection))["id"]
+            name = json.loads(await connection.read_all())["id"]
         self._answer.take(await self._until_ended(f"{RESPONSES}/{name}", ("queued", "in_progress")))
         return True
 
@@ -209,7 +211,7 @@ class _Following:
             breaks = self._excuses.breaks - bool(self._excuses.is_breaking)
             try:
                 async with self._connections.request(method, path, headers, data) as connection:
-                    status, body = connection.status, await rest(connection)
+                    status, body = connection.status, await connection.read_all()
             except ConnectionFailed:
                 self._counts[0] += 1
                 self._counts[1] += breaks == self._excuses.breaks
@@ -227,21 +229,15 @@ def _retry_after(connection: Connection) -> float:
     return min(float(said), LONGEST_RETRY_AFTER)
 
 
-async def rest(connection: Connection) -> bytes:
-    """The rest of a body. Raises ``ConnectionFailed``."""
-    parts = []
-    while data := await connection.read():
-        parts.append(data)
-    return b"".join(parts)
-
-
 async def events(connection: Connection) -> AsyncIterator[bytes]:
     """The events of a stream that arrived whole. Raises ``ConnectionFailed``."""
     left = b""
     while data := await connection.read():
         *whole, left = (left + data).split(b"\n\n")
+        if len(left) > MAX_EVENT:
+            raise InvalidResponse(f"an event of more than {MAX_EVENT >> 20} MiB")
         for event in whole:
             yield event
 
 
-__all__ = ["MANNERS", "Client", "Excuses", "Failed", "Followed", "Repeated", "events", "rest"]
+__all__ = ["MANNERS", "Client", "Excuses", "Failed", "Followed", "Repeated", "events"]

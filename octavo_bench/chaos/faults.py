@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from octavo.server.proxy.connections import ConnectionFailed, Connections
 from octavo_bench.chaos import processes
-from octavo_bench.chaos.client import BUSY, rest
+from octavo_bench.chaos.client import BUSY
 from octavo_bench.chaos.target import Target
 
 JSON = [(b"content-type", b"application/json")]
@@ -205,7 +205,7 @@ async def poison(target: Target, rng: random.Random) -> None:
         for body in rng.sample(POISONS, 6):
             path = rng.choice(["v1/completions", "v1/chat/completions", "v1/responses"])
             async with connections.request("POST", path, headers, body) as connection:
-                said = await rest(connection)
+                said = await connection.read_all()
                 if connection.status >= 500 and connection.status not in BUSY:
                     raise Wrong(f"{path} {body[:80]!r}: {connection.status} {said[:200]!r}")
     except ConnectionFailed as error:
@@ -223,7 +223,7 @@ async def storm(target: Target, rng: random.Random) -> None:
         try:
             async with connections.request("POST", "v1/completions", JSON, data) as c:
                 if not goes:
-                    await rest(c)
+                    await c.read_all()
                 return c.status
         except ConnectionFailed:
             return 0

@@ -19,7 +19,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.server.proxy.connections import ConnectionFailed, Connections
 from octavo_bench.chaos import processes
-from octavo_bench.chaos.client import Excuses, rest
+from octavo_bench.chaos.client import Excuses
 from octavo_bench.server_process import ServerProcess
 
 START_SECONDS = 120.0
@@ -162,7 +162,7 @@ class Target:
     async def get(self, path: str) -> Any:
         """The JSON at ``path``. Raises ``ConnectionFailed``, also for another status than 200."""
         async with self._connections.request("GET", path) as connection:
-            body = await rest(connection)
+            body = await connection.read_all()
             if connection.status != 200:
                 raise ConnectionFailed(f"status {connection.status}")
             return json.loads(body)

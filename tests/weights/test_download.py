@@ -16,9 +16,9 @@ def server() -> Iterator[WheelServer]:
         yield found
 
 
-def fetch(server: WheelServer, target: Path) -> list[tuple[int, int | None]]:
+def fetch(server: WheelServer, target: Path, max_bytes: int = 1 << 30) -> list[tuple[int, int | None]]:
     seen: list[tuple[int, int | None]] = []
-    download(server.url, target, lambda done, total: seen.append((done, total)), pause=0)
+    download(server.url, target, lambda done, total: seen.append((done, total)), max_bytes, pause=0)
     return seen
 
 
@@ -65,6 +65,14 @@ def test_a_busy_server_is_asked_again(server: WheelServer, tmp_path: Path) -> No
     assert (tmp_path / "part").read_bytes() == server.wheels[0]
 
 
+def test_a_server_that_sends_too_much(server: WheelServer, tmp_path: Path) -> None:
+    size = len(server.wheels[0])
+    fetch(server, tmp_path / "whole", max_bytes=size)
+    with pytest.raises(ConfigError, match="the server sends more than"):
+        fetch(server, tmp_path / "part", max_bytes=size - 1)
+    assert (tmp_path / "part").stat().st_size < size
+
+
 def test_giving_up(server: WheelServer, tmp_path: Path) -> None:
     server.statuses = [404]
     with pytest.raises(ConfigError, match="the server answers 404"):
@@ -75,4 +83,4 @@ def test_giving_up(server: WheelServer, tmp_path: Path) -> None:
         fetch(server, tmp_path / "part")
     assert len(server.requests) == MAX_ATTEMPTS
     with pytest.raises(ConfigError, match=r"http://127.0.0.1:1/x"):
-        download("http://127.0.0.1:1/x", tmp_path / "part", lambda done, total: None, pause=0)
+        download("http://127.0.0.1:1/x", tmp_path / "part", lambda done, total: None, 1000, pause=0)
