@@ -129,7 +129,7 @@ def pause_before_retry(attempt: int, status: int | None, headers: Mapping[str, s
     asked = _retry_after(headers)
     if asked is not None:
         return asked if asked <= MAX_ASKED_PAUSE else None
-    return min(FIRST_PAUSE * 2**attempt, MAX_PAUSE)
+    return min(FIRST_PAUSE * 2.0**attempt, MAX_PAUSE)
 
 
 def _retry_after(headers: Mapping[str, str]) -> int | None:

@@ -152,7 +152,7 @@ class KVEventPublisher:
         if config.replay_endpoint is not None:
             # One replay may be queued for a peer. Without ``ROUTER_MANDATORY``, more would be dropped only one by one.
             address = shifted(config.replay_endpoint, rank)
-            options = {zmq.ROUTER_MANDATORY: 1, zmq.RCVHWM: MAX_QUEUED_REQUESTS}
+            options: dict[int, int] = {zmq.ROUTER_MANDATORY: 1, zmq.RCVHWM: MAX_QUEUED_REQUESTS}
             self._replay = self._socket(zmq.ROUTER, address, config.buffer_steps + 1, options)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()

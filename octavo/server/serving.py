@@ -166,7 +166,8 @@ class EngineFront:
         if self._app is not None:
             self._services.close()
         # At once: each may take a second or more when nothing takes what it still has to send.
-        closing = [threading.Thread(target=each.close) for each in (*self._publishers, *self._tracings)]
+        ends = [*(each.close for each in self._publishers), *(each.close for each in self._tracings)]
+        closing = [threading.Thread(target=end) for end in ends]
         for thread in closing:
             thread.start()
         for thread in closing:

@@ -105,7 +105,7 @@ def test_a_stale_part_of_something_else(server: WheelServer, tmp_path: Path) -> 
 
 
 def test_an_interrupt_keeps_what_there_is(server: WheelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(url: str, target: Path, progress: object) -> None:
+    def interrupted(url: str, target: Path, progress: object, max_bytes: int) -> None:
         target.write_bytes(wheel()[:2_000_000])
         raise KeyboardInterrupt
 
