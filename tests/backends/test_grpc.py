@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -162,6 +163,7 @@ def test_what_a_worker_is_asked(tmp_path: Path, logits_type: int) -> None:
     ("fault", "message"),
     [
         ("nan", "not finite"),
+        ("inf", "not finite"),
         ("rows", r"0 bytes of logits instead of 1 x 200, for a vocabulary of 50 and float32"),
         ("error", r"no memory \(code 8\)"),
         ("long error", r"no  \[31m(memory ){40}.{1,20}\.\.\. \(code 8\)"),
@@ -326,6 +328,10 @@ def test_without_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         build_engine(EngineConfig.from_flat({"model": tmp_path, "backend": "grpc"}))
     with pytest.raises(ConfigError, match=r"no worker answers at 127\.0\.0\.1:9 within 0\.3 s"):
         build(tmp_path, "127.0.0.1:9", grpc_timeout=0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and never says anything
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="no worker answers at"):
+            build(tmp_path, address, grpc_timeout=0.3)
     monkeypatch.setitem(sys.modules, "grpc", None)
     with pytest.raises(ConfigError, match=r"pip install 'octavo\[grpc\]'"):
         build(tmp_path, "127.0.0.1:9")

@@ -93,6 +93,8 @@ class FakeWorker(OnnxWorker):
         rows[np.arange(len(last)), (np.array(last, dtype=int) + 1) % description.vocab_size] = 8.0
         if self.fault == "nan":
             rows[:, 0] = np.nan
+        if self.fault == "inf":
+            rows[:, 0] = np.inf
         if self.fault == "rows":
             rows = rows[1:]
         if description.logits_type == messages.BFLOAT16:

@@ -12,7 +12,7 @@ import select
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,6 +42,8 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._silent_seconds = silent_seconds
         self._transport: Any
+        self._now: Callable[[], float]
+        """The loop's time."""
         self._response: ResponseParser | None = None
         """``None`` between requests, when the server has nothing to say."""
         self._is_paused = False
@@ -58,9 +60,8 @@ class Connection(asyncio.Protocol):
         ``ConnectionFailed``."""
         self._raise_failure()
         self._response = ResponseParser()
-        loop = asyncio.get_running_loop()
-        self._last_heard = loop.time()
-        self._silence = loop.call_later(self._silent_seconds, self._check_silence)
+        self._last_heard = self._now()
+        self._silence = asyncio.get_running_loop().call_later(self._silent_seconds, self._check_silence)
         self._transport.write(data)
         while not self._response.has_head:
             await self._wait()
@@ -148,7 +149,7 @@ class Connection(asyncio.Protocol):
     def _resume(self) -> None:
         if self._is_paused:
             self._is_paused = False
-            self._last_heard = asyncio.get_running_loop().time()
+            self._last_heard = self._now()
             self._transport.resume_reading()
 
     def _end_response(self) -> None:
@@ -160,6 +161,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        self._now = asyncio.get_running_loop().time
 
     def data_received(self, data: bytes) -> None:
         response = self._response
@@ -172,7 +174,7 @@ class Connection(asyncio.Protocol):
             self._give_up(error)
             return
         if response.has_head:
-            self._last_heard = asyncio.get_running_loop().time()
+            self._last_heard = self._now()
         if response.is_followed:
             self._transport.abort()
         elif response.num_buffered > MAX_BUFFERED and not self._is_paused:
@@ -187,7 +189,7 @@ class Connection(asyncio.Protocol):
         self._fail(ConnectionFailed("the connection was closed" if error is None else type(error).__name__))
 
     def _check_silence(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         if self._is_paused:  # the silence is that of this side
             self._last_heard = now
         left = self._last_heard + self._silent_seconds - now

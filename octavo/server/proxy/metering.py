@@ -22,9 +22,9 @@ MAX_TOKENS = 100_000_000
 """Most tokens of one request that are believed."""
 MAX_USAGES = 4
 """Objects named ``usage`` of one line that are read, the last ones: a response may repeat what the client sent."""
-DONE = b"[DONE]"
+DONE = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
 USAGE = b'"usage"'
-_USAGE_OBJECT = re.compile(r'"usage"\s*:\s*(?=\{)')
+_USAGE_OBJECT = re.compile(rb'"usage"\s*:\s*(?=\{)')
 _PROMPT = ("prompt_tokens", "input_tokens")
 _OUTPUT = ("completion_tokens", "output_tokens")
 """Names of the fields: OpenAI's, and those of Anthropic and of OpenAI's responses."""
@@ -61,13 +61,18 @@ class Meter:
 
     def piece(self, data: bytes) -> None:
         """Count a piece of a stream."""
-        *lines, rest = (self._rest + data).split(b"\n")
-        self.event_bytes = len(rest) if lines else self.event_bytes + len(data)
+        if self._rest:
+            data = self._rest + data
+        whole, end, rest = (data, b"\n", b"") if data.endswith(b"\n") else data.rpartition(b"\n")
+        self.event_bytes = len(rest) if end else self.event_bytes + len(data) - len(self._rest)
         self._rest = rest[-MAX_LINE:]
-        if (count := sum(line.startswith(b"data:") and DONE not in line[:16] for line in lines)) > 0:
+        count = whole.count(b"\ndata:") + whole.startswith(b"data:")
+        if b"[DONE]" in whole and DONE.search(whole):
+            count -= 1
+        if count:
             self._count(count)
-        for line in lines:
-            if USAGE in line:
+        if USAGE in whole:
+            for line in whole.split(b"\n"):
                 self._read(line[-MAX_LINE:])
 
     def end(self, reason: FinishReason) -> None:
@@ -92,12 +97,9 @@ class Meter:
 
     def _read(self, data: bytes) -> None:
         """Read the tokens in the objects named ``usage``. A stream may repeat them, or name each in its own event."""
-        if USAGE not in data:
-            return
-        text = data.decode("utf-8", "replace")
-        for match in list(_USAGE_OBJECT.finditer(text))[-MAX_USAGES:]:
+        for match in list(_USAGE_OBJECT.finditer(data))[-MAX_USAGES:]:
             try:
-                usage, _ = json.JSONDecoder().raw_decode(text, match.end())
+                usage, _ = json.JSONDecoder().raw_decode(data[match.end() :].decode("utf-8", "replace"))
                 num_prompt, num_output = _tokens(usage, _PROMPT), _tokens(usage, _OUTPUT)
             except (ValueError, RecursionError) as error:
                 if not self._has_warned:  # once for each response

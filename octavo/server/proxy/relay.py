@@ -115,13 +115,13 @@ class Relay(Response):
     async def _exchange(self, scope: Scope, send: Send) -> None:
         upstream, request = self.upstream, self.request
         arrival = time.monotonic()
-        upstream.check_room()
+        upstream.check_room(len(request.body))
         if request.method == "POST":
             self.account.admit()
         try:
             async with (
                 asyncio.timeout(self.timeout) as limit,
-                upstream.place(),
+                upstream.place(len(request.body)),
                 upstream.open(request.method, request.target, request.headers, request.body) as answer,
             ):
                 with contextlib.closing(Meter(upstream.metrics, self.account, arrival)) as meter:

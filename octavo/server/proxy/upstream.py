@@ -38,6 +38,8 @@ MAX_SLOW_CHECKS = 3
 MAX_HEALTH_BYTES = 1 << 20
 """Longest answer to a health check that is read."""
 DRAIN_POLL_SECONDS = 0.02
+MAX_REQUEST_BYTES = 256 << 20
+"""Of the bodies of all requests that have not ended. One is always accepted."""
 MAX_HELD_BYTES = 256 << 10
 """A body that is no stream is relayed as a whole up to this size, so that it can be requested again; else in pieces."""
 
@@ -120,6 +122,8 @@ class Upstream:
         self.failure: str | None = None
         self.num_live = 0
         """Accepted requests that have not ended."""
+        self._num_request_bytes = 0
+        """Of their bodies."""
         self._room = (config.scheduler.max_num_seqs or MAX_NUM_SEQS) + settings.max_num_queued_reqs
         self._slots = asyncio.Semaphore(config.scheduler.max_num_seqs or MAX_NUM_SEQS)
         self._exchanges: set[asyncio.Task[None]] = set()
@@ -216,11 +220,13 @@ class Upstream:
     # --- requests ---
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Count a request until it ends, and wait until fewer than ``max_num_seqs`` are at the upstream."""
+    async def place(self, num_bytes: int) -> AsyncIterator[None]:
+        """Count a request with a body of ``num_bytes`` until it ends, and wait until fewer than ``max_num_seqs`` are at
+        the upstream."""
         task = asyncio.current_task()
         assert task is not None
         self.num_live += 1
+        self._num_request_bytes += num_bytes
         self._exchanges.add(task)
         try:
             async with self._slots:
@@ -231,10 +237,12 @@ class Upstream:
                     self.metrics.stats.num_running -= 1
         finally:
             self.num_live -= 1
+            self._num_request_bytes -= num_bytes
             self._exchanges.discard(task)
 
-    def check_room(self) -> None:
-        """Raise ``Unavailable`` while the server drains or the upstream is down, and ``QueueFull`` for a full queue."""
+    def check_room(self, num_bytes: int = 0) -> None:
+        """Raise ``Unavailable`` while the server drains or the upstream is down, and ``QueueFull`` for a full queue, or
+        for a body of ``num_bytes`` in addition to too many others."""
         if self.is_draining:
             raise Unavailable("The server takes no requests now.", retry_after=5)
         if not self._is_up:
@@ -242,6 +250,12 @@ class Upstream:
         if self.num_live >= self._room:
             raise QueueFull(
                 f"The queue is full: {self._room} requests are unfinished. Try again shortly.",
+                retry_after=RETRY_AFTER_SECONDS,
+            )
+        if self.num_live and self._num_request_bytes + num_bytes > MAX_REQUEST_BYTES:
+            raise QueueFull(
+                f"The queue is full: the bodies of unfinished requests have {self._num_request_bytes:,} bytes. "
+                "Try again shortly.",
                 retry_after=RETRY_AFTER_SECONDS,
             )
 

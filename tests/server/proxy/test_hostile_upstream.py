@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from octavo.server.proxy import connections, relay
+from octavo.server.proxy import connections, relay, upstream
 from octavo.server.quotas import Account
 from tests.server.proxy.proxied import HEAD, OK, Proxy, Raw, chunk
 
@@ -315,6 +315,35 @@ def test_a_client_that_does_not_read_holds_nothing_up(
         while proxy.upstream.num_live:
             time.sleep(0.01)
             assert time.monotonic() - began < 3
+
+
+def test_bodies_that_wait_for_an_upstream_are_bounded(
+    start: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent(Raw):
+        def _serve(self, connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError):
+                while connection.recv(1 << 16).startswith(b"GET"):
+                    connection.sendall(OK)
+                while connection.recv(1 << 16):
+                    pass
+
+    monkeypatch.setattr(upstream, "MAX_REQUEST_BYTES", 1_000_000)
+    proxy = start(Silent(), request_timeout=1.0)
+    body = b'{"prompt": "%b"}' % (b"x" * 600_000)
+    statuses: list[int] = []
+
+    def ask() -> None:
+        response = proxy.client.post("/v1/completions", content=body)
+        statuses.append(response.status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(statuses) == [429, 429, 429, 504]
+    assert proxy.client.post("/v1/completions", content=b"x" * 1_100_000).status_code == 504, "one is always accepted"
 
 
 # --- paths ---
