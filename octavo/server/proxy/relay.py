@@ -139,7 +139,10 @@ class Relay(Response):
             headers += [header for header in answer.headers if header[0].lower() == b"content-length"]
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         try:
-            if answer.is_stream:
+            if scope["method"] == "HEAD":
+                meter.end("stop")
+                await send({"type": "http.response.body", "body": b""})
+            elif answer.is_stream:
                 await self._stream(answer, meter, scope.get(WRITE_PIECE, _leave_all), send)
             else:
                 await self._copy(answer, meter, send)

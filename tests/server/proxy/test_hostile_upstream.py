@@ -126,6 +126,24 @@ def test_a_large_body_comes_whole_and_its_usage_is_counted(start: Callable[..., 
     assert charged() == 77
 
 
+def test_the_body_of_a_head_is_not_fetched(start: Callable[..., Proxy]) -> None:
+    class Large(Stranger):
+        def _serve(self, connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError):
+                while connection.recv(1 << 16).startswith(b"GET /health"):
+                    connection.sendall(OK)
+                connection.sendall(PLAIN + b"content-length: %d\r\n\r\n" % (256 * MiB))
+                for _ in range(256):
+                    connection.sendall(b"x" * MiB)
+                    self.num_sent += MiB
+
+    stranger = Large(lambda: iter([]))
+    response = start(stranger).client.head("/v1/models")
+    assert (response.status_code, response.content) == (200, b"")
+    assert response.headers["content-length"] == str(256 * MiB)
+    assert stranger.num_sent < 64 * MiB
+
+
 def test_a_large_body_that_is_cut_is_cut_for_the_client(start: Callable[..., Proxy]) -> None:
     proxy = start(Raw(PLAIN + b"content-length: 9999999\r\n\r\n" + b"x" * 1_000_000))
     with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as client:
