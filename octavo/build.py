@@ -24,7 +24,7 @@ from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.offloading import make_offload
-from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_lora_modules, to_flat
+from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_hf_overrides, parse_lora_modules, to_flat
 from octavo.device_settings import kernel_compilation, prepared_device, resolve_kv_dtype, weight_format
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.draft_choice import DraftChoice
@@ -42,6 +42,7 @@ from octavo.models.layer_cache import LayerCacheSpec, rank_cache
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, LoadedModel, read_config
 from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
+from octavo.models.text_part import text_config
 from octavo.models.transformers_model import load_transformers
 from octavo.ops import dispatch
 from octavo.ops.collective import SINGLE_RANK, Collective
@@ -272,7 +273,8 @@ def _read_model(
     if config.model.backend == "transformers":
         loaded = load_transformers(path, form, config.model.max_model_len)
         return own_settings(config, loaded, device), loaded, form
-    model = read_config(checkpoint.config, config.model.max_model_len)
+    values = {**text_config(checkpoint.config), **parse_hf_overrides(config.model.hf_overrides)}
+    model = read_config(values, config.model.max_model_len)
     check_sizes(model, checkpoint)
     if checkpoint.is_dummy:
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
@@ -316,7 +318,8 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: Eng
     ranks = f" {info.tensor_parallel_size} ranks" if info.tensor_parallel_size > 1 else ""
     scaled = " scaled" if storage.is_scaled else ""
     weights = f"{form.dtype} {form.packs} {form.quantization} {form.quantizes_head}"
-    return f"{weights} {info.kernels}\n{storage.dtype}{scaled}\n{storage.device.type}{ranks}{drafter}"
+    overrides = f"\n{config.model.hf_overrides}" if config.model.hf_overrides else ""
+    return f"{weights} {info.kernels}\n{storage.dtype}{scaled}\n{storage.device.type}{ranks}{drafter}{overrides}"
 
 
 def _scheduler(config: EngineConfig, limits: memory.Limits, method: Method | None) -> Scheduler:

@@ -8,6 +8,7 @@ so the command line and the documentation cannot drift from it. Names are vLLM's
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import types
 import typing
@@ -114,6 +115,12 @@ class ModelSettings:
     )
     max_model_len: int | None = setting(
         None, "maximum context length in tokens; default: the model's own, or what fits into memory", low=1
+    )
+    hf_overrides: str | None = setting(
+        None,
+        "JSON object whose members replace those of the checkpoint's config.json, such as "
+        "'{\"max_position_embeddings\": 65536}' for a longer context",
+        is_json=True,
     )
     seed: int = setting(0, "seed of dummy weights, and of LLM requests without a seed of their own", high=2**32 - 1)
     revision: str | None = setting(None, "branch, tag or commit of a Hugging Face model")
@@ -314,6 +321,18 @@ def _check_combinations(config: EngineConfig) -> None:
         _check_tenants(config.server, config.model)
     _check_policy(scheduler, cache)
     parse_speculative_config(config.speculative.speculative_config)
+    parse_hf_overrides(config.model.hf_overrides)
+
+
+def parse_hf_overrides(text: str | None) -> dict[str, Any]:
+    """The members that replace those of a checkpoint's configuration. Raises ``ConfigError``."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"hf_overrides: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError("hf_overrides: must be a JSON object")
+    return value
 
 
 def _check_quantization(model: ModelSettings) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,21 @@ def test_errors_come_before_anything_is_loaded(folder: Path, tmp_path: Path, mon
         generate(tmp_path)
     with pytest.raises(ConfigError, match="max_model_len"):
         generate(folder, max_model_len=129)
+
+
+def test_overrides_are_read_as_if_the_checkpoint_had_them(folder: Path, tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    overrides = {"max_position_embeddings": 256, "rope_scaling": scaling, "rope_parameters": None}
+    shutil.copytree(folder, tmp_path / "edited")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "edited" / "config.json").write_text(json.dumps(config | overrides))
+    info, tokens = generate(folder, hf_overrides=overrides, max_model_len=256)
+    assert info.max_model_len == 256
+    assert tokens == generate(tmp_path / "edited")[1]
+    assert tokens != generate(folder)[1]
+    for wrong in ("[]", "{"):
+        with pytest.raises(ConfigError, match="hf_overrides"):
+            generate(folder, hf_overrides=wrong)
 
 
 def test_torch_has_as_many_threads_as_are_wanted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

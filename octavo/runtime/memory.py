@@ -231,7 +231,8 @@ def _longest_asked(settings: EngineConfig, model: ModelConfig) -> int:
     asked = settings.model.max_model_len
     if asked is not None and asked > model.max_position_embeddings:
         raise ConfigError(
-            f"max_model_len: {asked} is more than the model was made for, {model.max_position_embeddings}"
+            f"max_model_len: {asked} is more than the model was made for, {model.max_position_embeddings}; "
+            "hf_overrides can set another max_position_embeddings, and a rope_scaling for it"
         )
     return asked or model.max_position_embeddings
 
