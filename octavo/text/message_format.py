@@ -52,6 +52,10 @@ class Tool(NamedTuple):
     """Whether the arguments must match the schema even if calling the tool is optional."""
     place: str = ""
     """Where ``parameters`` are in the client's request."""
+    is_custom: bool = False
+    """Whether it takes text: clients get the member ``input`` of the arguments."""
+    text: forms.Part | None = None
+    """Grammar of that text, if it has one."""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ async def create_chat_completion(request: Request) -> Response:
     services.check_room(request)
     services, body, headers = await services.read(request, decoder, without_effect)
     tools = tools_of(body, services)
+    if tools is not None:
+        services.report(request, tools.unbound)
     generation = await admit(services, request, body, client_request(body, services, request, tools))
     answer = ChatAnswer(services, body, generation, tools)
     services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
@@ -135,15 +137,20 @@ def conversation(
     return Conversation(messages, options, services.chat_template, given, template_kwargs, write_calls)
 
 
+def prompt_of(body: ChatBody, services: Services, tools: ToolUse | None) -> Callable[[], str]:
+    """A function that renders the prompt of a body. Raises ``InvalidParameter``."""
+    variables = {**(effort(body.reasoning_effort, services) or {}), **_documents(body, services)}
+    return conversation(body.messages, body, services, tools, **variables).prompt
+
+
 def client_request(body: ChatBody, services: Services, request: Request, tools: ToolUse | None) -> ClientRequest:
     """The body as a request for admission. Raises ``RequestError``."""
     check_generation_fields(body, services)
     field, grammar = _grammar(body, services, tools)
     max_tokens = _max_tokens(body)
-    variables = {**(effort(body.reasoning_effort, services) or {}), **_documents(body, services)}
     return ClientRequest(
         **scheduling_fields(body, services, request),
-        prompts=[conversation(body.messages, body, services, tools, **variables).prompt],
+        prompts=[prompt_of(body, services, tools)],
         prompt_field="messages",
         params=sampling_params(body, services, max_tokens, _logprobs(body), body.prompt_logprobs),
         default_max_tokens=default_max_tokens(services, max_tokens),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from octavo.server.openai.tools import ToolUse
+from octavo.server.openai.tools import ToolUse, arguments_of, input_of
+from octavo.text import reasoning
 from octavo.text.message_format import MessageFormat
 from octavo.text.reader import Call, CallProgress, MessageParser, Piece, Text
 
@@ -25,6 +26,9 @@ class ChatMessage:
         self._new_id = new_id
         self._tools = tools
         self._num_calls = 0
+        self._input: list[str] | None = None if tools is None or tools.content_as_input is None else []
+        """Content so far, if it is the input of a custom tool."""
+        self._custom_names = frozenset[str]() if tools is None else tools.custom_names
         self._is_call_open = False
         """Whether the stream has the beginning of a call."""
         self.reasoning = ""
@@ -39,9 +43,13 @@ class ChatMessage:
         found = self._parser.push(text) if self._is_streamed or not is_last else []
         if is_last:
             last = self._parser.finish(is_cut, "" if self._is_streamed else text)
-            found += self._without_markup(last) if is_cut else last
+            found += self._without_markup(last) if is_cut and self._input is None else last
+        if self._input is not None:
+            found = self._with_input(found, self._input, finish_reason)
         kept: list[Piece] = []
         for piece in found:
+            if isinstance(piece, CallProgress) and piece.name in self._custom_names:
+                continue  # its text is within JSON, and is told once that is complete
             if isinstance(piece, Call | CallProgress):
                 if self._num_calls and self._tools is not None and not self._tools.is_parallel:
                     continue
@@ -49,6 +57,15 @@ class ChatMessage:
             elif piece.kind == "reasoning":
                 self.reasoning += piece.text
             kept.append(piece)
+        return kept
+
+    def _with_input(self, pieces: list[Piece], text: list[str], finish_reason: str | None) -> list[Piece]:
+        """``pieces`` without the content, which is added to ``text``; at the end a call with it."""
+        assert self._tools is not None
+        text += [piece.text for piece in pieces if isinstance(piece, Text) and piece.kind == "content"]
+        kept: list[Piece] = [piece for piece in pieces if isinstance(piece, Text) and piece.kind == "reasoning"]
+        if finish_reason in ("stop", "length"):
+            kept.append(Call(self._tools.allowed[0].name, arguments_of("".join(text)), finish_reason == "length"))
         return kept
 
     def _without_markup(self, pieces: list[Piece]) -> list[Piece]:
@@ -67,13 +84,12 @@ class ChatMessage:
         index = self._num_calls - sum(isinstance(piece, Call) for piece in pieces)
         for piece in pieces:
             if isinstance(piece, Call | CallProgress):
-                text = piece.text if isinstance(piece, CallProgress) else "" if self._is_call_open else piece.arguments
+                kind, key, written = self._written(piece)
                 if not self._is_call_open:
-                    function = {"name": piece.name, "arguments": ""}
-                    opened = {"index": index, "id": self._new_id(), "type": "function", "function": function}
+                    opened = {"index": index, "id": self._new_id(), "type": kind, kind: {"name": piece.name, key: ""}}
                     yield {"tool_calls": [opened]}
-                if text:
-                    yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+                if written and not (self._is_call_open and isinstance(piece, Call)):
+                    yield {"tool_calls": [{"index": index, kind: {key: written}}]}
                 self._is_call_open = isinstance(piece, CallProgress)
                 index += not self._is_call_open
             elif piece.kind == "reasoning":
@@ -88,13 +104,22 @@ class ChatMessage:
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["content"] = content or None
-            message["tool_calls"] = [
-                {"id": self._new_id(), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in calls
-            ]
+            message["tool_calls"] = []
+            for call in calls:
+                kind, key, written = self._written(call)
+                called = {"id": self._new_id(), "type": kind, kind: {"name": call.name, key: written}}
+                message["tool_calls"].append(called)
         if self.reasoning:
             message |= dict.fromkeys(REASONING_KEYS, self.reasoning)
         return message
+
+    def _written(self, call: Call | CallProgress) -> tuple[str, str, str]:
+        """The type of a call, the member that says with what it calls, and that member's text."""
+        if isinstance(call, CallProgress):
+            return "function", "arguments", call.text
+        if call.name in self._custom_names:
+            return "custom", "input", input_of(call.arguments)
+        return "function", "arguments", call.arguments
 
     def finish_reason(self, reason: str | None) -> str | None:
         """``tool_calls`` instead of ``stop`` when there are calls, unless the client named the function."""
@@ -106,6 +131,9 @@ def chat_message(
     format: MessageFormat, tools: ToolUse | None, prompt: str, is_begun: bool = False, is_streamed: bool = True
 ) -> ChatMessage | None:
     """A parser for the message after ``prompt``, which may end with its beginning; ``None`` when all is content."""
-    functions = None if tools is None else {tool.name: tool.parameters for tool in tools.allowed}
+    is_input = tools is not None and tools.content_as_input is not None
+    functions = None if tools is None or is_input else {tool.name: tool.parameters for tool in tools.allowed}
     reader = format.reader(functions, prompt, is_begun)
+    if is_input:
+        reader = reader or reasoning.content_only
     return None if reader is None else ChatMessage(MessageParser(reader), format.new_id, tools, is_streamed)
