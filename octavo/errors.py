@@ -75,9 +75,15 @@ class InvalidParameter(RequestError):
 
 
 class ContextLengthExceeded(RequestError):
-    """The prompt and its ``max_tokens`` exceed the model's context length."""
+    """The prompt and its ``max_tokens`` exceed the model's context length.
+
+    ``num_tokens`` are those of a prompt that alone exceeds it, if they were counted; ``limit`` is the context length.
+    """
 
     code = "context_length_exceeded"
+
+    num_tokens: int | None = None
+    limit: int = 0
 
 
 class AuthenticationError(RequestError):

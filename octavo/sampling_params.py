@@ -196,7 +196,9 @@ def resolve_max_tokens(
         )
     if room < 1:
         found = f"your {field} resulted in {num_prompt_tokens} tokens."
-        raise ContextLengthExceeded(f"{limit}{found} Please reduce the length of the {field}.", param=field)
+        error = ContextLengthExceeded(f"{limit}{found} Please reduce the length of the {field}.", param=field)
+        error.num_tokens, error.limit = num_prompt_tokens, max_model_len
+        raise error
     resolved = room if default is None else min(room, default)
     if params.min_tokens > resolved:
         message = f"'min_tokens' ({params.min_tokens}) is above the maximum number of output tokens, {resolved}."

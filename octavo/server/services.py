@@ -29,8 +29,6 @@ from octavo.text.tokenizer import Tokenizer
 
 MAX_SHOWN_FIELDS = 16
 MAX_SHOWN_MODELS = 16
-PARAMETERS = {"/v1/messages": ".input_schema", "/v1/responses": ".parameters"}
-"""Where the APIs other than chat completions have the parameters of a function, within the function."""
 MAX_TENANT = 256
 
 logger = logging.getLogger("octavo.server")
@@ -209,9 +207,7 @@ class Services:
         Raises ``UnknownParameter`` if the policy rejects them.
         """
         headers: dict[str, str] = getattr(request.state, "headers", {})
-        own = PARAMETERS.get(request.url.path)
-        found = [name if own is None else name.replace(".function.parameters", own, 1) for name in names]
-        for header, value in self._headers_for(found).items():
+        for header, value in self._headers_for(list(names)).items():
             headers[header] = ", ".join(filter(None, [headers.get(header), value]))
 
     async def decoded(self, request: Request, decoder: BodyDecoder[Body]) -> tuple[Services, Body, list[str]]:

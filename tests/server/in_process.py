@@ -54,6 +54,7 @@ class InProcessEngine:
     is_draining: bool = False
     failure: str | None = None
     max_num_seqs: int = 16
+    max_model_len: int = MAX_MODEL_LEN
     num_restarts: int = 0
     sleep_level: int = 0
     sleep_modes: list[SleepMode] = field(default_factory=list)
@@ -85,7 +86,7 @@ class InProcessEngine:
     @property
     def info(self) -> EngineInfo:
         return make_info(
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=self.max_model_len,
             vocab_size=VOCAB,
             eos_token_ids=(EOS,),
             num_kv_blocks=NUM_BLOCKS,

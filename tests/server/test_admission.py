@@ -245,7 +245,7 @@ def test_every_generating_route_goes_through_the_same_door(serve_app: Any, monke
     }
     for path, body in others.items():
         assert served.client.post(path, json=body).status_code == 200
-    assert calls == ["prompt", "messages", "messages", "messages", "prompt", "prompt", "prompt"]
+    assert calls == ["prompt", "messages", "messages", "input", "prompt", "prompt", "prompt"]
     assert len(served.engine.requests) == 7
 
 

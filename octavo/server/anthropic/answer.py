@@ -27,10 +27,12 @@ server-side tools."""
 class MessageAnswer:
     """Renders one reply, unstreamed or as events. Includes reasoning if ``shows_thinking``."""
 
-    def __init__(self, reply: ChatReply, id: str, model: str, shows_thinking: bool) -> None:
+    def __init__(self, reply: ChatReply, id: str, model: str, shows_thinking: bool, max_tokens: int) -> None:
+        """``max_tokens`` is the limit that the client asked for, which may be more than fits the context."""
         self._reply = reply
         self._model = model
         self._shows_thinking = shows_thinking
+        self._max_tokens = max_tokens
         self._id = id
         self._has_calls = False
         self._kind = ""
@@ -76,6 +78,8 @@ class MessageAnswer:
             return {**OPEN, "stop_reason": "stop_sequence", "stop_sequence": sequence}
         if reason == "stop" and self._has_calls:
             return {**OPEN, "stop_reason": "tool_use"}
+        if reason == "length" and choice.num_tokens < self._max_tokens:
+            return {**OPEN, "stop_reason": "model_context_window_exceeded"}
         return {**OPEN, "stop_reason": STOP_REASONS.get(reason or "")}
 
     @staticmethod

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
+from collections.abc import Iterator
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.errors import ContextLengthExceeded
 from octavo.server.anthropic.answer import MessageAnswer, MessageStream
 from octavo.server.anthropic.body import (
     Counted,
     MessageBody,
-    chat_body,
     counted_decoder,
-    message_chat_body,
     message_decoder,
+    translated,
+    translated_message,
     wants_thinking,
     without_effect,
 )
 from octavo.server.chat_reply import begin_reply
 from octavo.server.keys import caller_of
-from octavo.server.openai.chat import conversation, tools_of
+from octavo.server.openai.chat import prompt_of, tools_of
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.services import services_of
@@ -31,9 +34,12 @@ async def create_message(request: Request) -> Response:
     services = services_of(request)
     services.check_room(request)
     services, body, headers = await services.read(request, message_decoder, without_effect)
+    chat, names, left_out = translated_message(body, services)
+    services.report(request, left_out)
     id = f"msg_{uuid.uuid4().hex}"
-    reply = await begin_reply(services, message_chat_body(body, services), request, id)
-    answer = MessageAnswer(reply, id, services.answering_name(body.model), wants_thinking(body))
+    with _length_in_words_of_api():
+        reply = await begin_reply(services, chat, request, id, names)
+    answer = MessageAnswer(reply, id, services.answering_name(body.model), wants_thinking(body), body.max_tokens)
     if body.stream:
         return MessageStream(reply.generation, answer, headers)
     await finished_choices(reply.generation, request)
@@ -44,10 +50,26 @@ async def count_tokens(request: Request) -> Response:
     services = services_of(request)
     services, body, headers = await services.read(request, counted_decoder, without_effect)
     services.check_model(body.model)
-    chat = chat_body(body, services)
-    source = conversation(chat.messages, chat, services, tools_of(chat, services)).prompt
-    prompt = await services.admission.encode(source, "messages", chat.add_special_tokens, caller_of(request))
+    chat, names, left_out = translated(body, services)
+    services.report(request, left_out)
+    with names.in_errors():
+        source = prompt_of(chat, services, tools_of(chat, services))
+        prompt = await services.admission.encode(source, "messages", chat.add_special_tokens, caller_of(request))
     return json_response({"input_tokens": len(prompt.tokens)}, headers)
+
+
+@contextlib.contextmanager
+def _length_in_words_of_api() -> Iterator[None]:
+    """Let the error for a prompt beyond the context read as the API's: clients shorten a conversation when they see
+    it."""
+    try:
+        yield
+    except ContextLengthExceeded as error:
+        if error.num_tokens is not None:
+            error.message = f"prompt is too long: {error.num_tokens} tokens > {error.limit} maximum"
+        else:
+            error.message = f"prompt is too long. {error.message}"
+        raise
 
 
 ENDPOINTS = [

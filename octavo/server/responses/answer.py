@@ -51,7 +51,10 @@ def begun(body: ResponseBody, model: str, sampling_defaults: Mapping[str, float]
         "temperature": chosen["temperature"] if body.temperature is None else body.temperature,
         "text": {"format": body.text.format or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [{"parameters": None, "strict": None, **tool} for tool in body.tools],
+        "tools": [
+            {"parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
+            for tool in body.tools
+        ],
         "top_logprobs": body.top_logprobs,
         "top_p": chosen["top_p"] if body.top_p is None else body.top_p,
         "truncation": "disabled",

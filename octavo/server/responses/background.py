@@ -15,7 +15,7 @@ from octavo.server.durable.serve import can_continue, end_inner
 from octavo.server.errors import UnexpectedError
 from octavo.server.keys import Caller
 from octavo.server.responses.answer import end_status, ended, failed
-from octavo.server.responses.body import PATH, chat_body
+from octavo.server.responses.body import PATH, translated
 from octavo.server.responses.events import add_output
 from octavo.server.responses.live import LiveResponse
 from octavo.server.responses.records import KIND, PENDING, Pending, Record, item_of, keep
@@ -146,8 +146,9 @@ class BackgroundResponses:
         request = inner_request(self._app, PATH, b"", caller)
         if record.response["status"] == "in_progress" and not can_continue(services, caller, record.id):
             record.is_restarted = True
-        chat = chat_body(pending.body, record.history)
-        reply = await begin_reply(services, chat, request, record.id, is_durable=True)
+        num_earlier = len(record.history) - record.num_inputs
+        chat, names, _ = translated(pending.body, record.history, num_earlier)
+        reply = await begin_reply(services, chat, request, record.id, names, is_durable=True)
         async with attended(reply.generation, request.receive):
             record.response["status"] = "in_progress"
             live.pieces = pieces = await live.follow(reply, is_shown=await self._keep_start(caller, record))

@@ -9,25 +9,45 @@ import msgspec
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.server.body_decoder import BodyDecoder
-from octavo.server.errors import UnsupportedParameter, printable
+from octavo.server.chat_reply import FieldNames, Translated
+from octavo.server.errors import UnsupportedParameter
+from octavo.server.history import LeftOut
 from octavo.server.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
 from octavo.server.openai.fields import check_max_tokens
-from octavo.server.responses.items import Item, chat_messages
+from octavo.server.responses.items import ItemMessages
+from octavo.server.responses.tools import Item, chat_choice, offered_tools
 from octavo.server.services import Services
 
 PATH = "/v1/responses"
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "context_management": (),
-    "enable_response_messages": (),
     "previous_input_messages": (),
     "prompt": (),
 }
-IGNORED: dict[str, tuple[Any, ...]] = IGNORED_IN_CHAT | {"max_tool_calls": (), "truncation": ("disabled",)}
-"""No tools run on this server, and a conversation that does not fit is rejected, never truncated."""
+"""Parts of the conversation that would be missing."""
+IGNORED: dict[str, tuple[Any, ...]] = IGNORED_IN_CHAT | {
+    "context_management": (),
+    "enable_response_messages": (),
+    "max_tool_calls": (),
+    "truncation": ("disabled",),
+}
+"""No tools run on this server, and a conversation that does not fit is rejected, never shortened."""
 ACCEPTED = frozenset({"prompt_cache_retention", "client_metadata", "request_id", "session_id"})
+LOGPROBS = "message.output_text.logprobs"
 INCLUDED = ("reasoning.encrypted_content",)
-"""Accepted values of ``include``; without effect, as reasoning is returned unencrypted."""
+"""Values of ``include`` without effect, as reasoning is returned unencrypted. Others ask about tools of a server."""
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of chat completions, and what they are called here."""
+TOOL_MEMBERS = {
+    f".{kind}{path}": path
+    for kind in ("function", "custom")
+    for path in ("", ".name", ".description", ".parameters", ".strict", ".format")
+}
 
 
 class Reasoning(msgspec.Struct, kw_only=True, frozen=True):
@@ -99,21 +119,21 @@ decoder = BodyDecoder(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | 
 def without_effect(body: ResponseBody, services: Services) -> list[str]:
     """Fields that are ignored in this request."""
     named = [] if effort(body.reasoning.effort, services) is not None else ["reasoning.effort"]
+    named += [f"include.{name}" for name in body.include if name not in INCLUDED]
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        named.append("stream_options.include_obfuscation")
     return named if body.text.verbosity in (None, "medium") else [*named, "text.verbosity"]
 
 
 def check(body: ResponseBody) -> None:
     """Validate what chat completions do not. Raises ``RequestError``."""
     check_max_tokens("max_output_tokens", body.max_output_tokens)
-    for name in body.include:
-        if name not in INCLUDED:
-            raise UnsupportedParameter("include", f"'include' of '{printable(name)}' is not supported.")
+    if LOGPROBS in body.include:
+        raise UnsupportedParameter("include", f"'{LOGPROBS}' is not supported here; chat completions have it.")
     if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
         raise InvalidParameter("top_logprobs", f"'top_logprobs' must be from 0 to {MAX_LOGPROBS}.")
     if body.top_logprobs:
         raise UnsupportedParameter("top_logprobs", "'top_logprobs' is not supported here; chat completions have it.")
-    if body.stream_options is not None and body.stream_options.include_obfuscation:
-        raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
     if body.background and not body.store:
         raise InvalidParameter("background", "'background' needs 'store': the answer is fetched by its id.")
     if body.conversation is not None and body.previous_response_id is not None:
@@ -127,19 +147,26 @@ def check_metadata(metadata: dict[str, str]) -> None:
         raise InvalidParameter("metadata", "'metadata' takes at most 16 pairs.")
 
 
-def chat_body(body: ResponseBody, history: list[Item]) -> ChatBody:
-    """Convert the request, preceded by ``history``, to a chat completion body. Raises ``InvalidParameter``."""
-    messages = chat_messages(history)
+def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0) -> Translated:
+    """Convert the request to a chat completion. Raises ``InvalidParameter``.
+
+    ``history`` are all items of the conversation, of which ``num_earlier`` come from the store.
+    """
+    left_out = LeftOut()
+    items = ItemMessages(history, left_out, num_earlier=num_earlier)
+    messages, places = items.messages, items.places
     if body.instructions:
-        messages.insert(0, {"role": "system", "content": body.instructions})
-    return ChatBody(
+        messages = [{"role": "system", "content": body.instructions}, *messages]
+        places = ["instructions", *places]
+    tools = offered_tools(body.tools, left_out)
+    chat = ChatBody(
         model=body.model,
         messages=messages,
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools)],
-        tool_choice=_tool_choice(body.tool_choice),
+        tools=[tool.for_chat() for tool in tools],
+        tool_choice=chat_choice(body.tool_choice, tools, len(body.tools)),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text.format),
         reasoning_effort=body.reasoning.effort,
@@ -150,19 +177,8 @@ def chat_body(body: ResponseBody, history: list[Item]) -> ChatBody:
         priority=body.priority,
         cache_salt=body.cache_salt,
     )
-
-
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        kind = printable(str(tool.get("type")))
-        raise UnsupportedParameter("tools", f"'{where}.type' is '{kind}'; only 'function' is supported.")
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
-
-
-def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+    list_places = {"messages": places, "tools": [tool.place for tool in tools]}
+    return Translated(chat, FieldNames(NAMES, list_places, TOOL_MEMBERS), left_out.names)
 
 
 def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -18,12 +18,14 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo.server.body_decoder import BodyDecoder
 from octavo.server.errors import NotFound, printable
+from octavo.server.history import LeftOut
 from octavo.server.keys import Caller, caller_of
 from octavo.server.openai.pages import page_of_items
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.responses.body import check_metadata
-from octavo.server.responses.items import Item, chat_messages, input_items, new_items
+from octavo.server.responses.items import REFERENCE, ItemMessages, input_items, new_items
+from octavo.server.responses.tools import Item
 from octavo.server.services import Services, services_of
 
 CONVERSATION = "conversation"
@@ -225,5 +227,8 @@ def _checked(items: list[Item]) -> list[Item]:
     found = input_items(items)
     if len(found) > MAX_ADDED:
         raise InvalidParameter("items", f"'items' takes at most {MAX_ADDED} items.")
-    chat_messages(found, "items")
+    for place, item in enumerate(found):
+        if item["type"] == REFERENCE:
+            raise InvalidParameter("items", f"'items[{place}]' refers to another item; give the item itself.")
+    ItemMessages(found, LeftOut(), "items")
     return new_items(found)

@@ -17,11 +17,13 @@ from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
 from octavo.server.responses.answer import ResponseAnswer, ResponseStream, begun
 from octavo.server.responses.background import BackgroundResponses
-from octavo.server.responses.body import PATH, ResponseBody, chat_body, check, decoder, without_effect
+from octavo.server.responses.body import PATH, ResponseBody, check, decoder, translated, without_effect
 from octavo.server.responses.conversations import items_of
-from octavo.server.responses.items import Item, input_items, new_items
+from octavo.server.responses.events import response_of
+from octavo.server.responses.items import REFERENCE, input_items, new_items
 from octavo.server.responses.live import LiveResponse, event_stream, position
 from octavo.server.responses.records import Pending, Record, find, keep, not_found, requested
+from octavo.server.responses.tools import Item, with_added
 from octavo.server.services import Services, services_of
 from octavo.server.sse import finished_choices
 
@@ -38,8 +40,11 @@ async def create_response(request: Request) -> Response:
     services, body, headers = await services.read(request, decoder, without_effect)
     check(body)
     services.check_model(body.model)
-    earlier, inputs = await _earlier(services, caller, body), input_items(body.input)
-    chat = chat_body(body, [*earlier, *inputs])
+    earlier = await _earlier(services, caller, body)
+    inputs = await _without_references(services, caller, input_items(body.input))
+    body.tools = with_added(body.tools, [*earlier, *inputs])
+    chat, names, left_out = translated(body, [*earlier, *inputs], len(earlier))
+    services.report(request, left_out)
     if body.conversation_id is not None:
         inputs = new_items(inputs)
     model, is_parallel = services.answering_name(body.model), services.message_format.is_parallel
@@ -51,7 +56,7 @@ async def create_response(request: Request) -> Response:
             return event_stream(live, services.journal, headers=headers)
         return json_response(record.response, headers)
 
-    reply = await begin_reply(services, chat, request, record.id)
+    reply = await begin_reply(services, chat, request, record.id, names)
     answer = ResponseAnswer(record, reply)
     if body.stream:
         return ResponseStream(reply, answer, headers, partial(keep, services, caller, record))
@@ -115,6 +120,22 @@ async def _earlier(services: Services, caller: Caller, body: ResponseBody) -> li
         message = f"There is no response '{printable(name)}' to follow up."
         raise PreviousResponseNotFound("previous_response_id", message)
     return [*record.history, *record.response["output"]]
+
+
+async def _without_references(services: Services, caller: Caller, items: list[Item]) -> list[Item]:
+    """``items`` with output items of stored responses in the place of references to them, where they are known."""
+    outputs: dict[str, list[Item]] = {}
+    found: list[Item] = []
+    for item in items:
+        name = response_of(item.get("id")) if item["type"] == REFERENCE else None
+        if name is None:
+            found.append(item)
+            continue
+        if name not in outputs:
+            record = await find(services, caller, name)
+            outputs[name] = [] if record is None else record.response["output"]
+        found.append(next((output for output in outputs[name] if output["id"] == item["id"]), item))
+    return found
 
 
 def _background(request: Request) -> BackgroundResponses:

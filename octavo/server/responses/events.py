@@ -9,13 +9,15 @@ https://platform.openai.com/docs/api-reference/responses-streaming
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from octavo.server.openai.rendering import encode_line
-from octavo.server.responses.items import Item
+from octavo.server.responses.tools import KEYS, CallTypes, Item, call_of, written
 from octavo.text.reader import Call, CallProgress, Piece, Text
 
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{2,}")
 PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -30,6 +32,7 @@ class ResponseEvents:
         self.number = 0
         """Of the next event."""
         self._after = after
+        self._call_types = CallTypes(response["tools"])
         self._is_begun = self._is_in_progress = False
         self._is_open = False
         """Whether the last output item, which is no call, is unfinished."""
@@ -105,7 +108,7 @@ class ResponseEvents:
         """End the open output item."""
         if self._is_call_open:
             item = self.response["output"][-1]
-            yield from self._call(Call(item["name"], item["arguments"], is_cut=True))
+            yield from self._call(call_of(item)._replace(is_cut=True))
         if not self._is_open:
             return
         self._is_open = False
@@ -118,24 +121,28 @@ class ResponseEvents:
         yield self._done(item)
 
     def _call(self, piece: Call | CallProgress) -> Iterator[bytes]:
-        """Begin a call, add to its arguments, or end it with its ``Call``."""
+        """Begin a call, add to its text, or end it with its ``Call``."""
         if not self._is_call_open:
             yield from self._close("completed")
             self._is_call_open = True
-            own = {"id": self._new_id("fc"), "call_id": self._new_id("call"), "name": piece.name, "arguments": ""}
-            yield self._added({"type": "function_call", **own, "status": "in_progress"})
+            opened = self._call_types.item(piece.name)
+            prefix = "fc" if opened["type"] == "function_call" else "ctc"
+            own = {"id": self._new_id(prefix), "call_id": self._new_id("call"), "status": "in_progress"}
+            yield self._added({**opened, **own})
         item = self.response["output"][-1]
+        key = KEYS[item["type"]]
         place = {"item_id": item["id"], "output_index": len(self.response["output"]) - 1}
-        delta = piece.text if isinstance(piece, CallProgress) else piece.arguments[len(item["arguments"]) :]
+        event = f"response.{item['type']}_{key}"
+        delta = piece.text if isinstance(piece, CallProgress) else written(item["type"], piece)[len(item[key]) :]
         if delta:
-            item["arguments"] += delta
+            item[key] += delta
             self.deltas.append(len(delta))
-            yield self._event("response.function_call_arguments.delta", **place, delta=delta)
+            yield self._event(f"{event}.delta", **place, delta=delta)
         if isinstance(piece, Call):
             self._is_call_open = False
             item["status"] = "incomplete" if piece.is_cut else "completed"
-            done = {**place, "name": piece.name, "arguments": piece.arguments}
-            yield self._event("response.function_call_arguments.done", **done)
+            named = {"name": item["name"]} if item["type"] == "function_call" else {}
+            yield self._event(f"{event}.done", **place, **named, **{key: item[key]})
             yield self._done(item)
 
     def _new_id(self, prefix: str) -> str:
@@ -165,6 +172,12 @@ class ResponseEvents:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
+def response_of(item_id: Any) -> str | None:
+    """The id of the response whose output item has this id."""
+    found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+    return None if found is None else f"resp_{found[1]}"
+
+
 def add_output(response: dict[str, Any], pieces: Iterable[Piece], status: str) -> list[int]:
     """Make ``pieces`` the output of a response, whose last item gets ``status``; returns the lengths of the deltas."""
     response["output"] = []
@@ -178,13 +191,14 @@ def pieces_of(output: list[Item], deltas: Iterable[int]) -> Iterator[Piece]:
     """The pieces that made ``output``, whose texts came in ``deltas`` of these lengths."""
     lengths = iter(deltas)
     for item in output:
-        if item["type"] == "function_call":
-            place = 0
-            while place < len(item["arguments"]):
-                end = place + next(lengths, len(item["arguments"]))
-                yield CallProgress(item["name"], item["arguments"][place:end])
+        if item["type"] in KEYS:
+            call, text, place = call_of(item), item[KEYS[item["type"]]], 0
+            while place < len(text):
+                end = place + next(lengths, len(text))
+                if item["type"] == "function_call":
+                    yield CallProgress(call.name, text[place:end])
                 place = end
-            yield Call(item["name"], item["arguments"], item["status"] == "incomplete")
+            yield call
             continue
         text, place = item["content"][0]["text"], 0
         while place < len(text):

@@ -19,7 +19,6 @@ from octavo.server.chat_reply import ChatReply
 from octavo.server.durable.journal import Journal
 from octavo.server.durable.reader import StreamChanged
 from octavo.server.durable.serve import begin_by_token
-from octavo.server.errors import UnsupportedParameter
 from octavo.server.responses.events import ResponseEvents, pieces_of
 from octavo.server.responses.records import Record
 from octavo.server.sse import HEADERS, KEEP_ALIVE, KEEP_ALIVE_SECONDS
@@ -166,8 +165,6 @@ def position(request: Request) -> int | None:
     Raises ``InvalidParameter``.
     """
     query = request.query_params
-    if query.get("include_obfuscation", "false") != "false":
-        raise UnsupportedParameter("include_obfuscation")
     stream, after = query.get("stream", "false"), query.get("starting_after")
     if stream not in ("true", "false"):
         raise InvalidParameter("stream", "'stream' must be true or false.")

@@ -12,7 +12,7 @@ from octavo.server.errors import NotFound, printable
 from octavo.server.keys import Caller, caller_of
 from octavo.server.responses.body import ResponseBody
 from octavo.server.responses.conversations import CONVERSATION, with_items
-from octavo.server.responses.items import Item
+from octavo.server.responses.tools import Item
 from octavo.server.services import Services, services_of
 from octavo.server.store import StoredItem
 

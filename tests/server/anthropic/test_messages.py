@@ -228,6 +228,7 @@ def test_a_conversation_with_calls_reaches_the_template(caller: Served) -> None:
     assert "tool:4user:And?" in shown
 
 
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
@@ -235,29 +236,31 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ("body", "words"),
     [
         ({"messages": []}, "'messages' must not be empty"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "'messages[0].role'"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "'messages[0].role'"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "images are not supported"),
         ({"messages": [{"role": "user", "content": 7}]}, "'messages[0].content'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
-        ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "of type 'thinking'"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "'messages[0].content[0].thinking'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "'input'"),
         ({"max_tokens": 0}, "'max_tokens'"),
         ({"max_tokens": None}, "'max_tokens'"),
-        ({"max_tokens": 600}, "maximum context length"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt is too long"),
         ({"temperature": -1}, "'temperature'"),
-        ({"stop_sequences": [""]}, "stop"),
+        ({"stop_sequences": [""]}, "stop string"),
         ({"thinking": {"type": "much"}}, "'thinking.type'"),
         ({"output_config": {"format": {"type": "xml"}}}, "'output_config.format'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "'output_config.format'"),
         ({"output_config": {"effort": 3}}, "'output_config.effort'"),
         ({"output_format": {"type": "json_schema", "schema": []}}, "'output_format'"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "'web_search_20250305'"),
+        ({"tools": [SEARCH, *TOOLS], "tool_choice": {"type": "tool", "name": "web_search"}}, "'web_search_20250305'"),
+        ({"tools": [SEARCH, {"name": "a b", "input_schema": {}}]}, "'tools[1].name'"),
         ({"tools": [{"name": "add"}]}, "'input_schema'"),
         ({"tools": TOOLS, "tool_choice": {"type": "some"}}, "'tool_choice.type'"),
         ({"tool_choice": {"type": "any"}}, "'tool_choice'"),
-        ({"mcp_servers": [{"url": "http://x"}]}, "'mcp_servers'"),
         ({"metadata": {"user_id": 7}}, "'metadata.user_id'"),
-        ({"system": [IMAGE]}, "'system[0]'"),
+        ({"metadata": {"user_id": "x" * 257}}, "'metadata.user_id'"),
+        ({"system": [IMAGE]}, "'system[0].type'"),
     ],
 )
 def test_what_is_refused(server: Served, body: dict[str, Any], words: str) -> None:

@@ -7,15 +7,19 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.server.openai.tools import arguments_of
 from octavo.server.responses.events import ResponseEvents, add_output, pieces_of
 from octavo.text.reader import Call, Piece, Text
 
 TEXTS = st.builds(Text, st.sampled_from(("content", "reasoning")), st.text(min_size=1, max_size=4))
-CALLS = st.builds(Call, st.just("add"), st.text(max_size=4))
+CALLS = st.builds(Call, st.sampled_from(("add", "math__add")), st.text(max_size=4), st.booleans())
+CUSTOM = st.builds(Call, st.just("patch"), st.text(max_size=4).map(arguments_of), st.booleans())
+ADD = {"type": "function", "name": "add"}
+TOOLS = [ADD, {"type": "custom", "name": "patch"}, {"type": "namespace", "name": "math", "tools": [ADD]}]
 
 
 def begun() -> dict[str, Any]:
-    return {"id": "resp_1", "status": "queued", "output": []}
+    return {"id": "resp_1", "status": "queued", "output": [], "tools": TOOLS}
 
 
 def render(pieces: list[Piece], after: int, is_cut: bool) -> list[bytes]:
@@ -27,7 +31,7 @@ def render(pieces: list[Piece], after: int, is_cut: bool) -> list[bytes]:
     return [event for event in b"".join(parts).split(b"\n\n") if event]
 
 
-@given(st.lists(st.one_of(TEXTS, CALLS), max_size=12), st.integers(0, 30), st.booleans())
+@given(st.lists(st.one_of(TEXTS, CALLS, CUSTOM), max_size=12), st.integers(0, 30), st.booleans())
 def test_events_are_a_function_of_what_is_stored(pieces: list[Piece], after: int, is_cut: bool) -> None:
     whole = render(pieces, -1, is_cut)
     assert [b'"sequence_number":%d,' % number in event for number, event in enumerate(whole)] == [True] * len(whole)

@@ -202,7 +202,6 @@ def test_an_engine_that_is_gone_for_a_while_ends_streams(serve_app: Any) -> None
         ("stream=true&starting_after=x", "starting_after"),
         ("stream=true&starting_after=12345678901234567890", "starting_after"),
         ("stream=true&starting_after=4711", "starting_after"),
-        ("stream=true&include_obfuscation=true", "include_obfuscation"),
     ],
 )
 def test_refusals(server: Served, query: str, param: str) -> None:
