@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import msgspec
 
 from octavo.errors import InvalidParameter, RequestError, RequestTooLarge
-from octavo.server.errors import MissingParameter, UnsupportedParameter
-from octavo.server.json_size import Size, measure
+from octavo.server.errors import MissingParameter, UnsupportedParameter, printable
+from octavo.server.json_size import Size, measure, num_members, repeated_name
 
 SMALL_BYTES = 32 << 10
 """Bodies up to this size decode in under a millisecond, whatever their content."""
@@ -88,6 +88,7 @@ class BodyDecoder(Generic[T]):
         fields = _split(body)
         if size is not None and size.depth > MAX_DEPTH + 1:
             raise _too_deep(next(name for name, raw in fields.items() if measure(bytes(raw)).depth > MAX_DEPTH))
+        _check_names(body, fields, None if size is None else size.num_members)
         values: dict[str, Any] = {}
         ignored_fields: list[str] = []
         for name, raw in fields.items():
@@ -153,6 +154,37 @@ def _split(body: bytes) -> dict[str, msgspec.Raw]:
         raise _malformed(body, str(error)) from None
     except UnicodeDecodeError:
         raise MalformedJSON("The body is not valid UTF-8.") from None
+
+
+def _check_names(body: bytes, fields: dict[str, msgspec.Raw], num_all: int | None) -> None:
+    """Raise ``InvalidParameter`` if an object of the body, at any depth, has a name twice. ``num_all``: see ``Size``.
+
+    Decoders differ in which value counts, so another program that checks requests could see another one. Decoding
+    drops one of the two, so there are then fewer names than members in the text.
+    """
+    num_left = (num_members(body) if num_all is None else num_all) - len(fields)
+    for name, raw in fields.items():
+        if not num_left:
+            return
+        text = bytes(raw)
+        if text[0] in b"[{" and b":" in text:
+            num_left -= _num_names(_decode(name, raw, _any_value))
+    if not num_left:
+        return
+    name = printable(repeated_name(body))
+    raise InvalidParameter(name, f"The body has the name '{name}' twice in one object.")
+
+
+def _num_names(value: Any) -> int:
+    """Names of all objects in a decoded value."""
+    count = 0
+    if type(value) is dict:
+        count = len(value)
+        value = value.values()
+    for each in value:
+        if type(each) is dict or type(each) is list:
+            count += _num_names(each)
+    return count
 
 
 def _malformed(body: bytes, reason: str) -> MalformedJSON:

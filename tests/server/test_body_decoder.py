@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from typing import Any
 
@@ -233,3 +234,38 @@ def test_no_value_of_any_field_is_a_server_error(served: Served, path: str) -> N
                 )
     assert 400 in seen
     assert served.engine.num_live == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (b'{"prompt": "a", "prompt": "a"}', "prompt"),
+        (b'{"prompt": "a: {", "max_tokens": 1, "max_tokens": 2}', "max_tokens"),
+        (b'{"prompt": "a", "\\u0070rompt": "b"}', "prompt"),
+        (b'{"prompt": "a", "logit_bias": {"1": 1, "1": 2}}', "1"),
+        (b'{"prompt": "a", "unknown": [1, [{"x": [{"y": 1, "y": 1}]}]]}', "y"),
+        (b'{"prompt": "a", "unknown": 1, "unknown": 2}', "unknown"),
+        (b'{"prompt": "\\"a\\\\", "" : 1, "": {}}', ""),
+        (b'{"prompt": "a", "response_format": {"type": "text", "type": "json_object"}}', "type"),
+        (b'{"prompt": "a", "prompt": "' + b"x: " * 100_000 + b'"}', "prompt"),
+    ],
+)
+def test_a_name_comes_once_in_an_object(served: Served, body: bytes, name: str) -> None:
+    """Which of two values counts is not the same for every decoder, such as one of a filter before the server."""
+    answer = served.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_value"), error
+    assert error["param"] == name
+    assert f"'{name}' twice" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": '"a": "b", \\ {"c": 1, "c": 2}', "max_tokens": 1},
+        {"prompt": "a" * 100_000 + ':"', "max_tokens": 1, "unknown": {"a": {"a": {"a": [{"a": 1}, {"a": 1}]}}}},
+        {"prompt": [1, 2, 3], "max_tokens": 1, "metadata": {"k": "a:b", "l": 'x"y":1'}},
+    ],
+)
+def test_names_may_come_again_in_other_objects_and_in_texts(body: dict[str, Any]) -> None:
+    completions.decoder.read(json.dumps(body).encode(), 512)

@@ -83,6 +83,7 @@ ASKS: dict[str, tuple[dict[str, Any], Ask]] = {
     "engine_unavailable": ({}, lambda s: s.complete()),
     "deadline_exceeded": ({}, lambda s: s.complete(timeout=0.01)),
     "storage_full": ({}, lambda s: s.client.post("/v1/responses", json={"input": "x"})),
+    "storage_damaged": ({}, lambda s: s.client.get("/v1/files/bad")),
     "storage_unavailable": ({}, lambda s: s.client.get("/v1/files")),
 }
 JSON = {"content-type": "application/json"}
@@ -121,6 +122,8 @@ def test_the_answer_is_what_the_table_says(row: Row, serve_app: Any, monkeypatch
         monkeypatch.setattr(served.engine, "next_id", boom)
     if row.code == "storage_full":
         fill(served)
+    if row.code == "storage_damaged":
+        execute(served, "INSERT INTO items VALUES ('file', 'bad', '', 1e12, x'ff')")
     if row.code == "storage_unavailable":
         execute(served, "DROP TABLE items")
     answer = ask(served)

@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -39,6 +39,7 @@ KIND = "batch"
 WINDOW = "24h"
 WINDOW_SECONDS = 86400
 SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 DONE = ("completed", "failed", "expired", "cancelled")
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,31 @@ Batch = dict[str, Any]
 """The API's batch object."""
 Work = Callable[[Batch, str], Awaitable[None]]
 """What is done with an owner's batch."""
+
+
+class StoredBatch(TypedDict):
+    """What a stored batch must have."""
+
+    id: str
+    object: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: str
+    errors: Any
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: dict[str, int]
+    metadata: dict[str, str]
 
 
 class BatchBody(msgspec.Struct, kw_only=True):
@@ -79,7 +105,7 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request) -> Response:
     kept = await services_of(request).store.list(KIND, caller_of(request).name)
     live = request.app.state.batches.live
-    return json_response(page(request, [live.get(row.id) or batch for row, batch in decoded(KIND, kept, Batch)]), {})
+    return json_response(page(request, [live.get(row.id) or batch for row, batch in _read(kept)]), {})
 
 
 async def retrieve_batch(request: Request) -> Response:
@@ -106,11 +132,16 @@ async def _batch(request: Request) -> Batch:
     value = await services_of(request).store.get(KIND, name, owner)
     if value is None:
         raise NotFound(f"There is no batch '{printable(name)}'.", param="batch_id")
-    return request.app.state.batches.live.get(name) or decode(KIND, name, value, Batch)
+    live: Batch | None = request.app.state.batches.live.get(name)
+    return live or cast(Batch, decode(KIND, name, value, StoredBatch))
+
+
+def _read(rows: Iterable[Row]) -> Iterator[tuple[Row, Batch]]:
+    """Stored batches; those that cannot be read are left out."""
+    return ((row, cast(Batch, batch)) for row, batch in decoded(KIND, rows, StoredBatch))
 
 
 def _begun(body: BatchBody) -> Batch:
-    moments = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     now = int(time.time())
     return {
         "id": f"batch_{uuid.uuid4().hex}",
@@ -124,7 +155,7 @@ def _begun(body: BatchBody) -> Batch:
         "error_file_id": None,
         "created_at": now,
         "expires_at": now + WINDOW_SECONDS,
-        **{f"{moment}_at": None for moment in moments},
+        **{f"{moment}_at": None for moment in MOMENTS},
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": body.metadata,
     }
@@ -142,7 +173,7 @@ class Batches:
     async def resume(self) -> None:
         """Resume batches that an earlier process left unfinished."""
         own = set(self.live)  # before the list is read: they may end meanwhile
-        for row, batch in decoded(KIND, await self._services.store.list(KIND), Batch):
+        for row, batch in _read(await self._services.store.list(KIND)):
             if batch["status"] not in DONE and batch["id"] not in own | self.live.keys():
                 is_cancelled = batch["status"] == "cancelling"
                 self._start(self._finish_cancelled if is_cancelled else self._answer_lines, batch, row.owner)
@@ -250,7 +281,7 @@ class Batches:
     async def _finish_cancelled(self, batch: Batch, owner: str) -> None:
         value = await self._get(KIND, batch["id"], owner)
         latest = [] if value is None else [Row(batch["id"], owner, value)]
-        kept = next((found for _, found in decoded(KIND, latest, Batch)), {})
+        kept = next((found for _, found in _read(latest)), Batch())
         if kept.get("status") in DONE:
             # The job was cancelled after it had stored the final status.
             batch.update(kept)

@@ -127,7 +127,7 @@ def _piece_id(number: int) -> str:
 async def list_files(request: Request) -> Response:
     kept = await services_of(request).store.list(KIND, caller_of(request).name)
     purpose = request.query_params.get("purpose")
-    files: list[dict[str, Any]] = [file for _, file in decoded(KIND, kept, dict)]
+    files: list[dict[str, Any]] = [msgspec.to_builtins(file) for _, file in decoded(KIND, kept, FileObject)]
     return json_response(page(request, [file for file in files if purpose in (None, file["purpose"])]), {})
 
 

@@ -17,6 +17,7 @@ from octavo.errors import QueueFull, RequestError, Unavailable
 from octavo.server.background_jobs import inner_request, retry_while_unavailable
 from octavo.server.durable.serve import key_headers
 from octavo.server.errors import UnexpectedError, error_object
+from octavo.server.json_size import num_members
 from octavo.server.keys import Caller
 from octavo.server.openai.schema import Endpoint
 from octavo.server.places import Places
@@ -110,6 +111,9 @@ class LineReader:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             message = f"Line {number} must be an object with 'custom_id', 'method', 'url' and 'body'."
             raise BadLine(message, number) from None
+        members: dict[str, msgspec.Raw] = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        if num_members(text) != len(members) + sum(num_members(bytes(member)) for member in members.values()):
+            raise BadLine(f"Line {number} has the same name twice.", number)
         if (line.method, line.url) != ("POST", self._url):
             message = f"Line {number} must have the method POST and the url {self._url}, the endpoint of the batch."
             raise BadLine(message, number)

@@ -27,6 +27,7 @@ from octavo.server.responses.body import check_metadata
 from octavo.server.responses.items import REFERENCE, ItemMessages, input_items, new_items
 from octavo.server.responses.tools import Item
 from octavo.server.services import Services, services_of
+from octavo.server.store import decode
 
 CONVERSATION = "conversation"
 """Store kind."""
@@ -95,7 +96,7 @@ async def retrieve_conversation(request: Request) -> Response:
 async def update_conversation(request: Request) -> Response:
     _, body, headers = await services_of(request).read(request, _metadata)
     check_metadata(body.metadata)
-    changed = await _change(request, partial(_with_metadata, metadata=body.metadata))
+    changed = await _change(request, partial(_with_metadata, _name(request), metadata=body.metadata))
     return json_response(changed.shown(), headers)
 
 
@@ -116,7 +117,7 @@ async def add_items(request: Request) -> Response:
 
     def change(value: bytes) -> bytes:
         _check_size(value, items)
-        return with_items(value, items)
+        return with_items(_name(request), value, items)
 
     await _change(request, change)
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
@@ -132,7 +133,7 @@ async def retrieve_item(request: Request) -> Response:
 
 
 async def delete_item(request: Request) -> Response:
-    changed = await _change(request, partial(_without_item, name=request.path_params["item_id"]))
+    changed = await _change(request, partial(_without_item, _name(request), item=request.path_params["item_id"]))
     return json_response(changed.shown(), {})
 
 
@@ -159,12 +160,12 @@ async def items_of(services: Services, caller: Caller, name: str) -> list[Item]:
         raise not_found(name, "conversation")
     if len(value) > MAX_BYTES:
         raise InvalidParameter("conversation", _FULL)
-    return _decode(value).items
+    return _decode(name, value).items
 
 
-def with_items(value: bytes, items: list[Item]) -> bytes:
-    """A stored conversation with ``items`` at its end, less those that it has."""
-    conversation = _decode(value)
+def with_items(name: str, value: bytes, items: list[Item]) -> bytes:
+    """A stored conversation with ``items`` at its end, less those that it has. Raises ``Unreadable``."""
+    conversation = _decode(name, value)
     known = {item["id"] for item in conversation.items}
     conversation.items += [item for item in items if item["id"] not in known]
     return msgspec.json.encode(conversation)
@@ -180,15 +181,15 @@ def not_found(name: str, param: str = "conversation_id") -> NotFound:
     return NotFound(f"There is no conversation '{printable(name)}'.", param=param)
 
 
-def _with_metadata(value: bytes, metadata: dict[str, str]) -> bytes:
-    return msgspec.json.encode(msgspec.structs.replace(_decode(value), metadata=metadata))
+def _with_metadata(name: str, value: bytes, metadata: dict[str, str]) -> bytes:
+    return msgspec.json.encode(msgspec.structs.replace(_decode(name, value), metadata=metadata))
 
 
-def _without_item(value: bytes, name: str) -> bytes:
-    conversation = _decode(value)
-    kept = [item for item in conversation.items if item["id"] != name]
+def _without_item(name: str, value: bytes, item: str) -> bytes:
+    conversation = _decode(name, value)
+    kept = [each for each in conversation.items if each["id"] != item]
     if len(kept) == len(conversation.items):
-        raise _no_item(name)
+        raise _no_item(item)
     return msgspec.json.encode(msgspec.structs.replace(conversation, items=kept))
 
 
@@ -201,7 +202,7 @@ async def _requested(request: Request) -> Conversation:
     value = await services_of(request).store.get(CONVERSATION, name, caller_of(request).name)
     if value is None:
         raise not_found(name)
-    return _decode(value)
+    return _decode(name, value)
 
 
 async def _change(request: Request, change: Callable[[bytes], bytes]) -> Conversation:
@@ -210,11 +211,11 @@ async def _change(request: Request, change: Callable[[bytes], bytes]) -> Convers
     value = await services_of(request).store.update(CONVERSATION, name, caller_of(request).name, change)
     if value is None:
         raise not_found(name)
-    return _decode(value)
+    return _decode(name, value)
 
 
-def _decode(value: bytes) -> Conversation:
-    return msgspec.json.decode(value, type=Conversation)
+def _decode(name: str, value: bytes) -> Conversation:
+    return decode(CONVERSATION, name, value, Conversation)
 
 
 def _name(request: Request) -> str:

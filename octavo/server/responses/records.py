@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from octavo.server.errors import NotFound, printable
+from octavo.server.errors import NotFound, Unreadable, printable
 from octavo.server.keys import Caller, caller_of
 from octavo.server.responses.body import ResponseBody
 from octavo.server.responses.conversations import CONVERSATION, with_items
 from octavo.server.responses.tools import Item
 from octavo.server.services import Services, services_of
-from octavo.server.store import StoredItem
+from octavo.server.store import StoredItem, decode
 
 KIND = "response"
 PENDING = "pending_response"
@@ -51,7 +51,8 @@ class Pending(msgspec.Struct):
 
 
 async def keep(services: Services, caller: Caller, record: Record) -> None:
-    """Store ``record``, if it is to be stored, and once it has ended, add input and output to its conversation.
+    """Store ``record``, if it is to be stored, and once it has ended, add input and output to its conversation, unless
+    that cannot be read.
 
     To do it twice is the same as once. Raises ``StorageFull`` or ``StorageUnavailable``.
     """
@@ -61,8 +62,11 @@ async def keep(services: Services, caller: Caller, record: Record) -> None:
         await services.store.put_all(caller.name, items)
         return
     inputs = record.history[len(record.history) - record.num_inputs :]
-    added = partial(with_items, items=[*inputs, *record.response["output"]])
-    await services.store.update(CONVERSATION, conversation["id"], caller.name, added, also=items)
+    added = partial(with_items, conversation["id"], items=[*inputs, *record.response["output"]])
+    try:
+        await services.store.update(CONVERSATION, conversation["id"], caller.name, added, also=items)
+    except Unreadable:
+        await services.store.put_all(caller.name, items)
 
 
 def item_of(record: Record) -> StoredItem:
@@ -70,13 +74,13 @@ def item_of(record: Record) -> StoredItem:
 
 
 async def find(services: Services, caller: Caller, name: str) -> Record | None:
-    """The caller's response of this id."""
+    """The caller's response of this id. Raises ``Unreadable``."""
     value = await services.store.get(KIND, name, caller.name)
-    return None if value is None else msgspec.json.decode(value, type=Record)
+    return None if value is None else decode(KIND, name, value, Record)
 
 
 async def requested(request: Request) -> Record:
-    """The response that the path names. Raises ``NotFound``."""
+    """The response that the path names. Raises ``NotFound`` or ``Unreadable``."""
     name = request.path_params["response_id"]
     record = await find(services_of(request), caller_of(request), name)
     if record is None:
