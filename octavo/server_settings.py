@@ -89,7 +89,7 @@ class ServerSettings:
     )
     tenant_header: str | None = setting(None, "header that names the tenant, instead of the field 'user'")
     state_dir: str | None = setting(
-        None, "folder for stored responses, files and batches; default: in memory, until the server stops"
+        None, "folder for stored responses, files and batches; default: a temporary file, until the server stops"
     )
     retention_hours: float = setting(720.0, "hours until stored responses, files and batches are deleted", low=0.001)
     journal: str | None = setting(

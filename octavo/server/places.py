@@ -44,8 +44,9 @@ class Places:
     """At most ``num_places`` at a time, and at most ``num_each`` of one API key."""
 
     def __init__(self, num_places: int, num_each: int | None = None) -> None:
+        self.num_places = num_places
+        self.num_each = num_each or num_places
         self._num_free = num_places
-        self._num_each = num_each or num_places
         self._taken: Counter[str] = Counter()
         self._waiting: TurnQueue[asyncio.Future[None]] = TurnQueue()
 
@@ -69,7 +70,7 @@ class Places:
             self._leave(owner)
 
     def _may_go(self, owner: str) -> bool:
-        return self._taken[owner] < self._num_each
+        return self._taken[owner] < self.num_each
 
     def _take(self, owner: str) -> None:
         self._num_free -= 1

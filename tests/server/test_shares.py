@@ -14,16 +14,24 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.server import background_jobs, store, timelines
+from octavo.config import ModelSettings, ServeConfig
+from octavo.cpus import num_cpus
+from octavo.server import background_jobs, body_receiver, http, store, timelines
+from octavo.server.app import create_app
+from octavo.server.batches import runner
 from octavo.server.byte_budget import ByteBudget
+from octavo.server.durable import journal
 from octavo.server.keys import Caller
 from octavo.server.places import Places, TurnQueue
 from octavo.server.quotas import LEAST_SHARE, has_share
+from octavo.server.responses import conversations
+from octavo.server_settings import ServerSettings
 from octavo.telemetry.events import Event
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.test_keys import bearer, key_file, line
 
+ROOT = Path(__file__).parents[2]
 ROOM = 8
 
 
@@ -244,3 +252,48 @@ def test_memory_does_not_grow_with_the_files_that_are_kept(serve_app: Any) -> No
         send()
     assert resident() - before < 8 << 20, "three times as much is kept"
     assert served.client.get(f"/v1/files/{id}/content").content == data
+
+
+def rows() -> dict[str, list[str]]:
+    text = (ROOT / "docs/security.md").read_text()
+    table = text[text.index("| what | bound |") :].split("\n\n")[0].splitlines()[2:]
+    return {cells[0]: cells[1:] for line in table if (cells := [cell.strip() for cell in line.strip("|").split("|")])}
+
+
+MIB = 1 << 20
+SETTINGS = ServerSettings()
+BOUNDS: dict[str, str] = {
+    "unfinished requests, `/tokenize` and `/detokenize` among them": f"({SETTINGS.max_num_queued_reqs})",
+    "unfinished requests with an `Idempotency-Key`": f"({SETTINGS.max_num_queued_reqs})",
+    "kept answers to an `Idempotency-Key`": f"{journal.MAX_RETAINED_BYTES // MIB} MiB",
+    "unfinished background responses and batches": f"{background_jobs.MAX_JOBS:,}",
+    "stored bytes: files, responses, conversations, results of batches": f"{store.MAX_BYTES // MIB:,} MiB",
+    "bytes of a conversation": f"{conversations.MAX_BYTES // MIB} MiB",
+    "lines of a batch": f"{runner.MAX_LINES:,}",
+    "lines of batches at a time": "half of `--max-num-seqs`",
+    "bodies that arrive, in memory": f"`--max-request-bytes` and {body_receiver.SPARE_BYTES // MIB} MiB",
+    "files that arrive, on disk": f"{body_receiver.MAX_SPOOLED_BYTES // MIB} MiB",
+    f"bodies of over {body_receiver.SMALL_BYTES >> 10} KiB decoded at a time": "one",
+    "texts tokenised and templates rendered at a time": "half of the cores, and one",
+    "requests begun at a time": "one",
+    "timelines": f"{timelines.MAX_REQUESTS:,} requests",
+    "adapters": f"`--max-loras` ({ModelSettings().max_loras})",
+    "connections": f"{http.MAX_CONNECTIONS:,};",
+    "heads that arrive": f"{http.MAX_UNFINISHED_HEADS // MIB} MiB",
+}
+"""What the documentation has to say of each bound, by the code."""
+
+
+def test_the_table_of_shares_has_the_bounds_of_the_code() -> None:
+    found = rows()
+    assert found.keys() == BOUNDS.keys()
+    for what, bound in BOUNDS.items():
+        assert bound in found[what][0], what
+        assert found[what][2], "what follows"
+    assert f", and {LEAST_SHARE} at least" in (ROOT / "docs/security.md").read_text()
+    services = create_app(ServeConfig.from_flat({}), InProcessEngine(), None).state.services
+    num_each = max(1, num_cpus() // 2)
+    assert (services.admission.tokenising.num_places, services.admission.tokenising.num_each) == (
+        num_each + 1,
+        num_each,
+    )
