@@ -59,9 +59,11 @@ def _lines() -> Iterator[str]:
 
 
 def _default(item: Setting) -> str:
+    if item.default is None:
+        return ""
     if item.type is bool:
         return "on" if item.default else "off"
-    return "" if item.default is None else f"`{item.default}`"
+    return f"`{item.default}`"
 
 
 def _allowed(item: Setting) -> str:

@@ -91,7 +91,7 @@ def add_flag(group: Any, item: Setting) -> None:
     """Add the flag of one setting to a parser or a group of one, and those of other servers that mean the same."""
     aliases = [alias for alias, name in FLAGS_OF_OTHERS.items() if name == item.name]
     if item.type is bool:
-        help = f"{item.help} (default: {'on' if item.default else 'off'})"
+        help = item.help + ("" if item.default is None else f" (default: {'on' if item.default else 'off'})")
         group.add_argument(flag_name(item.name), dest=item.name, action=argparse.BooleanOptionalAction, help=help)
         for alias in aliases:
             action = argparse.BooleanOptionalAction
