@@ -16,6 +16,7 @@ import pytest
 
 from octavo.config import ModelSettings, ServeConfig
 from octavo.cpus import num_cpus
+from octavo.grammar import compiler
 from octavo.server import background_jobs, body_receiver, http, store, timelines
 from octavo.server.app import create_app
 from octavo.server.batches import runner
@@ -275,6 +276,8 @@ BOUNDS: dict[str, str] = {
     "files that arrive, on disk": f"{body_receiver.MAX_SPOOLED_BYTES // MIB} MiB",
     f"bodies of over {body_receiver.SMALL_BYTES >> 10} KiB decoded at a time": "one",
     "texts tokenised and templates rendered at a time": "half of the cores, and one",
+    "grammars tested at a time": f"{compiler.MAX_PROCESSES}, each for {compiler.MAX_SECONDS:g} s at most",
+    "grammars that wait": "",
     "requests begun at a time": "one",
     "timelines": f"{timelines.MAX_REQUESTS:,} requests",
     "adapters": f"`--max-loras` ({ModelSettings().max_loras})",
@@ -290,6 +293,7 @@ def test_the_table_of_shares_has_the_bounds_of_the_code() -> None:
     for what, bound in BOUNDS.items():
         assert bound in found[what][0], what
         assert found[what][2], "what follows"
+    assert found["grammars that wait"][1] == str(compiler.MAX_WAITING)
     assert f", and {LEAST_SHARE} at least" in (ROOT / "docs/security.md").read_text()
     services = create_app(ServeConfig.from_flat({}), InProcessEngine(), None).state.services
     num_each = max(1, num_cpus() // 2)
