@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import threading
 from collections import Counter
@@ -19,7 +20,7 @@ from octavo.cpus import num_cpus
 from octavo.grammar import compiler
 from octavo.server import background_jobs, body_receiver, http, store, timelines
 from octavo.server.app import create_app
-from octavo.server.batches import runner
+from octavo.server.batches import batches, runner
 from octavo.server.byte_budget import ByteBudget
 from octavo.server.durable import journal
 from octavo.server.keys import Caller
@@ -211,6 +212,38 @@ def test_unfinished_background_responses_and_batches_have_a_bound_and_each_key_a
     assert begin("b") == 200
 
 
+def test_many_batches_of_one_key_do_not_delay_those_of_another(serve_app: Any, tmp_path: Path) -> None:
+    engine = InProcessEngine(runs=False, max_num_seqs=4)  # two places for lines
+    served = with_keys(serve_app, tmp_path, engine)
+
+    def begin(key: str) -> str:
+        body = {"prompt": "Hi", "max_tokens": 2}
+        text = "".join(
+            json.dumps({"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
+            for n in range(3)
+        )
+        files = {"file": ("a", text.encode())}
+        sent = served.client.post("/v1/files", files=files, data={"purpose": "batch"}, headers=bearer(key)).json()
+        asked = {"input_file_id": sent["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        return str(served.client.post("/v1/batches", json=asked, headers=bearer(key)).json()["id"])
+
+    def status(key: str, id: str) -> str:
+        return str(served.client.get(f"/v1/batches/{id}", headers=bearer(key)).json()["status"])
+
+    many = [begin("a") for _ in range(batches.MAX_AT_ONCE + 2)]
+    while engine.num_live < 2:
+        threading.Event().wait(0.005)
+    other = begin("b")
+    assert [status("a", id) for id in many[-2:]] == ["validating"] * 2, "they wait, and hold no lines"
+    while status("b", other) != "in_progress":
+        threading.Event().wait(0.005)
+    while status("b", other) != "completed":
+        served.call(engine.step)
+    assert len([id for id in many if status("a", id) == "completed"]) <= 3
+    while any(status("a", id) != "completed" for id in many):
+        served.call(engine.step)
+
+
 def test_only_the_admin_changes_adapters_for_all_keys(serve_app: Any, tmp_path: Path) -> None:
     """One key could unload those of another, or load as many as there may be."""
     served = with_keys(serve_app, tmp_path, enable_lora=True, allow_runtime_lora_updating=True, admin_key="admin")
@@ -271,6 +304,7 @@ BOUNDS: dict[str, str] = {
     "stored bytes: files, responses, conversations, results of batches": f"{store.MAX_BYTES // MIB:,} MiB",
     "bytes of a conversation": f"{conversations.MAX_BYTES // MIB} MiB",
     "lines of a batch": f"{runner.MAX_LINES:,}",
+    "batches worked on at a time": "",
     "lines of batches at a time": "half of `--max-num-seqs`",
     "bodies that arrive, in memory": f"`--max-request-bytes` and {body_receiver.SPARE_BYTES // MIB} MiB",
     "files that arrive, on disk": f"{body_receiver.MAX_SPOOLED_BYTES // MIB} MiB",
@@ -294,6 +328,7 @@ def test_the_table_of_shares_has_the_bounds_of_the_code() -> None:
         assert bound in found[what][0], what
         assert found[what][2], "what follows"
     assert found["grammars that wait"][1] == str(compiler.MAX_WAITING)
+    assert found["batches worked on at a time"][1] == str(batches.MAX_AT_ONCE)
     assert f", and {LEAST_SHARE} at least" in (ROOT / "docs/security.md").read_text()
     services = create_app(ServeConfig.from_flat({}), InProcessEngine(), None).state.services
     num_each = max(1, num_cpus() // 2)

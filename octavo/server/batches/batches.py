@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 import tempfile
 import time
 import uuid
@@ -32,6 +33,7 @@ from octavo.server.keys import caller_of
 from octavo.server.openai.pages import page
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.places import Places
 from octavo.server.services import Services, services_of
 from octavo.server.store import Row, StoredItem, decode, decoded
 
@@ -40,6 +42,8 @@ WINDOW = "24h"
 WINDOW_SECONDS = 86400
 SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MOMENTS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+MAX_AT_ONCE = 4
+"""Batches of one API key that are worked on, each with some lines in memory; further ones wait."""
 DONE = ("completed", "failed", "expired", "cancelled")
 
 logger = logging.getLogger(__name__)
@@ -169,6 +173,7 @@ class Batches:
         self.live: dict[str, Batch] = {}
         self._services: Services = app.state.services
         self._runner = LineRunner(app, self.endpoints)
+        self._turns = Places(sys.maxsize, MAX_AT_ONCE)
 
     async def resume(self) -> None:
         """Resume batches that an earlier process left unfinished."""
@@ -176,7 +181,7 @@ class Batches:
         for row, batch in _read(await self._services.store.list(KIND)):
             if batch["status"] not in DONE and batch["id"] not in own | self.live.keys():
                 is_cancelled = batch["status"] == "cancelling"
-                self._start(self._finish_cancelled if is_cancelled else self._answer_lines, batch, row.owner)
+                self._start(self._finish_cancelled if is_cancelled else self._work, batch, row.owner)
 
     async def stop(self) -> None:
         """Leave the batches to the next process."""
@@ -187,7 +192,7 @@ class Batches:
         """Store a new batch, and start its job. Raises ``QueueFull``."""
         self._services.jobs.check_room(owner)
         await self._services.store.put_all(owner, [_item(batch)])
-        self._start(self._answer_lines, batch, owner)
+        self._start(self._work, batch, owner)
 
     async def cancel(self, batch: Batch, owner: str) -> None:
         """Cancel a batch; results so far are kept."""
@@ -213,6 +218,10 @@ class Batches:
         batch["errors"] = {"object": "list", "data": [problem]}
         _mark(batch, "failed")
         await self._end(batch, owner, "failed", {}, [])
+
+    async def _work(self, batch: Batch, owner: str) -> None:
+        async with self._turns.place(owner):
+            await self._answer_lines(batch, owner)
 
     async def _answer_lines(self, batch: Batch, owner: str) -> None:
         reader = LineReader(batch["endpoint"])
