@@ -225,9 +225,7 @@ class Scheduler:
             seq = waiting.first()
             if (not self.chunked_prefill and len(seq.tokens) > budget) or not self._adopt_and_reserve(seq):
                 break
-            waiting.admit(seq)
-            self.running[seq.id] = seq
-            seq.status = RUNNING
+            self._run(seq)
             num_tokens = len(seq.tokens) - seq.num_computed_tokens
             most = min(budget, seq.capacity - seq.num_computed_tokens)
             if num_tokens > most:
@@ -241,6 +239,12 @@ class Scheduler:
         if not is_sorted:
             self.running = dict(sorted(self.running.items(), key=lambda entry: entry[1].order))
         return budget
+
+    def _run(self, seq: Sequence) -> None:
+        """Let the first waiting sequence, which has its blocks, run from now on."""
+        self.waiting.admit(seq)
+        self.running[seq.id] = seq
+        seq.status = RUNNING
 
     @property
     def _can_admit(self) -> bool:
@@ -270,19 +274,33 @@ class Scheduler:
     def _preempt_for_waiting(self) -> None:
         """Preempt the sequences that the policy chooses, until the first waiting one can be admitted.
 
-        A sequence in flight cannot be preempted: it is left out of further plans until it is idle.
+        A sequence in flight cannot be preempted: it is left out of further plans until it is idle. A waiting one for
+        which another was preempted runs from now on, so that many can come in one step; those that fit anyway are
+        admitted later, within the token budget.
         """
+        num_preemptions, num_tokens, is_sorted = self.stats.num_preemptions, 0, True
         while True:
             self._preempt_yielding()
             if self.yielding is not None or not self.waiting or not self.running:
-                return
+                break
             seq = self.waiting.first()
             if self._can_admit and self._match_if_it_fits(seq) is not None:
-                return
+                num_tokens += len(seq.tokens)
+                is_for_it = self.stats.num_preemptions > num_preemptions
+                if not (is_for_it and self.chunked_prefill and num_tokens <= self.max_num_batched_tokens):
+                    break
+                if not self._adopt_and_reserve(seq):
+                    break
+                num_preemptions = self.stats.num_preemptions
+                self._run(seq)
+                is_sorted = False
+                continue
             self.yielding = self.waiting.preempt_for(seq, self.running)
             if self.yielding is None:
-                return
+                break
             self.yielding.status = Status.YIELDING
+        if not is_sorted:
+            self.running = dict(sorted(self.running.items(), key=lambda entry: entry[1].order))
 
     def _preempt_yielding(self) -> None:
         """Preempt the yielding sequence, unless it has ended or is still in flight."""

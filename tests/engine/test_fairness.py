@@ -127,3 +127,17 @@ def test_the_reference_is_half_a_device() -> None:
         < share_of(serve("fcfs", [QUIET], HALF_SPEED).progress, "quiet")["ttft"]
     )
     assert FLOOD.rate == 100 * QUIET.rate
+
+
+def test_many_tenants_that_come_at_once_take_places_of_a_flood_in_one_step() -> None:
+    engine, runner = make_engine(num_blocks=512, max_num_seqs=16, max_num_batched_tokens=256, policy="fair")
+    for number in range(40):
+        engine.add(make_request(number, max_tokens=40, tenant="flood"))
+    engine.step()
+    for number in range(10):
+        engine.add(make_request(100 + number, max_tokens=4, tenant=f"quiet {number}"))
+    engine.step()
+    engine.check()
+    assert {100 + number for number in range(10)} <= planned(runner).keys()
+    assert engine.stats().num_preemptions == 10
+    run_to_end(engine)
