@@ -93,6 +93,9 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 TENSORS_ALONE = {PACKAGE / "weights/pytorch.py"}
 """Where ``torch.load`` may be called, with ``weights_only``."""
+PRETRAINED = {"from_pretrained", "from_config", "pipeline"}
+"""Calls of transformers, and of libraries like it, that may run code of a checkpoint."""
+CODE_LOADERS = {"get_kernel", "load_custom_generate", "get_class_from_dynamic_module", "spec_from_file_location"}
 FORBIDDEN_NAMES = {"pickle", "dill", "marshal", "shelve"}
 
 
@@ -247,6 +250,17 @@ def test_nothing_unpickles_or_evaluates() -> None:
                     continue
                 bad = (node.func.attr, getattr(node.func.value, "id", ""))
                 assert bad not in {("load", "torch"), ("load", "yaml")}, f"{path}:{node.lineno}"
+
+
+def test_no_code_of_a_checkpoint_runs() -> None:
+    """Each call that loads by a library says so, and none is used that cannot."""
+    for path, facts in source_files().items():
+        for call in facts.calls:
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            assert name not in CODE_LOADERS, f"{path}:{call.lineno}"
+            assert name not in PRETRAINED or "trust_remote_code=False" in ast.unparse(call), f"{path}:{call.lineno}"
+        if "jinja2" in {module.partition(".")[0] for module in facts.imports}:
+            assert path == PACKAGE / "text/template_worker.py", "templates are rendered in a process with limits"
 
 
 @functools.cache

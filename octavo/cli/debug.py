@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo.cli.settings import add_some_settings, load_config
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, InvalidParameter
+from octavo.errors import CheckpointError, ConfigError, InvalidParameter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,6 @@ HELP = "debug a model: diff compares its layers with those of transformers"
 
 TOLERANCE = 1e-3
 """Largest difference, relative to the largest value of a layer, that counts as rounding."""
-INSTALL = "`pip install transformers accelerate gguf` installs what it needs"
 
 
 class Difference(NamedTuple):
@@ -113,14 +112,13 @@ def _theirs(path: Path, tokens: list[int]) -> list[Tensor]:
     """The same results from transformers."""
     import torch
 
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise ConfigError(f"debug diff: the package transformers is not installed; {INSTALL}") from None
-    folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+    from octavo.models.transformers_model import INSTALL, pretrained
+
     form: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder), **form, **file)
+        model = pretrained(path, **form)
+    except (CheckpointError, ConfigError):
+        raise
     except (ImportError, ValueError) as error:  # reading GGUF needs further packages; without accelerate, a ValueError
         reason = " ".join(str(error).split())
         raise ConfigError(f"debug diff: transformers cannot read {path.name}: {reason}; {INSTALL}") from None

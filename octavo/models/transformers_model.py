@@ -7,6 +7,7 @@ several sequences in one pass and a prompt in chunks. Otherwise the model keeps 
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from octavo.models.transformers_paged import NotPaged, PagedTransformer, registe
 from octavo.ops.attention import GroupRows, LayerCache, PagedRows
 from octavo.quant.stored import WeightFormat, dtype_name
 from octavo.quant.tensors import HARMLESS
+from octavo.weights.adapter import CONFIG_NAME
+from octavo.weights.folder import read_json
 
 TRIAL_LENGTHS = (23, 9)
 TRIAL_BLOCK = 4
@@ -33,6 +36,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of the trial, relative to the largest element."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds of rotary embeddings that depend on the longest sequence of a batch."""
+
+INSTALL = "`pip install transformers accelerate gguf` installs what it needs"
 
 logger = logging.getLogger("octavo.start")
 
@@ -53,19 +58,14 @@ class TransformersConfig(ModelConfig):
 def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> TransformersConfig:
     """Load a model from a folder or GGUF file. Raises ``ConfigError`` without the library, and ``CheckpointError``."""
     try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise ConfigError("backend transformers needs the library: pip install 'octavo[transformers]'") from None
-    folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-    try:
-        result: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
+        result: Any = pretrained(
+            path,
             dtype=form.dtype,
-            local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # which are refused below, by name
-            **file,
         )
+    except (CheckpointError, ConfigError):
+        raise
     except Exception as error:  # any error of the library's code
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(f"{path}: transformers cannot load it: {reason}") from None
@@ -83,6 +83,47 @@ def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> Tr
     loaded = LoadedModel(executed, size, num_bytes, {})
     specs = tuple(paged.specs) if paged else (LayerCacheSpec(1, 1),)
     return _config(model, specs, loaded, is_paged=paged is not None, max_len=max_len)
+
+
+def pretrained(path: Path, **options: Any) -> Any:
+    """What ``AutoModelForCausalLM.from_pretrained`` makes of a folder or GGUF file, by code of the library alone.
+
+    Raises ``CheckpointError`` for a checkpoint that needs other code, ``ConfigError`` without the library, and what the
+    library raises.
+    """
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # read when the library is imported: nothing is fetched and run
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise ConfigError(f"the package transformers is not installed; {INSTALL}") from None
+    folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+    if (folder / CONFIG_NAME).exists():
+        raise CheckpointError(
+            f"{folder / CONFIG_NAME}: the folder of a model must not hold an adapter, which transformers would apply; "
+            "keep it in a folder of its own"
+        )
+    if path.is_dir():
+        _check_kernels(read_json(folder, "config.json"), folder / "config.json")
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True, **file, **options
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{path}: auto_map in config.json names code of the checkpoint, which is never run, and transformers has "
+            "no code of its own for this model"
+        ) from None
+
+
+def _check_kernels(value: Any, where: Path) -> None:
+    """Raise ``CheckpointError`` if a configuration chooses a kernel of the hub, as ``attn_implementation`` can."""
+    entries = value.items() if isinstance(value, dict) else []
+    for key, found in entries:
+        if key.endswith("_implementation") and "/" in str(found):
+            raise CheckpointError(f"{where}: {key} is {found!r}: code of the hub is not run; remove the key")
+        _check_kernels(found, where)
 
 
 def _check_tensors(path: Path, told: Mapping[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import random
 import re
 from collections.abc import Callable
@@ -18,7 +20,9 @@ from octavo.build import build_engine
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
+from octavo.llm import LLM
 from octavo.models.registry import ARCHITECTURES
+from octavo.models.transformers_model import pretrained
 from octavo.models.transformers_own_cache import OwnCacheTransformer
 from octavo.models.transformers_paged import PagedTransformer
 from octavo.sampling_params import SamplingParams
@@ -101,6 +105,78 @@ def test_what_transformers_cannot_load(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model", "architectures": ["X"]}')
     with pytest.raises(CheckpointError, match="transformers cannot load it"):
         build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path}))
+
+
+CODE = """
+from pathlib import Path
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+Path(__file__ + ".ran").touch()
+Path({ran!r}).touch()
+class EvilConfig(LlamaConfig):
+    model_type = "evil"
+class EvilModel(LlamaForCausalLM):
+    config_class = EvilConfig
+"""
+CALLS: dict[str, Callable[[str], object]] = {
+    "models": lambda path: main(["models", path, "--backend", "transformers", "--device", "cpu"]),
+    "serve": lambda path: main(["generate", path, "--prompt", "a", "--backend", "transformers", "--device", "cpu"]),
+    "engine": lambda path: build_engine(EngineConfig.from_flat({**SETTINGS, "model": path})),
+    "library": lambda path: LLM(path, backend="transformers", device="cpu"),
+    "debug": lambda path: main(["debug", "diff", path]),
+    "comparison": lambda path: pretrained(Path(path)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_code_of_a_checkpoint_runs_whatever_is_answered(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint("llama", tmp_path / "evil")
+    config = json.loads((tmp_path / "evil/config.json").read_text())
+    mapped = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
+    evil = {**config, "model_type": "evil", "auto_map": mapped}  # of an architecture that Octavo has
+    (tmp_path / "evil/config.json").write_text(json.dumps(evil))
+    (tmp_path / "evil/generation_config.json").write_text(json.dumps({"custom_generate": "evil.generate"}))
+    (tmp_path / "evil/evil.py").write_text(CODE.format(ran=str(tmp_path / "ran")))
+    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"asked: {prompt}"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    try:
+        status = CALLS[call](str(tmp_path / "evil"))
+    except (CheckpointError, ConfigError) as error:
+        status, said = 2, str(error)
+    else:
+        said = capsys.readouterr().err
+    assert status == 2
+    assert not (tmp_path / "ran").exists()
+    assert "auto_map in config.json names code of the checkpoint, which is never run" in said
+
+
+def test_code_that_the_library_has_itself_is_used_in_place_of_the_checkpoints(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    mapped = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": mapped}))
+    (tmp_path / "evil.py").write_text(CODE.format(ran=str(tmp_path / "ran")))
+    assert type(pretrained(tmp_path)).__module__.startswith("transformers.models.llama")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("value", ["evil/kernel", {"": "evil/kernel@main:attend"}])
+def test_kernels_of_the_hub_are_not_fetched(tmp_path: Path, value: object) -> None:
+    save_checkpoint("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changed in ({**config, "attn_implementation": value}, {**config, "a": {"experts_implementation": value}}):
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(CheckpointError, match="code of the hub is not run"):
+            pretrained(tmp_path)
+
+
+def test_an_adapter_in_the_folder_of_a_model_is_refused(tmp_path: Path) -> None:
+    """The library would apply it, and read the model that it names if there is none."""
+    save_checkpoint("llama", tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/elsewhere"}))
+    with pytest.raises(CheckpointError, match="must not hold an adapter"):
+        pretrained(tmp_path)
 
 
 INT4 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16)
