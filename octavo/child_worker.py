@@ -77,7 +77,7 @@ def start() -> tuple[socket.socket, dict[str, Any]] | None:
     return connection, settings
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     """The message of an error, or its type if it has none."""
     return str(error) or type(error).__name__
 

@@ -23,6 +23,17 @@ so the server, the offline API and the tests share one object per failure.
 
 from __future__ import annotations
 
+import asyncio
+
+CANCELLATIONS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+"""What ends code from outside. All else that is raised is a failure of the code itself, also the panic of a library in
+Rust, which is no ``Exception``. So what handles any failure is written
+
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:
+"""
+
 
 class OctavoError(Exception):
     """Base class of all exceptions of Octavo."""

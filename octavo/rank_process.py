@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from octavo.collector import importing
-from octavo.errors import OctavoError, RanksLost
+from octavo.errors import CANCELLATIONS, OctavoError, RanksLost
 
 
 class EngineGone(Exception):
@@ -46,7 +46,9 @@ def main() -> NoReturn:
         pass
     except RanksLost as error:
         logging.getLogger("octavo.rank").error("%s", error)
-    except Exception:
+    except CANCELLATIONS:
+        raise
+    except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(code)  # skips the interpreter's shutdown, which would wait for threads

@@ -96,6 +96,8 @@ TENSORS_ALONE = {PACKAGE / "weights/pytorch.py"}
 PRETRAINED = {"from_pretrained", "from_config", "pipeline"}
 """Calls of transformers, and of libraries like it, that may run code of a checkpoint."""
 CODE_LOADERS = {"get_kernel", "load_custom_generate", "get_class_from_dynamic_module", "spec_from_file_location"}
+KEEPS_FOR_LATER = {PACKAGE / "runtime/stream_executor.py"}
+"""Where a thread keeps whatever ended it, for the thread that waits for it."""
 FORBIDDEN_NAMES = {"pickle", "dill", "marshal", "shelve"}
 
 
@@ -118,6 +120,7 @@ class Facts:
     functions: list[tuple[str, int]] = field(default_factory=list)
     """Names, and numbers of lines."""
     calls: list[ast.Call] = field(default_factory=list)
+    tries: list[ast.Try] = field(default_factory=list)
 
 
 def facts_of(source: str) -> Facts:
@@ -126,6 +129,8 @@ def facts_of(source: str) -> Facts:
         match node:
             case ast.Call():
                 facts.calls.append(node)
+            case ast.Try():
+                facts.tries.append(node)
             case ast.Import():
                 facts.imports.update(alias.name for alias in node.names)
             case ast.ImportFrom(module=str(module)):
@@ -261,6 +266,40 @@ def test_no_code_of_a_checkpoint_runs() -> None:
             assert name not in PRETRAINED or "trust_remote_code=False" in ast.unparse(call), f"{path}:{call.lineno}"
         if "jinja2" in {module.partition(".")[0] for module in facts.imports}:
             assert path == PACKAGE / "text/template_worker.py", "templates are rendered in a process with limits"
+
+
+def unsafe_handlers(tries: list[ast.Try]) -> Iterator[int]:
+    """Lines of handlers that let the panic of a library in Rust pass, or that stop a cancellation."""
+    for node in tries:
+        passes_cancellations = False
+        for handler in node.handlers:
+            caught = {"BaseException"} if handler.type is None else set(re.findall(r"\w+", ast.unparse(handler.type)))
+            raises_again = isinstance(handler.body[-1], ast.Raise) and handler.body[-1].exc is None
+            if "Exception" in caught or ("BaseException" in caught and not (passes_cancellations or raises_again)):
+                yield handler.lineno
+            passes_cancellations |= "CANCELLATIONS" in caught
+
+
+def test_what_handles_any_failure_handles_panics_and_no_cancellation() -> None:
+    for path, facts in source_files().items():
+        if PACKAGE in path.parents and path not in KEEPS_FOR_LATER:
+            assert not list(unsafe_handlers(facts.tries)), f"{path}:{list(unsafe_handlers(facts.tries))}"
+
+
+@pytest.mark.parametrize(
+    ("handlers", "is_safe"),
+    [
+        ("except Exception: pass", False),
+        ("except (KeyError, Exception): pass", False),
+        ("except BaseException: pass", False),
+        ("except: pass", False),
+        ("except BaseException:\n    raise", True),
+        ("except CANCELLATIONS:\n    raise\nexcept BaseException: pass", True),
+        ("except ValueError: pass", True),
+    ],
+)
+def test_an_unsafe_handler_is_found(handlers: str, is_safe: bool) -> None:
+    assert bool(list(unsafe_handlers(facts_of(f"try:\n    pass\n{handlers}\n").tries))) != is_safe
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from octavo.engine.logits_processors import Processors, make_processors
 from octavo.engine.protocols import Adapters, Grammars, Pending, Runner, Sleeper
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.spare_time import SpareTime
-from octavo.errors import CheckpointError, InvalidParameter, ModelNotFound, RunnerError
+from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter, ModelNotFound, RunnerError
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
 from octavo.types import EngineStats, Masks, Output, Plan, Request, Sequence
@@ -103,7 +103,9 @@ class Engine:
                 found = grammar.result()
                 seq = self.scheduler.add(request)
                 seq.grammar, seq.processors = found, processors
-            except Exception as error:  # any error of the grammar library ends this request only
+            except CANCELLATIONS:
+                raise
+            except BaseException as error:  # any error of the grammar library ends this request only
                 outputs.append(Output(request.id, [], "error", error=f"the grammar {error}"))
         return outputs
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.errors import InvalidParameter
+from octavo.errors import CANCELLATIONS, InvalidParameter
 
 GROUP = "octavo.logits_processors"
 logger = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ class Processors:
                     continue
                 named = _named(answer.token_ids, vocab_size)
                 mask &= named if isinstance(answer, Allow) else ~named
-            except Exception as error:  # a package's error ends this request only
+            except CANCELLATIONS:
+                raise
+            except BaseException as error:  # a package's error ends this request only
                 logger.exception("the logits processor %s failed", name)
                 self.error = f"the logits processor {name} failed: {type(error).__name__}: {error}"
                 return np.zeros(vocab_size, dtype=np.bool_)
@@ -91,7 +93,9 @@ def make_processors(extra_args: Mapping[str, Any] | None, prompt: Sequence[int])
     for name, factory in factories().items():
         try:
             processor = factory(extra_args)
-        except Exception as error:
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:
             raise InvalidParameter("extra_args", f"'extra_args' is refused by {name}: {error}") from error
         if processor is not None:
             made.append((name, processor))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from octavo.child_process import ChildLost, ChildProcess
 from octavo.child_worker import LATE, RENDERED
-from octavo.errors import QueueFull
+from octavo.errors import CANCELLATIONS, QueueFull
 from octavo.grammar.forms import MAX_GRAMMAR_BYTES, WEAKENS, Part, json_object, parts_of, text_of, weakened_in
 from octavo.grammar.vocabulary import PackedVocabulary
 
@@ -194,7 +194,9 @@ class GrammarCompiler:
     async def _run(self, job: _Job) -> None:
         try:
             verdict = await asyncio.to_thread(self._ask, job)
-        except Exception as error:
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:
             if not job.verdict.done():
                 job.verdict.set_exception(error)
                 job.verdict.exception()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
+from octavo.errors import CANCELLATIONS
 from octavo.grammar.closing import closed
 from octavo.grammar.exact_numbers import MAX_EXACT, Inexact, parts_of_schema
 from octavo.grammar.formats import with_formats
@@ -95,7 +96,9 @@ def _normalised_part(part: Part, place: int) -> list[Part]:
     elif "gbnf" in part:
         try:
             part["lark_grammar"] = any_to_lark(part.pop("gbnf"))
-        except Exception as error:  # the library raises several kinds, the bare class among them
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:  # the library raises several kinds, the bare class among them
             raise GrammarError(f"is not a grammar: {first_line(str(error))}") from None
         _check_inline_schemas(part["lark_grammar"])
     return [part, *further]

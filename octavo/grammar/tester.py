@@ -10,6 +10,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from octavo.child_worker import FAILED, LATE, REFUSED, RENDERED, Answer, described
+from octavo.errors import CANCELLATIONS
 from octavo.grammar.forms import WEAKENS, grammar_text, parts_of, text_of
 from octavo.grammar.matchers import (
     FREE_SECONDS,
@@ -62,7 +63,9 @@ class Tester:
             return REFUSED, str(error)
         except MemoryError:
             raise
-        except Exception as error:  # whatever the library raises
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:  # whatever the library raises
             return FAILED, described(error)
         return RENDERED, grammar
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from octavo.engine.protocols import Grammars
-from octavo.errors import InvalidParameter, RequestError
+from octavo.errors import CANCELLATIONS, InvalidParameter, RequestError
 from octavo.sampling_params import SamplingParams, resolve_max_tokens
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.tokenizer import Tokenizer
@@ -66,7 +66,9 @@ def check_grammars(prompts: Sequence[Checked], grammars: Grammars) -> None:
             grammars.prepare(Request(0, prompt.tokens, prompt.params, prompt.max_tokens)).result()
         except RequestError:
             raise
-        except Exception as error:  # whatever the grammar library raises
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:  # whatever the grammar library raises
             raise InvalidParameter("grammar", f"'grammar' {str(error).rstrip('.')}.") from None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import CANCELLATIONS, CheckpointError, ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.keys import token_ids
 from octavo.models.layer_cache import LayerCacheSpec
@@ -66,7 +66,9 @@ def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> Tr
         )
     except (CheckpointError, ConfigError):
         raise
-    except Exception as error:  # any error of the library's code
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # any error of the library's code
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(f"{path}: transformers cannot load it: {reason}") from None
     model, told = result
@@ -153,7 +155,9 @@ def _first_pass(model: Any) -> None:
     try:
         text = _trial_texts(model.config.get_text_config().vocab_size, model.device)[-1]
         model(input_ids=text.unsqueeze(0), use_cache=False)
-    except Exception as error:  # any error of the library's code
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # any error of the library's code
         raise _not_served(model, f"its forward pass fails: {error}") from None
 
 
@@ -209,7 +213,9 @@ def _paged(model: Any) -> PagedTransformer | None:
         difference = _difference(expected, _trial(paged, texts, expected[0].dtype))
         if not difference < TOLERANCE[expected[0].dtype]:  # also if it is not a number
             raise NotPaged(f"the trial differs by {difference:.1g}")
-    except Exception as error:  # any error of the library's code
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # any error of the library's code
         logger.warning("%s keeps a cache of its own for each sequence: %s", type(model).__name__, error)
         model.set_attn_implementation(before)
         return None
@@ -230,7 +236,9 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
             first, cache = own.decode(tokens[:10], None, model.device)
             second, _ = own.decode(tokens[10:], cache, model.device)
             difference = _difference([expected], [torch.cat((first, second))])
-        except Exception as error:  # any error of the library's code
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:  # any error of the library's code
             logger.debug("%s: %s", type(model).__name__, error)
             continue
         if difference < TOLERANCE[expected.dtype]:

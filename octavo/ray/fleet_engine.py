@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from octavo.config import ServeConfig
-from octavo.errors import InvalidParameter, RequestFailed, Unavailable
+from octavo.errors import CANCELLATIONS, InvalidParameter, RequestFailed, Unavailable
 from octavo.ray.messages import Answer, decode_answer, decode_info, encode
 from octavo.server.adapters import AdapterTable
 from octavo.server.engine_client import OutputListener, SleepMode
@@ -139,7 +139,9 @@ class FleetEngine(RequestJournal):
             try:
                 await self._stream(live)
                 reason = "its stream ended early"
-            except Exception as error:  # whatever Ray raises for a replica, node or connection that is gone
+            except CANCELLATIONS:
+                raise
+            except BaseException as error:  # whatever Ray raises for a replica, node or connection that is gone
                 reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             if live.id not in self._live:
                 return

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import RunnerError
+from octavo.errors import CANCELLATIONS, RunnerError
 from octavo.models.bert import BertModel, Texts
 from octavo.models.pooling import Pooling
 from octavo.runtime.pooled import as_vectors, to_length_one
@@ -38,7 +38,9 @@ class EncoderExecutor:
         try:
             with torch.inference_mode():
                 return Done(self._values(message.texts))
-        except Exception as error:
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:
             logger.exception("a forward pass of %d texts failed", len(message.texts))
             return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 

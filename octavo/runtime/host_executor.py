@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import CheckpointError, RunnerError, WorkerLost
+from octavo.errors import CANCELLATIONS, CheckpointError, RunnerError, WorkerLost
 from octavo.models.adapters import Adapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
@@ -111,7 +111,9 @@ class HostExecutor:
                 return Done(self._run(message))
         except WorkerLost:
             raise  # with all blocks: there is nothing to go on with
-        except Exception as error:
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:
             logger.exception("a forward pass of %d sequences failed", message.num_seqs)
             self._state.forget_results(batch_indices(message, self._num_groups))
             return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from octavo.background import start_thread, stop_if_ending
-from octavo.errors import RunnerError
+from octavo.errors import CANCELLATIONS, RunnerError
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters
 from octavo.models.pooling import Pooling
@@ -172,7 +172,9 @@ class StreamExecutor:
                 self._program.upload(message)
                 self._program.num_steps += 1
                 return self._start(message) if message.is_plain else self._run(message)
-        except Exception as error:
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:
             if message.is_plain and not isinstance(error, torch.OutOfMemoryError):
                 raise  # the device may be lost, which is fatal
             logger.exception("a forward pass of %d sequences failed", message.num_seqs)

@@ -26,7 +26,7 @@ from octavo.cache.kv_events import KVEvent
 from octavo.collector import importing, leave_out_what_exists
 from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.protocols import Adapters
-from octavo.errors import CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
+from octavo.errors import CANCELLATIONS, CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
 from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.runtime.rank_processes import RankProcesses
 from octavo.server import wire
@@ -173,7 +173,9 @@ class EngineLoop:
         error = ""
         try:
             change()
-        except Exception as found:  # the front process then ends this one
+        except CANCELLATIONS:
+            raise
+        except BaseException as found:  # the front process then ends this one
             error = str(found) or type(found).__name__
         self.channel.send(wire.SleepDone(self.generation, is_asleep, error))
 
@@ -234,7 +236,9 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
     try:
         config = _config(start)
         engine, info = (build or _default_build(config.model))(config)
-    except Exception as error:
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:
         message = str(error)
         if not isinstance(error, OctavoError):
             traceback.print_exc()

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from octavo.errors import RequestError, RequestFailed
+from octavo.errors import CANCELLATIONS, RequestError, RequestFailed
 from octavo.server.errors import UnexpectedError
 from octavo.server.quotas import Account
 from octavo.text.text_stream import TextStream
@@ -107,7 +107,9 @@ class Choice:
             return
         try:
             self._apply(output)
-        except Exception:
+        except CANCELLATIONS:
+            raise
+        except BaseException:
             logger.exception("request %d: its output could not be turned into text", self.request.id)
             self.on_error(UnexpectedError())
 

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 
-from octavo.errors import RequestError, RequestFailed
+from octavo.errors import CANCELLATIONS, RequestError, RequestFailed
 from octavo.server.engine_client import Progress
 from octavo.server.live_request import LiveRequest
 from octavo.server.timelines import Timelines
@@ -79,7 +79,9 @@ class RequestJournal:
         self._forget(live)
         try:
             live.listener.on_error(error)
-        except Exception:
+        except CANCELLATIONS:
+            raise
+        except BaseException:
             logger.exception("the listener of request %d failed on an error", live.id)
 
     def _deliver(self, live: LiveRequest, output: Output, now: float) -> None:
@@ -105,7 +107,9 @@ class RequestJournal:
             self._end(live, output.finish_reason)
         try:
             live.listener.on_output(output)
-        except Exception:
+        except CANCELLATIONS:
+            raise
+        except BaseException:
             logger.exception("the listener of request %d failed; the request ends", live.id)
             if live.id in self._live:
                 self._fail(live, RequestFailed("The server failed to handle the output of this request."))

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.errors import RequestError
+from octavo.errors import CANCELLATIONS, RequestError
 from octavo.server.access_log import log_access
 from octavo.server.allowed_hosts import AllowedHosts, AllowedOrigins
 from octavo.server.errors import HTTPRefusal, UnexpectedError, error_response, rejection_of
@@ -104,7 +104,9 @@ class RequestMiddleware:
         except RequestError as error:
             self._metrics.observe_rejection(rejection_of(error))
             await error_response(error, scope["path"])(scope, receive, send_named)
-        except Exception:
+        except CANCELLATIONS:
+            raise
+        except BaseException:
             logger.exception("%s: unexpected error", request_id)
             if not status:
                 await error_response(UnexpectedError(), scope["path"])(scope, receive, send_named)

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import RequestError
+from octavo.errors import CANCELLATIONS, RequestError
 from octavo.server.errors import error_object
 from octavo.server.generation import Choice, ClientGone, Generation, ignore_updates
 from octavo.server.http import WRITE_PIECE, WritePiece
@@ -173,7 +173,9 @@ class Pump:
         elif not self._left.done():
             try:
                 self._send(b"".join(map(self._frames, generation.take_noted())))
-            except Exception as error:
+            except CANCELLATIONS:
+                raise
+            except BaseException as error:
                 self._left.set_exception(error)
 
     def _send(self, data: bytes) -> None:

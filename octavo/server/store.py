@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from octavo.errors import ConfigError
+from octavo.errors import CANCELLATIONS, ConfigError
 from octavo.private_files import make_private_database, make_private_folder
 from octavo.server.errors import StorageFull, StorageUnavailable, Unreadable, printable
 from octavo.server.places import Places
@@ -240,7 +240,9 @@ class Store:
             with self._database as database:  # which commits, or rolls back
                 database.execute("BEGIN IMMEDIATE")
                 results = [write.work() for write in writes]
-        except Exception as error:
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:
             if len(writes) == 1:
                 writes[0].future.set_exception(error)
                 return

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from octavo.errors import OctavoError
+from octavo.errors import CANCELLATIONS, OctavoError
 from octavo.server import wire
 from octavo.server.descriptors import DescriptorReserve
 from octavo.server.endings import processor_time
@@ -217,7 +217,9 @@ class Supervisor:
         while True:
             try:
                 await self._wait_for_end()
-            except Exception:
+            except CANCELLATIONS:
+                raise
+            except BaseException:
                 logger.exception("the end of an engine process was not handled")
             await self._restart()
 
@@ -238,7 +240,9 @@ class Supervisor:
             try:
                 # A start takes longer than a step, so the timeout scales with the first start's duration.
                 await self._start_next((self._hang_timeout + 3 * self._start_seconds) * count)
-            except Exception as error:
+            except CANCELLATIONS:
+                raise
+            except BaseException as error:
                 is_known = isinstance(error, OctavoError | OSError | TimeoutError)
                 reason = str(error)
                 logger.error("restarting the engine failed: %s", reason, exc_info=not is_known)

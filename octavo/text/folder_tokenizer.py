@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from octavo.errors import CheckpointError
+from octavo.errors import CANCELLATIONS, CheckpointError
 from octavo.text.added_tokens import add_tokens, declared_tokens, further_special_tokens
 from octavo.text.sentencepiece_model import SentencePieceModel
 from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
@@ -77,7 +77,9 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
     text = _read_text(file, MAX_TOKENIZER_BYTES)
     try:
         backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises the bare class
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # the library raises the bare class
         raise CheckpointError(f"{file}: not a tokenizer that can be read: {error}") from None
     _check_unknown_token(backend, file)
     return backend
@@ -90,7 +92,9 @@ def _check_unknown_token(backend: tokenizers.Tokenizer, file: Path) -> None:
     """
     try:
         backend.encode(_LEAST_KNOWN)
-    except Exception as error:  # the library raises the bare class
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # the library raises the bare class
         unknown = getattr(backend.model, "unk_token", None)
         is_missing = unknown is None or backend.model.token_to_id(unknown) is None
         reason = f"the unknown token {unknown!r} is not in model.vocab" if is_missing else "some texts have no tokens"

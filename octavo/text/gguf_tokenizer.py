@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from octavo.errors import CheckpointError
+from octavo.errors import CANCELLATIONS, CheckpointError
 from octavo.text.pieces import NORMAL, Pieces, space_marks, text_decoder
 from octavo.text.pre_tokenizers import word_rule
 from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
@@ -131,7 +131,9 @@ def _pair(merge: str, reader: _Metadata) -> tuple[str, str]:
 def _bpe(reader: _Metadata, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
     try:
         return models.BPE(vocab=vocabulary, merges=merges, **options)
-    except Exception as error:  # the library raises the bare class
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # the library raises the bare class
         raise reader.fail("merges", str(error)) from None
 
 

@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import models
 
 from octavo.cpus import num_cpus
+from octavo.errors import CANCELLATIONS, InvalidParameter
 
 MIN_CHUNK = 8192
 """Characters of a chunk, at least: they take milliseconds, and handing work to a thread a tenth of one."""
@@ -48,7 +49,7 @@ class ParallelTokenizer:
         return [*before, *(token for ids in self._threads.map(self._encode_chunk, chunks) for token in ids), *after]
 
     def _encode_chunk(self, chunk: str) -> list[int]:
-        return _encode(self._backend, [chunk])[0]
+        return list(encode_texts(self._backend, [chunk])[0].ids)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -67,21 +68,36 @@ def can_split(backend: tokenizers.Tokenizer, tokens: Iterable[bytes]) -> bool:
     """Whether splitting a text changes none of its tokens. ``tokens``: the bytes of all, added ones as well."""
     if not isinstance(backend.model, models.BPE) or backend.model.dropout or any(map(_LETTER_AND_SPACE.search, tokens)):
         return False
-    if not _encode(backend, ["a"])[0]:  # a vocabulary without letters
+    if not encode_texts(backend, ["a"])[0].ids:  # a vocabulary without letters
         return False
     added = [token for token in backend.get_added_tokens_decoder().values() if token.content]
     if any(token.rstrip and token.content[-1].isalpha() for token in added):
         return False
     words = [*_PROBE_WORDS, *(token.content for token in added[:8])]
     probe = "".join(random.Random(0).choices(words, k=_PROBE_LENGTH))
-    (unsplit_ids,) = _encode(backend, [probe])
-    chunk_ids = _encode(backend, list(_split_at(probe, _boundaries(probe))))
-    return unsplit_ids == [token for ids in chunk_ids for token in ids]
+    try:
+        (unsplit,) = encode_texts(backend, [probe])
+        chunks = encode_texts(backend, list(_split_at(probe, _boundaries(probe))))
+    except InvalidParameter:
+        return False
+    return list(unsplit.ids) == [token for chunk in chunks for token in chunk.ids]
 
 
-def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The library's batch call releases the interpreter lock, its call for one text does not."""
-    return [list(found.ids) for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+def encode_texts(
+    backend: tokenizers.Tokenizer, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool = False
+) -> list[tokenizers.Encoding]:
+    """Encode ``texts`` outside the interpreter lock, which the library's call for one text would hold.
+
+    Raises ``InvalidParameter`` for a text with which the library fails, as it does at a regular expression that has to
+    go back too often.
+    """
+    try:
+        return list(backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens))
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidParameter("prompt", f"The model's tokenizer cannot encode this text: {reason}.") from None
 
 
 def _boundaries(text: str) -> Iterator[int]:

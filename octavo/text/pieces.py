@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from octavo.errors import CheckpointError
+from octavo.errors import CANCELLATIONS, CheckpointError
 from octavo.text.token_bytes import SPACE_MARK
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -42,7 +42,9 @@ class Pieces:
                 fuse_unk=True,
                 byte_fallback=has_byte_fallback,
             )
-        except Exception as error:  # the library raises the bare class
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:  # the library raises the bare class
             raise self.fail("tokens", str(error)) from None
 
     def unigram(self, has_byte_fallback: bool) -> models.Unigram:
@@ -51,7 +53,9 @@ class Pieces:
         scored = list(zip(self.tokens, self.scores, strict=True))
         try:
             return models.Unigram(vocab=scored, unk_id=unknown, byte_fallback=has_byte_fallback)
-        except Exception as error:  # the library raises the bare class
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:  # the library raises the bare class
             raise self.fail("tokens", str(error)) from None
 
     def add_to(self, backend: tokenizers.Tokenizer, takes_blanks: Callable[[str], bool] = lambda token: False) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
-from octavo.errors import CheckpointError
+from octavo.errors import CANCELLATIONS, CheckpointError
 from octavo.text.pieces import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Pieces, space_marks, text_decoder
 from octavo.text.token_bytes import SPACE_MARK
 
@@ -95,7 +95,9 @@ class SentencePieceModel:
         if spec.precompiled_charsmap:
             try:
                 steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
-            except Exception as error:  # the library raises the bare class
+            except CANCELLATIONS:
+                raise
+            except BaseException as error:  # the library raises the bare class
                 raise self._fail("normalizer_spec.precompiled_charsmap", str(error)) from None
         if spec.remove_extra_whitespaces:
             steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]

@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.child_worker import FAILED, INVALID, REFUSED, RENDERED, Answer, ChildWorker, described, start
+from octavo.errors import CANCELLATIONS
 
 
 class TemplateRefusal(Exception):
@@ -98,7 +99,9 @@ class Renderer:
             return REFUSED, str(refusal)
         except MemoryError:
             raise
-        except Exception as error:  # whatever a template can raise
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:  # whatever a template can raise
             return FAILED, described(error)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from octavo.errors import InvalidParameter
 from octavo.grammar.vocabulary import Vocabulary, pack_tokens
 from octavo.text import folder_tokenizer, gguf_tokenizer
-from octavo.text.parallel_tokenizer import ParallelTokenizer, can_split
+from octavo.text.parallel_tokenizer import ParallelTokenizer, can_split, encode_texts
 from octavo.text.token_bytes import token_bytes_table
 from octavo.text.tokenizer_parts import TokenizerParts
 from octavo.text.whole_words import look_up_whole_words
@@ -69,13 +69,13 @@ class Tokenizer:
         """Token ids of ``text``. Special tokens spelled out in the text are recognised as such.
 
         ``add_special_tokens`` puts beginning- and end-of-text tokens around it, as the checkpoint says.
-        Raises ``InvalidParameter`` for a string that is not Unicode text (it has an unpaired surrogate).
+        Raises ``InvalidParameter`` for a string that is not Unicode text (it has an unpaired surrogate), or that the
+        library cannot encode.
         """
         _check_unicode(text)
         if self._parallel is not None and self._parallel.takes(text):
             return self._parallel.encode(text, add_special_tokens)
-        # ``encode`` of one text would hold the interpreter lock; the batch call releases it.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        (encoding,) = encode_texts(self._backend, [text], add_special_tokens)
         return list(encoding.ids)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
@@ -83,7 +83,7 @@ class Tokenizer:
         type 1 (the length if there is none). Raises ``InvalidParameter`` as ``encode`` does."""
         for text in (first, second):
             _check_unicode(text)
-        (encoding,) = self._backend.encode_batch_fast([(first, second)])
+        (encoding,) = encode_texts(self._backend, [(first, second)], add_special_tokens=True)
         types = list(encoding.type_ids)
         return list(encoding.ids), types.index(1) if 1 in types else len(types)
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from octavo.config import ModelSettings
-from octavo.errors import ConfigError
+from octavo.errors import CANCELLATIONS, ConfigError
 
 _ID = re.compile(
     r"(?:https://)?(?:hf\.co/|huggingface\.co/|hf:)?([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}):([\w.-]{1,64})",
@@ -77,13 +77,15 @@ def fetch_gguf(wanted: HubGGUF, settings: ModelSettings) -> Path:
         repo = HfApi().model_info(wanted.repo, revision=settings.revision, timeout=LOOK_UP_SECONDS)
     except HfHubHTTPError:
         raise
-    except Exception as error:  # offline, or an error of the library's HTTP client, which depends on its version
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # offline, or an error of the library's HTTP client, which depends on its version
         return _local_gguf(wanted, settings, error)
     file = choose_file((file.rfilename for file in repo.siblings or ()), wanted)
     return Path(hf_hub_download(wanted.repo, file, revision=settings.revision, cache_dir=settings.download_dir))
 
 
-def _local_gguf(wanted: HubGGUF, settings: ModelSettings, reason: Exception) -> Path:
+def _local_gguf(wanted: HubGGUF, settings: ModelSettings, reason: BaseException) -> Path:
     """The file, if it is on this machine; ``reason`` is why the hub could not be asked."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

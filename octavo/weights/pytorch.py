@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from octavo.errors import CheckpointError
+from octavo.errors import CANCELLATIONS, CheckpointError
 from octavo.weights.folder import find_file, read_json
 from octavo.weights.safetensors import DTYPES, parse_weight_map, read_configs
 
@@ -110,7 +110,9 @@ def _read(folder: Path, name: str) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{shown}: does not exist")
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # the unpickler raises whatever a malformed file leads to
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # the unpickler raises whatever a malformed file leads to
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"{shown}: not a PyTorch file of tensors alone: {reason[0][:200]}") from error
     container = next(

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo.errors import ConfigError
+from octavo.errors import CANCELLATIONS, ConfigError
 from octavo.worker import credentials, messages
 
 try:
@@ -115,7 +115,9 @@ class OnnxWorker:
     def _compute(self, step: Any, cache: PagedCache) -> Any:
         try:
             rows = [self._advance(sequence, cache) for sequence in step.sequences]
-        except Exception as error:  # any error of the runtime ends this step only
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:  # any error of the runtime ends this step only
             code = grpc.StatusCode.INTERNAL.value[0]
             return messages.StepResult(number=step.number, error=messages.Error(code=code, message=str(error)))
         return messages.StepResult(number=step.number, logits=b"".join(rows))

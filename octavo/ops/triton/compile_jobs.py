@@ -19,6 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from octavo.errors import CANCELLATIONS
+
 
 class Job(msgspec.Struct, array_like=True, frozen=True):
     """One compilation. Constants and attributes are by their path: the place of a parameter, and within a tuple."""
@@ -75,7 +77,9 @@ def execute(message: bytes) -> str:
             return "the kernel is another one here"
         options = {name: _received(value) for name, value in job.options.items()}
         kernel = triton.compile(source, target=GPUTarget(*job.target), options=options)
-    except Exception as error:
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:
         return f"{type(error).__name__}: {error}"
     with contextlib.suppress(Exception):  # without its launcher in the cache, the first launch builds it
         importlib.import_module("triton.backends.nvidia.driver").CudaLauncher(kernel.src, kernel.metadata)

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.errors import CANCELLATIONS
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.triton import grouped_configs, linear_configs
 from octavo.ops.triton.config_tables import ConfigTable
@@ -92,7 +93,9 @@ class ProductTuner:
             found = {name: job for name, job in found.items() if job[0].key(rows) not in job[0].table.of(self._device)}
         try:
             self._compile(found.values(), num_threads)
-        except Exception as error:  # each is compiled again when it is measured, and left out if that fails
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:  # each is compiled again when it is measured, and left out if that fails
             logger.info("a candidate cannot be compiled: %s", error)
         self._prepared |= found
         return list(found)
@@ -143,7 +146,9 @@ def measure(
             taken = _time(use, given, in_turn, config, expected)
             if taken is not None:
                 found.append(Timed(taken, config))
-    except Exception as failure:  # of the reference, or for want of memory
+    except CANCELLATIONS:
+        raise
+    except BaseException as failure:  # of the reference, or for want of memory
         logger.info("%s cannot be measured: %s", name_of(use, rows), failure)
     return found
 
@@ -158,7 +163,9 @@ def _time(use: ProductUse, given: Operands, weights: Sequence[Weight], config: A
         taken = microseconds(calls, with_pdl=True)
     except torch.OutOfMemoryError:
         raise
-    except Exception as failure:  # of Triton, its compiler or the driver; a candidate must not stop the engine
+    except CANCELLATIONS:
+        raise
+    except BaseException as failure:  # of Triton, its compiler or the driver; a candidate must not stop the engine
         logger.info("%s cannot be used here: %s", config, failure)
         return None
     name = name_of(use, len(given.x_TK))

@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import InvalidParameter
+from octavo.errors import CANCELLATIONS, InvalidParameter
 from octavo.server.background_jobs import retry_while_unavailable
 from octavo.server.batches.files import StoredFile, content_of, find, new_file
 from octavo.server.batches.runner import BadLine, Line, LineReader, LineRunner, Outcome, digest_of
@@ -212,7 +212,9 @@ class Batches:
             return
         except BadLine as error:
             problem = {"code": "invalid_line", "message": str(error), "line": error.number, "param": None}
-        except Exception:
+        except CANCELLATIONS:
+            raise
+        except BaseException:
             logger.exception("%s failed", batch["id"])
             problem = {"code": "internal_error", "message": UnexpectedError().message, "line": None, "param": None}
         batch["errors"] = {"object": "list", "data": [problem]}

@@ -13,7 +13,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.responses import Response
 
-from octavo.errors import QueueFull, RequestError, Unavailable
+from octavo.errors import CANCELLATIONS, QueueFull, RequestError, Unavailable
 from octavo.server.background_jobs import inner_request, retry_while_unavailable
 from octavo.server.durable.serve import key_headers
 from octavo.server.errors import UnexpectedError, error_object
@@ -173,7 +173,9 @@ class LineRunner:
             raise
         except RequestError as error:
             status, body = error.status, msgspec.json.encode(error_object(error))
-        except Exception:
+        except CANCELLATIONS:
+            raise
+        except BaseException:
             logger.exception("%s: a line of a batch failed", request_id)
             status, body = 500, msgspec.json.encode(error_object(UnexpectedError()))
         return {"status_code": status, "request_id": request_id, "body": msgspec.json.decode(body)}

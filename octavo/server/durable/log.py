@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.errors import CANCELLATIONS
 from octavo.private_files import FILE_MODE, make_private_folder
 
 MAX_RECORD_BYTES = 256 << 20
@@ -215,7 +216,9 @@ class LogWriter:
                 is_closing = self._is_closing
             try:
                 self._write(snapshot, pending)
-            except Exception as error:
+            except CANCELLATIONS:
+                raise
+            except BaseException as error:
                 self.num_failures += 1
                 self.is_incomplete = True
                 if not self._is_failing:

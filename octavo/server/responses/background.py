@@ -8,7 +8,7 @@ import logging
 import msgspec
 from starlette.applications import Starlette
 
-from octavo.errors import RequestError, Unavailable
+from octavo.errors import CANCELLATIONS, RequestError, Unavailable
 from octavo.server.background_jobs import inner_request, retry_while_unavailable
 from octavo.server.chat_reply import begin_reply
 from octavo.server.durable.serve import can_continue, end_inner
@@ -106,7 +106,9 @@ class BackgroundResponses:
         try:
             await self._compute(caller, pending, live)
             await self._keep_end(caller, live)
-        except Exception:
+        except CANCELLATIONS:
+            raise
+        except BaseException:
             self.live.pop(record.id, None)
             live.interrupt()
             raise
@@ -136,7 +138,9 @@ class BackgroundResponses:
         except RequestError as error:
             record.deltas = add_output(record.response, live.pieces, "incomplete")
             failed(record.response, error)
-        except Exception:
+        except CANCELLATIONS:
+            raise
+        except BaseException:
             logger.exception("%s failed", record.id)
             record.deltas = add_output(record.response, live.pieces, "incomplete")
             failed(record.response, UnexpectedError())
