@@ -64,7 +64,7 @@ from octavo.steps.messages import Executor
 from octavo.telemetry.phases import Phases
 from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
-from octavo.weights.generation_config import chosen_config, sampling_defaults
+from octavo.weights.generation_config import check_token_ids, chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
 
 DEPTH = {"cpu": 1, "cuda": 2}
@@ -237,6 +237,7 @@ def _generation(
 ) -> tuple[tuple[int, ...], dict[str, int | float]]:
     """The ids that end a text, and default sampling parameters."""
     generation = chosen_config(settings.generation_config, checkpoint.generation_config, path)
+    check_token_ids(checkpoint.config, generation, model.vocab_size)
     return eos_token_ids(model, generation), sampling_defaults(settings.generation_config, generation)
 
 

@@ -18,7 +18,6 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_times import logged
 from octavo.errors import ConfigError
-from octavo.models.keys import token_ids
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec
 from octavo.runtime import memory
 from octavo.runtime.host_executor import HostExecutor
@@ -28,7 +27,7 @@ from octavo.runtime.remote_model import DTYPES, RemoteModel
 from octavo.steps.limits import StepLimits
 from octavo.types import EngineInfo
 from octavo.weights.folder import read_json
-from octavo.weights.generation_config import FILE, chosen_config, sampling_defaults
+from octavo.weights.generation_config import FILE, chosen_config, in_vocabulary, sampling_defaults, token_ids
 from octavo.weights.hub import resolve_model
 from octavo.worker import credentials
 from octavo.worker.connection import WorkerConnection, shown
@@ -155,7 +154,9 @@ def _info(config: EngineConfig, worker: Any, own: Mapping[str, Any], generation:
     return EngineInfo(
         max_model_len=max_model_len,
         vocab_size=worker.vocab_size,
-        eos_token_ids=token_ids(generation, "eos_token_id") or token_ids(own, "eos_token_id"),
+        eos_token_ids=in_vocabulary(
+            token_ids(generation, "eos_token_id") or token_ids(own, "eos_token_id"), worker.vocab_size, "eos_token_id"
+        ),
         block_size=worker.block_size,
         num_kv_blocks=worker.num_blocks,
         max_num_seqs=max_num_seqs,

@@ -161,7 +161,8 @@ def _check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_siz
 
 def _eos_token_ids(params: SamplingParams, tokenizer: Tokenizer | None, info: EngineInfo) -> tuple[int, ...]:
     own = () if tokenizer is None else tokenizer.eos_token_ids
-    return () if params.ignore_eos else tuple(sorted({*info.eos_token_ids, *own}))
+    ids = () if params.ignore_eos else {*info.eos_token_ids, *own}
+    return tuple(sorted(token for token in ids if token < info.vocab_size))
 
 
 def _check_in_vocabulary(tokens: Sequence[int], name: str, vocab_size: int) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from octavo.models.keys import ConfigKeys, token_ids, wrong
+from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.ops.linear import Activation
 from octavo.quant.methods import QuantMethod
 from octavo.quant.plain import PLAIN
+from octavo.weights.generation_config import token_ids
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS: dict[str, Activation] = {

@@ -230,14 +230,3 @@ class ConfigKeys:
         unknown = sorted(set(left) - WITHOUT_EFFECT - set(MUST_BE))
         if unknown:
             logger.warning("config: keys without meaning to Octavo are ignored: %s", ", ".join(unknown))
-
-
-def token_ids(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """One id, a list of ids, or null, as a tuple; raises ``CheckpointError`` for anything else."""
-    found = values.get(key)
-    if found is None:
-        return ()
-    ids = found if isinstance(found, list | tuple) else [found]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise wrong(key, found, "a token id or a list of them")
-    return tuple(ids)

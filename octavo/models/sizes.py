@@ -9,12 +9,12 @@ from typing import Any
 
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
-from octavo.models.keys import token_ids, wrong
 from octavo.models.outline import outline
 from octavo.models.text_part import TextPart
 from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Source
 from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.generation_config import token_ids
 
 GIB = 1 << 30
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h)\.(\d+)\.")
@@ -68,12 +68,10 @@ def _differs(config: ModelConfig, field: str, found: str) -> CheckpointError:
 
 
 def eos_token_ids(config: ModelConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids in ``generation_config.json``, or else the configuration's. Raises ``CheckpointError`` for an id outside
-    the vocabulary."""
-    ids = token_ids(generation, "eos_token_id") or config.eos_token_ids
-    if any(token >= config.vocab_size for token in ids):
-        raise wrong("eos_token_id", list(ids), f"token ids below vocab_size, {config.vocab_size}")
-    return ids
+    """The ids in ``generation_config.json``, or else the configuration's, without those beyond the vocabulary. Raises
+    ``CheckpointError`` for what is no id."""
+    ids = token_ids(generation, "eos_token_id", "generation config") or config.eos_token_ids
+    return tuple(token for token in ids if token < config.vocab_size)
 
 
 def check_dummy(config: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, ranks: int, free: int) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from octavo.errors import CANCELLATIONS, CheckpointError, ConfigError
 from octavo.models.config import ModelConfig
-from octavo.models.keys import token_ids
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.registry import LoadedModel
 from octavo.models.transformers_own_cache import OwnCacheTransformer
@@ -29,6 +28,7 @@ from octavo.quant.stored import WeightFormat, dtype_name
 from octavo.quant.tensors import HARMLESS
 from octavo.weights.adapter import CONFIG_NAME
 from octavo.weights.folder import read_json
+from octavo.weights.generation_config import token_ids
 
 TRIAL_LENGTHS = (23, 9)
 TRIAL_BLOCK = 4

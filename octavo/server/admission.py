@@ -253,7 +253,8 @@ class Admission:
         if params.ignore_eos:
             return ()
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        return tuple(sorted({*self.engine.info.eos_token_ids, *own}))
+        vocab_size = self.engine.info.vocab_size
+        return tuple(sorted(token for token in {*self.engine.info.eos_token_ids, *own} if token < vocab_size))
 
     # --- prompts ---
 

@@ -16,6 +16,7 @@ from octavo.errors import CANCELLATIONS, CheckpointError
 from octavo.text.added_tokens import add_tokens, declared_tokens, further_special_tokens
 from octavo.text.sentencepiece_model import SentencePieceModel
 from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
+from octavo.weights.generation_config import token_ids
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
@@ -143,9 +144,7 @@ def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special_tokens: dict[str, str]) -> tuple[int, ...]:
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        value = _read_object(folder / name).get("eos_token_id")
-        values = value if isinstance(value, list) else [value]
-        ids.update(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+        ids.update(token_ids(_read_object(folder / name), "eos_token_id", str(folder / name)))
     if "eos_token" in special_tokens and (index := backend.token_to_id(special_tokens["eos_token"])) is not None:
         ids.add(index)
     return tuple(sorted(ids))

@@ -13,6 +13,7 @@ from octavo.errors import CANCELLATIONS, CheckpointError
 from octavo.text.pieces import NORMAL, Pieces, space_marks, text_decoder
 from octavo.text.pre_tokenizers import word_rule
 from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
+from octavo.weights.generation_config import in_vocabulary, token_ids
 from octavo.weights.gguf import GGUFFile
 
 _SPECIAL_KEYS = {
@@ -96,12 +97,10 @@ class _Metadata:
         return bool(self.get(key, default))
 
     def token_id(self, key: str) -> int | None:
-        value = self.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(self.tokens):
-            raise self.fail(key, f"{value!r} is not one of the {len(self.tokens)} token ids")
-        return value
+        """The id of a special token; none, with a warning, if it is not in the vocabulary."""
+        where = f"tokenizer.ggml.{key}"
+        found = in_vocabulary(token_ids(self._metadata, where, str(self.origin)), len(self.tokens), where)
+        return found[0] if found else None
 
     def special_tokens(self) -> dict[str, str]:
         ids = {name: self.token_id(key) for name, key in _SPECIAL_KEYS.items()}

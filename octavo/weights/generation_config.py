@@ -1,4 +1,4 @@
-"""Default sampling parameters of a checkpoint, from its ``generation_config.json``.
+"""Default sampling parameters and token ids of a checkpoint, from its ``generation_config.json`` and ``config.json``.
 
 The keys are those of Hugging Face's ``GenerationConfig``; the same subset as in vLLM is used. ``do_sample`` is not part
 of it: for greedy decoding, a request sets temperature 0.
@@ -6,7 +6,8 @@ of it: for greedy decoding, a request sets temperature 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ FIELDS = {
     "max_new_tokens": "max_tokens",
 }
 """Supported keys, and their names in ``SamplingParams``."""
+TOKEN_KEYS = ("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens", "begin_suppress_tokens")
+"""Keys of token ids. Only the first has an effect here; values of the others that are none show a damaged file."""
+MAX_TOKEN_IDS = 1 << 32
+"""Ids are below this; files that store them unsigned write the largest for a token that is not there."""
+
+logger = logging.getLogger("octavo.start")
 
 
 def chosen_config(setting: str, own: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
@@ -66,3 +73,38 @@ def sampling_defaults(setting: str, config: Mapping[str, Any]) -> dict[str, int 
                 f"generation config: {key}: {error.message} Serve with --generation-config {NEUTRAL} to ignore it."
             ) from None
     return defaults
+
+
+def token_ids(values: Mapping[str, Any], key: str, where: str = "config") -> tuple[int, ...]:
+    """One id, a list of ids, or null, as a tuple; raises ``CheckpointError`` for anything else.
+
+    -1 as ``pad_token_id`` stands for none, as in the first files of Llama.
+    """
+    found = values.get(key)
+    if found is None or (key == "pad_token_id" and found == -1):
+        return ()
+    ids = found if isinstance(found, list | tuple) else [found]
+    if not all(type(token) is int and 0 <= token < MAX_TOKEN_IDS for token in ids):
+        shown = repr(found)
+        shown = shown if len(shown) < 100 else f"{shown[:100]}..."
+        raise CheckpointError(f"{where}: {key} is {shown}; it must be a token id or a list of them")
+    return tuple(ids)
+
+
+def in_vocabulary(ids: Iterable[int], vocab_size: int, key: str) -> tuple[int, ...]:
+    """The ids below ``vocab_size``; a warning names the others, which the model cannot generate."""
+    given = tuple(ids)
+    left_out = [token for token in given if token >= vocab_size]
+    if left_out:
+        shown = f"{', '.join(map(str, left_out[:5]))}{', ...' if len(left_out) > 5 else ''}"
+        logger.warning("%s: %s is not below the size of the vocabulary, %d: ignored", key, shown, vocab_size)
+    return tuple(token for token in given if token < vocab_size)
+
+
+def check_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise ``CheckpointError`` for a value of ``TOKEN_KEYS`` that cannot be a token id; warn of ids beyond the
+    vocabulary."""
+    inner = config.get("text_config")
+    for where, values in (("config", config), ("config: text_config", inner), ("generation config", generation)):
+        for key in TOKEN_KEYS if isinstance(values, Mapping) else ():
+            in_vocabulary(token_ids(values, key, where), vocab_size, f"{where}: {key}")

@@ -11,6 +11,7 @@ import torch
 
 from octavo.errors import CheckpointError
 from octavo.weights.blocks import BlockTensor, dequantize
+from octavo.weights.generation_config import in_vocabulary, token_ids
 from octavo.weights.gguf import GGUFFile
 from octavo.weights.gguf_families import Place, translate
 
@@ -127,24 +128,21 @@ class GGUFCheckpoint:
 def _special_tokens(file: GGUFFile) -> dict[str, Any]:
     """``bos_token_id``, ``eos_token_id`` (a list when there are several) and ``pad_token_id`` that the file has."""
     result: dict[str, Any] = {}
-    ends = [_token_id(file, key) for key in END_KEYS if key in file.metadata]
+    ends = list(dict.fromkeys(token for key in END_KEYS for token in _token_ids(file, key)))
     if ends:
-        unique = list(dict.fromkeys(ends))
-        result["eos_token_id"] = unique[0] if len(unique) == 1 else unique
+        result["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     for name, key in (("bos", "tokenizer.ggml.bos_token_id"), ("pad", "tokenizer.ggml.padding_token_id")):
-        if key in file.metadata:
-            result[f"{name}_token_id"] = _token_id(file, key)
+        for token in _token_ids(file, key):
+            result[f"{name}_token_id"] = token
     return result
+
+
+def _token_ids(file: GGUFFile, key: str) -> tuple[int, ...]:
+    """The token id under ``key``; none, with a warning, if it is beyond the vocabulary."""
+    ids = token_ids(file.metadata, key, f"{file.path}: metadata")
+    return in_vocabulary(ids, file.tensors["token_embd.weight"].shape[0], f"{file.path}: metadata {key}")
 
 
 def _sampling(file: GGUFFile) -> dict[str, Any]:
     """The recommended sampling parameters of the file, under the keys of ``generation_config.json``."""
     return {name: file.metadata[key] for name, key in SAMPLING_KEYS.items() if key in file.metadata}
-
-
-def _token_id(file: GGUFFile, key: str) -> int:
-    value = file.metadata[key]
-    vocab_size = file.tensors["token_embd.weight"].shape[0]
-    if type(value) is not int or not 0 <= value < vocab_size:
-        raise CheckpointError(f"{file.path}: metadata {key!r}: is {str(value)[:100]}, expected 0 to {vocab_size - 1}")
-    return value

@@ -19,6 +19,8 @@ from octavo.models import sizes
 from octavo.models.registry import read_config
 from octavo.models.sizes import check_dummy
 from octavo.quant.stored import WeightFormat
+from octavo.sampling_params import SamplingParams
+from octavo.types import Request
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.checkpoints import make_checkpoint
 
@@ -34,8 +36,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 4}, "num_key_value_heads is 4"),
     ({"num_attention_heads": 10**9, "hidden_size": 10**9}, "hidden_size is"),
     ({"intermediate_size": 10**9}, "intermediate_size is"),
-    ({"eos_token_id": 10**12}, r"eos_token_id is \[1000000000000\]; it must be token ids below vocab_size, 97"),
-    ({"eos_token_id": [2, 97]}, "eos_token_id is"),
+    *(({"eos_token_id": id}, "eos_token_id is .*; it must be a token id or a list") for id in (10**12, [2, -1], 2.0)),
+    *(({"eos_token_id": id}, "eos_token_id is .*; it must be a token id or a list") for id in ("2", True, {}, [[2]])),
+    *(({"bos_token_id": id}, "config: bos_token_id is ") for id in (-1, 1.0, "a")),
+    ({"pad_token_id": -2}, "config: pad_token_id is -2"),
+    ({"suppress_tokens": [1, None]}, r"config: suppress_tokens is \[1, None\]"),
 ]
 DUMMY_WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is"),
@@ -84,10 +89,32 @@ def test_dummies_that_do_not_fit(whole: Path, tmp_path: Path, changes: dict[str,
     refuse(changed(whole, tmp_path, changes), "dummy", message)
 
 
-def test_the_ends_in_a_generation_config_are_tokens(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "pad_token_id", "begin_suppress_tokens"])
+def test_the_ids_in_a_generation_config_are_tokens(whole: Path, tmp_path: Path, key: str) -> None:
     folder = changed(whole, tmp_path, {})
-    (folder / "generation_config.json").write_text('{"eos_token_id": 97}')
-    refuse(folder, "auto", "eos_token_id is")
+    (folder / "generation_config.json").write_text(json.dumps({key: [1e12]}))
+    refuse(folder, "auto", rf"generation config: {key} is \[1000000000000\.0\]; it must be a token id")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_ids_beyond_the_vocabulary_are_left_out_with_a_warning(
+    whole: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = {"eos_token_id": [2, 97, 2**32 - 1], "pad_token_id": 97, "suppress_tokens": [98]}
+    folder = changed(whole, tmp_path, ids if name == "config.json" else {})
+    if name != "config.json":
+        (folder / name).write_text(json.dumps(ids))
+    engine, info = build.build_engine(EngineConfig.from_flat({"model": str(folder), "device": "cpu"}))
+    assert info.eos_token_ids == (2,)
+    assert "eos_token_id: 97, 4294967295 is not below the size of the vocabulary, 97: ignored" in caplog.text
+    assert "pad_token_id: 97 is not" in caplog.text
+    assert "suppress_tokens: 98 is not" in caplog.text
+    prompt, params = [1, 2], SamplingParams(temperature=0.0, min_tokens=2)  # for which the ends are banned
+    engine.add(Request(1, prompt, params, max_tokens=3, eos_token_ids=info.eos_token_ids))
+    assert not any(output.error for _ in range(4) for output in engine.step())
+    engine.close()
+    assert changed(whole, tmp_path, {"pad_token_id": -1})  # as Llama's first files have it
+    build.build_engine(EngineConfig.from_flat({"model": str(folder), "device": "cpu"}))[0].close()
 
 
 def test_a_dummy_may_take_what_is_free(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,13 @@ def test_every_configured_end_is_known(tmp_path: Path) -> None:
     assert load(tmp_path).eos_token_ids == (7, 8, 9, TURN)
 
 
+@pytest.mark.parametrize("value", [-1, 1e12, "2", True, [2, None], 2**32])
+def test_ends_that_cannot_be_token_ids(tmp_path: Path, value: Any) -> None:
+    write_folder(tmp_path, generation_config={"eos_token_id": value})
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is .*; it must be a token id"):
+        load(tmp_path)
+
+
 def test_special_tokens_map_fills_in(tmp_path: Path) -> None:
     write_folder(tmp_path, {"eos_token": None}, special_tokens_map={"eos_token": "<end>", "pad_token": "<s>"})
     assert load(tmp_path).special_tokens == {"bos_token": "<s>", "eos_token": "<end>", "pad_token": "<s>"}

@@ -131,8 +131,8 @@ def test_a_file_without_a_tokenizer(model: str | None) -> None:
         ({"merges": ["th"]}, r"tokenizer\.ggml\.merges: 'th' is not two pieces"),
         ({"merges": ["nothere orthere"]}, r"tokenizer\.ggml\.merges: "),
         ({"token_type": [1, 2]}, r"tokenizer\.ggml\.token_type: a list of \d+ numbers is needed"),
-        ({"eos_token_id": 10**6}, r"tokenizer\.ggml\.eos_token_id: 1000000 is not one of the"),
-        ({"eos_token_id": -1}, r"tokenizer\.ggml\.eos_token_id: -1 is not one of the"),
+        ({"eos_token_id": -1}, r"tokenizer\.ggml\.eos_token_id is -1; it must be a token id"),
+        ({"bos_token_id": "1"}, r"tokenizer\.ggml\.bos_token_id is '1'; it must be a token id"),
         ({"add_bos_token": True, "bos_token_id": None}, "add_bos_token is set, but there is no bos_token"),
         (
             {"model": "llama", "tokens": ["x" * 257], "token_type": None, "scores": [0.0], "unknown_token_id": None},
@@ -144,6 +144,13 @@ def test_a_file_without_a_tokenizer(model: str | None) -> None:
 def test_bad_metadata_is_refused_by_file_and_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=rf"a\.gguf: .*{message}"):
         parts_from_metadata(byte_level_metadata(**changes), Path("a.gguf"))
+
+
+def test_special_tokens_beyond_the_vocabulary_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    parts = parts_from_metadata(byte_level_metadata(eos_token_id=10**6, padding_token_id=2**32 - 1), Path("a.gguf"))
+    assert parts is not None
+    assert "eos_token" not in parts.special_tokens
+    assert "tokenizer.ggml.eos_token_id: 1000000 is not below the size of the vocabulary" in caplog.text
 
 
 SENTENCE = "The cat's 1234 HATS, don't they?\n\n Été e\u0301 日本語 naïve \u212b 3.14 x=y+z  \t😀 'LL it'll"

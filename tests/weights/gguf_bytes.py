@@ -30,7 +30,7 @@ def pair(key: str, value: object, kind: int | None = None) -> bytes:
         items = [string(item) if strings else struct.pack("<" + FORMATS[kind], item) for item in value]
         return string(key) + struct.pack("<IIQ", 9, kind, len(value)) + b"".join(items)
     if kind is None:
-        kind = 7 if isinstance(value, bool) else 4 if isinstance(value, int) else 6
+        kind = 7 if isinstance(value, bool) else (4 if value >= 0 else 5) if isinstance(value, int) else 6
     return string(key) + struct.pack("<I" + FORMATS[kind], kind, value)
 
 

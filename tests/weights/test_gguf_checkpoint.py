@@ -60,6 +60,8 @@ def test_configuration_has_hugging_face_keys(opened: Opener) -> None:
 
 def test_all_ways_a_text_ends(opened: Opener) -> None:
     assert opened({"tokenizer.ggml.eot_token_id": 7}).generation_config["eos_token_id"] == [2, 7]
+    assert opened({"tokenizer.ggml.eot_token_id": 40}).generation_config["eos_token_id"] == 2
+    assert opened({"tokenizer.ggml.bos_token_id": 2**32 - 1}).generation_config == {"eos_token_id": 2}
     assert opened({"tokenizer.ggml.eot_token_id": 2}).generation_config["eos_token_id"] == 2
     assert opened({"tokenizer.ggml.eos_token_id": None}).generation_config == {"bos_token_id": 1}
 
@@ -165,7 +167,10 @@ def test_rotary_scaling(opened: Opener) -> None:
         ({"llama.attention.sliding_window": 64}, "'llama.attention.sliding_window': this key is not known"),
         ({"llama.expert_count": 8}, "'llama.expert_used_count': is None"),
         ({"llama.rope.dimension_count": 64, "llama.attention.key_length": 16}, "at most the width of a head, 16"),
-        ({"tokenizer.ggml.eos_token_id": 40}, "'tokenizer.ggml.eos_token_id': is 40, expected 0 to 39"),
+        ({"tokenizer.ggml.eos_token_id": -1}, "metadata: tokenizer.ggml.eos_token_id is -1; it must be a token id"),
+        ({"tokenizer.ggml.eot_token_id": 2.0}, "metadata: tokenizer.ggml.eot_token_id is 2.0; it must be"),
+        ({"tokenizer.ggml.bos_token_id": True}, "metadata: tokenizer.ggml.bos_token_id is True; it must be"),
+        ({"tokenizer.ggml.padding_token_id": "0"}, "metadata: tokenizer.ggml.padding_token_id is '0'; it must be"),
     ],
 )
 def test_metadata_that_makes_no_sense(opened: Opener, changes: dict[str, object], message: str) -> None:
