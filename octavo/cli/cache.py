@@ -20,6 +20,7 @@ KINDS = {
     "models": "the default model",
     "kernels": "compiled kernels for CPUs",
     "tuned": "measurements of kernels for GPUs",
+    "tokenizers": "marks of tokenizers that were found sound",
     "shapes": "configurations of models with random weights, for benchmarks",
 }
 """What the folders in the cache folder hold."""

@@ -15,12 +15,18 @@ import tokenizers
 from octavo.errors import CANCELLATIONS, CheckpointError
 from octavo.text.added_tokens import add_tokens, declared_tokens, further_special_tokens
 from octavo.text.sentencepiece_model import SentencePieceModel
+from octavo.text.tokenizer_limits import TextLimits
 from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
 from octavo.weights.generation_config import token_ids
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MODEL_NAME = "tokenizer.model"
+FILES = (
+    *("tokenizer.json", MODEL_NAME, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("config.json", "generation_config.json", "chat_template.json"),
+)
+"""All files that are read here, but for templates."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LEAST_KNOWN = "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 64), *range(0x10000, 0x110000, 0x1000))))
 """A text with each byte that UTF-8 has, and with characters that few vocabularies have."""
@@ -81,7 +87,10 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
     except CANCELLATIONS:
         raise
     except BaseException as error:  # the library raises the bare class
-        raise CheckpointError(f"{file}: not a tokenizer that can be read: {error}") from None
+        raise CheckpointError(f"{file}: not a tokenizer that can be read: {str(error)[:500]}") from None
+    backend.no_padding()  # which could be of any length
+    backend.no_truncation()
+    TextLimits(backend, file)
     _check_unknown_token(backend, file)
     return backend
 
@@ -96,6 +105,8 @@ def _check_unknown_token(backend: tokenizers.Tokenizer, file: Path) -> None:
     except CANCELLATIONS:
         raise
     except BaseException as error:  # the library raises the bare class
+        if not isinstance(error, Exception):
+            raise CheckpointError(f"{file}: some texts cannot be encoded: {str(error)[:500]}") from None
         unknown = getattr(backend.model, "unk_token", None)
         is_missing = unknown is None or backend.model.token_to_id(unknown) is None
         reason = f"the unknown token {unknown!r} is not in model.vocab" if is_missing else "some texts have no tokens"

@@ -11,6 +11,8 @@ from octavo.grammar.vocabulary import Vocabulary, pack_tokens
 from octavo.text import folder_tokenizer, gguf_tokenizer
 from octavo.text.parallel_tokenizer import ParallelTokenizer, can_split, encode_texts
 from octavo.text.token_bytes import token_bytes_table
+from octavo.text.tokenizer_check import check_folder
+from octavo.text.tokenizer_limits import TextLimits
 from octavo.text.tokenizer_parts import TokenizerParts
 from octavo.text.whole_words import look_up_whole_words
 
@@ -35,6 +37,7 @@ class Tokenizer:
         self._backend = parts.backend
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._limits = TextLimits(parts.backend, parts.origin)
         self._bytes = token_bytes_table(parts.backend, parts.origin)
         self.vocab_size = len(self._bytes)
         """One more than the largest id."""
@@ -70,9 +73,10 @@ class Tokenizer:
 
         ``add_special_tokens`` puts beginning- and end-of-text tokens around it, as the checkpoint says.
         Raises ``InvalidParameter`` for a string that is not Unicode text (it has an unpaired surrogate), or that the
-        library cannot encode.
+        library cannot encode, or could make far longer.
         """
         _check_unicode(text)
+        self._limits.check(text)
         if self._parallel is not None and self._parallel.takes(text):
             return self._parallel.encode(text, add_special_tokens)
         (encoding,) = encode_texts(self._backend, [text], add_special_tokens)
@@ -83,6 +87,7 @@ class Tokenizer:
         type 1 (the length if there is none). Raises ``InvalidParameter`` as ``encode`` does."""
         for text in (first, second):
             _check_unicode(text)
+            self._limits.check(text)
         (encoding,) = encode_texts(self._backend, [(first, second)], add_special_tokens=True)
         types = list(encoding.type_ids)
         return list(encoding.ids), types.index(1) if 1 in types else len(types)
@@ -154,6 +159,8 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     ``None`` when the checkpoint has none, so that it can serve token ids only. Raises ``CheckpointError``
     for one that is damaged or of a kind that cannot be handled.
     """
+    if path.is_dir():
+        check_folder(path)
     read = folder_tokenizer.read_parts if path.is_dir() else gguf_tokenizer.read_parts
     parts = read(path)
     return None if parts is None else Tokenizer(parts)

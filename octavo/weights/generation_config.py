@@ -104,7 +104,7 @@ def in_vocabulary(ids: Iterable[int], vocab_size: int, key: str) -> tuple[int, .
 def check_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int) -> None:
     """Raise ``CheckpointError`` for a value of ``TOKEN_KEYS`` that cannot be a token id; warn of ids beyond the
     vocabulary."""
-    inner = config.get("text_config")
-    for where, values in (("config", config), ("config: text_config", inner), ("generation config", generation)):
+    parts: dict[str, Any] = {"config": config, "config: text_config": config.get("text_config")}
+    for where, values in {**parts, "generation config": generation}.items():
         for key in TOKEN_KEYS if isinstance(values, Mapping) else ():
             in_vocabulary(token_ids(values, key, where), vocab_size, f"{where}: {key}")

@@ -1,0 +1,47 @@
+"""The child process that reads the tokenizer of a folder before another process does.
+
+See ``octavo.child_worker``. A question is the path of the folder; the answer is empty, or an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from octavo.child_worker import FAILED, INVALID, RENDERED, Answer, ChildWorker, described, start
+from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter
+from octavo.text.folder_tokenizer import read_parts
+from octavo.text.tokenizer import Tokenizer
+
+TEXTS = ("", "The first text.", *(character * 1000 for character in " a1.\n\u00e9\u4e2d"))
+"""What is encoded: a normalizer or a regular expression may be slow with any text."""
+
+
+def serve(folder: str) -> Answer:
+    """Read the tokenizer, and encode a few texts."""
+    try:
+        parts = read_parts(Path(folder))
+        if parts is not None:
+            tokenizer = Tokenizer(parts)
+            tokenizer.prepare_to_encode()
+            for text in TEXTS:
+                with contextlib.suppress(InvalidParameter):  # as a request with this text would get
+                    tokenizer.encode(text)
+    except CheckpointError as error:
+        return INVALID, str(error)
+    except (MemoryError, *CANCELLATIONS):
+        raise
+    except BaseException as error:  # whatever the library raises
+        return FAILED, described(error)
+    return RENDERED, ""
+
+
+def main() -> None:
+    started = start()
+    if started is not None:
+        connection, settings = started
+        ChildWorker(connection, settings).run(serve)
+
+
+if __name__ == "__main__":
+    main()
