@@ -300,11 +300,12 @@ class Admission:
         return Prompt(tokens, text)
 
     def _check_bytes(self, text: str, field: str) -> None:
-        """Reject, before tokenisation, text whose bytes cannot fit the context under any tokenisation."""
+        """Reject, before tokenisation, text whose bytes cannot fit the context under any tokenisation, or whose
+        beginning does not fit."""
         assert self.tokenizer is not None
         limit = self.engine.info.max_model_len
         num_bytes = len(text.encode())
-        if num_bytes > limit * self.tokenizer.longest_token_bytes:
+        if num_bytes > limit * self.tokenizer.longest_token_bytes or self.tokenizer.exceeds(text, limit):
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {limit} tokens. However, your {field} has {num_bytes} bytes, "
                 f"which cannot fit. Please reduce the length of the {field}.",

@@ -19,6 +19,10 @@ from octavo.text.whole_words import look_up_whole_words
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_turn|>", "<end_of_turn>", "<|endoftext|>", "</s>")
 """Special tokens that end a turn in any vocabulary that has them; many checkpoints declare only one."""
 
+FIRST_PART = 1 << 16
+"""Characters of the first part that is looked at."""
+USUAL_CHARACTERS = 8
+"""For each token, at most, in most texts; only the others are looked at in parts."""
 CACHED_WORDS = 1000
 """Of each thread. The library's own limit of 10,000 words takes 70 MB in each thread if a client sends long ones. Where
 words in the vocabulary are looked up, a cache of the others makes nothing faster."""
@@ -81,6 +85,20 @@ class Tokenizer:
             return self._parallel.encode(text, add_special_tokens)
         (encoding,) = encode_texts(self._backend, [text], add_special_tokens)
         return list(encoding.ids)
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether a beginning of ``text`` has more than twice ``limit`` tokens, so that the text has more than that.
+
+        Takes no more time than the tokens that are allowed do, as a long text is not looked at to its end.
+        """
+        length = max(FIRST_PART, 2 * limit)
+        if len(text) <= USUAL_CHARACTERS * limit:
+            return False
+        while length < len(text):
+            if len(self.encode(text[:length], add_special_tokens=False)) > 2 * limit:
+                return True
+            length *= 4
+        return False
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Token ids of two texts joined with the checkpoint's special tokens, and the index of the first token of

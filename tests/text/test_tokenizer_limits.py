@@ -13,8 +13,11 @@ import pytest
 import tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 
+from octavo.backends.vocabulary import byte_tokenizer
 from octavo.errors import CheckpointError, InvalidParameter
+from octavo.text import tokenizer as tokenizer_module
 from octavo.text import tokenizer_check, tokenizer_limits
+from octavo.text.tokenizer import Tokenizer
 from octavo.text.tokenizer_limits import TextLimits
 from tests.text.test_folder_tokenizer import load, write_folder
 
@@ -190,3 +193,22 @@ def test_the_process_says_what_is_wrong(tmp_path: Path, watched: list[str]) -> N
     with pytest.raises(CheckpointError, match=rf"tokenizer\.json: normalizer: {LONGER}"):
         load(change(tmp_path, normalizer(*[DOUBLE] * 28)))
     assert watched == [tokenizer_check.WORKER]
+
+
+def test_a_long_text_is_encoded_no_further_than_the_context_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, encode, read = byte_tokenizer(), Tokenizer.encode, list[int]()
+
+    def encode_and_note(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        read.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode_and_note)
+    assert tokenizer.exceeds("\u00a0 " * 1_000_000, 100)
+    assert read == [1 << 16]
+    read.clear()
+    assert not tokenizer.exceeds("a" * 800, 100)
+    assert not read, "most texts of this length fit"
+    monkeypatch.setattr(tokenizer_module, "FIRST_PART", 1)
+    assert not tokenizer.exceeds("<|im_start|>" * 90, 100)  # a token for 12 characters
+    assert tokenizer.exceeds("<|im_start|>" * 20 + "a" * 2000, 100)
+    assert read == [200, 800, 200, 800]
