@@ -7,6 +7,7 @@ from pathlib import Path
 from octavo.cache.offload import BlockStore, Offload
 from octavo.cache.tiers import DiskTier, HostTier
 from octavo.config import CacheSettings
+from octavo.weights.gguf_parts import parts_of
 
 GIB = 1 << 30
 DEFAULT_DISK_GIB = 32.0
@@ -33,6 +34,6 @@ def make_offload(
 
 def fingerprint(model: Path) -> str:
     """Identifies a checkpoint, a file or folder, by path, file sizes and modification times."""
-    files = sorted(path for path in model.iterdir() if path.is_file()) if model.is_dir() else [model]
+    files = sorted(path for path in model.iterdir() if path.is_file()) if model.is_dir() else parts_of(model)
     stats = [(path.name, path.stat()) for path in files]
     return f"{model.resolve()}\n{[(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}"

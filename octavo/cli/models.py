@@ -76,6 +76,7 @@ def _check(config: EngineConfig) -> int:
     from octavo.runtime import memory
     from octavo.runtime.ranks import check_divides
     from octavo.weights.checkpoint import open_checkpoint
+    from octavo.weights.gguf_parts import parts_of
     from octavo.weights.hub import resolve_model
 
     if (adapter := _as_adapter(config)) is not None:
@@ -103,7 +104,7 @@ def _check(config: EngineConfig) -> int:
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
     sizes: Mapping[str, int] = loaded.bytes_by_format
     if checkpoint.has_blocks and form.packs and device.type == "cpu":
-        sizes = {"blocks": path.stat().st_size // num_ranks}
+        sizes = {"blocks": sum(part.stat().st_size for part in parts_of(path)) // num_ranks}
     left = (free // num_ranks if device.type == "cpu" else free) - sum(sizes.values())
     try:
         kinds = kv_dtype, form.dtype, device.type

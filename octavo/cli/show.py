@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what the files of the model say."""
+    from octavo.weights.gguf_parts import gguf_in, parts_of
     from octavo.weights.local_models import find_local
 
     settings = load_config(EngineConfig, args).model
     path = Path(args.name).expanduser()
-    if not path.exists():
-        path = find_local(args.name, settings).path
+    path = gguf_in(path) or parts_of(path)[0] if path.exists() else find_local(args.name, settings).path
     for line in _lines(path, dataclasses.replace(settings, model=str(path))):
         print(line)
     return 0
@@ -44,8 +44,9 @@ def _lines(path: Path, settings: ModelSettings) -> Iterator[str]:
     from octavo.text.tokenizer import load_tokenizer
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.generation_config import chosen_config, sampling_defaults
+    from octavo.weights.gguf_parts import parts_of
 
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    files = parts_of(path) if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = size_text(sum(file.stat().st_size for file in files))
     yield f"{path}: {size} in {len(files)} file{'s'[: len(files) != 1]}"
     checkpoint = open_checkpoint(path, settings.load_format)

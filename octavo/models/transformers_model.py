@@ -29,6 +29,7 @@ from octavo.quant.tensors import HARMLESS
 from octavo.weights.adapter import CONFIG_NAME
 from octavo.weights.folder import read_json
 from octavo.weights.generation_config import token_ids
+from octavo.weights.gguf_parts import parts_of
 
 TRIAL_LENGTHS = (23, 9)
 TRIAL_BLOCK = 4
@@ -99,6 +100,8 @@ def pretrained(path: Path, **options: Any) -> Any:
     except ImportError:
         raise ConfigError(f"the package transformers is not installed; {INSTALL}") from None
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+    if len(parts_of(path)) > 1:
+        raise CheckpointError(f"{path}: transformers does not read a GGUF file in parts")
     if (folder / CONFIG_NAME).exists():
         raise CheckpointError(
             f"{folder / CONFIG_NAME}: the folder of a model must not hold an adapter, which transformers would apply; "

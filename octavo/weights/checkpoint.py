@@ -11,6 +11,7 @@ from octavo.errors import CheckpointError
 from octavo.weights.blocks import BlockTensor
 from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.gguf_checkpoint import GGUFCheckpoint
+from octavo.weights.gguf_parts import parts_of
 from octavo.weights.pytorch import PytorchCheckpoint
 from octavo.weights.safetensors import SafetensorsCheckpoint, read_configs
 
@@ -51,13 +52,13 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0, device: str = "cpu") -> Checkpoint:
-    """Open a folder with ``config.json`` and safetensors files, or a GGUF file.
+    """Open a folder with ``config.json`` and safetensors files, or a GGUF file, of which ``path`` may be a part.
 
     ``load_format`` is ``auto``, ``safetensors``, ``gguf``, ``pt`` or ``dummy``. PyTorch files are read with ``pt``
     alone, and a dummy reads only the configuration from ``path``, and generates random weights on ``device``. Raises
     ``CheckpointError``.
     """
-    if not path.exists():
+    if not any(part.exists() for part in parts_of(path)):
         raise CheckpointError(f"{path}: does not exist")
     if not path.is_dir() and path.suffix.lower() in (".safetensors", ".bin", ".pt", ".pth"):
         raise CheckpointError(f"{path}: give a GGUF file, or the folder of another checkpoint")

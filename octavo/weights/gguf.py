@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from octavo.errors import CheckpointError
 from octavo.weights.blocks import BLOCK_KINDS
+from octavo.weights.gguf_parts import parts_of
 
 MAX_HEADER_BYTES = 32 << 20
 """Most bytes before the first tensor. A vocabulary of 256k tokens with merges takes about half of that."""
@@ -70,31 +71,69 @@ class GGUFTensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    part: int = 0
+    """Index of its file, if the file was split."""
 
 
 @dataclass(frozen=True, eq=False)
 class GGUFFile:
-    """An open GGUF file. ``metadata`` arrays of numbers are numpy arrays, arrays of strings are lists."""
+    """An open GGUF file, or all parts of one that was split, of which the first has the metadata.
+
+    ``metadata`` arrays of numbers are numpy arrays, arrays of strings are lists.
+    """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
-    mapped: mmap.mmap
+    mapped: tuple[mmap.mmap, ...]
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Map the file and read its header; raises ``CheckpointError`` if it is not a valid GGUF file."""
-        mapped = _map(path)
-        header = _Header(path, mapped)
-        num_tensors = _read_counts(header)
-        metadata = _read_metadata(header)
-        tensors = _read_tensors(header, num_tensors, _alignment(header, metadata))
-        return cls(path, metadata, tensors, mapped)
+        """Map the file, or the parts of which ``path`` is one, and read the headers.
+
+        Raises ``CheckpointError`` if a file is no valid GGUF file, or a part is missing or of another file.
+        """
+        paths = parts_of(path)
+        for part in paths if len(paths) > 1 else ():
+            if not part.exists():
+                raise CheckpointError(f"{part}: is missing; {path.name} is one of {len(paths)} parts")
+        files = [_read_file(part, index) for index, part in enumerate(paths)]
+        tensors: dict[str, GGUFTensor] = {}
+        for file in files:
+            if twice := tensors.keys() & file.tensors.keys():
+                raise CheckpointError(f"{file.path}: tensor {_short(min(twice))} is in an earlier part, too")
+            tensors |= file.tensors
+        for index, file in enumerate(files):
+            _check_split(file, index, len(files), len(tensors))
+        return cls(paths[0], files[0].metadata, tensors, tuple(mapped for file in files for mapped in file.mapped))
 
     def data(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor: a read-only view of the file, uint8 [nbytes]."""
         tensor = self.tensors[name]
-        return np.frombuffer(self.mapped, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
+        return np.frombuffer(self.mapped[tensor.part], dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
+
+
+def _read_file(path: Path, part: int) -> GGUFFile:
+    mapped = _map(path)
+    header = _Header(path, mapped)
+    num_tensors = _read_counts(header)
+    metadata = _read_metadata(header)
+    tensors = _read_tensors(header, num_tensors, _alignment(header, metadata))
+    return GGUFFile(path, metadata, {name: replace(tensor, part=part) for name, tensor in tensors.items()}, (mapped,))
+
+
+def _check_split(file: GGUFFile, index: int, count: int, num_tensors: int) -> None:
+    """Raise ``CheckpointError`` unless the metadata of a part say that it is this part of the file."""
+    found = file.metadata.get("split.count", 1)
+    if type(found) is not int or found != count:
+        raise CheckpointError(
+            f"{file.path}: metadata 'split.count' is {_short(found)}, but by its name it is one of {count} parts; "
+            "they are found by the ends of their names, such as -00001-of-00002.gguf"
+        )
+    expected = {"split.no": index, "split.tensors.count": num_tensors} if count > 1 else {}
+    for key, value in expected.items():
+        if (found := file.metadata.get(key)) != value:
+            raise CheckpointError(f"{file.path}: metadata {key!r} is {_short(found)}; it must be {value}")
 
 
 def _map(path: Path) -> mmap.mmap:

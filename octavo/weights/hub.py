@@ -10,6 +10,7 @@ from pathlib import Path
 
 from octavo.config import DEFAULT_MODEL, ModelSettings
 from octavo.errors import ConfigError
+from octavo.weights.gguf_parts import gguf_in, parts_of
 from octavo.weights.hub_gguf import fetch_gguf, parse_hub_gguf
 
 FETCHED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
@@ -25,7 +26,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.A
 
 def resolve_model(settings: ModelSettings, patterns: Sequence[str] | None = None) -> Path:
     """The folder or file of ``settings.model``: an existing path, the default model, an id on the Hugging Face hub,
-    or such an id with the quantisation of a GGUF file.
+    or such an id with the quantisation of a GGUF file. Of a GGUF file in parts it is the first.
 
     Fetches files that are not local yet; from the hub, those that match ``patterns``, by default those of the load
     format. Raises ``ConfigError`` if the model is none of these or cannot be fetched.
@@ -33,7 +34,7 @@ def resolve_model(settings: ModelSettings, patterns: Sequence[str] | None = None
     name = settings.model
     path = Path(name).expanduser()
     if name and path.exists():
-        return path
+        return gguf_in(path) or parts_of(path)[0]
     if name == DEFAULT_MODEL:
         folder = Path(settings.download_dir).expanduser() if settings.download_dir else None
         # Imported late, with its progress bar: explicitly named models do not need it.

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from octavo.config import ModelSettings
 from octavo.errors import CANCELLATIONS, ConfigError
+from octavo.weights.gguf_parts import part_names, without_number
 
 _ID = re.compile(
     r"(?:https://)?(?:hf\.co/|huggingface\.co/|hf:)?([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}):([\w.-]{1,64})",
@@ -20,8 +22,6 @@ _ID = re.compile(
 _QUANTISATION = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*))$", re.ASCII | re.IGNORECASE
 )
-_PART = re.compile(r"-\d{5}-of-\d{5}$")
-
 LOOK_UP_SECONDS = 30.0
 """Time limit of asking the hub for the files of a repository."""
 
@@ -44,30 +44,25 @@ def quantisation_of(file: str) -> str | None:
     path = PurePosixPath(file)
     if path.suffix.lower() != ".gguf" or path.name.startswith("mmproj"):
         return None
-    found = _QUANTISATION.search(_PART.sub("", path.stem))
+    found = _QUANTISATION.search(without_number(path.stem))
     return found[1].upper() if found else None
 
 
-def is_part(file: str) -> bool:
-    """Whether the name is that of a part of a GGUF file, such as ``big-Q8_0-00001-of-00002.gguf``."""
-    return _PART.search(PurePosixPath(file).stem) is not None
-
-
 def choose_file(files: Iterable[str], wanted: HubGGUF) -> str:
-    """The file with the wanted quantisation. Raises ``ConfigError``, with those that there are."""
+    """The file with the wanted quantisation, or its first part. Raises ``ConfigError``, with those that there are."""
     known = {file: quantisation for file in files if (quantisation := quantisation_of(file)) is not None}
     matches = [file for file, quantisation in known.items() if quantisation == wanted.quantisation.upper()]
     if not matches:
         there = ", ".join(sorted(set(known.values()))) or "no GGUF files with one in their names"
         raise ConfigError(f"model: {wanted.repo} has no quantisation {wanted.quantisation!r}; it has {there}")
-    chosen = min(matches, key=lambda file: (len(file), file))
-    if is_part(chosen):
-        raise ConfigError(f"model: {chosen} of {wanted.repo} is a part of a GGUF file; only whole ones are read")
-    return chosen
+    return part_names(min(matches, key=lambda file: (len(file), file)))[0]
 
 
 def fetch_gguf(wanted: HubGGUF, settings: ModelSettings) -> Path:
-    """The file, fetched if it is not on this machine. Raises ``ConfigError`` and errors of the hub's library."""
+    """The file or its first part, fetched with the others if they are not on this machine.
+
+    Raises ``ConfigError`` and errors of the hub's library.
+    """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -82,7 +77,9 @@ def fetch_gguf(wanted: HubGGUF, settings: ModelSettings) -> Path:
     except BaseException as error:  # offline, or an error of the library's HTTP client, which depends on its version
         return _local_gguf(wanted, settings, error)
     file = choose_file((file.rfilename for file in repo.siblings or ()), wanted)
-    return Path(hf_hub_download(wanted.repo, file, revision=settings.revision, cache_dir=settings.download_dir))
+    fetch = partial(hf_hub_download, wanted.repo, revision=settings.revision, cache_dir=settings.download_dir)
+    first, *_ = (Path(fetch(part)) for part in part_names(file))
+    return first
 
 
 def _local_gguf(wanted: HubGGUF, settings: ModelSettings, reason: BaseException) -> Path:

@@ -14,7 +14,8 @@ from pathlib import Path
 from octavo.config import DEFAULT_MODEL, ModelSettings
 from octavo.errors import ConfigError
 from octavo.weights.default_model import SMOLLM2_135M, models_dir
-from octavo.weights.hub_gguf import is_part, quantisation_of
+from octavo.weights.gguf_parts import parts_of
+from octavo.weights.hub_gguf import quantisation_of
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class LocalModel:
     num_bytes: int
     changed: float
     """When it was downloaded, in seconds since the epoch."""
-    blob: Path | None = None
-    """The file in the cache of the hub that ``path`` links to."""
+    others: tuple[Path, ...] = ()
+    """Further files of it: those in the cache of the hub that files link to, and other parts of a GGUF file."""
 
     def remove(self) -> None:
         """Delete its files. Raises ``ConfigError``."""
@@ -39,9 +40,8 @@ class LocalModel:
             if self.folder is not None:
                 shutil.rmtree(self.folder)
                 return
-            self.path.unlink(missing_ok=True)
-            if self.blob is not None:
-                self.blob.unlink(missing_ok=True)
+            for file in (self.path, *self.others):
+                file.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"{self.name}: cannot be removed from {error.filename}: {error.strerror}") from error
 
@@ -92,11 +92,15 @@ def _of_the_hub(settings: ModelSettings) -> Iterator[LocalModel]:
         if repo.repo_type != "model" or not repo.revisions:
             continue
         revision = repo.refs.get(settings.revision or "main") or max(repo.revisions, key=_age)
-        for file in revision.files:
-            if (quantisation := quantisation_of(file.file_name)) is not None and not is_part(file.file_name):
-                name = f"{repo.repo_id}:{quantisation}"
-                facts = file.size_on_disk, file.blob_last_modified
-                yield LocalModel(name, file.file_path, None, *facts, file.blob_path)
+        files = {file.file_path: file for file in revision.files}
+        for path, file in files.items():
+            quantisation, parts = quantisation_of(file.file_name), parts_of(path)
+            if quantisation is None or path != parts[0] or not files.keys() >= {*parts}:
+                continue
+            found = [files[part] for part in parts]
+            size, changed = sum(part.size_on_disk for part in found), max(part.blob_last_modified for part in found)
+            others = (*parts[1:], *(part.blob_path for part in found))
+            yield LocalModel(f"{repo.repo_id}:{quantisation}", path, None, size, changed, others)
         if not all(file.file_name.endswith(".gguf") for file in revision.files):
             facts = repo.size_on_disk, repo.last_modified
             yield LocalModel(repo.repo_id, revision.snapshot_path, repo.repo_path, *facts)

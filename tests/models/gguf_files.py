@@ -42,13 +42,18 @@ ARCHITECTURES = {
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 
 
-def write_gguf(folder: Path, model: torch.nn.Module, quantise: Quantise = lambda name, values: None) -> Path:
-    """Write what is in a checkpoint folder as a GGUF file; weights that are quantised are so in the model too."""
+def write_gguf(
+    folder: Path, model: torch.nn.Module, quantise: Quantise = lambda name, values: None, tensors_of_a_part: int = 0
+) -> Path:
+    """Write what is in a checkpoint folder as a GGUF file; weights that are quantised are so in the model too.
+
+    With ``tensors_of_a_part`` it is split, and the path is that of none of its parts.
+    """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
     arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[kind])
     path = folder / "model.gguf"
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=tensors_of_a_part)
     _write_keys(writer, kind, config)
     layers = config.get("num_hidden_layers") or config["n_layer"]
     names = gguf.get_tensor_name_map(arch, layers)

@@ -14,6 +14,8 @@ from octavo.weights.hub import resolve_model
 
 def test_what_exists_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").touch()
+    assert resolve_model(ModelSettings(model=str(tmp_path))) == tmp_path / "model.gguf", "its only file"
+    (tmp_path / "config.json").touch()
     assert resolve_model(ModelSettings(model=str(tmp_path))) == tmp_path
     assert resolve_model(ModelSettings(model=str(tmp_path / "model.gguf"))) == tmp_path / "model.gguf"
     monkeypatch.setenv("HOME", str(tmp_path))

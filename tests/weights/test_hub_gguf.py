@@ -25,7 +25,8 @@ COMMIT = "1" * 40
 CHUNK = 10 << 20
 """The hub's library writes, and resumes, such pieces."""
 CONTENT = b"GGUF" + bytes(range(256)) * 48_000
-FILES = {"tiny-Q4_K_M.gguf": CONTENT, "tiny-Q8_0.gguf": b"GGUF", "README.md": b"# tiny"}
+PARTS = {f"tiny-F16-0000{number}-of-00002.gguf": b"GGUF" + bytes([number] * 20_000) for number in (1, 2)}
+FILES = {"tiny-Q4_K_M.gguf": CONTENT, "tiny-Q8_0.gguf": b"GGUF", "README.md": b"# tiny", **PARTS}
 
 
 class Hub(ThreadingHTTPServer):
@@ -125,6 +126,24 @@ def test_it_is_pulled_resumed_listed_and_removed(
     assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 10_000
 
 
+def test_all_parts_are_pulled_listed_and_removed(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OCTAVO_DOWNLOAD_DIR", str(tmp_path))
+    variables = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-m", "octavo", "pull", f"{REPO}:F16"]
+    pulled = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+    assert pulled.returncode == 0, pulled.stderr
+    first = Path(pulled.stdout.strip())
+    assert {path.name: path.read_bytes() for path in first.parent.iterdir()} == PARTS
+    assert main(["list"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert line.split()[:3] == [f"{REPO}:F16", "39.1", "KiB"]
+    assert line.split()[-1] == str(first)
+    assert main(["rm", f"{REPO}:F16", "--yes"]) == 0
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 10_000
+
+
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
@@ -165,5 +184,4 @@ def test_a_file_is_chosen_or_refused() -> None:
     assert choose_file(files, HubGGUF("a/b", "q4_k_m")) == "b-Q4_K_M.gguf"
     with pytest.raises(ConfigError, match=r"a/b has no quantisation 'Q4'; it has Q4_K_M, Q4_K_S, Q8_0, UD-Q4_K_M"):
         choose_file(files, HubGGUF("a/b", "Q4"))
-    with pytest.raises(ConfigError, match="is a part of a GGUF file"):
-        choose_file(files, HubGGUF("a/b", "Q8_0"))
+    assert choose_file(files[::-1], HubGGUF("a/b", "Q8_0")) == "c-Q8_0-00001-of-00002.gguf"
