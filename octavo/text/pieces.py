@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
@@ -15,6 +16,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of pieces, as SentencePiece and GGUF number them."""
 MAX_PIECE_CHARACTERS = 256
 """Limit for a piece built by merges, well above any real vocabulary; building merges takes quadratic time."""
+MAX_MERGES = 1 << 20
+"""Limit of merges, nearly twice those of 256k pieces; each takes a quarter of a kilobyte until they are sorted."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Pieces:
         if any(len(piece) > MAX_PIECE_CHARACTERS for piece in normal):
             raise self.fail("tokens", f"a piece has more than {MAX_PIECE_CHARACTERS} characters")
         merges = merges_from_scores({token: self.scores[vocabulary[token]] for token in normal})
+        if len(merges) > MAX_MERGES:
+            raise self.fail("tokens", f"the pieces can be merged in more than {MAX_MERGES} ways")
         try:
             return models.BPE(
                 vocab=vocabulary,
@@ -77,14 +82,17 @@ class Pieces:
 
 
 def merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Merges equivalent to SentencePiece's scores: every split of a piece into two, best piece first."""
-    ranked = [
+    """Merges equivalent to SentencePiece's scores: every split of a piece into two, best piece first.
+
+    There are no more than one above ``MAX_MERGES``.
+    """
+    ranked = (
         (-score, piece[:cut], piece[cut:])
         for piece, score in scores.items()
         for cut in range(1, len(piece))
         if piece[:cut] in scores and piece[cut:] in scores
-    ]
-    return [(left, right) for _, left, right in sorted(ranked)]
+    )
+    return [(left, right) for _, left, right in sorted(islice(ranked, MAX_MERGES + 1))]
 
 
 def space_marks(has_prefix: bool) -> list[normalizers.Normalizer]:

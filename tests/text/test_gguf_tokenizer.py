@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import CheckpointError
+from octavo.text import pieces
 from octavo.text.gguf_tokenizer import parts_from_metadata
 from octavo.text.pieces import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
@@ -144,6 +145,19 @@ def test_a_file_without_a_tokenizer(model: str | None) -> None:
 def test_bad_metadata_is_refused_by_file_and_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=rf"a\.gguf: .*{message}"):
         parts_from_metadata(byte_level_metadata(**changes), Path("a.gguf"))
+
+
+def test_pieces_that_can_be_merged_in_too_many_ways_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "MAX_MERGES", 20)
+    few, many = (["<unk>", *("a" * count for count in range(1, longest))] for longest in (6, 8))
+    for tokens in few, many:
+        given = {"model": "llama", "tokens": tokens, "scores": [0.0] * len(tokens), "token_type": None}
+        ids = {"unknown_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+        if tokens is few:
+            assert parts_from_metadata(byte_level_metadata(**given, **ids), Path("a.gguf")) is not None
+            continue
+        with pytest.raises(CheckpointError, match="tokens: the pieces can be merged in more than 20 ways"):
+            parts_from_metadata(byte_level_metadata(**given, **ids), Path("a.gguf"))
 
 
 def test_special_tokens_beyond_the_vocabulary_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
