@@ -7,6 +7,7 @@ MODEL ?= smollm2-135m
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
+MINUTES ?=
 TORCH ?= torch==2.13.0
 SCHEMAS ?= jsonschema==4.26.0
 FUNCTIONS ?= bfcl-eval==2026.3.23
@@ -45,8 +46,8 @@ nightly: $(VENV)/.dev  ## further shapes and longer runs
 timing: $(VENV)/.dev  ## tests that compare times, on a machine that has nothing else to do
 	$(BIN)/python -m pytest -m timing $(ARGS)
 
-fuzz: $(VENV)/.fuzz  ## fuzz what reads untrusted input, for some 20 minutes; targets and limits in ARGS
-	$(BIN)/python -m tests.fuzz $(ARGS)
+fuzz: $(VENV)/.fuzz  ## fuzz what reads untrusted input, for some 20 minutes or MINUTES; targets and limits in ARGS
+	$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.done  ## drive a server with other projects' clients: docs/clients.md
 	OCTAVO_CLIENTS="$$(realpath $(CLIENTS))" OCTAVO_PROJECTS="$(and $(PROJECTS),$$(realpath "$(PROJECTS)"))" \

@@ -1,8 +1,9 @@
 """Fuzz every target, each in a process of its own, and print a table: ``make fuzz``.
 
-    python -m tests.fuzz [TARGET ...] [--runs N] [--seconds S] [--folder DIR] [--record FILE]
+    python -m tests.fuzz [TARGET ...] [--runs N] [--seconds S] [--minutes M] [--folder DIR] [--record FILE]
 
-Inputs that were found to reach new branches stay in DIR for the next time. Exits with status 1 if there are findings.
+With ``--minutes`` all targets together take so long, however many inputs that are. Inputs that were found to reach new
+branches stay in DIR for the next time. Exits with status 1 if there are findings.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from tests.fuzz import targets
 SCHEMA = "http_schema"
 EXAMPLES_PER_RUN = 0.01
 """Valid and invalid requests by schemathesis for each operation, and for each input of another target."""
+EXAMPLES_PER_SECOND = 0.2
+"""The same, for each second that another target has."""
+UNLIMITED = 10**9
+"""Runs, of which the time ends the target first."""
 MAX_STARTS = 5
 """Of the process of a target, which ends at what no Python code can catch."""
 
@@ -109,20 +114,23 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", default=[*targets.NAMES, SCHEMA], help="by default, all")
     parser.add_argument("--runs", type=int, default=10_000, help="inputs of each target (%(default)s)")
     parser.add_argument("--seconds", type=int, default=120, help="time limit of each target (%(default)s)")
+    parser.add_argument("--minutes", type=float, help="time of all targets together, in place of runs and seconds")
     folder = Path(tempfile.gettempdir()) / "octavo-fuzz"
     parser.add_argument("--folder", type=Path, default=folder, help="for inputs and findings (%(default)s)")
     parser.add_argument("--record", type=Path, help="file of JSON for the table; rows of other targets in it stay")
     arguments = parser.parse_args()
+    runs, seconds = arguments.runs, arguments.seconds
+    examples = max(1, round(runs * EXAMPLES_PER_RUN))
+    if arguments.minutes is not None:
+        runs, seconds = UNLIMITED, max(1, round(60 * arguments.minutes / len(arguments.targets)))
+        examples = max(1, round(seconds * EXAMPLES_PER_SECOND))
     results = []
     row = "{:22}{:>10}{:>10}{:>10}{:>10}"
     print(row.format("target", "inputs", "seconds", "coverage", "findings"), flush=True)
     for name in arguments.targets:
         folder = arguments.folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        if name == SCHEMA:
-            result = ask_by_schema(folder, max(1, round(arguments.runs * EXAMPLES_PER_RUN)))
-        else:
-            result = fuzz(name, folder, arguments.runs, arguments.seconds)
+        result = ask_by_schema(folder, examples) if name == SCHEMA else fuzz(name, folder, runs, seconds)
         results.append(result)
         print(row.format(name, result.inputs, result.seconds, result.coverage or "-", len(result.findings)), flush=True)
     print(row.format("all", *(round(sum(getattr(r, k) for r in results)) for k in ("inputs", "seconds")), "", ""))

@@ -6,10 +6,12 @@ import importlib
 
 from tests.fuzz.target import Target
 
-FILES = ("gguf", "safetensors", "model_config", "tokenizer", "journal", "names")
+FILES = ("gguf", "safetensors", "model_config", "tokenizer", "sentencepiece", "journal", "names")
 PROGRAMS = ("template", "grammar")
-HTTP = ("http_requests", "http_several_models", "http_bytes")
-NAMES = (*FILES, *PROGRAMS, *HTTP)
+MESSAGES = ("tool_calls",)
+HTTP = ("http_requests", "http_several_models", "http_bytes", "histories")
+SERVERS = ("proxy", "grpc_worker", "kv_events")
+NAMES = (*FILES, *PROGRAMS, *MESSAGES, *HTTP, *SERVERS)
 
 
 def load(name: str) -> Target:
