@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import models
 
 from octavo.cpus import num_cpus
-from octavo.errors import CANCELLATIONS, InvalidParameter
+from octavo.errors import InvalidParameter
 
 MIN_CHUNK = 8192
 """Characters of a chunk, at least: they take milliseconds, and handing work to a thread a tenth of one."""
@@ -30,12 +30,16 @@ _PROBE_WORDS = (*"abMZ", *"  \n\t\r", *"019", *"'.,-/_(", "'s", "'ll", "é", "\u
 _PROBE_LENGTH = 8_000
 
 
+Encode = Callable[[list[str]], list[tokenizers.Encoding]]
+"""Encodes texts without special tokens around them, outside the interpreter lock. Raises ``InvalidParameter``."""
+
+
 class ParallelTokenizer:
     """Tokenises long texts in several threads; the token ids are those of the unsplit text."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, encode: Encode) -> None:
         """``backend``: one for which ``can_split``."""
-        self._backend = backend
+        self._backend, self._encode = backend, encode
         self._num_threads = num_cpus()
 
     def takes(self, text: str) -> bool:
@@ -49,7 +53,7 @@ class ParallelTokenizer:
         return [*before, *(token for ids in self._threads.map(self._encode_chunk, chunks) for token in ids), *after]
 
     def _encode_chunk(self, chunk: str) -> list[int]:
-        return list(encode_texts(self._backend, [chunk])[0].ids)
+        return list(self._encode([chunk])[0].ids)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -64,11 +68,11 @@ class ParallelTokenizer:
         return list(around.ids[:start]), list(around.ids[end:])
 
 
-def can_split(backend: tokenizers.Tokenizer, tokens: Iterable[bytes]) -> bool:
+def can_split(backend: tokenizers.Tokenizer, tokens: Iterable[bytes], encode: Encode) -> bool:
     """Whether splitting a text changes none of its tokens. ``tokens``: the bytes of all, added ones as well."""
     if not isinstance(backend.model, models.BPE) or backend.model.dropout or any(map(_LETTER_AND_SPACE.search, tokens)):
         return False
-    if not encode_texts(backend, ["a"])[0].ids:  # a vocabulary without letters
+    if not encode(["a"])[0].ids:  # a vocabulary without letters
         return False
     added = [token for token in backend.get_added_tokens_decoder().values() if token.content]
     if any(token.rstrip and token.content[-1].isalpha() for token in added):
@@ -76,28 +80,11 @@ def can_split(backend: tokenizers.Tokenizer, tokens: Iterable[bytes]) -> bool:
     words = [*_PROBE_WORDS, *(token.content for token in added[:8])]
     probe = "".join(random.Random(0).choices(words, k=_PROBE_LENGTH))
     try:
-        (unsplit,) = encode_texts(backend, [probe])
-        chunks = encode_texts(backend, list(_split_at(probe, _boundaries(probe))))
+        (unsplit,) = encode([probe])
+        chunks = encode(list(_split_at(probe, _boundaries(probe))))
     except InvalidParameter:
         return False
     return list(unsplit.ids) == [token for chunk in chunks for token in chunk.ids]
-
-
-def encode_texts(
-    backend: tokenizers.Tokenizer, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool = False
-) -> list[tokenizers.Encoding]:
-    """Encode ``texts`` outside the interpreter lock, which the library's call for one text would hold.
-
-    Raises ``InvalidParameter`` for a text with which the library fails, as it does at a regular expression that has to
-    go back too often.
-    """
-    try:
-        return list(backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens))
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:  # a panic of the library is no Exception
-        reason = " ".join(str(error).split())[:200]
-        raise InvalidParameter("prompt", f"The model's tokenizer cannot encode this text: {reason}.") from None
 
 
 def _boundaries(text: str) -> Iterator[int]:

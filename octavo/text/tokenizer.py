@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
-from octavo.errors import InvalidParameter
+import tokenizers
+
+from octavo.errors import CANCELLATIONS, InvalidParameter
 from octavo.grammar.vocabulary import Vocabulary, pack_tokens
 from octavo.text import folder_tokenizer, gguf_tokenizer
-from octavo.text.parallel_tokenizer import ParallelTokenizer, can_split, encode_texts
+from octavo.text.parallel_tokenizer import ParallelTokenizer, can_split
 from octavo.text.token_bytes import token_bytes_table
 from octavo.text.tokenizer_check import check_folder
 from octavo.text.tokenizer_limits import TextLimits
@@ -68,8 +70,9 @@ class Tokenizer:
         model = self._backend.model
         if hasattr(model, "_resize_cache"):
             model._resize_cache(0 if has_whole_words else CACHED_WORDS)
-        if can_split(self._backend, self._bytes):
-            self._parallel = ParallelTokenizer(self._backend)
+        encode = partial(encode_texts, self._backend)
+        if can_split(self._backend, self._bytes, encode):
+            self._parallel = ParallelTokenizer(self._backend, encode)
         self.encode("The first text takes longer.")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -80,7 +83,8 @@ class Tokenizer:
         library cannot encode, or could make far longer.
         """
         _check_unicode(text)
-        self._limits.check(text)
+        if len(text) > self._limits.harmless_characters:
+            self._limits.check(text)
         if self._parallel is not None and self._parallel.takes(text):
             return self._parallel.encode(text, add_special_tokens)
         (encoding,) = encode_texts(self._backend, [text], add_special_tokens)
@@ -169,6 +173,23 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidParameter("prompt", f"Character {error.start} of the text is an unpaired surrogate.") from None
+
+
+def encode_texts(
+    backend: tokenizers.Tokenizer, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool = False
+) -> list[tokenizers.Encoding]:
+    """Encode ``texts`` outside the interpreter lock, which the library's call for one text would hold.
+
+    Raises ``InvalidParameter`` for a text with which the library fails, as it does at a regular expression that has to
+    go back too often.
+    """
+    try:
+        return list(backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens))
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidParameter("prompt", f"The model's tokenizer cannot encode this text: {reason}.") from None
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:

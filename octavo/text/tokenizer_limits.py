@@ -46,6 +46,8 @@ class TextLimits:
         self._normalizer = backend.normalizer
         self._growth = _growth(backend.normalizer, f"{origin}: normalizer")
         self._cut_growth = _growth(backend.pre_tokenizer, f"{origin}: pre_tokenizer")
+        self.harmless_characters = MAX_TEXT_BYTES // (4 * self._growth * self._cut_growth)
+        """A text of up to so many, of four bytes each at most, need not be checked."""
         _check_special_tokens(backend, f"{origin}: post_processor")
         _check_model(backend, f"{origin}: model")
 

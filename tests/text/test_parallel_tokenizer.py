@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 import string
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
+from octavo.text import parallel_tokenizer
 from octavo.text.gguf_tokenizer import parts_from_metadata
-from octavo.text.parallel_tokenizer import MIN_CHUNK, ParallelTokenizer, can_split
+from octavo.text.parallel_tokenizer import MIN_CHUNK, ParallelTokenizer
 from octavo.text.pre_tokenizers import WORD_RULES
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer, encode_texts
 from tests.text.conftest import SPECIAL, byte_level_metadata
 
 WORDS = (*"abthe TM12 \n\t'.,", " the", "  ", "don't ", "и", "中文", "e\u0301", "😀", " naïve ", *SPECIAL)
@@ -32,6 +34,10 @@ def letters(*merges: tuple[str, str], space: str = "▁") -> tokenizers.Tokenize
 
 def texts_of(backend: tokenizers.Tokenizer) -> list[bytes]:
     return [token.replace("▁", " ").encode() for token in backend.get_vocab()]
+
+
+def can_split(backend: tokenizers.Tokenizer, tokens: list[bytes]) -> bool:
+    return parallel_tokenizer.can_split(backend, tokens, partial(encode_texts, backend))
 
 
 @pytest.fixture
@@ -64,8 +70,11 @@ def test_text_without_pre_tokenizer_is_split_if_no_token_has_a_space_behind_a_le
     )
     rng = random.Random(0)
     text = "".join(rng.choices("aabc  ", k=4 * MIN_CHUNK))
-    assert ParallelTokenizer(backend).encode(text, True) == backend.encode(text).ids
-    assert ParallelTokenizer(backend).encode(text, False) == backend.encode(text, add_special_tokens=False).ids
+    assert ParallelTokenizer(backend, partial(encode_texts, backend)).encode(text, True) == backend.encode(text).ids
+    assert (
+        ParallelTokenizer(backend, partial(encode_texts, backend)).encode(text, False)
+        == backend.encode(text, add_special_tokens=False).ids
+    )
 
 
 def test_a_vocabulary_without_letters_is_left_alone() -> None:
@@ -111,7 +120,7 @@ def test_models_that_draw_at_random_or_choose_among_all_pieces_are_left_alone() 
 
 def test_short_texts_and_single_cores_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
-    assert not ParallelTokenizer(letters()).takes("a" * (2 * MIN_CHUNK - 1))
-    assert ParallelTokenizer(letters()).takes("a" * (2 * MIN_CHUNK))
+    assert not ParallelTokenizer(letters(), partial(encode_texts, letters())).takes("a" * (2 * MIN_CHUNK - 1))
+    assert ParallelTokenizer(letters(), partial(encode_texts, letters())).takes("a" * (2 * MIN_CHUNK))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
-    assert not ParallelTokenizer(letters()).takes("a" * (2 * MIN_CHUNK))
+    assert not ParallelTokenizer(letters(), partial(encode_texts, letters())).takes("a" * (2 * MIN_CHUNK))
