@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import msgspec
 
@@ -38,6 +39,8 @@ from octavo.types import Request, Task
 
 THREAD_BYTES = 1 << 10
 """Longer texts are tokenised in a thread: a millisecond each for many requests would stall every stream."""
+LONG_BYTES = 1 << 18
+"""Longer texts are tokenised one after the other, so that none of the others waits for them."""
 THREAD_TOKENS = 64 << 10
 """Longer lists of token ids are checked in a thread."""
 
@@ -97,6 +100,8 @@ class Admission:
         # Unbounded, tokenisation would starve the event loop of cores and of the GIL. No key takes the last place.
         num_each = max(1, num_cpus() // 2)
         self.tokenising = Places(num_each + 1, num_each)
+        self.tokenising_long = Places(1)
+        """Texts of over ``LONG_BYTES``, which may take seconds each, wait for each other alone."""
 
     @property
     def room(self) -> int:
@@ -261,18 +266,32 @@ class Admission:
     async def _encode_all(self, client_request: ClientRequest) -> list[tuple[Prompt, int]]:
         """Each prompt with its ``max_tokens``; stops at the first prompt that does not fit."""
 
-        def encode_one(source: PromptSource) -> tuple[Prompt, int]:
-            prompt = self._encode(source, client_request.prompt_field, client_request.add_special_tokens)
-            return prompt, self.max_tokens(client_request, prompt)
+        sources, found = list(client_request.prompts), list[tuple[Prompt, int]]()
 
-        def encode_all() -> list[tuple[Prompt, int]]:
-            return [encode_one(source) for source in client_request.prompts]
+        def encode_all(may_be_long: bool = True) -> bool:
+            """Returns whether all are encoded; without ``may_be_long``, it stops before a long text."""
+            for source in sources[len(found) :]:
+                size = _size(source)
+                if callable(source):
+                    rendered = source()
+                    source = sources[len(found)] = repeat(rendered).__next__  # as it is rendered once
+                    size = len(rendered)
+                if size > LONG_BYTES and not may_be_long:
+                    return False
+                prompt = self._encode(source, client_request.prompt_field, client_request.add_special_tokens)
+                found.append((prompt, self.max_tokens(client_request, prompt)))
+            return True
 
-        is_slow = any(callable(prompt) for prompt in client_request.prompts)
-        if not is_slow and sum(map(_size, client_request.prompts)) <= THREAD_BYTES:
-            return encode_all()
+        is_slow = any(callable(source) for source in sources)
+        if not is_slow and sum(map(_size, sources)) <= THREAD_BYTES:
+            encode_all()
+            return found
         async with self.tokenising.place(client_request.caller.name):
-            return await asyncio.to_thread(encode_all)
+            is_done = await asyncio.to_thread(encode_all, may_be_long=False)
+        if not is_done:
+            async with self.tokenising_long.place(client_request.caller.name):
+                await asyncio.to_thread(encode_all)
+        return found
 
     async def encode(self, source: PromptSource, field: str, add_special_tokens: bool, caller: Caller) -> Prompt:
         """Tokenise and validate one prompt. Raises ``QueueFull``, or ``RequestError`` about ``field``."""

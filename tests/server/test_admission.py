@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -114,6 +115,35 @@ def test_text_beyond_all_measure_is_refused_without_tokenising(serve_app: Any, m
     response = served.complete(prompt="é" * (MAX_MODEL_LEN * longest // 2 + 1))
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("kind", ["text", "conversation"])
+def test_short_texts_do_not_wait_for_long_ones(serve_app: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    served = serve_app()
+    admitting = served.app.state.services.admission
+    began, may_end, encode = threading.Event(), threading.Event(), admitting.tokenizer.encode
+
+    def slow(text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > 200:
+            began.set()
+            assert may_end.wait(10)
+        return encode(text, add_special_tokens)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(admitting.tokenizer, "encode", slow)
+    monkeypatch.setattr(admission, "THREAD_BYTES", 10)
+    monkeypatch.setattr(admission, "LONG_BYTES", 200)
+    long, messages = "x" * 300, [{"role": "user", "content": "x" * 300}]
+    with ThreadPoolExecutor() as pool:
+        ask = {"text": lambda: served.complete(prompt=long), "conversation": lambda: served.chat(messages=messages)}
+        waiting = [pool.submit(ask[kind]) for _ in range(4)]
+        try:
+            assert began.wait(10)
+            assert served.complete(prompt="x" * 100).status_code == 200
+            assert served.chat().status_code == 200
+            assert not any(done.done() for done in waiting)
+        finally:
+            may_end.set()
+        assert [done.result().status_code for done in waiting] == [200] * 4
 
 
 def test_long_texts_and_conversations_are_tokenised_in_a_thread(
