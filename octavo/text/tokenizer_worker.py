@@ -6,6 +6,7 @@ See ``octavo.child_worker``. A question is the path of the folder; the answer is
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 from octavo.child_worker import FAILED, INVALID, RENDERED, Answer, ChildWorker, described, start
@@ -37,6 +38,7 @@ def serve(folder: str) -> Answer:
 
 
 def main() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads cannot be started under the limits
     started = start()
     if started is not None:
         connection, settings = started
