@@ -39,6 +39,8 @@ from octavo.types import Request, Task
 
 THREAD_BYTES = 1 << 10
 """Longer texts are tokenised in a thread: a millisecond each for many requests would stall every stream."""
+SLOW_SECONDS = 0.05
+"""Processor time of a short text, which takes a hundredth of this unless a regular expression goes back very often."""
 LONG_BYTES = 1 << 18
 """Longer texts are tokenised one after the other, so that none of the others waits for them."""
 THREAD_TOKENS = 64 << 10
@@ -100,6 +102,8 @@ class Admission:
         # Unbounded, tokenisation would starve the event loop of cores and of the GIL. No key takes the last place.
         num_each = max(1, num_cpus() // 2)
         self.tokenising = Places(num_each + 1, num_each)
+        self._has_slow_rules = False
+        """Whether a short text took long: then no text is tokenised outside a thread."""
         self.tokenising_long = Places(1)
         """Texts of over ``LONG_BYTES``, which may take seconds each, wait for each other alone."""
 
@@ -283,8 +287,12 @@ class Admission:
             return True
 
         is_slow = any(callable(source) for source in sources)
-        if not is_slow and sum(map(_size, sources)) <= THREAD_BYTES:
-            encode_all()
+        if not (is_slow or self._has_slow_rules) and sum(map(_size, sources)) <= THREAD_BYTES:
+            started = time.thread_time()
+            try:
+                encode_all()
+            finally:
+                self._has_slow_rules = time.thread_time() - started > SLOW_SECONDS
             return found
         async with self.tokenising.place(client_request.caller.name):
             is_done = await asyncio.to_thread(encode_all, may_be_long=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -101,3 +102,18 @@ def test_pairs_of_texts(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidParameter, match=r"cannot encode this text: .*retry-limit-in-match"):
         tokenizer.encode_pair("a", BAD)
     assert tokenizer.encode("abc") == list(b"abc")
+
+
+def test_a_tokenizer_with_slow_rules_is_kept_out_of_the_event_loop(
+    serve_app: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, in_loop, encode = serve_app(), list[bool](), Tokenizer.encode
+
+    def watched(self: Tokenizer, text: str, *rest: Any, **options: Any) -> list[int]:
+        in_loop.append(threading.current_thread() is served._thread)
+        return encode(self, text, *rest, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    for prompt in ("ab", BAD, "ab", BAD):
+        served.complete(prompt=prompt)
+    assert in_loop == [True, True, False, False]
