@@ -7,7 +7,7 @@ from pathlib import Path
 
 from octavo.errors import ConfigError
 
-_PART = re.compile(r"-(\d{5})-of-(\d{5})(?=(\.gguf)?\Z)", re.IGNORECASE | re.ASCII)
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(?=((?i:\.gguf))?\Z)", re.ASCII)
 
 
 def number_and_count(name: str) -> tuple[int, int] | None:

@@ -121,13 +121,14 @@ def main() -> None:
     arguments = parser.parse_args()
     runs, seconds = arguments.runs, arguments.seconds
     examples = max(1, round(runs * EXAMPLES_PER_RUN))
-    if arguments.minutes is not None:
-        runs, seconds = UNLIMITED, max(1, round(60 * arguments.minutes / len(arguments.targets)))
-        examples = max(1, round(seconds * EXAMPLES_PER_SECOND))
-    results = []
+    started, results = time.monotonic(), list[Result]()
     row = "{:22}{:>10}{:>10}{:>10}{:>10}"
     print(row.format("target", "inputs", "seconds", "coverage", "findings"), flush=True)
-    for name in arguments.targets:
+    for index, name in enumerate(arguments.targets):
+        if arguments.minutes is not None:  # what starts and ends of processes took is taken from the targets to come
+            left = 60 * arguments.minutes - (time.monotonic() - started)
+            runs, seconds = UNLIMITED, max(1, round(left / (len(arguments.targets) - index)))
+            examples = max(1, round(seconds * EXAMPLES_PER_SECOND))
         folder = arguments.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         result = ask_by_schema(folder, examples) if name == SCHEMA else fuzz(name, folder, runs, seconds)

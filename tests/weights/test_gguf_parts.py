@@ -143,7 +143,7 @@ def test_names_of_parts() -> None:
         "a.gguf",
         "a-00000-of-00002.gguf",
         "a-00003-of-00002.gguf",
-        "a-1-of-2.gguf",
+        "a-00001-OF-00002.gguf",
         "a-00001-of-00002.gguf\n",
     ):
         assert part_names(name) == [name]
