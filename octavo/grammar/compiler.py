@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from octavo.child_process import ChildLost, ChildProcess
 from octavo.child_worker import LATE, RENDERED
-from octavo.errors import CANCELLATIONS, QueueFull
+from octavo.errors import CANCELLATIONS, QueueFull, Unavailable
 from octavo.grammar.forms import MAX_GRAMMAR_BYTES, WEAKENS, Part, json_object, parts_of, text_of, weakened_in
 from octavo.grammar.vocabulary import PackedVocabulary
 
@@ -24,6 +25,9 @@ MAX_SECONDS = 2.0
 MAX_MEMORY = 1 << 30
 MAX_PROCESSES = 2
 """Grammars tested at the same time."""
+SLOW_SECONDS = 0.2
+"""The second process is started for a grammar that waits while another has been tested for so long: most grammars take
+less time than the start of a process. It ends when there is nothing to do for it."""
 MAX_WAITING = 128
 """Most grammars of one tenant that wait."""
 RETRY_AFTER = 1
@@ -89,6 +93,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         """Guards both lists, which threads of running tests change."""
         self._num_running = 0
+        self._last_start = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._jobs: dict[str, _Job] = {}
         """By text."""
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
@@ -100,6 +107,15 @@ class GrammarCompiler:
     def process_id(self) -> int | None:
         """Id of the child process that is used first; ``None`` while there is none."""
         return self._processes[0].id if self._processes else None
+
+    def start_process(self) -> None:
+        """Start a process in a thread, so that the first grammar finds one that is ready."""
+
+        def start() -> None:
+            with contextlib.suppress(Refused, Unavailable):
+                self._give_back(self._taken())
+
+        threading.Thread(target=start, name="grammar process", daemon=True).start()
 
     async def compile(self, text: str, tenant: str = "") -> Compiled:
         """The normalised grammar for the engine.
@@ -180,7 +196,12 @@ class GrammarCompiler:
 
     def _start_waiting(self) -> None:
         """Start tests while processes are free: the next grammar of each tenant in turn."""
+        loop = asyncio.get_running_loop()
         while self._num_running < MAX_PROCESSES and self._waiting:
+            if self._num_running and not self._idle and loop.time() < self._last_start + SLOW_SECONDS:
+                if self._timer is None:
+                    self._timer = loop.call_at(self._last_start + SLOW_SECONDS, self._start_late)
+                return
             tenant, queue = self._waiting.popitem(last=False)
             job = queue.popleft() if queue else None
             if queue:
@@ -188,8 +209,13 @@ class GrammarCompiler:
             if job is not None and not job.is_started:  # it may have been in the queue of another tenant, too
                 job.is_started = True
                 self._num_running += 1
-                task = asyncio.get_running_loop().create_task(self._run(job))
-                task.add_done_callback(lambda done: done.exception())
+                self._last_start = loop.time()
+                self._tasks.add(task := loop.create_task(self._run(job)))
+                task.add_done_callback(self._tasks.discard)
+
+    def _start_late(self) -> None:
+        self._timer = None
+        self._start_waiting()
 
     async def _run(self, job: _Job) -> None:
         try:
@@ -263,10 +289,13 @@ class GrammarCompiler:
 
     def _give_back(self, process: ChildProcess) -> None:
         with self._lock:
-            if process.is_alive and process in self._processes:
+            if process not in self._processes:
+                return
+            if process.is_alive and not self._idle:
                 self._idle.append(process)
-            elif process in self._processes:
-                self._processes.remove(process)
+                return
+            self._processes.remove(process)
+        process.close()
 
     def close(self) -> None:
         """End the processes. Compiling again starts new ones."""

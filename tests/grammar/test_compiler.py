@@ -273,6 +273,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> type[SlowChild]:
     SlowChild.compiled, SlowChild.running, SlowChild.most = [], 0, 0
     SlowChild.gate = threading.Semaphore(0)
     monkeypatch.setattr("octavo.grammar.compiler.ChildProcess", SlowChild)
+    monkeypatch.setattr("octavo.grammar.compiler.SLOW_SECONDS", 0.0)
     return SlowChild
 
 
@@ -295,6 +296,40 @@ def test_a_tenant_waits_for_few_grammars_of_another(slow: type[SlowChild]) -> No
         await asyncio.gather(*flood)
         assert len(slow.compiled) == 51
         assert slow.most == MAX_PROCESSES
+
+    run(test)
+
+
+def test_grammars_that_take_little_time_need_one_process() -> None:
+    async def test(compiler: GrammarCompiler) -> None:
+        await compiler.compile(GOOD)
+        first = compiler.process_id
+        await asyncio.gather(*(compiler.compile(forms.grammar_text(forms.choice([str(n)]))) for n in range(20)))
+        assert [process.id for process in compiler._processes] == [first]
+
+    run(test)
+
+
+def test_a_second_process_ends_when_there_is_nothing_to_do(slow: type[SlowChild]) -> None:
+    async def test(compiler: GrammarCompiler) -> None:
+        tasks = [asyncio.create_task(compiler.compile(f"{number}")) for number in range(4)]
+        await asyncio.sleep(0.05)
+        assert len(compiler._processes) == MAX_PROCESSES
+        slow.gate.release(4)
+        await asyncio.gather(*tasks)
+        assert len(compiler._processes) == 1
+
+    run(test)
+
+
+def test_a_process_can_be_started_before_the_first_grammar() -> None:
+    async def test(compiler: GrammarCompiler) -> None:
+        compiler.start_process()
+        while not compiler._idle:
+            await asyncio.sleep(0.01)
+        first = compiler.process_id
+        await compiler.compile(GOOD)
+        assert compiler.process_id == first
 
     run(test)
 
