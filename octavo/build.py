@@ -78,11 +78,13 @@ def build_engine(
     on_lost: OnLost | None = None,
     tuning: TuningPlan | None = None,
     started: RankProcesses | None = None,
+    expects_grammars: bool = False,
 ) -> Built:
     """Load the model and wire the engine; ``tuning``: see ``make_runner``. Raises ``ConfigError``, ``CheckpointError``.
 
     ``on_lost`` is called when another process that computes for this engine ends; steps then raise ``RanksLost`` or
-    ``WorkerLost``. ``started`` are the processes of the other ranks, where they were started before.
+    ``WorkerLost``. ``started`` are the processes of the other ranks, where they were started before. With
+    ``expects_grammars`` the first grammar finds the vocabulary loaded.
     """
     if config.model.backend == "grpc":
         return build_remote(config, on_lost)
@@ -91,6 +93,9 @@ def build_engine(
     path, checkpoint = _open(config.model, device)
     config, model_config, form = _read_model(config, path, checkpoint, device)
     eos_ids, defaults = _generation(config.model, checkpoint, path, model_config)
+    grammars = make_grammars(config.model, path, eos_ids)
+    if expects_grammars:
+        grammars.start_loading()
     phases.done("device and checkpoint")
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
@@ -116,7 +121,6 @@ def build_engine(
         phases.done("kernels and graphs")
     sizes = limits, budget, collective.size
     info = _info(model_config, loaded, form, *sizes, eos_ids, defaults)
-    grammars = make_grammars(config.model, path, info.eos_token_ids)
     scheduler = _scheduler(config, limits, method)
     _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
@@ -124,6 +128,9 @@ def build_engine(
     ranks.report_to(on_lost)
     timed = logged(runner, config.scheduler.step_log)
     sleeper = runner if info.sleeps_in_host_memory else None
+    if expects_grammars:
+        grammars.finish_loading()
+        phases.done("vocabulary of grammars")
     return Engine(scheduler, timed, grammars=grammars, adapters=lora, sleeper=sleeper, depth=depth), info
 
 

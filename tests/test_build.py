@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from octavo.build import build_engine
 from octavo.config import EngineConfig
 from octavo.device_settings import resolve_kv_dtype
 from octavo.errors import CheckpointError, ConfigError
+from octavo.grammar.masks import MatcherMasks
 from octavo.ops import dispatch
 from octavo.ops.cpu import threads
 from octavo.quant.stored import WeightFormat
@@ -143,3 +145,15 @@ def test_async_scheduling_can_be_disabled(
     config = EngineConfig.from_flat({"model": str(folder), "device": "cpu", "num_kv_blocks": 40, **settings})
     engine, _ = build_engine(config)
     assert engine.depth == depth
+
+
+def test_an_engine_that_expects_grammars_has_their_vocabulary_when_it_is_ready(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(MatcherMasks, "_loaded", lambda masks: loaded.append(threading.current_thread().name))
+    config = EngineConfig.from_flat({"model": str(folder), "device": "cpu", "num_kv_blocks": 40})
+    build_engine(config)
+    assert not loaded
+    build_engine(config, expects_grammars=True)
+    assert len(loaded) == 2, "it is loaded beside the weights, and awaited"

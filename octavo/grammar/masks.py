@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -99,10 +100,30 @@ class MatcherMasks:
         self._load = load
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_give_way)
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._eos_ids: frozenset[int] = frozenset()
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._last: Future[dict[int, list[Mask]]] | None = None
+
+    # ---- the vocabulary
+
+    def start_loading(self) -> None:
+        """Load the vocabulary in a thread, instead of with the first grammar."""
+        threading.Thread(target=self.finish_loading, name="vocabulary of grammars", daemon=True).start()
+
+    def finish_loading(self) -> None:
+        """Load the vocabulary, or wait until it is loaded. An error is left for the first grammar."""
+        with contextlib.suppress(Exception):
+            self._loaded()
+
+    def _loaded(self) -> LLTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                vocabulary = self._load()
+                self._eos_ids = frozenset(vocabulary.eos_ids)
+                self._tokenizer = make_tokenizer(vocabulary)
+            return self._tokenizer
 
     # ---- before a request is scheduled
 
@@ -114,10 +135,7 @@ class MatcherMasks:
     def _compile(self, text: str) -> Progress:
         matcher = self._kept.get(text)
         if matcher is None:
-            if self._tokenizer is None:
-                vocabulary = self._load()
-                self._tokenizer, self._eos_ids = make_tokenizer(vocabulary), frozenset(vocabulary.eos_ids)
-            matcher = self._kept[text] = compile_matcher(normalised(text), self._tokenizer)
+            matcher = self._kept[text] = compile_matcher(normalised(text), self._loaded())
         self._kept.move_to_end(text)
         while len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)

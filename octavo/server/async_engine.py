@@ -22,7 +22,7 @@ from octavo.server.crash_isolation import CrashIsolation
 from octavo.server.engine_client import KVEventSink, OutputListener, SleepMode
 from octavo.server.engine_link import EngineLink
 from octavo.server.engine_stats import TotalStats
-from octavo.server.journal import RequestJournal
+from octavo.server.journal import RequestJournal, had_grammars
 from octavo.server.live_request import LiveRequest, adapters_of
 from octavo.server.supervisor import Supervisor
 from octavo.server.timelines import KVEventRing, Timelines
@@ -71,6 +71,8 @@ class AsyncEngine(RequestJournal):
         self._supervisor = Supervisor(
             argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self, environment or {}
         )
+        self.expects_grammars = had_grammars(config.server)
+        """Whether there was a request with a grammar, in this process or in one before it with the same journal."""
         self._kv_event_sinks: list[KVEventSink] = [self.kv_events] if config.cache.enable_kv_events else []
         self._isolation = CrashIsolation()
         self._info: EngineInfo | None = None
@@ -247,6 +249,7 @@ class AsyncEngine(RequestJournal):
                 raise InvalidParameter("request", str(error)) from None
             live.is_submitted = True
         self._keep(live)
+        self.expects_grammars |= request.params.grammar is not None
         self.last_used = time.monotonic()
         if self.sleep_level:
             self.on_wanted()

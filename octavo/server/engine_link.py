@@ -72,10 +72,10 @@ class EngineLink(asyncio.Protocol):
         ours.setblocking(False)
         self._socket = ours
 
-    async def connect(self, config: dict[str, Any]) -> None:
+    async def connect(self, config: dict[str, Any], expects_grammars: bool) -> None:
         """Open the connection and send the configuration."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
-        self.send(wire.Start(self.generation, config, current_level(), current_format()))
+        self.send(wire.Start(self.generation, config, current_level(), current_format(), expects_grammars))
 
     @property
     def pid(self) -> int | None:

@@ -235,7 +235,7 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
     """Build the engine and send ``Ready``; on failure send ``Failed`` and return ``None``."""
     try:
         config = _config(start)
-        engine, info = (build or _default_build(config.model))(config)
+        engine, info = (build or _default_build(config.model, start.expects_grammars))(config)
     except CANCELLATIONS:
         raise
     except BaseException as error:
@@ -258,7 +258,7 @@ def _config(start: wire.Start) -> EngineConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, kernel_tuning_seconds=0.0))
 
 
-def _default_build(settings: ModelSettings) -> Build:
+def _default_build(settings: ModelSettings, expects_grammars: bool) -> Build:
     """The function that builds the backend of the settings. Those without a model need no torch."""
     if settings.backend == "toy":
         return toy.build
@@ -271,7 +271,7 @@ def _default_build(settings: ModelSettings) -> Build:
     with importing():
         from octavo.build import build_engine  # imports torch, which the front process must never import
     phases.done("imports of the engine process")
-    return functools.partial(build_engine, on_lost=_end_as, started=started)
+    return functools.partial(build_engine, on_lost=_end_as, started=started, expects_grammars=expects_grammars)
 
 
 def _end_as(status: int) -> None:

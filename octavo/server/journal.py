@@ -6,16 +6,29 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from octavo.errors import CANCELLATIONS, RequestError, RequestFailed
 from octavo.server.engine_client import Progress
 from octavo.server.live_request import LiveRequest
 from octavo.server.timelines import Timelines
 from octavo.server.tracing import TRACE_HEADERS, Tracing
+from octavo.server_settings import ServerSettings
 from octavo.telemetry.metrics import Metrics
 from octavo.types import FinishReason, Output
 
+GRAMMARS = "grammars"
+"""Name of an empty file in the folder of ``--journal``, from the first request with a grammar on."""
+
 logger = logging.getLogger("octavo.server")
+
+
+def had_grammars(settings: ServerSettings) -> bool:
+    """Whether an earlier process with the same ``--journal`` had requests with a grammar."""
+    if settings.journal is None:
+        return False
+    folder = Path(settings.journal).expanduser()  # a server of several models has a folder in it for each
+    return any(path.name == GRAMMARS for path in (*folder.glob(GRAMMARS), *folder.glob(f"*/{GRAMMARS}")))
 
 
 class RequestJournal:

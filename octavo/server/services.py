@@ -20,6 +20,7 @@ from octavo.server.body_receiver import BodyReceiver
 from octavo.server.durable.journal import Journal
 from octavo.server.engine_client import EngineClient, Monitored
 from octavo.server.errors import UnknownParameter, printable
+from octavo.server.journal import had_grammars
 from octavo.server.keys import Keys, caller_of
 from octavo.server.store import Store
 from octavo.text.chat_template import ChatTemplate
@@ -84,6 +85,8 @@ class Services:
             Detokenizer(self.tokenizer)
             _ = self.tokenizer.packed_tokens
             self.tokenizer.prepare_to_encode()
+            if had_grammars(self.config.server):
+                self.admission.grammars.start_process()
         try:
             self.chat_template.check()
         except ConfigError as error:

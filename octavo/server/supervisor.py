@@ -47,6 +47,9 @@ logger = logging.getLogger("octavo.server")
 class Owner(Protocol):
     """Receives events of the engine process."""
 
+    expects_grammars: bool
+    """Whether the next engine process shall prepare for grammars while it starts."""
+
     async def prepare(self, link: EngineLink) -> None:
         """Prepare a built engine process for requests. Raises ``OctavoError`` on failure."""
         ...
@@ -177,7 +180,7 @@ class Supervisor:
         try:
             with self._reserve.lent():
                 link.start_process(self._argv, self._environment)
-            await link.connect(self._config)
+            await link.connect(self._config, self._owner.expects_grammars)
             info = await self._until_ready(link, seconds)
             await self._owner.prepare(link)
             self._owner.on_up(info)

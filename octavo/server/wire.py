@@ -48,6 +48,8 @@ class Start(msgspec.Struct, tag="start", array_like=True):
     config: dict[str, Any]
     log_level: str = "WARNING"
     log_format: str = "text"
+    expects_grammars: bool = False
+    """Whether requests with a grammar wait, or are likely: the engine is ready for them when it is ready."""
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, gc=False):

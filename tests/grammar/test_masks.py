@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.grammar import forms
 from octavo.grammar.masks import TOO_SLOW, MatcherMasks, Progress
-from octavo.grammar.matchers import compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
+from octavo.grammar.matchers import GrammarError, compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.sampling_params import SamplingParams
 from octavo.types import Masks, Output, Plan, Request
@@ -239,3 +240,33 @@ def test_masks_are_computed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None
     coming = masks.masks(scheduler.schedule())
     gate.set_result(None)
     assert {TOKENS[token] for token in allowed(coming[1][0])} <= {c.encode() for c in CHARACTERS}
+
+
+def test_the_vocabulary_is_loaded_before_the_first_grammar_if_asked_for() -> None:
+    loads: list[int] = []
+
+    def load() -> Vocabulary:
+        loads.append(threading.get_ident())
+        return VOCABULARY
+
+    masks = MatcherMasks(load)
+    masks.start_loading()
+    while not loads:
+        time.sleep(0.001)
+    masks.finish_loading()
+    request = Request(1, [1], SamplingParams(grammar=forms.grammar_text(forms.regex("a+"))), 5)
+    masks.prepare(request).result()
+    assert len(loads) == 1, "the first grammar loaded it again"
+    assert loads[0] != threading.get_ident(), "it was loaded in the way of the engine's start"
+
+
+def test_a_vocabulary_that_cannot_be_loaded_is_the_error_of_the_first_grammar() -> None:
+    def load() -> Vocabulary:
+        raise GrammarError("cannot be used: the model has no tokenizer")
+
+    masks = MatcherMasks(load)
+    masks.start_loading()
+    masks.finish_loading()
+    request = Request(1, [1], SamplingParams(grammar=forms.grammar_text(forms.regex("a+"))), 5)
+    with pytest.raises(GrammarError, match="no tokenizer"):
+        masks.prepare(request).result()

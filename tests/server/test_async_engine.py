@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo import errors
-from octavo.config import EngineConfig, ServeConfig, settings
+from octavo.config import EngineConfig, ModelSettings, ServeConfig, settings
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.server.async_engine import AsyncEngine
+from octavo.server.engine_link import EngineLink
+from octavo.server_settings import ServerSettings
 from octavo.types import Output, Request
 from tests.server.child_engine import SLOW, Recorder, assert_right, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected
@@ -186,3 +189,37 @@ def test_metrics_agree_with_what_happened() -> None:
             assert values["vllm:num_requests_running", None] == 0
 
     asyncio.run(main())
+
+
+def test_an_engine_process_is_told_to_prepare_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a request with one does not need a longer life of the process than another."""
+    told: list[bool] = []
+    connect = EngineLink.connect
+
+    async def recorded(link: EngineLink, config: dict[str, object], expects_grammars: bool) -> None:
+        told.append(expects_grammars)
+        await connect(link, config, expects_grammars)
+
+    monkeypatch.setattr(EngineLink, "connect", recorded)
+
+    async def main() -> None:
+        async with running(**SLOW) as engine:
+            for grammar in (None, "{}"):
+                request = Request(engine.next_id(), [1, 2], SamplingParams(grammar=grammar), 5)
+                engine.add(request, Recorder())
+                await until(lambda: engine.num_live == 0)
+                restarts = engine.num_restarts
+                kill(engine)
+                await until(lambda count=restarts: engine.num_restarts > count)
+
+    asyncio.run(main())
+    assert told == [False, False, True]
+
+
+@pytest.mark.parametrize("place", ["grammars", "a-model/grammars"])
+def test_a_server_knows_from_its_journal_that_there_were_grammars(tmp_path: Path, place: str) -> None:
+    config = ServeConfig(model=ModelSettings(model="{}"), server=ServerSettings(journal=str(tmp_path)))
+    assert not AsyncEngine(config).expects_grammars
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).touch()
+    assert AsyncEngine(config).expects_grammars

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -25,6 +26,7 @@ from octavo.server.durable.recovery import read_logs
 from octavo.server.durable.requests import DurableRequest, begin_of, head_of
 from octavo.server.engine_client import EngineClient
 from octavo.server.generation import Generation
+from octavo.server.journal import GRAMMARS
 from octavo.server.keys import Caller, caller_of
 from octavo.server.takeover import Predecessor
 from octavo.text.tokenizer import Tokenizer
@@ -102,6 +104,7 @@ class Journal:
         self._batch: Batch | None = None
         """What was noted since the last record."""
         self._snapshot_bytes = 0
+        self._had_grammars = False
         self.folder = folder
         self._predecessor = predecessor
         try:
@@ -242,6 +245,10 @@ class Journal:
                 found = self._begin(caller, key, digest, client_request, prepared)
                 return found.first_reader(prepared).generation
 
+            if client_request.grammar is not None and not self._had_grammars:
+                self._had_grammars = True
+                with contextlib.suppress(OSError):  # it only makes the next start slower
+                    (self.folder / GRAMMARS).touch()
             generation = await admission.admit(client_request, begin)
             await self.synced()
             return generation

@@ -22,8 +22,10 @@ import httpx
 import pytest
 
 from octavo.errors import ConfigError, RequestFailed
+from octavo.grammar.compiler import GrammarCompiler
 from octavo.server.durable import journal, log
 from octavo.server.durable.log import log_files
+from octavo.server.journal import had_grammars
 from tests.server.child_engine import ROOT
 from tests.server.conftest import Served
 from tests.server.fake_engine import token_at
@@ -407,3 +409,21 @@ def test_health_fails_after_a_bound(tmp_path: Path) -> None:
         assert served.client.get("/health").status_code == 200
         served.engine.seconds_since_progress = 61.0
         assert served.client.get("/health").status_code == 503
+
+
+def test_a_restarted_server_is_ready_for_grammars_if_there_were_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as served:
+        send(served)
+        assert not had_grammars(served.app.state.services.config.server)
+    with serving(tmp_path) as served:
+        served.app.state.services.warm_up()
+        assert served.app.state.services.admission.grammars.process_id is None
+        send(served, key="b", structured_outputs={"regex": "[a-z]+"})
+        assert had_grammars(served.app.state.services.config.server)
+    with serving(tmp_path) as served:
+        started: list[bool] = []
+        monkeypatch.setattr(GrammarCompiler, "start_process", lambda compiler: started.append(True))
+        served.app.state.services.warm_up()
+        assert started
