@@ -16,7 +16,7 @@ from octavo.server.proxy.connections import ConnectionFailed
 from octavo_bench.chaos import processes
 from octavo_bench.chaos.answers import Repeated
 from octavo_bench.chaos.client import MANNERS, Client, Failed, Followed
-from octavo_bench.chaos.faults import FAULTS, OF_SUPERVISED, Fault, Wrong
+from octavo_bench.chaos.faults import FAULTS, OF_SUPERVISED, Fault, Wrong, kill_front
 from octavo_bench.chaos.target import Target
 from octavo_bench.chaos.traffic import Asked
 
@@ -30,6 +30,8 @@ QUIET_SECONDS = 20.0
 """What a server may take to let go of everything, after the last answer."""
 MORE_DESCRIPTORS = 8
 """So many more open files than in the beginning are not a leak: libraries open some at their first use."""
+FINISH_SECONDS = 60.0
+"""With faults at an interval: what every request may take to its answer, from the last fault on."""
 MAX_FINDINGS = 50
 Verdict = Literal["lost", "changed", "twice", "broken", "wrong", "held"]
 
@@ -44,6 +46,8 @@ class Plan:
     num_clients: int = 6
     faults_between_looks: int = 8
     faults: Sequence[str] = tuple(FAULTS)
+    interval: float | None = None
+    """Seconds from one fault to the next, whether the server has recovered or not; ``None``: after each recovery."""
 
 
 @dataclass
@@ -57,6 +61,8 @@ class Findings:
     recoveries: dict[str, list[float]] = field(default_factory=dict)
     """Seconds from a fault to the next answer, by name."""
     looks: list[dict[str, Any]] = field(default_factory=list)
+    finish_seconds: float | None = None
+    """With faults at an interval: from the last one to the last answer."""
 
     def add(self, verdict: Verdict, **details: Any) -> None:
         self.counts[verdict] += 1
@@ -93,7 +99,7 @@ class Chaos:
             await self._look("before the first fault")
             self._begun = time.perf_counter()
             while self._goes_on():
-                await self._episode()
+                await (self._episode() if self._plan.interval is None else self._steady_episode(self._plan.interval))
                 await self._look(f"after {self._num_faults} faults")
         finally:
             self._target.close()
@@ -123,7 +129,8 @@ class Chaos:
         client = Client(self._target.url, self._target.excuses)
         rng = random.Random(f"{self._plan.seed}:{worker}:{self._num_faults}")
         num_asked = 0
-        while num_asked < LEAST_REQUESTS or not is_over.is_set():
+        is_steady = self._plan.interval is not None
+        while not is_over.is_set() or (num_asked < LEAST_REQUESTS and not is_steady):
             num_asked += 1
             index = rng.randrange(len(self._requests))
             asked = self._requests[index]
@@ -132,7 +139,7 @@ class Chaos:
             key = f"{self._plan.seed}-{self._num_asked}"
             about = {"kind": asked.kind, "manner": manner, "key": key}
             try:
-                async with asyncio.timeout(REQUEST_SECONDS):
+                async with asyncio.timeout(None if is_steady else REQUEST_SECONDS):
                     followed = await client.follow(asked, key, rng, manner)
             except Failed as error:
                 self._found("lost", **about, detail=str(error))
@@ -174,17 +181,48 @@ class Chaos:
             is_over.set()
         await asyncio.gather(*workers)
 
-    async def _do_one(self) -> None:
-        names = self._plan.faults
-        known = FAULTS | OF_SUPERVISED
+    async def _steady_episode(self, interval: float) -> None:
+        """Faults at an interval, under which no request has to be answered; then all of them."""
+        is_over = asyncio.Event()
+        clock = time.perf_counter
+        with self._excused(Fault(kill_front, 1, breaks=True)):
+            workers = [
+                asyncio.create_task(self._ask_until(is_over, worker)) for worker in range(self._plan.num_clients)
+            ]
+            while self._goes_on():
+                begun = clock()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(interval):
+                        name, fault, rng = self._next_fault()
+                        await fault.run(self._target, rng)
+                self.findings.recoveries.setdefault(name, []).append(clock() - begun)
+                await asyncio.sleep(max(0.0, begun + interval - clock()))
+            is_over.set()
+            last = clock()
+            self._say(f"{self._num_faults} faults, {sum(self.findings.answers.values())} right answers so far")
+            done, waiting = await asyncio.wait(workers, timeout=FINISH_SECONDS)
+            self.findings.finish_seconds = clock() - last
+            for worker in waiting:
+                worker.cancel()
+                self._found("lost", detail=f"no answer {FINISH_SECONDS:g} s after the last fault")
+            for worker in done:
+                worker.result()
+            self._say(f"all answers {self.findings.finish_seconds:.1f} s after the last fault")
+
+    def _next_fault(self) -> tuple[str, Fault, random.Random]:
+        """The next fault by its weight, and the numbers it draws."""
+        names, known = self._plan.faults, FAULTS | OF_SUPERVISED
         (name,) = self._rng.choices(names, [known[name].weight for name in names])
         self._num_faults += 1
         self._recent.append(name)
-        rng = random.Random(self._rng.random())
+        return name, known[name], random.Random(self._rng.random())
+
+    async def _do_one(self) -> None:
+        name, fault, rng = self._next_fault()
         begun = time.perf_counter()
         try:
-            with self._excused(known[name]):
-                await known[name].run(self._target, rng)
+            with self._excused(fault):
+                await fault.run(self._target, rng)
                 seconds = await self._target.seconds_until_answer(begun)
         except Wrong as error:
             self._found("wrong", fault=name, detail=str(error))

@@ -15,13 +15,6 @@ BATCH_LINES = 4
 ADAPTER = "lent"
 """Name of the adapter that requests may select."""
 SENTENCE = "An octavo is a book made of sheets folded three times into eight leaves, small enough for a pocket. "
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "pages": {"type": "integer"}},
-    "required": ["name", "pages"],
-    "additionalProperties": False,
-}
-TOOL = {"type": "function", "function": {"name": "lend", "description": "Lend a book", "parameters": SCHEMA}}
 
 
 class Asked(NamedTuple):
@@ -55,6 +48,38 @@ def make_requests(count: int, seed: int, has_adapter: bool) -> list[Asked]:
     return made[:count]
 
 
+def _book(number: int) -> dict[str, Any]:
+    """A schema, another one for each number."""
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "pages": {"type": "integer", "maximum": number + 9},
+        },
+        "required": ["name", "pages"],
+        "additionalProperties": False,
+    }
+
+
+def _with_grammar(number: int, sampled: dict[str, Any], messages: dict[str, Any]) -> Iterator[Asked]:
+    """Requests whose answers have a form, each with a grammar of its own."""
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    schema = {"type": "json_schema", "json_schema": {"name": "book", "schema": _book(number)}}
+    forms = {"response_format": schema, "max_tokens": 100}
+    function = {"name": "lend", "description": "Lend a book", "parameters": _book(number)}
+    tools = {**messages, "tools": [{"type": "function", "function": function}], "max_tokens": 100}
+    strict = {**tools, "tools": [{"type": "function", "function": {**function, "strict": True}}]}
+    regex, choices = f"[a-z]{{8,{number + 40}}}", [f"{number}. leaf", f"{number}. sheet", f"{number}. book"]
+    yield Asked("tools_stream", CHAT, {**tools, **streamed, "tool_choice": "required"})
+    yield Asked("tools", CHAT, {**tools, "tool_choice": "required"})
+    yield Asked("strict_tools_stream", CHAT, {**strict, **streamed})
+    yield Asked("schema", CHAT, {**messages, **forms})
+    yield Asked("schema_stream", CHAT, {**messages, **forms, **streamed})
+    yield Asked("regex", COMPLETIONS, {**sampled, "structured_outputs": {"regex": regex}, "stream": True})
+    yield Asked("whole_regex", COMPLETIONS, {**sampled, "structured_outputs": {"regex": f"{regex}!"}})
+    yield Asked("choice", COMPLETIONS, {**sampled, "structured_outputs": {"choice": choices}, "stream": True})
+
+
 def _one_of_each(number: int, rng: random.Random) -> Iterator[Asked]:
     drawn = {"temperature": 0.9, "top_p": 0.95, "seed": rng.randrange(1 << 31)}
     prompt = f"{number}. {SENTENCE}"
@@ -62,8 +87,6 @@ def _one_of_each(number: int, rng: random.Random) -> Iterator[Asked]:
     sampled = {**plain, **drawn, "max_tokens": rng.randrange(16, 200)}
     messages = {"messages": [{"role": "user", "content": prompt}], **drawn, "max_tokens": rng.randrange(16, 120)}
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    schema = {"type": "json_schema", "json_schema": {"name": "book", "schema": SCHEMA}}
-    tools = {**messages, "tools": [TOOL], "tool_choice": "required", "max_tokens": 100}
     yield Asked("stream", COMPLETIONS, {**sampled, **streamed})
     yield Asked("long_stream", COMPLETIONS, {**sampled, "max_tokens": rng.randrange(800, 1600), "stream": True})
     yield Asked("chat_stream", CHAT, {**messages, **streamed})
@@ -71,16 +94,13 @@ def _one_of_each(number: int, rng: random.Random) -> Iterator[Asked]:
     background = {**_response(prompt, rng), "background": True, "max_output_tokens": rng.randrange(16, 800)}
     yield Asked("background", RESPONSES, background)
     yield Asked("background_stream", RESPONSES, {**background, "stream": True})
-    yield Asked("tools_stream", CHAT, {**tools, **streamed})
     yield Asked("choices", COMPLETIONS, {**sampled, "n": 2, "frequency_penalty": 0.5, "stream": True})
-    yield Asked("schema", CHAT, {**messages, "response_format": schema, "max_tokens": 100})
     yield Asked("stop", COMPLETIONS, {**sampled, "stop": ["a", "ku"], "stream": True, "min_tokens": 8})
     yield Asked("logprobs", COMPLETIONS, {**sampled, "logprobs": 2, "stream": True})
     yield Asked("chat_logprobs", CHAT, {**messages, "logprobs": True, "top_logprobs": 1})
     yield Asked("prompt_logprobs", COMPLETIONS, {**sampled, "prompt_logprobs": 1, "echo": True, "logprobs": 1})
     yield Asked("long_prompt", COMPLETIONS, {**plain, "prompt": prompt + SENTENCE * 12, "max_tokens": 8})
-    yield Asked("regex", COMPLETIONS, {**sampled, "structured_outputs": {"regex": "[a-z]{8,40}"}, "stream": True})
-    yield Asked("tools", CHAT, tools)
+    yield from _with_grammar(number, sampled, messages)
     yield Asked("response", RESPONSES, _response(prompt, rng))
     yield Asked("embedding", EMBEDDINGS, {"input": prompt})
     yield Asked("adapter_stream", COMPLETIONS, {**sampled, **streamed, "model": ADAPTER})

@@ -27,6 +27,9 @@ def add_kinds(kinds: Any) -> None:
     chaos.add_argument("--seed", type=int, default=0, help="of requests, faults and their order")
     chaos.add_argument("--num-faults", type=positive, help="faults; default: 20, or what --duration allows")
     chaos.add_argument("--duration", type=float, metavar="SECONDS", help="for which faults are begun")
+    chaos.add_argument(
+        "--interval", type=float, metavar="SECONDS", help="between faults, also before recovery; needs --duration"
+    )
     chaos.add_argument("--clients", type=positive, default=6, help="requests at once")
     chaos.add_argument("--num-requests", type=positive, default=60, help="different requests")
     chaos.add_argument("--faults", metavar="NAME,...", help="only these; default: all")
@@ -61,7 +64,9 @@ def _chaos(args: argparse.Namespace) -> int:
     if unknown := sorted(set(names) - set(known)):
         raise ConfigError(f"faults: {', '.join(unknown)}: not among {', '.join(known)}")
     num_faults = args.num_faults or (None if args.duration else 20)
-    plan = Plan(args.seed, num_faults, args.duration, args.clients, faults=names)
+    if args.interval is not None and (args.interval <= 0 or args.duration is None):
+        raise ConfigError("interval: needs --duration, and must be above 0")
+    plan = Plan(args.seed, num_faults, args.duration, args.clients, faults=names, interval=args.interval)
     with tempfile.TemporaryDirectory(prefix="octavo_chaos_") as place:
         folder = Path(place)
         logs = args.logs or folder / "logs"
@@ -105,6 +110,7 @@ def _result(args: argparse.Namespace, findings: Findings, target: Target) -> dic
         "counts": {name: findings.counts[name] for name in COUNTS},
         "recovery_s": {name: _distribution(times) for name, times in findings.recoveries.items()},
         "held": findings.looks,
+        "finish_s": findings.finish_seconds,
         "findings": findings.details,
     }
 

@@ -30,6 +30,8 @@ FIRST_MOMENT = 0.05
 """Seconds that an engine process is ready, at least, before it is killed; at most three times what the longest answer
 takes alone, so that a slow machine gets as far as a fast one."""
 SHARE_KILLED_IN_START = 0.15
+NUM_LIVES = 3
+TOKENS_OF_A_LIFE = 8
 SENTENCE = "An octavo is a book made of sheets folded three times into eight leaves, small enough for a pocket. "
 SCHEMA = {
     "type": "object",
@@ -164,3 +166,39 @@ def test_kills_lose_change_and_fail_nothing(serve: Callable[..., Server], num_ki
     assert not wrong, f"{len(wrong)} of {len(answers)}: {wrong[:5]}"
     assert float(counts["poison_requests"]) == 0
     assert float(counts["engine_restarts"]) >= len(recoveries)
+
+
+def test_a_request_with_a_grammar_needs_no_longer_life_than_another(serve: Callable[..., Server]) -> None:
+    """The engine process is killed as soon as a plain request got a few tokens of it; the other gets some, too."""
+    server = serve()
+    counts = Counter[str]()
+    body = {"prompt": SENTENCE, "max_tokens": 600, "ignore_eos": True, "temperature": 0.9, "stream": True}
+    asked = {"plain": body, "regex": {**body, "structured_outputs": {"regex": "( [a-z]{2,9}){300}"}}}
+
+    async def read(client: httpx.AsyncClient, kind: str) -> None:
+        async with client.stream("POST", "/v1/completions", json=asked[kind]) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                counts[kind] += line.startswith("data: {")
+
+    async def main() -> list[int]:
+        gained = []
+        async with httpx.AsyncClient(base_url=server.url, timeout=None) as client:
+            readers = [asyncio.create_task(read(client, kind)) for kind in asked]
+            while not (counts["plain"] and counts["regex"]):
+                await asyncio.sleep(0.01)
+            kills = Kills(client, 0)
+            for _ in range(NUM_LIVES):
+                pid = (await kills.ready())["engine_pid"]
+                os.kill(pid, signal.SIGKILL)
+                await kills.next_process(pid)
+                before = counts.copy()
+                while counts["plain"] < before["plain"] + TOKENS_OF_A_LIFE:
+                    await asyncio.sleep(0.002)
+                gained.append(counts["regex"] - before["regex"])
+            for reader in readers:
+                reader.cancel()
+        return gained
+
+    gained = asyncio.run(main())
+    assert all(gained), f"tokens of the request with a grammar in each life: {gained}"
