@@ -67,7 +67,7 @@ def arguments(schema: Mapping[str, Any] | None, place: str, is_strict: bool) -> 
     in the client's request.
     """
     if not schema:
-        return json_schema({"type": "object", "properties": {}})
+        return json_schema({"type": "object", "properties": {}, "additionalProperties": False})
     part = json_schema({**schema, "type": "object"})
     return part if is_strict else {**part, WEAKENS: place}
 

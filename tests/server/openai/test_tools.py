@@ -452,3 +452,15 @@ def test_what_no_grammar_keeps_to_between_tags_is_left_out_at_its_place(serve_ap
     assert "tools[0].function.parameters.properties.a.uniqueItems" in response.headers["x-octavo-unknown-fields"]
     for call in response.json()["choices"][0]["message"]["tool_calls"]:
         assert isinstance(json.loads(call["function"]["arguments"])["a"], list)
+
+
+def test_arguments_between_tags_are_weakened_one_by_one(serve_app: Any) -> None:
+    tokenizer = byte_tokenizer(TEMPLATE)
+    served = serve_app(writing_engine(tokenizer), tokenizer=tokenizer, tool_call_parser="qwen3_coder")
+    schema = {**UNUSABLE, "properties": {**UNUSABLE["properties"], "b": {"type": "integer", "const": 2**64}}}
+    response = served.chat(tools=[function(schema)], tool_choice="required", max_tokens=300)
+    assert response.headers["x-octavo-unknown-fields"] == "tools[0].function.parameters.properties.a.uniqueItems"
+    assert str(2**64) in (served.engine.requests[-1].params.grammar or "")
+    response = served.chat(tools=[function()], tool_choice="required", max_tokens=300)
+    (call, *_) = response.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == "{}"
