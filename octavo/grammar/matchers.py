@@ -89,6 +89,8 @@ def _normalised_part(part: Part, place: int) -> list[Part]:
             found, *further = parts_of_schema(with_formats(closed(part.pop("schema"))), part.get("name", f"p{place}"))
         except RecursionError:
             raise GrammarError("is nested too deep") from None
+        except (TypeError, ValueError, AttributeError):  # a keyword with a value of another type
+            raise GrammarError("cannot be used: it is not a valid JSON schema") from None
         part |= found
     elif "regex" in part:
         # \d matches ASCII digits only, as clients mean it; consumers of the output seldom accept others.
