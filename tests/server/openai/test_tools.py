@@ -370,7 +370,10 @@ def writer() -> Iterator[Served]:
     served.stop()
 
 
-@pytest.mark.parametrize("parameters", [..., None, {}, {"type": "object", "properties": {}}])
+EMPTY = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize("parameters", [..., None, {}, EMPTY, {**EMPTY, "required": [], "title": "T"}])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
 def test_a_function_without_parameters_gets_no_arguments(writer: Served, parameters: Any, choice: Any) -> None:
     tools = [function(parameters)]
