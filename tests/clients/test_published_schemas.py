@@ -5,8 +5,10 @@ Each is kept to, or refused: whatever a model of random logits writes under it, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +17,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from octavo.grammar import forms
+from octavo.child_worker import RENDERED
+from octavo.grammar import forms, tester
 from octavo.grammar.forms import FormError
 from octavo.grammar.matchers import GrammarError, compile_matcher, normalised
 from tests.clients.conftest import FOLDER
-from tests.grammar.walks import tokenizer, write
+from tests.grammar.walks import VOCABULARY, tokenizer, write
 
 CASES = sorted(FOLDER.glob("jsonschema-*/json/tests/draft2020-12/*.json"))
 NOT_FUNCTIONS = "BFCL_v4_format_sensitivity.json"
@@ -82,4 +85,28 @@ def test_the_functions_of_bfcl() -> None:
     assert len(schemas) > 3000
     # They are none: types that do not exist, and required properties without a value that they may have.
     assert len(refused) < 10
-    assert all("Invalid type" in reason or "Unsatisfiable" in reason for reason in refused.values()), refused
+    assert all(re.search("Invalid type|Unsatisfiable|no text satisfies", reason) for reason in refused.values()), (
+        refused
+    )
+
+
+def test_a_function_of_bfcl_makes_no_other_unusable() -> None:
+    """Keywords that no grammar keeps to, put into published functions, are left out: what was valid can be written."""
+    (package,) = FOLDER.glob("main/lib/python*/site-packages/bfcl_eval")
+    types = runpy.run_path(str(package / "constants/type_mappings.py"))["GORILLA_TO_OPENAPI"]
+    schemas = sorted({json.dumps(as_json_schema(given, types)) for given in functions(package / "data")})
+    trial, more = (
+        tester.Tester(VOCABULARY),
+        {"uniqueItems": True, "not": {"const": 0}, "propertyNames": {"maxLength": 99}},
+    )
+    for text in schemas[::20]:
+        rng, schema = random.Random(text), json.loads(text)
+        with contextlib.suppress(GrammarError):
+            written = write(forms.arguments(schema, "", True), rng)
+            for given in schema.get("properties", {}).values():
+                given.update(dict(rng.sample(sorted(more.items()), 1)))
+            kind, grammar = trial.serve(forms.grammar_text(forms.arguments(schema, "tools[0]", False)))
+            assert kind == RENDERED, grammar
+            assert len(forms.weakened_in(grammar)) == len(schema.get("properties", {})), schema
+            matcher = compile_matcher(grammar, tokenizer())
+            assert written is None or matcher.try_consume_tokens(list(written)) == len(written), (schema, written)
