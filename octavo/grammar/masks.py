@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 MAX_KEPT_BYTES = 1 << 20
 """Most bytes of text of the grammars that are cached for further requests."""
 NICENESS = 10
+EAGER_SECONDS = 5.0
+"""For so long after a start for which requests with grammars waited, grammars are compiled at the priority of steps."""
 TOO_SLOW = "computing what the grammar allows takes too long"
 
 
@@ -99,11 +101,14 @@ class MatcherMasks:
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
         self._load = load
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_give_way)
+        self._eagerly_compiling = ThreadPoolExecutor(1, thread_name_prefix="first grammars")
+        self._eager_until = 0.0
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._eos_ids: frozenset[int] = frozenset()
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._keeping = threading.Lock()
         self._last: Future[dict[int, list[Mask]]] | None = None
 
     # ---- the vocabulary
@@ -116,6 +121,7 @@ class MatcherMasks:
         """Load the vocabulary, or wait until it is loaded. An error is left for the first grammar."""
         with contextlib.suppress(Exception):
             self._loaded()
+        self._eager_until = time.monotonic() + EAGER_SECONDS
 
     def _loaded(self) -> LLTokenizer:
         with self._loading:
@@ -130,16 +136,21 @@ class MatcherMasks:
     def prepare(self, request: Request) -> Future[Progress]:
         """Start compiling the grammar of ``request``. The future may raise ``GrammarError``."""
         assert request.params.grammar is not None
-        return self._compiling.submit(self._compile, request.params.grammar)
+        is_eager = time.monotonic() < self._eager_until
+        threads = self._eagerly_compiling if is_eager else self._compiling
+        return threads.submit(self._compile, request.params.grammar)
 
     def _compile(self, text: str) -> Progress:
-        matcher = self._kept.get(text)
+        with self._keeping:
+            matcher = self._kept.get(text)
         if matcher is None:
-            matcher = self._kept[text] = compile_matcher(normalised(text), self._loaded())
-        self._kept.move_to_end(text)
-        while len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_KEPT_BYTES:
-            self._kept.popitem(last=False)
-        return Progress(matcher.deep_copy())
+            matcher = compile_matcher(normalised(text), self._loaded())
+        with self._keeping:
+            self._kept[text] = matcher
+            self._kept.move_to_end(text)
+            while len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_KEPT_BYTES:
+                self._kept.popitem(last=False)
+            return Progress(matcher.deep_copy())
 
     # ---- in a step
 

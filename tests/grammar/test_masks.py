@@ -270,3 +270,24 @@ def test_a_vocabulary_that_cannot_be_loaded_is_the_error_of_the_first_grammar() 
     request = Request(1, [1], SamplingParams(grammar=forms.grammar_text(forms.regex("a+"))), 5)
     with pytest.raises(GrammarError, match="no tokenizer"):
         masks.prepare(request).result()
+
+
+def test_grammars_that_waited_for_a_start_are_compiled_at_the_priority_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[str] = []
+
+    def compiled(text: str, tokenizer: object) -> object:
+        threads.append(threading.current_thread().name)
+        return compile_matcher(text, tokenizer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("octavo.grammar.masks.compile_matcher", compiled)
+    masks = MatcherMasks(lambda: VOCABULARY)
+    texts = [forms.grammar_text(forms.regex(letter)) for letter in "abc"]
+    requests = [Request(1, [1], SamplingParams(grammar=text), 5) for text in texts]
+    masks.prepare(requests[0]).result()
+    masks.finish_loading()
+    masks.prepare(requests[1]).result()
+    masks._eager_until = 0.0
+    masks.prepare(requests[2]).result()
+    assert [name.rpartition("_")[0] for name in threads] == ["grammars", "first grammars", "grammars"]
