@@ -43,6 +43,7 @@ from octavo.llm.prompts import (
 )
 from octavo.sampling_params import SamplingParams
 from octavo.text.chat_template import load_chat_template
+from octavo.text.conversation import Conversation
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.vectors import Floats, check_dimensions, cosine, pairs_of, shortened
 from octavo.types import Task
@@ -166,15 +167,27 @@ class LLM:
         use_progress: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of messages; otherwise like ``generate``.
 
-        ``tools`` are function definitions in the form of the OpenAI API, for the chat template.
+        ``tools`` are function definitions in the form of the OpenAI API, for the chat template. With
+        ``continue_final_message``, which needs ``add_generation_prompt=False``, the answers continue the last message.
         """
         is_one = not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
-        prompts = [self.render_chat(conversation, chat_template_kwargs, tools) for conversation in conversations]
+        prompts = [
+            self.render_chat(
+                conversation,
+                chat_template_kwargs,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_progress=use_progress, adapter=adapter)
 
     def render_chat(
@@ -182,6 +195,9 @@ class LLM:
         messages: Sequence[Message],
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a conversation rendered by the model's chat template, ready for the answer.
 
@@ -189,8 +205,15 @@ class LLM:
         has no chat template or the template rejects the messages.
         """
         tokenizer = self.get_tokenizer()
-        text = self._chat_template.render(messages, tools=tools, template_kwargs=chat_template_kwargs)
-        return tokenizer.encode(text, add_special_tokens=False)
+        conversation = Conversation(
+            messages,
+            self._chat_template,
+            tools,
+            chat_template_kwargs or {},
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return tokenizer.encode(conversation.prompt().text, add_special_tokens=False)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Defaults from the model's generation config; neutral values with ``generation_config="vllm"``."""

@@ -31,6 +31,7 @@ from octavo.server.keys import Caller
 from octavo.server.places import Places
 from octavo.server.quotas import has_share
 from octavo.server_settings import ServerSettings
+from octavo.text.conversation import ChatPrompt
 from octavo.text.reasoning import AnswerMarks, answer_start
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.text_stream import TextStream
@@ -46,8 +47,8 @@ LONG_BYTES = 1 << 18
 THREAD_TOKENS = 64 << 10
 """Longer lists of token ids are checked in a thread."""
 
-PromptSource = str | list[int] | tuple[str, str] | Callable[[], str]
-"""Text, token ids, a text pair for a cross-encoder, or a slow function that returns the text, called in a thread."""
+PromptSource = str | list[int] | tuple[str, str] | Callable[[], ChatPrompt]
+"""Text, token ids, a text pair for a cross-encoder, or a slow function that renders a chat, called in a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,12 +320,12 @@ class Admission:
                 self._check_bytes(text, field)
             tokens, second_start = self.tokenizer.encode_pair(*source)
             return Prompt(tokens, None, second_start)
-        text = source() if callable(source) else source
+        text, seen = source() if callable(source) else (source, source)
         self._check_bytes(text, field)
         tokens = self.tokenizer.encode(text, add_special_tokens=adds_special)
         if not tokens:
             raise InvalidParameter(field, f"'{field}' must not be empty.")
-        return Prompt(tokens, text)
+        return Prompt(tokens, seen)
 
     def _check_bytes(self, text: str, field: str) -> None:
         """Reject, before tokenisation, text whose bytes cannot fit the context under any tokenisation, or whose

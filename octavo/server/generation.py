@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Prompt(NamedTuple):
-    """A tokenised prompt; ``text`` is ``None`` when the client sent token ids."""
+    """A tokenised prompt; ``text`` is ``None`` when the client sent token ids, and ``ChatPrompt.seen`` of a chat."""
 
     tokens: list[int]
     text: str | None

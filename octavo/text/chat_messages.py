@@ -1,63 +1,241 @@
-"""Normalise a client's chat messages to the form that chat templates expect."""
+"""Bring a client's chat messages into the form that chat templates expect.
+
+A history is data: what cannot be rendered as it is becomes text, or is passed over by name, so that a conversation can
+always go on. Only what a client's own API does not allow is refused, and media, without which an answer would be wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.errors import InvalidParameter
 
+ANSWER_REASONING_KEYS = ("reasoning_content", "reasoning")
+"""Keys of the reasoning in an answer; both are sent, since clients read one or the other."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys under which clients send a message's reasoning. Most templates read the first, gpt-oss's the second."""
+TEXT_PARTS = {
+    **dict.fromkeys(("text", "input_text", "output_text", "summary_text", "reasoning_text"), "text"),
+    "refusal": "refusal",
+}
+"""Types of parts that are text, and the key that has it."""
+THOUGHT_PARTS = ("thinking", "reasoning")
+MEDIA_PARTS = {
+    **dict.fromkeys(("image", "image_url", "image_file", "input_image"), "images"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "videos"),
+    **dict.fromkeys(("file", "input_file", "document"), "files"),
+}
+"""Types of parts that no text replaces, and what they hold."""
+
+Message = dict[str, Any]
 
 
-def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def normalise_messages(messages: Sequence[Mapping[str, Any]], passed_over: list[str] | None = None) -> list[Message]:
     """Copies of ``messages`` in which every role is a string and every content is text.
 
-    Parts of type ``text`` are joined by newlines, as in vLLM; parts of other types are refused by name. Missing
-    content becomes empty text, except next to ``tool_calls``, where templates expect none. The role ``developer``,
-    OpenAI's newer name, becomes ``system``, which templates know. Reasoning under any of ``REASONING_KEYS`` is set
-    under both names that templates read, as in transformers. Everything else, such as ``name`` or the arguments of
-    tool calls, is unchanged. Raises ``InvalidParameter("messages", ...)``.
+    Parts with text are joined by newlines, as in vLLM; calls and results among the parts become members and messages
+    of their own, as do the older ``function_call`` and the role ``function``. Missing content becomes empty text,
+    except next to ``tool_calls``, where templates expect none. The role ``developer``, OpenAI's newer name, becomes
+    ``system``, which templates know. Reasoning under any of ``REASONING_KEYS`` is set under both names that templates
+    read, as in transformers. The arguments of calls are objects where they can be, else the client's text.
+    Results follow in the order of their calls, with the calls' ids. Everything else is unchanged.
+    Places without a meaning here are added to ``passed_over``. Raises ``InvalidParameter("messages", ...)``.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidParameter("messages", "'messages' must be a list of at least one message.")
-    return [_normalise(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    names: list[str] = [] if passed_over is None else passed_over
+    found: list[Message] = []
+    for place, message in enumerate(messages):
+        found += _Reading(f"messages[{place}]", names).message(message)
+    return _with_results_in_order(found)
 
 
-def _normalise(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise InvalidParameter("messages", f"'{where}' must be an object with 'role' and 'content'.")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidParameter("messages", f"'{where}.role' must be a string such as 'user'.")
-    content = _text(message.get("content"), f"{where}.content")
-    if content is None and not message.get("tool_calls"):
-        content = ""
-    made: dict[str, Any] = {**message, "role": "system" if role == "developer" else role, "content": content}
-    reasoning = next((made[key] for key in REASONING_KEYS if made.get(key) is not None), None)
-    if reasoning is not None:
-        made |= {"reasoning_content": reasoning, "thinking": made.get("thinking", reasoning)}
-    return made
+class _Reading:
+    """Reads one message, which stands at ``where``."""
+
+    def __init__(self, where: str, passed_over: list[str]) -> None:
+        self._where = where
+        self._passed_over = passed_over
+        self._thoughts: list[str] = []
+        self._calls: list[Message] = []
+        self._results: list[Message] = []
+
+    def message(self, message: Any) -> list[Message]:
+        """The message, after the results of tools that its content has."""
+        if not isinstance(message, Mapping):
+            raise InvalidParameter("messages", f"'{self._where}' must be an object with 'role' and 'content'.")
+        made, role = dict(message), message.get("role")
+        if not isinstance(role, str) or not role:
+            raise InvalidParameter("messages", f"'{self._where}.role' must be a string such as 'user'.")
+        made["role"] = role = {"developer": "system", "function": "tool"}.get(role, role)
+        self._read_members(made, role)
+        content = self._text(made.get("content"), f"{self._where}.content", role)
+        if not content and isinstance(refusal := made.pop("refusal", None), str):
+            content = refusal or content
+        if self._results and not content:
+            return self._results
+        made["content"] = content if content is not None or self._calls else ""
+        if self._calls:
+            made["tool_calls"] = self._calls
+        if self._thoughts:
+            thought = "\n".join(self._thoughts)
+            made |= {"reasoning_content": thought, "thinking": thought}
+        return [*self._results, made]
+
+    def _read_members(self, made: Message, role: str) -> None:
+        """Take the reasoning and the calls out of ``made``."""
+        thoughts = [(key, made.pop(key)) for key in REASONING_KEYS if key in made]
+        key, thought = next(((key, thought) for key, thought in thoughts if thought), ("", ""))
+        if thought:
+            self._thoughts.append(_thought(thought, f"{self._where}.{key}"))
+        calls, older = made.pop("tool_calls", None), made.pop("function_call", None)
+        if made.get("audio"):
+            self._pass_over("audio")
+        made.pop("audio", None)
+        if not isinstance(made.get("tool_call_id"), str | None):
+            raise InvalidParameter("messages", f"'{self._where}.tool_call_id' must be a string.")
+        if role != "assistant":
+            for name, given in (("tool_calls", calls), ("function_call", older)):
+                if given:
+                    self._pass_over(name)
+            return
+        if calls and not isinstance(calls, list):
+            raise InvalidParameter("messages", f"'{self._where}.tool_calls' must be a list.")
+        self._calls += [_call(call, f"{self._where}.tool_calls[{place}]") for place, call in enumerate(calls or ())]
+        if older:
+            self._calls.append(_call({"function": older}, f"{self._where}.function_call"))
+
+    def _pass_over(self, name: str) -> None:
+        self._passed_over.append(f"{self._where}.{name}")
+
+    def _text(self, content: Any, where: str, role: str) -> str | None:
+        if content is None or isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise InvalidParameter("messages", f"'{where}' must be a string or a list of parts.")
+        texts = (self._part_text(part, f"{where}[{index}]", role) for index, part in enumerate(content))
+        return "\n".join(text for text in texts if text is not None)
+
+    def _part_text(self, part: Any, where: str, role: str) -> str | None:
+        """The text of a part; ``None`` for one that is something else than text, or is passed over."""
+        if isinstance(part, str):
+            return part
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str):
+            raise InvalidParameter("messages", f"'{where}' must be an object with a 'type'.")
+        if kind in MEDIA_PARTS:
+            what = MEDIA_PARTS[kind]
+            message = f"'{where}' is of type '{kind}', but this model reads text only: it has no part for {what}."
+            raise InvalidParameter("messages", message)
+        if kind in TEXT_PARTS or isinstance(part.get("text"), str):
+            key = TEXT_PARTS.get(kind, "text")
+            return _text_of(part.get(key), f"{where}.{key}")
+        if kind in THOUGHT_PARTS and role == "assistant":
+            self._thoughts.append(_thought(part.get(kind), f"{where}.{kind}"))
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": part.get("name"), "arguments": part.get("input")}
+            self._calls.append(_call({"id": part.get("id"), "function": function}, where))
+        elif kind == "tool_result" and role != "assistant":
+            text = self._text(part.get("content"), f"{where}.content", "tool") or ""
+            self._results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": text})
+        else:
+            self._passed_over.append(f"{where} ({kind[:40]})")
+        return None
 
 
-def _text(content: Any, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidParameter("messages", f"'{where}' must be a string or a list of parts.")
-    return "\n".join(_part_text(part, f"{where}[{index}]") for index, part in enumerate(content))
+def _text_of(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidParameter("messages", f"'{where}' must be a string.")
+    return value
 
 
-def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str):
-        raise InvalidParameter("messages", f"'{where}' must be an object with a 'type'.")
-    if kind != "text":
-        raise InvalidParameter("messages", f"'{where}' is of type {kind[:40]!r}; only 'text' can be handled.")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidParameter("messages", f"'{where}.text' must be a string.")
-    return text
+def _thought(value: Any, where: str) -> str:
+    """Reasoning, which some APIs divide into parts."""
+    if isinstance(value, list):
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in value]
+        return "\n".join(text for text in texts if isinstance(text, str))
+    return "" if value is None else _text_of(value, where)
+
+
+def _call(call: Any, where: str) -> Message:
+    """A call with an object as arguments, or with the client's text where that is none."""
+    if not isinstance(call, Mapping):
+        raise InvalidParameter("messages", f"'{where}' must be an object.")
+    function = call.get("function")
+    if isinstance(custom := call.get("custom"), Mapping) and function is None:
+        call = {key: value for key, value in call.items() if key != "custom"}
+        function = {"name": custom.get("name"), "arguments": custom.get("input")}
+    if not isinstance(function, Mapping):
+        raise InvalidParameter("messages", f"'{where}' must have a 'function'.")
+    if not isinstance(function.get("name"), str) or not isinstance(call.get("id"), str | None):
+        raise InvalidParameter("messages", f"'{where}' must have strings as 'id' and 'function.name'.")
+    arguments = _arguments(function.get("arguments"))
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _arguments(given: Any) -> dict[str, Any] | str:
+    """Models write arguments that are cut or malformed, and clients send them back: these stay text."""
+    if given is None or isinstance(given, dict):
+        return given or {}
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        value = json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        return text
+    return (value or {}) if value is None or isinstance(value, dict) else text
+
+
+def _with_results_in_order(messages: list[Message]) -> list[Message]:
+    """``messages`` in which every call and result has an id, and results behind calls are in the order of the calls.
+
+    Many templates tell results apart by their order alone.
+    """
+    taken = {call.get("id") for message in messages for call in message.get("tool_calls", ())}
+    new_ids = (id for id in (f"call{number:05}" for number in itertools.count()) if id not in taken)
+    ordered: list[Message] = []
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        if calls := message.get("tool_calls"):
+            calls = [call if call.get("id") else {**call, "id": next(new_ids)} for call in calls]
+            message["tool_calls"] = calls
+            end = place
+            while end < len(messages) and messages[end]["role"] == "tool":
+                end += 1
+            ordered += [message, *_in_order(calls, messages[place:end], new_ids)]
+            place = end
+        else:
+            ordered += _in_order([], [message], new_ids) if message["role"] == "tool" else [message]
+    return ordered
+
+
+def _in_order(calls: Sequence[Message], results: Sequence[Message], new_ids: Iterator[str]) -> list[Message]:
+    """``results`` in the order of ``calls``. One without the id of a call belongs to the first call without a result,
+    of the function that it names, if any. The results of no call come last."""
+    owners: dict[int, int] = {}
+    """Index of the call by that of its result."""
+    open_calls = dict.fromkeys(range(len(calls)))
+    for of_call, of_result in (
+        (lambda call: call["id"], lambda result: result.get("tool_call_id")),
+        (lambda call: call["function"]["name"], lambda result: result.get("name")),
+        (lambda call: None, lambda result: None),
+    ):
+        waiting: dict[Any, list[int]] = {}
+        for index in reversed(open_calls):
+            waiting.setdefault(of_call(calls[index]), []).append(index)
+        for place, result in enumerate(results):
+            if place not in owners and (indices := waiting.get(_key(of_result(result)))):
+                owners[place] = indices.pop()
+                del open_calls[owners[place]]
+    places = sorted(range(len(results)), key=lambda place: owners.get(place, len(calls)))
+    ids = [calls[owners[place]]["id"] if place in owners else results[place].get("tool_call_id") for place in places]
+    return [{**results[place], "tool_call_id": id or next(new_ids)} for place, id in zip(places, ids, strict=True)]
+
+
+def _key(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

@@ -11,12 +11,15 @@ from octavo.child_process import ChildLost, ChildProcess
 from octavo.child_worker import INVALID, REFUSED, RENDERED
 from octavo.config import ModelSettings
 from octavo.errors import ConfigError, InvalidParameter, Unavailable
-from octavo.text.chat_messages import normalise_messages
 from octavo.text.tokenizer import Tokenizer
 
 WORKER = "octavo.text.template_worker"
 RESERVED_VARIABLES = ("chat_template", "messages", "add_generation_prompt")
 """Names that ``chat_template_kwargs`` may not set; the first would let a client run its own template."""
+
+
+class TemplateRefusal(InvalidParameter):
+    """The template refuses these messages, or fails on them; it may accept the same words in another form."""
 
 
 class ChatTemplate:
@@ -83,10 +86,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for ``messages``, in any form that ``normalise_messages`` accepts.
+        """The prompt for ``messages``, in the form that ``normalise_messages`` gives them.
 
-        ``template_kwargs`` are further variables of the template. Raises ``InvalidParameter`` about
-        ``messages`` or ``chat_template_kwargs``: refused by the template, not renderable, or no template.
+        ``template_kwargs`` are further variables of the template. Raises ``TemplateRefusal``, and ``InvalidParameter``
+        about ``messages`` or ``chat_template_kwargs``: no template, a limit exceeded, or not plain values.
         """
         if self._source is None:
             raise InvalidParameter(
@@ -98,7 +101,7 @@ class ChatTemplate:
             **self._special_tokens,
             **(template_kwargs or {}),
             "tools": tools,
-            "messages": self._readable(normalise_messages(messages)),
+            "messages": self._readable(messages),
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -112,16 +115,16 @@ class ChatTemplate:
         if kind == RENDERED:
             return text
         if kind == REFUSED:
-            raise InvalidParameter("messages", text)
+            raise TemplateRefusal("messages", text)
         problem = "is not valid" if kind == INVALID else "could not be rendered"
-        raise InvalidParameter("messages", f"The chat template {problem}: {text.rstrip('.')}.")
+        raise TemplateRefusal("messages", f"The chat template {problem}: {text.rstrip('.')}.")
 
-    def _readable(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _readable(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """``messages`` with empty text for missing content if the template does not handle calls: such a template
         would fail at missing content, or render "None"."""
         if "tool_calls" in (self.source or ""):
             return messages
-        return [message if message["content"] is not None else {**message, "content": ""} for message in messages]
+        return [message if message.get("content") is not None else {**message, "content": ""} for message in messages]
 
     def close(self) -> None:
         """End the process. Rendering again starts a new one."""

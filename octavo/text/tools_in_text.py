@@ -47,30 +47,57 @@ def with_tools_in_text(
     if index is None:
         return [{"role": role, "content": instruction}, *rewritten]
     own = rewritten[index]["content"]
-    rewritten[index]["content"] = _joined(own, instruction) if has_system else _joined(instruction, own)
+    rewritten[index]["content"] = joined(own, instruction) if has_system else joined(instruction, own)
     return rewritten
 
 
 def _with_calls_in_text(messages: Sequence[Message], write: WriteCalls) -> list[Message]:
     rewritten: list[Message] = []
+    calls: list[Message] = []
+    """Of the last message with calls."""
     follows_result = False
     for message in messages:
         message = dict(message)
         is_result = message["role"] == "tool"
         if is_result:
-            message = {"role": "user", "content": RESULT.format(message["content"])}
-        elif calls := message.pop("tool_calls", None):
-            functions = [call["function"] for call in calls]
-            written = write([Call(f["name"], json.dumps(f["arguments"], ensure_ascii=False)) for f in functions])
-            message["content"] = _joined(message["content"], written)
+            message = {"role": "user", "content": result_in_text(message["content"], _call_of(message, calls))}
+        elif own := message.pop("tool_calls", None):
+            calls = own
+            message["content"] = joined(message["content"], _written([call["function"] for call in calls], write))
         if follows_result and message["role"] == "user":
             # Many templates require alternating user and assistant messages.
-            rewritten[-1]["content"] = _joined(rewritten[-1]["content"], message["content"])
+            rewritten[-1]["content"] = joined(rewritten[-1]["content"], message["content"])
         else:
             rewritten.append(message)
             follows_result = is_result
     return rewritten
 
 
-def _joined(*texts: str | None) -> str:
+def _written(functions: Sequence[Message], write: WriteCalls) -> str:
+    try:
+        return write([Call(each["name"], _as_text(each["arguments"])) for each in functions])
+    except (ValueError, AttributeError):  # this format writes each argument for itself
+        objects = [args if isinstance(args := each["arguments"], dict) else {"arguments": args} for each in functions]
+        return write([Call(each["name"], _as_text(args)) for each, args in zip(functions, objects, strict=True)])
+
+
+def _as_text(arguments: dict[str, Any] | str) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _call_of(result: Message, calls: Sequence[Message]) -> str:
+    """What the result belongs to if there are several calls, else empty."""
+    if len(calls) < 2:
+        return ""
+    function = next((call["function"] for call in calls if call.get("id") == result.get("tool_call_id")), None)
+    return "" if function is None else f"{function['name']}({_as_text(function['arguments'])}):\n"
+
+
+def result_in_text(content: str | None, call: str = "") -> str:
+    """The result of ``call`` as text of the user."""
+    return RESULT.format(call + (content or ""))
+
+
+def joined(*texts: str | None) -> str:
+    """The texts that are not empty, as paragraphs."""
     return "\n\n".join(text for text in texts if text)

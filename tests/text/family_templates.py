@@ -207,6 +207,7 @@ GPT_OSS = """{%- macro kind(spec) -%}
 {%- endfor %}{{- "}) => any;\\n" }}{% endfor %}{{- "}<|end|>" }}{% endif %}
 {%- for message in messages %}
     {%- if message.role == 'assistant' and message.tool_calls %}
+        {%- if message.content and message.thinking %}{{- raise_exception("Either content or thinking!") }}{% endif %}
         {%- if message.reasoning_content %}{{- "<|start|>assistant<|channel|>analysis<|message|>" }}
             {{- message.reasoning_content + "<|end|>" }}{% endif %}
         {{- "<|start|>assistant to=functions." + message.tool_calls[0].function.name }}

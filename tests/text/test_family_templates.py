@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidParameter
+from octavo.text.chat_messages import normalise_messages
 from octavo.text.chat_template import ChatTemplate
 
 from .family_templates import FAMILIES
@@ -74,7 +75,7 @@ def template(request: pytest.FixtureRequest) -> Iterator[ChatTemplate]:
 def test_renderings_equal_the_reference(template: ChatTemplate, name: str) -> None:
     """A template that knows no calls writes "None" for a message that has nothing else; here it has no text."""
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
-    messages = CONVERSATIONS[name]
+    messages = normalise_messages(CONVERSATIONS[name])
     if "tool_calls" not in (template.source or ""):
         messages = [{**message, "content": message["content"] or ""} for message in messages]
     for tools, generation, given in itertools.product((None, TOOLS), (True, False), VARIABLES):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -35,13 +35,15 @@ from octavo.server.openai.fields import (
     scheduling_fields,
 )
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from octavo.server.openai.messages import Conversation, TemplateOptions
 from octavo.server.openai.rendering import ChunkFrame, encode, encode_line, identity_of, json_response, usage
 from octavo.server.openai.schema import Endpoint
 from octavo.server.openai.tools import ToolUse, message_constraints, tool_use
 from octavo.server.services import Services, services_of
 from octavo.server.sse import EventStream, finished_choices
+from octavo.text.chat_messages import normalise_messages
+from octavo.text.conversation import Conversation
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "audio": (),
     "best_of": (1,),
@@ -83,6 +85,14 @@ class ChatBody(GenerationFields, kw_only=True):
 
 
 decoder = BodyDecoder(ChatBody, REFUSED_IN_CHAT, ACCEPTED, IGNORED_IN_CHAT)
+
+
+class TemplateOptions(Protocol):
+    """The fields of a body with options for the chat template."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: dict[str, Any]
 
 
 def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> dict[str, tuple[Any, ...]]:
@@ -133,8 +143,31 @@ def conversation(
 ) -> Conversation:
     """The conversation of a body. Raises ``InvalidParameter``, also when the model does not support chat."""
     services.need_tokenizer("messages")
-    given, write_calls = None if tools is None else tools.given, services.message_format.write_calls
-    return Conversation(messages, options, services.chat_template, given, template_kwargs, write_calls)
+    check_roles(messages)
+    return Conversation(
+        messages,
+        services.chat_template,
+        None if tools is None else tools.given,
+        {**template_kwargs, **options.chat_template_kwargs},
+        services.message_format.write_calls,
+        options.add_generation_prompt,
+        options.continue_final_message,
+    )
+
+
+def passed_over(messages: list[dict[str, Any]]) -> list[str]:
+    """Places in the messages that have no meaning here. Raises ``InvalidParameter``."""
+    check_roles(messages)
+    named: list[str] = []
+    normalise_messages(messages, named)
+    return named
+
+
+def check_roles(messages: list[dict[str, Any]]) -> None:
+    """Raise ``InvalidParameter`` for a role that the API does not have."""
+    for place, message in enumerate(messages):
+        if message.get("role") not in ROLES:
+            raise InvalidParameter("messages", f"'messages[{place}].role' must be one of {', '.join(ROLES)}.")
 
 
 def prompt_of(body: ChatBody, services: Services, tools: ToolUse | None) -> Callable[[], str]:
@@ -194,6 +227,7 @@ def effort(requested: str | None, services: Services) -> dict[str, Any] | None:
 def without_effect(body: ChatBody, services: Services) -> list[str]:
     """Fields that are ignored in this request."""
     named = fields.without_effect(body, services)
+    named += passed_over(body.messages)
     return named if effort(body.reasoning_effort, services) is not None else [*named, "reasoning_effort"]
 
 

@@ -7,11 +7,9 @@ from typing import Any
 
 from octavo.server.openai.tools import ToolUse, arguments_of, input_of
 from octavo.text import reasoning
+from octavo.text.chat_messages import ANSWER_REASONING_KEYS
 from octavo.text.message_format import MessageFormat
 from octavo.text.reader import Call, CallProgress, MessageParser, Piece, Text
-
-REASONING_KEYS = ("reasoning_content", "reasoning")
-"""Both are sent: clients read one or the other."""
 
 
 class ChatMessage:
@@ -93,7 +91,7 @@ class ChatMessage:
                 self._is_call_open = isinstance(piece, CallProgress)
                 index += not self._is_call_open
             elif piece.kind == "reasoning":
-                yield dict.fromkeys(REASONING_KEYS, piece.text)
+                yield dict.fromkeys(ANSWER_REASONING_KEYS, piece.text)
             else:
                 yield {"content": piece.text}
 
@@ -110,7 +108,7 @@ class ChatMessage:
                 called = {"id": self._new_id(), "type": kind, kind: {"name": call.name, key: written}}
                 message["tool_calls"].append(called)
         if self.reasoning:
-            message |= dict.fromkeys(REASONING_KEYS, self.reasoning)
+            message |= dict.fromkeys(ANSWER_REASONING_KEYS, self.reasoning)
         return message
 
     def _written(self, call: Call | CallProgress) -> tuple[str, str, str]:

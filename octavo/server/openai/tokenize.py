@@ -14,7 +14,7 @@ from octavo.server.admission import PromptSource
 from octavo.server.body_decoder import BodyDecoder
 from octavo.server.errors import MissingParameter
 from octavo.server.keys import caller_of
-from octavo.server.openai.chat import conversation
+from octavo.server.openai.chat import conversation, passed_over
 from octavo.server.openai.fields import ACCEPTED
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
@@ -50,7 +50,7 @@ detokenize_decoder = BodyDecoder(DetokenizeBody, {}, ACCEPTED | {"user"})
 
 async def tokenize(request: Request) -> Response:
     services = services_of(request)
-    services, body, headers = await services.read(request, tokenize_decoder)
+    services, body, headers = await services.read(request, tokenize_decoder, _without_effect)
     services.check_model(body.model)
     tokenizer = services.need_tokenizer("prompt" if body.messages is None else "messages")
     source, field, adds_special = _source(body, services)
@@ -66,6 +66,10 @@ async def tokenize(request: Request) -> Response:
     if body.return_token_strs:
         result["token_strs"] = [tokenizer.token_text(token) for token in prompt.tokens]
     return json_response(result, headers)
+
+
+def _without_effect(body: TokenizeBody, services: Services) -> list[str]:
+    return [] if body.messages is None else passed_over(body.messages)
 
 
 def _source(body: TokenizeBody, services: Services) -> tuple[PromptSource, str, bool]:

@@ -86,8 +86,9 @@ def test_a_template_that_refuses_a_system_message(serve: Serve) -> None:
     assert calls_of(message_of(served)) == [("f", '{"a": 1}')]
     assert prompt_of(served).startswith("user\nYou can call functions")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    error = served.chat(tools=[TOOL], messages=messages).json()["error"]
-    assert (error["message"], error["param"]) == ("System role not supported", "messages")
+    assert calls_of(message_of(served, messages=messages)) == [("f", '{"a": 1}')]
+    assert prompt_of(served).startswith("user\nYou can call functions")
+    assert prompt_of(served).endswith("\n\nBe brief.\n\nHi\nassistant\n")
 
 
 def test_a_template_whose_format_is_not_known_is_not_asked_to_tell_it(serve: Serve) -> None:

@@ -1,0 +1,314 @@
+"""A conversation as a prompt: what a model's chat template makes of a client's messages.
+
+Templates differ in what they accept. A history that a template refuses is rewritten step by step, until it accepts it:
+the same words, in a form that it knows.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from octavo.errors import InvalidParameter
+from octavo.text import reasoning
+from octavo.text.chat_messages import Message, normalise_messages
+from octavo.text.chat_template import ChatTemplate, TemplateRefusal
+from octavo.text.tools_in_text import WriteCalls, joined, result_in_text, with_tools_in_text
+
+ID_LENGTH = 9
+"""Of a call's id, made of letters and digits: what Mistral's templates accept."""
+
+
+class ChatPrompt(NamedTuple):
+    """A rendered conversation."""
+
+    text: str
+    seen: str
+    """``text`` for the reader of the answer: up to the mark that opens the reasoning which the answer continues."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in a client's form, and how to render them. Raises ``InvalidParameter``.
+
+    ``continue_final_message`` makes the prompt end with the last message's content, or with its reasoning if it has no
+    content, exactly as given: the answer continues it. A last message with calls is complete, so that the answer is
+    the next message.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    template: ChatTemplate
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    write_calls: WriteCalls | None = None
+    """Format of tool calls as text, for a template without tool support."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def __post_init__(self) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidParameter(
+                "continue_final_message",
+                "'continue_final_message' and 'add_generation_prompt' cannot both be true.",
+            )
+        object.__setattr__(self, "messages", normalise_messages(self.messages))
+
+    def prompt(self) -> ChatPrompt:
+        """Render the prompt. Runs the template, so call it in a thread."""
+        messages = [dict(message) for message in self.messages]
+        if not self.continue_final_message:
+            text = self._accepted(messages, self.add_generation_prompt)
+            return ChatPrompt(text, text)
+        last = messages[-1]
+        if last.get("tool_calls"):
+            text = self._accepted(messages, True)
+            return ChatPrompt(text, text)
+        key = "content" if last["content"] or not last.get("reasoning_content") else "reasoning_content"
+        prompt = self._continued(messages, key)
+        if prompt is None and key == "reasoning_content":
+            prompt = self._continued(messages, "content")  # the template leaves reasoning out
+        if prompt is None:
+            message = "The chat template leaves out the final message, or repeats it, so it cannot be continued."
+            raise InvalidParameter("continue_final_message", message)
+        return prompt
+
+    def _continued(self, messages: list[Message], key: str) -> ChatPrompt | None:
+        """The prompt that ends with the last message's text under ``key``; ``None`` if that has no place in it.
+
+        Marks are rendered with the text, made of digits, which all filters keep. A template that changes the text
+        has it replaced by a mark.
+        """
+        begin, end = _mark(), _mark()
+        text = messages[-1][key] or ""
+        rendered = self._accepted([*messages[:-1], _with_text(messages[-1], key, begin + text + end)], False)
+        if rendered.count(end) == 1:
+            before = rendered[: rendered.index(end)].replace(begin, "")
+            if before.endswith(text):
+                return _prompt(before[: len(before) - len(text)], text)
+        rendered = self._accepted([*messages[:-1], _with_text(messages[-1], key, end)], False)
+        return _prompt(rendered[: rendered.index(end)], text) if rendered.count(end) == 1 else None
+
+    def _accepted(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        """The rendering of ``messages``, rewritten as little as the template requires."""
+        if self.write_calls is None and _takes_one_call(self.template.source or ""):
+            messages = _with_single_calls(messages)
+        refusal: TemplateRefusal | None = None
+        with_loss: str | None = None
+        for rewrite in (None, *_REWRITINGS):
+            rewritten = messages if rewrite is None else rewrite(messages, self.template.source or "")
+            if rewritten == messages and rewrite is not None:
+                continue
+            messages = rewritten
+            try:
+                text = self._rendered(messages, add_generation_prompt)
+            except TemplateRefusal as error:
+                refusal = refusal or error
+                continue
+            if not _leaves_out_system(messages, text):
+                return text
+            with_loss = with_loss or text
+        if with_loss is not None:
+            return with_loss
+        assert refusal is not None
+        raise refusal
+
+    def _rendered(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        def render(messages: list[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+            return self.template.render(
+                messages, add_generation_prompt, tools=tools, template_kwargs=self.template_kwargs
+            )
+
+        if self.write_calls is None:
+            return render(messages, self.tools)
+        tools = [dict(tool) for tool in self.tools or ()]
+        try:
+            return render(with_tools_in_text(messages, tools, self.write_calls), None)
+        except TemplateRefusal:
+            if not tools or any(message["role"] == "system" for message in messages):
+                raise
+            # The template may reject only the added system message.
+            return render(with_tools_in_text(messages, tools, self.write_calls, has_system=False), None)
+
+
+def _mark() -> str:
+    """A text that no client can foresee, and that every filter of a template keeps."""
+    return f"{secrets.randbelow(10**18):018}"
+
+
+def _with_text(message: Message, key: str, text: str) -> Message:
+    return {**message, "thinking": text, key: text} if key == "reasoning_content" else {**message, key: text}
+
+
+def _prompt(before: str, text: str) -> ChatPrompt:
+    """The prompt of ``before`` and the text that the answer continues, which may open or close reasoning."""
+    whole = before + text
+    stripped = before.rstrip()
+    start = len(stripped) - len(reasoning.OPENS) if stripped.endswith(reasoning.OPENS) else len(before)
+    opens, closes = whole.rfind(reasoning.OPENS, start), whole.rfind(reasoning.CLOSES, start)
+    return ChatPrompt(whole, whole[: opens + len(reasoning.OPENS)] if opens > closes else whole)
+
+
+def _leaves_out_system(messages: Sequence[Message], text: str) -> bool:
+    """Whether ``text`` lacks a system message that is not the first message, of which some templates know nothing."""
+    later = (message["content"].strip() for message in messages[1:] if message["role"] == "system")
+    return any(content not in text for content in later)
+
+
+# --- rewriting ---
+
+
+def _takes_one_call(source: str) -> bool:
+    """Whether a template writes, or accepts, only the first call of a message."""
+    return "tool_calls[0]" in source and not re.search(r"\bin +message(\.|\[['\"])tool_calls", source)
+
+
+def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """Each call in a message of its own, before its result."""
+    found: list[Message] = []
+    waiting: list[Message] = []
+    """Calls after the first of the last message with calls."""
+    for message in messages:
+        if message["role"] == "tool":
+            if waiting and found[-1]["role"] == "tool":
+                found.append(waiting.pop(0))
+        else:
+            found += waiting
+            waiting = []
+        calls = message.get("tool_calls") or []
+        found.append({**message, "tool_calls": calls[:1]} if calls else message)
+        if len(calls) > 1:
+            waiting = [{"role": "assistant", "content": None, "tool_calls": [call]} for call in calls[1:]]
+    return found + waiting
+
+
+def _with_object_arguments(messages: Sequence[Message], source: str) -> list[Message]:
+    """Arguments that are no object in an object."""
+
+    def as_object(call: Message) -> Message:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, dict):
+            return call
+        return {**call, "function": {**call["function"], "arguments": {"arguments": arguments}}}
+
+    return [
+        {**message, "tool_calls": [as_object(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_short_ids(messages: Sequence[Message], source: str) -> list[Message]:
+    """Ids of ``ID_LENGTH`` letters and digits."""
+    short: dict[Any, str] = {}
+
+    def shortened(id: Any) -> str:
+        if isinstance(id, str) and len(id) == ID_LENGTH and id.isascii() and id.isalnum():
+            return id
+        return short.setdefault(id, f"c{len(short):0{ID_LENGTH - 1}}")
+
+    rewritten = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = [{**call, "id": shortened(call.get("id"))} for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            message = {**message, "tool_call_id": shortened(message.get("tool_call_id"))}
+        rewritten.append(message)
+    return rewritten
+
+
+def _with_one_leading_system(messages: Sequence[Message], source: str) -> list[Message]:
+    """The leading system messages as one."""
+    number = _num_leading_systems(messages)
+    if number < 2:
+        return list(messages)
+    content = joined(*(message["content"] for message in messages[:number]))
+    return [{**messages[0], "content": content}, *messages[number:]]
+
+
+def _with_content_in_thought(messages: Sequence[Message], source: str) -> list[Message]:
+    """Content next to calls as part of the reasoning, for templates like gpt-oss's, which refuse both together."""
+    if not re.search(r"message(\.|\[['\"])thinking", source):
+        return list(messages)
+    rewritten = []
+    for message in messages:
+        if message.get("tool_calls") and message.get("content") and message.get("reasoning_content"):
+            thought = joined(message["reasoning_content"], message["content"])
+            message = {**message, "content": None, "reasoning_content": thought, "thinking": thought}
+        rewritten.append(message)
+    return rewritten
+
+
+def _with_later_systems_as_user(messages: Sequence[Message], source: str) -> list[Message]:
+    """System messages within the conversation as text of the user."""
+    number = _num_leading_systems(messages)
+    return [*messages[:number], *_with_systems_as_user(messages[number:], source)]
+
+
+def _with_systems_as_user(messages: Sequence[Message], source: str) -> list[Message]:
+    """System messages as text of the user's next message, or of one of their own where none follows directly."""
+    rewritten: list[Message] = []
+    texts: list[str] = []
+    for message in messages:
+        if message["role"] == "system":
+            texts.append(message["content"])
+        elif not texts:
+            rewritten.append(message)
+        elif message["role"] == "user":
+            rewritten.append({**message, "content": joined(*texts, message["content"])})
+            texts = []
+        else:
+            rewritten += [{"role": "user", "content": joined(*texts)}, message]
+            texts = []
+    return [*rewritten, {"role": "user", "content": joined(*texts)}] if texts else rewritten
+
+
+def _with_strays_as_user(messages: Sequence[Message], source: str) -> list[Message]:
+    """Results that follow no call as text of the user."""
+    rewritten: list[Message] = []
+    follows_call = False
+    for message in messages:
+        if message["role"] == "tool" and not follows_call:
+            message = {"role": "user", "content": result_in_text(message["content"])}
+        follows_call = bool(message.get("tool_calls")) or (message["role"] == "tool" and follows_call)
+        rewritten.append(message)
+    return rewritten
+
+
+def _with_alternating_turns(messages: Sequence[Message], source: str) -> list[Message]:
+    """Messages of the user and of the assistant in turns, the user's first: neighbours of one role are joined."""
+    rewritten: list[Message] = []
+    number = _num_leading_systems(messages)
+    if number < len(messages) and messages[number]["role"] == "assistant":
+        messages = [*messages[:number], {"role": "user", "content": ""}, *messages[number:]]
+    for message in messages:
+        last = rewritten[-1] if rewritten else {"role": None}
+        is_plain = not (message.get("tool_calls") or last.get("tool_calls"))
+        if message["role"] == last["role"] != "tool" and is_plain:
+            rewritten[-1] = {**last, **message, "content": joined(last["content"], message["content"])}
+        else:
+            rewritten.append(message)
+    return rewritten
+
+
+def _num_leading_systems(messages: Sequence[Message]) -> int:
+    places = (place for place, message in enumerate(messages) if message["role"] != "system")
+    return next(places, len(messages))
+
+
+_REWRITINGS: tuple[Callable[[Sequence[Message], str], list[Message]], ...] = (
+    _with_object_arguments,
+    _with_short_ids,
+    _with_one_leading_system,
+    _with_content_in_thought,
+    _with_later_systems_as_user,
+    _with_strays_as_user,
+    _with_systems_as_user,
+    _with_alternating_turns,
+)
+"""From what a model notices least to what it notices most. Each is applied to the result of those before, so that a
+conversation that grows keeps the prefix of its prompt."""
