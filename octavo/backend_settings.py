@@ -23,20 +23,23 @@ _CACHE = frozenset(
         "enable_kv_events",
     }
 )
+_CHAT = frozenset({"chat_template", "allow_special_tokens_in_messages"})
 _WORKER = frozenset({"grpc_worker", "grpc_timeout", "grpc_ssl_ca_certs", "grpc_api_key"})
 _ENGINE = {
     "transformers": _SCHEDULER
     | _CACHE
+    | _CHAT
     | {
-        *("model", "tokenizer", "chat_template", "generation_config", "dtype", "device", "max_model_len", "seed"),
+        *("model", "tokenizer", "generation_config", "dtype", "device", "max_model_len", "seed"),
         *("revision", "download_dir", "kv_cache_memory"),
     },
     "grpc": _SCHEDULER
     | (_CACHE - {"block_size", "num_kv_blocks"})
     | _WORKER
-    | {"model", "tokenizer", "chat_template", "generation_config", "max_model_len", "seed", "revision", "download_dir"},
-    "toy": _SCHEDULER | _CACHE | {"model", "chat_template", "max_model_len"},
-    "instant": frozenset({"model", "chat_template", "max_model_len", "max_num_seqs"}),
+    | _CHAT
+    | {"model", "tokenizer", "generation_config", "max_model_len", "seed", "revision", "download_dir"},
+    "toy": _SCHEDULER | _CACHE | _CHAT | {"model", "max_model_len"},
+    "instant": _CHAT | {"model", "max_model_len", "max_num_seqs"},
     "openai": frozenset({"max_num_seqs"}),
 }
 """Settings of the engine that a backend other than octavo honours."""

@@ -59,6 +59,11 @@ class ModelSettings:
     )
     tokenizer: str | None = setting(None, "tokenizer folder or file; default: the model's own")
     chat_template: str | None = setting(None, "chat template file; default: the model's own")
+    allow_special_tokens_in_messages: bool = setting(
+        False,
+        "recognise special tokens such as <|im_end|> in the texts of chat messages, tools and their results, too; "
+        "default: there they are text, and only the chat template writes such tokens",
+    )
     generation_config: str = setting(
         "auto",
         "default sampling parameters: auto reads the model's generation_config.json, vllm uses neutral values; "

@@ -44,6 +44,7 @@ from octavo.llm.prompts import (
 from octavo.sampling_params import SamplingParams
 from octavo.text.chat_template import load_chat_template
 from octavo.text.conversation import Conversation
+from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.vectors import Floats, check_dimensions, cosine, pairs_of, shortened
 from octavo.types import Task
@@ -64,6 +65,7 @@ class LLM:
     def __init__(self, model: str | Path = DEFAULT_MODEL, **settings: Any) -> None:
         self.config, self._tokenizer = settle(model, settings)
         self._chat_template = load_chat_template(self.config.model, self._tokenizer)
+        self._message_format = find_format("auto", "auto", self._chat_template.source, {})
         self._adapters = adapters_of(self.config.model)
         engine, self.info = build(self.config)
         self._requests = LiveRequests(engine, self._tokenizer, self.config.model.seed)
@@ -210,10 +212,11 @@ class LLM:
             self._chat_template,
             tools,
             chat_template_kwargs or {},
+            self._message_format.write_calls,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return tokenizer.encode(conversation.prompt().text, add_special_tokens=False)
+        return conversation.prompt().encode(tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Defaults from the model's generation config; neutral values with ``generation_config="vllm"``."""

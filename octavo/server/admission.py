@@ -320,12 +320,12 @@ class Admission:
                 self._check_bytes(text, field)
             tokens, second_start = self.tokenizer.encode_pair(*source)
             return Prompt(tokens, None, second_start)
-        text, seen = source() if callable(source) else (source, source)
-        self._check_bytes(text, field)
-        tokens = self.tokenizer.encode(text, add_special_tokens=adds_special)
+        prompt = source() if callable(source) else ChatPrompt(source, source)
+        self._check_bytes(prompt.text, field)
+        tokens = prompt.encode(self.tokenizer, adds_special)
         if not tokens:
             raise InvalidParameter(field, f"'{field}' must not be empty.")
-        return Prompt(tokens, seen)
+        return Prompt(tokens, prompt.seen)
 
     def _check_bytes(self, text: str, field: str) -> None:
         """Reject, before tokenisation, text whose bytes cannot fit the context under any tokenisation, or whose

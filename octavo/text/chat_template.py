@@ -11,6 +11,7 @@ from octavo.child_process import ChildLost, ChildProcess
 from octavo.child_worker import INVALID, REFUSED, RENDERED
 from octavo.config import ModelSettings
 from octavo.errors import ConfigError, InvalidParameter, Unavailable
+from octavo.text.control_tokens import ControlTokens
 from octavo.text.tokenizer import Tokenizer
 
 WORKER = "octavo.text.template_worker"
@@ -35,16 +36,19 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         *,
         tool_source: str | None = None,
+        control_tokens: ControlTokens | None = None,
         max_seconds: float = 2.0,
         max_memory: int = 512 << 20,
         max_output: int = 16 << 20,
     ) -> None:
         """``source`` is Jinja text, ``None`` if the model has none; ``tool_source`` replaces it in conversations with
-        tools; ``special_tokens`` are variables such as ``bos_token``.
+        tools; ``special_tokens`` are variables such as ``bos_token``; ``control_tokens`` are those that are text in the
+        texts of a client, ``None`` if they keep their meaning there.
 
         Limits: wall and processor seconds of one rendering, bytes of memory, bytes of output.
         """
         self._special_tokens = dict(special_tokens or {})
+        self.control_tokens = control_tokens
         self._source = source
         self._tool_source = tool_source if source is not None else None
         self._settings = {
@@ -157,13 +161,20 @@ def load_chat_template(settings: ModelSettings, tokenizer: Tokenizer | None) -> 
 
     Raises ``ConfigError`` for a file that cannot be read.
     """
-    specials = None if tokenizer is None else tokenizer.special_tokens
-    if settings.chat_template is None:
-        if tokenizer is None:
-            return ChatTemplate(None)
-        return ChatTemplate(tokenizer.chat_template, specials, tool_source=tokenizer.tool_template)
-    try:
-        source = Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template: {settings.chat_template} cannot be read: {error}") from None
-    return ChatTemplate(source, specials)
+    if settings.chat_template is not None:
+        try:
+            source: str | None = Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template: {settings.chat_template} cannot be read: {error}") from None
+        tool_source = None
+    else:
+        source, tool_source = (None, None) if tokenizer is None else (tokenizer.chat_template, tokenizer.tool_template)
+    if tokenizer is None:
+        return ChatTemplate(source)
+    control_tokens = ControlTokens(tokenizer, f"{source}\n{tool_source}")
+    return ChatTemplate(
+        source,
+        tokenizer.special_tokens,
+        tool_source=tool_source,
+        control_tokens=None if settings.allow_special_tokens_in_messages else control_tokens,
+    )

@@ -6,6 +6,8 @@ the same words, in a form that it knows.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,7 @@ from octavo.errors import InvalidParameter
 from octavo.text import reasoning
 from octavo.text.chat_messages import Message, normalise_messages
 from octavo.text.chat_template import ChatTemplate, TemplateRefusal
+from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools_in_text import WriteCalls, joined, result_in_text, with_tools_in_text
 
 ID_LENGTH = 9
@@ -28,6 +31,14 @@ class ChatPrompt(NamedTuple):
     text: str
     seen: str
     """``text`` for the reader of the answer: up to the mark that opens the reasoning which the answer continues."""
+    encode_guarded: Callable[[bool], list[int]] | None = None
+    """Encodes it where a text of the client spells control tokens: these become text."""
+
+    def encode(self, tokenizer: Tokenizer, add_special_tokens: bool = False) -> list[int]:
+        """Token ids. Raises ``InvalidParameter`` as ``Tokenizer.encode`` does."""
+        if self.encode_guarded is None:
+            return tokenizer.encode(self.text, add_special_tokens)
+        return self.encode_guarded(add_special_tokens)
 
 
 @dataclass(frozen=True)
@@ -58,25 +69,41 @@ class Conversation:
 
     def prompt(self) -> ChatPrompt:
         """Render the prompt. Runs the template, so call it in a thread."""
+        controls = self.template.control_tokens
+        if controls is None:
+            text, seen = self._texts()
+            return ChatPrompt(text, seen)
+        barrier = _mark()
+        guarded = dataclasses.replace(
+            self,
+            messages=controls.guarded_messages(self.messages, barrier),
+            tools=controls.guarded(self.tools, barrier),
+            template_kwargs=controls.guarded(self.template_kwargs, barrier),
+        )
+        text, seen = guarded._texts()
+        if barrier not in text:
+            return ChatPrompt(text, seen)
+        encode = functools.partial(controls.encode, text, barrier)
+        return ChatPrompt(text.replace(barrier, ""), seen.replace(barrier, ""), encode)
+
+    def _texts(self) -> tuple[str, str]:
+        """The text, and what of it the reader of the answer sees."""
         messages = [dict(message) for message in self.messages]
-        if not self.continue_final_message:
-            text = self._accepted(messages, self.add_generation_prompt)
-            return ChatPrompt(text, text)
         last = messages[-1]
-        if last.get("tool_calls"):
-            text = self._accepted(messages, True)
-            return ChatPrompt(text, text)
+        if not self.continue_final_message or last.get("tool_calls"):
+            text = self._accepted(messages, self.add_generation_prompt or self.continue_final_message)
+            return text, text
         key = "content" if last["content"] or not last.get("reasoning_content") else "reasoning_content"
-        prompt = self._continued(messages, key)
-        if prompt is None and key == "reasoning_content":
-            prompt = self._continued(messages, "content")  # the template leaves reasoning out
-        if prompt is None:
+        texts = self._continued(messages, key)
+        if texts is None and key == "reasoning_content":
+            texts = self._continued(messages, "content")  # the template leaves reasoning out
+        if texts is None:
             message = "The chat template leaves out the final message, or repeats it, so it cannot be continued."
             raise InvalidParameter("continue_final_message", message)
-        return prompt
+        return texts
 
-    def _continued(self, messages: list[Message], key: str) -> ChatPrompt | None:
-        """The prompt that ends with the last message's text under ``key``; ``None`` if that has no place in it.
+    def _continued(self, messages: list[Message], key: str) -> tuple[str, str] | None:
+        """The texts of the prompt that ends with the last message's text under ``key``; ``None`` if it has no place.
 
         Marks are rendered with the text, made of digits, which all filters keep. A template that changes the text
         has it replaced by a mark.
@@ -87,9 +114,9 @@ class Conversation:
         if rendered.count(end) == 1:
             before = rendered[: rendered.index(end)].replace(begin, "")
             if before.endswith(text):
-                return _prompt(before[: len(before) - len(text)], text)
+                return _ending_with(text, before[: len(before) - len(text)])
         rendered = self._accepted([*messages[:-1], _with_text(messages[-1], key, end)], False)
-        return _prompt(rendered[: rendered.index(end)], text) if rendered.count(end) == 1 else None
+        return _ending_with(text, rendered[: rendered.index(end)]) if rendered.count(end) == 1 else None
 
     def _accepted(self, messages: list[Message], add_generation_prompt: bool) -> str:
         """The rendering of ``messages``, rewritten as little as the template requires."""
@@ -142,13 +169,13 @@ def _with_text(message: Message, key: str, text: str) -> Message:
     return {**message, "thinking": text, key: text} if key == "reasoning_content" else {**message, key: text}
 
 
-def _prompt(before: str, text: str) -> ChatPrompt:
-    """The prompt of ``before`` and the text that the answer continues, which may open or close reasoning."""
+def _ending_with(text: str, before: str) -> tuple[str, str]:
+    """The texts of a prompt that ends with ``text``, which the answer continues; it may open or close reasoning."""
     whole = before + text
     stripped = before.rstrip()
     start = len(stripped) - len(reasoning.OPENS) if stripped.endswith(reasoning.OPENS) else len(before)
     opens, closes = whole.rfind(reasoning.OPENS, start), whole.rfind(reasoning.CLOSES, start)
-    return ChatPrompt(whole, whole[: opens + len(reasoning.OPENS)] if opens > closes else whole)
+    return whole, whole[: opens + len(reasoning.OPENS)] if opens > closes else whole
 
 
 def _leaves_out_system(messages: Sequence[Message], text: str) -> bool:

@@ -155,6 +155,19 @@ class Tokenizer:
         """Ids of special tokens by their text."""
         return {self.token_bytes(token).decode("utf-8", "replace"): token for token in self.special_token_ids}
 
+    def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """Special tokens, and others that are found in a text before it is split into words, by id."""
+        return dict(self._backend.get_added_tokens_decoder())
+
+    def with_rules_alone(self) -> tokenizers.Tokenizer:
+        """A backend that shares the model and the rules, and has none of the added tokens."""
+        backend = tokenizers.Tokenizer(self._backend.model)
+        if self._backend.normalizer is not None:
+            backend.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            backend.pre_tokenizer = self._backend.pre_tokenizer
+        return backend
+
     def vocabulary(self, eos_token_ids: Iterable[int]) -> Vocabulary:
         """The vocabulary for grammars; ``eos_token_ids`` may end a text in addition to the tokenizer's own."""
         ends = {*eos_token_ids, *self.eos_token_ids}.intersection(range(self.vocab_size))

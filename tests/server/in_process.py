@@ -26,6 +26,7 @@ from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from tests.server.fake_engine import FakeEngine, make_info
 
 EOS = 256
+IM_START = 257
 IM_END = 258
 VOCAB = 300
 MAX_MODEL_LEN = 512

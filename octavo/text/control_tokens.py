@@ -1,0 +1,169 @@
+"""Control tokens that a client's text spells: they are encoded as text.
+
+A chat template writes control tokens such as ``<|im_end|>`` between the texts of a client, and the vocabulary has one
+token for each. If a web page that a tool has read spells such a token, it must not end the turn. So before the template
+runs, a *barrier* is put behind the first character of every control token in a client's text. What has a barrier in it
+after rendering is text, wherever the template has put it; the other control tokens are the template's own.
+
+To encode, the template's control tokens are replaced by stand-ins, texts that no client can foresee, and a second
+tokenizer, with the same model and rules, knows only these. So everything else is encoded as text, in one piece.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from octavo.text import reasoning
+from octavo.text.chat_messages import REASONING_KEYS, Message
+from octavo.text.message_format import TOOL_FORMATS
+from octavo.text.tokenizer import Tokenizer
+from octavo.text.tool_calls.harmony import HARMONY
+
+OWN_MARKS = frozenset(
+    {
+        *(reasoning.OPENS, reasoning.CLOSES, "[THINK]", "[/THINK]"),
+        *(mark for format in TOOL_FORMATS if format is not HARMONY for mark in format.marks),
+    }
+)
+"""Marks of reasoning and calls, which templates look for in the assistant's content: a model's own words have them."""
+RESULT_MARKS = ("<tool_response>", "</tool_response>")
+_CHANGES_TEXT = re.compile(r"(\|\s*|\.)(replace|lower|upper|title|capitalize|swapcase)\b")
+_RANDOM_BITS = 80
+
+
+class ControlTokens:
+    """The control tokens of a model: the special ones, and other added ones that its chat template writes or that are
+    marks of reasoning, calls and results."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens()
+        controls = {
+            index: token
+            for index, token in added.items()
+            if len(token.content) > 1
+            and (token.special or token.content in (template or "") or token.content in {*OWN_MARKS, *RESULT_MARKS})
+        }
+        self._added, self._controls = added, controls
+        texts = [token.content for token in controls.values()]
+        # A template that replaces or changes letters may make a control token of a text that is none.
+        is_careful = _CHANGES_TEXT.search(template or "") is not None
+        own = OWN_MARKS.intersection(texts)
+        self._anywhere = _starts(texts, (), is_careful)
+        self._in_answers = _starts([text for text in texts if text not in own], own, is_careful)
+
+    def guarded(self, value: Any, barrier: str) -> Any:
+        """``value``, JSON of a client, with ``barrier`` in every control token of its texts."""
+        return _guarded(value, self._anywhere, rf"\g<0>{barrier}")
+
+    def guarded_messages(self, messages: Sequence[Mapping[str, Any]], barrier: str) -> list[Message]:
+        """``messages`` with ``barrier`` in every control token, except for ``OWN_MARKS`` in the assistant's words."""
+        made = []
+        for message in messages:
+            guarded = self.guarded(message, barrier)
+            if message["role"] == "assistant":
+                for key in ("content", *REASONING_KEYS):
+                    if key in message:
+                        guarded[key] = _guarded(message[key], self._in_answers, rf"\g<0>{barrier}")
+            made.append(guarded)
+        return made
+
+    def encode(self, text: str, barrier: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a rendered ``text``; control tokens with ``barrier`` in them are text."""
+        text = self._spelled.sub(lambda found: self._stand_ins[found[0]], text).replace(barrier, "")
+        backend, ids, words = self._backend
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        tokens = [ids.get(token, token) for token in encoding.ids]
+        if not words.isdisjoint(encoding.ids):
+            parts = {word: _in_parts(backend, self._controls[word].content) for word in words}
+            tokens = [part for token in encoding.ids for part in parts.get(token) or (ids.get(token, token),)]
+        if not add_special_tokens:
+            return tokens
+        alone, around = (self._tokenizer.encode("a", add_special_tokens=flag) for flag in (False, True))
+        start = next(place for place in range(len(around)) if around[place : place + len(alone)] == alone)
+        return [*around[:start], *tokens, *around[start + len(alone) :]]
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        return re.compile(_tree(self._stand_ins) if self._stand_ins else "(?!)")
+
+    @cached_property
+    def _stand_ins(self) -> dict[str, str]:
+        return {token.content: _unforeseen() for token in self._controls.values()}
+
+    @cached_property
+    def _backend(self) -> tuple[tokenizers.Tokenizer, dict[int, int], frozenset[int]]:
+        """The second tokenizer, the vocabulary's ids for ids that only this tokenizer has, and the ids of control
+        tokens that the model may find as words; the unknown token stands for any text."""
+        backend = self._tokenizer.with_rules_alone()
+        unknown = self._tokenizer.special_tokens.get("unk_token"), getattr(backend.model, "unk_token", None), "<unk>"
+        words = frozenset(
+            index
+            for index, token in self._controls.items()
+            if token.content not in unknown and backend.id_to_token(index) == token.content
+        )
+        # The library counts new ids from the number of tokens, which a vocabulary with gaps has used for others.
+        num_gaps = max(backend.get_vocab().values(), default=0) + 1 - backend.get_vocab_size()
+        backend.add_tokens([AddedToken(_unforeseen(), normalized=False) for _ in range(num_gaps)])
+        ids = {}
+        for index, token in self._added.items():
+            text = self._stand_ins[token.content] if index in self._controls else token.content
+            flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+            backend.add_tokens([AddedToken(text, normalized=token.normalized, **flags)])
+            ids[backend.token_to_id(text) or 0] = index
+        return backend, ids, words
+
+
+def _in_parts(backend: tokenizers.Tokenizer, word: str) -> list[int]:
+    """Ids of the text of a control token that the model has as a word."""
+    return [token.id for part in (word[:1], word[1:]) for token in backend.model.tokenize(part)]
+
+
+def _unforeseen() -> str:
+    """Digits, which every filter of a template and every normalizer keeps."""
+    return f"{secrets.randbits(_RANDOM_BITS):025}"
+
+
+def _guarded(value: Any, starts: re.Pattern[str], guard: str) -> Any:
+    if isinstance(value, str):
+        return starts.sub(guard, value)
+    if isinstance(value, Mapping):
+        return {_guarded(key, starts, guard): _guarded(member, starts, guard) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_guarded(member, starts, guard) for member in value]
+    return value
+
+
+def _starts(texts: Iterable[str], exceptions: Iterable[str], is_careful: bool) -> re.Pattern[str]:
+    """Matches the first character of each of ``texts`` where it is spelled or, if ``is_careful``, anywhere but in
+    ``exceptions``."""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        for first in {text[0], text[0].lower(), text[0].upper()} if is_careful else text[0]:
+            rests.setdefault(first, []).append(text[1:])
+    branches = []
+    for first, own in rests.items():
+        excepted = [text[1:] for text in exceptions if text[0] == first]
+        ahead = f"(?!{_tree(excepted)})" if excepted else ""
+        branches.append(re.escape(first) + ahead + ("" if is_careful else f"(?={_tree(own)})"))
+    return re.compile("|".join(branches) or "(?!)")
+
+
+def _tree(texts: Collection[str]) -> str:
+    """A regular expression of ``texts``, the longest first, that looks at each character once."""
+    prefix = os.path.commonprefix(list(texts))  # noqa: RUF071 (of texts, not of paths)
+    groups: dict[str, list[str]] = {}
+    for text in texts:
+        rest = text[len(prefix) :]
+        groups.setdefault(rest[:1], []).append(rest)
+    may_end = groups.pop("", None) is not None
+    branches = "|".join(map(_tree, groups.values()))
+    return re.escape(prefix) + (f"(?:{branches}){'?' if may_end else ''}" if branches else "")
