@@ -54,4 +54,4 @@ def _prompt(text: str | None) -> str:
         return text
     if text is None and sys.stdin.isatty():
         raise InvalidParameter("prompt", "There is nothing to continue: give --prompt TEXT, or text on standard input.")
-    return sys.stdin.read()
+    return sys.stdin.read().removeprefix("\ufeff")

@@ -151,7 +151,7 @@ def _digest(secret: bytes) -> bytes:
 
 def _read(path: Path) -> list[Entry]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_key_file: {path} cannot be read: {error}") from None
     entries = []

@@ -99,7 +99,7 @@ class ChatTemplate:
             raise InvalidParameter(
                 "messages", "The model has no chat template. Give one with --chat-template FILE, or use completions."
             )
-        _check_variables(tools, template_kwargs)
+        check_variables(tools, template_kwargs)
         variables = {
             "documents": None,
             **self._special_tokens,
@@ -144,7 +144,7 @@ class ChatTemplate:
             return self._process.ask(variables)
 
 
-def _check_variables(tools: Any, template_kwargs: Any) -> None:
+def check_variables(tools: Any, template_kwargs: Any) -> None:
     """Raise ``InvalidParameter`` unless they have the types that ``render`` declares."""
     if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
         raise InvalidParameter("chat_template_kwargs", "'chat_template_kwargs' must map names to values.")
@@ -163,7 +163,7 @@ def load_chat_template(settings: ModelSettings, tokenizer: Tokenizer | None) -> 
     """
     if settings.chat_template is not None:
         try:
-            source: str | None = Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
+            source: str | None = Path(settings.chat_template).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template: {settings.chat_template} cannot be read: {error}") from None
         tool_source = None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from octavo.errors import InvalidParameter
 from octavo.text import reasoning
 from octavo.text.chat_messages import Message, normalise_messages
-from octavo.text.chat_template import ChatTemplate, TemplateRefusal
+from octavo.text.chat_template import ChatTemplate, TemplateRefusal, check_variables
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools_in_text import WriteCalls, joined, result_in_text, with_tools_in_text
 
@@ -65,6 +65,7 @@ class Conversation:
                 "continue_final_message",
                 "'continue_final_message' and 'add_generation_prompt' cannot both be true.",
             )
+        check_variables(self.tools, self.template_kwargs)
         object.__setattr__(self, "messages", normalise_messages(self.messages))
 
     def prompt(self) -> ChatPrompt:

@@ -86,7 +86,7 @@ def test_a_bad_conversation_is_refused_by_name(llm: LLM, messages: Any, options:
 
 def test_a_template_of_ones_own_replaces_the_models(tiny_checkpoint: Path, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
-    template.write_text("{{ mood }}{{ messages[-1].content }}")
+    template.write_text("{{ mood }}{{ messages[-1].content }}", "utf-8-sig")  # as editors may write it
     with LLM(tiny_checkpoint, chat_template=str(template), **SETTINGS) as llm:
         tokens = llm.render_chat([{"role": "user", "content": "Hi"}], {"mood": "!"})
         assert llm.get_tokenizer().decode(tokens) == "!Hi"

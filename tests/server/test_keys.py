@@ -38,7 +38,7 @@ def bearer(secret: str) -> dict[str, str]:
 
 
 def test_several_keys_and_what_each_has(serve_app: Any, tmp_path: Path) -> None:
-    path = key_file(tmp_path, "# who may", line("alice", "a-key"), "", line("bob", "b-key", "# hers"))
+    path = key_file(tmp_path, "\ufeff# who may", line("alice", "a-key"), "", line("bob", "b-key", "# hers"))
     served = serve_app(api_key_file=path, api_key="own", admin_key="admin")
     for secret in ("a-key", "b-key", "own"):
         assert served.client.get("/v1/models", headers=bearer(secret)).status_code == 200

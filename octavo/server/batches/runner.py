@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from octavo.errors import CANCELLATIONS, QueueFull, RequestError, Unavailable
 from octavo.server.background_jobs import inner_request, retry_while_unavailable
+from octavo.server.body_decoder import BYTE_ORDER_MARK
 from octavo.server.durable.serve import key_headers
 from octavo.server.errors import UnexpectedError, error_object
 from octavo.server.json_size import num_members
@@ -100,6 +101,7 @@ class LineReader:
         lines = []
         for text in texts:
             self._number += 1
+            text = text.removeprefix(BYTE_ORDER_MARK)  # also within a file that was joined from several
             if not text.isspace() and text:
                 lines.append(self._line(text, self._number))
                 self.num_lines += 1

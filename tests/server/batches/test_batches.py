@@ -98,6 +98,14 @@ def test_a_batch(server: Served) -> None:
     assert server.engine.max_live <= server.engine.max_num_seqs // 2
 
 
+def test_files_may_have_byte_order_marks(server: Served) -> None:
+    """At their beginning, and where files were joined."""
+    marked = b"".join(b"\xef\xbb\xbf" + line + b"\r\n" for line in lines(2).splitlines())
+    done = until_done(server, begin(server, marked).id)
+    assert done.request_counts is not None
+    assert (done.status, done.request_counts.completed) == ("completed", 2)
+
+
 def test_lines_that_are_refused_are_in_a_file_of_their_own(server: Served) -> None:
     content = (
         lines(2)
