@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -70,7 +71,16 @@ class Choice:
     """One continuation: turns the engine's tokens into text and counts for the client."""
 
     __slots__ = (
-        *("finish_reason", "index", "is_noted", "num_cached_tokens", "num_reasoning_tokens", "num_tokens", "prompt"),
+        *(
+            "finish_reason",
+            "first_token_time",
+            "index",
+            "is_noted",
+            "num_cached_tokens",
+            "num_reasoning_tokens",
+            "num_tokens",
+            "prompt",
+        ),
         *("num_accepted_drafts", "num_drafts", "prompt_logprobs", "request", "stop_reason", "values"),
         *("_generation", "_logprobs", "_text_stream", "_texts", "_tokens"),
     )
@@ -84,6 +94,8 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         """The stop string or stop token that ended the text; ``None`` for end-of-text and for length."""
+        self.first_token_time = 0.0
+        """Of ``time.monotonic``, in seconds; 0 before the first token."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
@@ -127,6 +139,8 @@ class Choice:
         if reason == "error" or reason == "abort":
             self.on_error(RequestFailed("The engine could not finish this request; other requests are not affected."))
         elif tokens or reason is not None:
+            if not self.first_token_time:
+                self.first_token_time = time.monotonic()
             delta = self._text_stream.push(tokens, reason)
             self._texts.append(delta.text)
             self._tokens += tokens if delta.stop is None else tokens[: delta.num_tokens]

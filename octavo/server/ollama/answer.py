@@ -14,6 +14,7 @@ from octavo.server.generation import Choice
 from octavo.server.openai.rendering import encode_line
 from octavo.server.sse import EventStream
 from octavo.text.reader import Call, Piece, Text
+from octavo.text.tool_calls.tool_format import long_id
 
 
 class OllamaAnswer:
@@ -31,8 +32,6 @@ class OllamaAnswer:
         self._wrapped = wrapped
         self._started = started
         """Of the request, in seconds of ``time.monotonic``."""
-        self._first = 0.0
-        """When the first token came."""
 
     def unstreamed(self, choice: Choice) -> dict[str, Any]:
         """The whole answer, once its choice is finished."""
@@ -48,7 +47,6 @@ class OllamaAnswer:
 
     def frames(self, choice: Choice) -> bytes:
         """A line for each new piece, and a last one once finished."""
-        self._first = self._first or time.monotonic()
         data = b""
         for piece in self._pieces():
             if isinstance(piece, Call):
@@ -69,14 +67,14 @@ class OllamaAnswer:
         """A piece of the answer, or its end with counts and times in nanoseconds."""
         result = {"model": self._model, "created_at": now(), **self._wrapped(part), "done": ended is not None}
         if ended is not None:
-            end = time.monotonic()
-            first = self._first or end
+            end, arrival = time.monotonic(), ended.request.arrival
+            first = ended.first_token_time or end
             result |= {
                 "done_reason": ended.finish_reason,
                 "total_duration": _nanoseconds(end - self._started),
-                "load_duration": 0,
+                "load_duration": _nanoseconds(arrival - self._started),
                 "prompt_eval_count": len(ended.prompt.tokens),
-                "prompt_eval_duration": _nanoseconds(first - self._started),
+                "prompt_eval_duration": _nanoseconds(first - arrival),
                 "eval_count": ended.num_tokens,
                 "eval_duration": _nanoseconds(end - first),
             }
@@ -115,8 +113,9 @@ def _key(piece: Text) -> str:
 
 
 def _call(piece: Call) -> dict[str, Any]:
-    return {"function": {"name": piece.name, "arguments": members_of(piece)}}
+    return {"id": long_id(), "function": {"name": piece.name, "arguments": members_of(piece)}}
 
 
 def _nanoseconds(seconds: float) -> int:
-    return max(0, round(seconds * 1e9))
+    """At least one: clients divide by times."""
+    return max(1, round(seconds * 1e9))

@@ -12,7 +12,8 @@ import msgspec
 from octavo.errors import InvalidParameter
 from octavo.server.body_decoder import BodyDecoder
 from octavo.server.errors import UnsupportedParameter
-from octavo.server.openai.chat import ChatBody, effort
+from octavo.server.openai.chat import ChatBody, effort, passed_over
+from octavo.server.openai.fields import NO_LIMIT
 from octavo.server.services import Services
 
 LATEST = ":latest"
@@ -39,7 +40,7 @@ ABOUT_LOADING = frozenset(
 REFUSED: dict[str, tuple[Any, ...]] = {"logprobs": (), "top_logprobs": ()}
 REFUSED_IN_GENERATE: dict[str, tuple[Any, ...]] = {
     **REFUSED,
-    **dict.fromkeys(("context", "images", "suffix", "template", "width", "height", "steps"), ()),
+    **dict.fromkeys(("context", "images", "suffix", "template"), ()),
 }
 ACCEPTED = frozenset({"keep_alive", "truncate", "shift"})
 """How long the model stays loaded (always), and what happens to prompts that are too long (they are refused)."""
@@ -75,9 +76,11 @@ generate_decoder = BodyDecoder(OllamaGenerateBody, REFUSED_IN_GENERATE, ACCEPTED
 
 
 def without_effect(body: Common, services: Services) -> list[str]:
-    """Options that are ignored in this request."""
+    """Options, and places in the messages, that are ignored in this request. Raises ``InvalidParameter``."""
     known = {*SAMPLING, *ABOUT_LOADING, "num_predict"}
-    return [f"options.{name}" for name, value in body.options.items() if name not in known and value]
+    named = [f"options.{name}" for name, value in body.options.items() if name not in known and value]
+    messages = body.messages if isinstance(body, OllamaChatBody) else []
+    return [*named, *passed_over(_messages(messages))] if messages else named
 
 
 def served_name(name: str, services: Services) -> str:
@@ -130,6 +133,7 @@ def _checked(option: str, value: Any) -> Any:
         is_right = isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
         wanted = "a string or a list of strings"
     elif option in ("top_k", "seed"):
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
         is_right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
     else:
         is_right, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
@@ -139,11 +143,10 @@ def _checked(option: str, value: Any) -> Any:
 
 
 def _limit(limit: Any) -> int:
-    """``num_predict`` as ``max_tokens``: -1 and -2 are as many as fit. Raises ``InvalidParameter``."""
-    if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit not in (-1, -2)):
-        message = "'options.num_predict' must be a number of tokens, or -1 or -2 for as many as fit."
-        raise InvalidParameter("options", message)
-    return max(limit, -1)
+    """``num_predict`` as ``max_tokens``: 0 and below are as many as fit. Raises ``InvalidParameter``."""
+    if isinstance(limit, bool) or not isinstance(limit, int):
+        raise InvalidParameter("options", "'options.num_predict' must be a number of tokens, or -1 for as many as fit.")
+    return limit if limit > 0 else NO_LIMIT
 
 
 def _thinking(think: bool | str | None, services: Services) -> dict[str, Any]:
@@ -162,43 +165,19 @@ def _thinking(think: bool | str | None, services: Services) -> dict[str, Any]:
 
 
 def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with the ids of tool calls, which this API does not have: results follow the calls in their order."""
-    found: list[dict[str, Any]] = []
-    open_calls: list[dict[str, Any]] = []
+    """Messages as chat completions have them. Raises ``InvalidParameter``."""
+    found = []
     for place, message in enumerate(given):
         where = f"messages[{place}]"
         if message.get("images"):
-            raise UnsupportedParameter("messages", f"'{where}.images': images are not supported by this server.")
-        role = message.get("role")
-        converted: dict[str, Any] = {"role": role, "content": message.get("content") or ""}
-        if role == "assistant":
-            calls = message.get("tool_calls") or []
-            if not isinstance(calls, list):
-                raise InvalidParameter("messages", f"'{where}.tool_calls' must be a list.")
-            open_calls = [_call(call, f"call_{place}_{i}", where) for i, call in enumerate(calls)]
-            converted |= {"tool_calls": list(open_calls)} if open_calls else {}
-            converted |= {"reasoning_content": message["thinking"]} if message.get("thinking") else {}
-        elif role == "tool":
-            converted["tool_call_id"] = _answered(open_calls, message.get("tool_name"), where)
+            what = "images are not supported: this model reads text only."
+            raise UnsupportedParameter("messages", f"'{where}.images': {what}")
+        converted = {"role": message.get("role"), "content": message.get("content")}
+        if calls := message.get("tool_calls"):
+            converted["tool_calls"] = calls
+        if message.get("thinking"):
+            converted["reasoning_content"] = message["thinking"]
+        if converted["role"] == "tool":
+            converted |= {"name": message.get("tool_name"), "tool_call_id": message.get("tool_call_id")}
         found.append(converted)
     return found
-
-
-def _call(call: Any, identity: str, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments", {}), dict):
-        message = f"'{where}.tool_calls' must have a 'function' each, with a 'name' and an object as 'arguments'."
-        raise InvalidParameter("messages", message)
-    arguments = msgspec.json.encode(function.get("arguments", {})).decode()
-    return {"id": identity, "type": "function", "function": {"name": function.get("name"), "arguments": arguments}}
-
-
-def _answered(open_calls: list[dict[str, Any]], name: Any, where: str) -> str:
-    """The id of the first open call with this name, or of the first; it is open no more."""
-    if not open_calls:
-        raise InvalidParameter("messages", f"'{where}' is the result of a tool that no message before it called.")
-    same = (call for call in open_calls if call["function"]["name"] == name)
-    call = next(same, open_calls[0])
-    open_calls.remove(call)
-    identity: str = call["id"]
-    return identity
