@@ -103,7 +103,7 @@ def test_results_belong_to_calls_by_their_ids(caller: Served) -> None:
     results = [{"role": "tool", "content": text, "tool_call_id": f"call_{text}"} for text in "ba"]
     stray = {"role": "tool", "content": "c"}
     body: dict[str, Any] = {"tools": [TOOL], "stream": False}
-    answer = post(caller, messages=[*MESSAGES, calls, *results, stray], **body, options={"num_predict": 200})
+    answer = post(caller, messages=[*MESSAGES, calls, *results, stray], **body, options={"num_predict": 110})
     assert answer.status_code == 200, answer.text
     text = prompt(caller)
     assert text.index("tool:a") < text.index("tool:b") < text.index("tool:c")
