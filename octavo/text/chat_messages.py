@@ -168,7 +168,7 @@ def _call(call: Any, where: str) -> Message:
     function = call.get("function")
     if isinstance(custom := call.get("custom"), Mapping) and function is None:
         call = {key: value for key, value in call.items() if key != "custom"}
-        function = {"name": custom.get("name"), "arguments": custom.get("input")}
+        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
     if not isinstance(function, Mapping):
         raise InvalidParameter("messages", f"'{where}' must have a 'function'.")
     if not isinstance(function.get("name"), str) or not isinstance(call.get("id"), str | None):

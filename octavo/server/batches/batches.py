@@ -88,7 +88,7 @@ class BatchBody(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] = {}
 
 
-decoder = BodyDecoder(BatchBody, {"output_expires_after": ()}, frozenset())
+decoder = BodyDecoder(BatchBody, {}, frozenset())
 
 
 async def create_batch(request: Request) -> Response:

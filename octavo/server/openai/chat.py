@@ -51,15 +51,18 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "echo": (),
     "function_call": ("none",),
     "functions": (),
+    "modalities": (["text"],),
+    "suffix": (),
+}
+IGNORED_IN_CHAT: dict[str, tuple[Any, ...]] = IGNORED | {
     "include_reasoning": (True,),
     "media_io_kwargs": (),
     "mm_processor_kwargs": (),
-    "modalities": (["text"],),
+    "prediction": (),
     "reasoning": (),
-    "suffix": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
-IGNORED_IN_CHAT: dict[str, tuple[Any, ...]] = IGNORED | {"prediction": (), "verbosity": ("medium",)}
 _OPENS = b'"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
 _GOES_ON = b'},"logprobs":null,"finish_reason":null'
 _ENDS = b'},"logprobs":null,"finish_reason":%b,"stop_reason":%b'

@@ -66,9 +66,8 @@ class CompletionBody(GenerationFields, kw_only=True):
     add_special_tokens: bool = True
 
 
-_OF_BEAMS = ("use_beam_search", "length_penalty")
-_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name not in _OF_BEAMS} | {"suffix": ()}
-decoder = BodyDecoder(CompletionBody, _REFUSED, ACCEPTED, IGNORED)
+_REFUSED = {name: neutral for name, neutral in REFUSED.items() if name != "use_beam_search"}
+decoder = BodyDecoder(CompletionBody, _REFUSED | {"early_stopping": (), "suffix": ()}, ACCEPTED, IGNORED)
 
 
 async def create_completion(request: Request) -> Response:

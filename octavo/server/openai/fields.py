@@ -26,40 +26,44 @@ MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
-    "early_stopping": (),
     "ebnf": (),
-    "ec_transfer_params": (),
     "grammar": (),
-    "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "json_schema": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1.0,),
     "logit_processors": (),
     "logits_processors": (),
     "logprob_token_ids": (),
     "lora_path": (),
-    "mm_payload": ("tensors", "none"),
     "prompt_embeds": (),
     "regex": (),
-    "return_mm_kwargs": (),
-    "return_prompt_text": (),
-    "return_token_offsets": (),
-    "routed_experts_prompt_start": (0,),
-    "spaces_between_special_tokens": (True,),
     "stop_regex": (),
-    "stream_interval": (1,),
-    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "truncation_side": ("left", "right"),
     "use_beam_search": (),
     "vllm_xargs": (),
     "watermarking": (),
 }
-"""API fields that are not supported, with their default values, which are accepted."""
+"""API fields without which an answer would be wrong, with their default values, which are accepted."""
 
-IGNORED: dict[str, tuple[Any, ...]] = {"service_tier": ("auto", "default"), "store": ()}
-"""Fields without an effect on the answer; values other than these are reported in a response header."""
+IGNORED: dict[str, tuple[Any, ...]] = {
+    "early_stopping": (),
+    "ec_transfer_params": (),
+    "guided_decoding_backend": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0,),
+    "mm_payload": ("tensors", "none"),
+    "return_mm_kwargs": (),
+    "return_prompt_text": (),
+    "return_token_offsets": (),
+    "routed_experts_prompt_start": (0,),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (),
+    "stream_interval": (1,),
+    "thinking_token_budget": (),
+}
+"""Fields without which an answer is no less right: what concerns where and how it is computed, or what comes with it.
+Values other than these are reported in a response header."""
 
 ACCEPTED = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "session_id"}
@@ -69,16 +73,11 @@ ACCEPTED = frozenset(
 NO_LIMIT = -1
 """Value of ``max_tokens`` for as many tokens as fit the context."""
 
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+"""What a stream may include besides text."""
+
 OPEN_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose default comes from the model's generation config."""
-
-
-class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a stream includes besides text."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
 
 
 class RepetitionDetectionFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +107,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stop: str | list[str] = []
     seed: int | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -146,12 +145,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with a usage chunk; continuous usage implies one."""
-        options = self.stream_options
-        return options is not None and bool(options.include_usage or options.continuous_usage_stats)
+        return any((self.stream_options or {}).get(name) for name in STREAM_OPTIONS)
 
     @property
     def has_continuous_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        return bool((self.stream_options or {}).get("continuous_usage_stats"))
 
 
 def check_labels(services: Services, model: str, priority: int, user: str | None) -> None:
@@ -167,7 +165,10 @@ def check_labels(services: Services, model: str, priority: int, user: str | None
 
 def without_effect(body: GenerationFields, services: Services) -> list[str]:
     """Fields that are ignored in this request."""
-    return [] if body.stream or body.stream_options is None else ["stream_options"]
+    options = body.stream_options
+    if options is None or not body.stream:
+        return [] if options is None else ["stream_options"]
+    return [f"stream_options.{name}" for name, value in options.items() if value and name not in STREAM_OPTIONS]
 
 
 def check_generation_fields(body: GenerationFields, services: Services) -> None:
@@ -175,8 +176,9 @@ def check_generation_fields(body: GenerationFields, services: Services) -> None:
     check_labels(services, body.model, body.priority, body.user)
     if body.prompt_logprobs is not None and body.stream:
         raise UnsupportedParameter("prompt_logprobs", "'prompt_logprobs' is not supported with 'stream'.")
-    if body.stream and body.stream_options is not None and body.stream_options.include_obfuscation:
-        raise UnsupportedParameter("stream_options", "'stream_options.include_obfuscation' is not supported.")
+    for name in STREAM_OPTIONS:
+        if not isinstance((body.stream_options or {}).get(name), bool | None):
+            raise InvalidParameter("stream_options", f"'stream_options.{name}' must be true or false.")
     if len(body.cache_salt) > MAX_CACHE_SALT:
         raise InvalidParameter("cache_salt", f"'cache_salt' must have at most {MAX_CACHE_SALT} characters.")
     if len(body.prompt_cache_key or "") > MAX_USER:

@@ -18,6 +18,7 @@ from octavo.server.openai.chat import conversation, passed_over
 from octavo.server.openai.fields import ACCEPTED
 from octavo.server.openai.rendering import json_response
 from octavo.server.openai.schema import Endpoint
+from octavo.server.openai.tools import tool_use
 from octavo.server.services import Services, asked_services_of, services_of
 
 
@@ -33,6 +34,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -42,9 +44,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-tokenize_decoder = BodyDecoder(
-    TokenizeBody, {"chat_template": (), "tools": (), "mm_processor_kwargs": ()}, ACCEPTED | {"user"}
-)
+tokenize_decoder = BodyDecoder(TokenizeBody, {"chat_template": ()}, ACCEPTED | {"user"})
 detokenize_decoder = BodyDecoder(DetokenizeBody, {}, ACCEPTED | {"user"})
 
 
@@ -77,7 +77,8 @@ def _source(body: TokenizeBody, services: Services) -> tuple[PromptSource, str, 
     if body.messages is not None and body.prompt is not None:
         raise InvalidParameter("messages", "'prompt' and 'messages' cannot both be given.")
     if body.messages is not None:
-        return conversation(body.messages, body, services).prompt, "messages", False
+        tools = tool_use(body.tools, None, services.message_format.is_parallel)
+        return conversation(body.messages, body, services, tools).prompt, "messages", False
     if body.prompt is None:
         raise MissingParameter("prompt")
     return body.prompt, "prompt", True

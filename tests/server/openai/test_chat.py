@@ -168,7 +168,6 @@ def test_a_model_without_template_has_no_chat(serve_app: Any) -> None:
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),
         ("documents", [{"text": "x"}]),
-        ("web_search_options", {"a": 1}),
         ("echo", True),
         ("suffix", "x"),
         ("best_of", 3),
@@ -213,7 +212,7 @@ def test_defaults_that_ask_for_nothing_are_fine(served: Served) -> None:
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
         ({"n": 17}, "n"),
     ],
 )

@@ -18,11 +18,24 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hi", "max_output_tokens": 4},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
     "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/tokenize": {"messages": MESSAGES},
 }
 PASSED_OVER: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"store": True, "service_tier": "flex"}, "store, service_tier"),
     ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
     ("/v1/chat/completions", {"store": True}, "store"),
+    (
+        "/v1/chat/completions",
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+    ),
+    ("/v1/chat/completions", {"web_search_options": {}, "reasoning": {"effort": "low"}}, "reasoning"),
+    (
+        "/v1/chat/completions",
+        {"kv_transfer_params": {"a": 1}, "thinking_token_budget": 9},
+        "kv_transfer_params, thinking_token_budget",
+    ),
+    ("/tokenize", {"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
     ("/v1/chat/completions", {"verbosity": "low"}, "verbosity"),
     ("/v1/chat/completions", {"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ("/v1/chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
