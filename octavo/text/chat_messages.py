@@ -43,7 +43,8 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]], passed_over: list[
     ``system``, which templates know. Reasoning under any of ``REASONING_KEYS`` is set under both names that templates
     read, as in transformers. The arguments of calls are objects where they can be, else the client's text.
     Results follow in the order of their calls, with the calls' ids. Everything else is unchanged.
-    Places without a meaning here are added to ``passed_over``. Raises ``InvalidParameter("messages", ...)``.
+    What has no meaning here is added to ``passed_over`` by its kind, such as "messages.redacted_thinking". Raises
+    ``InvalidParameter("messages", ...)``.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidParameter("messages", "'messages' must be a list of at least one message.")
@@ -110,7 +111,8 @@ class _Reading:
             self._calls.append(_call({"function": older}, f"{self._where}.function_call"))
 
     def _pass_over(self, name: str) -> None:
-        self._passed_over.append(f"{self._where}.{name}")
+        if (name := f"messages.{name[:40]}") not in self._passed_over:
+            self._passed_over.append(name)
 
     def _text(self, content: Any, where: str, role: str) -> str | None:
         if content is None or isinstance(content, str):
@@ -143,7 +145,7 @@ class _Reading:
             text = self._text(part.get("content"), f"{where}.content", "tool") or ""
             self._results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": text})
         else:
-            self._passed_over.append(f"{where} ({kind[:40]})")
+            self._pass_over(kind)
         return None
 
 

@@ -19,7 +19,7 @@ from octavo.text import reasoning
 from octavo.text.chat_messages import Message, normalise_messages
 from octavo.text.chat_template import ChatTemplate, TemplateRefusal, check_variables
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tools_in_text import WriteCalls, joined, result_in_text, with_tools_in_text
+from octavo.text.tools_in_text import WriteCalls, joined, result_in_text, with_calls_in_text, with_tools_told
 
 ID_LENGTH = 9
 """Of a call's id, made of letters and digits: what Mistral's templates accept."""
@@ -121,7 +121,9 @@ class Conversation:
 
     def _accepted(self, messages: list[Message], add_generation_prompt: bool) -> str:
         """The rendering of ``messages``, rewritten as little as the template requires."""
-        if self.write_calls is None and _takes_one_call(self.template.source or ""):
+        if self.write_calls is not None:
+            messages = with_calls_in_text(messages, self.write_calls)
+        elif _takes_one_call(self.template.source or ""):
             messages = _with_single_calls(messages)
         refusal: TemplateRefusal | None = None
         with_loss: str | None = None
@@ -151,14 +153,14 @@ class Conversation:
 
         if self.write_calls is None:
             return render(messages, self.tools)
-        tools = [dict(tool) for tool in self.tools or ()]
+        tools = self.tools or ()
         try:
-            return render(with_tools_in_text(messages, tools, self.write_calls), None)
+            return render(with_tools_told(messages, tools, self.write_calls), None)
         except TemplateRefusal:
             if not tools or any(message["role"] == "system" for message in messages):
                 raise
             # The template may reject only the added system message.
-            return render(with_tools_in_text(messages, tools, self.write_calls, has_system=False), None)
+            return render(with_tools_told(messages, tools, self.write_calls, has_system=False), None)
 
 
 def _mark() -> str:
@@ -315,8 +317,8 @@ def _with_alternating_turns(messages: Sequence[Message], source: str) -> list[Me
         messages = [*messages[:number], {"role": "user", "content": ""}, *messages[number:]]
     for message in messages:
         last = rewritten[-1] if rewritten else {"role": None}
-        is_plain = not (message.get("tool_calls") or last.get("tool_calls"))
-        if message["role"] == last["role"] != "tool" and is_plain:
+        both_call = message.get("tool_calls") and last.get("tool_calls")
+        if message["role"] == last["role"] != "tool" and not both_call:
             rewritten[-1] = {**last, **message, "content": joined(last["content"], message["content"])}
         else:
             rewritten.append(message)

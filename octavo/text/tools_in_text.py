@@ -7,7 +7,7 @@ assistant, and results become messages of the user.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.text.message_pieces import Call
@@ -29,29 +29,29 @@ Message = dict[str, Any]
 WriteCalls = Callable[[Sequence[Call]], str]
 
 
-def with_tools_in_text(
-    messages: Sequence[Message], tools: Sequence[Message], write: WriteCalls, *, has_system: bool = True
+def with_tools_told(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], write: WriteCalls, *, has_system: bool = True
 ) -> list[Message]:
-    """Normalised ``messages`` with ``tools``, calls and results as text; ``write`` formats the calls.
+    """``messages`` with a description of ``tools``; ``write`` formats the example of a call.
 
     Without ``has_system`` the functions are described in the user's first message, for templates that refuse a
     system message.
     """
-    rewritten = _with_calls_in_text(messages, write)
     if not tools:
-        return rewritten
+        return list(messages)
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     instruction = _INSTRUCTION.format(tools=listed, call=write([_EXAMPLE]))
     role = "system" if has_system else "user"
-    index = next((index for index, message in enumerate(rewritten) if message["role"] == role), None)
+    index = next((index for index, message in enumerate(messages) if message["role"] == role), None)
     if index is None:
-        return [{"role": role, "content": instruction}, *rewritten]
-    own = rewritten[index]["content"]
-    rewritten[index]["content"] = joined(own, instruction) if has_system else joined(instruction, own)
-    return rewritten
+        return [{"role": role, "content": instruction}, *messages]
+    own = messages[index]["content"]
+    told = joined(own, instruction) if has_system else joined(instruction, own)
+    return [*messages[:index], {**messages[index], "content": told}, *messages[index + 1 :]]
 
 
-def _with_calls_in_text(messages: Sequence[Message], write: WriteCalls) -> list[Message]:
+def with_calls_in_text(messages: Sequence[Message], write: WriteCalls) -> list[Message]:
+    """Normalised ``messages`` with calls and results as text; ``write`` formats the calls."""
     rewritten: list[Message] = []
     calls: list[Message] = []
     """Of the last message with calls."""

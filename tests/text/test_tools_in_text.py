@@ -12,7 +12,7 @@ from octavo.text.tool_calls.hermes import HERMES
 from octavo.text.tool_calls.llama3 import LLAMA3
 from octavo.text.tool_calls.pythonic import PYTHONIC
 from octavo.text.tool_calls.tool_format import ToolFormat
-from octavo.text.tools_in_text import with_tools_in_text
+from octavo.text.tools_in_text import with_calls_in_text, with_tools_told
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Wie ist es in Zürich?"}}]
 CALLS = [Call("weather", '{"city": "Z\u00fcrich \\"1\\"", "days": [1, null]}'), Call("f", "{}")]
@@ -20,7 +20,8 @@ MADE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 
 
 def told(messages: list[dict[str, Any]], tools: Any = TOOLS, **more: Any) -> list[dict[str, Any]]:
-    return with_tools_in_text(normalise_messages(messages), tools, HERMES.write, **more)
+    rewritten = with_calls_in_text(normalise_messages(messages), HERMES.write)
+    return with_tools_told(rewritten, tools, HERMES.write, **more)
 
 
 def call(**arguments: Any) -> dict[str, Any]:

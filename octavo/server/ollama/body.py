@@ -76,7 +76,7 @@ generate_decoder = BodyDecoder(OllamaGenerateBody, REFUSED_IN_GENERATE, ACCEPTED
 
 
 def without_effect(body: Common, services: Services) -> list[str]:
-    """Options, and places in the messages, that are ignored in this request. Raises ``InvalidParameter``."""
+    """Options, and parts of the messages, that are ignored in this request. Raises ``InvalidParameter``."""
     known = {*SAMPLING, *ABOUT_LOADING, "num_predict"}
     named = [f"options.{name}" for name, value in body.options.items() if name not in known and value]
     messages = body.messages if isinstance(body, OllamaChatBody) else []

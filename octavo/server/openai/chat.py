@@ -159,7 +159,7 @@ def conversation(
 
 
 def passed_over(messages: list[dict[str, Any]]) -> list[str]:
-    """Places in the messages that have no meaning here. Raises ``InvalidParameter``."""
+    """What of the messages has no meaning here. Raises ``InvalidParameter``."""
     check_roles(messages)
     named: list[str] = []
     normalise_messages(messages, named)

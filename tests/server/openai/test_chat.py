@@ -130,19 +130,18 @@ def test_bad_messages(served: Served, messages: Any) -> None:
     ("message", "named"),
     [
         ({"role": "function", "name": "f", "content": "x"}, ""),
-        ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, "messages.tool_calls"),
         ({"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}, ""),
         ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, ""),
-        ({"role": "assistant", "content": None, "audio": {"id": "a"}}, "messages[0].audio"),
-        ({"role": "assistant", "content": [{"type": "redacted_thinking", "data": "Q"}]}, "messages[0].content[0]"),
+        ({"role": "assistant", "content": None, "audio": {"id": "a"}}, "messages.audio"),
+        ({"role": "assistant", "content": [{"type": "redacted_thinking", "data": "Q"}]}, "messages.redacted_thinking"),
     ],
 )
 def test_what_earlier_turns_may_hold(served: Served, message: dict[str, Any], named: str) -> None:
-    """It is data. What has no meaning here is passed over by its place."""
+    """It is data. What has no meaning here is passed over by its kind."""
     response = served.chat(messages=[message, HI])
     assert response.status_code == 200, response.text
-    assert response.headers.get("x-octavo-unknown-fields", "").startswith(named)
-    assert bool(named) == ("x-octavo-unknown-fields" in response.headers)
+    assert response.headers.get("x-octavo-unknown-fields", "") == named
 
 
 def test_missing_messages(served: Served) -> None:
