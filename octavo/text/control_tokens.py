@@ -21,6 +21,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from octavo.errors import InvalidParameter
 from octavo.text import reasoning
 from octavo.text.chat_messages import REASONING_KEYS, Message
 from octavo.text.message_format import TOOL_FORMATS
@@ -37,6 +38,48 @@ OWN_MARKS = frozenset(
 RESULT_MARKS = ("<tool_response>", "</tool_response>")
 _CHANGES_TEXT = re.compile(r"(\|\s*|\.)(replace|lower|upper|title|capitalize|swapcase)\b")
 _RANDOM_BITS = 80
+MAX_GUARDED = 500_000
+"""Most control tokens in the texts of a conversation; each is two tokens of text at least."""
+
+
+class Guard:
+    """Puts a barrier into the control tokens of a client's texts. Raises ``InvalidParameter`` for too many of them."""
+
+    def __init__(self, barrier: str, anywhere: re.Pattern[str], in_answers: re.Pattern[str]) -> None:
+        self._replacement = rf"\g<0>{barrier}"
+        self._anywhere = anywhere
+        self._in_answers = in_answers
+        self._num_left = MAX_GUARDED
+
+    def value(self, value: Any) -> Any:
+        """``value``, JSON of a client, with the barrier in every control token of its texts."""
+        if isinstance(value, str):
+            return self._text(value, self._anywhere)
+        if isinstance(value, Mapping):
+            return {self.value(key): self.value(member) for key, member in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(member) for member in value]
+        return value
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """``messages`` with the barrier in every control token, except for ``OWN_MARKS`` in the assistant's words."""
+        made = []
+        for message in messages:
+            own = ("content", *REASONING_KEYS) if message["role"] == "assistant" else ()
+            guarded = self.value({key: value for key, value in message.items() if key not in own})
+            made.append({**message, **guarded, **{key: self._answer(message[key]) for key in own if key in message}})
+        return made
+
+    def _answer(self, text: str | None) -> str | None:
+        return None if text is None else self._text(text, self._in_answers)
+
+    def _text(self, text: str, starts: re.Pattern[str]) -> str:
+        guarded, number = starts.subn(self._replacement, text, count=self._num_left + 1)
+        self._num_left -= number
+        if self._num_left < 0:
+            message = f"The messages spell more than {MAX_GUARDED} control tokens, which is more than fits."
+            raise InvalidParameter("messages", message)
+        return guarded
 
 
 class ControlTokens:
@@ -60,21 +103,9 @@ class ControlTokens:
         self._anywhere = _starts(texts, (), is_careful)
         self._in_answers = _starts([text for text in texts if text not in own], own, is_careful)
 
-    def guarded(self, value: Any, barrier: str) -> Any:
-        """``value``, JSON of a client, with ``barrier`` in every control token of its texts."""
-        return _guarded(value, self._anywhere, rf"\g<0>{barrier}")
-
-    def guarded_messages(self, messages: Sequence[Mapping[str, Any]], barrier: str) -> list[Message]:
-        """``messages`` with ``barrier`` in every control token, except for ``OWN_MARKS`` in the assistant's words."""
-        made = []
-        for message in messages:
-            guarded = self.guarded(message, barrier)
-            if message["role"] == "assistant":
-                for key in ("content", *REASONING_KEYS):
-                    if key in message:
-                        guarded[key] = _guarded(message[key], self._in_answers, rf"\g<0>{barrier}")
-            made.append(guarded)
-        return made
+    def guard(self, barrier: str) -> Guard:
+        """Puts ``barrier`` into the texts of one conversation."""
+        return Guard(barrier, self._anywhere, self._in_answers)
 
     def encode(self, text: str, barrier: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a rendered ``text``; control tokens with ``barrier`` in them are text."""
@@ -130,16 +161,6 @@ def _in_parts(backend: tokenizers.Tokenizer, word: str) -> list[int]:
 def _unforeseen() -> str:
     """Digits, which every filter of a template and every normalizer keeps."""
     return f"{secrets.randbits(_RANDOM_BITS):025}"
-
-
-def _guarded(value: Any, starts: re.Pattern[str], guard: str) -> Any:
-    if isinstance(value, str):
-        return starts.sub(guard, value)
-    if isinstance(value, Mapping):
-        return {_guarded(key, starts, guard): _guarded(member, starts, guard) for key, member in value.items()}
-    if isinstance(value, list | tuple):
-        return [_guarded(member, starts, guard) for member in value]
-    return value
 
 
 def _starts(texts: Iterable[str], exceptions: Iterable[str], is_careful: bool) -> re.Pattern[str]:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,11 +76,12 @@ class Conversation:
             text, seen = self._texts()
             return ChatPrompt(text, seen)
         barrier = _mark()
+        guard = controls.guard(barrier)
         guarded = dataclasses.replace(
             self,
-            messages=controls.guarded_messages(self.messages, barrier),
-            tools=controls.guarded(self.tools, barrier),
-            template_kwargs=controls.guarded(self.template_kwargs, barrier),
+            messages=guard.messages(self.messages),
+            tools=guard.value(self.tools),
+            template_kwargs=guard.value(self.template_kwargs),
         )
         text, seen = guarded._texts()
         if barrier not in text:
@@ -183,8 +185,13 @@ def _ending_with(text: str, before: str) -> tuple[str, str]:
 
 def _leaves_out_system(messages: Sequence[Message], text: str) -> bool:
     """Whether ``text`` lacks a system message that is not the first message, of which some templates know nothing."""
-    later = (message["content"].strip() for message in messages[1:] if message["role"] == "system")
-    return any(content not in text for content in later)
+    place = 0
+    for message in messages[1:]:
+        if message["role"] == "system":
+            place = text.find(message["content"].strip(), place)
+            if place < 0:
+                return True
+    return False
 
 
 # --- rewriting ---
@@ -198,20 +205,20 @@ def _takes_one_call(source: str) -> bool:
 def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
     """Each call in a message of its own, before its result."""
     found: list[Message] = []
-    waiting: list[Message] = []
+    waiting: deque[Message] = deque()
     """Calls after the first of the last message with calls."""
     for message in messages:
         if message["role"] == "tool":
             if waiting and found[-1]["role"] == "tool":
-                found.append(waiting.pop(0))
+                found.append(waiting.popleft())
         else:
             found += waiting
-            waiting = []
+            waiting.clear()
         calls = message.get("tool_calls") or []
         found.append({**message, "tool_calls": calls[:1]} if calls else message)
         if len(calls) > 1:
-            waiting = [{"role": "assistant", "content": None, "tool_calls": [call]} for call in calls[1:]]
-    return found + waiting
+            waiting.extend({"role": "assistant", "content": None, "tool_calls": [call]} for call in calls[1:])
+    return [*found, *waiting]
 
 
 def _with_object_arguments(messages: Sequence[Message], source: str) -> list[Message]:
@@ -311,18 +318,19 @@ def _with_strays_as_user(messages: Sequence[Message], source: str) -> list[Messa
 
 def _with_alternating_turns(messages: Sequence[Message], source: str) -> list[Message]:
     """Messages of the user and of the assistant in turns, the user's first: neighbours of one role are joined."""
-    rewritten: list[Message] = []
     number = _num_leading_systems(messages)
     if number < len(messages) and messages[number]["role"] == "assistant":
         messages = [*messages[:number], {"role": "user", "content": ""}, *messages[number:]]
+    turns: list[tuple[Message, list[str | None]]] = []
     for message in messages:
-        last = rewritten[-1] if rewritten else {"role": None}
+        last, texts = turns[-1] if turns else ({"role": None}, [])
         both_call = message.get("tool_calls") and last.get("tool_calls")
         if message["role"] == last["role"] != "tool" and not both_call:
-            rewritten[-1] = {**last, **message, "content": joined(last["content"], message["content"])}
+            last |= message
+            texts.append(message["content"])
         else:
-            rewritten.append(message)
-    return rewritten
+            turns.append((dict(message), [message["content"]]))
+    return [{**turn, "content": texts[0] if len(texts) == 1 else joined(*texts)} for turn, texts in turns]
 
 
 def _num_leading_systems(messages: Sequence[Message]) -> int:

@@ -51,26 +51,29 @@ def with_tools_told(
 
 
 def with_calls_in_text(messages: Sequence[Message], write: WriteCalls) -> list[Message]:
-    """Normalised ``messages`` with calls and results as text; ``write`` formats the calls."""
-    rewritten: list[Message] = []
-    calls: list[Message] = []
-    """Of the last message with calls."""
+    """Normalised ``messages`` with calls and results as text; ``write`` formats the calls.
+
+    Results and what the user writes behind them are one message: many templates require alternating turns.
+    """
+    turns: list[tuple[Message, list[str | None]]] = []
+    called: dict[Any, Message] = {}
+    """Functions of the last message with calls, by the calls' ids."""
     follows_result = False
     for message in messages:
         message = dict(message)
         is_result = message["role"] == "tool"
         if is_result:
-            message = {"role": "user", "content": result_in_text(message["content"], _call_of(message, calls))}
-        elif own := message.pop("tool_calls", None):
-            calls = own
+            function = called.get(message.get("tool_call_id")) if len(called) > 1 else None
+            message = {"role": "user", "content": result_in_text(message["content"], function)}
+        elif calls := message.pop("tool_calls", None):
+            called = {call.get("id"): call["function"] for call in calls}
             message["content"] = joined(message["content"], _written([call["function"] for call in calls], write))
         if follows_result and message["role"] == "user":
-            # Many templates require alternating user and assistant messages.
-            rewritten[-1]["content"] = joined(rewritten[-1]["content"], message["content"])
+            turns[-1][1].append(message["content"])
         else:
-            rewritten.append(message)
+            turns.append((message, [message["content"]]))
             follows_result = is_result
-    return rewritten
+    return [{**turn, "content": texts[0] if len(texts) == 1 else joined(*texts)} for turn, texts in turns]
 
 
 def _written(functions: Sequence[Message], write: WriteCalls) -> str:
@@ -85,16 +88,9 @@ def _as_text(arguments: dict[str, Any] | str) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _call_of(result: Message, calls: Sequence[Message]) -> str:
-    """What the result belongs to if there are several calls, else empty."""
-    if len(calls) < 2:
-        return ""
-    function = next((call["function"] for call in calls if call.get("id") == result.get("tool_call_id")), None)
-    return "" if function is None else f"{function['name']}({_as_text(function['arguments'])}):\n"
-
-
-def result_in_text(content: str | None, call: str = "") -> str:
-    """The result of ``call`` as text of the user."""
+def result_in_text(content: str | None, function: Message | None = None) -> str:
+    """The result of a call as text of the user; it names the ``function`` that was called if that is given."""
+    call = "" if function is None else f"{function['name']}({_as_text(function['arguments'])}):\n"
     return RESULT.format(call + (content or ""))
 
 

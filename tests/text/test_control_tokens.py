@@ -13,6 +13,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
+from octavo.errors import InvalidParameter
+from octavo.text import control_tokens
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.control_tokens import ControlTokens
 from octavo.text.conversation import ChatPrompt, Conversation
@@ -266,3 +268,11 @@ def test_the_beginning_of_an_answer() -> None:
     assert tokenizer.decode(tokens, skip_special_tokens=False) == prompt.text
     shown = [tokenizer.token_text(token) for token in tokens if token in tokenizer.added_tokens()]
     assert shown == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>"]
+
+
+def test_there_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_tokens, "MAX_GUARDED", 5)
+    messages = [{"role": "user", "content": "<s><s>"}, {"role": "user", "content": "<s><s><s>"}]
+    prompt_of("byte level", messages)
+    with pytest.raises(InvalidParameter, match="more than 5 control tokens"):
+        prompt_of("byte level", [*messages, {"role": "user", "content": "<s>"}])

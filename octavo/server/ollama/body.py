@@ -89,8 +89,11 @@ def served_name(name: str, services: Services) -> str:
 
 
 def chat_body(body: OllamaChatBody, services: Services) -> ChatBody:
-    """The request as a chat completion body. Raises ``InvalidParameter``."""
-    return _chat_body(body, _messages(body.messages), body.tools, services)
+    """The request as a chat completion body; a last message of the assistant is the beginning of the answer. Raises
+    ``InvalidParameter``."""
+    chat = _chat_body(body, _messages(body.messages), body.tools, services)
+    is_begun = chat.messages[-1]["role"] == "assistant"
+    return msgspec.structs.replace(chat, add_generation_prompt=not is_begun, continue_final_message=is_begun)
 
 
 def generate_chat_body(body: OllamaGenerateBody, services: Services) -> ChatBody:

@@ -95,6 +95,11 @@ def test_clients_can_divide_by_every_time(server: Served, stream: bool, num_pred
         assert sum(parts) == pytest.approx(total, rel=1e-3, abs=1000)
 
 
+def test_a_last_message_of_the_assistant_is_continued(server: Served) -> None:
+    post(server, messages=[*MESSAGES, {"role": "assistant", "content": "Well, "}], options={"num_predict": 1})
+    assert prompt(server) == PROMPT + "Well, "
+
+
 def test_results_belong_to_calls_by_their_ids(caller: Served) -> None:
     def call(id: str, arguments: Any) -> dict[str, Any]:
         return {"id": id, "function": {"name": "add", "arguments": arguments}}

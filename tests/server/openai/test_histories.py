@@ -13,10 +13,18 @@ from hypothesis import strategies as st
 
 from tests.server.conftest import Served
 from tests.server.in_process import IM_END, TEMPLATE, InProcessEngine, byte_tokenizer
-from tests.text.family_templates import GEMMA, LLAMA3, QWEN3
+from tests.text.family_templates import DEEPSEEK, GEMMA, GPT_OSS, LLAMA3, MISTRAL, QWEN3
 
-EXAMPLES = int(os.environ.get("OCTAVO_EXAMPLES", "60"))
-TEMPLATES = {"plain": TEMPLATE, "strict": GEMMA, "one call": LLAMA3, "thinks": QWEN3}
+EXAMPLES = int(os.environ.get("OCTAVO_EXAMPLES", "25"))
+TEMPLATES = {
+    "plain": TEMPLATE,
+    "strict": GEMMA,
+    "one call": LLAMA3,
+    "thinks": QWEN3,
+    "m": MISTRAL,
+    "d": DEEPSEEK,
+    "g": GPT_OSS,
+}
 ANSWER = '<think>Hm.</think>I look.\n<tool_call>\n{"name": "f", "arguments": {"a": "\\u00e9"}}\n</tool_call>'
 TEXTS = st.sampled_from(["", " ", "Hi", "<think>a</think>b", "</think>", "<|im_end|>", "{{ x }}", "é😀", "\n", "null"])
 IDS = st.sampled_from(["a", "b", "call_1234567890", "toolu_ü"])
