@@ -30,7 +30,7 @@ from octavo.text.tool_calls.harmony import HARMONY
 
 OWN_MARKS = frozenset(
     {
-        *(reasoning.OPENS, reasoning.CLOSES, "[THINK]", "[/THINK]"),
+        *(mark for family in reasoning.FAMILIES for mark in family.marks),
         *(mark for format in TOOL_FORMATS if format is not HARMONY for mark in format.marks),
     }
 )

@@ -19,6 +19,7 @@ from octavo.errors import InvalidParameter
 from octavo.text import reasoning
 from octavo.text.chat_messages import Message, normalise_messages
 from octavo.text.chat_template import ChatTemplate, TemplateRefusal, check_variables
+from octavo.text.reasoning import Thinking
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools_in_text import WriteCalls, joined, result_in_text, with_calls_in_text, with_tools_told
 
@@ -112,14 +113,15 @@ class Conversation:
         has it replaced by a mark.
         """
         begin, end = _mark(), _mark()
+        thinking = reasoning.thinking_shown(self.template.source or "") or reasoning.THINK
         text = messages[-1][key] or ""
         rendered = self._accepted([*messages[:-1], _with_text(messages[-1], key, begin + text + end)], False)
         if rendered.count(end) == 1:
             before = rendered[: rendered.index(end)].replace(begin, "")
             if before.endswith(text):
-                return _ending_with(text, before[: len(before) - len(text)])
+                return _ending_with(text, before[: len(before) - len(text)], thinking)
         rendered = self._accepted([*messages[:-1], _with_text(messages[-1], key, end)], False)
-        return _ending_with(text, rendered[: rendered.index(end)]) if rendered.count(end) == 1 else None
+        return _ending_with(text, rendered[: rendered.index(end)], thinking) if rendered.count(end) == 1 else None
 
     def _accepted(self, messages: list[Message], add_generation_prompt: bool) -> str:
         """The rendering of ``messages``, rewritten as little as the template requires."""
@@ -174,13 +176,13 @@ def _with_text(message: Message, key: str, text: str) -> Message:
     return {**message, "thinking": text, key: text} if key == "reasoning_content" else {**message, key: text}
 
 
-def _ending_with(text: str, before: str) -> tuple[str, str]:
+def _ending_with(text: str, before: str, thinking: Thinking) -> tuple[str, str]:
     """The texts of a prompt that ends with ``text``, which the answer continues; it may open or close reasoning."""
     whole = before + text
     stripped = before.rstrip()
-    start = len(stripped) - len(reasoning.OPENS) if stripped.endswith(reasoning.OPENS) else len(before)
-    opens, closes = whole.rfind(reasoning.OPENS, start), whole.rfind(reasoning.CLOSES, start)
-    return whole, whole[: opens + len(reasoning.OPENS)] if opens > closes else whole
+    start = len(stripped) - len(thinking.opens) if stripped.endswith(thinking.opens) else len(before)
+    opens, closes = whole.rfind(thinking.opens, start), whole.rfind(thinking.closes, start)
+    return whole, whole[: opens + len(thinking.opens)] if opens > closes else whole
 
 
 def _leaves_out_system(messages: Sequence[Message], text: str) -> bool:
