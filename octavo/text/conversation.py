@@ -6,10 +6,11 @@ the same words, in a form that it knows.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 import re
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from octavo.text.reasoning import Thinking
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools_in_text import WriteCalls, joined, result_in_text, with_calls_in_text, with_tools_told
 
+MAX_SECONDS = 1.0
+"""After which no further rendering begins: a huge conversation that is refused is not worth more."""
 ID_LENGTH = 9
 """Of a call's id, made of letters and digits: what Mistral's templates accept."""
 
@@ -78,12 +81,10 @@ class Conversation:
             return ChatPrompt(text, seen)
         barrier = _mark()
         guard = controls.guard(barrier)
-        guarded = dataclasses.replace(
-            self,
-            messages=guard.messages(self.messages),
-            tools=guard.value(self.tools),
-            template_kwargs=guard.value(self.template_kwargs),
-        )
+        guarded = copy.copy(self)  # which is checked already
+        object.__setattr__(guarded, "messages", guard.messages(self.messages))
+        object.__setattr__(guarded, "tools", guard.value(self.tools))
+        object.__setattr__(guarded, "template_kwargs", guard.value(self.template_kwargs))
         text, seen = guarded._texts()
         if barrier not in text:
             return ChatPrompt(text, seen)
@@ -129,11 +130,12 @@ class Conversation:
             messages = with_calls_in_text(messages, self.write_calls)
         elif _takes_one_call(self.template.source or ""):
             messages = _with_single_calls(messages)
+        end = time.monotonic() + MAX_SECONDS
         refusal: TemplateRefusal | None = None
         with_loss: str | None = None
         for rewrite in (None, *_REWRITINGS):
             rewritten = messages if rewrite is None else rewrite(messages, self.template.source or "")
-            if rewritten == messages and rewrite is not None:
+            if rewrite is not None and (rewritten == messages or time.monotonic() > end):
                 continue
             messages = rewritten
             try:

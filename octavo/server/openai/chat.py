@@ -44,6 +44,7 @@ from octavo.text.chat_messages import normalise_messages
 from octavo.text.conversation import Conversation
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+PLAIN_KEYS = {"role", "content", "name"}
 REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
     "audio": (),
     "best_of": (1,),
@@ -162,7 +163,8 @@ def passed_over(messages: list[dict[str, Any]]) -> list[str]:
     """What of the messages has no meaning here. Raises ``InvalidParameter``."""
     check_roles(messages)
     named: list[str] = []
-    normalise_messages(messages, named)
+    if not all(message.keys() <= PLAIN_KEYS and isinstance(message.get("content"), str) for message in messages):
+        normalise_messages(messages, named)
     return named
 
 
