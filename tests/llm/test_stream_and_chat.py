@@ -64,6 +64,9 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert [len(other.prompt_token_ids) for other in several] == [19, 34]
     with pytest.raises(InvalidParameter, match="messages"):
         llm.chat([], greedy)
+    begun = [*messages, {"role": "assistant", "content": "Yes, \n"}]
+    (result,) = llm.chat(begun, greedy, add_generation_prompt=False, continue_final_message=True)
+    assert llm.get_tokenizer().decode(result.prompt_token_ids) == "user: Hi\nassistant: Yes, \n"
 
 
 @pytest.mark.parametrize(
