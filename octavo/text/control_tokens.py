@@ -108,14 +108,15 @@ class ControlTokens:
         return Guard(barrier, self._anywhere, self._in_answers)
 
     def encode(self, text: str, barrier: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a rendered ``text``; control tokens with ``barrier`` in them are text."""
+        """Token ids of a rendered ``text``; control tokens with ``barrier`` in them are text. Raises
+        ``InvalidParameter`` as ``Tokenizer.encode`` does."""
         text = self._spelled.sub(lambda found: self._stand_ins[found[0]], text).replace(barrier, "")
         backend, ids, words = self._backend
-        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
-        tokens = [ids.get(token, token) for token in encoding.ids]
-        if not words.isdisjoint(encoding.ids):
+        encoded = self._tokenizer.encode_with(backend, text)
+        tokens = [ids.get(token, token) for token in encoded]
+        if not words.isdisjoint(encoded):
             parts = {word: _in_parts(backend, self._controls[word].content) for word in words}
-            tokens = [part for token in encoding.ids for part in parts.get(token) or (ids.get(token, token),)]
+            tokens = [part for token in encoded for part in parts.get(token) or (ids.get(token, token),)]
         if not add_special_tokens:
             return tokens
         alone, around = (self._tokenizer.encode("a", add_special_tokens=flag) for flag in (False, True))

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo.errors import InvalidParameter
 from octavo.text import reasoning
@@ -30,14 +30,18 @@ ID_LENGTH = 9
 """Of a call's id, made of letters and digits: what Mistral's templates accept."""
 
 
-class ChatPrompt(NamedTuple):
-    """A rendered conversation."""
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered conversation; its length is that of its text."""
 
     text: str
     seen: str
     """``text`` for the reader of the answer: up to the mark that opens the reasoning which the answer continues."""
     encode_guarded: Callable[[bool], list[int]] | None = None
     """Encodes it where a text of the client spells control tokens: these become text."""
+
+    def __len__(self) -> int:
+        return len(self.text)
 
     def encode(self, tokenizer: Tokenizer, add_special_tokens: bool = False) -> list[int]:
         """Token ids. Raises ``InvalidParameter`` as ``Tokenizer.encode`` does."""

@@ -155,6 +155,12 @@ class Tokenizer:
         """Ids of special tokens by their text."""
         return {self.token_bytes(token).decode("utf-8", "replace"): token for token in self.special_token_ids}
 
+    def encode_with(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
+        """Token ids of ``text`` by ``backend``, one with the rules of this tokenizer. Raises as ``encode`` does."""
+        _check_unicode(text)
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoding.ids)
+
     def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
         """Special tokens, and others that are found in a text before it is split into words, by id."""
         return dict(self._backend.get_added_tokens_decoder())

@@ -185,8 +185,8 @@ def test_other_texts_have_their_usual_tokens(name: str) -> None:
     chance = random.Random(0)
     for _ in range(100):
         text = "".join(chance.choices(parts, k=12))
-        assert controls.encode(text, "0123", False) == tokenizer.encode(text, add_special_tokens=False)
-        assert controls.encode(text, "0123", True) == tokenizer.encode(text)
+        assert controls.encode(text, "#barrier#", False) == tokenizer.encode(text, add_special_tokens=False)
+        assert controls.encode(text, "#barrier#", True) == tokenizer.encode(text)
 
 
 def test_a_prompt_without_them_is_encoded_as_ever() -> None:
