@@ -19,7 +19,6 @@ from octavo.sampling_params import MAX_N, SamplingParams
 from octavo.server.admission import ClientRequest
 from octavo.server.body_decoder import BodyDecoder
 from octavo.server.durable.serve import admit, begin_unstreamed, numbered
-from octavo.server.errors import UnsupportedParameter
 from octavo.server.generation import Choice, ChoiceUpdate, Generation
 from octavo.server.openai import beam_search
 from octavo.server.openai.constraints import constraint
@@ -93,7 +92,7 @@ async def create_completion(request: Request) -> Response:
 def _without_effect(body: CompletionBody, services: Services) -> list[str]:
     """Fields that are ignored in this request."""
     if not body.use_beam_search:
-        return without_effect(body, services)
+        return [*without_effect(body, services), *(["length_penalty"] if body.length_penalty != 1.0 else ())]
     return [name for name in beam_search.IRRELEVANT if getattr(body, name) is not None]
 
 
@@ -127,8 +126,6 @@ def client_request(body: CompletionBody, services: Services, request: Request) -
     check_generation_fields(body, services)
     if body.use_beam_search:
         beam_search.check_fields(body)
-    elif body.length_penalty != 1.0:
-        raise UnsupportedParameter("length_penalty", "'length_penalty' needs 'use_beam_search'.")
     echoed = body.logprobs if body.echo else None
     asked_for = constraint(body)
     if asked_for is not None:

@@ -239,13 +239,11 @@ def test_a_model_without_tokenizer_serves_token_ids(serve_app: Any) -> None:
     ("name", "value"),
     [
         ("suffix", "x"),
-        ("guided_decoding_backend", "x"),
         ("guided_whitespace_pattern", " "),
         ("structured_outputs", {"regex": "a", "whitespace_pattern": " "}),
         ("prompt_embeds", "AAAA"),
         ("logits_processors", ["x"]),
         ("truncate_prompt_tokens", 5),
-        ("length_penalty", 0.5),
         ("priority", 1),
     ],
 )

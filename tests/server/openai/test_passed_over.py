@@ -23,6 +23,11 @@ BODIES: dict[str, dict[str, Any]] = {
 PASSED_OVER: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"store": True, "service_tier": "flex"}, "store, service_tier"),
     ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+    (
+        "/v1/completions",
+        {"guided_decoding_backend": "x", "length_penalty": 2},
+        "guided_decoding_backend, length_penalty",
+    ),
     ("/v1/chat/completions", {"store": True}, "store"),
     (
         "/v1/chat/completions",
