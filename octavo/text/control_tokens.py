@@ -96,6 +96,7 @@ class ControlTokens:
             and (token.special or token.content in (template or "") or token.content in {*OWN_MARKS, *RESULT_MARKS})
         }
         self._added, self._controls = added, controls
+        self._stand_ins = {token.content: _unforeseen() for token in controls.values()}
         texts = [token.content for token in controls.values()]
         # A template that replaces or changes letters may make a control token of a text that is none.
         is_careful = _CHANGES_TEXT.search(template or "") is not None
@@ -128,10 +129,6 @@ class ControlTokens:
         return re.compile(_tree(self._stand_ins) if self._stand_ins else "(?!)")
 
     @cached_property
-    def _stand_ins(self) -> dict[str, str]:
-        return {token.content: _unforeseen() for token in self._controls.values()}
-
-    @cached_property
     def _backend(self) -> tuple[tokenizers.Tokenizer, dict[int, int], frozenset[int]]:
         """The second tokenizer, the vocabulary's ids for ids that only this tokenizer has, and the ids of control
         tokens that the model may find as words; the unknown token stands for any text."""
@@ -144,14 +141,20 @@ class ControlTokens:
         )
         # The library counts new ids from the number of tokens, which a vocabulary with gaps has used for others.
         num_gaps = max(backend.get_vocab().values(), default=0) + 1 - backend.get_vocab_size()
-        backend.add_tokens([AddedToken(_unforeseen(), normalized=False) for _ in range(num_gaps)])
-        ids = {}
-        for index, token in self._added.items():
-            text = self._stand_ins[token.content] if index in self._controls else token.content
-            flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
-            backend.add_tokens([AddedToken(text, normalized=token.normalized, **flags)])
-            ids[backend.token_to_id(text) or 0] = index
+        fillers = [AddedToken(_unforeseen(), normalized=False) for _ in range(num_gaps)]
+        texts = {
+            index: self._stand_ins[token.content] if index in self._controls else token.content
+            for index, token in self._added.items()
+        }
+        # One call for all: each builds its search anew.
+        backend.add_tokens([*fillers, *(_with_flags_of(self._added[index], text) for index, text in texts.items())])
+        ids = {backend.token_to_id(text) or 0: index for index, text in texts.items()}
         return backend, ids, words
+
+
+def _with_flags_of(token: AddedToken, text: str) -> AddedToken:
+    flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+    return AddedToken(text, normalized=token.normalized, **flags)
 
 
 def _in_parts(backend: tokenizers.Tokenizer, word: str) -> list[int]:
