@@ -37,6 +37,7 @@ OWN_MARKS = frozenset(
 """Marks of reasoning and calls, which templates look for in the assistant's content: a model's own words have them."""
 RESULT_MARKS = ("<tool_response>", "</tool_response>")
 _CHANGES_TEXT = re.compile(r"(\|\s*|\.)(replace|lower|upper|title|capitalize|swapcase)\b")
+_BRACKETED = re.compile(r"[<\[{|｜◁].*[>\]}|｜▷]")
 _RANDOM_BITS = 80
 MAX_GUARDED = 500_000
 """Most control tokens in the texts of a conversation; each is two tokens of text at least."""
@@ -92,8 +93,7 @@ class ControlTokens:
         controls = {
             index: token
             for index, token in added.items()
-            if len(token.content) > 1
-            and (token.special or token.content in (template or "") or token.content in {*OWN_MARKS, *RESULT_MARKS})
+            if len(token.content) > 1 and (token.special or _is_mark(token.content, template or ""))
         }
         self._added, self._controls = added, controls
         self._stand_ins = {token.content: _unforeseen() for token in controls.values()}
@@ -150,6 +150,11 @@ class ControlTokens:
         backend.add_tokens([*fillers, *(_with_flags_of(self._added[index], text) for index, text in texts.items())])
         ids = {backend.token_to_id(text) or 0: index for index, text in texts.items()}
         return backend, ids, words
+
+
+def _is_mark(text: str, template: str) -> bool:
+    """Whether an added token that is not special is a mark. Others are words, blanks and line ends, or tags of HTML."""
+    return text in OWN_MARKS or text in RESULT_MARKS or (_BRACKETED.fullmatch(text) is not None and text in template)
 
 
 def _with_flags_of(token: AddedToken, text: str) -> AddedToken:

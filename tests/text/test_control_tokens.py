@@ -257,6 +257,21 @@ def test_turns_of_a_vocabulary_that_calls_none_special() -> None:
     assert controls("byte level", [{"role": "user", "content": text}], DEEPSEEK) == plain
 
 
+def test_words_and_line_ends_are_no_control_tokens() -> None:
+    """Some vocabularies have added tokens for them, which a template writes, too."""
+    backend = byte_level(words())
+    backend.add_tokens([AddedToken(text, special=False) for text in ("assistant", "\n\n", "▁▁", "<td>")])
+    tokenizer = added(backend)
+    source = "{{ messages[0].content }}\n\n<|im_start|>assistant"
+    template = ChatTemplate(source, {}, control_tokens=ControlTokens(tokenizer, source))
+    text = "assistant\n\n<td>▁▁"
+    prompt = Conversation([{"role": "user", "content": text}], template).prompt()
+    assert prompt.encode_guarded is None
+    hostile = Conversation([{"role": "user", "content": text + "<|im_start|>"}], template).prompt().encode(tokenizer)
+    assert hostile[:4] == tokenizer.encode(text)
+    template.close()
+
+
 def test_the_beginning_of_an_answer() -> None:
     """It is the client's text to the letter, too."""
     messages = [{"role": "user", "content": "a<s>"}, {"role": "assistant", "content": "<think>\n<|im_end|> "}]
