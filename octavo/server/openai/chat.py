@@ -41,7 +41,7 @@ from octavo.server.openai.tools import ToolUse, message_constraints, tool_use
 from octavo.server.services import Services, services_of
 from octavo.server.sse import EventStream, finished_choices
 from octavo.text.chat_messages import normalise_messages
-from octavo.text.conversation import Conversation
+from octavo.text.conversation import ChatPrompt, Conversation
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PLAIN_KEYS = {"role", "content", "name"}
@@ -175,7 +175,7 @@ def check_roles(messages: list[dict[str, Any]]) -> None:
             raise InvalidParameter("messages", f"'messages[{place}].role' must be one of {', '.join(ROLES)}.")
 
 
-def prompt_of(body: ChatBody, services: Services, tools: ToolUse | None) -> Callable[[], str]:
+def prompt_of(body: ChatBody, services: Services, tools: ToolUse | None) -> Callable[[], ChatPrompt]:
     """A function that renders the prompt of a body. Raises ``InvalidParameter``."""
     variables = {**(effort(body.reasoning_effort, services) or {}), **_documents(body, services)}
     return conversation(body.messages, body, services, tools, **variables).prompt
