@@ -158,7 +158,9 @@ class Tokenizer:
     def encode_with(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
         """Token ids of ``text`` by ``backend``, one with the rules of this tokenizer. Raises as ``encode`` does."""
         _check_unicode(text)
-        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        if len(text) > self._limits.harmless_characters:
+            self._limits.check(text)
+        (encoding,) = encode_texts(backend, [text])
         return list(encoding.ids)
 
     def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
