@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis
 import pytest
 
 import tests.environment  # before anything else imports torch
@@ -42,6 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         item.add_marker(tier_of(item.path.relative_to(tests.environment.ROOT / "tests"), marks))
+
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("octavo", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("octavo")
 
 
 SLOW_SEARCH = 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -42,14 +43,15 @@ LINES = [
 @pytest.mark.parametrize(("words", "expected"), LINES)
 def test_bash_completes(script: Path, words: list[str], expected: set[str]) -> None:
     line = " ".join(f"'{word}'" for word in ["octavo", *words])
-    code = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shtab_octavo; echo ${{COMPREPLY[@]}}"
+    complete = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shtab_octavo; echo ${{COMPREPLY[@]}}"
+    code = f"source {shlex.quote(str(script))}; {complete}"
     assert set(run("bash", "-c", code)) == expected
 
 
 @pytest.mark.parametrize("script", ["fish"], indirect=True)
 @pytest.mark.parametrize(("words", "expected"), LINES)
 def test_fish_completes(script: Path, words: list[str], expected: set[str]) -> None:
-    code = f"source {script}; complete -C 'octavo {' '.join(words)}' | string split -f 1 \\t"
+    code = f"source {shlex.quote(str(script))}; complete -C 'octavo {' '.join(words)}' | string split -f 1 \\t"
     assert set(run("fish", "--no-config", "-c", code)) == expected
 
 

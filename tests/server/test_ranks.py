@@ -34,7 +34,7 @@ from tests.server.child_engine import Recorder, until
 NUM_KILLS = int(os.environ.get("OCTAVO_RANK_KILLS", "5"))
 NUM_STREAMS = 16
 MAX_TOKENS = 200
-SECONDS = 60.0
+SECONDS = 180.0
 ATTACKS = [
     *((1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)),
     *((1, signal.SIGKILL), (0, signal.SIGSTOP)),
