@@ -50,6 +50,7 @@ def results() -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.nightly  # all of these kernels are compiled for a processor that is not this one
 @pytest.mark.parametrize(
     ("cpu", "features"), [("haswell", AVX2), ("alderlake", f"{AVX2},+avxvnni")], ids=["AVX2", "AVX-VNNI"]
 )
