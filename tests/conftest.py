@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import random
@@ -25,8 +26,22 @@ import hypothesis
 import pytest
 
 import tests.environment  # before anything else imports torch
-import tests.triton_interpreter
 from tests.tiers import tier_of
+
+OTHER_TIERS = re.compile(r"^pytestmark = .*\b(slow|model|nightly|timing)\b", re.MULTILINE)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ask for Triton's interpreter before anything imports triton; the quick tests need none of torch."""
+    if config.option.markexpr != "unit":
+        importlib.import_module("tests.triton_interpreter")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files without a test of the tier ``unit`` where that is asked for."""
+    if config.option.markexpr == "unit" and collection_path.suffix == ".py":
+        return bool(OTHER_TIERS.search(collection_path.read_text())) or None
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,11 +106,10 @@ def searches_are_quick(only_what_is_new_is_searched: None) -> None:
 @pytest.fixture(autouse=True)
 def same_random_numbers(request: pytest.FixtureRequest) -> None:
     """A test that draws numbers draws the same ones in every run, alone or among others."""
-    import torch
-
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
-    torch.manual_seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)

@@ -211,6 +211,7 @@ def _forget(group: GroupCache, *depths: int) -> None:
         group.pool.free(block)
 
 
+@pytest.mark.slow
 def test_random_sequences_share_and_give_back_in_all_groups() -> None:
     rng = random.Random(0)
     for _ in range(90):

@@ -55,6 +55,7 @@ def test_what_is_chosen_is_worth_its_cost(cost_of_row: float, rate: float) -> No
     assert num_tokens / spent >= 0.98, "slower than without speculation"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_seqs", "cost_of_drafting"), [(1, 0.05), (1, 0.3), (1, 1.0), (16, 0.05), (16, 0.3)])
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.95])
 def test_a_drafter_that_does_not_pay_makes_no_drafts(num_seqs: int, cost_of_drafting: float, rate: float) -> None:

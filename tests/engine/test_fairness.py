@@ -102,6 +102,7 @@ def test_bad_weights_are_refused(weights: str) -> None:
         make_engine(settings=SchedulerSettings(scheduling_policy="fair", tenant_weights=weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_no_request_starves(policy: str) -> None:
     """A request of the lowest rank under a policy is served while requests of higher rank never stop arriving."""

@@ -138,6 +138,7 @@ def test_draining_lets_the_live_ones_finish_and_takes_no_more() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_draining_ends_at_its_time_limit_even_with_a_hung_engine() -> None:
     async def main() -> None:
         engine = make_engine(**SLOW)

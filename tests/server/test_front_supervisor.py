@@ -163,6 +163,7 @@ def test_a_start_that_stands_still_is_killed(tmp_path: Path, monkeypatch: pytest
     assert 0.5 < time.monotonic() - begun < 15
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("how", ["computes", "speaks"])
 def test_a_start_may_take_long_as_long_as_it_does_something(

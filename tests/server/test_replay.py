@@ -74,6 +74,7 @@ def expected_prompt_logprobs(request: Request) -> list[TokenLogprobs]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120 + 10 * NUM_KILLS)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_kills_change_no_token_and_no_logprob(depth: int) -> None:

@@ -161,6 +161,7 @@ def test_what_is_not_done_in_time_ends_with_an_error_event(start: Callable[..., 
     assert process.process.wait(10) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.2, 0.0])
 def test_more_signals_do_not_wait(start: Callable[..., Process], pause: float) -> None:
     process = start(shutdown_timeout=60)

@@ -51,6 +51,7 @@ def num_processes(group: ModelGroup) -> int:
     return sum(engine.pid is not None and os.path.exists(f"/proc/{engine.pid}") for engine in group.engines)
 
 
+@pytest.mark.slow
 def test_mixed_requests_are_all_answered_within_the_bound_though_an_engine_dies() -> None:
     async def main() -> None:
         async with running(step_seconds=0.001) as group:
@@ -76,6 +77,7 @@ def test_mixed_requests_are_all_answered_within_the_bound_though_an_engine_dies(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_model_that_is_always_busy_makes_room_for_one_that_waits() -> None:
     async def main() -> None:
         async with running(step_seconds=0.001) as group:

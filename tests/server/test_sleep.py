@@ -143,6 +143,7 @@ def test_at_level_2_the_process_ends_also_from_level_1() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["sleep_error", "wake_error", "death"])
 def test_a_process_that_cannot_sleep_or_wake_is_replaced(what: str) -> None:
     async def main() -> None:

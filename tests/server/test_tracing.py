@@ -126,6 +126,7 @@ def server(*flags: str) -> Iterator[str]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_requests_over_http_become_spans_of_their_callers_trace(collector: Collector) -> None:
     body = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0.5, "top_p": 0.9}
     with server("--otlp-endpoint", collector.url) as address:

@@ -240,6 +240,7 @@ def test_a_call_that_is_asked_for_is_made_with_valid_arguments(serve_app: Any, p
     assert num_ended >= 4 or (parser == "openai" and not has_marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", [name for name in SETTINGS if name != "none"])
 @pytest.mark.parametrize("has_marks", [False, True])
 def test_a_call_of_a_strict_tool_is_valid_even_if_the_model_is_free(

@@ -54,6 +54,7 @@ def steps(served: Served, count: int) -> None:
         served.call(served.engine.step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [{}, {"background": False}, {"tools": TOOLS, "max_output_tokens": 200}])
 def test_every_rest_of_a_finished_stream(server: Served, body: dict[str, Any]) -> None:
     """Text, reasoning, and calls; in the background or not."""
