@@ -181,7 +181,7 @@ class Server:
             return self.process.wait()
 
 
-def start_server(*args: str, env: dict[str, str] | None = None, timeout: float = 120, key: str = "") -> Server:
+def start_server(*args: str, env: dict[str, str] | None = None, timeout: float = 240, key: str = "") -> Server:
     """Start `octavo serve --port 0 ARGS` and wait until it is ready; with ``key`` it asks for one."""
     args = (*args, "--api-key", key) if key else args
     process = subprocess.Popen(
