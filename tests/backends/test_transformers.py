@@ -28,6 +28,7 @@ from octavo.models.transformers_paged import PagedTransformer
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from tests.backends.checkpoints import FAMILIES, OWN, PAGED, save_checkpoint
+from tests.gguf_reference import read_once
 from tests.quant.writers import Writer, compressed, fp8, modelopt_fp8, modelopt_nvfp4, quantise
 
 MAX_TOKENS = 24
@@ -253,7 +254,8 @@ def test_a_gguf_file_is_read(default_model_path: Path) -> None:
     """Weights are rounded otherwise than by Octavo's kernels, so only the first tokens are compared."""
     asked = [[504, 3575, 282, 4649, 314]]  # "The capital of France is"
     settings = {"model": default_model_path, "device": "cpu", "max_model_len": 128, "kv_cache_memory": 0.1}
-    engine, info = build_engine(EngineConfig.from_flat({**settings, "backend": "transformers"}))
+    with read_once():
+        engine, info = build_engine(EngineConfig.from_flat({**settings, "backend": "transformers"}))
     own, _ = build_engine(EngineConfig.from_flat(settings))
     assert info.architecture == "LlamaForCausalLM"
     assert run(engine, asked)[0][:4] == run(own, asked)[0][:4]
