@@ -17,9 +17,7 @@ from octavo import ops
 from octavo.backend_settings import WITHOUT_MODEL
 from octavo.build_drafter import LoadedDrafter, Target, find_drafter, load_drafter, make_proposer
 from octavo.build_encoder import build_encoder
-from octavo.build_remote import build_remote
 from octavo.build_runner import make_grammars, make_runner
-from octavo.build_transformers import load_any, own_settings
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
@@ -43,7 +41,6 @@ from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, LoadedModel, read_config
 from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
 from octavo.models.text_part import text_config
-from octavo.models.transformers_model import load_transformers
 from octavo.ops import dispatch
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored import WeightFormat, dtype_name
@@ -66,6 +63,9 @@ from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.generation_config import check_token_ids, chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
+from octavo_fleet.transformers.build import load_any, own_settings
+from octavo_fleet.transformers.model import load_transformers
+from octavo_fleet.worker.build_remote import build_remote
 
 DEPTH = {"cpu": 1, "cuda": 2}
 """Steps in flight: on a GPU, the next step is scheduled while one is computed."""

@@ -46,7 +46,7 @@ def _share_cores(count: int) -> None:
     if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
         torch.set_num_threads(count)
         return
-    from octavo.ops.cpu import threads
+    from octavo_kernels.cpu import threads
 
     torch.set_num_threads(1)
     threads.set_num_threads(count)
@@ -105,7 +105,7 @@ def kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCon
     """A context in which CPU kernels are compiled on two cores; no effect without kernels to compile."""
     if form.device.type != "cpu" or ops.attention.chosen("cpu", form.dtype) == dispatch.REFERENCE:
         return contextlib.nullcontext()
-    from octavo.ops.cpu.attention import compiling_in_background
+    from octavo_kernels.cpu.attention import compiling_in_background
 
     return compiling_in_background(kv_dtype)
 

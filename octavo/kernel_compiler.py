@@ -21,7 +21,7 @@ DEVICES = Path("/dev")
 NVIDIA_DRIVER = DEVICES / "nvidiactl"
 MOST_PROCESSES = 24
 """More are hardly faster: the engine's own part of a compilation is serial."""
-MODULE = "octavo.ops.triton.compiler_process"
+MODULE = "octavo_kernels.triton.compiler_process"
 
 
 class CompilersLost(Exception):

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops.triton.graph_timing import median_milliseconds
+from octavo_kernels.triton.graph_timing import median_milliseconds
 
 READ_BYTES = 8 << 30
 """Far more than any cache holds."""

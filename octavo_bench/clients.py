@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import ConfigError
-from octavo.sim.closed_loops import Workload
 from octavo_bench.peer_process import PeerProcess
+from octavo_fleet.sim.closed_loops import Workload
 
 SAMPLES = {"ttft": "ttfts", "itl": "gaps", "tpot": "tpots"}
 """What figures are of, and where a client's answer has the seconds."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from octavo.sim.jobs import Awaits, Job
+from octavo_fleet.sim.jobs import Awaits, Job
 
 
 @dataclass(frozen=True)

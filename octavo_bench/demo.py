@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.backends.toy_models import WORDS, FakeRunner, FakeStep, NextByFormula, NextByHash
 from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request
+from octavo_fleet.backends.toy_models import WORDS, FakeRunner, FakeStep, NextByFormula, NextByHash
 
 PROMPTS = {
     "alpha": ([10, 11, 12, 13, 14, 15], 4),

@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from octavo.errors import ConfigError
-from octavo.sim.shapes import SHAPES
+from octavo_fleet.sim.shapes import SHAPES
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (

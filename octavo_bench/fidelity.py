@@ -27,16 +27,16 @@ from octavo.engine.spare_time import SpareTime
 from octavo.engine.step_budget import StepBudget
 from octavo.engine.step_times import REST, StepWork, TimedRunner
 from octavo.errors import ConfigError
-from octavo.sim.clock import START
-from octavo.sim.cost_model import CostModel
-from octavo.sim.fitted import fit
-from octavo.sim.jobs import Job, Lengths, Workload
-from octavo.sim.replica import Sizes
-from octavo.sim.report import Ledger, RequestProgress, Targets
-from octavo.sim.simulate import Fleet, Simulation
-from octavo.sim.workloads import ClosedLoop, Profile, Sessions
 from octavo.types import EngineInfo, Request
 from octavo_bench.replayed import Replayed
+from octavo_fleet.sim.clock import START
+from octavo_fleet.sim.cost_model import CostModel
+from octavo_fleet.sim.fitted import fit
+from octavo_fleet.sim.jobs import Job, Lengths, Workload
+from octavo_fleet.sim.replica import Sizes
+from octavo_fleet.sim.report import Ledger, RequestProgress, Targets
+from octavo_fleet.sim.simulate import Fleet, Simulation
+from octavo_fleet.sim.workloads import ClosedLoop, Profile, Sessions
 
 SHORT = Profile(0, Lengths(96, 0.6, 512), Lengths(1), Lengths(32, 0.5, 128))
 TALK = Profile(128, Lengths(48, 0.6, 256), Lengths(32, 0.6, 256), Lengths(32, 0.5, 128), 3.0, 1.0, 2)

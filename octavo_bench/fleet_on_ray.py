@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 
 from octavo.config import CacheSettings, SchedulerSettings
-from octavo.sim.fitted import fit, read_log
-from octavo.sim.replica import Sizes
-from octavo.sim.report import Targets
-from octavo.sim.simulate import Fleet, Simulation
 from octavo_bench.conversations import Conversations, Measured, Shape, converse
+from octavo_fleet.sim.fitted import fit, read_log
+from octavo_fleet.sim.replica import Sizes
+from octavo_fleet.sim.report import Targets
+from octavo_fleet.sim.simulate import Fleet, Simulation
 
 ROUTERS = ("prefix-aware", "round-robin", "random")
 MODEL = "smollm2-135m"
@@ -58,7 +58,7 @@ def measure_all(args: argparse.Namespace, shape: Shape, log: Path) -> dict[str, 
     import ray
     from ray import serve
 
-    from octavo.ray import build_app
+    from octavo_fleet.ray import build_app
 
     ray.init(
         num_cpus=args.replicas + 2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from octavo.config import ServeConfig
-from octavo.server import serving
+from octavo_server import serving
 
 
 def main() -> int:

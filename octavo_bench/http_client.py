@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from octavo.errors import ConfigError
-from octavo.server.proxy.connections import Connection, ConnectionFailed, Connections, Headers, InvalidResponse
+from octavo_fleet.proxy.connections import Connection, ConnectionFailed, Connections, Headers, InvalidResponse
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "v1/completions", "chat": "v1/chat/completions"}

@@ -20,12 +20,12 @@ from typing import Any
 from octavo.collector import without_collections
 from octavo.config import ServeConfig
 from octavo.sampling_params import SamplingParams
-from octavo.server.durable.journal import MAX_RETAINED_BYTES, ROLL_BYTES, Journal
-from octavo.server.durable.log import Damage, LogFile, log_files
-from octavo.server.durable.records import Begin, Ended, Forgotten, Head, Note, Noted, encode, encode_ended, merged, pack
-from octavo.server.durable.recovery import read_logs
-from octavo.server.durable.requests import DurableRequest
 from octavo.types import Output, Request, TokenLogprobs
+from octavo_server.durable.journal import MAX_RETAINED_BYTES, ROLL_BYTES, Journal
+from octavo_server.durable.log import Damage, LogFile, log_files
+from octavo_server.durable.records import Begin, Ended, Forgotten, Head, Note, Noted, encode, encode_ended, merged, pack
+from octavo_server.durable.recovery import read_logs
+from octavo_server.durable.requests import DurableRequest
 
 VOCAB_SIZE = 150_000
 PROMPT_TOKENS = (16, 2000)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from octavo.errors import ConfigError
-from octavo.sim.roofline import shape_of
-from octavo.sim.shapes import SHAPES
 from octavo_bench.linear_case import LinearCase
 from octavo_bench.served_shapes import SERVED, Sizes
+from octavo_fleet.sim.roofline import shape_of
+from octavo_fleet.sim.shapes import SHAPES
 
 
 def sizes_of(model: str) -> Sizes:

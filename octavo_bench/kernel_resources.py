@@ -30,13 +30,13 @@ from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.ops.triton import launch
-from octavo.ops.triton.linear_cost import Gpu
-from octavo.ops.triton.pipelined_configs import KEPT_BYTES
 from octavo.quant.stored import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
-from octavo.sim.shapes import SHAPES
 from octavo.weights.dummy import DummyCheckpoint
+from octavo_fleet.sim.shapes import SHAPES
+from octavo_kernels.triton import launch
+from octavo_kernels.triton.linear_cost import Gpu
+from octavo_kernels.triton.pipelined_configs import KEPT_BYTES
 
 META = torch.device("meta")
 REGISTERS, UNIT = 65536, 8
@@ -125,7 +125,7 @@ def pretend(target: Target) -> None:
         "has_assembly": lambda device: True,
         "gpu_of": lambda device: gpu,
     }
-    for module in [module for name, module in sys.modules.items() if name.startswith("octavo.ops.triton")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith("octavo_kernels.triton")]:
         for name in told.keys() & vars(module).keys():
             setattr(module, name, told[name])
 

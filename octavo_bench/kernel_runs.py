@@ -34,9 +34,9 @@ from octavo.ops.scaled_linear import ScaledValues
 from octavo.ops.stacked_lora import LowRankStack
 from octavo.ops.stage_step import LastResults, StagedRows
 from octavo.ops.store_kv import KVScales
-from octavo.ops.triton.gather_rows import gather_rows
-from octavo.ops.triton.gemv import GemvConfig, gemv
-from octavo.ops.triton.latent_prompts import Expanded, expand
+from octavo_kernels.triton.gather_rows import gather_rows
+from octavo_kernels.triton.gemv import GemvConfig, gemv
+from octavo_kernels.triton.latent_prompts import Expanded, expand
 
 Call = Callable[[], object]
 DTYPES = (torch.bfloat16, torch.float32)
@@ -342,7 +342,7 @@ def _drafts(make: Maker) -> Iterator[tuple[str, Call]]:
 
 def _exchanges(device: torch.device) -> Iterator[tuple[str, Call]]:
     """Of a rank alone, which waits for itself."""
-    from octavo.ops.triton.collective import PeerCollective, buffer_bytes
+    from octavo_kernels.triton.collective import PeerCollective, buffer_bytes
 
     x = torch.zeros(3, 64, dtype=torch.bfloat16, device=device)
     for size, small_bytes in (("small", PeerCollective.small_bytes), ("large", 0)):
@@ -359,7 +359,7 @@ def _reduce(collective: Collective, x: torch.Tensor, buffer: torch.Tensor) -> ob
 
 
 def _invariantly(call: Call) -> object:
-    from octavo.ops.triton.launch import invariant
+    from octavo_kernels.triton.launch import invariant
 
     with invariant():
         return call()
@@ -367,7 +367,7 @@ def _invariantly(call: Call) -> object:
 
 def run_all(device: torch.device) -> int:
     """Compile what every call launches, then run the calls one by one, as in a graph; how many there were."""
-    from octavo.ops.triton.launch import compiling, pdl
+    from octavo_kernels.triton.launch import compiling, pdl
 
     made = list(calls(device))
     with pdl():

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from octavo.ops.triton.config_tables import forget_tables, table_path
-from octavo.ops.triton.gemv import GemvConfig
-from octavo.ops.triton.launch import compiling, pdl
-from octavo.ops.triton.linear_configs import TABLE, LinearConfig, bucket_of, key_of
-from octavo.ops.triton.linear_cost import Product
-from octavo.ops.triton.linear_uses import LinearUse
-from octavo.ops.triton.product_tuning import fastest, measure
 from octavo_bench.linear_case import Weights
+from octavo_kernels.triton.config_tables import forget_tables, table_path
+from octavo_kernels.triton.gemv import GemvConfig
+from octavo_kernels.triton.launch import compiling, pdl
+from octavo_kernels.triton.linear_configs import TABLE, LinearConfig, bucket_of, key_of
+from octavo_kernels.triton.linear_cost import Product
+from octavo_kernels.triton.linear_uses import LinearUse
+from octavo_kernels.triton.product_tuning import fastest, measure
 
 CANDIDATES = 16
 """More than a start of the engine has time for."""

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops import rms_norm, silu_and_mul
-from octavo.ops.triton.graph_timing import microseconds
-from octavo.ops.triton.launch import pdl
-from octavo.ops.triton.linear_configs import config_for
 from octavo_bench import ceilings, kernel_tuning
 from octavo_bench.kernel_cases import head_case, layer_cases
 from octavo_bench.linear_case import DTYPE, EPS, LinearCase, Weights
 from octavo_bench.served_shapes import SERVED
+from octavo_kernels.triton.graph_timing import microseconds
+from octavo_kernels.triton.launch import pdl
+from octavo_kernels.triton.linear_configs import config_for
 
 ALONE_BYTES = 400_000_000
 """Weights or rows that take turns: several times any cache."""

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from octavo.errors import ConfigError
 from octavo.ops.linear import Activation
-from octavo.ops.triton.linear import run_linear
-from octavo.ops.triton.linear_configs import LinearConfig
-from octavo.ops.triton.linear_uses import LinearUse
+from octavo_kernels.triton.linear import run_linear
+from octavo_kernels.triton.linear_configs import LinearConfig
+from octavo_kernels.triton.linear_uses import LinearUse
 
 EPS = 1e-6
 DTYPE = torch.bfloat16

@@ -20,14 +20,14 @@ from octavo import ops
 from octavo.errors import ConfigError
 from octavo.ops.grouped_linear import Number, PackedGroups, takes_groups
 from octavo.ops.grouped_moe import GroupedExperts
-from octavo.ops.triton.graph_timing import microseconds
-from octavo.ops.triton.launch import compiling, pdl
-from octavo.sim.roofline import Mixture, shape_of
-from octavo.sim.shapes import SHAPES
 from octavo_bench import ceilings
 from octavo_bench.kernel_cases import layer_cases
 from octavo_bench.kernels import ALONE_BYTES, DEVICE, shares
 from octavo_bench.linear_case import DTYPE, EPS, ROWS_CHECKED, LinearCase, Operands
+from octavo_fleet.sim.roofline import Mixture, shape_of
+from octavo_fleet.sim.shapes import SHAPES
+from octavo_kernels.triton.graph_timing import microseconds
+from octavo_kernels.triton.launch import compiling, pdl
 
 MOST_TURNS = 16
 Call = Callable[[], Tensor]

@@ -23,13 +23,13 @@ from typing import NamedTuple
 import msgspec
 
 from octavo.errors import ConfigError
-from octavo.sim.closed_loops import WORKLOADS as CLOSED
-from octavo.sim.jobs import Job
-from octavo.sim.workloads import Profile, Sessions, WithinContext, find_profile
 from octavo_bench.http_client import Answer, HttpClient
 from octavo_bench.prompts import Prompts
 from octavo_bench.serve_figures import is_within
 from octavo_bench.serve_load import Target, Work
+from octavo_fleet.sim.closed_loops import WORKLOADS as CLOSED
+from octavo_fleet.sim.jobs import Job
+from octavo_fleet.sim.workloads import Profile, Sessions, WithinContext, find_profile
 
 FILL_SHARE = 2 / 3
 """Of the time before the first judged request, in which the backlog is sent."""

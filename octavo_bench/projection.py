@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from octavo.runtime.message_ring import Ring, RingReader, RingWriter, ring_bytes
-from octavo.sim.roofline import Shape, shape_of
-from octavo.sim.shapes import SHAPES
 from octavo_bench.report import keep
+from octavo_fleet.sim.roofline import Shape, shape_of
+from octavo_fleet.sim.shapes import SHAPES
 
 VALUE_BYTES = 2
 SHARED = ("copy", "norm", "other", "sampling")

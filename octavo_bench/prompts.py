@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from octavo.sim.jobs import Job
 from octavo_bench.http_client import Answer, Endpoint
+from octavo_fleet.sim.jobs import Job
 
 COMMON = (
     "time year people way day man thing woman life child world school state family student group country problem "

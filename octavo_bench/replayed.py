@@ -7,8 +7,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from octavo.engine.step_times import StepWork
-from octavo.sim.cost_model import CostModel
-from octavo.sim.fitted import Fitted
+from octavo_fleet.sim.cost_model import CostModel
+from octavo_fleet.sim.fitted import Fitted
 
 
 class Replayed(CostModel):

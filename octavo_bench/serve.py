@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.sim.jobs import Job
 from octavo_bench.http_client import Answer, HttpClient
 from octavo_bench.prompts import Prompts
 from octavo_bench.serve_figures import PERCENTILES, errors, figures
 from octavo_bench.serve_load import Load, Send, Target, Work, apply, next_load
+from octavo_fleet.sim.jobs import Job
 
 CHAT_SHARE = 0.75
 """Of the context that words may fill: the chat template and words of more than one token need the rest."""

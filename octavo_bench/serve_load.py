@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.sim.closed_loops import WORKLOADS as CLOSED
-from octavo.sim.jobs import Job, Workload
-from octavo.sim.workloads import Sessions, WithinContext, find_profile, make_workload
 from octavo_bench.http_client import Answer, Endpoint
+from octavo_fleet.sim.closed_loops import WORKLOADS as CLOSED
+from octavo_fleet.sim.jobs import Job, Workload
+from octavo_fleet.sim.workloads import Sessions, WithinContext, find_profile, make_workload
 
 LEAST_GROWTH = 1.05
 """A sweep ends when twice the load gives less than this many times the throughput."""

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
-from octavo.sim.closed_loops import WORKLOADS, Workload, warm_up
-from octavo.sim.closed_loops import named_workloads as named_loops
 from octavo_bench.clients import Clients, share
 from octavo_bench.goodput import LIMITS, SHARE, Search, print_probe, search_server
 from octavo_bench.goodput import WORKLOAD as GOODPUT_WORKLOAD
@@ -25,6 +23,8 @@ from octavo_bench.gpu_watch import GpuWatch
 from octavo_bench.report import portable_command
 from octavo_bench.serve_load import Target, Work
 from octavo_bench.server_process import ServerProcess, free_port
+from octavo_fleet.sim.closed_loops import WORKLOADS, Workload, warm_up
+from octavo_fleet.sim.closed_loops import named_workloads as named_loops
 
 FIGURES = {
     "output_tok_s": "output_throughput",

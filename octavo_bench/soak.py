@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octavo.errors import ConfigError
-from octavo.server.proxy.connections import ConnectionFailed, Connections, Headers
 from octavo_bench.chaos.processes import held
 from octavo_bench.server_process import ServerProcess, free_port
+from octavo_fleet.proxy.connections import ConnectionFailed, Connections, Headers
 
 START_SECONDS = 120.0
 NUM_SAMPLES = 100

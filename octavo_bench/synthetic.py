@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.backends.toy_models import VOCAB_SIZE, FakeRunner, NextByFormula
 from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
+from octavo_fleet.backends.toy_models import VOCAB_SIZE, FakeRunner, NextByFormula
 
 
 @dataclass(frozen=True)

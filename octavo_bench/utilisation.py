@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.sim.devices import DEVICES
-from octavo.sim.roofline import Shape, decode_work, prefill_work, shape_of
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
+from octavo_fleet.sim.devices import DEVICES
+from octavo_fleet.sim.roofline import Shape, decode_work, prefill_work, shape_of
 
 
 def data_sheet_peak(gpu: str) -> float | None:

@@ -18,10 +18,10 @@ from octavo.device_settings import resolve_kv_dtype
 from octavo.errors import CheckpointError, ConfigError
 from octavo.grammar.masks import MatcherMasks
 from octavo.ops import dispatch
-from octavo.ops.cpu import threads
 from octavo.quant.stored import WeightFormat
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineInfo, Request
+from octavo_kernels.cpu import threads
 from tests.models.checkpoints import make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 

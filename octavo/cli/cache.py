@@ -72,7 +72,7 @@ def _num_bytes(folder: Path) -> int:
 
 def _prune() -> None:
     """Delete the folders of kernels of other sources than those of this version. Raises ``ConfigError``."""
-    from octavo.ops.cpu.compiled import kernels_folder
+    from octavo_kernels.cpu.compiled import kernels_folder
 
     current = kernels_folder()
     outdated = [folder for folder in current.parent.glob("*") if folder != current]

@@ -112,7 +112,7 @@ def _theirs(path: Path, tokens: list[int]) -> list[Tensor]:
     """The same results from transformers."""
     import torch
 
-    from octavo.models.transformers_model import INSTALL, pretrained
+    from octavo_fleet.transformers.model import INSTALL, pretrained
 
     form: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:

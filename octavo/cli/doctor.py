@@ -89,8 +89,8 @@ def _machine(config: EngineConfig) -> Iterator[str]:
 
     from octavo.cpus import num_hardware_threads, num_physical_cores
     from octavo.device_settings import resolve_device
-    from octavo.ops.cpu.host import FLOAT_FEATURES, VNNI_FEATURES, cpu_features
     from octavo.runtime.memory import free_memory
+    from octavo_kernels.cpu.host import FLOAT_FEATURES, VNNI_FEATURES, cpu_features
 
     cores, threads = num_physical_cores(), num_hardware_threads()
     yield _row("processor", f"{_processor()}, {cores} cores with {threads} threads for this process")

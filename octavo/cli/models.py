@@ -121,9 +121,9 @@ def _check(config: EngineConfig) -> int:
 def _check_transformers(config: EngineConfig) -> int:
     """Load a model of the transformers library and describe it; only a trial shows how it can be served."""
     from octavo.device_settings import resolve_device, weight_format
-    from octavo.models.transformers_model import load_transformers
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.hub import resolve_model
+    from octavo_fleet.transformers.model import load_transformers
 
     path = resolve_model(config.model)
     form = weight_format(config.model, resolve_device(config.model.device), open_checkpoint(path))

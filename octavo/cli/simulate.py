@@ -70,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate or search, and print the results."""
-    from octavo.sim.devices import find_device
-    from octavo.sim.plots import plot
-    from octavo.sim.report import Targets
-    from octavo.sim.setup import SimulationSpec
+    from octavo_fleet.sim.devices import find_device
+    from octavo_fleet.sim.plots import plot
+    from octavo_fleet.sim.report import Targets
+    from octavo_fleet.sim.setup import SimulationSpec
 
     if args.rate is not None and args.concurrency is not None:
         raise ConfigError("--rate and --concurrency: requests come at a rate or from clients; give one of them")
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _simulate(spec: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
-    from octavo.sim.workers import num_processes, simulate
+    from octavo_fleet.sim.workers import num_processes, simulate
 
     fleet, workload = spec.fleet(engine), spec.clients()
     figures, took = simulate(fleet, workload, targets, num_processes(fleet, workload, spec.num_requests))
@@ -126,7 +126,7 @@ def _simulate(spec: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
 
 
 def _search(args: argparse.Namespace, spec: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
-    from octavo.sim.search import cheapest
+    from octavo_fleet.sim.search import cheapest
 
     if args.slo_ttft == float("inf") and args.slo_itl == float("inf"):
         raise ConfigError("--search needs --slo-ttft, --slo-itl or both")

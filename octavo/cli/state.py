@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _act(args: argparse.Namespace, folder: Path) -> bool:
     """Do what ``args`` say with the database; return whether it is sound."""
-    from octavo.server import stored_state
+    from octavo_server import stored_state
 
     if args.action == "check":
         return _check(folder)
@@ -58,7 +58,7 @@ def _act(args: argparse.Namespace, folder: Path) -> bool:
 
 
 def _check(folder: Path) -> bool:
-    from octavo.server.stored_state import check
+    from octavo_server.stored_state import check
 
     report = check(folder)
     rows = [["content", "items", "size", "oldest"]]
@@ -75,7 +75,7 @@ def _check(folder: Path) -> bool:
 
 def _check_journal(folder: Path) -> bool:
     """Print how many records the journal has; return whether all could be read."""
-    from octavo.server.durable.log import Damage, log_files
+    from octavo_server.durable.log import Damage, log_files
 
     damage = Damage()
     try:

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("tune: kernels are tuned for NVIDIA GPUs; torch finds none here")
     if config.model.batch_invariant:
         raise ConfigError("tune: the kernels of --batch-invariant do not depend on measurements")
-    from octavo.ops.triton.config_tables import own_path  # needs Triton, which CPUs may lack
+    from octavo_kernels.triton.config_tables import own_path  # needs Triton, which CPUs may lack
 
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
     started = time.monotonic()

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.backends import toy
-from octavo.backends.vocabulary import word_tokenizer
 from octavo.build import build_engine
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.types import EngineInfo
 from octavo.weights.hub import resolve_model
+from octavo_fleet.backends import toy
+from octavo_fleet.backends.vocabulary import word_tokenizer
 
 
 def settle(model: str | Path, settings: Mapping[str, Any]) -> tuple[EngineConfig, Tokenizer | None]:

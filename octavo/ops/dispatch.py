@@ -27,7 +27,7 @@ R = TypeVar("R")
 Supports = Callable[[torch.dtype], str | None]
 
 REFERENCE = "reference"
-KERNEL_FOLDERS = {"cpu": "octavo.ops.cpu", "cuda": "octavo.ops.triton"}
+KERNEL_FOLDERS = {"cpu": "octavo_kernels.cpu", "cuda": "octavo_kernels.triton"}
 
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 

@@ -150,7 +150,7 @@ def load_kernels() -> None:
     start_compilers()
     preparation()
     load = threading.Thread(
-        target=importlib.import_module, args=("octavo.ops.triton",), name="load kernels", daemon=True
+        target=importlib.import_module, args=("octavo_kernels.triton",), name="load kernels", daemon=True
     )
     load.start()
 
@@ -210,7 +210,7 @@ def _form(value: Any, around: tuple[int, ...] = ()) -> Hashable:
 @contextlib.contextmanager
 def launched_early() -> Iterator[None]:
     """Launch the kernels of this block with programmatic dependent launch: they may start before the previous ends."""
-    from octavo.ops.triton.launch import pdl  # imported late: Triton may be absent on machines without CUDA
+    from octavo_kernels.triton.launch import pdl  # imported late: Triton may be absent on machines without CUDA
 
     with pdl():
         yield
@@ -219,7 +219,7 @@ def launched_early() -> Iterator[None]:
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
     """Make the results of a row in this block bitwise independent of the other sequences in the batch."""
-    from octavo.ops.triton.launch import invariant
+    from octavo_kernels.triton.launch import invariant
 
     with invariant():
         yield
@@ -228,7 +228,7 @@ def batch_invariant() -> Iterator[None]:
 @contextlib.contextmanager
 def without_grid_barriers() -> Iterator[None]:
     """Launch no kernel with a grid-wide barrier in this block: another executor of the device may launch one."""
-    from octavo.ops.triton.launch import no_grid_barriers
+    from octavo_kernels.triton.launch import no_grid_barriers
 
     with no_grid_barriers():
         yield
@@ -237,7 +237,7 @@ def without_grid_barriers() -> Iterator[None]:
 @contextlib.contextmanager
 def compiled_only(num_threads: int | None = None) -> Iterator[None]:
     """Compile the kernels launched in this block, ``num_threads`` at a time, without running them."""
-    from octavo.ops.triton.launch import compiling
+    from octavo_kernels.triton.launch import compiling
 
     with compiling(num_threads):
         yield

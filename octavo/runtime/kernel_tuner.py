@@ -13,7 +13,7 @@ from octavo.steps.messages import MeasureKernels, PrepareTuning, Tuning, UseKern
 from octavo.steps.shapes import StepShape, all_drafts
 
 if TYPE_CHECKING:
-    from octavo.ops.triton.product_tuning import ProductTuner
+    from octavo_kernels.triton.product_tuning import ProductTuner
 
 
 class KernelTuner:
@@ -26,7 +26,7 @@ class KernelTuner:
 
     def execute(self, message: Tuning) -> Any:
         """See ``Executor``."""
-        from octavo.ops.triton.product_tuning import use_entries
+        from octavo_kernels.triton.product_tuning import use_entries
 
         match message:
             case PrepareTuning(num_rows, again):
@@ -38,8 +38,8 @@ class KernelTuner:
 
     def _of(self, program: DeviceProgram) -> ProductTuner:
         # Imported late: on a machine without a GPU there may be no Triton.
-        from octavo.ops.triton.product_calls import collecting
-        from octavo.ops.triton.product_tuning import ProductTuner, uses_of
+        from octavo_kernels.triton.product_calls import collecting
+        from octavo_kernels.triton.product_tuning import ProductTuner, uses_of
 
         with collecting() as calls:
             program(StepShape(1, 1, 1, has_drafter=program.has_drafter, num_proposed=all_drafts(program.has_drafter)))

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from octavo.errors import RanksLost
-from octavo.ops.cpu.collective import LINE, Region
-from octavo.ops.cpu.shared_words import MILLISECOND, add, load, publish, wait_for_change
+from octavo_kernels.cpu.collective import LINE, Region
+from octavo_kernels.cpu.shared_words import MILLISECOND, add, load, publish, wait_for_change
 
 WRITTEN, ASLEEP, READ = 0, LINE, 2 * LINE
 RING_BYTES = 4 << 20

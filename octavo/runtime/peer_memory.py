@@ -67,7 +67,7 @@ def device_collective(host: Collective, device: torch.device) -> Collective:
     """The collective of a rank's device, given that of the hosts."""
     if host.size == 1 or device.type == "cpu":
         return host
-    from octavo.ops.triton.collective import PeerCollective, buffer_bytes  # Triton may be absent without CUDA
+    from octavo_kernels.triton.collective import PeerCollective, buffer_bytes  # Triton may be absent without CUDA
 
     addresses_W = mapped_buffers(host, buffer_bytes(host.size), device)
     if addresses_W is not None:

@@ -11,9 +11,9 @@ import os
 
 import numpy as np
 
-from octavo.ops.cpu.collective import LINE, SharedCollective, region_bytes
-from octavo.ops.cpu.shared_words import load, publish
 from octavo.runtime.message_ring import Ring, ring_bytes
+from octavo_kernels.cpu.collective import LINE, SharedCollective, region_bytes
+from octavo_kernels.cpu.shared_words import load, publish
 
 KEPT = 16
 """Digests of each rank that are kept; ranks are fewer steps apart when they are compared."""

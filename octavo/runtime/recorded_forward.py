@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.ops.cpu.calls import Arena, Recording, recording
 from octavo.ops.dispatch import is_wrapped
 from octavo.runtime.drafter import Tap
+from octavo_kernels.cpu.calls import Arena, Recording, recording
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, NamedTuple
 
-from octavo.server.proxy.connections import Connection, ConnectionFailed, Connections, Headers, InvalidResponse
 from octavo_bench.chaos.answers import Answer, Repeated
 from octavo_bench.chaos.traffic import BATCHES, COMPLETIONS, RESPONSES, Asked
+from octavo_fleet.proxy.connections import Connection, ConnectionFailed, Connections, Headers, InvalidResponse
 
 RETRY_SECONDS = 0.05
 POLL_SECONDS = 0.1

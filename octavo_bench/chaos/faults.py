@@ -10,10 +10,10 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple
 
-from octavo.server.proxy.connections import ConnectionFailed, Connections
 from octavo_bench.chaos import processes
 from octavo_bench.chaos.client import BUSY
 from octavo_bench.chaos.target import Target
+from octavo_fleet.proxy.connections import ConnectionFailed, Connections
 
 JSON = [(b"content-type", b"application/json")]
 MOST_START_SECONDS = 4.0

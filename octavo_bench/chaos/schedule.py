@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from octavo.errors import ConfigError
-from octavo.server.proxy.connections import ConnectionFailed
 from octavo_bench.chaos import processes
 from octavo_bench.chaos.answers import Repeated
 from octavo_bench.chaos.client import MANNERS, Client, Failed, Followed
 from octavo_bench.chaos.faults import FAULTS, OF_SUPERVISED, Fault, Wrong, kill_front
 from octavo_bench.chaos.target import Target
 from octavo_bench.chaos.traffic import Asked
+from octavo_fleet.proxy.connections import ConnectionFailed
 
 REQUEST_SECONDS = 180.0
 """A request without an answer for so long is lost."""

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.server.proxy.connections import ConnectionFailed, Connections
 from octavo_bench.chaos import processes
 from octavo_bench.chaos.client import Excuses
 from octavo_bench.server_process import ServerProcess
+from octavo_fleet.proxy.connections import ConnectionFailed, Connections
 
 START_SECONDS = 120.0
 LOOK_SECONDS = 0.02

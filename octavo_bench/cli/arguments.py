@@ -53,8 +53,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def with_folder(config: EngineConfig) -> EngineConfig:
     """The settings with the folder that a shape's name stands for, if the model is one."""
-    from octavo.sim.shapes import SHAPES
     from octavo_bench.dummy_models import model_folder
+    from octavo_fleet.sim.shapes import SHAPES
 
     if config.model.model not in SHAPES:
         return config

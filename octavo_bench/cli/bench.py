@@ -294,10 +294,10 @@ def _packed(args: argparse.Namespace) -> dict[str, Any]:
 
 def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[str, int]:
     """Bytes and arithmetic that the step cannot do without, with dense weights of the engine's own type."""
-    from octavo.sim.roofline import decode_work, prefill_work, shape_of
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.dtypes import DTYPES
     from octavo.weights.hub import resolve_model
+    from octavo_fleet.sim.roofline import decode_work, prefill_work, shape_of
 
     shape = shape_of(open_checkpoint(resolve_model(config.model), config.model.load_format).config)
     kv_per_token = info.memory["kv_cache"] / (info.num_kv_blocks * info.block_size)

@@ -102,10 +102,10 @@ def add_first_minute(parser: argparse.ArgumentParser) -> None:
 
 
 def _first_minute(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo.sim.shapes import SHAPES
     from octavo_bench.dummy_models import model_folder
     from octavo_bench.first_minute import FirstMinute, measure
     from octavo_bench.served_peer import Server
+    from octavo_fleet.sim.shapes import SHAPES
 
     folder = model_folder(args.model, cache_dir() / "shapes") if args.model in SHAPES else args.model
     flags = ("--load-format", "dummy") if args.model in SHAPES else ()
@@ -158,8 +158,6 @@ def _compare_with_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo.sim.closed_loops import WORKLOADS
-    from octavo.sim.shapes import SHAPES
     from octavo.weights.hub import resolve_model
     from octavo_bench.clients import Clients, share
     from octavo_bench.dummy_models import model_folder
@@ -167,6 +165,8 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.peer_process import SCRIPTS, PeerProcess
     from octavo_bench.serve_figures import parse_goodput
     from octavo_bench.served_peer import GOODPUT, ServedComparison, Server, named_workloads, parse_visits
+    from octavo_fleet.sim.closed_loops import WORKLOADS
+    from octavo_fleet.sim.shapes import SHAPES
 
     deadline = time.monotonic() + args.deadline
     visits, workloads = parse_visits(args.visits), named_workloads(args.workloads)

@@ -94,10 +94,10 @@ def _shape(args: argparse.Namespace) -> int:
 
 
 def _roofline(args: argparse.Namespace) -> int:
-    from octavo.sim.roofline import decode_work, shape_of
-    from octavo.sim.shapes import SHAPES
     from octavo.weights.safetensors import read_configs
     from octavo_bench.report_tables import markdown_table
+    from octavo_fleet.sim.roofline import decode_work, shape_of
+    from octavo_fleet.sim.shapes import SHAPES
 
     config = SHAPES[args.model] if args.model in SHAPES else read_configs(Path(args.model))[0]
     rows = []

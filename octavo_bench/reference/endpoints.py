@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from octavo.server.app import PARTS
-from octavo.server.openai.schema import Endpoint, openapi_document
+from octavo_server.app import PARTS
+from octavo_server.openai.schema import Endpoint, openapi_document
 
 START = """\
 # Endpoints and their fields

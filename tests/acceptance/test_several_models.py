@@ -11,8 +11,8 @@ import pytest
 from octavo.build import build_engine
 from octavo.config import ServeConfig
 from octavo.sampling_params import SamplingParams
-from octavo.server.several_models import GIB, ModelGroup
 from octavo.types import Request
+from octavo_fleet.several_models import GIB, ModelGroup
 from tests.models.families import make_checkpoint
 from tests.server.child_engine import Recorder, finish
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from octavo.backends.vocabulary import TEMPLATE, VOCAB_SIZE
+from octavo_fleet.backends.vocabulary import TEMPLATE, VOCAB_SIZE
 
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
@@ -60,9 +60,9 @@ def _save_tokenizer(folder: Path) -> None:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    from octavo.backends.toy_models import WORDS
-    from octavo.backends.vocabulary import SPECIAL
     from octavo.text.token_bytes import byte_level_alphabet
+    from octavo_fleet.backends.toy_models import WORDS
+    from octavo_fleet.backends.vocabulary import SPECIAL
 
     further = [*SPECIAL, *(f"\u0120{word}" for word in WORDS)]
     vocab = byte_level_alphabet() | {text: 256 + index for index, text in enumerate(further)}

@@ -27,7 +27,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError, WorkerLost
 from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request
-from octavo.worker import credentials, messages, onnx_worker
+from octavo_fleet.worker import credentials, messages, onnx_worker
 from tests.backends.checkpoints import save_checkpoint
 from tests.backends.onnx_export import export
 from tests.backends.test_transformers import expected, prompts, run

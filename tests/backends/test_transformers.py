@@ -22,11 +22,11 @@ from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.llm import LLM
 from octavo.models.registry import ARCHITECTURES
-from octavo.models.transformers_model import pretrained
-from octavo.models.transformers_own_cache import OwnCacheTransformer
-from octavo.models.transformers_paged import PagedTransformer
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
+from octavo_fleet.transformers.model import pretrained
+from octavo_fleet.transformers.own_cache import OwnCacheTransformer
+from octavo_fleet.transformers.paged import PagedTransformer
 from tests.backends.checkpoints import FAMILIES, OWN, PAGED, save_checkpoint
 from tests.gguf_reference import read_once
 from tests.quant.writers import Writer, compressed, fp8, modelopt_fp8, modelopt_nvfp4, quantise

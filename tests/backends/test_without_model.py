@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.backends import instant, toy
-from octavo.backends.toy_models import WORDS, NextByHash
-from octavo.backends.vocabulary import prompt_text, word_tokenizer
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, InvalidParameter
 from octavo.llm.llm import LLM
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request, Sequence
+from octavo_fleet.backends import instant, toy
+from octavo_fleet.backends.toy_models import WORDS, NextByHash
+from octavo_fleet.backends.vocabulary import prompt_text, word_tokenizer
 from tests.engine.making import make_request
 
 

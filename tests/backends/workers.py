@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from octavo.worker import messages
-from octavo.worker.onnx_worker import OnnxWorker, make_server
+from octavo_fleet.worker import messages
+from octavo_fleet.worker.onnx_worker import OnnxWorker, make_server
 
 SIZES = ("--max-model-len", "256", "--num-blocks", "64", "--block-size", "4", "--threads", "1")
 
@@ -29,7 +29,7 @@ class WorkerProcess:
 
     def start(self) -> None:
         """Start the process, and wait until it serves."""
-        command = [sys.executable, "-m", "octavo.worker.onnx_worker", str(self.model), "--port", str(self.port)]
+        command = [sys.executable, "-m", "octavo_fleet.worker.onnx_worker", str(self.model), "--port", str(self.port)]
         self.process = subprocess.Popen([*command, *SIZES], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from octavo.backends import toy
 from octavo.cache import cache_view
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.sampling_params import SamplingParams
 from octavo.telemetry.cache_view import CACHED, FREE, SHARED, CacheView
 from octavo.types import Request
+from octavo_fleet.backends import toy
 
 PREFIX = list(b"these words are the same")
 

@@ -10,7 +10,7 @@ import torch
 import octavo
 from octavo.cli import main
 from octavo.cli.doctor_checks import QUANTITIES
-from octavo.ops.cpu.compiled import cache_folder
+from octavo_kernels.cpu.compiled import cache_folder
 from tests.llm.tiny import SETTINGS, write_checkpoint
 
 FLAGS = [part for name, value in SETTINGS.items() for part in ("--" + name.replace("_", "-"), str(value))]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
-from octavo.server.durable.log import LogFile
-from octavo.server.store import FILE_NAME, Store, StoredItem
+from octavo_server.durable.log import LogFile
+from octavo_server.store import FILE_NAME, Store, StoredItem
 
 DAY = 86400.0
 

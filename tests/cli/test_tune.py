@@ -26,7 +26,7 @@ class FakeEngine:
 def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TuningPlan]:
     """The plans with which engines are built, on a GPU that is not there."""
     pytest.importorskip("triton")
-    from octavo.ops.triton import config_tables
+    from octavo_kernels.triton import config_tables
 
     found: list[TuningPlan] = []
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from octavo.config import ServeConfig, settings
-from octavo.ray.settings import FleetSettings, parse
+from octavo_fleet.ray.settings import FleetSettings, parse
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

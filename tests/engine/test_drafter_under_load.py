@@ -17,10 +17,10 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.sampling_params import SamplingParams
-from octavo.sim.clock import Clock
-from octavo.sim.closed_loops import WORKLOADS, Workload
 from octavo.steps.shapes import NO_DRAFTER, Kind, StepShape, padded_shape
 from octavo.types import Masks, Plan, Sampled
+from octavo_fleet.sim.clock import Clock
+from octavo_fleet.sim.closed_loops import WORKLOADS, Workload
 from tests.engine.making import make_request
 from tests.tiers import nightly_after
 

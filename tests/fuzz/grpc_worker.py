@@ -10,11 +10,10 @@ from typing import Any
 
 import grpc
 
-from octavo import build_remote
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, WorkerLost
-from octavo.worker import messages
-from octavo.worker.connection import Part, WorkerConnection, WorkerError
+from octavo_fleet.worker import build_remote, messages
+from octavo_fleet.worker.connection import Part, WorkerConnection, WorkerError
 from tests.fuzz.target import Target
 
 DESCRIPTION = messages.Description(

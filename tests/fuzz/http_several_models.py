@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.config import ServeConfig
-from octavo.server.app import Served, create_app
+from octavo_server.app import Served, create_app
 from tests.fuzz.http_requests import HTTPRequests
 from tests.fuzz.target import Target
 from tests.server.conftest import AppServer

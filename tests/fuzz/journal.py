@@ -14,11 +14,11 @@ from pathlib import Path
 
 from octavo.config import ServeConfig
 from octavo.sampling_params import SamplingParams
-from octavo.server.durable.journal import Journal
-from octavo.server.durable.log import Damage, LogFile, LogWriter, log_files
-from octavo.server.durable.records import Begin, Head, Noted, encode
-from octavo.server.durable.requests import DurableRequest
 from octavo.types import Output, Request
+from octavo_server.durable.journal import Journal
+from octavo_server.durable.log import Damage, LogFile, LogWriter, log_files
+from octavo_server.durable.records import Begin, Head, Noted, encode
+from octavo_server.durable.requests import DurableRequest
 from tests.fuzz.target import Fault, Target
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 

@@ -10,7 +10,7 @@ import json
 import socketserver
 import threading
 
-from octavo.server.proxy import upstream
+from octavo_fleet.proxy import upstream
 from tests.fuzz.http_server import READ_SECONDS, Connection, LogErrors
 from tests.fuzz.target import Fault, Target
 from tests.server.proxy.proxied import Proxy

@@ -13,8 +13,8 @@ def assert_a_graph_gives_the_same_bits(run: Callable[[], Tensor], x: Tensor, rep
 
     ``run`` fills ``x`` anew, computes layers that all depend on the one before and end in it, and returns it.
     """
-    from octavo.ops.triton.graph_timing import capture
-    from octavo.ops.triton.launch import pdl
+    from octavo_kernels.triton.graph_timing import capture
+    from octavo_kernels.triton.launch import pdl
 
     expected = run().clone()
     with pdl():

@@ -15,7 +15,7 @@ from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
 from octavo.runtime.block_copies import DeviceBlockCopies
 from octavo.runtime.kv_storage import KVStorage
-from octavo.sim.shapes import SHAPES
+from octavo_fleet.sim.shapes import SHAPES
 from tests.models.families import VOCAB_SIZE, make_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -40,7 +40,7 @@ class Batch:
         self.seq_lens_S = torch.tensor(seq_lens, device="cuda").int()
 
     def run(self, skip_single: bool = False) -> Tensor:
-        from octavo.ops.triton.hopper_prefill import hopper_prefill, suits
+        from octavo_kernels.triton.hopper_prefill import hopper_prefill, suits
 
         N, H = self.q_TNH.shape[1:]
         heads = HeadLayout(N, N // self.group, H, H**-0.5, None, None)
@@ -71,7 +71,7 @@ class Batch:
 
 @pytest.fixture(autouse=True)
 def _on_hopper() -> None:
-    from octavo.ops.triton.launch import has_gluon
+    from octavo_kernels.triton.launch import has_gluon
 
     if not has_gluon(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("needs Hopper, and the version of Triton that the kernel is for")

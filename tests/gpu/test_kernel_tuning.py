@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.ops.triton import config_tables
+    from octavo_kernels.triton import config_tables
 
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
     config_tables.forget_tables()
@@ -25,12 +25,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", [None, "int4", "int8", "e4m3"])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_a_shape_is_measured_and_its_choice_used(activation: Activation | None, number: Number | None) -> None:
-    from octavo.ops.triton import config_tables
-    from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
-    from octavo.ops.triton.grouped_uses import GroupedUse
-    from octavo.ops.triton.linear_uses import LinearUse
-    from octavo.ops.triton.product_tuning import ProductTuner, measure, use_entries
-    from octavo.ops.triton.product_use import ProductUse
+    from octavo_kernels.triton import config_tables
+    from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig
+    from octavo_kernels.triton.grouped_uses import GroupedUse
+    from octavo_kernels.triton.linear_uses import LinearUse
+    from octavo_kernels.triton.product_tuning import ProductTuner, measure, use_entries
+    from octavo_kernels.triton.product_use import ProductUse
     from tests.ops.triton.test_grouped_linear import random_groups
 
     device = torch.device("cuda", 0)

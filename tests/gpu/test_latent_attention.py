@@ -99,7 +99,7 @@ def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(step: st
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others_where_asked_for() -> None:
-    from octavo.ops.triton.launch import invariant
+    from octavo_kernels.triton.launch import invariant
 
     chain, row, sequence = Chain(*STEPS["prompts"], torch.bfloat16), 300, 1
     (query, key, _), heads, cache = chain.layers[0]

@@ -47,7 +47,7 @@ def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(T: int) 
 
 def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
     from octavo.ops import linear
-    from octavo.ops.triton.launch import invariant
+    from octavo_kernels.triton.launch import invariant
 
     x_TK, weight_NK = random(700, 1024), random(6144, 1024)
     with invariant():

@@ -90,7 +90,7 @@ def test_routers_choose_the_best_experts(name: str, dtype: torch.dtype) -> None:
 
 
 def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
-    from octavo.ops.triton.launch import invariant
+    from octavo_kernels.triton.launch import invariant
 
     chain = Chain(300, "many")
     router, experts = chain.layers[0]

@@ -99,12 +99,12 @@ def test_pipelined_products_agree_with_float64(
     """In the default configuration, with tiles divided in all ways, and as ``grouped_linear`` uses it; ``int4`` also in
     all that are measured."""
     from octavo.ops import grouped_linear
-    from octavo.ops.triton.config_tables import ConfigTable
-    from octavo.ops.triton.grouped_configs import config_for
-    from octavo.ops.triton.grouped_linear import run_grouped
-    from octavo.ops.triton.grouped_product import GroupedProduct
-    from octavo.ops.triton.launch import has_gluon
-    from octavo.ops.triton.pipelined_configs import PipelinedConfig, pipelined_configs
+    from octavo_kernels.triton.config_tables import ConfigTable
+    from octavo_kernels.triton.grouped_configs import config_for
+    from octavo_kernels.triton.grouped_linear import run_grouped
+    from octavo_kernels.triton.grouped_product import GroupedProduct
+    from octavo_kernels.triton.launch import has_gluon
+    from octavo_kernels.triton.pipelined_configs import PipelinedConfig, pipelined_configs
 
     device = torch.device("cuda", 0)
     if not has_gluon(device):
@@ -128,11 +128,11 @@ def test_pipelined_products_agree_with_float64(
 @pytest.mark.parametrize("form", FORMS)
 def test_streamed_products_agree_with_float64(form: str, parts: str, N: int) -> None:
     """One row, in all configurations that are measured, and in those of the kernel for several."""
-    from octavo.ops.triton.grouped_linear import run_grouped
-    from octavo.ops.triton.grouped_product import GroupedProduct
-    from octavo.ops.triton.launch import has_gluon
-    from octavo.ops.triton.pipelined_configs import pipelined_configs
-    from octavo.ops.triton.streamed_configs import streamed_configs
+    from octavo_kernels.triton.grouped_linear import run_grouped
+    from octavo_kernels.triton.grouped_product import GroupedProduct
+    from octavo_kernels.triton.launch import has_gluon
+    from octavo_kernels.triton.pipelined_configs import pipelined_configs
+    from octavo_kernels.triton.streamed_configs import streamed_configs
 
     device = torch.device("cuda", 0)
     if not has_gluon(device):
@@ -171,7 +171,7 @@ def test_rows_at_any_address_are_taken() -> None:
 
 def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
     from octavo.ops import grouped_linear
-    from octavo.ops.triton.launch import invariant
+    from octavo_kernels.triton.launch import invariant
 
     x_TK = torch.randn(700, 1024, device="cuda").bfloat16()
     packed = random_groups("cuda", "int4", 6144, 1024, 128)
@@ -225,8 +225,8 @@ class OutputMLPs:
 
 @pytest.mark.parametrize("form", OUTPUT_MLPS)
 def test_what_follows_attention_is_one_kernel_and_agrees_with_float64(form: str) -> None:
-    from octavo.ops.triton.grouped_output_mlp import config_of
-    from octavo.ops.triton.launch import has_gluon
+    from octavo_kernels.triton.grouped_output_mlp import config_of
+    from octavo_kernels.triton.launch import has_gluon
 
     layers = OutputMLPs(form)
     if has_gluon(torch.device("cuda", 0)):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.backends.toy_models import WORDS, NextByFormula, highest_wave
 from octavo.cli import main
 from octavo.config import POLICY_NAMES
 from octavo.types import Sequence
 from octavo_bench.demo import PROMPTS, Demo, Sizes
 from octavo_bench.overhead import measure_waiting
 from octavo_bench.synthetic import Work, external_fragmentation, run
+from octavo_fleet.backends.toy_models import WORDS, NextByFormula, highest_wave
 from tests.engine.making import make_request
 from tests.timing import undisturbed
 

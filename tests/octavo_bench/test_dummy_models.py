@@ -13,10 +13,10 @@ from octavo.errors import ConfigError
 from octavo.models.outline import outline
 from octavo.models.registry import read_config
 from octavo.quant.stored import WeightFormat
-from octavo.sim.shapes import SHAPES
 from octavo.text.tokenizer import load_tokenizer
 from octavo.weights.dummy import DummyCheckpoint
 from octavo_bench.dummy_models import SPECIAL_TOKENS, make_tokenizer, model_folder, write_model
+from octavo_fleet.sim.shapes import SHAPES
 
 
 @pytest.mark.parametrize("vocab_size", [600, 16_384, 151_936])

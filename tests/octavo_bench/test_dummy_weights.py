@@ -13,12 +13,12 @@ from octavo.models.registry import load_model, read_config
 from octavo.quant.mxfp4 import MXFP4
 from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Tensors
-from octavo.sim.shapes import SHAPES
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.safetensors import read_configs
 from octavo_bench import dummy_weights
 from octavo_bench.dummy_weights import write_weights
+from octavo_fleet.sim.shapes import SHAPES
 
 SMALL = {
     "vocab_size": 96,

@@ -17,13 +17,13 @@ from octavo.engine.step_times import REST, work_of
 from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
-from octavo.sim.fitted import read_log
-from octavo.sim.report import Targets
-from octavo.sim.setup import SimulationSpec
-from octavo.sim.simulate import Simulation
 from octavo.types import EngineInfo, Masks, Plan, Sampled
 from octavo_bench.fidelity import AIMS, Driver, compare
 from octavo_bench.overhead import InstantStep
+from octavo_fleet.sim.fitted import read_log
+from octavo_fleet.sim.report import Targets
+from octavo_fleet.sim.setup import SimulationSpec
+from octavo_fleet.sim.simulate import Simulation
 from tests.llm.tiny import write_checkpoint
 
 HOST_SECONDS = 0.0002

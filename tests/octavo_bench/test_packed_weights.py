@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.sim.shapes import SHAPES
 from octavo_bench import packed_weights
 from octavo_bench.packed_weights import FORMS, measure
+from octavo_fleet.sim.shapes import SHAPES
 
 DENSE = SHAPES["tiny"] | {"vocab_size": 512}
 MIXTURE = SHAPES["qwen3-30b-a3b"] | {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 8}

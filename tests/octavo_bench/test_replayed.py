@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.sim.fitted import fit
 from octavo_bench.replayed import Replayed
+from octavo_fleet.sim.fitted import fit
 from tests.sim.test_cost_model import random_steps
 
 

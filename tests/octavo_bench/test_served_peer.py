@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.sim.closed_loops import WORKLOADS, warm_up
 from octavo_bench.cli.results import finish
 from octavo_bench.clients import Clients, share, together
 from octavo_bench.peer_process import PeerProcess
@@ -26,6 +25,7 @@ from octavo_bench.served_peer import (
     parse_visits,
 )
 from octavo_bench.server_process import ServerProcess, free_port
+from octavo_fleet.sim.closed_loops import WORKLOADS, warm_up
 
 CLIENT = """
 import json, sys

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.sim.roofline import shape_of
-from octavo.sim.shapes import SHAPES
 from octavo_bench.utilisation import Utilisation, data_sheet_peak
+from octavo_fleet.sim.roofline import shape_of
+from octavo_fleet.sim.shapes import SHAPES
 
 
 @pytest.mark.parametrize(

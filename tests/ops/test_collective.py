@@ -16,7 +16,7 @@ import torch
 
 from octavo.errors import RanksLost
 from octavo.ops.collective import SINGLE_RANK
-from octavo.ops.cpu.collective import SharedCollective, region_bytes
+from octavo_kernels.cpu.collective import SharedCollective, region_bytes
 
 ROUNDS = int(os.environ.get("OCTAVO_COLLECTIVE_ROUNDS", "3000"))
 """Rounds of the test with delays; 1,000,000 take minutes."""

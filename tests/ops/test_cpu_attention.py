@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.ops import attention, dispatch
 from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
-from octavo.ops.cpu import threads
+from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 
 pytestmark = needs_float_kernels

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
-from octavo.ops.cpu import threads
 from octavo.weights.blocks import Groups, dequantize, split_groups
+from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
 
 SHAPES = [(64, 512), (37, 768), (5, 256), (16, 1536)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.block_linear import PackedBlocks
-from octavo.ops.cpu.calls import Arena, recording
+from octavo_kernels.cpu.calls import Arena, recording
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 
 pytestmark = needs_float_kernels

@@ -19,11 +19,11 @@ import pytest
 import torch
 from numba.core.caching import IndexDataCacheFile
 
-from octavo.ops.cpu import threads
-from octavo.ops.cpu.attention import compiling_in_background
-from octavo.ops.cpu.background import in_background
-from octavo.ops.cpu.compiled import cache_folder, compiled, compiled_task, is_missing
-from octavo.ops.cpu.memory import call_task, view
+from octavo_kernels.cpu import threads
+from octavo_kernels.cpu.attention import compiling_in_background
+from octavo_kernels.cpu.background import in_background
+from octavo_kernels.cpu.compiled import cache_folder, compiled, compiled_task, is_missing
+from octavo_kernels.cpu.memory import call_task, view
 from tests.ops.cpu_cases import needs_float_kernels
 
 pytestmark = needs_float_kernels
@@ -106,7 +106,7 @@ def test_processes_that_compile_variants_at_once_keep_both(is_right: Callable[[i
 def test_a_process_that_keeps_a_lock_is_not_waited_for_forever(
     empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo.ops.cpu.compiled.LONGEST_WAIT", 0.1)
+    monkeypatch.setattr("octavo_kernels.cpu.compiled.LONGEST_WAIT", 0.1)
     assert _task_gives(0)
     with contextlib.ExitStack() as files:
         for path in empty_folder.rglob("*.lock"):
@@ -216,7 +216,7 @@ def test_no_background_process_on_one_core_or_when_nothing_is_missing(
     with compiling_in_background(torch.float16):
         pass
     (empty_folder / "attention_tiles.attend_task.locals.attend-1.py311.nbi").touch()
-    monkeypatch.setattr("octavo.ops.cpu.compiled.cache_folder", lambda: empty_folder)
+    monkeypatch.setattr("octavo_kernels.cpu.compiled.cache_folder", lambda: empty_folder)
     threads.set_num_threads(2)
     with compiling_in_background(torch.float16):
         pass

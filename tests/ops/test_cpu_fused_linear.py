@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from octavo.ops import block_linear, linear, scaled_linear
 from octavo.ops.block_linear import PackedBlocks
-from octavo.ops.cpu import threads
 from octavo.ops.linear import Activation
+from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_values
 
 pytestmark = needs_float_kernels

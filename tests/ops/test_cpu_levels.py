@@ -12,14 +12,14 @@ import torch
 
 from octavo.ops import block_linear, linear, scaled_linear
 from octavo.ops.block_linear import PackedBlocks
-from octavo.ops.cpu.host import missing
+from octavo_kernels.cpu.host import missing
 from tests.ops.cpu_cases import attended, needs_float_kernels, random_blocks, random_ordered, random_values
 
 pytestmark = needs_float_kernels
 
 LEVEL = """
 import sys, torch
-from octavo.ops.cpu import vector_ir
+from octavo_kernels.cpu import vector_ir
 from tests.ops.test_cpu_levels import products, results
 has_dots = "avxvnni" in sys.argv[2]
 assert not vector_ir.HAS_VNNI and vector_ir.HAS_AVX_VNNI == has_dots

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.ops import linear
-from octavo.ops.cpu import threads
+from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 
 pytestmark = needs_float_kernels

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops import elementwise
-from octavo.ops.cpu import threads
+from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 
 pytestmark = needs_float_kernels

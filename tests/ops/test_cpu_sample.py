@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.ops.cpu import sample_row, threads
-from octavo.ops.cpu.sample_row import BLOCK
 from octavo.ops.noise import exponentials, key_of, token_hashes
 from octavo.ops.sample import BANNED, SampleParams
+from octavo_kernels.cpu import sample_row, threads
+from octavo_kernels.cpu.sample_row import BLOCK
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.ops.sampling_cases import make_logits, mixed_params, uniform_params
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.ops.cpu import threads
-from octavo.ops.cpu.compiled import compiled, compiled_task
-from octavo.ops.cpu.memory import fields, read, view
+from octavo_kernels.cpu import threads
+from octavo_kernels.cpu.compiled import compiled, compiled_task
+from octavo_kernels.cpu.memory import fields, read, view
 from tests.ops.cpu_cases import needs_float_kernels
 
 pytestmark = needs_float_kernels

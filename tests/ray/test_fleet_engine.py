@@ -11,11 +11,11 @@ import pytest
 
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, ContextLengthExceeded, RequestFailed, Unavailable
-from octavo.ray.fleet_engine import MAX_MOVES, FleetEngine
-from octavo.ray.messages import Answer, decode_request, encode, refusal_of
-from octavo.ray.settings import parse
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineStats, Output, Request
+from octavo_fleet.ray.fleet_engine import MAX_MOVES, FleetEngine
+from octavo_fleet.ray.messages import Answer, decode_request, encode, refusal_of
+from octavo_fleet.ray.settings import parse
 from tests.server.child_engine import Recorder, finish
 from tests.server.fake_engine import INFO, FakeEngine, expected
 
@@ -101,7 +101,7 @@ def serve(replicas: Replicas, num_requests: int, max_tokens: int = 40) -> tuple[
 
 @pytest.mark.parametrize("how", ["die", "end", "drain"])
 def test_nothing_is_lost_or_doubled_when_replicas_die(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.ray.fleet_engine.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("octavo_fleet.ray.fleet_engine.PAUSE_SECONDS", 0.0)
     replicas = Replicas(0.05, how)
     engine, streams = serve(replicas, 32)
     for request, recorder in streams:
@@ -118,7 +118,7 @@ def test_a_refusal_is_final() -> None:
 
 
 def test_a_request_that_no_replica_survives_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.ray.fleet_engine.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("octavo_fleet.ray.fleet_engine.PAUSE_SECONDS", 0.0)
     replicas = Replicas(1.0)
     _, streams = serve(replicas, 1)
     assert isinstance(streams[0][1].error, RequestFailed)

@@ -22,8 +22,8 @@ import pytest
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 
-from octavo.ray import build_app  # noqa: E402
 from octavo_bench.conversations import Shape, converse  # noqa: E402
+from octavo_fleet.ray import build_app  # noqa: E402
 from tests.models.families import make_checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -6,10 +6,10 @@ import random
 
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents, Removed, Stored
-from octavo.routing import prefixes
-from octavo.routing.prefixes import CachedPrefixes, PromptQuery, RemotePrefixes
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request, Sequence
+from octavo_fleet.routing import prefixes
+from octavo_fleet.routing.prefixes import CachedPrefixes, PromptQuery, RemotePrefixes
 
 BLOCK_SIZE = 2
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.routing.prefixes import PromptQuery
-from octavo.routing.routers import ROUTERS, SLACK, PrefixAware, make_router
+from octavo_fleet.routing.prefixes import PromptQuery
+from octavo_fleet.routing.routers import ROUTERS, SLACK, PrefixAware, make_router
 
 
 @dataclass

@@ -17,7 +17,6 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
-from octavo.ops.cpu import threads
 from octavo.quant.stored import WeightFormat
 from octavo.quant.tensors import Part
 from octavo.runtime.forward import make_forward
@@ -25,6 +24,7 @@ from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits
 from octavo.types import Request
+from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 from tests.runtime.making import CPU, host_runner
 from tests.tiers import nightly_after

@@ -29,7 +29,7 @@ from octavo.steps.messages import MeasureKernels, PrepareTuning, UseKernels
 from tests.models.checkpoints import FolderSource, make_checkpoint
 from tests.runtime.making import CPU
 
-product_tuning = pytest.importorskip("octavo.ops.triton.product_tuning")
+product_tuning = pytest.importorskip("octavo_kernels.triton.product_tuning")
 
 VOCAB = 97
 ENTRY = {"kernel": "cublas"}
@@ -78,8 +78,8 @@ def executor(
     model_name: str, tmp_path: Path, tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StreamExecutor]:
     """Of a small Llama in bfloat16, on the CPU, whose linear maps are those for GPUs; of INT4 all but the head."""
-    from octavo.ops.triton.grouped_linear import grouped_linear_triton
-    from octavo.ops.triton.linear import linear_triton
+    from octavo_kernels.triton.grouped_linear import grouped_linear_triton
+    from octavo_kernels.triton.linear import linear_triton
 
     make_checkpoint(tmp_path, "gqa")
     source = FolderSource(tmp_path)

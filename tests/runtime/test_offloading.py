@@ -20,7 +20,7 @@ from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
 from octavo.runtime.block_copies import HostBlockCopies
 from octavo.runtime.kv_storage import KVStorage
-from octavo.sim.shapes import SHAPES
+from octavo_fleet.sim.shapes import SHAPES
 from tests.llm.tiny import write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.weights.gguf_bytes import llama_file

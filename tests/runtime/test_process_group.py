@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.cpu.collective import SharedCollective, region_bytes
 from octavo.runtime.process_group import DIVIDED_BYTES, ProcessGroupCollective
+from octavo_kernels.cpu.collective import SharedCollective, region_bytes
 
 WIDTH = 64
 ROWS = (1, 5, DIVIDED_BYTES // (2 * WIDTH) + 1, DIVIDED_BYTES // WIDTH)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.cpu import sample
 from octavo.sampling_params import SamplingParams
+from octavo_kernels.cpu import sample
 from tests.ops.row_sampler import NOT_NUMBERS, NOTHING_LEFT, OVERFLOW, Row
 from tests.runtime.row_runner import RowRunner
 

@@ -33,7 +33,6 @@ from octavo.ops.dispatch import REFERENCE
 from octavo.runtime.device_program import with_distinct_layers
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
-from octavo.sim.clock import Clock
 from octavo.steps.limits import StepLimits
 from octavo.steps.shapes import (
     LONG_CONTEXT,
@@ -55,6 +54,7 @@ from octavo.steps.shapes import (
 )
 from octavo.types import Output, Request, Scheduled, Sequence, Status
 from octavo_bench.offline import wait_until_prepared
+from octavo_fleet.sim.clock import Clock
 from tests.runtime.making import CPU, stream_runner
 from tests.runtime.test_model_runner import MIXED, VOCAB, Loaded, requests, run, tokens_of
 from tests.speculating import speculating

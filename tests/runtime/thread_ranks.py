@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.ops.cpu.collective import SharedCollective
 from octavo.runtime.rank_executor import Follower, RankExecutor
 from octavo.runtime.rank_memory import RankMemory, make_memory
 from octavo.steps.messages import Executor, Message, Reply, pack, unpack
+from octavo_kernels.cpu.collective import SharedCollective
 
 
 class ThreadRanks:

@@ -15,10 +15,10 @@ import uvloop
 from starlette.applications import Starlette
 
 from octavo.config import ServeConfig
-from octavo.server.app import create_app
-from octavo.server.http import HTTPServer
 from octavo.server_settings import ServerSettings
 from octavo.text.tokenizer import Tokenizer
+from octavo_server.app import create_app
+from octavo_server.http import HTTPServer
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
 TICK_SECONDS = 0.1

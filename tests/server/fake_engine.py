@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from octavo import errors
-from octavo.backends.instant import InstantEngine, NextToken, Running
 from octavo.config import EngineConfig
 from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs
+from octavo_fleet.backends.instant import InstantEngine, NextToken, Running
 
 VOCAB = 50_000
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from octavo.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa: F401 (for the tests)
 from octavo.config import ModelSettings
 from octavo.errors import QueueFull, RequestError, Unavailable
-from octavo.server.adapters import AdapterTable
-from octavo.server.engine_client import OutputListener, Progress, SleepMode
-from octavo.server.timelines import KVEventRing, Timelines
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
+from octavo_fleet.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa: F401 (for the tests)
+from octavo_server.adapters import AdapterTable
+from octavo_server.engine_client import OutputListener, Progress, SleepMode
+from octavo_server.timelines import KVEventRing, Timelines
 from tests.server.fake_engine import FakeEngine, make_info
 
 EOS = 256

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from octavo.sampling_params import choice_key
-from octavo.server import admission
+from octavo_server import admission
 from tests.server.conftest import Served
 from tests.server.in_process import EOS, IM_END, MAX_MODEL_LEN, InProcessEngine
 from tests.server.raw import post

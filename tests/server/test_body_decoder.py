@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.server.body_decoder import BodyDecoder
-from octavo.server.openai import chat, completions, tokenize
+from octavo_server.body_decoder import BodyDecoder
+from octavo_server.openai import chat, completions, tokenize
 from tests.server.conftest import Served
 
 JSON = {"Content-Type": "application/json"}

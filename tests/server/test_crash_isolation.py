@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.sampling_params import SamplingParams
-from octavo.server.crash_isolation import FAULT, KILL, MOST_EVIDENCE, PROOF, SUSPICION, CrashIsolation
-from octavo.server.live_request import LiveRequest
 from octavo.telemetry.counts import Timing
 from octavo.types import Request
+from octavo_server.crash_isolation import FAULT, KILL, MOST_EVIDENCE, PROOF, SUSPICION, CrashIsolation
+from octavo_server.live_request import LiveRequest
 
 
 def make_live(request_id: int) -> LiveRequest:

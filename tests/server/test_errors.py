@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from octavo.errors import RequestFailed
-from octavo.server import body_receiver
+from octavo_server import body_receiver
 from tests.server.conftest import Served, execute, fill
 from tests.server.in_process import InProcessEngine
 
@@ -142,7 +142,7 @@ ELSEWHERE = {"proxy": "docs/backends.md", "durable": "docs/deployment.md"}
 
 @pytest.mark.parametrize("package", ELSEWHERE)
 def test_errors_of_a_package_are_on_its_page(package: str) -> None:
-    text = "\n".join(path.read_text() for path in (ROOT / "octavo/server" / package).rglob("*.py"))
+    text = "\n".join(path.read_text() for path in (ROOT / "octavo_server" / package).rglob("*.py"))
     codes = CODE.findall(text)
     page = (ROOT / ELSEWHERE[package]).read_text()
     assert codes
@@ -150,8 +150,8 @@ def test_errors_of_a_package_are_on_its_page(package: str) -> None:
 
 
 def test_every_code_is_in_the_table() -> None:
-    elsewhere = {path for package in ELSEWHERE for path in (ROOT / "octavo/server" / package).rglob("*.py")}
-    sources = [ROOT / "octavo/errors.py", *(set((ROOT / "octavo/server").rglob("*.py")) - elsewhere)]
+    elsewhere = {path for package in ELSEWHERE for path in (ROOT / "octavo_server" / package).rglob("*.py")}
+    sources = [ROOT / "octavo/errors.py", *(set((ROOT / "octavo_server").rglob("*.py")) - elsewhere)]
     text = "\n".join(path.read_text() for path in sources)
     codes = set(CODE.findall(text))
     codes |= set(re.findall(r'HTTPRefusal\(.*"(\w+)"\)', text))

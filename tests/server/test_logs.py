@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from octavo.server.access_log import logger as access_logger
 from octavo.telemetry.logs import (
     DIM,
     PLAIN,
@@ -26,6 +25,7 @@ from octavo.telemetry.logs import (
     has_colours,
     log_to_stderr,
 )
+from octavo_server.access_log import logger as access_logger
 
 
 @pytest.fixture

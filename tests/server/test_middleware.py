@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestFailed
-from octavo.server.generation import Choice
 from octavo.types import Output
+from octavo_server.generation import Choice
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from octavo.sampling_params import SamplingParams
-from octavo.server.generation import Choice, Generation, Prompt
-from octavo.server.http import WRITE_PIECE
-from octavo.server.sse import EventStream
 from octavo.text.text_stream import TextStream
 from octavo.types import Output, Request
+from octavo_server.generation import Choice, Generation, Prompt
+from octavo_server.http import WRITE_PIECE
+from octavo_server.sse import EventStream
 
 
 class CountedWriter:

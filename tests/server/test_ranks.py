@@ -25,8 +25,8 @@ from octavo.build import build_engine
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
-from octavo.server.async_engine import AsyncEngine
 from octavo.types import Request
+from octavo_server.async_engine import AsyncEngine
 from tests.llm.tiny import write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.server.child_engine import Recorder, until

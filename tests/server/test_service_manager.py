@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.server import service_manager
-from octavo.server.service_manager import ServiceManager
+from octavo_server import service_manager
+from octavo_server.service_manager import ServiceManager
 from tests.conftest import Server
 
 

@@ -16,10 +16,10 @@ import pytest
 
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
-from octavo.server.app import Served, create_app
-from octavo.server.several_models import GIB, ModelGroup, check_several, choose_sleeper
 from octavo.telemetry.metrics import Metrics
 from octavo.text.tokenizer import Tokenizer
+from octavo_fleet.several_models import GIB, ModelGroup, check_several, choose_sleeper
+from octavo_server.app import Served, create_app
 from tests.server.child_engine import assert_right, command, finish, kill, send, until
 from tests.server.conftest import AppServer
 from tests.server.in_process import InProcessEngine

@@ -18,17 +18,17 @@ import pytest
 from octavo.config import ModelSettings, ServeConfig
 from octavo.cpus import num_cpus
 from octavo.grammar import compiler
-from octavo.server import background_jobs, body_receiver, http, store, timelines
-from octavo.server.app import create_app
-from octavo.server.batches import batches, runner
-from octavo.server.byte_budget import ByteBudget
-from octavo.server.durable import journal
-from octavo.server.keys import Caller
-from octavo.server.places import Places, TurnQueue
-from octavo.server.quotas import LEAST_SHARE, has_share
-from octavo.server.responses import conversations
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.events import Event
+from octavo_server import background_jobs, body_receiver, http, store, timelines
+from octavo_server.app import create_app
+from octavo_server.batches import batches, runner
+from octavo_server.byte_budget import ByteBudget
+from octavo_server.durable import journal
+from octavo_server.keys import Caller
+from octavo_server.places import Places, TurnQueue
+from octavo_server.quotas import LEAST_SHARE, has_share
+from octavo_server.responses import conversations
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.test_keys import bearer, key_file, line

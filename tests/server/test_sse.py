@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestFailed
-from octavo.server import sse
-from octavo.server.generation import Choice, Generation
 from octavo.types import Request
+from octavo_server import sse
+from octavo_server.generation import Choice, Generation
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.raw import connect, post, read_chunk, read_head

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from octavo.server import store as store_module
-from octavo.server.errors import StorageFull, StorageUnavailable
-from octavo.server.store import FILE_NAME, Store, StoredItem, decoded
+from octavo_server import store as store_module
+from octavo_server.errors import StorageFull, StorageUnavailable
+from octavo_server.store import FILE_NAME, Store, StoredItem, decoded
 
 DAY = 86400.0
 

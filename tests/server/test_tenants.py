@@ -28,13 +28,13 @@ from typing import Any, NamedTuple, NoReturn
 import httpx
 import pytest
 
-from octavo.backends.toy import ToyEngine
-from octavo.backends.toy import build as build_toy
 from octavo.config import EngineConfig, ServeConfig
-from octavo.server import serving
-from octavo.server.engine_process import main as serve_engine
 from octavo.types import EngineInfo
 from octavo_bench.paced_engine import PacedRunner
+from octavo_fleet.backends.toy import ToyEngine
+from octavo_fleet.backends.toy import build as build_toy
+from octavo_server import serving
+from octavo_server.engine_process import main as serve_engine
 from tests.server.durable.test_durable import PacedEngine
 from tests.server.raw import read_head
 from tests.server.test_keys import bearer, key_file, line

@@ -12,13 +12,13 @@ import pytest
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OctavoError
-from octavo.sim import simulate as simulation
-from octavo.sim import workers
-from octavo.sim.jobs import Awaits, Job
-from octavo.sim.report import MAX_POINTS, Ledger, Targets, Timeline
-from octavo.sim.setup import SimulationSpec
-from octavo.sim.simulate import Fleet, Simulation, figures
-from octavo.sim.workers import num_processes, simulate
+from octavo_fleet.sim import simulate as simulation
+from octavo_fleet.sim import workers
+from octavo_fleet.sim.jobs import Awaits, Job
+from octavo_fleet.sim.report import MAX_POINTS, Ledger, Targets, Timeline
+from octavo_fleet.sim.setup import SimulationSpec
+from octavo_fleet.sim.simulate import Fleet, Simulation, figures
+from octavo_fleet.sim.workers import num_processes, simulate
 
 TARGETS = Targets(0.2, 0.012)
 SMALL = {"num_kv_blocks": 400, "block_size": 16, "max_num_seqs": 24}

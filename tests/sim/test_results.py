@@ -13,12 +13,12 @@ import pytest
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.sim import runner, search
-from octavo.sim.plots import plot
-from octavo.sim.report import Targets
-from octavo.sim.search import cheapest
-from octavo.sim.setup import SimulationSpec
-from octavo.sim.simulate import Simulation
+from octavo_fleet.sim import runner, search
+from octavo_fleet.sim.plots import plot
+from octavo_fleet.sim.report import Targets
+from octavo_fleet.sim.search import cheapest
+from octavo_fleet.sim.setup import SimulationSpec
+from octavo_fleet.sim.simulate import Simulation
 
 SPEC = SimulationSpec("llama-3.1-8b", "h200", "single", 60, rate=20, input_len=256, output_len=64)
 

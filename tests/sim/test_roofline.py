@@ -7,8 +7,8 @@ import random
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.sim.roofline import Work, decode_work, prefill_work, shape_of
-from octavo.sim.shapes import SHAPES
+from octavo_fleet.sim.roofline import Work, decode_work, prefill_work, shape_of
+from octavo_fleet.sim.shapes import SHAPES
 
 DENSE = [
     *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "llama-3.1-70b"),

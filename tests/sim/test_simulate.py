@@ -12,15 +12,15 @@ import pytest
 from octavo.cli import main
 from octavo.config import EngineConfig, SchedulerSettings
 from octavo.engine.step_times import StepWork
-from octavo.sim.clock import START
-from octavo.sim.cost_model import CostModel
-from octavo.sim.jobs import Awaits, Job, Workload
-from octavo.sim.replica import Sizes
-from octavo.sim.report import Ledger, Targets
-from octavo.sim.setup import SimulationSpec
-from octavo.sim.simulate import Fleet, Simulation
-from octavo.sim.workloads import PROFILES, ClosedLoop, Sessions
 from octavo_bench.virtual import StepCost, VirtualEngine
+from octavo_fleet.sim.clock import START
+from octavo_fleet.sim.cost_model import CostModel
+from octavo_fleet.sim.jobs import Awaits, Job, Workload
+from octavo_fleet.sim.replica import Sizes
+from octavo_fleet.sim.report import Ledger, Targets
+from octavo_fleet.sim.setup import SimulationSpec
+from octavo_fleet.sim.simulate import Fleet, Simulation
+from octavo_fleet.sim.workloads import PROFILES, ClosedLoop, Sessions
 
 ANYTHING = Targets()
 SIZES = Sizes(num_blocks=512, block_size=16, max_num_seqs=8, max_num_batched_tokens=64, depth=1)
@@ -232,7 +232,7 @@ def test_a_target_for_each_token_is_kept(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_search_finds_the_least_number_of_devices() -> None:
-    from octavo.sim.search import cheapest
+    from octavo_fleet.sim.search import cheapest
 
     spec = SimulationSpec("llama-3.1-8b", "h200", "single", 300, rate=60, input_len=2000)
     targets = Targets(ttft=0.5, itl=0.02)

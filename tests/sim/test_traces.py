@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.sim.jobs import Job
-from octavo.sim.traces import Trace
+from octavo_fleet.sim.jobs import Job
+from octavo_fleet.sim.traces import Trace
 
 
 def jobs_of(path: Path, **options: float) -> list[Job]:

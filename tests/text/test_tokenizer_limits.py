@@ -13,12 +13,12 @@ import pytest
 import tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from octavo.backends.vocabulary import byte_tokenizer
 from octavo.errors import CheckpointError, InvalidParameter
 from octavo.text import tokenizer as tokenizer_module
 from octavo.text import tokenizer_check, tokenizer_limits
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tokenizer_limits import TextLimits
+from octavo_fleet.backends.vocabulary import byte_tokenizer
 from tests.text.test_folder_tokenizer import load, write_folder
 
 SPECIAL = {"SpecialToken": {"id": "<s>", "type_id": 0}}

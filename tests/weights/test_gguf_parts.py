@@ -12,11 +12,11 @@ from octavo.cache.offloading import fingerprint
 from octavo.cli import main
 from octavo.config import ModelSettings
 from octavo.errors import CheckpointError, ConfigError
-from octavo.models.transformers_model import pretrained
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.gguf import GGUFFile
 from octavo.weights.gguf_parts import part_names
 from octavo.weights.hub import resolve_model
+from octavo_fleet.transformers.model import pretrained
 from tests.models.checkpoints import make_checkpoint
 from tests.models.gguf_files import write_gguf
 from tests.weights.gguf_bytes import llama_file

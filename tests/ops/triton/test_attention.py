@@ -15,8 +15,8 @@ from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, a
 from octavo.ops.paged_attention import paged_attention
 from octavo.ops.rms_norm import rms_norm
 from octavo.ops.store_kv import KVScales
-from octavo.ops.triton.attention import attention_triton
-from octavo.ops.triton.launch import invariant
+from octavo_kernels.triton.attention import attention_triton
+from octavo_kernels.triton.launch import invariant
 from tests.triton_interpreter import DEVICE
 
 N, K, H, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 32, 16, 64

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.triton.collective import PeerCollective, buffer_bytes
+from octavo_kernels.triton.collective import PeerCollective, buffer_bytes
 from tests.ops.triton.test_compiles import run_alone
 from tests.triton_interpreter import DEVICE
 
@@ -88,7 +88,7 @@ COUNTING = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from octavo.ops.triton import collective
+from octavo_kernels.triton import collective
 
 KINDS = {"x": "*bf16", "residual": "*bf16", "out": "*bf16", "addresses": "*i64", "launches": "*i32"}
 KINDS |= {"count": "i32", "stride": "i32"}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from octavo.ops.triton.launch import GLUON_VERSION
+from octavo_kernels.triton.launch import GLUON_VERSION
 from tests.triton_interpreter import DEVICE
 
 KERNELS = Path(__file__).parents[3] / "octavo" / "ops" / "triton"
@@ -50,7 +50,7 @@ def passing(self, *args, **kwargs):
 
 JITFunction.run = passing
 
-from octavo.ops.triton import launch
+from octavo_kernels.triton import launch
 from octavo_bench.kernel_resources import TARGETS, pretend
 from octavo_bench.kernel_runs import calls
 
@@ -82,8 +82,8 @@ class Device:
     launcher_cls = staticmethod(lambda src, metadata: built.append(src.name))
 
 driver.set_active(Device())
-from octavo.ops.triton.launch import compiling
-from octavo.ops.triton.rms_norm import rms_norm_triton
+from octavo_kernels.triton.launch import compiling
+from octavo_kernels.triton.rms_norm import rms_norm_triton
 
 x = torch.zeros(4, 64)
 with compiling():

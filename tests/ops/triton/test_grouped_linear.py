@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups, grouped_linear
-from octavo.ops.triton import grouped_configs, grouped_gemv, launch
-from octavo.ops.triton.config_tables import FOLDER, ConfigTable
-from octavo.ops.triton.grouped_configs import TABLE, GroupedConfig, config_for
-from octavo.ops.triton.grouped_dense import dense
-from octavo.ops.triton.grouped_gemm import GroupedGemmConfig
-from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
-from octavo.ops.triton.grouped_linear import grouped_linear_triton, run_grouped
-from octavo.ops.triton.grouped_product import GroupedProduct
-from octavo.ops.triton.launch import counters, invariant
-from octavo.ops.triton.skinny_gemm import MAX_TILES
+from octavo_kernels.triton import grouped_configs, grouped_gemv, launch
+from octavo_kernels.triton.config_tables import FOLDER, ConfigTable
+from octavo_kernels.triton.grouped_configs import TABLE, GroupedConfig, config_for
+from octavo_kernels.triton.grouped_dense import dense
+from octavo_kernels.triton.grouped_gemm import GroupedGemmConfig
+from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig
+from octavo_kernels.triton.grouped_linear import grouped_linear_triton, run_grouped
+from octavo_kernels.triton.grouped_product import GroupedProduct
+from octavo_kernels.triton.launch import counters, invariant
+from octavo_kernels.triton.skinny_gemm import MAX_TILES
 from tests.ops.triton.poison import poison_new_tensors
 from tests.ops.triton.test_linear import PARTS, Case
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.ops.triton.gemv import GemvConfig
-from octavo.ops.triton.linear_configs import TABLE, LinearConfig
-from octavo.ops.triton.linear_uses import LinearUse
-from octavo.ops.triton.product_tuning import Timed
-from octavo.ops.triton.skinny_gemm import SkinnyConfig
-from octavo.sim.shapes import SHAPES
 from octavo_bench import kernel_tuning
 from octavo_bench.kernel_cases import head_case, layer_cases
 from octavo_bench.kernel_tuning import kernel_key
 from octavo_bench.linear_case import LinearCase, Weights
 from octavo_bench.served_shapes import SERVED
+from octavo_fleet.sim.shapes import SHAPES
+from octavo_kernels.triton.gemv import GemvConfig
+from octavo_kernels.triton.linear_configs import TABLE, LinearConfig
+from octavo_kernels.triton.linear_uses import LinearUse
+from octavo_kernels.triton.product_tuning import Timed
+from octavo_kernels.triton.skinny_gemm import SkinnyConfig
 
 
 @pytest.mark.parametrize("name", ["qwen", "gpt2"])

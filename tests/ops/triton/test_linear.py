@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.ops.triton import invariant_linear
-from octavo.ops.triton.gemv import GemvConfig
-from octavo.ops.triton.launch import counters, invariant
-from octavo.ops.triton.linear import linear_triton, run_linear
-from octavo.ops.triton.linear_configs import LinearConfig
-from octavo.ops.triton.skinny_gemm import MAX_TILES, SkinnyConfig
+from octavo_kernels.triton import invariant_linear
+from octavo_kernels.triton.gemv import GemvConfig
+from octavo_kernels.triton.launch import counters, invariant
+from octavo_kernels.triton.linear import linear_triton, run_linear
+from octavo_kernels.triton.linear_configs import LinearConfig
+from octavo_kernels.triton.skinny_gemm import MAX_TILES, SkinnyConfig
 from tests.ops.triton.poison import poison_new_tensors
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

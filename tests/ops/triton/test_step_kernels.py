@@ -12,17 +12,17 @@ import torch
 from octavo import ops
 from octavo.ops.sample import SampleParams
 from octavo.ops.stage_step import LastResults, StagedRows
-from octavo.ops.triton.accept_by_chance import accept_by_chance_triton
-from octavo.ops.triton.accept_drafts import accept_drafts_triton
-from octavo.ops.triton.draft_rows import draft_rows_triton
-from octavo.ops.triton.drafts_behind import drafts_behind_triton
-from octavo.ops.triton.keep_draft import keep_draft_triton
-from octavo.ops.triton.newest_tokens import newest_tokens_triton
-from octavo.ops.triton.next_tokens import next_tokens_triton
-from octavo.ops.triton.publish_tokens import publish_tokens_triton
-from octavo.ops.triton.pull_step import pull_step_triton
-from octavo.ops.triton.rotary_angles import rotary_angles_triton
-from octavo.ops.triton.stage_step import stage_step_triton
+from octavo_kernels.triton.accept_by_chance import accept_by_chance_triton
+from octavo_kernels.triton.accept_drafts import accept_drafts_triton
+from octavo_kernels.triton.draft_rows import draft_rows_triton
+from octavo_kernels.triton.drafts_behind import drafts_behind_triton
+from octavo_kernels.triton.keep_draft import keep_draft_triton
+from octavo_kernels.triton.newest_tokens import newest_tokens_triton
+from octavo_kernels.triton.next_tokens import next_tokens_triton
+from octavo_kernels.triton.publish_tokens import publish_tokens_triton
+from octavo_kernels.triton.pull_step import pull_step_triton
+from octavo_kernels.triton.rotary_angles import rotary_angles_triton
+from octavo_kernels.triton.stage_step import stage_step_triton
 from tests.ops.sampling_cases import mixed_params
 
 BLOCK_SIZE = 4

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from octavo.ops.attention import HeadLayout, LayerCache
 from octavo.ops.store_kv import KVScales
-from octavo.ops.triton.store_keys import store_keys_triton
-from octavo.ops.triton.store_kv import store_kv_triton
+from octavo_kernels.triton.store_keys import store_keys_triton
+from octavo_kernels.triton.store_kv import store_kv_triton
 from tests.triton_interpreter import DEVICE
 
 

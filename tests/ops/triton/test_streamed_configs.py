@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from octavo.ops.grouped_linear import Number, chunk_of
-from octavo.ops.triton.config_tables import ConfigTable
-from octavo.ops.triton.grouped_configs import config_for, default_config
-from octavo.ops.triton.grouped_gemv import GroupedGemvConfig
-from octavo.ops.triton.grouped_product import GroupedProduct
-from octavo.ops.triton.pipelined_configs import PipelinedConfig
-from octavo.ops.triton.streamed_configs import (
+from octavo_kernels.triton.config_tables import ConfigTable
+from octavo_kernels.triton.grouped_configs import config_for, default_config
+from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig
+from octavo_kernels.triton.grouped_product import GroupedProduct
+from octavo_kernels.triton.pipelined_configs import PipelinedConfig
+from octavo_kernels.triton.streamed_configs import (
     CHUNK_BYTES,
     OutputMLPConfig,
     StreamedConfig,

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-import octavo.server.console
-from octavo.server.console import live
+import octavo_server.console
+from octavo_server.console import live
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
-PAGE = Path(octavo.server.console.__file__).parent / "page"
+PAGE = Path(octavo_server.console.__file__).parent / "page"
 MOST_BYTES = 100_000
 KEY = {"Authorization": "Bearer secret"}
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.server.durable import journal
+from octavo_server.durable import journal
 from tests.server.conftest import Served
 from tests.server.durable.test_durable import serving
 from tests.server.test_keys import bearer, key_file, line

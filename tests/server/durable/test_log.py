@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.server.durable import log
-from octavo.server.durable.log import Damage, LogFile, LogWriter, log_files
+from octavo_server.durable import log
+from octavo_server.durable.log import Damage, LogFile, LogWriter, log_files
 
 NUM_DAMAGES = 500
 

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from octavo.sampling_params import SamplingParams
-from octavo.server.durable import recovery
-from octavo.server.durable.log import Damage, LogFile
-from octavo.server.durable.records import (
+from octavo.types import Output, Request, TokenLogprobs
+from octavo_server.durable import recovery
+from octavo_server.durable.log import Damage, LogFile
+from octavo_server.durable.records import (
     UNREADABLE,
     Batch,
     Begin,
@@ -34,8 +35,7 @@ from octavo.server.durable.records import (
     pack,
     unpack,
 )
-from octavo.server.durable.recovery import Restored, read_logs
-from octavo.types import Output, Request, TokenLogprobs
+from octavo_server.durable.recovery import Restored, read_logs
 from tests.server.durable.test_durable import serving
 
 FIRST = 1 << 32

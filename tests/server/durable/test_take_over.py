@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from octavo.config import ServeConfig
-from octavo.server.durable.journal import Journal
-from octavo.server.durable.log import LogWriter
-from octavo.server.takeover import Predecessor
+from octavo_server.durable.journal import Journal
+from octavo_server.durable.log import LogWriter
+from octavo_server.takeover import Predecessor
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
 

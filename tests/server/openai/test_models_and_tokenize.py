@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.config import ServeConfig
-from octavo.server.model_name import served_model_names
+from octavo_server.model_name import served_model_names
 from tests.server.conftest import Served
 from tests.server.in_process import IM_END, MAX_MODEL_LEN, TEMPLATE
 

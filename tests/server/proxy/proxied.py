@@ -9,8 +9,8 @@ import threading
 from typing import Any
 
 from octavo.config import ServeConfig
-from octavo.server.proxy.app import create_proxy_app
-from octavo.server.proxy.upstream import Upstream
+from octavo_fleet.proxy.app import create_proxy_app
+from octavo_fleet.proxy.upstream import Upstream
 from tests.server.conftest import AppServer, Served
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

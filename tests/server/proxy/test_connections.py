@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from octavo.server.proxy.connections import Connections
+from octavo_fleet.proxy.connections import Connections
 
 
 def test_a_body_that_was_left_unread_is_not_read_by_the_next_request() -> None:

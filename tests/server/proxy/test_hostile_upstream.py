@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from octavo.server.proxy import connections, relay, upstream
-from octavo.server.quotas import Account
+from octavo_fleet.proxy import connections, relay, upstream
+from octavo_server.quotas import Account
 from tests.server.proxy.proxied import HEAD, OK, Proxy, Raw, chunk
 
 MiB = 1 << 20

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, OctavoError
-from octavo.server.proxy.upstream import Upstream
+from octavo_fleet.proxy.upstream import Upstream
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
 from tests.server.proxy.proxied import HEAD, Proxy, Raw, chunk

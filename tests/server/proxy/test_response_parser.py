@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.server.proxy.response_parser import MAX_HEAD_BYTES, MAX_HEADERS, InvalidResponse, ResponseParser
+from octavo_fleet.proxy.response_parser import MAX_HEAD_BYTES, MAX_HEADERS, InvalidResponse, ResponseParser
 
 OK = b"HTTP/1.1 200 OK\r\n"
 EMPTY = b"content-length: 0\r\n\r\n"

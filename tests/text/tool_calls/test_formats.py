@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.backends.vocabulary import byte_tokenizer
 from octavo.grammar.matchers import compile_matcher, make_tokenizer, normalised
 from octavo.server_settings import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.text import reasoning
@@ -35,6 +34,7 @@ from octavo.text.tool_calls.pythonic import LFM2, OLMO3
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat
 from octavo.text.tool_calls.values import text_of, type_of
 from octavo.text.tool_calls.xml_formats import GLM, MINIMAX_M2, QWEN3_CODER
+from octavo_fleet.backends.vocabulary import byte_tokenizer
 from tests.text.tool_calls.messages import joined
 
 EOS = 256

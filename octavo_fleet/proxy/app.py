@@ -1,0 +1,110 @@
+"""The application of a proxy: the upstream's API under this server's keys and limits, and its own monitoring."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from octavo.config import ServeConfig
+from octavo.errors import InvalidParameter, RequestError
+from octavo_fleet.proxy.relay import Relay, outgoing
+from octavo_fleet.proxy.upstream import Upstream
+from octavo_server import admin, probes
+from octavo_server.app import outer_middleware
+from octavo_server.body_receiver import BodyReceiver
+from octavo_server.errors import on_http_exception, on_request_error
+from octavo_server.keys import Keys, caller_of
+
+POST = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/moderations", "/v1/generate", "/v1/conversations"),
+    *("/v1/responses/{id}/cancel", "/v1/responses/input_tokens", "/v1/conversations/{id}/items"),
+    *("/v1/conversations/{id}", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),
+    *("/v1/images/generations", "/v1/images/edits", "/v2/rerank", "/v2/embed"),
+    *("/v2/models/{id}/infer", "/v2/models/{id}/generate", "/v2/models/{id}/generate_stream"),
+    *("/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank", "/generate", "/generate_stream"),
+    *("/infer", "/infer/v1/completions", "/v1/files", "/v1/batches", "/v1/batches/{id}/cancel"),
+)
+GET = (
+    *("/v1/models", "/v1/models/{name:path}", "/v1/responses/{id}", "/v1/responses/{id}/input_items"),
+    *("/v1/conversations/{id}", "/v1/conversations/{id}/items", "/v1/conversations/{id}/items/{item}"),
+    *("/v1/files", "/v1/files/{id}", "/v1/files/{id}/content", "/v1/batches", "/v1/batches/{id}"),
+    *("/tokenizer_info", "/openapi.json", "/docs"),
+)
+DELETE = (
+    *("/v1/responses/{id}", "/v1/conversations/{id}", "/v1/conversations/{id}/items/{item}"),
+    "/v1/files/{id}",
+)
+"""What is forwarded: use of a model. Nothing else, such as what controls the upstream."""
+UNCLEAR = re.compile(rb"%(2e|2f|5c|25|3b|3f|23)", re.IGNORECASE)
+"""Encoded characters that an upstream may decode, after which the path is another one."""
+MODELS = "/v1/models/"
+"""The one path that ends with a name, which may contain a slash."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyServices:
+    """The shared services of a proxy; ``engine`` is what the monitoring endpoints report on."""
+
+    config: ServeConfig
+    engine: Upstream
+    keys: Keys
+    body_receiver: BodyReceiver
+
+    @property
+    def monitored(self) -> Upstream:
+        """What the monitoring endpoints read."""
+        return self.engine
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+def create_proxy_app(config: ServeConfig, upstream: Upstream) -> Starlette:
+    """The application in front of ``upstream``, which may be started later. Raises ``ConfigError`` for a key file that
+    cannot be read."""
+    keys = Keys(config.server)
+    app = Starlette(
+        routes=[
+            *probes.COMMON_ENDPOINTS,
+            *admin.ENDPOINTS,
+            *(
+                Route(path, _forward, methods=[method])
+                for method, paths in (("POST", POST), ("GET", GET), ("DELETE", DELETE))
+                for path in paths
+            ),
+        ],
+        middleware=outer_middleware(config.server, keys, upstream.metrics),
+        exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
+    )
+    # The redirect's target would contain the Host header, which the client controls.
+    app.router.redirect_slashes = False
+    receiver = BodyReceiver(config.server.max_request_bytes)
+    app.state.services = ProxyServices(config=config, engine=upstream, keys=keys, body_receiver=receiver)
+    return app
+
+
+async def _forward(request: Request) -> Response:
+    services: ProxyServices = request.app.state.services
+    _check_path(request.scope["path"], request.scope["raw_path"])
+    upstream, settings = services.engine, services.config.server
+    upstream.check_room()  # before the body is read
+    body = await services.body_receiver.read(request, bytes)
+    sent = outgoing(request.scope, body, settings.upstream_api_key, keeps_key=not services.keys.are_asked_for)
+    return Relay(upstream, sent, caller_of(request).account, settings.request_timeout)
+
+
+def _check_path(path: str, raw_path: bytes) -> None:
+    """Raise ``InvalidParameter`` for a path that another server could read otherwise than this one has."""
+    if path.startswith(MODELS) and raw_path.startswith(MODELS.encode()):
+        raw_path = raw_path.replace(b"%2F", b"/").replace(b"%2f", b"/")  # as it is sent
+    is_clear = path.isprintable() and not any(sign in path for sign in "\\%;?#") and not UNCLEAR.search(raw_path)
+    if not is_clear or not {".", ".."}.isdisjoint(path.split("/")):
+        allowed = "no segments '.' and '..', no backslash, and no '/', '.', '%', ';', '?' and '#' in percent-encoding"
+        raise InvalidParameter("path", f"The path must have {allowed}.")

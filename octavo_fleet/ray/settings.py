@@ -1,0 +1,61 @@
+"""The arguments of ``octavo.ray:build_app``: those of the fleet, and every setting of ``octavo serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from octavo.config import ServeConfig
+from octavo.errors import ConfigError
+from octavo_fleet.routing.routers import ROUTERS
+
+REFUSED = (
+    *("port", "ssl_certfile", "data_parallel_size", "state_dir", "kv_events_config", "enable_kv_events"),
+    *("kv_offload_dir", "journal"),
+)
+"""Settings of a single HTTP server, and a folder that engines of one node would share."""
+
+
+class FleetSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """How many engines there are, what each gets, and how requests are routed to them."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_ongoing_requests: float = 32
+    """Unfinished requests per engine that autoscaling aims at."""
+    upscale_delay_s: float = 10
+    downscale_delay_s: float = 300
+    gpus_per_replica: int = 0
+    """GPUs of one node for each engine; 0: an engine on CPUs."""
+    cpus_per_replica: float = 1
+    num_ingress: int = 1
+    """Processes that serve HTTP: validation, tokenisation, streams."""
+    router: str = "prefix-aware"
+    routing_stats_period_s: float = 1.0
+    """How often each engine reports the digest of its prefix cache and its load."""
+
+
+def parse(arguments: Mapping[str, Any]) -> tuple[FleetSettings, dict[str, Any]]:
+    """The fleet's settings, and the flat settings of ``ServeConfig``. Raises ``ConfigError``."""
+    own = {name: value for name, value in arguments.items() if name in FleetSettings.__struct_fields__}
+    try:
+        fleet = msgspec.convert(own, FleetSettings, strict=False)  # `serve run` gives text
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from None
+    rest = {name: value for name, value in arguments.items() if name not in own}
+    for name in REFUSED:
+        if name in rest:
+            raise ConfigError(f"{name}: does not apply to a fleet on Ray")
+    settings = {"host": "0.0.0.0", **rest}
+    ServeConfig.from_flat(settings)
+    if not 1 <= fleet.min_replicas <= fleet.max_replicas:
+        raise ConfigError("min_replicas must be at least 1, and at most max_replicas")
+    if fleet.gpus_per_replica < 0 or fleet.cpus_per_replica <= 0 or fleet.num_ingress < 1:
+        raise ConfigError("gpus_per_replica must not be negative, cpus_per_replica and num_ingress must be positive")
+    if fleet.target_ongoing_requests <= 0 or fleet.routing_stats_period_s <= 0:
+        raise ConfigError("target_ongoing_requests and routing_stats_period_s must be positive")
+    if fleet.router not in ROUTERS:
+        raise ConfigError(f"router: {fleet.router!r} is not one of {', '.join(ROUTERS)}")
+    return fleet, settings

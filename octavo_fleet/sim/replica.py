@@ -1,0 +1,171 @@
+"""One engine of a simulated fleet: the real scheduler and cache over a simulated device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+from typing import NamedTuple
+
+from octavo.cache.kv_cache import KVCache
+from octavo.cache.node import Edge
+from octavo.cache.radix_tree import RadixTree
+from octavo.config import CacheSettings, SchedulerSettings
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import RequestError
+from octavo.types import EngineStats, Output
+from octavo_fleet.sim.clock import Clock
+from octavo_fleet.sim.cost_model import CostModel
+from octavo_fleet.sim.jobs import Job
+from octavo_fleet.sim.report import Ledger, RequestProgress, Targets
+from octavo_fleet.sim.runner import SimRunner
+
+
+class Sizes(NamedTuple):
+    """Sizes fixed when an engine is built."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: int
+    """Steps in flight."""
+
+
+class Result(NamedTuple):
+    """Result of a replica at the end of a simulation."""
+
+    number: int
+    ledger: Ledger
+    stats: EngineStats
+    busy_seconds: float
+
+
+class Arrival:
+    """An arriving job as routers see it; its tokens, and the edges of its blocks, are made once for all replicas."""
+
+    def __init__(self, job: Job) -> None:
+        self.session = job.session
+        self.tenant = job.tenant
+        self._job = job
+        self._edges: list[Edge] = []
+
+    @cached_property
+    def tokens(self) -> list[int | None]:
+        return list(self._job.tokens())
+
+    def edge(self, tree: RadixTree, index: int) -> Edge:
+        """The edge of block number ``index``, at most one more than was asked for before."""
+        if index == len(self._edges):
+            self._edges.append(tree.edge(self.tokens, index, ""))
+        return self._edges[index]
+
+
+class Replica:
+    """An engine with its own clock, which is ahead of the event loop by at most the current step."""
+
+    def __init__(
+        self,
+        number: int,
+        sizes: Sizes,
+        cost: CostModel,
+        cache: CacheSettings,
+        scheduler: SchedulerSettings,
+        targets: Targets,
+    ) -> None:
+        self.number = number
+        self.ledger = Ledger(targets)
+        self.clock = Clock()
+        self.runner = SimRunner(cost.of_replica(number), self.clock)
+        self.cache = KVCache(
+            sizes.num_blocks,
+            sizes.block_size,
+            cache.enable_prefix_caching,
+            eviction=cache.eviction_policy,
+            watermark=cache.kv_watermark,
+            clock=self.clock,
+        )
+        if cache.enable_partial_reuse:
+            self.cache.copy_slots = lambda *part: None  # its cost is negligible
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            settings=scheduler,
+            clock=self.clock,
+        )
+        self.engine = Engine(self.scheduler, self.runner, depth=sizes.depth)
+        self.live: dict[int, RequestProgress] = {}
+        """Unfinished requests as their clients see them, by id."""
+        self._num_live_of: Counter[str] = Counter()
+        """Number of unfinished requests by tenant."""
+        self.undelivered: list[Output] = []
+        """Outputs of the current step, delivered when the event loop reaches its end."""
+        self.previous = -1.0
+        """Time of the last outputs."""
+        self.is_awake = False
+
+    def add(self, request_id: int, job: Job, now: float) -> bool:
+        """Accept a job that arrives at ``now``; returns False if it can never be served."""
+        self._note_queue(now)
+        if not self.is_awake:
+            self.clock.now = max(self.clock.now, now)
+        try:
+            self.engine.add(job.request(request_id, now, job.tokens()))
+        except RequestError:
+            self.ledger.num_refused += 1
+            return False
+        self.live[request_id] = RequestProgress(job, now)
+        self._num_live_of[job.tenant] += 1
+        return True
+
+    # --- what routers ask ---
+
+    @property
+    def num_live(self) -> int:
+        return len(self.live)
+
+    def num_live_of(self, tenant: str) -> int:
+        return self._num_live_of[tenant]
+
+    def num_cached_blocks(self, arrival: Arrival) -> int:
+        tree = self.cache.groups[0].tree
+        node = tree.root
+        for index in range((len(arrival.tokens) - 1) // tree.block_size):
+            child = node.children.get(arrival.edge(tree, index))
+            if child is None:
+                return index
+            node = child
+        return node.depth
+
+    # --- steps ---
+
+    def deliver(self, now: float) -> list[RequestProgress]:
+        """The current step has ended: deliver its outputs. Returns the finished requests."""
+        self._note_queue(now)
+        if not self.undelivered:
+            return []
+        done = self.ledger.take(self.undelivered, self.live, self.previous, now)
+        for told in done:
+            self._num_live_of[told.job.tenant] -= 1
+        self.previous = now
+        self.undelivered = []
+        return done
+
+    def step(self, now: float) -> float:
+        """Run the next step, if there is work and scheduling it cannot wait; returns the time of the next event."""
+        self.clock.now = max(self.clock.now, now)
+        self.is_awake = self.engine.has_work
+        if self.is_awake:
+            if (later := now + self.engine.spare_seconds()) > now:
+                return later
+            self.undelivered = self.engine.step()
+            self.engine.take_events()  # unused here; discarded so that they do not accumulate
+        return self.clock.now
+
+    def _note_queue(self, now: float) -> None:
+        if now >= self.ledger.timeline.next_at:
+            self.ledger.timeline.note(now, len(self.scheduler.waiting), len(self.scheduler.running))
+
+    def result(self) -> Result:
+        return Result(self.number, self.ledger, self.engine.stats(), self.runner.busy_seconds)

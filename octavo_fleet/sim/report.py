@@ -1,0 +1,170 @@
+"""Metrics of a simulation as seen by clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from octavo.types import Output
+from octavo_fleet.sim.clock import START
+from octavo_fleet.sim.jobs import Job
+from octavo_fleet.sim.sketch import Sketch
+
+MAX_POINTS = 256
+
+
+class RequestProgress:
+    """Progress of one request as its client sees it."""
+
+    __slots__ = ("arrival", "first", "job", "last")
+
+    def __init__(self, job: Job, arrival: float) -> None:
+        self.job = job
+        self.arrival = arrival
+        self.first = 0.0
+        self.last = 0.0
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Latency targets in seconds: TTFT, and mean time per token after the first."""
+
+    ttft: float = float("inf")
+    itl: float = float("inf")
+
+
+ANY = Targets()
+
+
+@dataclass
+class Timeline:
+    """Queue lengths at even intervals; at ``MAX_POINTS`` points every second one is dropped."""
+
+    interval: float = 0.25
+    next_at: float = START
+    points: list[tuple[int, int]] = field(default_factory=list)
+    """(requests waiting, requests running) from the start; zero after the last point."""
+
+    def note(self, now: float, waiting: int, running: int) -> None:
+        """Record the queue lengths up to ``now``, which must not be before ``next_at``."""
+        while self.next_at <= now:
+            self.points.append((waiting, running))
+            if len(self.points) == MAX_POINTS:
+                self.points = self._every(2 * self.interval)
+                self.interval *= 2
+            self.next_at = START + len(self.points) * self.interval
+
+    def _every(self, interval: float) -> list[tuple[int, int]]:
+        """The points at this interval."""
+        return self.points[:: round(interval / self.interval)]
+
+    def merge(self, other: Timeline) -> None:
+        """Add the queue of another replica."""
+        interval = max(self.interval, other.interval)
+        pairs = zip_longest(self._every(interval), other._every(interval), fillvalue=(0, 0))
+        self.points = [(own[0] + more[0], own[1] + more[1]) for own, more in pairs]
+        self.interval = interval
+
+
+class Ledger:
+    """Accumulates the metrics of a replica's outputs in constant memory.
+
+    Each replica has its own, and they are merged in the order of the replicas: so sums are bitwise the same however
+    the replicas' steps were interleaved.
+    """
+
+    def __init__(self, targets: Targets = ANY) -> None:
+        self.targets = targets
+        self.ttft, self.itl, self.tpot, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
+        self.num_finished = 0
+        self.num_failed = 0
+        self.num_refused = 0
+        self.num_good = 0
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self.ended_at = START
+        self.timeline = Timeline()
+
+    def take(
+        self, outputs: list[Output], live: dict[int, RequestProgress], previous: float, now: float
+    ) -> list[RequestProgress]:
+        """Record ``outputs`` at ``now``; its previous ones came at ``previous``. Returns finished requests."""
+        num_even = len(outputs)  # nearly all of them: counted together below
+        done = []
+        for output in outputs:
+            progress = live[output.request_id]
+            if progress.last != previous or not output.tokens:
+                num_even -= 1
+                self._take_odd(progress, output, now)
+            progress.last = now
+            if output.finish_reason is not None:
+                done.append(live.pop(output.request_id))
+                self._finish(progress, output)
+        if num_even:
+            self.itl.add(now - previous, num_even)
+        return done
+
+    def _take_odd(self, progress: RequestProgress, output: Output, now: float) -> None:
+        """Record a first token, a token after a pause, or an output without tokens."""
+        if not output.tokens:
+            return
+        if progress.last:
+            self.itl.add(now - progress.last)
+        else:
+            progress.first = now
+            self.ttft.add(now - progress.arrival)
+
+    def _finish(self, progress: RequestProgress, output: Output) -> None:
+        self.ended_at = max(self.ended_at, progress.last)
+        if output.finish_reason == "error":
+            self.num_failed += 1
+            return
+        num_tokens = progress.job.output_len
+        self.num_finished += 1
+        self.num_output_tokens += num_tokens
+        self.num_prompt_tokens += sum(count for _, count in progress.job.prompt)
+        self.e2el.add(progress.last - progress.arrival)
+        per_token = (progress.last - progress.first) / (num_tokens - 1) if num_tokens > 1 else 0.0
+        if num_tokens > 1:
+            self.tpot.add(per_token)
+        self.num_good += progress.first - progress.arrival <= self.targets.ttft and per_token <= self.targets.itl
+
+    def merge(self, other: Ledger) -> None:
+        """Add the metrics of another replica."""
+        for own, more in zip(self._sketches(), other._sketches(), strict=True):
+            own.merge(more)
+        self.num_finished += other.num_finished
+        self.num_failed += other.num_failed
+        self.num_refused += other.num_refused
+        self.num_good += other.num_good
+        self.num_prompt_tokens += other.num_prompt_tokens
+        self.num_output_tokens += other.num_output_tokens
+        self.ended_at = max(self.ended_at, other.ended_at)
+        self.timeline.merge(other.timeline)
+
+    def _sketches(self) -> tuple[Sketch, ...]:
+        return self.ttft, self.itl, self.tpot, self.e2el
+
+    def figures(self) -> dict[str, Any]:
+        """All metrics, in seconds and tokens, ready for JSON."""
+        seconds = self.ended_at - START
+        rate = 1 / seconds if seconds else 0.0
+        return {
+            "requests": self.num_finished,
+            "failed": self.num_failed,
+            "seconds": seconds,
+            "requests_per_second": self.num_finished * rate,
+            "output_tokens_per_second": self.num_output_tokens * rate,
+            "total_tokens_per_second": (self.num_output_tokens + self.num_prompt_tokens) * rate,
+            "goodput_per_second": self.num_good * rate,
+            "good_share": self.num_good / max(1, self.num_finished + self.num_failed),
+            "ttft": self.ttft.summary(),
+            "itl": self.itl.summary(),
+            "tpot": self.tpot.summary(),
+            "e2el": self.e2el.summary(),
+            "queue": [
+                {"second": index * self.timeline.interval, "waiting": waiting, "running": running}
+                for index, (waiting, running) in enumerate(self.timeline.points)
+            ],
+        }

@@ -1,0 +1,1 @@
+"""Models of the library transformers as a backend."""

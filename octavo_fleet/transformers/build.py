@@ -1,0 +1,68 @@
+"""Settings that follow from a model of the backend transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from octavo.config import EngineConfig, ModelSettings
+from octavo.errors import ConfigError
+from octavo.models.adapters import Adapters, load_with_adapters
+from octavo.models.config import ModelConfig
+from octavo.models.registry import LoadedModel
+from octavo.ops.collective import Collective
+from octavo.quant.stored import WeightFormat
+from octavo.runtime import memory
+from octavo.weights.checkpoint import Checkpoint
+from octavo_fleet.transformers.model import TransformersConfig
+from octavo_fleet.transformers.own_cache import OwnCacheTransformer
+
+
+def load_any(
+    settings: ModelSettings, model: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, collective: Collective
+) -> tuple[LoadedModel, Adapters | None]:
+    """A model of transformers, which is loaded already, or one of octavo's own; see ``load_with_adapters``."""
+    if isinstance(model, TransformersConfig):
+        assert model.loaded is not None
+        return model.loaded, None
+    return load_with_adapters(settings, model, checkpoint, form, collective)
+
+
+def own_settings(config: EngineConfig, model: TransformersConfig, device: torch.device) -> EngineConfig:
+    """``config`` as it applies to ``model``. Raises ``ConfigError``.
+
+    A model of transformers cannot be captured in graphs. One with a cache of its own has no prefix cache, and its KV
+    blocks only count tokens.
+    """
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, enforce_eager=True))
+    if model.is_paged:
+        return config
+    for name, default in (("eviction_policy", "lru"), ("enable_kv_events", False)):
+        if getattr(config.cache, name) != default:
+            raise ConfigError(f"{name}: {model.architecture} keeps a cache of its own, so it has no prefix cache")
+    block_size = config.cache.block_size or memory.DEFAULTS[device.type].block_size
+    num_blocks = config.cache.num_kv_blocks or _num_blocks(config, model, block_size, device)
+    assert model.loaded is not None
+    assert isinstance(model.loaded.model, OwnCacheTransformer)
+    model.loaded.model.max_tokens = num_blocks * block_size
+    cache = dataclasses.replace(
+        config.cache,
+        enable_prefix_caching=False,
+        enable_partial_reuse=False,
+        num_kv_blocks=num_blocks,
+        kv_cache_memory=None,
+    )
+    return dataclasses.replace(config, cache=cache)
+
+
+def _num_blocks(config: EngineConfig, model: TransformersConfig, block_size: int, device: torch.device) -> int:
+    """Blocks for ``max_num_seqs`` full contexts, or as many as fit into ``kv_cache_memory`` if each layer kept keys and
+    values of the model's full width, which few do; at least one context."""
+    max_len = config.model.max_model_len or model.max_position_embeddings
+    per_seq = -(-max_len // block_size)
+    count = config.scheduler.max_num_seqs or memory.DEFAULTS[device.type].max_num_seqs
+    given = config.cache.kv_cache_memory
+    size = memory.CPU_KV_MEMORY if given is None else given * memory.GIB
+    per_block = 2 * model.num_layers * model.hidden_size * 4 * block_size
+    return max(per_seq, min(count * per_seq, int(size // per_block)))

@@ -1,0 +1,298 @@
+"""Loads any decoder that the transformers library has, for the backend transformers.
+
+Its attention runs over the paged cache if a trial at load shows that this gives what the model itself gives, for
+several sequences in one pass and a prompt in chunks. Otherwise the model keeps a cache of its own for each sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.errors import CANCELLATIONS, CheckpointError, ConfigError
+from octavo.models.config import ModelConfig
+from octavo.models.layer_cache import LayerCacheSpec
+from octavo.models.registry import LoadedModel
+from octavo.ops.attention import GroupRows, LayerCache, PagedRows
+from octavo.quant.stored import WeightFormat, dtype_name
+from octavo.quant.tensors import HARMLESS
+from octavo.weights.adapter import CONFIG_NAME
+from octavo.weights.folder import read_json
+from octavo.weights.generation_config import token_ids
+from octavo.weights.gguf_parts import parts_of
+from octavo_fleet.transformers.own_cache import OwnCacheTransformer
+from octavo_fleet.transformers.paged import NotPaged, PagedTransformer, register
+
+TRIAL_LENGTHS = (23, 9)
+TRIAL_BLOCK = 4
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest difference of the trial, relative to the largest element."""
+BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Kinds of rotary embeddings that depend on the longest sequence of a batch."""
+
+INSTALL = "`pip install transformers accelerate gguf` installs what it needs"
+
+logger = logging.getLogger("octavo.start")
+
+
+@dataclass(frozen=True)
+class TransformersConfig(ModelConfig):
+    """The configuration of a loaded model of the transformers library."""
+
+    specs: tuple[LayerCacheSpec, ...] = ()
+    loaded: LoadedModel | None = None
+    is_paged: bool = False
+
+    @property
+    def cache(self) -> tuple[LayerCacheSpec, ...]:
+        return self.specs
+
+
+def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> TransformersConfig:
+    """Load a model from a folder or GGUF file. Raises ``ConfigError`` without the library, and ``CheckpointError``."""
+    try:
+        result: Any = pretrained(
+            path,
+            dtype=form.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which are refused below, by name
+        )
+    except (CheckpointError, ConfigError):
+        raise
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # any error of the library's code
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{path}: transformers cannot load it: {reason}") from None
+    model, told = result
+    _check_tensors(path, told)
+    model = model.to(form.device).eval().requires_grad_(False)
+    with torch.inference_mode():
+        _first_pass(model)
+        paged = _paged(model)
+        executed = paged or _own_cache(model)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    num_bytes: Counter[str] = Counter()
+    for parameter in model.parameters():
+        num_bytes[dtype_name(parameter.dtype)] += parameter.nbytes
+    loaded = LoadedModel(executed, size, num_bytes, {})
+    specs = tuple(paged.specs) if paged else (LayerCacheSpec(1, 1),)
+    return _config(model, specs, loaded, is_paged=paged is not None, max_len=max_len)
+
+
+def pretrained(path: Path, **options: Any) -> Any:
+    """What ``AutoModelForCausalLM.from_pretrained`` makes of a folder or GGUF file, by code of the library alone.
+
+    Raises ``CheckpointError`` for a checkpoint that needs other code, ``ConfigError`` without the library, and what the
+    library raises.
+    """
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # read when the library is imported: nothing is fetched and run
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise ConfigError(f"the package transformers is not installed; {INSTALL}") from None
+    folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+    if len(parts_of(path)) > 1:
+        raise CheckpointError(f"{path}: transformers does not read a GGUF file in parts")
+    if (folder / CONFIG_NAME).exists():
+        raise CheckpointError(
+            f"{folder / CONFIG_NAME}: the folder of a model must not hold an adapter, which transformers would apply; "
+            "keep it in a folder of its own"
+        )
+    if path.is_dir():
+        _check_kernels(read_json(folder, "config.json"), folder / "config.json")
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True, **file, **options
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{path}: auto_map in config.json names code of the checkpoint, which is never run, and transformers has "
+            "no code of its own for this model"
+        ) from None
+
+
+def _check_kernels(value: Any, where: Path) -> None:
+    """Raise ``CheckpointError`` if a configuration chooses a kernel of the hub, as ``attn_implementation`` can."""
+    entries = value.items() if isinstance(value, dict) else []
+    for key, found in entries:
+        if key.endswith("_implementation") and "/" in str(found):
+            raise CheckpointError(f"{where}: {key} is {found!r}: code of the hub is not run; remove the key")
+        _check_kernels(found, where)
+
+
+def _check_tensors(path: Path, told: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` unless all tensors were read: the library makes missing ones random, and drops others.
+
+    ``told`` is its ``loading_info``, without tied tensors and those that it knows to leave out.
+    """
+    found = {
+        "missing": sorted(told["missing_keys"]),
+        "unexpected": sorted(name for name in told["unexpected_keys"] if not HARMLESS.search(name)),
+        "of another shape": sorted(
+            f"{name} (found {list(stored)}, expected {list(expected)})"
+            for name, stored, expected in told["mismatched_keys"]
+        ),
+    }
+    if any(found.values()):
+        shown = "; ".join(
+            f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+            for what, names in found.items()
+            if names
+        )
+        raise CheckpointError(f"{path}: transformers cannot read all of its tensors; {shown}")
+
+
+def _first_pass(model: Any) -> None:
+    """Run the whole model, which makes weights of compressed-tensors dense. Raises ``CheckpointError`` if it fails."""
+    try:
+        text = _trial_texts(model.config.get_text_config().vocab_size, model.device)[-1]
+        model(input_ids=text.unsqueeze(0), use_cache=False)
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # any error of the library's code
+        raise _not_served(model, f"its forward pass fails: {error}") from None
+
+
+def _config(
+    model: Any, specs: tuple[LayerCacheSpec, ...], loaded: LoadedModel, is_paged: bool, max_len: int | None
+) -> TransformersConfig:
+    config = model.config.get_text_config()
+    hidden_size = model.get_input_embeddings().embedding_dim
+    return TransformersConfig(
+        architecture=type(model).__name__,
+        vocab_size=config.vocab_size,
+        hidden_size=hidden_size,
+        ffn_size=getattr(config, "intermediate_size", None) or 4 * hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=getattr(config, "num_attention_heads", None) or 1,
+        num_kv_heads=max(spec.num_kv_heads for spec in specs),
+        head_dim=max(spec.head_dim for spec in specs),
+        norm_eps=0.0,
+        max_position_embeddings=_max_len(config, max_len),
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        eos_token_ids=token_ids({"eos_token_id": config.eos_token_id}, "eos_token_id"),
+        specs=specs,
+        loaded=loaded,
+        is_paged=is_paged,
+    )
+
+
+UNLIMITED_LEN = 8192
+"""Context length of models without a table of positions, such as recurrent ones, unless one is asked for."""
+
+
+def _max_len(config: Any, asked: int | None) -> int:
+    for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
+        if isinstance(length := getattr(config, name, None), int):
+            return length
+    return asked or UNLIMITED_LEN
+
+
+def _paged(model: Any) -> PagedTransformer | None:
+    """The model over the paged cache, if that gives what the model itself gives; otherwise the model is unchanged."""
+    before = model.config._attn_implementation
+    config = model.config.get_text_config()
+    try:
+        if getattr(config, "attention_chunk_size", None) is not None:
+            raise NotPaged("it has chunked attention")
+        rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") in BATCH_DEPENDENT_ROPE:
+            raise NotPaged("its rotary embeddings depend on the longest sequence of a batch")
+        texts = _trial_texts(config.vocab_size, model.device)
+        expected = [_alone(model, text) for text in texts]
+        register()
+        paged = PagedTransformer(model)
+        difference = _difference(expected, _trial(paged, texts, expected[0].dtype))
+        if not difference < TOLERANCE[expected[0].dtype]:  # also if it is not a number
+            raise NotPaged(f"the trial differs by {difference:.1g}")
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # any error of the library's code
+        logger.warning("%s keeps a cache of its own for each sequence: %s", type(model).__name__, error)
+        model.set_attn_implementation(before)
+        return None
+    return paged
+
+
+def _own_cache(model: Any) -> OwnCacheTransformer:
+    """The model with a cache of its own for each sequence. Raises ``CheckpointError`` if it has none."""
+    try:
+        own = OwnCacheTransformer(model)
+    except NotPaged as error:
+        raise _not_served(model, error) from None
+    text = _trial_texts(model.config.get_text_config().vocab_size, model.device)[0]
+    expected, tokens = _alone(model, text), text.tolist()
+    for takes_chunks in (True, False):
+        own.takes_chunks = takes_chunks
+        try:
+            first, cache = own.decode(tokens[:10], None, model.device)
+            second, _ = own.decode(tokens[10:], cache, model.device)
+            difference = _difference([expected], [torch.cat((first, second))])
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:  # any error of the library's code
+            logger.debug("%s: %s", type(model).__name__, error)
+            continue
+        if difference < TOLERANCE[expected.dtype]:
+            return own
+    raise _not_served(model, "its cache fails a trial")
+
+
+def _not_served(model: Any, reason: object) -> CheckpointError:
+    return CheckpointError(f"{type(model).__name__} cannot be served by the backend transformers: {reason}")
+
+
+def _trial_texts(vocab_size: int, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (length,), generator=generator).to(device) for length in TRIAL_LENGTHS]
+
+
+def _alone(model: Any, text_T: Tensor) -> Tensor:
+    output: Tensor = model.base_model(input_ids=text_T.unsqueeze(0), use_cache=False).last_hidden_state[0]
+    return output
+
+
+def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
+    pairs = zip(expected, found, strict=True)
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+
+
+def _trial(paged: PagedTransformer, texts: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The decoder's output for both texts: ten tokens of the first, then the rest of it and the second in one pass but
+    for its last token, then that."""
+    device = texts[0].device
+    widths = [-(-length // TRIAL_BLOCK) for length in TRIAL_LENGTHS]
+    tables = torch.tensor([[*range(widths[0])], [widths[0] + min(i, widths[1] - 1) for i in range(widths[0])]])
+    shapes = [(sum(widths), spec.num_kv_heads, TRIAL_BLOCK, spec.head_dim) for spec in paged.specs]
+    caches = [
+        LayerCache(torch.zeros(shape).to(device, dtype), torch.zeros(shape).to(device, dtype)) for shape in shapes
+    ]
+    parts: list[list[Tensor]] = [[], []]
+    for spans in (((0, 10), (0, 0)), ((10, 23), (0, 8)), ((23, 23), (8, 9))):
+        chosen = [(index, *span) for index, span in enumerate(spans) if span[1] > span[0]]
+        counts = [end - start for _, start, end in chosen]
+        positions = torch.cat([torch.arange(start, end) for _, start, end in chosen])
+        owners = torch.tensor([index for index, _, _ in chosen]).repeat_interleave(torch.tensor(counts))
+        slots = tables[owners, positions // TRIAL_BLOCK] * TRIAL_BLOCK + positions % TRIAL_BLOCK
+        rows = PagedRows(
+            (GroupRows(slots.to(device), tables[[index for index, _, _ in chosen]].int().to(device)),),
+            torch.tensor([0, *counts]).cumsum(0).int().to(device),
+            torch.tensor([end for _, _, end in chosen]).int().to(device),
+            max(counts),
+        )
+        ids = torch.cat([texts[index][start:end] for index, start, end in chosen])
+        outputs = torch.split(paged.forward(ids, positions.to(device), caches, rows), counts)
+        for (index, _, _), output in zip(chosen, outputs, strict=True):
+            parts[index].append(output)
+    return [torch.cat(part) for part in parts]

@@ -1,0 +1,171 @@
+"""Collectives of ranks that are processes of one machine, through memory that they share.
+
+Each rank has a flag, the number of its last round, and a slot for each of two phases. In a round, a rank writes its
+numbers to its slot of phase ``round % 2``, raises its flag, waits for the flags of the others and reads all slots in
+the order of ranks. No barrier is needed: a rank writes to a slot again two rounds later, and by then every rank has
+raised its flag for the round between, after it had read the slot. Tensors larger than a slot take several rounds.
+
+The calls are made by compiled drivers, so that recordings of steps contain them. A rank waits as long as it takes,
+until the ``ABORT`` word is set: whoever watches the ranks sets it when one of them is gone or stuck.
+
+Layout: the ``ABORT`` word; the flag of each rank; for each phase and rank, a slot: its kind and size, then the numbers.
+All are on cache lines of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from octavo.errors import RanksLost
+from octavo_kernels.cpu.calls import call
+from octavo_kernels.cpu.compiled import compiled_driver, inlined
+from octavo_kernels.cpu.memory import atomic_load, atomic_store, fields, read, view
+from octavo_kernels.cpu.shared_words import MILLISECOND, load, publish, wait_while
+
+LINE = 64
+ABORT, FLAGS = 0, LINE
+SLOT_BYTES = 1 << 20
+"""A step of a few tokens takes one round; a long prompt, one for each megabyte."""
+YIELDS = 50_000
+"""Before a rank sleeps: 15 ms and more, longer than ranks are apart when all of them run."""
+SUM, GATHER = 1, 2
+ABORTED, MISMATCH = 1, 2
+LOST = "the ranks are out of step, or one of them is gone"
+ARGUMENTS = fields(region=int, rank=int, size=int, slot_bytes=int, x=int, out=int, count=int, nap=int)
+
+Region = npt.NDArray[np.uint8]
+
+
+def region_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Bytes of the memory that ``size`` ranks share, which must be zeros at first."""
+    return FLAGS + size * LINE + 2 * size * (LINE + slot_bytes)
+
+
+@inlined
+def _phase(region: int, rank: int, size: int, stride: int) -> int:
+    """The address of the slots of this rank's next round."""
+    number: int = atomic_load(region + FLAGS + rank * LINE) + 1
+    return region + FLAGS + size * LINE + (number & 1) * size * stride
+
+
+@inlined
+def _meet(region: int, rank: int, size: int, phase: int, stride: int, kind: int, count: int, nap: int) -> int:
+    """Raise this rank's flag, its slot being written, and wait for all others; 0 on success."""
+    head = view(phase + rank * stride, 2, np.int64)
+    head[0] = kind
+    head[1] = count
+    number = atomic_load(region + FLAGS + rank * LINE) + 1
+    atomic_store(region + FLAGS + rank * LINE, number)
+    for r in range(size):
+        flag = region + FLAGS + r * LINE
+        found = atomic_load(flag)
+        while found < number:
+            if atomic_load(region + ABORT) != 0:
+                return ABORTED
+            wait_while(flag, found, YIELDS, 1, nap)
+            found = atomic_load(flag)
+        head = view(phase + r * stride, 2, np.int64)
+        if head[0] != kind or head[1] != count:
+            return MISMATCH
+    return 0
+
+
+@functools.cache
+def _sum_driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        stride, most, begin = LINE + a.slot_bytes, a.slot_bytes // 4, 0
+        while begin < a.count:
+            n = min(most, a.count - begin)
+            phase = _phase(a.region, a.rank, a.size, stride)
+            x = view(a.x + 4 * begin, n, np.float32)
+            view(phase + a.rank * stride + LINE, n, np.float32)[:] = x
+            failed: int = _meet(a.region, a.rank, a.size, phase, stride, SUM, n, a.nap)
+            if failed:
+                return failed
+            x[:] = view(phase + LINE, n, np.float32)
+            for r in range(1, a.size):
+                x += view(phase + r * stride + LINE, n, np.float32)
+            if a.out:
+                view(a.out + 4 * begin, n, np.float32)[:] += x
+            begin += n
+        return 0
+
+    return compiled_driver(drive)
+
+
+@functools.cache
+def _gather_driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        stride, begin = LINE + a.slot_bytes, 0
+        while begin < a.count:
+            n = min(a.slot_bytes, a.count - begin)
+            phase = _phase(a.region, a.rank, a.size, stride)
+            view(phase + a.rank * stride + LINE, n, np.uint8)[:] = view(a.x + begin, n, np.uint8)
+            failed: int = _meet(a.region, a.rank, a.size, phase, stride, GATHER, n, a.nap)
+            if failed:
+                return failed
+            for r in range(a.size):
+                part = view(phase + r * stride + LINE, n, np.uint8)
+                view(a.out + r * a.count + begin, n, np.uint8)[:] = part
+            begin += n
+        return 0
+
+    return compiled_driver(drive)
+
+
+class SharedCollective:
+    """The collective of one rank, over ``region_bytes`` of shared memory; see ``ops.collective``.
+
+    Calls raise ``RanksLost``.
+    """
+
+    def __init__(self, region: Region, rank: int, size: int, slot_bytes: int = SLOT_BYTES) -> None:
+        assert len(region) >= region_bytes(size, slot_bytes), "the shared memory is too small"
+        self.rank, self.size = rank, size
+        self._region, self._slot_bytes = region, slot_bytes
+
+    def all_reduce(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        """See ``Collective``."""
+        if x_TD.dtype != torch.float32:
+            sum_TD = self.all_reduce(x_TD.float(), None if residual_TD is None else residual_TD.float())
+            return sum_TD.to(x_TD.dtype)
+        if residual_TD is None:
+            x_TD = x_TD.contiguous()
+            self._call(_sum_driver(), x_TD, 0, x_TD.numel())
+            return x_TD
+        assert residual_TD.is_contiguous(), "all_reduce adds to the residual in place"
+        self._call(_sum_driver(), x_TD.contiguous(), residual_TD.data_ptr(), x_TD.numel())
+        return residual_TD
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See ``Collective``."""
+        x = x.contiguous()
+        out = torch.empty(self.size, *x.shape, dtype=x.dtype)
+        self._call(_gather_driver(), x, out.data_ptr(), x.nbytes)
+        return out
+
+    def num_rounds(self, rank: int) -> int:
+        """Rounds that a rank has begun."""
+        return int(load(self._region.ctypes.data + FLAGS + rank * LINE))
+
+    def abort(self) -> None:
+        """Make all collectives fail that are waiting, on all ranks, and all later ones."""
+        publish(self._region.ctypes.data + ABORT, 1, 0)
+
+    def _call(self, driver: int, x: Tensor, out: int, count: int) -> None:
+        arguments = np.empty(1, ARGUMENTS)
+        arguments[0] = (
+            *(self._region.ctypes.data, self.rank, self.size, self._slot_bytes),
+            *(x.data_ptr(), out, count, MILLISECOND.ctypes.data),
+        )
+        try:
+            call(driver, arguments, LOST)
+        except IndexError as error:
+            raise RanksLost(LOST) from error

@@ -1,0 +1,85 @@
+"""``embedding``: rows copied as bytes, for any dtype, or widened to float32."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.ops.embedding import embedding
+from octavo_kernels.cpu.calls import call
+from octavo_kernels.cpu.compiled import compiled_driver, inlined
+from octavo_kernels.cpu.half import widen
+from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
+from octavo_kernels.cpu.memory import fields, read, view
+from octavo_kernels.cpu.tensors import FORMATS
+from octavo_kernels.cpu.vector_ir import FORMAT_BYTES
+
+ARGUMENTS = fields(ids=int, table=int, out=int, T=int, V=int, row_bytes=int)
+
+
+@inlined
+def has_known_ids(a: Any) -> bool:
+    """Whether all T ids of a call are rows of its table, 0 to V - 1."""
+    ids = view(a.ids, a.T, np.int64)
+    are_known = True
+    for t in range(a.T):
+        are_known &= 0 <= ids[t] < a.V
+    return are_known
+
+
+@functools.cache
+def _widening_driver(number_format: int) -> int:
+    item = FORMAT_BYTES[number_format]
+
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        if not has_known_ids(a):
+            return 1
+        ids, D = view(a.ids, a.T, np.int64), a.row_bytes // item
+        for t in range(a.T):
+            widen(number_format, a.table + ids[t] * a.row_bytes, a.out + 4 * D * t, D)
+        return 0
+
+    return compiled_driver(drive)
+
+
+@functools.cache
+def _driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        if not has_known_ids(a):
+            return 1
+        ids = view(a.ids, a.T, np.int64)
+        for t in range(a.T):
+            row = view(a.table + ids[t] * a.row_bytes, a.row_bytes, np.uint8)
+            out = view(a.out + t * a.row_bytes, a.row_bytes, np.uint8)
+            for i in range(a.row_bytes):  # numba takes much longer to compile an assignment of slices
+                out[i] = row[i]
+        return 0
+
+    return compiled_driver(drive)
+
+
+def supports_ids(dtype: torch.dtype) -> str | None:
+    """Why token ids of this dtype are declined; ``None`` if they are supported."""
+    return missing(FLOAT_FEATURES) if dtype == torch.int64 else f"token ids must be int64, got {dtype}"
+
+
+@embedding.kernel(device="cpu", name="numba", preference=10, supports=supports_ids)
+def embedding_numba(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """See ``ops.embedding``."""
+    ids, table, (V, D) = token_ids_T.contiguous(), table_VD.contiguous(), table_VD.shape
+    widens = dtype is not None and dtype != table.dtype
+    out_TD = torch.empty(len(ids), D, dtype=torch.float32 if widens else table.dtype)
+    arguments = np.empty(1, ARGUMENTS)
+    arguments[0] = (ids.data_ptr(), table.data_ptr(), out_TD.data_ptr(), len(ids), V, D * table.itemsize)
+    call(
+        _widening_driver(FORMATS[table.dtype]) if widens else _driver(),
+        arguments,
+        f"embedding: token ids must be from 0 to {V - 1}",
+    )
+    return out_TD

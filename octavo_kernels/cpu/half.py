@@ -1,0 +1,115 @@
+"""Conversion of float32 rows to the number formats of a cache, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from octavo_kernels.cpu.compiled import emitted
+from octavo_kernels.cpu.vector_ir import (
+    BFLOAT16,
+    F16,
+    F32,
+    FLOAT16,
+    FLOAT32,
+    FORMAT_BYTES,
+    I16,
+    I32,
+    LANES,
+    Loop,
+    i64,
+    load,
+    offset,
+    store,
+)
+
+
+def _lanes(kind: ir.Type, like: ir.Value) -> ir.Type:
+    """``kind`` if ``like`` is a scalar, a vector of it if ``like`` is a vector."""
+    return ir.VectorType(kind, like.type.count) if isinstance(like.type, ir.VectorType) else kind
+
+
+def _number(kind: ir.Type, value: int) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+def _narrow(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
+    """The nearest number of a format, ties to even."""
+    if number_format == FLOAT16:
+        return b.fptrunc(x, _lanes(F16, x))
+    if number_format != BFLOAT16:
+        return x
+    wide, narrow = _lanes(I32, x), _lanes(I16, x)
+    bits = b.bitcast(x, wide)
+    sixteen = _number(wide, 16)
+    is_odd = b.and_(b.lshr(bits, sixteen), _number(wide, 1))
+    rounded = b.lshr(b.add(b.add(bits, _number(wide, 0x7FFF)), is_odd), sixteen)
+    return b.select(b.fcmp_ordered("ord", x, x), b.trunc(rounded, narrow), _number(narrow, 0x7FC0))
+
+
+def _widen(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
+    """As float32, exactly."""
+    if number_format == FLOAT16:
+        return b.fpext(x, _lanes(F32, x))
+    if number_format != BFLOAT16:
+        return x
+    wide = _lanes(I32, x)
+    return b.bitcast(b.shl(b.zext(x, wide), _number(wide, 16)), _lanes(F32, x))
+
+
+_KINDS = {FLOAT32: F32, FLOAT16: F16, BFLOAT16: I16}
+
+
+def _emit_row(
+    b: ir.IRBuilder,
+    source: tuple[int, ir.Value],
+    out: tuple[int, ir.Value],
+    count: ir.Value,
+    change: Callable[..., Any],
+) -> None:
+    """``change`` applied to ``count`` numbers, sixteen at a time and then one by one."""
+    (source_format, source_at), (out_format, out_at) = source, out
+    vectors = b.sdiv(count, i64(LANES))
+    done = b.mul(vectors, i64(LANES))
+    kind = _KINDS[source_format]
+    for numbers, first, turns, width in (
+        (ir.VectorType(kind, LANES), i64(0), vectors, LANES),
+        (kind, done, b.sub(count, done), 1),
+    ):
+        with Loop(b, turns, []) as loop:
+            at = b.add(first, b.mul(loop.index, i64(width)))
+            x = load(b, numbers, offset(b, source_at, (at, FORMAT_BYTES[source_format])))
+            store(b, change(b, max(source_format, out_format), x), offset(b, out_at, (at, FORMAT_BYTES[out_format])))
+
+
+@emitted
+def narrow(context: Any, number_format: Any, source: Any, out: Any, count: Any) -> Any:
+    """``count`` float32 numbers at an address, rounded to a format (a constant), to another."""
+    if not isinstance(number_format, types.IntegerLiteral):
+        return None
+    kind = number_format.literal_value
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        _, source, out, count = args
+        _emit_row(b, (FLOAT32, source), (kind, out), count, _narrow)
+        return c.get_dummy_value()
+
+    return types.void(number_format, *([types.intp] * 3)), emit
+
+
+@emitted
+def widen(context: Any, number_format: Any, source: Any, out: Any, count: Any) -> Any:
+    """``count`` numbers of a format (a constant) at an address, as float32 to another."""
+    if not isinstance(number_format, types.IntegerLiteral):
+        return None
+    kind = number_format.literal_value
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        _, source, out, count = args
+        _emit_row(b, (kind, source), (FLOAT32, out), count, _widen)
+        return c.get_dummy_value()
+
+    return types.void(number_format, *([types.intp] * 3)), emit

@@ -1,0 +1,53 @@
+"""``put_columns`` in float32, as a call that can be recorded."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.ops.put_columns import put_columns
+from octavo_kernels.cpu.calls import call
+from octavo_kernels.cpu.compiled import compiled_driver
+from octavo_kernels.cpu.memory import fields, read, view
+from octavo_kernels.cpu.tensors import declines_floats
+
+ARGUMENTS = fields(part=int, bias=int, out=int, T=int, M=int, N=int)
+
+
+def declines(dtype: torch.dtype) -> str | None:
+    """Why a kernel that moves float32 numbers cannot take ``dtype`` here; ``None`` if it can."""
+    return declines_floats(dtype) or (None if dtype == torch.float32 else f"takes float32, not {dtype}")
+
+
+@functools.cache
+def _driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        for t in range(a.T):
+            part = view(a.part + 4 * t * a.M, a.M, np.float32)
+            out = view(a.out + 4 * t * a.N, a.M, np.float32)
+            if a.bias == 0:
+                out[:] = part
+            else:
+                out[:] = part + view(a.bias, a.M, np.float32)
+        return 0
+
+    return compiled_driver(drive)
+
+
+@put_columns.kernel(device="cpu", name="numba", preference=10, supports=declines)
+def put_columns_numba(part_TM: Tensor, out_TN: Tensor, start: int, bias_N: Tensor | None = None) -> None:
+    """See ``ops.put_columns``; a bias may have any float dtype."""
+    (T, M), N = part_TM.shape, out_TN.shape[1]
+    assert out_TN.dtype == torch.float32, f"the whole is {out_TN.dtype}, the part float32"
+    assert out_TN.is_contiguous(), "the rows of the whole must follow one another"
+    assert 0 <= start <= N - M, f"{M} columns from {start} on are not among {N}"
+    part_TM = part_TM.contiguous()
+    bias = None if bias_N is None else bias_N[start : start + M].float().contiguous()
+    arguments = np.empty(1, ARGUMENTS)
+    at = 0 if bias is None else bias.data_ptr()
+    arguments[0] = (part_TM.data_ptr(), at, out_TN.data_ptr() + 4 * start, T, M, N)
+    call(_driver(), arguments)

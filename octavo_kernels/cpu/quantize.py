@@ -1,0 +1,194 @@
+"""Quantises activations to int8, one scale for each row and group, for ``block_dot``.
+
+For a group x[0..g) of one row::
+
+    scale = max |x| / 127            q = round(127 x / max |x|), ties to even, in -127 .. 127
+
+so that |x - scale * q| <= scale / 2 (and a rounding error of 2 ** -13 of that). A few groups hold outlier channels that
+are far larger than the others, and would cause most of a row's error. Where a scale is above LARGE_ABOVE times the
+row's mean, larger numbers are first quantised separately, in the same way but with the group's scale, and the group's
+term quantises the remainder: all of the other numbers, and at most scale / 2 of those. The separate values of four
+neighbours are a *large part*, of which there are few. A row has room for two per group, and eight; groups without room
+are quantised as usual.
+
+A term is stored with all factors of its product::
+
+    q int8 [g], scale float32, start float32, offset float32 or int32, 4 bytes of padding
+
+``start`` is -ROUNDER * scale, exactly: the scale has two bits less than a float32. ``block_dot`` counts in the low bits
+of the float32 number ROUNDER, so that one fma(count, scale, start) is the product of the integer and the scale, rounded
+once. ``offset`` is scale * sum(q) for weights with minima, large parts included, else the int32 that the count starts
+from: the bits of ROUNDER - zero_point * sum(q). A large part is, likewise::
+
+    q int8 [4], scale float32, start float32, the count's start int32, group int32, index of the four in it int32
+
+A group that holds an infinity or a NaN, or numbers above 3e33, gets a scale or a start that is not finite, which makes
+the row's results not finite; other rows are unaffected. A group below 1e-30 everywhere counts as zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from octavo_kernels.cpu.compiled import compiled, emitted, inlined
+from octavo_kernels.cpu.memory import float_bits, int_bits, view
+from octavo_kernels.cpu.vector_ir import (
+    F32,
+    I8,
+    I32,
+    LANES,
+    F32x16,
+    I32x16,
+    Loop,
+    call,
+    constant,
+    fma,
+    load,
+    offset,
+    splat,
+    store,
+)
+
+LARGEST = 127.0
+TINY = 1e-30
+ROUNDER = 12582912.0
+"""1.5 * 2 ** 23: adding an integer from -2 ** 22 to 2 ** 22 adds it to the number's bits."""
+ROUNDER_BITS = 0x4B400000
+SIDE_BYTES = 16
+"""Bytes of a term behind its numbers."""
+START, OFFSET = 4, 8
+"""Byte offsets of these fields there, behind the scale."""
+TOKENS_TOGETHER = 6
+"""Rows whose terms are interleaved: first terms are [T / 6][G][6 rows], so that a few rows are read contiguously."""
+LARGE_ABOVE = 1.5
+"""Trade-off between precision and work: lower values give more groups large parts."""
+PART_WORDS = 6
+"""Words of a large part, four bytes each."""
+
+
+@inlined
+def room_for_parts(G: int) -> int:
+    """Most large parts of a row of G groups."""
+    return 2 * G + 8
+
+
+@emitted
+def _largest(context: Any, num_vectors: Any, x: Any) -> Any:
+    """The largest |x| of a group; the bits of |x|, as integers, sort like the numbers, and NaN sorts above all."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        num_vectors, x = args
+        with Loop(b, num_vectors, [constant(I32x16, 0)]) as loop:
+            at = offset(b, x, (loop.index, 4 * LANES))
+            bits = b.and_(load(b, I32x16, at), constant(I32x16, 0x7FFFFFFF))
+            loop.carried = [call(b, "llvm.umax.v16i32", I32x16, [loop.carried[0], bits])]
+        return b.bitcast(call(b, "llvm.vector.reduce.umax.v16i32", I32, loop.results), F32)
+
+    return types.float32(types.intp, types.intp), emit
+
+
+def _rounded(b: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
+    """Integers nearest to x * inverse; unspecified for numbers that are not finite."""
+    # Adding 1.5 * 2 ** 23 rounds, and leaves the integer in the low bits.
+    shifted = b.fadd(b.fmul(x, inverse), constant(F32x16, ROUNDER))
+    return b.sub(b.bitcast(shifted, I32x16), b.bitcast(constant(F32x16, ROUNDER), I32x16))
+
+
+@emitted
+def _round_group(context: Any, num_vectors: Any, x: Any, inverse: Any, out: Any) -> Any:
+    """Round floats at ``x`` times ``inverse`` to int8 at ``out``; returns their sum."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        num_vectors, x, inverse, out = args
+        factor = splat(b, inverse)
+        with Loop(b, num_vectors, [constant(I32x16, 0)]) as loop:
+            whole = _rounded(b, load(b, F32x16, offset(b, x, (loop.index, 4 * LANES))), factor)
+            store(b, b.trunc(whole, ir.VectorType(I8, LANES)), offset(b, out, (loop.index, LANES)))
+            loop.carried = [b.add(loop.carried[0], whole)]
+        return call(b, "llvm.vector.reduce.add.v16i32", I32, loop.results)
+
+    return types.int32(types.intp, types.intp, types.float32, types.intp), emit
+
+
+@emitted
+def _take_large(
+    context: Any, num_vectors: Any, x: Any, limit: Any, step: Any, inverse: Any, rest: Any, taken: Any
+) -> Any:
+    """Quantise a group's floats above ``limit`` to int8 at ``taken``; store the remainders in ``rest``."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        num_vectors, x, limit, step, inverse, rest, taken = args
+        limit, step, inverse = splat(b, limit), splat(b, b.fneg(step)), splat(b, inverse)
+        with Loop(b, num_vectors, []) as loop:
+            vector = load(b, F32x16, offset(b, x, (loop.index, 4 * LANES)))
+            is_large = b.fcmp_ordered(">", call(b, "llvm.fabs.v16f32", F32x16, [vector]), limit)
+            whole = b.select(is_large, _rounded(b, vector, inverse), constant(I32x16, 0))
+            store(b, b.trunc(whole, ir.VectorType(I8, LANES)), offset(b, taken, (loop.index, LANES)))
+            left = fma(b, b.sitofp(whole, F32x16), step, vector)
+            store(b, left, offset(b, rest, (loop.index, 4 * LANES)))
+        return c.get_dummy_value()
+
+    return types.void(types.intp, types.intp, *[types.float32] * 3, types.intp, types.intp), emit
+
+
+@inlined
+def _scale(largest: Any) -> Any:
+    """The scale of a group and its inverse."""
+    if largest < np.float32(TINY):
+        return np.float32(0), np.float32(0)
+    step = largest / np.float32(LARGEST)
+    return float_bits(np.int32(int_bits(step) & ~3)), np.float32(LARGEST) / largest
+
+
+@inlined
+def _list_parts(group: int, taken: int, step: Any, zero_point: int, g: int, parts: int) -> Any:
+    """Store the large parts of group ``g`` at ``parts``; returns their number and the sum of their numbers."""
+    numbers, fours = view(taken, group, np.int8), view(taken, group // 4, np.int32)
+    words, floats = view(parts, group * PART_WORDS, np.int32), view(parts, group * PART_WORDS, np.float32)
+    total, at = 0, 0
+    for i in range(group // 4):
+        if fours[i] != 0:
+            here = 0
+            for k in range(4 * i, 4 * i + 4):
+                here += numbers[k]
+            words[at], floats[at + 1], floats[at + 2] = fours[i], step, np.float32(-ROUNDER) * step
+            words[at + 3], words[at + 4], words[at + 5] = ROUNDER_BITS - zero_point * here, g, i
+            total, at = total + here, at + PART_WORDS
+    return at // PART_WORDS, total
+
+
+@compiled
+def quantize_row(
+    group: int, has_minima: int, x: int, terms: int, parts: int, zero_point: int, G: int, scales_at: int, rest: int
+) -> int:
+    """Quantise the ``G`` groups of a row at ``x`` into terms, which are interleaved with those of other rows.
+
+    Large parts are stored from ``parts`` on, group by group; returns their number. Scratch: float32 [2, G] at
+    ``scales_at``, and ``group`` float32 and as many bytes at ``rest``.
+    """
+    total, num_parts, num_vectors, taken = np.float32(0), 0, group // LANES, rest + 4 * group
+    steps, inverses = view(scales_at, G, np.float32), view(scales_at + 4 * G, G, np.float32)
+    for g in range(G):
+        steps[g], inverses[g] = _scale(_largest(num_vectors, x + 4 * group * g))
+        total += steps[g]
+    limit = np.float32(LARGE_ABOVE) * (total / np.float32(G))
+    term_bytes, num_words = TOKENS_TOGETHER * (group + SIDE_BYTES), SIDE_BYTES // 4
+    for g in range(G):
+        at, term, step, inverse, more = x + 4 * group * g, terms + term_bytes * g, steps[g], inverses[g], np.float32(0)
+        if step > limit and num_parts + group // 4 <= room_for_parts(G):
+            _take_large(num_vectors, at, np.float32(LARGEST) * limit, step, inverse, rest, taken)
+            n, whole = _list_parts(group, taken, step, zero_point, g, parts + 4 * PART_WORDS * num_parts)
+            more, at, num_parts = np.float32(whole) * step, rest, num_parts + n
+            step, inverse = _scale(_largest(num_vectors, rest))
+        count = _round_group(num_vectors, at, inverse, term)
+        side, words = view(term + group, num_words, np.float32), view(term + group, num_words, np.int32)
+        side[0], side[START // 4] = step, np.float32(-ROUNDER) * step
+        if has_minima:
+            side[OFFSET // 4] = np.float32(count) * step + more
+        else:
+            words[OFFSET // 4] = ROUNDER_BITS - zero_point * count
+    return num_parts

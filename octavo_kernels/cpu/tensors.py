@@ -1,0 +1,60 @@
+"""Checks and conversions of the tensors passed to kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
+from octavo_kernels.cpu.vector_ir import BFLOAT16, FLOAT16, FLOAT32, LANES
+
+FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""Number formats by dtype."""
+
+
+def declines_floats(dtype: torch.dtype) -> str | None:
+    """Why a kernel for floating-point numbers cannot take ``dtype`` here; ``None`` if it can."""
+    return missing(FLOAT_FEATURES) if dtype in FORMATS else f"takes float32, bfloat16 and float16, not {dtype}"
+
+
+def declines_activations(dtype: torch.dtype) -> str | None:
+    """Why a kernel for packed weights cannot take activations of ``dtype`` here; ``None`` if it can."""
+    return missing(FLOAT_FEATURES) if dtype == torch.float32 else f"activations must be float32, got {dtype}"
+
+
+def whole_vectors(x: Tensor) -> Tensor:
+    """``x``, contiguous, its last axis zero-padded to a multiple of 16: almost always ``x`` itself."""
+    missing_columns = -x.shape[-1] % LANES
+    return functional.pad(x, (0, missing_columns)) if missing_columns else x.contiguous()
+
+
+def by_token(x: Tensor) -> Tensor:
+    """``x`` as float32 [T, heads, H] with the heads of a token contiguous, as they are in a wider projection."""
+    x = x.float()
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def address(x: Tensor | None) -> int:
+    """Address of a tensor's data; 0 for ``None``."""
+    return 0 if x is None else x.data_ptr()
+
+
+def check_linear(
+    op: str,
+    K: int,
+    weight_shape: Sequence[int],
+    bias_N: Tensor | None,
+    norm_K: Tensor | None,
+    residual_TN: Tensor | None,
+    out_shape: tuple[int, int],
+) -> None:
+    """Raise ``ValueError`` when the shapes of a linear map's arguments do not match."""
+    N, K_weight = weight_shape
+    if K_weight != K:
+        raise ValueError(f"{op}: x has {K} columns, the weight takes {K_weight}")
+    for name, x, shape in (("bias", bias_N, (N,)), ("norm", norm_K, (K,)), ("residual", residual_TN, out_shape)):
+        if x is not None and (x.shape != shape or not x.is_contiguous()):
+            raise ValueError(f"{op}: {name} must be contiguous, of shape {list(shape)}; it has {list(x.shape)}")

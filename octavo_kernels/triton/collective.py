@@ -1,0 +1,320 @@
+"""Collectives of ranks with a GPU each, over memory that they map from each other (CUDA IPC): one kernel, no barrier.
+
+Every rank has a buffer with a slot for each rank in each of two phases, and numbers its launches, whose order is the
+same on all ranks. A program pushes its part of the numbers to this rank's slot in the buffers of the others, so that
+nothing is read over a link, waits for their parts in its own buffer, and takes all parts in the order of ranks.
+Launches alternate between the phases: a slot is written again two launches later, and by then every other rank has
+begun the launch between, and so ended the one that read the slot. A launch counts itself in memory of the device:
+captured graphs can be replayed.
+
+How a program knows that a part has arrived depends on the size. *Small* messages are pairs of 32 bits of the message
+and the launch's number, written at once, as in the protocol LL of NCCL: twice the bytes, but one trip over the link.
+For *large* ones, a program raises a flag behind all that it has written.
+
+A program that waited for LONGEST_WAIT polls stops with an assertion, which ends the CUDA context and so the process.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo_kernels.triton.launch import after_predecessor, launch
+
+PROGRAMS = 128
+"""All must be resident on a device: it has at least as many multiprocessors, or room for several on each."""
+SMALL_BLOCK = 512
+"""Words of 32 bits that a program exchanges in a small message."""
+LARGE_BLOCK = 4096
+"""Words that a program of a large message moves at a time: enough bytes on the way for the link's latency."""
+SMALL_WORDS = PROGRAMS * SMALL_BLOCK
+SLOT_BYTES = 16 << 20
+WORD_BYTES = 4
+PAIR_BYTES = 8
+UNIT_BYTES = 16
+"""Messages are multiples of what a thread reads or writes at once."""
+LONGEST_WAIT = 1 << 29
+"""Polls of 0.3 us (H100): minutes, as another rank may be compiling kernels."""
+
+
+def buffer_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Bytes of each rank's buffer, which must be zeros at first."""
+    return _data_at(size) + 2 * size * slot_bytes
+
+
+def _pairs_at(size: int) -> int:
+    return -(-WORD_BYTES * size * PROGRAMS // 256) * 256
+
+
+def _data_at(size: int) -> int:
+    return _pairs_at(size) + 2 * size * SMALL_WORDS * PAIR_BYTES
+
+
+class PeerCollective:
+    """The collective of one rank; see ``ops.collective``. Calls are ordered by the current stream."""
+
+    small_bytes = SMALL_WORDS * WORD_BYTES
+    """The longest of the small messages, at most so long."""
+
+    def __init__(self, addresses_W: Tensor, rank: int, slot_bytes: int = SLOT_BYTES) -> None:
+        """``addresses``: int64 on this rank's device, where the buffer of each rank is mapped."""
+        self.rank, self.size = rank, len(addresses_W)
+        self._addresses_W = addresses_W
+        self._slot_bytes = slot_bytes
+        self._launches = torch.zeros(PROGRAMS, dtype=torch.int32, device=addresses_W.device)
+
+    def all_reduce(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        """See ``Collective``."""
+        x = _padded(x_TD)
+        residual = None if residual_TD is None else _padded(residual_TD)
+        out = x if residual is None else residual
+        most = self._slot_bytes // x.itemsize
+        for begin in range(0, len(x), most):
+            part = slice(begin, begin + most)
+            self._launch(x[part], None if residual is None else residual[part], out[part], False)
+        return out[: x_TD.numel()].view(x_TD.shape)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See ``Collective``."""
+        own = _padded(x)
+        out_Wn = torch.empty(self.size, len(own), dtype=x.dtype, device=x.device)
+        most = self._slot_bytes // own.itemsize
+        for begin in range(0, len(own), most):
+            self._launch(own[begin : begin + most], None, out_Wn[:, begin:], True)
+        return out_Wn[:, : x.numel()].reshape(self.size, *x.shape)
+
+    def _launch(self, x: Tensor, residual: Tensor | None, out: Tensor, gathers: bool) -> None:
+        is_small = x.nbytes <= self.small_bytes
+        stride = out.stride(0) * out.itemsize // UNIT_BYTES if gathers else 0
+        sizes = {"BLOCK": SMALL_BLOCK, "SLOT": SMALL_WORDS, "PAIRS_AT": _pairs_at(self.size)}
+        if not is_small:
+            words = self._slot_bytes // WORD_BYTES
+            sizes = {"BLOCK": LARGE_BLOCK, "SLOT": words, "DATA_AT": _data_at(self.size), "PROGRAMS": PROGRAMS}
+        launch(
+            _small_exchange_kernel if is_small else _large_exchange_kernel,
+            (PROGRAMS,),
+            x,
+            residual,
+            out,
+            self._addresses_W,
+            self._launches,
+            x.nbytes // UNIT_BYTES,
+            stride,
+            RANK=self.rank,
+            SIZE=self.size,
+            GATHERS=gathers,
+            LONGEST_WAIT=LONGEST_WAIT,
+            **sizes,
+            num_warps=8,
+            sanitize_overflow=False,
+        )
+
+
+def _padded(x: Tensor) -> Tensor:
+    """The numbers in a row, with zeros behind them to a multiple of UNIT_BYTES; themselves where they are one."""
+    x = x.contiguous().view(-1)
+    missing = -x.nbytes % UNIT_BYTES // x.itemsize
+    return torch.cat([x, x.new_zeros(missing)]) if missing else x
+
+
+@triton.jit(do_not_specialize=["count", "stride"], debug=True)
+def _small_exchange_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    addresses: tl.tensor,
+    launches: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAIRS_AT: tl.constexpr,
+    SLOT: tl.constexpr,
+    GATHERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LONGEST_WAIT: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """``count`` units of 16 bytes. They are moved as words of 32 bits: one number of 32 bits, or two of 16."""
+    program = tl.program_id(0)
+    kind: tl.constexpr = x.dtype.element_ty
+    word: tl.constexpr = tl.pointer_type(tl.int32)
+    after_predecessor(PDL)
+    number = _count(launches + program)
+    i = program * BLOCK + tl.arange(0, BLOCK)
+    is_ours = i < count * 4
+    if program * BLOCK < count * 4:
+        slots = (number & 1).to(tl.int64) * SIZE
+        words = tl.load(x.to(word, bitcast=True) + i, mask=is_ours, other=0)
+        pairs = (number.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
+        for p in tl.static_range(SIZE):
+            if p != RANK:
+                tl.store(_place(addresses, p, PAIRS_AT, tl.int64) + (slots + RANK) * SLOT + i, pairs, mask=is_ours)
+        tl.debug_barrier()  # no thread polls before all have written
+        own = _place(addresses, RANK, PAIRS_AT, tl.int64) + slots * SLOT + i
+        target = out.to(word, bitcast=True) + i
+        low, high = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for r in tl.static_range(SIZE):
+            part = words
+            if r != RANK:
+                part = _arrived(own + r * SLOT, is_ours, number, LONGEST_WAIT)
+            if GATHERS:
+                tl.store(target + r * stride.to(tl.int64) * 4, part, mask=is_ours)
+            else:
+                low += _low(part, kind)
+                high += _high(part, kind)
+        if not GATHERS:
+            if residual is not None:
+                part = tl.load(residual.to(word, bitcast=True) + i, mask=is_ours, other=0)
+                low += _low(part, kind)
+                high += _high(part, kind)
+            tl.store(target, _word(low, high, kind), mask=is_ours)
+
+
+@triton.jit
+def _count(launches: tl.tensor) -> tl.tensor:
+    """The number of this launch, which this program has counted; it wraps around, as comparisons do."""
+    number = tl.load(launches) + 1
+    tl.debug_barrier()  # every warp reads the count, and one of them writes it
+    tl.store(launches, number)
+    return number
+
+
+@triton.jit
+def _place(addresses: tl.tensor, rank: tl.constexpr, AT: tl.constexpr, kind: tl.constexpr) -> tl.tensor:
+    """A place in a rank's buffer. That it is aligned lets a thread move 16 bytes at once."""
+    buffer = tl.load(addresses + rank).to(tl.pointer_type(kind))
+    return tl.multiple_of(buffer, 16) + AT // (kind.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _arrived(pairs: tl.tensor, is_ours: tl.tensor, number: tl.tensor, LONGEST_WAIT: tl.constexpr) -> tl.tensor:
+    """The words of these pairs, when all have this launch's number; older pairs are not 2**32 launches old."""
+    found = tl.load(pairs, mask=is_ours, other=0, volatile=True)
+    polls = 0
+    while (tl.sum((((found >> 32).to(tl.int32) != number) & is_ours).to(tl.int32)) > 0) & (polls < LONGEST_WAIT):
+        found = tl.load(pairs, mask=is_ours, other=0, volatile=True)
+        polls += 1
+    tl.device_assert(polls < LONGEST_WAIT, "a rank does not come")
+    return found.to(tl.int32)
+
+
+@triton.jit
+def _low(words: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """The first number of each word."""
+    if kind.primitive_bitwidth == 32:
+        return words.to(kind, bitcast=True).to(tl.float32)
+    else:  # noqa: RET505 (only one of two branches may be compiled)
+        return (words & 0xFFFF).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _high(words: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """The second number of each word, zero where there is one."""
+    if kind.primitive_bitwidth == 32:
+        return tl.zeros(words.shape, tl.float32)
+    else:  # noqa: RET505
+        return (words >> 16).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _word(low: tl.tensor, high: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    if kind.primitive_bitwidth == 32:
+        return low.to(kind).to(tl.int32, bitcast=True)
+    else:  # noqa: RET505
+        first = low.to(kind).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return first | (high.to(kind).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit(do_not_specialize=["count", "stride"], debug=True)
+def _large_exchange_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    addresses: tl.tensor,
+    launches: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    DATA_AT: tl.constexpr,
+    SLOT: tl.constexpr,
+    GATHERS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LONGEST_WAIT: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """``count`` units of 16 bytes, moved as words."""
+    program = tl.program_id(0)
+    kind: tl.constexpr = x.dtype.element_ty
+    word: tl.constexpr = tl.pointer_type(tl.int32)
+    lane = tl.arange(0, BLOCK)
+    after_predecessor(PDL)
+    number = _count(launches + program)
+    slots = (number & 1).to(tl.int64) * SIZE
+    source, num_words = x.to(word, bitcast=True), count * 4
+    for first in range(program * BLOCK, num_words, PROGRAMS * BLOCK):
+        i = first + lane
+        part = tl.load(source + i, mask=i < num_words)
+        for p in tl.static_range(SIZE):
+            if p != RANK:
+                slot = _place(addresses, p, DATA_AT, tl.int32) + (slots + RANK) * SLOT
+                tl.store(slot + i, part, mask=i < num_words)
+    if program * BLOCK < num_words:
+        _meet(addresses, program, number, RANK, SIZE, PROGRAMS, LONGEST_WAIT)
+    data, target = _place(addresses, RANK, DATA_AT, tl.int32) + slots * SLOT, out.to(word, bitcast=True)
+    for first in range(program * BLOCK, num_words, PROGRAMS * BLOCK):
+        i = first + lane
+        is_ours = i < num_words
+        low, high = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for r in tl.static_range(SIZE):
+            place = source if r == RANK else data + r * SLOT
+            part = tl.load(place + i, mask=is_ours)
+            if GATHERS:
+                tl.store(target + r * stride.to(tl.int64) * 4 + i, part, mask=is_ours)
+            else:
+                low += _low(part, kind)
+                high += _high(part, kind)
+        if not GATHERS:
+            if residual is not None:
+                part = tl.load(residual.to(word, bitcast=True) + i, mask=is_ours)
+                low += _low(part, kind)
+                high += _high(part, kind)
+            tl.store(target + i, _word(low, high, kind), mask=is_ours)
+
+
+@triton.jit
+def _meet(
+    addresses: tl.tensor,
+    program: tl.tensor,
+    number: tl.tensor,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    LONGEST_WAIT: tl.constexpr,
+) -> None:
+    """Tell the same program of every other rank that all is written, and wait until it has told this one."""
+    tl.debug_barrier()  # the release covers the writes of all threads
+    for p in tl.static_range(SIZE):
+        if p != RANK:
+            flag = _place(addresses, p, 0, tl.int32) + RANK * PROGRAMS + program
+            tl.atomic_xchg(flag, number, sem="release", scope="sys")
+    flags = _place(addresses, RANK, 0, tl.int32) + program
+    for r in tl.static_range(SIZE):
+        if r != RANK:
+            _wait(flags + r * PROGRAMS, number, LONGEST_WAIT)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _wait(flag: tl.tensor, number: tl.tensor, LONGEST_WAIT: tl.constexpr) -> None:
+    """Wait until a rank's flag has the number of this launch, or a later one."""
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    polls = 0
+    while (seen - number < 0) & (polls < LONGEST_WAIT):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        polls += 1
+    tl.device_assert(polls < LONGEST_WAIT, "a rank does not come")

@@ -1,0 +1,62 @@
+"""The matrix products of a model as it calls them, collected from a forward pass that launches nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.linear import Activation
+from octavo_kernels.triton.launch import launching_nothing
+
+
+class Call(NamedTuple):
+    """A call of ``linear`` or ``grouped_linear``, but for its rows."""
+
+    weight: Tensor | PackedGroups
+    dtype: torch.dtype
+    """Of activations."""
+    has_norm: bool
+    has_residual: bool
+    has_bias: bool
+    activation: Activation | None
+
+
+_calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[Call]]:
+    """Collect the products called in this block, in their order; no kernel is launched in it."""
+    found: list[Call] = []
+    token = _calls.set(found)
+    try:
+        with launching_nothing():
+            yield found
+    finally:
+        _calls.reset(token)
+
+
+def is_collecting() -> bool:
+    """Whether products are noted, and none is computed."""
+    return _calls.get() is not None
+
+
+def note_call(
+    x_TK: Tensor,
+    weight: Tensor | PackedGroups,
+    bias_N: Tensor | None,
+    norm_K: Tensor | None,
+    residual_TN: Tensor | None,
+    activation: Activation | None,
+) -> None:
+    """Note a call, where calls are collected."""
+    found = _calls.get()
+    if found is not None:
+        given = norm_K is not None, residual_TN is not None, bias_N is not None
+        found.append(Call(weight, x_TK.dtype, *given, activation))

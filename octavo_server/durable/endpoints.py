@@ -1,0 +1,27 @@
+"""DELETE /v1/requests: end a durable request, which no closed connection does."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo_server.durable.journal import HEADER
+from octavo_server.errors import MissingParameter, NotFound, printable
+from octavo_server.keys import caller_of
+from octavo_server.openai.rendering import json_response
+from octavo_server.openai.schema import Endpoint
+from octavo_server.services import services_of
+
+
+async def delete_request(request: Request) -> Response:
+    """End the caller's request with the header's key, or forget its answer; the key can be used again."""
+    key = request.headers.get(HEADER)
+    if key is None:
+        raise MissingParameter("Idempotency-Key")
+    found = [await journal.cancel_of_client(caller_of(request), key) for journal in services_of(request).journals]
+    if not any(found):
+        raise NotFound(f"There is no request with the Idempotency-Key '{printable(key)}'.", param="Idempotency-Key")
+    return json_response({"id": key, "object": "request", "deleted": True}, {})
+
+
+ENDPOINTS = [Endpoint("DELETE", "/v1/requests", delete_request, "End a request with an `Idempotency-Key`")]

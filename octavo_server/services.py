@@ -1,0 +1,249 @@
+"""The services that endpoints share, and helpers that need several of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from octavo.config import ServeConfig
+from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.message_format import MessageFormat
+from octavo.text.tokenizer import Tokenizer
+from octavo_server.admission import Admission
+from octavo_server.background_jobs import BackgroundJobs
+from octavo_server.body_decoder import BodyDecoder
+from octavo_server.body_receiver import BodyReceiver
+from octavo_server.durable.journal import Journal
+from octavo_server.engine_client import EngineClient, Monitored
+from octavo_server.errors import UnknownParameter, printable
+from octavo_server.journal import had_grammars
+from octavo_server.keys import Keys, caller_of
+from octavo_server.store import Store
+
+MAX_SHOWN_FIELDS = 16
+MAX_SHOWN_MODELS = 16
+MAX_TENANT = 256
+
+logger = logging.getLogger("octavo.server")
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class CommonServices(Protocol):
+    """The services that every application has, with an engine or without."""
+
+    @property
+    def config(self) -> ServeConfig: ...
+    @property
+    def monitored(self) -> Monitored: ...
+    @property
+    def keys(self) -> Keys: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """The shared services of one application."""
+
+    config: ServeConfig
+    engine: EngineClient
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate
+    message_format: MessageFormat
+    admission: Admission
+    body_receiver: BodyReceiver
+    store: Store
+    jobs: BackgroundJobs
+    keys: Keys
+    journal: Journal | None
+    """Of durable requests, if there shall be any."""
+    model_names: tuple[str, ...]
+    """API names of the model; responses contain the first."""
+    group: Monitored | None = None
+    """All models of a server of several."""
+    siblings: list[Services] = field(default_factory=list)
+    """On a server of several models, the services of each, these included."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def warm_up(self) -> None:
+        """Do one-time work of all models before the first request.
+
+        Raises ``ConfigError`` for an invalid configured chat template; an invalid one of a model only disables chat.
+        """
+        for each in self.every:
+            each._warm_up_model()
+
+    def _warm_up_model(self) -> None:
+        if self.tokenizer is not None:
+            Detokenizer(self.tokenizer)
+            _ = self.tokenizer.packed_tokens
+            self.tokenizer.prepare_to_encode()
+            if had_grammars(self.config.server):
+                self.admission.grammars.start_process()
+        try:
+            self.chat_template.check()
+        except ConfigError as error:
+            if self.config.model.chat_template is not None:
+                raise
+            logger.warning("there will be no chat completions: %s", error)
+
+    def close(self) -> None:
+        """Stop the child processes, and close the database."""
+        for each in self.every:
+            each.chat_template.close()
+            each.admission.grammars.close()
+        for journal in self.journals:
+            journal.close()
+        self.store.close()
+
+    @property
+    def monitored(self) -> Monitored:
+        """What the monitoring endpoints read."""
+        return self.group or self.engine
+
+    @property
+    def every(self) -> list[Services]:
+        """The services of each model of this server."""
+        return self.siblings or [self]
+
+    @property
+    def journals(self) -> list[Journal]:
+        """The journals of all models of this server."""
+        return [each.journal for each in self.every if each.journal is not None]
+
+    def of_model(self, name: str) -> Services:
+        """The services of the model or adapter of this name; the first model's if there is none, or no name.
+
+        The tag ``:latest``, which Ollama's clients add, may be missing.
+        """
+        for each in self.siblings:
+            if name in each.served_names or name.removesuffix(":latest") in each.served_names:
+                return each
+        return self
+
+    def check_room(self, request: Request) -> None:
+        """Raise ``QueueFull`` if no model of this server has room for a request of this caller."""
+        caller = caller_of(request)
+        if not any(each.admission.has_room(caller) for each in self.every):
+            self.admission.check_room(caller)
+
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
+
+    @property
+    def served_names(self) -> list[str]:
+        """Valid values of ``model`` in requests: the model's names, and the adapters."""
+        return [*self.model_names, *self.engine.adapters.paths]
+
+    def check_model(self, name: str) -> None:
+        """Raise ``ModelNotFound`` unless ``name`` is this server's model, an adapter, or empty, or any is accepted."""
+        self.engine.adapters.check(name)
+        if self.config.server.accept_any_model:
+            return
+        if name and name not in self.model_names and name not in self.engine.adapters.paths:
+            names = [each for model in self.every for each in model.served_names]
+            served = ", ".join(f"`{printable(each)}`" for each in names[:MAX_SHOWN_MODELS])
+            message = f"The model `{printable(name)}` does not exist. This server serves {served}."
+            if name.lower() in (each.lower() for each in names):
+                message += " Names are case-sensitive."
+            raise ModelNotFound(message, param="model")
+
+    def answering_name(self, requested: str) -> str:
+        """``model`` in the response to a request for ``requested``: the adapter's name, or the model's first name.
+
+        Where any name is accepted, it is the requested one.
+        """
+        if requested and self.config.server.accept_any_model:
+            return requested
+        return requested if requested in self.engine.adapters.paths else self.model_name
+
+    def tenant(self, request: Request, user: str | None, model: str) -> str:
+        """The tenant of a request with these ``user`` and ``model`` fields, according to the settings."""
+        server = self.config.server
+        if server.tenant_header is not None:
+            return request.headers.get(server.tenant_header, "")[:MAX_TENANT]
+        if server.tenant_source == "key":
+            return caller_of(request).name
+        if server.tenant_source == "adapter":
+            return model if model in self.engine.adapters.paths else ""
+        return user or ""
+
+    def cache_salt(self, request: Request, own: str) -> str:
+        """The prefix-cache salt: the body's ``own``, prefixed with the key's name if keys are isolated.
+
+        Key names contain no slash, so no client salt can collide with another key's.
+        """
+        return f"{caller_of(request).name}/{own}" if self.config.server.isolates_keys else own
+
+    def need_tokenizer(self, field: str) -> Tokenizer:
+        """The tokenizer. Raises ``InvalidParameter`` about ``field`` when the model has none."""
+        if self.tokenizer is None:
+            raise InvalidParameter(field, f"This model has no tokenizer, so '{field}' cannot be used.")
+        return self.tokenizer
+
+    async def read(
+        self,
+        request: Request,
+        decoder: BodyDecoder[Body],
+        without_effect: Callable[[Body, Services], list[str]] = lambda body, services: [],
+    ) -> tuple[Services, Body, dict[str, str]]:
+        """The services of the body's model, the validated body, and response headers that report ignored fields.
+
+        ``without_effect`` returns the fields of a body that have no effect for this model or request. Raises
+        ``RequestError``.
+        """
+        services, body, ignored_fields = await self.decoded(request, decoder)
+        request.state.headers = headers = self._headers_for([*ignored_fields, *without_effect(body, services)])
+        return services, body, headers
+
+    def report(self, request: Request, names: Sequence[str]) -> None:
+        """Add parts of the body that have no effect to the headers that ``read`` returned for ``request``.
+
+        Raises ``UnknownParameter`` if the policy rejects them.
+        """
+        headers: dict[str, str] = getattr(request.state, "headers", {})
+        for header, value in self._headers_for(list(names)).items():
+            headers[header] = ", ".join(filter(None, [headers.get(header), value]))
+
+    async def decoded(self, request: Request, decoder: BodyDecoder[Body]) -> tuple[Services, Body, list[str]]:
+        """The services of the body's model, the body, and the names of ignored fields. Raises ``RequestError``."""
+        longest = max(each.engine.info.max_model_len for each in self.every)
+        body, ignored_fields = await self.body_receiver.read_json(request, decoder, longest)
+        name = getattr(body, "model", "") or getattr(body, "name", "")  # Ollama's older name
+        return self.of_model(name), body, ignored_fields
+
+    def _headers_for(self, ignored_fields: list[str]) -> dict[str, str]:
+        """Response headers that report ignored fields. Raises ``UnknownParameter`` if the policy rejects them."""
+        policy = self.config.server.unknown_fields
+        if not ignored_fields or policy == "ignore":
+            return {}
+        if policy == "reject":
+            raise UnknownParameter(ignored_fields[:MAX_SHOWN_FIELDS])
+        return {"x-octavo-unknown-fields": ", ".join(printable(name) for name in ignored_fields[:MAX_SHOWN_FIELDS])}
+
+
+def services_of(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+def asked_services_of(request: Request) -> Services:
+    """The services of the model that the query parameter ``model`` names, or of the first. Raises ``ModelNotFound``."""
+    name = request.query_params.get("model", "")
+    services = services_of(request).of_model(name)
+    if services.siblings:
+        services.check_model(name)
+    return services
+
+
+def common_services_of(request: Request) -> CommonServices:
+    services: CommonServices = request.app.state.services
+    return services

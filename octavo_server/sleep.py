@@ -1,0 +1,63 @@
+"""POST /sleep and /wake_up, GET /is_sleeping: free the memory of a model that nobody uses. vLLM's routes.
+
+On a CPU an engine sleeps by ending its process: weights are mapped from files that stay in the page cache, so that
+waking takes about a second. On a GPU, level 1 keeps the process with its weights in host memory; level 2 ends it.
+"""
+
+from __future__ import annotations
+
+import typing
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidParameter
+from octavo_server.engine_client import EngineClient, SleepMode
+from octavo_server.errors import MissingParameter, UnsupportedParameter
+from octavo_server.openai.rendering import json_response
+from octavo_server.openai.schema import Endpoint
+from octavo_server.services import asked_services_of, services_of
+
+LEVELS = ("1", "2")
+MODES: tuple[SleepMode, ...] = typing.get_args(SleepMode)
+
+
+async def sleep(request: Request) -> Response:
+    engine = _engine(request)
+    level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "wait")
+    if level not in LEVELS:
+        raise InvalidParameter("level", f"'level' must be one of {', '.join(LEVELS)}.")
+    if mode not in MODES:
+        raise InvalidParameter("mode", f"'mode' must be one of {', '.join(MODES)}.")
+    await engine.sleep(int(level), mode)
+    return json_response({"is_sleeping": engine.sleep_level > 0}, {})
+
+
+async def wake_up(request: Request) -> Response:
+    engine = _engine(request)
+    await engine.wake_up()
+    return json_response({"is_sleeping": engine.sleep_level > 0}, {})
+
+
+async def is_sleeping(request: Request) -> Response:
+    services = services_of(request)
+    asked = [asked_services_of(request)] if "model" in request.query_params else services.every
+    return json_response({"is_sleeping": all(each.engine.sleep_level > 0 for each in asked)}, {})
+
+
+ENDPOINTS = [
+    Endpoint(
+        "POST", "/sleep", sleep, "Free the memory of the model until the next request; needs `--enable-sleep-mode`"
+    ),
+    Endpoint("POST", "/wake_up", wake_up, "Load the model again; needs `--enable-sleep-mode`"),
+    Endpoint("GET", "/is_sleeping", is_sleeping, "Whether the model sleeps"),
+]
+
+
+def _engine(request: Request) -> EngineClient:
+    services = asked_services_of(request)
+    if not services.config.server.enable_sleep_mode:
+        raise UnsupportedParameter("level", f"{request.url.path} is for a server started with --enable-sleep-mode.")
+    if services.siblings and "model" not in request.query_params:
+        raise MissingParameter("model")
+    return services.engine
