@@ -66,8 +66,8 @@ docs-serve: $(VENV)/.docs  ## show the pages on HOST:PORT, and build them again 
 	$(BIN)/python -m mkdocs serve --dev-addr $(HOST):$(PORT)
 
 lint: $(VENV)/.dev  ## style and types
-	$(BIN)/ruff check octavo octavo_bench tests docs
-	$(BIN)/ruff format --check octavo octavo_bench tests docs
+	$(BIN)/ruff check octavo octavo_kernels octavo_server octavo_fleet octavo_bench tests docs
+	$(BIN)/ruff format --check octavo octavo_kernels octavo_server octavo_fleet octavo_bench tests docs
 	$(BIN)/mypy
 
 clean:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("octavo", "octavo_bench")
+PACKAGES = ("octavo", "octavo_kernels", "octavo_server", "octavo_fleet", "octavo_bench")
 MAX_BYTES = 3_000_000
 
 wheel_builder = pytest.importorskip("hatchling.builders.wheel")

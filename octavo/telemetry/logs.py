@@ -54,6 +54,10 @@ def _colour(record: logging.LogRecord) -> str:
     return DIM if record.levelno < logging.INFO else PLAIN
 
 
+PACKAGES = ("octavo", "octavo_kernels", "octavo_server", "octavo_fleet")
+"""Whose loggers have the level of the log."""
+
+
 def has_colours() -> bool:
     """Whether standard error shows colours: on a terminal, unless ``NO_COLOR`` is set; always with ``FORCE_COLOR``."""
     if os.environ.get("NO_COLOR"):
@@ -69,7 +73,8 @@ def log_to_stderr(level: str, form: str = "text") -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if form == "json" else text)
     logging.basicConfig(handlers=[handler])
-    logging.getLogger("octavo").setLevel(level.upper())
+    for package in PACKAGES:
+        logging.getLogger(package).setLevel(level.upper())
 
 
 def current_level() -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from octavo.telemetry.logs import (
     DIM,
+    PACKAGES,
     PLAIN,
     RED,
     TEXT,
@@ -93,9 +94,10 @@ def test_an_exception_stays_on_one_json_line() -> None:
 
 
 def test_child_processes_get_level_and_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    root, octavo = logging.getLogger(), logging.getLogger("octavo")
+    root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(octavo, "level", octavo.level)
+    for logger in map(logging.getLogger, PACKAGES):
+        monkeypatch.setattr(logger, "level", logger.level)
     for form in ("json", "text"):
         root.handlers.clear()
         log_to_stderr("error", form)

@@ -16,7 +16,7 @@ import triton
 from octavo_kernels.triton.launch import GLUON_VERSION
 from tests.triton_interpreter import DEVICE
 
-KERNELS = Path(__file__).parents[3] / "octavo" / "ops" / "triton"
+KERNELS = Path(__file__).parents[3] / "octavo_kernels" / "triton"
 SCRIPT = """
 import torch
 from triton.compiler import compiler
