@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -92,10 +93,14 @@ class ChildProcess:
         return bytes(data)
 
     def _cause_of_death(self) -> str:
+        status = None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if self._process.wait(timeout=1) == OUT_OF_MEMORY:
-                return f"it needed more than {self._settings['max_memory'] >> 20} MiB of memory"
-        return "it used up its memory or processor time"
+            status = self._process.wait(timeout=1)
+        if status == OUT_OF_MEMORY:
+            return f"it needed more than {self._settings['max_memory'] >> 20} MiB of memory"
+        if status is None or status in (-signal.SIGXCPU, -signal.SIGKILL):
+            return "it used up its memory or processor time"
+        return f"its process ended with {status}"
 
 
 def _start(module: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:

@@ -76,6 +76,8 @@ class GraphChoice:
         self._longest_context = longest_context
         self._uses_graphs = uses_graphs
         self._captured: set[StepShape] = set()
+        self._lost: set[StepShape] = set()
+        """Of the captured shapes, those whose graphs the executor lost: it captures each when it is used next."""
         self._compiled: list[StepShape] = []
         self._wanted: dict[StepShape, None] = {}
         """Shapes of steps that were padded to others, oldest first: their graphs are the first when it is idle."""
@@ -108,7 +110,9 @@ class GraphChoice:
         if not (sizes.is_plain and has_graph and self._uses_graphs):
             self._note_loss()
             return shape, False
-        return self.fit(shape)
+        fitting, has_graph = self.fit(shape)
+        self._lost.discard(fitting)
+        return fitting, has_graph
 
     def fit(self, shape: StepShape) -> tuple[StepShape, bool]:
         """The shape to pad a step to, and whether it runs through a graph: its own shape, or a larger one that is
@@ -230,14 +234,16 @@ class GraphChoice:
         start_thread(PREPARING, work, self, weakref.ref(runner), *args)
 
     def capture_again(self, runner: StepRunner) -> None:
-        """The executor lost its graphs: capture the first ones now, the others when steps need them or it is idle."""
+        """The executor lost its graphs: capture the first ones now, the others when steps need them or it is idle.
+
+        Steps have the shapes that they had before, and so the same kernels.
+        """
         if not self._uses_graphs:
             return
-        lost, first = self._captured, first_shapes(*self._limits)
-        self._captured, self._nearest = set(), {}
-        self._compiled += lost.difference(first)
+        first = first_shapes(*self._limits)
+        self._lost = self._captured.difference(first)
         logger.info("graphs, captured again: %.2f s", self._capture_all(runner, first))
-        self._start_thread(_capture_the_rest, runner, sorted(lost.difference(first)))
+        self._start_thread(_capture_the_rest, runner, sorted(self._lost))
 
     def _capture_all(self, runner: StepRunner, shapes: list[StepShape]) -> float:
         """Capture the graphs of ``shapes``; returns the seconds that it took, and notes what one takes."""
@@ -280,9 +286,10 @@ class GraphChoice:
         def make() -> Any:
             next_shape = next(reversed([*self._wanted]), shape)
             self._note_captured(next_shape)
+            self._lost.discard(next_shape)
             return runner.encoder.encode_padding(next_shape, uses_graph=True)
 
-        while shape not in self._captured and not runner.is_closed:
+        while (shape not in self._captured or shape in self._lost) and not runner.is_closed:
             stop_if_ending()
             is_idle = runner.send_when_idle(make, IDLE_SECONDS)
             # A thread that waits for the lock gets it only if it is not acquired again at once.

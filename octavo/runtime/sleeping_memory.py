@@ -7,6 +7,7 @@ So whatever keeps raw addresses, such as a CUDA graph, must be discarded by the 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable
 from types import FunctionType, ModuleType
 
@@ -74,10 +75,13 @@ class SleepingMemory:
         if self._device.type == "cuda":
             # Touched first, as several threads do that together; locked as it is, as torch would round the size up.
             self._host.fill_(0)
-            code = int(torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
+            cudart, address = torch.cuda.cudart(), self._host.data_ptr()  # type: ignore[no-untyped-call]
+            code = int(cudart.cudaHostRegister(address, size, 0))
             if code:
                 self._host = None
                 raise RunnerError(f"{size / GIB:.2f} GiB of host memory cannot be page-locked: CUDA error {code}")
+            # Memory that was freed while it was locked could not be locked again when it is allocated again.
+            weakref.finalize(self._host, cudart.cudaHostUnregister, address)
         return self._host
 
     def _wait(self) -> None:

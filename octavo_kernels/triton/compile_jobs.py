@@ -74,7 +74,7 @@ def execute(message: bytes) -> str:
         signature = {name: _received(value) for name, value in job.signature.items()}
         source = kind(_named(job.function), signature, constants, attributes)
         if source.hash() != job.digest:
-            return "the kernel is another one here"
+            return f"{job.function[1]} is another kernel here"
         options = {name: _received(value) for name, value in job.options.items()}
         kernel = triton.compile(source, target=GPUTarget(*job.target), options=options)
     except CANCELLATIONS:

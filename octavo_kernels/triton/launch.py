@@ -153,7 +153,7 @@ class _Compiling(Executor):
         if self._processes is not None and (job := described(work)) is not None:
             with contextlib.suppress(CompilersLost):
                 if failure := self._processes.compile(job):
-                    logger.info("a kernel that a process could not compile: %s", failure)
+                    logger.debug("a kernel that a process could not compile: %s", failure)
         kernel = work()
         driver.active.launcher_cls(kernel.src, kernel.metadata)
         return kernel
