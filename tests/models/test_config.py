@@ -10,9 +10,9 @@ import pytest
 
 from octavo.errors import CheckpointError
 from octavo.layers.rotary import DefaultRope, FactorsRope, LinearRope, Llama3Rope
-from octavo.models.keys import token_ids
 from octavo.models.llama import LlamaConfig
 from octavo.models.registry import read_config
+from octavo.weights.generation_config import token_ids
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -14,8 +14,8 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
+from octavo_fleet import data_parallel
 from octavo_fleet.data_parallel import DataParallelEngine, environments_of
-from octavo_server import data_parallel
 from tests.oracle import expected_output
 from tests.server.child_engine import Recorder, command, finish, kill, until
 from tests.server.oracle_engine import BLOCK_SIZE

@@ -136,13 +136,13 @@ def test_the_answer_is_what_the_table_says(row: Row, serve_app: Any, monkeypatch
 
 
 CODE = re.compile(r'^    code = "(\w+)"$', re.MULTILINE)
-ELSEWHERE = {"proxy": "docs/backends.md", "durable": "docs/deployment.md"}
-"""Packages of the server whose own errors are on the page of what they do."""
+ELSEWHERE = {"octavo_fleet/proxy": "docs/backends.md", "octavo_server/durable": "docs/deployment.md"}
+"""Packages whose own errors are on the page of what they do."""
 
 
 @pytest.mark.parametrize("package", ELSEWHERE)
 def test_errors_of_a_package_are_on_its_page(package: str) -> None:
-    text = "\n".join(path.read_text() for path in (ROOT / "octavo_server" / package).rglob("*.py"))
+    text = "\n".join(path.read_text() for path in (ROOT / package).rglob("*.py"))
     codes = CODE.findall(text)
     page = (ROOT / ELSEWHERE[package]).read_text()
     assert codes
@@ -150,7 +150,7 @@ def test_errors_of_a_package_are_on_its_page(package: str) -> None:
 
 
 def test_every_code_is_in_the_table() -> None:
-    elsewhere = {path for package in ELSEWHERE for path in (ROOT / "octavo_server" / package).rglob("*.py")}
+    elsewhere = {path for package in ELSEWHERE for path in (ROOT / package).rglob("*.py")}
     sources = [ROOT / "octavo/errors.py", *(set((ROOT / "octavo_server").rglob("*.py")) - elsewhere)]
     text = "\n".join(path.read_text() for path in sources)
     codes = set(CODE.findall(text))

@@ -20,6 +20,7 @@ from octavo.cpus import num_cpus
 from octavo.grammar import compiler
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.events import Event
+from octavo.text.conversation import ChatPrompt
 from octavo_server import background_jobs, body_receiver, http, store, timelines
 from octavo_server.app import create_app
 from octavo_server.batches import batches, runner
@@ -148,9 +149,9 @@ def test_a_long_text_of_one_key_leaves_a_place_to_tokenise_for_another(serve_app
     served = with_keys(serve_app, tmp_path)
     admission, held = served.app.state.services.admission, threading.Event()
 
-    def slow() -> str:
+    def slow() -> ChatPrompt:
         held.wait(20)
-        return "Hi"
+        return ChatPrompt("Hi", "Hi")
 
     async def occupy() -> Any:
         return await admission.encode(slow, "prompt", False, Caller("alice"))

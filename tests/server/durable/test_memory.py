@@ -24,7 +24,7 @@ def ask(served: Served, count: int, name: str) -> None:
 def memory() -> int:
     """Bytes that the journal's code allocated and that are still in use."""
     gc.collect()
-    found = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/server/durable/*")])
+    found = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/octavo_server/durable/*")])
     return sum(each.size for each in found.statistics("filename"))
 
 
