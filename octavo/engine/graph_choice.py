@@ -172,9 +172,11 @@ class GraphChoice:
         By the times of measured steps, since one of few rows takes as long as one of more, or where there are none, by
         rows.
         """
-        size, least = _size(known), _size(shape)
-        whole, own = self._expected_seconds(known), self._expected_seconds(shape)
-        part = 1 - least / size if whole is None or own is None else max(0.0, 1 - own / whole)
+        padded_seconds, own_seconds = self._expected_seconds(known), self._expected_seconds(shape)
+        if padded_seconds is None or own_seconds is None:
+            part = 1 - _size(shape) / _size(known)
+        else:
+            part = max(0.0, 1 - own_seconds / padded_seconds)
         if known.num_proposed != shape.num_proposed:
             part = max(part, UNWANTED_DRAFTS)
         return max(part, LONG_CONTEXT_LOST) if known.has_long_context != shape.has_long_context else part

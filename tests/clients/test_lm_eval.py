@@ -63,3 +63,35 @@ def test_likelihoods_are_the_engines_own(
         for choice, (answer,) in zip(choices, samples[number]["resps"], strict=True):
             total, is_greedy = in_process(llm, question, choice)
             assert (float(answer[0]), str(answer[1])) == (total, str(is_greedy)), (question, choice)
+
+
+GENERATION = """
+task: own_answers
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{choices[answer]}}}}"
+generation_kwargs: {{until: ["\\n", "."], max_gen_toks: 24, do_sample: false, temperature: 0}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+
+
+def test_answers_of_chats_are_the_engines_own(
+    server: Server, run: Callable[..., str], tmp_path: Path, default_model_path: Path
+) -> None:
+    rows = [dict(zip(("question", "choices", "answer"), row, strict=True)) for row in QUESTIONS]
+    (tmp_path / "own.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "own.yaml").write_text(GENERATION.format(path=tmp_path / "own.jsonl"))
+    model = f"base_url={server.url}/v1/chat/completions,model={MODEL},num_concurrent=2"
+    arguments = ["--model", "local-chat-completions", "--model_args", model, "--apply_chat_template"]
+    arguments += ["--tasks", "own_answers", "--include_path", tmp_path, "--output_path", tmp_path / "out"]
+    run("lm_eval", *arguments, "--log_samples", HF_HUB_OFFLINE="1")
+    (path,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    samples = {sample["doc_id"]: sample for sample in map(json.loads, path.read_text().splitlines())}
+    llm, params = LLM(str(default_model_path)), SamplingParams(max_tokens=24, temperature=0, stop=["\n", "."])
+    for number, (question, _, _) in enumerate(QUESTIONS):
+        (output,) = llm.chat([{"role": "user", "content": question}], params)
+        assert samples[number]["resps"] == [[output.outputs[0].text]], question
