@@ -20,6 +20,8 @@ from octavo.errors import Unavailable
 START_SECONDS = 60.0
 """Timeout of the child's start; its imports are slow on a loaded machine."""
 RETRY_SECONDS = 1
+SIGNALS_OF_LIMITS = (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGABRT)
+"""Exit statuses of a process that used up what it may use; libraries in Rust abort where there is no memory."""
 _PACKAGE_PARENT = str(Path(__file__).parent.parent)
 _ENVIRONMENT = ("PATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
 """Environment variables that the child inherits: enough to start, no secrets."""
@@ -98,7 +100,7 @@ class ChildProcess:
             status = self._process.wait(timeout=1)
         if status == OUT_OF_MEMORY:
             return f"it needed more than {self._settings['max_memory'] >> 20} MiB of memory"
-        if status is None or status in (-signal.SIGXCPU, -signal.SIGKILL):
+        if status is None or status in SIGNALS_OF_LIMITS:
             return "it used up its memory or processor time"
         return f"its process ended with {status}"
 
