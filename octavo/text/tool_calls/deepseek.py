@@ -10,21 +10,12 @@ from collections.abc import Sequence
 from octavo.grammar.forms import literal
 from octavo.text.reader import Call, Reader, Steps
 from octavo.text.tool_calls.json_calls import read_arguments
-from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated
-from octavo.text.tool_calls.values import Functions
+from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated, section
 
 ALL_BEGIN, ALL_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 BEGIN, END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 KIND, FENCE, FENCE_END = "function", "```json", "```"
-
-
-def _read_calls(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
-    if mark == BEGIN:
-        reader.step_back(mark)
-    while (yield from reader.maybe(_read_call(reader))):
-        pass
-    yield from reader.closing(ALL_END)
 
 
 def _read_call(reader: Reader) -> Steps[None]:
@@ -73,7 +64,7 @@ _MARKS = (ALL_BEGIN, ALL_END, BEGIN, SEPARATOR, END)
 DEEPSEEK_V3 = ToolFormat(
     name="deepseek_v3",
     models="DeepSeek V3, R1",
-    message=marked(_read_calls, ALL_BEGIN, BEGIN),
+    message=section(_read_call, ALL_BEGIN, BEGIN, ALL_END),
     rules=_fenced_rules,
     opens=ALL_BEGIN,
     more_opens=(BEGIN,),
@@ -84,7 +75,7 @@ DEEPSEEK_V3 = ToolFormat(
 DEEPSEEK_V31 = ToolFormat(
     name="deepseek_v31",
     models="DeepSeek V3.1",
-    message=marked(_read_calls, ALL_BEGIN, BEGIN),
+    message=section(_read_call, ALL_BEGIN, BEGIN, ALL_END),
     rules=_plain_rules,
     opens=ALL_BEGIN,
     more_opens=(BEGIN,),

@@ -11,20 +11,11 @@ from collections.abc import Sequence
 from octavo.grammar.forms import literal
 from octavo.text.reader import Call, Reader, Steps
 from octavo.text.tool_calls.json_calls import read_arguments
-from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated
-from octavo.text.tool_calls.values import Functions
+from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated, section
 
 ALL_BEGIN, ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _ID = re.compile(r"\s*(?:functions\.)?(.*?)(?::\d+)?\s*", re.DOTALL)
-
-
-def _read_calls(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
-    if mark == BEGIN:
-        reader.step_back(mark)
-    while (yield from reader.maybe(_read_call(reader))):
-        pass
-    yield from reader.closing(ALL_END)
 
 
 def _read_call(reader: Reader) -> Steps[None]:
@@ -56,7 +47,7 @@ def _rules(names: Sequence[str], marks: Marks, parallel: bool) -> str:
 KIMI = ToolFormat(
     name="kimi_k2",
     models="Kimi K2",
-    message=marked(_read_calls, ALL_BEGIN, BEGIN),
+    message=section(_read_call, ALL_BEGIN, BEGIN, ALL_END),
     rules=_rules,
     opens=ALL_BEGIN,
     more_opens=(BEGIN,),

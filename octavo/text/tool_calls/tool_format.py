@@ -136,6 +136,22 @@ def marked(read_calls: ReadCalls, *opens: str) -> ReadMessage:
     return read_message
 
 
+def section(read_call: Callable[[Reader], Steps[None]], opens: str, begins: str, closes: str) -> ReadMessage:
+    """A reader of messages whose calls stand between the marks ``opens`` and ``closes``, each behind ``begins``.
+
+    The mark of the section may be missing. ``read_call`` reads one call with its marks, or nothing.
+    """
+
+    def read_calls(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
+        if mark == begins:
+            reader.step_back(mark)
+        while (yield from reader.maybe(read_call(reader))):
+            pass
+        yield from reader.closing(closes)
+
+    return marked(read_calls, opens, begins)
+
+
 def repeated(rule: str, separator: str, parallel: bool) -> str:
     """``rule`` once or, with ``parallel``, up to ``MAX_PARALLEL_CALLS`` times."""
     return f"{rule} ({separator} {rule}){{0,{MAX_PARALLEL_CALLS - 1}}}" if parallel else rule
