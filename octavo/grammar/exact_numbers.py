@@ -24,7 +24,7 @@ from octavo.grammar.subschemas import ANNOTATIONS, DEFINITIONS, UNSUPPORTED, Sch
 WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,40}"
 """Between two tokens of JSON: a space, or a newline and indentation; bounded, so a model cannot emit blanks forever."""
 MAX_EXACT = 2**53 - 1
-"""Up to here floating point holds a whole number and its neighbours."""
+"""Up to here floating point holds an integer and its neighbours."""
 FLOAT_DIGITS, FLOAT_EXPONENT = 15, 22
 """llguidance reads fractions with more digits, or with a larger power of ten, with an error in the last place."""
 MAX_NUMBER_DIGITS = 400
@@ -32,7 +32,7 @@ MAX_NUMBER_DIGITS = 400
 LARGEST = Decimal(10) ** 50
 """Bounds beyond it are lowered to it; no number has to be above it."""
 MAX_MULTIPLE, MAX_DECIMALS = 2**32 - 1, 9
-"""llguidance holds ``multipleOf`` as a whole number of 32 bits and a power of ten."""
+"""llguidance holds ``multipleOf`` as an integer of 32 bits and a power of ten."""
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 NUMERIC = frozenset((*BOUNDS, "multipleOf"))
 STRING = frozenset(("minLength", "maxLength", "pattern", "format"))
@@ -190,15 +190,15 @@ class _Writer:
         combining = [key for key in COMBINING if key in own]
         if not combining:
             return self._alternatives([self._typed(own, kind, is_root) for kind in _types(own)])
-        beside = {key: value for key, value in own.items() if key != combining[0]}
+        siblings = {key: value for key, value in own.items() if key != combining[0]}
         if combining[0] in ("const", "enum"):
-            return self._values(own, beside)
-        if combining[0] == "$ref" and not beside:
+            return self._values(own, siblings)
+        if combining[0] == "$ref" and not siblings:
             return self._reference(own["$ref"], is_root)
         if combining[0] == "allOf" and isinstance(own["allOf"], list):
-            return self._write(_merged([beside, *own["allOf"]]), is_root)
+            return self._write(_merged([siblings, *own["allOf"]]), is_root)
         if combining[0] in ("anyOf", "oneOf") and isinstance(own[combining[0]], list):
-            options = [_merged([beside, option]) if beside else option for option in own[combining[0]]]
+            options = [_merged([siblings, option]) if siblings else option for option in own[combining[0]]]
             if combining[0] == "oneOf":
                 _check_exclusive(options)
             return self._alternatives([self._write(option, is_root) for option in options if option is not False])
@@ -260,17 +260,17 @@ class _Writer:
             raise Inexact("cannot be used: no number is within its bounds")
         return self._rule(" & ".join(f"/{each}/" for each in expressions), "N")
 
-    def _values(self, schema: Schema, beside: Schema) -> str:
+    def _values(self, schema: Schema, siblings: Schema) -> str:
         """Lark of a constant, or of one of several."""
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        if "const" in schema and "enum" in beside:
+        if "const" in schema and "enum" in siblings:
             values = [value for value in values if any(same(value, other) for other in schema["enum"])]
-        if others := set(beside) - NUMERIC - {"type", "enum"}:
+        if others := set(siblings) - NUMERIC - {"type", "enum"}:
             raise _refusal(schema, min(others))
-        if "multipleOf" in beside:
+        if "multipleOf" in siblings:
             raise _refusal(schema, "multipleOf")
-        low, high = _bounds_of(beside)
-        fitting = [v for v in values if any(_is_of(v, kind) for kind in _types(beside)) and _is_within(v, low, high)]
+        low, high = _bounds_of(siblings)
+        fitting = [v for v in values if any(_is_of(v, kind) for kind in _types(siblings)) and _is_within(v, low, high)]
         scalars = [literal(text_of_value(value)) for value in fitting if not isinstance(value, dict | list)]
         found = [self._rule(" | ".join(scalars), "V")] if scalars else []
         return self._alternatives([*found, *(self._value(v) for v in fitting if isinstance(v, dict | list))])
@@ -470,7 +470,7 @@ def _decimal(value: float) -> Decimal:
 
 
 def _whole(low: Bound | None, high: Bound | None) -> tuple[str, ...] | None:
-    """Expressions of the whole numbers within the bounds."""
+    """Expressions of the integers within the bounds."""
     least = most = None
     if low is not None:
         least = int(low.value.to_integral_value("ROUND_CEILING"))
