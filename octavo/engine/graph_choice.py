@@ -91,6 +91,8 @@ class GraphChoice:
         """What a capture takes, as measured when the first graphs were captured."""
         self._seconds: dict[StepShape, float] = {}
         """What steps through the first graphs take, by which the loss by padding is told."""
+        self._parts_lost: dict[tuple[StepShape, StepShape], float] = {}
+        """Cache of ``_part_lost``, as a step that is padded asks for it."""
         self._has_all_kernels = False
         """Whether compiling in the background has ended, so that any shape may be captured."""
         self._last_capture = float("-inf")
@@ -139,7 +141,10 @@ class GraphChoice:
         if best not in self._captured:
             if self._losses.get(best, 0.0) >= self._capture_seconds:
                 return self._capture_on_the_way(best)
-            self._losing = best, self._part_lost(known, best), time.monotonic()
+            part = self._parts_lost.get((known, best))
+            if part is None:
+                part = self._parts_lost[known, best] = self._part_lost(known, best)
+            self._losing = best, part, time.monotonic()
         return known, True
 
     def _fit_without_graph(self, shape: StepShape) -> tuple[StepShape, bool]:
@@ -231,6 +236,7 @@ class GraphChoice:
             started = time.perf_counter()
             runner.capture(shape).wait()  # it is captured, so this is a step of nothing but padding
             self._seconds[shape] = time.perf_counter() - started
+        self._parts_lost = {}
 
     def _start_thread(self, work: Callable[..., None], runner: StepRunner, *args: Any) -> None:
         start_thread(PREPARING, work, self, weakref.ref(runner), *args)

@@ -179,7 +179,7 @@ def with_distinct_layers(model: CausalLM, caches: Sequence[LayerCache]) -> Causa
     seen: set[Hashable] = set()
     kept = []
     for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        form = _form(layer), cache.group, isinstance(layer, Tap)
+        form = _form(layer), cache.group
         kept.append(_OnceOfItsKind(layer, form not in seen or i == len(layers) - 1 or isinstance(layer, Tap)))
         seen.add(form)
     found = copy.copy(model)
