@@ -7,11 +7,15 @@ from octavo.ops.apply_rope import apply_rope
 from octavo.ops.attention import attention
 from octavo.ops.block_embedding import block_embedding
 from octavo.ops.block_linear import block_linear
+from octavo.ops.causal_conv import causal_conv
 from octavo.ops.concat import concat
 from octavo.ops.draft_rows import draft_rows
 from octavo.ops.drafts_behind import drafts_behind
 from octavo.ops.embedding import embedding
 from octavo.ops.encoder_attention import encoder_attention
+from octavo.ops.gated_conv import gated_conv
+from octavo.ops.gated_delta import gated_delta
+from octavo.ops.gated_norm import gated_norm
 from octavo.ops.gelu import gelu
 from octavo.ops.gelu_and_mul import gelu_and_mul
 from octavo.ops.grouped_linear import grouped_linear
@@ -23,6 +27,7 @@ from octavo.ops.keep_own_rows import keep_own_rows
 from octavo.ops.latent_attention import latent_attention
 from octavo.ops.layer_norm import layer_norm
 from octavo.ops.linear import linear
+from octavo.ops.linear_attention import linear_attention
 from octavo.ops.lora import lora
 from octavo.ops.moe import moe
 from octavo.ops.newest_tokens import newest_tokens
@@ -40,6 +45,7 @@ from octavo.ops.scaled_linear import scaled_linear
 from octavo.ops.silu_and_mul import silu_and_mul
 from octavo.ops.stacked_lora import stacked_lora
 from octavo.ops.stage_step import stage_step
+from octavo.ops.state_space import state_space
 from octavo.ops.store_keys import store_keys
 from octavo.ops.store_kv import store_kv
 from octavo.ops.token_logprobs import token_logprobs
@@ -52,11 +58,15 @@ __all__ = [
     "attention",
     "block_embedding",
     "block_linear",
+    "causal_conv",
     "concat",
     "draft_rows",
     "drafts_behind",
     "embedding",
     "encoder_attention",
+    "gated_conv",
+    "gated_delta",
+    "gated_norm",
     "gelu",
     "gelu_and_mul",
     "grouped_linear",
@@ -68,6 +78,7 @@ __all__ = [
     "latent_attention",
     "layer_norm",
     "linear",
+    "linear_attention",
     "lora",
     "moe",
     "newest_tokens",
@@ -85,6 +96,7 @@ __all__ = [
     "silu_and_mul",
     "stacked_lora",
     "stage_step",
+    "state_space",
     "store_keys",
     "store_kv",
     "token_logprobs",
