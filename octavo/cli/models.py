@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table of families, or the check of a model; return 1 if it does not fit."""
     if args.model_argument is None and args.model is None:
-        layout = "{:<37}{:<11}{:<30}{:<9}{}"
+        layout = "{:<40}{:<11}{:<30}{:<9}{}"
         print("\n".join(layout.format(*row) for row in families()))
         print("\nOther decoders: with --backend transformers, more slowly.", file=sys.stderr)
         return 0
@@ -46,19 +46,22 @@ def families() -> Iterator[tuple[str, str, str, str, str]]:
     from octavo.models.encoders import ENCODERS
     from octavo.models.features import features
     from octavo.models.registry import ARCHITECTURES
-    from octavo.models.text_part import TEXT_PARTS
+    from octavo.models.text_part import TEXT_MODELS, TEXT_PARTS
     from octavo.weights.gguf_families import FAMILIES, MIXTRAL
 
     in_gguf = {family.architecture: name for name, family in FAMILIES.items()}
     in_gguf |= {MIXTRAL.architecture: "llama", "DeepseekV3ForCausalLM": "deepseek2"}
     yield "architecture", "GGUF", "LoRA", "windows", "about"
+    shown = {}
     for name, family in sorted(ARCHITECTURES.items(), key=lambda item: item[0].lower()):
         found = features(name)
         maps = f"not {', '.join(found.not_adaptable)}" if found.not_adaptable else "all maps"
-        yield name, in_gguf.get(name, "-"), maps, found.windows, _about(family)
-    for name, (text, _) in TEXT_PARTS.items():
-        part = features(text)
-        yield name, "-", "all maps", part.windows, f"Its text model only, which is {text}."
+        shown[name] = maps, found.windows, _about(family)
+        yield name, in_gguf.get(name, "-"), *shown[name]
+    for name, kind in TEXT_PARTS.items():
+        text = TEXT_MODELS[kind][0]
+        maps, windows, _ = shown[text]
+        yield name, "-", maps, windows, f"Its text model only, by default {text}."
     for name, encoder in ENCODERS.items():
         yield name, "-", "-", "-", _about(encoder)
 

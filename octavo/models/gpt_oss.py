@@ -52,7 +52,7 @@ class GptOssLayer(LlamaLayer):
         gates_then_ups = np.arange(2 * F).reshape(F, 2).T.ravel()  # the checkpoint interleaves them
         return MoE(
             router,
-            weights.stacked_experts(f"{mlp}.experts", shape, gates_then_ups),
+            weights.stacked_experts(f"{mlp}.experts", shape, gates_then_ups, has_bias=True),
             collective=weights.collective,
         )
 

@@ -295,17 +295,21 @@ class WeightLoader:
             [biases(shape.gate, F), biases(shape.up, F), biases(shape.down, D)] if has_bias else None,
         )
 
-    def stacked_experts(self, prefix: str, shape: ExpertShape, order: Order) -> Mixture:
-        """Experts that the checkpoint stacks in ``prefix.gate_up_proj`` and ``prefix.down_proj``, with biases.
+    def stacked_experts(self, prefix: str, shape: ExpertShape, order: Order, has_bias: bool = False) -> Mixture:
+        """Experts that the checkpoint stacks in ``prefix.gate_up_proj`` and ``prefix.down_proj``.
 
-        Unquantised matrices are stored as [inputs, outputs]. ``order`` is the index of the stored row for each row of
-        gates, then ups.
+        Unquantised matrices are stored as [inputs, outputs], or the other way round where their shapes say so.
+        ``order`` is the index of the stored row for each row of gates, then ups.
         """
         X, D, F = shape.num_experts, shape.hidden_size, shape.ffn_size
         gate_up_name, down_name = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
-        gate_ups = self._method.stack(gate_up_name, (X, 2 * F, D), self.tensors, True)
-        downs = self._method.stack(down_name, (X, D, F), self.tensors, True)
-        gate_up_bias = self._numbers(f"{gate_up_name}_bias", (X, 2 * F))[:, torch.from_numpy(order)]
+        is_transposed = self.tensors.shape(down_name) != (X, D, F) or D == F
+        gate_ups = self._method.stack(gate_up_name, (X, 2 * F, D), self.tensors, is_transposed)
+        downs = self._method.stack(down_name, (X, D, F), self.tensors, is_transposed)
+        biases = None
+        if has_bias:
+            gate_up_bias = self._numbers(f"{gate_up_name}_bias", (X, 2 * F))[:, torch.from_numpy(order)]
+            biases = [*gate_up_bias.chunk(2, dim=1), self._numbers(f"{down_name}_bias", (X, D))]
 
         def gate_up(index: int) -> list[StoredWeight]:
             whole = quantized(gate_up_name, gate_ups[index], self.form)
@@ -315,7 +319,7 @@ class WeightLoader:
             shape,
             gate_up,
             lambda i: [self._shard.part(down_name, quantized(down_name, downs[i], self.form), 1)],
-            [*gate_up_bias.chunk(2, dim=1), self._numbers(f"{down_name}_bias", (X, D))],
+            biases,
         )
 
     def _mixture(

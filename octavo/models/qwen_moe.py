@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
+
 from octavo.layers.moe import MoE, Router, SharedExpert
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
@@ -24,7 +26,11 @@ def _mixture(
     mlp, D, X = f"{prefix}.mlp", config.hidden_size, moe.num_experts
     norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
     router = Router(norm, weights.router(f"{mlp}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
-    experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation))
+    shape = ExpertShape(X, D, moe.expert_size, moe.activation)
+    if weights.tensors.has(f"{mlp}.experts.gate_up_proj"):  # in checkpoints of Qwen3-VL
+        experts = weights.stacked_experts(f"{mlp}.experts", shape, np.arange(2 * moe.expert_size))
+    else:
+        experts = weights.experts(f"{mlp}.experts", shape)
     shared = _shared_expert(config, moe.shared_size, weights, mlp) if moe.shared_size else None
     return MoE(router, experts, shared, weights.collective)
 

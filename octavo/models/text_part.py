@@ -1,6 +1,7 @@
-"""The language model of a vision-language checkpoint: its part of the configuration and of the weights.
+"""The language model of a vision-language or audio checkpoint: its part of the configuration and of the weights.
 
-Text-only requests need nothing else; the vision parts are not loaded.
+Text-only requests need nothing else; the other parts are not loaded. Rotary positions of text in three dimensions
+(m-rope) are three times the same, which is plain rotary embedding.
 """
 
 from __future__ import annotations
@@ -13,42 +14,138 @@ from octavo.models.config import architecture
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.quant.tensors import Renamed, Source
 
-TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Gemma3ForConditionalGeneration": (
-        "Gemma3ForCausalLM",
-        {
-            "vocab_size": 262_208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131_072,
-        },
-    ),
+GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
+GLM = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
+LLAMA = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
 }
-"""Architecture of the checkpoint to that of its text part, and defaults that published configurations omit."""
-PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+MISTRAL = {**LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
+QWEN2 = {
+    **LLAMA,
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+}
+TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", {}),
+    "gemma3_text": ("Gemma3ForCausalLM", GEMMA3),
+    "glm4v_text": ("Glm4ForCausalLM", GLM),
+    "glm_ocr_text": ("Glm4ForCausalLM", GLM),
+    "gpt_oss": ("GptOssForCausalLM", {}),
+    "kimi_k2": ("DeepseekV3ForCausalLM", {}),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "mistral": ("MistralForCausalLM", MISTRAL),
+    "phi3": ("Phi3ForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", QWEN2),
+    "qwen2_5_omni_text": ("Qwen2ForCausalLM", {}),
+    "qwen2_5_vl": ("Qwen2ForCausalLM", {}),
+    "qwen2_5_vl_text": ("Qwen2ForCausalLM", {}),
+    "qwen2_vl": ("Qwen2ForCausalLM", {}),
+    "qwen2_vl_text": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {}),
+    "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
+    "qwen3_vl_text": ("Qwen3ForCausalLM", {"rms_norm_eps": 1e-6}),
+}
+"""``model_type`` of a text part to its architecture, and defaults that published configurations omit."""
+TEXT_PARTS: dict[str, str] = {
+    "GlmOcrForConditionalGeneration": "glm_ocr_text",
+    "GotOcr2ForConditionalGeneration": "qwen2",
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Glm46VForConditionalGeneration": "glm4v_text",
+    "Glm4vForConditionalGeneration": "glm4v_text",
+    "Idefics2ForConditionalGeneration": "mistral",
+    "Idefics3ForConditionalGeneration": "llama",
+    "InternVLForConditionalGeneration": "qwen2",
+    "KimiK25ForConditionalGeneration": "kimi_k2",
+    "Kimi_K25ForConditionalGeneration": "deepseek_v3",
+    "LightOnOcrForConditionalGeneration": "qwen3",
+    "LlavaForConditionalGeneration": "llama",
+    "LlavaNextForConditionalGeneration": "llama",
+    "LlavaNextVideoForConditionalGeneration": "llama",
+    "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Ovis2ForConditionalGeneration": "qwen2",
+    "Qwen2AudioForConditionalGeneration": "qwen2",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
+    "SmolVLMForConditionalGeneration": "llama",
+    "VideoLlavaForConditionalGeneration": "llama",
+    "VipLlavaForConditionalGeneration": "llama",
+    "VoxtralForConditionalGeneration": "llama",
+}
+"""Architecture of a checkpoint to the ``model_type`` of its text part, if the configuration does not say it."""
+PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+}
 """Prefixes of the text part's weights, and the corresponding prefixes in a text-only checkpoint."""
-LEFT_OUT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+LEFT_OUT = re.compile(
+    r"(model\.)?(vision_tower|vision_model|vision_encoder|vision_projection|visual|visual_embeddings_table|connector|"
+    r"multi_modal_projector|mm_projector|patch_merge_mlp|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
+    r"embed_audio|vision_embedder|view_seperator)\b"
+)
+"""Names of the other parts."""
 HEADLESS = re.compile(r"(embed_tokens|layers|norm)\.")
 """Beginnings of names in a checkpoint of a model without a head; elsewhere ``model.`` precedes them."""
+OUTER = ("eos_token_id", "quantization_config", "tie_word_embeddings")
+"""Keys of the text part that may stand outside of it."""
 
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration of the text part; for a text-only model, the configuration itself.
 
-    Either part of a ``config.json`` may have the ``quantization_config``. Raises ``CheckpointError``.
+    Either part of a ``config.json`` may have the ``quantization_config``. Older configurations have no part for the
+    text, but its keys among their own. Raises ``CheckpointError``.
     """
     whole = architecture(ConfigKeys(values))
     if whole not in TEXT_PARTS:
         return values
-    name, defaults = TEXT_PARTS[whole]
     inner = values.get("text_config")
+    if inner is None and "hidden_size" in values:
+        inner = {key: value for key, value in values.items() if not key.startswith(("vision_", "image_", "video_"))}
     if not isinstance(inner, Mapping):
         raise wrong("text_config", inner, "an object")
-    outer = {
-        key: values[key] for key in ("eos_token_id", "quantization_config", "tie_word_embeddings") if key in values
-    }
+    kind = inner.get("model_type") or TEXT_PARTS[whole]
+    if kind not in TEXT_MODELS:
+        raise wrong("text_config.model_type", kind, f"one of {', '.join(TEXT_MODELS)}")
+    name, defaults = TEXT_MODELS[kind]
+    outer = {key: values[key] for key in OUTER if key in values}
     given = {key: value for key, value in {**outer, **inner}.items() if value is not None}
-    return {**defaults, **given, "architectures": [name]}
+    if isinstance(outer.get("tie_word_embeddings"), bool):  # takes precedence, as in transformers
+        given["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(given.get(key), Mapping):
+            given[key] = _plain_rope(given[key])
+    return {**defaults, **given, **_glm_heads(kind, given), "architectures": [name]}
+
+
+def _glm_heads(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of GLM's vision-language models that differ from the text model's: their head size has another default, and
+    GLM-OCR never has biases."""
+    size, count = given.get("hidden_size"), given.get("num_attention_heads")
+    if not kind.startswith("glm") or not isinstance(size, int) or not isinstance(count, int) or count < 1:
+        return {}
+    own = {"head_dim": given.get("head_dim") or size // count}
+    return {**own, "attention_bias": False} if kind == "glm_ocr_text" else own
+
+
+def _plain_rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary keys without those that divide a head among the three dimensions of a position."""
+    plain = {key: value for key, value in given.items() if key not in ("mrope_section", "mrope_interleaved")}
+    return {key: "default" if value == "mrope" else value for key, value in plain.items()}
 
 
 class TextPart(Renamed):
@@ -58,7 +155,7 @@ class TextPart(Renamed):
     """
 
     def __init__(self, source: Source) -> None:
-        stored = {_own_name(name): name for name in source.names() if not name.startswith(LEFT_OUT)}
+        stored = {_own_name(name): name for name in source.names() if not LEFT_OUT.match(name)}
         self._is_renamed = any(own != name for own, name in stored.items())
         self._is_headless = any(map(HEADLESS.match, stored)) and not any(own.startswith("model.") for own in stored)
         if self._is_headless:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
@@ -19,13 +20,18 @@ from octavo import LLM, SamplingParams
 from octavo.config import ModelSettings
 from octavo.device_settings import quant_method, weight_format
 from octavo.errors import CheckpointError, ConfigError
-from octavo.models.registry import read_config
+from octavo.layers.rotary import DefaultRope
+from octavo.models.llama import LlamaConfig
+from octavo.models.registry import ARCHITECTURES, read_config
 from octavo.models.sizes import check_sizes
+from octavo.models.text_part import TEXT_MODELS, TEXT_PARTS
 from octavo.weights.safetensors import SafetensorsCheckpoint
+from octavo_bench.tiny_models import tiny_config, tiny_model
 from tests.models.families import GEMMA, SHAPE, make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
 from tests.models.test_quantised import logprobs
 from tests.quant.writers import Writer, auto_round, compressed, gptq, quantise, replace_matrices
+from tests.tiers import nightly_after
 
 VISION = {
     "hidden_size": 16,
@@ -75,6 +81,65 @@ def test_text_is_computed_as_by_the_whole_model(prefix: str, tmp_path: Path) -> 
         tensors = {other.get(name, name): tensor for name, tensor in tensors.items()}
         save_file(tensors, tmp_path / "model.safetensors")
     check(tmp_path, model)
+
+
+WRAPPERS = {
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Mistral3ForConditionalGeneration": "mistral3",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Glm4vForConditionalGeneration": "glm4v",
+    "Glm46VForConditionalGeneration": "glm46v",
+    "GlmOcrForConditionalGeneration": "glm_ocr",
+    "GotOcr2ForConditionalGeneration": "got_ocr2",
+    "Idefics2ForConditionalGeneration": "idefics2",
+    "Idefics3ForConditionalGeneration": "idefics3",
+    "InternVLForConditionalGeneration": "internvl",
+    "LightOnOcrForConditionalGeneration": "lighton_ocr",
+    "LlavaForConditionalGeneration": "llava",
+    "LlavaNextForConditionalGeneration": "llava_next",
+    "LlavaNextVideoForConditionalGeneration": "llava_next_video",
+    "LlavaOnevisionForConditionalGeneration": "llava_onevision",
+    "Ovis2ForConditionalGeneration": "ovis2",
+    "Qwen2AudioForConditionalGeneration": "qwen2_audio",
+    "SmolVLMForConditionalGeneration": "smolvlm",
+    "VideoLlavaForConditionalGeneration": "video_llava",
+    "VipLlavaForConditionalGeneration": "vipllava",
+    "VoxtralForConditionalGeneration": "voxtral",
+}
+"""Classes with a part for text, and their ``model_type``."""
+
+
+@pytest.mark.parametrize(("name", "kind"), nightly_after(3, WRAPPERS.items()))
+def test_text_of_every_wrapper(name: str, kind: str, tmp_path: Path) -> None:
+    model = tiny_model(tiny_config(kind), getattr(transformers, name))
+    model.save_pretrained(tmp_path)
+    check(tmp_path, model)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_keys_of_the_text_part_among_the_others(kind: str) -> None:
+    """Older configurations have no ``text_config``."""
+    name = next(name for name, other in WRAPPERS.items() if other == kind)
+    values = {**tiny_config(kind).get_text_config().to_dict(), "architectures": [name], "vision_start_token_id": 7}
+    values |= {
+        "rope_parameters": None,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]},
+        "model_type": kind,
+    }
+    values |= {"rope_theta": 500.0, "vision_config": {"depth": 2}, "layer_types": None}
+    config = read_config(values)
+    assert isinstance(config, LlamaConfig)
+    assert (config.architecture, config.rope) == ("Qwen2ForCausalLM", DefaultRope(500.0))
+
+
+def test_wrappers_name_models_that_are_served() -> None:
+    assert set(TEXT_PARTS.values()) <= set(TEXT_MODELS)
+    assert {name for name, _ in TEXT_MODELS.values()} <= set(ARCHITECTURES)
+    values = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "mamba"}}
+    with pytest.raises(CheckpointError, match=r"text_config\.model_type is 'mamba'; it must be one of .*llama"):
+        read_config(values)
 
 
 def test_what_published_configurations_leave_out() -> None:
