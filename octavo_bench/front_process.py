@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from octavo.config import ServeConfig
-from octavo_server import serving
+from octavo_server.front import serving
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.types import EngineInfo, Masks, Plan, Sampled
 from octavo_bench.overhead import InstantStep, build_instant_engine
-from octavo_server.engine_process import main
+from octavo_server.engines.engine_process import main
 
 MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 1024

@@ -26,10 +26,10 @@ from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from octavo_fleet.routing.prefixes import CachedPrefixes, PromptQuery
 from octavo_fleet.routing.routers import make_router
 from octavo_fleet.several_engines import SeveralEngines
-from octavo_server.async_engine import AsyncEngine
-from octavo_server.engine_client import OutputListener, Progress, SleepMode
-from octavo_server.engine_stats import summed
-from octavo_server.timelines import KVEventRing, Timelines
+from octavo_server.engines.async_engine import AsyncEngine
+from octavo_server.engines.engine_client import OutputListener, Progress, SleepMode
+from octavo_server.engines.engine_stats import summed
+from octavo_server.observe.timelines import KVEventRing, Timelines
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 

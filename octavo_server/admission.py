@@ -31,12 +31,12 @@ from octavo.text.restrictions import Sequences, banned_sequences, check_somethin
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Request, Task
-from octavo_server.engine_client import EngineClient
-from octavo_server.errors import RETRY_AFTER_SECONDS
+from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import Choice, Generation, Prompt
-from octavo_server.keys import Caller
-from octavo_server.places import Places
-from octavo_server.quotas import has_share
+from octavo_server.http.errors import RETRY_AFTER_SECONDS
+from octavo_server.tenants.api_keys import Caller
+from octavo_server.tenants.places import Places
+from octavo_server.tenants.quotas import has_share
 
 THREAD_BYTES = 1 << 10
 """Longer texts are tokenised in a thread: a millisecond each for many requests would stall every stream."""

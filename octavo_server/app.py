@@ -22,34 +22,36 @@ from octavo.telemetry.metrics import Metrics
 from octavo.text.chat_template import load_chat_template
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
-from octavo_server import admin, explanations, probes, sleep
+from octavo_server import admin, sleep
 from octavo_server.admission import Admission
-from octavo_server.allowed_hosts import AllowedHosts, AllowedOrigins
-from octavo_server.anthropic import messages
-from octavo_server.background_jobs import BackgroundJobs
-from octavo_server.batches import batches, files
-from octavo_server.body_receiver import BodyReceiver
-from octavo_server.console import files as console
-from octavo_server.console import live
+from octavo_server.console import pages as console
+from octavo_server.console import stats_stream as live
+from octavo_server.dialects.anthropic import messages
+from octavo_server.dialects.batches import batches, files
+from octavo_server.dialects.native import completions, generate, infer, tgi
+from octavo_server.dialects.ollama import endpoints as ollama
+from octavo_server.dialects.ollama import models as ollama_models
+from octavo_server.dialects.openai import adapters, chat, embeddings, models, scoring, tokenize
+from octavo_server.dialects.openai.rendering import json_response
+from octavo_server.dialects.responses import conversations
+from octavo_server.dialects.responses import endpoints as responses
+from octavo_server.dialects.responses.background import BackgroundResponses
 from octavo_server.durable import endpoints as durable
+from octavo_server.durable.background_jobs import BackgroundJobs
 from octavo_server.durable.journal import Journal
-from octavo_server.engine_client import EngineClient, Monitored
-from octavo_server.errors import on_http_exception, on_request_error
-from octavo_server.keys import Keys
-from octavo_server.middleware import RequestMiddleware
+from octavo_server.durable.store import Store
+from octavo_server.engines.engine_client import EngineClient, Monitored
+from octavo_server.front.takeover import Predecessor
+from octavo_server.http.allowed_hosts import AllowedHosts, AllowedOrigins
+from octavo_server.http.body_receiver import BodyReceiver
+from octavo_server.http.endpoint import Endpoint, openapi_document
+from octavo_server.http.errors import on_http_exception, on_request_error
+from octavo_server.http.middleware import RequestMiddleware
 from octavo_server.model_name import served_model_names
-from octavo_server.native import completions, generate, infer, tgi
-from octavo_server.ollama import endpoints as ollama
-from octavo_server.ollama import models as ollama_models
-from octavo_server.openai import adapters, chat, embeddings, models, scoring, tokenize
-from octavo_server.openai.rendering import json_response
-from octavo_server.openai.schema import Endpoint, openapi_document
-from octavo_server.responses import conversations
-from octavo_server.responses import endpoints as responses
-from octavo_server.responses.background import BackgroundResponses
+from octavo_server.observe import probes
+from octavo_server.observe import timeline_routes as explanations
 from octavo_server.services import Services
-from octavo_server.store import Store
-from octavo_server.takeover import Predecessor
+from octavo_server.tenants.api_keys import Keys
 
 PARTS = (
     completions,

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 from octavo.errors import CANCELLATIONS, RequestError, RequestFailed
 from octavo.text.text_stream import TextStream
 from octavo.types import FinishReason, Output, Request, TokenLogprobs
-from octavo_server.errors import UnexpectedError
-from octavo_server.quotas import Account
+from octavo_server.http.errors import UnexpectedError
+from octavo_server.tenants.quotas import Account
 
 logger = logging.getLogger(__name__)
 

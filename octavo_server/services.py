@@ -18,15 +18,15 @@ from octavo.text.detokenizer import Detokenizer
 from octavo.text.message_format import MessageFormat
 from octavo.text.tokenizer import Tokenizer
 from octavo_server.admission import Admission
-from octavo_server.background_jobs import BackgroundJobs
-from octavo_server.body_decoder import BodyDecoder
-from octavo_server.body_receiver import BodyReceiver
+from octavo_server.durable.background_jobs import BackgroundJobs
 from octavo_server.durable.journal import Journal
-from octavo_server.engine_client import EngineClient, Monitored
-from octavo_server.errors import UnknownParameter, printable
-from octavo_server.journal import had_grammars
-from octavo_server.keys import Keys, caller_of
-from octavo_server.store import Store
+from octavo_server.durable.store import Store
+from octavo_server.engines.engine_client import EngineClient, Monitored
+from octavo_server.engines.request_table import had_grammars
+from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.body_receiver import BodyReceiver
+from octavo_server.http.errors import UnknownParameter, printable
+from octavo_server.tenants.api_keys import Keys, caller_of
 
 MAX_SHOWN_FIELDS = 16
 MAX_SHOWN_MODELS = 16

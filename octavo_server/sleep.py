@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
-from octavo_server.engine_client import EngineClient, SleepMode
-from octavo_server.errors import MissingParameter, UnsupportedParameter
-from octavo_server.openai.rendering import json_response
-from octavo_server.openai.schema import Endpoint
+from octavo_server.dialects.openai.rendering import json_response
+from octavo_server.engines.engine_client import EngineClient, SleepMode
+from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.errors import MissingParameter, UnsupportedParameter
 from octavo_server.services import asked_services_of, services_of
 
 LEVELS = ("1", "2")

@@ -46,7 +46,7 @@ BOUNDS = {
     "lines of octavo_bench": Bound(13_850, 600),
     "small modules with one importer, in their own folder": Bound(76, 6),
     "files that a chat request enters": Bound(47, 6),
-    "folders with many loose files": Bound(14, 2),
+    "folders with many loose files": Bound(11, 2),
     "names of several modules": Bound(64, 6),
 }
 

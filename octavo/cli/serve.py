@@ -35,13 +35,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"octavo: warning: {warning}", file=sys.stderr)
     settings, listener = configs[0].server, None
     if settings.supervise is not None:
-        from octavo_server.front_supervisor import listen, supervise
+        from octavo_server.front.front_supervisor import listen, supervise
 
         if settings.takeover_socket is None:  # otherwise the server before this one may have the address
             listener = listen(settings.host, settings.port)
         if (code := supervise(settings.supervise)) is not None:
             return code
-    from octavo_server import serving
+    from octavo_server.front import serving
 
     return serving.run(configs[0], others=configs[1:], listener=listener)
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _act(args: argparse.Namespace, folder: Path) -> bool:
     """Do what ``args`` say with the database; return whether it is sound."""
-    from octavo_server import stored_state
+    from octavo_server.durable import stored_state
 
     if args.action == "check":
         return _check(folder)
@@ -58,7 +58,7 @@ def _act(args: argparse.Namespace, folder: Path) -> bool:
 
 
 def _check(folder: Path) -> bool:
-    from octavo_server.stored_state import check
+    from octavo_server.durable.stored_state import check
 
     report = check(folder)
     rows = [["content", "items", "size", "oldest"]]

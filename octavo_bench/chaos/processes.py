@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-ENGINE = b"octavo_server.engine_process"
+ENGINE = b"octavo_server.engines.engine_process"
 
 
 class Held(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from octavo_server.app import PARTS
-from octavo_server.openai.schema import Endpoint, openapi_document
+from octavo_server.http.endpoint import Endpoint, openapi_document
 
 START = """\
 # Endpoints and their fields

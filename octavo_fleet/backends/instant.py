@@ -135,7 +135,7 @@ class InstantEngine:
 
 
 def build(config: EngineConfig) -> tuple[InstantEngine, EngineInfo]:
-    """Build the engine; see ``octavo_server.engine_process.Build``."""
+    """Build the engine; see ``octavo_server.engines.engine_process.Build``."""
     max_num_seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS
     max_model_len = config.model.max_model_len or MAX_MODEL_LEN
     info = make_info("instant", vocab_size=VOCAB_SIZE, max_model_len=max_model_len, max_num_seqs=max_num_seqs)

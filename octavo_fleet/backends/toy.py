@@ -36,7 +36,7 @@ def next_token(seq: Sequence, num_tokens: int) -> int:
 
 
 def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
-    """Build the engine; see ``octavo_server.engine_process.Build``."""
+    """Build the engine; see ``octavo_server.engines.engine_process.Build``."""
     cache, given = config.cache, config.scheduler
     block_size, num_blocks = cache.block_size or BLOCK_SIZE, cache.num_kv_blocks or NUM_KV_BLOCKS
     max_num_seqs = given.max_num_seqs or min(MAX_NUM_SEQS, given.max_num_batched_tokens or MAX_NUM_SEQS)

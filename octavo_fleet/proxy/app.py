@@ -15,11 +15,12 @@ from octavo.config import ServeConfig
 from octavo.errors import InvalidParameter, RequestError
 from octavo_fleet.proxy.relay import Relay, outgoing
 from octavo_fleet.proxy.upstream import Upstream
-from octavo_server import admin, probes
+from octavo_server import admin
 from octavo_server.app import outer_middleware
-from octavo_server.body_receiver import BodyReceiver
-from octavo_server.errors import on_http_exception, on_request_error
-from octavo_server.keys import Keys, caller_of
+from octavo_server.http.body_receiver import BodyReceiver
+from octavo_server.http.errors import on_http_exception, on_request_error
+from octavo_server.observe import probes
+from octavo_server.tenants.api_keys import Keys, caller_of
 
 POST = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),

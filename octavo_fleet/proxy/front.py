@@ -1,4 +1,4 @@
-"""What the serving process runs for the openai backend; see ``octavo_server.serving.Front``."""
+"""What the serving process runs for the openai backend; see ``octavo_server.front.serving.Front``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from starlette.applications import Starlette
 from octavo.config import ServeConfig
 from octavo_fleet.proxy.app import create_proxy_app
 from octavo_fleet.proxy.upstream import Upstream
-from octavo_server.takeover import Predecessor
+from octavo_server.front.takeover import Predecessor
 
 
 class ProxyFront:

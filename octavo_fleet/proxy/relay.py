@@ -22,11 +22,11 @@ from octavo.errors import DeadlineExceeded, RequestError, Unavailable
 from octavo_fleet.proxy.connections import ConnectionFailed, Headers, InvalidResponse
 from octavo_fleet.proxy.metering import Meter
 from octavo_fleet.proxy.upstream import Answer, Upstream, failure_of
-from octavo_server.errors import ANTHROPIC_PATH, anthropic_error, error_object
 from octavo_server.generation import ClientGone
-from octavo_server.http import WRITE_PIECE, WritePiece
-from octavo_server.quotas import Account
-from octavo_server.sse import DONE
+from octavo_server.http.errors import ANTHROPIC_PATH, anthropic_error, error_object
+from octavo_server.http.server import WRITE_PIECE, WritePiece
+from octavo_server.http.sse import DONE
+from octavo_server.tenants.quotas import Account
 
 HOP_BY_HOP = frozenset(
     {

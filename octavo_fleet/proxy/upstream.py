@@ -22,7 +22,7 @@ from octavo_fleet.proxy.connections import (
     ServerSilent,
 )
 from octavo_fleet.proxy.upstream_process import UpstreamProcess
-from octavo_server.errors import RETRY_AFTER_SECONDS
+from octavo_server.http.errors import RETRY_AFTER_SECONDS
 
 MAX_NUM_SEQS = 1024
 """Requests that the upstream has at once, if ``max_num_seqs`` is not set."""

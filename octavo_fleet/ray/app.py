@@ -30,7 +30,7 @@ from octavo_fleet.ray.request_router import OctavoRequestRouter
 from octavo_fleet.ray.settings import FleetSettings, parse
 from octavo_server.app import create_app
 from octavo_server.model_name import with_local_model
-from octavo_server.tracing import make_tracing
+from octavo_server.observe.tracing import make_tracing
 
 MAX_ONGOING = 100_000
 """Requests that Ray lets through to one replica: Octavo bounds and queues them itself."""

@@ -16,9 +16,9 @@ from octavo.telemetry.logs import log_to_stderr
 from octavo.types import Output
 from octavo_fleet.ray.messages import Answer, decode_request, encode, refusal_of
 from octavo_fleet.routing.prefixes import CachedPrefixes
-from octavo_server.async_engine import AsyncEngine
+from octavo_server.engines.async_engine import AsyncEngine
+from octavo_server.engines.wire import Refusal
 from octavo_server.model_name import with_local_model
-from octavo_server.wire import Refusal
 
 STUCK = 3
 """A replica is replaced when its engine makes no progress for this many times ``engine_timeout``, after which the

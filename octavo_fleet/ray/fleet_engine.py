@@ -20,12 +20,12 @@ from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from octavo_fleet.ray.messages import Answer, decode_answer, decode_info, encode
-from octavo_server.adapters import AdapterTable
-from octavo_server.engine_client import OutputListener, SleepMode
-from octavo_server.engine_stats import summed
-from octavo_server.journal import RequestJournal
-from octavo_server.live_request import LiveRequest, adapters_of
-from octavo_server.timelines import KVEventRing, Timelines
+from octavo_server.engines.engine_client import OutputListener, SleepMode
+from octavo_server.engines.engine_stats import summed
+from octavo_server.engines.live_request import LiveRequest, adapters_of
+from octavo_server.engines.lora_adapters import AdapterTable
+from octavo_server.engines.request_table import RequestJournal
+from octavo_server.observe.timelines import KVEventRing, Timelines
 
 MAX_MOVES = 5
 """A request that is lost this many times in a row without a new token ends with an error."""

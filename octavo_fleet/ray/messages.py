@@ -9,7 +9,7 @@ import msgspec
 
 from octavo.errors import RequestError
 from octavo.types import EngineInfo, EngineStats, Output, Request
-from octavo_server.wire import Refusal
+from octavo_server.engines.wire import Refusal
 
 
 class Answer(msgspec.Struct, array_like=True, gc=False):

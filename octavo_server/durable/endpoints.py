@@ -5,12 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.durable.journal import HEADER
-from octavo_server.errors import MissingParameter, NotFound, printable
-from octavo_server.keys import caller_of
-from octavo_server.openai.rendering import json_response
-from octavo_server.openai.schema import Endpoint
+from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.errors import MissingParameter, NotFound, printable
 from octavo_server.services import services_of
+from octavo_server.tenants.api_keys import caller_of
 
 
 async def delete_request(request: Request) -> Response:

@@ -25,11 +25,11 @@ from octavo_server.durable.log import Damage, LogFile, LogWriter, log_files
 from octavo_server.durable.records import UNREADABLE, Batch, Forgotten, Head, Note
 from octavo_server.durable.recovery import read_logs
 from octavo_server.durable.requests import DurableRequest, begin_of, head_of
-from octavo_server.engine_client import EngineClient
+from octavo_server.engines.engine_client import EngineClient
+from octavo_server.engines.request_table import GRAMMARS
+from octavo_server.front.takeover import Predecessor
 from octavo_server.generation import Generation
-from octavo_server.journal import GRAMMARS
-from octavo_server.keys import Caller, caller_of
-from octavo_server.takeover import Predecessor
+from octavo_server.tenants.api_keys import Caller, caller_of
 
 HEADER = "idempotency-key"
 MAX_KEY = 255

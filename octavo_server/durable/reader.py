@@ -19,7 +19,7 @@ from octavo.errors import InvalidParameter, RequestError
 from octavo.types import FinishReason, Output
 from octavo_server.durable.records import Begin
 from octavo_server.generation import Choice, Generation
-from octavo_server.sse import EventWriter
+from octavo_server.http.sse import EventWriter
 
 HEADER = "last-event-id"
 _POINT = r"(\d{1,9})\.([0-9a-f]{8})"

@@ -41,9 +41,9 @@ from octavo_server.durable.records import (
     unpack,
 )
 from octavo_server.durable.recovery import Restored
-from octavo_server.engine_client import EngineClient
+from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import Choice, Generation, Prompt
-from octavo_server.quotas import Account
+from octavo_server.tenants.quotas import Account
 
 MAX_TOKEN_BYTES = 5
 """Of a token in a record of a whole request."""

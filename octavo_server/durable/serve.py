@@ -8,9 +8,9 @@ from starlette.requests import Request
 from octavo_server.admission import ClientRequest
 from octavo_server.durable import journal, reader
 from octavo_server.generation import Generation
-from octavo_server.keys import Caller, caller_of
+from octavo_server.http.sse import EventWriter
 from octavo_server.services import Services
-from octavo_server.sse import EventWriter
+from octavo_server.tenants.api_keys import Caller, caller_of
 
 
 async def admit(services: Services, request: Request, body: msgspec.Struct, submitted: ClientRequest) -> Generation:

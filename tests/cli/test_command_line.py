@@ -211,7 +211,7 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_serve_hands_its_settings_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo_server import serving
+    from octavo_server.front import serving
 
     seen: list[ServeConfig] = []
     monkeypatch.setattr(serving, "run", lambda config, others, listener: seen.extend([config, *others]) or 5)

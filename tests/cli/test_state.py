@@ -9,7 +9,7 @@ import pytest
 
 from octavo.cli import main
 from octavo_server.durable.log import LogFile
-from octavo_server.store import FILE_NAME, Store, StoredItem
+from octavo_server.durable.store import FILE_NAME, Store, StoredItem
 
 DAY = 86400.0
 

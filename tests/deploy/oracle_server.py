@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from octavo.config import ServeConfig
-from octavo_server import serving
+from octavo_server.front import serving
 from tests.server.child_engine import command
 
 if __name__ == "__main__":

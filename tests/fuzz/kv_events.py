@@ -11,7 +11,7 @@ import socket
 
 import zmq
 
-from octavo_server.kv_publisher import END, KVEventPublisher, KVEventsConfig
+from octavo_server.engines.kv_publisher import END, KVEventPublisher, KVEventsConfig
 from tests.fuzz.target import Fault, Target
 from tests.server.test_kv_publisher import free_port
 

@@ -15,7 +15,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.config import ServeConfig
 from octavo.types import Request
-from octavo_server.async_engine import AsyncEngine
+from octavo_server.engines.async_engine import AsyncEngine
 from tests.gpu.checkpoints import write_checkpoint
 from tests.server.child_engine import Recorder
 

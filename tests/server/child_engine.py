@@ -17,7 +17,7 @@ from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.server_settings import ServerSettings
 from octavo.types import Output, Request
-from octavo_server.async_engine import AsyncEngine
+from octavo_server.engines.async_engine import AsyncEngine
 from tests.server.fake_engine import expected
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def make_config(timeout: float = 30.0, **knobs: Any) -> ServeConfig:
 def command(module: str = "fake_engine") -> list[str]:
     """Runs an engine process over the engine that a module of this folder builds."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-    code += f"from octavo_server import engine_process; from tests.server import {module}; "
+    code += f"from octavo_server.engines import engine_process; from tests.server import {module}; "
     return [sys.executable, "-c", code + f"engine_process.main(build={module}.build)"]
 
 

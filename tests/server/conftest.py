@@ -18,7 +18,7 @@ from octavo.config import ServeConfig
 from octavo.server_settings import ServerSettings
 from octavo.text.tokenizer import Tokenizer
 from octavo_server.app import create_app
-from octavo_server.http import HTTPServer
+from octavo_server.http.server import HTTPServer
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
 TICK_SECONDS = 0.1

@@ -20,9 +20,9 @@ from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from octavo_fleet.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa: F401 (for the tests)
-from octavo_server.adapters import AdapterTable
-from octavo_server.engine_client import OutputListener, Progress, SleepMode
-from octavo_server.timelines import KVEventRing, Timelines
+from octavo_server.engines.engine_client import OutputListener, Progress, SleepMode
+from octavo_server.engines.lora_adapters import AdapterTable
+from octavo_server.observe.timelines import KVEventRing, Timelines
 from tests.server.fake_engine import FakeEngine, make_info
 
 EOS = 256

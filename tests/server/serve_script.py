@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.config import ServeConfig
 from octavo.errors import Unavailable
-from octavo_server import serving
+from octavo_server.front import serving
 from tests.server.in_process import InProcessEngine
 
 

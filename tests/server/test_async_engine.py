@@ -16,8 +16,8 @@ from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.server_settings import ServerSettings
 from octavo.types import Output, Request
-from octavo_server.async_engine import AsyncEngine
-from octavo_server.engine_link import EngineLink
+from octavo_server.engines.async_engine import AsyncEngine
+from octavo_server.engines.engine_link import EngineLink
 from tests.server.child_engine import SLOW, Recorder, assert_right, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected
 

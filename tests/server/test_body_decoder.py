@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo_server.body_decoder import BodyDecoder
-from octavo_server.openai import chat, completions, tokenize
+from octavo_server.dialects.openai import chat, completions, tokenize
+from octavo_server.http.body_decoder import BodyDecoder
 from tests.server.conftest import Served
 
 JSON = {"Content-Type": "application/json"}

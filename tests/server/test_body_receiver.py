@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo_server import body_receiver
-from octavo_server.body_decoder import BodyDecoder
-from octavo_server.byte_budget import ByteBudget, Share
-from octavo_server.json_size import PIECE_BYTES, measure
+from octavo_server.http import body_receiver
+from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.byte_budget import ByteBudget, Share
+from octavo_server.http.json_size import PIECE_BYTES, measure
 from tests.server.conftest import Served
 from tests.server.in_process import MAX_MODEL_LEN
 from tests.server.raw import request_bytes
@@ -109,7 +109,7 @@ def many(what: bytes, count: int, field: bytes = b"zzz") -> bytes:
 def test_more_than_any_request_needs_is_refused_before_it_is_built(
     served: Served, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo_server.body_decoder._split", None)
+    monkeypatch.setattr("octavo_server.http.body_decoder._split", None)
     assert error(post(served, body)) == (413, "request_too_large")
 
 
@@ -173,7 +173,7 @@ def anything(rng: random.Random, level: int = 0) -> Any:
 @pytest.mark.parametrize("seed", range(40))
 def test_sizes_are_those_of_what_is_built(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr("octavo_server.json_size.PIECE_BYTES", rng.choice([1, 2, 3, 7, 64]))
+    monkeypatch.setattr("octavo_server.http.json_size.PIECE_BYTES", rng.choice([1, 2, 3, 7, 64]))
     value = [anything(rng) for _ in range(8)]
     text = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
     num_containers, depth = reference(value)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from octavo_server import connection as bounds
-from octavo_server.http import MAX_UNFINISHED_HEADS
+from octavo_server.http import connection as bounds
+from octavo_server.http.server import MAX_UNFINISHED_HEADS
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.raw import request_bytes
@@ -206,7 +206,7 @@ def _is_closed(client: socket.socket) -> bool:
 
 def test_too_many_connections(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle ones make place; when all are busy, one more is told so."""
-    monkeypatch.setattr("octavo_server.http.MAX_CONNECTIONS", 4)
+    monkeypatch.setattr("octavo_server.http.server.MAX_CONNECTIONS", 4)
     served = serve_app()
     idle = [connect(served) for _ in range(6)]
     assert served.client.get("/health").status_code == 200

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from octavo.sampling_params import SamplingParams
 from octavo.telemetry.counts import Timing
 from octavo.types import Request
-from octavo_server.crash_isolation import FAULT, KILL, MOST_EVIDENCE, PROOF, SUSPICION, CrashIsolation
-from octavo_server.live_request import LiveRequest
+from octavo_server.engines.crash_isolation import FAULT, KILL, MOST_EVIDENCE, PROOF, SUSPICION, CrashIsolation
+from octavo_server.engines.live_request import LiveRequest
 
 
 def make_live(request_id: int) -> LiveRequest:

@@ -24,7 +24,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.telemetry.events import Event
 from octavo.types import EngineStats, Output, Request
 from octavo_fleet.backends import toy
-from octavo_server import engine_process, wire
+from octavo_server.engines import engine_process, wire
 from tests.server import fake_engine
 from tests.server.child_engine import command
 
@@ -166,7 +166,7 @@ def test_it_ends_when_its_engine_is_closed_whatever_other_threads_do(
 
 BESIDE_COMPILING = """
 import threading
-from octavo_server import engine_process
+from octavo_server.engines import engine_process
 from tests.server import fake_engine
 def build(config):
     def compute():
@@ -304,7 +304,8 @@ def test_a_step_waits_for_requests_while_the_device_is_busy(spare: float, asked:
 
 
 def test_importing_the_front_side_brings_no_torch() -> None:
-    code = "import sys, octavo_server.async_engine, octavo_server.engine_process; assert 'torch' not in sys.modules"
+    modules = "octavo_server.engines.async_engine, octavo_server.engines.engine_process"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ})
 
 

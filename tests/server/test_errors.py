@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from octavo.errors import RequestFailed
-from octavo_server import body_receiver
+from octavo_server.http import body_receiver
 from tests.server.conftest import Served, execute, fill
 from tests.server.in_process import InProcessEngine
 

@@ -15,9 +15,9 @@ import pytest
 
 from octavo_bench.chaos.client import Client, Excuses, Followed
 from octavo_bench.chaos.traffic import COMPLETIONS, Asked
-from octavo_server import front_supervisor
-from octavo_server.front_supervisor import supervise
-from octavo_server.service_manager import ALIVE, ServiceManager
+from octavo_server.front import front_supervisor
+from octavo_server.front.front_supervisor import supervise
+from octavo_server.front.service_manager import ALIVE, ServiceManager
 from tests.conftest import Server
 
 BOUND = 1.0

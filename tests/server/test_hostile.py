@@ -22,8 +22,8 @@ import httpx
 import pytest
 
 import octavo
-from octavo_server.openai.chat import ChatBody
-from octavo_server.openai.completions import CompletionBody
+from octavo_server.dialects.openai.chat import ChatBody
+from octavo_server.dialects.openai.completions import CompletionBody
 from tests.conftest import Server, start_server
 from tests.llm.tiny import write_checkpoint
 from tests.server.canary import Canary

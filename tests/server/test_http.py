@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from octavo.server_settings import ServerSettings
-from octavo_server.http import WRITE_PIECE, HTTPServer
+from octavo_server.http.server import WRITE_PIECE, HTTPServer
 
 POST = b"POST /%b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nok"
 

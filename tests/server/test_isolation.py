@@ -15,7 +15,7 @@ from octavo.engine.policies import FirstCome, PolicyContext, make_policy
 from octavo.errors import ConfigError
 from octavo.types import Request
 from octavo.weights.adapter_files import FILES
-from octavo_server.adapters import AdapterTable
+from octavo_server.engines.lora_adapters import AdapterTable
 from tests.engine.making import make_engine, run_to_end
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine

@@ -15,11 +15,11 @@ import pytest
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, QueueFull
 from octavo.server_settings import ServerSettings
-from octavo_server import quotas
-from octavo_server.allowed_hosts import AllowedHosts
-from octavo_server.http import HTTPServer
-from octavo_server.keys import Keys
-from octavo_server.quotas import Account
+from octavo_server.http.allowed_hosts import AllowedHosts
+from octavo_server.http.server import HTTPServer
+from octavo_server.tenants import quotas
+from octavo_server.tenants.api_keys import Keys
+from octavo_server.tenants.quotas import Account
 from tests.server.in_process import InProcessEngine
 
 
@@ -315,7 +315,7 @@ def test_wrong_and_right_keys_take_the_same_comparisons(tmp_path: Path, monkeypa
         compared.append(len(a))
         return compare(a, b)
 
-    monkeypatch.setattr("octavo_server.keys.hmac.compare_digest", counted)
+    monkeypatch.setattr("octavo_server.tenants.api_keys.hmac.compare_digest", counted)
     for secret in (b"k0", b"k4"):
         compared.clear()
         keys.check("/v1/models", secret)

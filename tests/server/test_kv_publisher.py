@@ -13,8 +13,8 @@ import pytest
 from octavo.cache.kv_events import Removed, Stored
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
-from octavo_server import kv_publisher
-from octavo_server.kv_publisher import KVEventPublisher, KVEventsConfig, parse_kv_events_config, shifted
+from octavo_server.engines import kv_publisher
+from octavo_server.engines.kv_publisher import KVEventPublisher, KVEventsConfig, parse_kv_events_config, shifted
 
 zmq = pytest.importorskip("zmq")
 

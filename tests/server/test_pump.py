@@ -13,8 +13,8 @@ from octavo.sampling_params import SamplingParams
 from octavo.text.text_stream import TextStream
 from octavo.types import Output, Request
 from octavo_server.generation import Choice, Generation, Prompt
-from octavo_server.http import WRITE_PIECE
-from octavo_server.sse import EventStream
+from octavo_server.http.server import WRITE_PIECE
+from octavo_server.http.sse import EventStream
 
 
 class CountedWriter:

@@ -26,7 +26,7 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
-from octavo_server.async_engine import AsyncEngine
+from octavo_server.engines.async_engine import AsyncEngine
 from tests.llm.tiny import write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.server.child_engine import Recorder, until

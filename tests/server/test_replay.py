@@ -18,8 +18,8 @@ from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.telemetry.counts import Timing
 from octavo.types import Output, Request, TokenLogprobs
-from octavo_server.async_engine import AsyncEngine
-from octavo_server.live_request import LiveRequest
+from octavo_server.engines.async_engine import AsyncEngine
+from octavo_server.engines.live_request import LiveRequest
 from tests.oracle import VOCAB_SIZE, digest, empty_digest, expected_output, logprob_at
 from tests.server.child_engine import command
 

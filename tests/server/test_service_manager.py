@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo_server import service_manager
-from octavo_server.service_manager import ServiceManager
+from octavo_server.front import service_manager
+from octavo_server.front.service_manager import ServiceManager
 from tests.conftest import Server
 
 

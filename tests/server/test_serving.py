@@ -22,8 +22,8 @@ import pytest
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.server_settings import ServerSettings
-from octavo_server import serving
-from octavo_server.serving import _Serving
+from octavo_server.front import serving
+from octavo_server.front.serving import _Serving
 from tests.server.raw import connect, read_chunk, read_head
 
 ROOT = Path(__file__).parents[2]

@@ -21,15 +21,17 @@ from octavo.grammar import compiler
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.events import Event
 from octavo.text.conversation import ChatPrompt
-from octavo_server import background_jobs, body_receiver, http, store, timelines
 from octavo_server.app import create_app
-from octavo_server.batches import batches, runner
-from octavo_server.byte_budget import ByteBudget
-from octavo_server.durable import journal
-from octavo_server.keys import Caller
-from octavo_server.places import Places, TurnQueue
-from octavo_server.quotas import LEAST_SHARE, has_share
-from octavo_server.responses import conversations
+from octavo_server.dialects.batches import batches, runner
+from octavo_server.dialects.responses import conversations
+from octavo_server.durable import background_jobs, journal, store
+from octavo_server.http import body_receiver
+from octavo_server.http import server as http
+from octavo_server.http.byte_budget import ByteBudget
+from octavo_server.observe import timelines
+from octavo_server.tenants.api_keys import Caller
+from octavo_server.tenants.places import Places, TurnQueue
+from octavo_server.tenants.quotas import LEAST_SHARE, has_share
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.test_keys import bearer, key_file, line

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import Unavailable
-from octavo_server.async_engine import AsyncEngine
+from octavo_server.engines.async_engine import AsyncEngine
 from tests.server.child_engine import SLOW, assert_right, finish, kill, running, send, until
 from tests.server.in_process import InProcessEngine
 

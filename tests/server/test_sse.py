@@ -14,8 +14,8 @@ import pytest
 
 from octavo.errors import RequestFailed
 from octavo.types import Request
-from octavo_server import sse
 from octavo_server.generation import Choice, Generation
+from octavo_server.http import sse
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.raw import connect, post, read_chunk, read_head

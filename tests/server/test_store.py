@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from octavo_server import store as store_module
-from octavo_server.errors import StorageFull, StorageUnavailable
-from octavo_server.store import FILE_NAME, Store, StoredItem, decoded
+from octavo_server.durable import store as store_module
+from octavo_server.durable.store import FILE_NAME, Store, StoredItem, decoded
+from octavo_server.http.errors import StorageFull, StorageUnavailable
 
 DAY = 86400.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo_server.takeover import HasRequest, Predecessor, Successor, TakeoverSocket, find_predecessor
+from octavo_server.front.takeover import HasRequest, Predecessor, Successor, TakeoverSocket, find_predecessor
 
 
 @pytest.fixture

@@ -34,8 +34,8 @@ from octavo.types import EngineInfo
 from octavo_bench.paced_engine import PacedRunner
 from octavo_fleet.backends.toy import ToyEngine
 from octavo_fleet.backends.toy import build as build_toy
-from octavo_server import serving
-from octavo_server.engine_process import main as serve_engine
+from octavo_server.engines.engine_process import main as serve_engine
+from octavo_server.front import serving
 from tests.server.durable.test_durable import PacedEngine
 from tests.server.raw import read_head
 from tests.server.test_keys import bearer, key_file, line

@@ -24,10 +24,10 @@ from octavo.telemetry.counts import Timing
 from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
 from octavo.types import Output, Request
-from octavo_server.journal import RequestJournal
-from octavo_server.live_request import LiveRequest
-from octavo_server.timelines import Timelines
-from octavo_server.tracing import TRACE_HEADERS, make_tracing
+from octavo_server.engines.live_request import LiveRequest
+from octavo_server.engines.request_table import RequestJournal
+from octavo_server.observe.timelines import Timelines
+from octavo_server.observe.tracing import TRACE_HEADERS, make_tracing
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
@@ -185,7 +185,7 @@ def test_a_span_has_the_times_of_each_phase_and_what_happened(collector: Collect
 def test_a_collector_that_is_down_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from octavo_server import spans
+    from octavo_server.observe import spans
 
     monkeypatch.setattr(spans, "EXPORT_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as unused:
@@ -207,7 +207,7 @@ def test_a_collector_that_is_down_is_logged_once(
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
 def test_a_collector_that_never_answers_holds_up_no_end(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
     """Not even with many batches, each of which has the time of an export; nor one that answers without an end."""
-    from octavo_server import spans
+    from octavo_server.observe import spans
 
     monkeypatch.setattr(spans, "EXPORT_SECONDS", 0.4)
     monkeypatch.setattr(spans, "CLOSE_SECONDS", 0.6)
@@ -248,7 +248,7 @@ def test_another_address_is_refused(url: str) -> None:
 
 
 def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "octavo_server.spans", raising=False)
+    monkeypatch.delitem(sys.modules, "octavo_server.observe.spans", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(ConfigError, match=r"pip install 'octavo\[otel\]'"):
         Journal("http://127.0.0.1:4318")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octavo import errors
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineStats, Output, Request, TokenLogprobs
-from octavo_server import wire
+from octavo_server.engines import wire
 from tests.server.fake_engine import INFO
 
 PARAMS = SamplingParams(temperature=0.5, stop=("a",), seed=3, bad_words=("b",), allowed_token_ids=(3, 4))

@@ -15,9 +15,9 @@ import httpx
 import openai
 import pytest
 
-from octavo_server import background_jobs
-from octavo_server import store as store_module
-from octavo_server.batches import batches as batches_module
+from octavo_server.dialects.batches import batches as batches_module
+from octavo_server.durable import background_jobs
+from octavo_server.durable import store as store_module
 from tests.server.conftest import Served, execute, fill, make_room
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
 from tests.server.openai.test_client import options

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import octavo_server.console
-from octavo_server.console import live
+from octavo_server.console import stats_stream as live
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 

@@ -25,7 +25,7 @@ from octavo.errors import ConfigError, RequestFailed
 from octavo.grammar.compiler import GrammarCompiler
 from octavo_server.durable import journal, log
 from octavo_server.durable.log import log_files
-from octavo_server.journal import had_grammars
+from octavo_server.engines.request_table import had_grammars
 from tests.server.child_engine import ROOT
 from tests.server.conftest import Served
 from tests.server.fake_engine import token_at
@@ -295,7 +295,7 @@ def test_a_server_that_ends_while_it_starts_loses_nothing(tmp_path: Path) -> Non
 SCRIPT = """
 import sys
 from octavo.config import ServeConfig
-from octavo_server import serving
+from octavo_server.front import serving
 from octavo.text import tokenizer
 from tests.server.child_engine import command
 serving.with_local_model = lambda config: config

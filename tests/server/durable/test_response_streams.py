@@ -101,7 +101,7 @@ def test_a_changed_server_begins_again_and_says_so(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from octavo.config import ServeConfig
-from octavo_server import serving
+from octavo_server.front import serving
 from octavo.text import tokenizer
 from tests.server.child_engine import command
 from tests.server.fake_engine import VOCAB

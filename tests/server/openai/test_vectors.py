@@ -12,7 +12,7 @@ import openai
 import pytest
 import torch
 
-from octavo_server.pooled import MAX_TEXTS
+from octavo_server.pooling import MAX_TEXTS
 from tests.conftest import Server, start_server
 from tests.models.encoder_families import make_encoder, word_tokenizer
 

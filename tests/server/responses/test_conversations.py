@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from octavo_server.responses import conversations
-from octavo_server.stored_state import check
+from octavo_server.dialects.responses import conversations
+from octavo_server.durable.stored_state import check
 from tests.server.conftest import Served, execute
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
 from tests.server.responses.test_responses import CALLS, HERMES, TOOLS, client, post, prompt, until_done

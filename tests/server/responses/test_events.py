@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.text.reader import Call, Piece, Text
-from octavo_server.openai.tools import arguments_of
-from octavo_server.responses.events import ResponseEvents, add_output, pieces_of
+from octavo_server.dialects.openai.tools import arguments_of
+from octavo_server.dialects.responses.events import ResponseEvents, add_output, pieces_of
 
 TEXTS = st.builds(Text, st.sampled_from(("content", "reasoning")), st.text(min_size=1, max_size=4))
 CALLS = st.builds(Call, st.sampled_from(("add", "math__add")), st.text(max_size=4), st.booleans())

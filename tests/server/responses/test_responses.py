@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from octavo.errors import RequestFailed
-from octavo_server import store as store_module
-from octavo_server.responses import background
+from octavo_server.dialects.responses import background
+from octavo_server.durable import store as store_module
 from tests.server.conftest import Served, execute, fill, make_room
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
 from tests.server.openai.test_client import options

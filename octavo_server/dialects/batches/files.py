@@ -1,0 +1,266 @@
+"""/v1/files: input and output files of batches.
+
+https://platform.openai.com/docs/api-reference/files
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, BinaryIO
+
+import msgspec
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from octavo.errors import InvalidParameter
+from octavo_server.dialects.openai.pages import page
+from octavo_server.dialects.openai.rendering import json_response
+from octavo_server.durable.store import Store, StoredItem, decode, decoded
+from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.errors import HTTPRefusal, MissingParameter, NotFound, printable
+from octavo_server.services import services_of
+from octavo_server.tenants.api_keys import caller_of
+
+KIND = "file"
+CONTENT = "file_content"
+"""Store kind of whole contents, which earlier versions stored."""
+MAX_NAME = 255
+MAX_PARTS = 32
+"""Most parts of a multipart form. Two are used; parsing a part costs far more than its bytes suggest."""
+MAX_FIELD_BYTES = 64 << 10
+"""Of all fields that are not files."""
+PLAIN_ENCODINGS = (b"binary", b"8bit", b"7bit")
+PIECE_BYTES = 256 << 10
+"""Of a content that are stored, and sent, at a time: memory does not grow with the size of files."""
+
+Get = Callable[[str, str, str], Awaitable[bytes | None]]
+"""Kind, id and owner to a stored value."""
+
+
+class FileObject(msgspec.Struct, kw_only=True):
+    """The API's file object. ``bytes`` is its size, ``created_at`` seconds since 1970."""
+
+    id: str
+    object: str = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: str = "processed"
+    expires_at: int | None = None
+
+
+async def create_file(request: Request) -> Response:
+    services = services_of(request)
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        message = "A file must be sent with 'Content-Type: multipart/form-data'."
+        raise HTTPRefusal(400, message, "unsupported_media_type")
+    with tempfile.TemporaryFile() as content:  # without a name, readable by this process only
+        form = _Form(request.headers["content-type"], content)
+        await services.body_receiver.spool(request, form.take)
+        form.finish()
+        if form.file_name is None:
+            raise MissingParameter("file")
+        if form.fields.get("purpose", b"") != b"batch":
+            raise InvalidParameter("purpose", "'purpose' must be 'batch'.")
+        file = new_file(form.file_name, content, "batch")
+        await services.store.put_all(caller_of(request).name, StoredFile(file, content), is_large=True)
+    return json_response(msgspec.to_builtins(file), {})
+
+
+def new_file(name: str, content: BinaryIO, purpose: str) -> FileObject:
+    """A new file object with a fresh id, for all of ``content``."""
+    return FileObject(
+        id=f"file-{uuid.uuid4().hex}",
+        bytes=content.seek(0, os.SEEK_END),
+        created_at=int(time.time()),
+        filename=name[:MAX_NAME],
+        purpose=purpose,
+    )
+
+
+class StoredFile:
+    """The store items of a file, read from ``content`` as they are stored."""
+
+    def __init__(self, file: FileObject, content: BinaryIO) -> None:
+        self._file = file
+        self._content = content
+
+    def __iter__(self) -> Iterator[StoredItem]:
+        yield StoredItem(KIND, self._file.id, msgspec.json.encode(self._file))
+        self._content.seek(0)
+        kind = _pieces_kind(self._file.id)
+        for number in itertools.count():
+            if not (piece := self._content.read(PIECE_BYTES)):
+                return
+            yield StoredItem(kind, _piece_id(number), piece)
+
+
+async def content_of(get: Get, id: str, owner: str) -> AsyncIterator[bytes]:
+    """The content of an owner's file in pieces; none if there is no such file. ``get`` is that of the store."""
+    if (whole := await get(CONTENT, id, owner)) is not None:
+        yield whole
+        return
+    for number in itertools.count():
+        piece = await get(_pieces_kind(id), _piece_id(number), owner)
+        if piece is None:
+            return
+        yield piece
+
+
+def _pieces_kind(id: str) -> str:
+    return f"pieces of {id}"
+
+
+def _piece_id(number: int) -> str:
+    return f"{number:06}"
+
+
+async def list_files(request: Request) -> Response:
+    kept = await services_of(request).store.list(KIND, caller_of(request).name)
+    purpose = request.query_params.get("purpose")
+    files: list[dict[str, Any]] = [msgspec.to_builtins(file) for _, file in decoded(KIND, kept, FileObject)]
+    return json_response(page(request, [file for file in files if purpose in (None, file["purpose"])]), {})
+
+
+async def retrieve_file(request: Request) -> Response:
+    return json_response(msgspec.to_builtins(await _file(request)), {})
+
+
+async def file_content(request: Request) -> Response:
+    file = await _file(request)
+    content = content_of(services_of(request).store.get, file.id, caller_of(request).name)
+    headers = {"content-length": str(file.bytes)}
+    return StreamingResponse(content, headers=headers, media_type="application/octet-stream")
+
+
+async def delete_file(request: Request) -> Response:
+    store, owner, name = services_of(request).store, caller_of(request).name, request.path_params["file_id"]
+    if not await store.delete(KIND, name, owner):
+        raise _not_found(name)
+    await store.delete(CONTENT, name, owner)
+    await store.put_all(owner, [], instead_of=_pieces_kind(name))
+    return json_response({"id": name, "object": "file", "deleted": True}, {})
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/v1/files", create_file, "Keep a file for a batch"),
+    Endpoint("GET", "/v1/files", list_files, "List the files"),
+    Endpoint("GET", "/v1/files/{file_id}", retrieve_file, "Describe a file"),
+    Endpoint("GET", "/v1/files/{file_id}/content", file_content, "The bytes of a file"),
+    Endpoint("DELETE", "/v1/files/{file_id}", delete_file, "Forget a file"),
+]
+
+
+async def find(store: Store, id: str, owner: str) -> FileObject | None:
+    """The file of this id, if it is the owner's. Raises ``Unreadable``."""
+    value = await store.get(KIND, id, owner)
+    return None if value is None else decode(KIND, id, value, FileObject)
+
+
+async def _file(request: Request) -> FileObject:
+    """The file that the path names. Raises ``RequestError``."""
+    name = request.path_params["file_id"]
+    file = await find(services_of(request).store, name, caller_of(request).name)
+    if file is None:
+        raise _not_found(name)
+    return file
+
+
+def _not_found(name: str) -> NotFound:
+    return NotFound(f"There is no file '{printable(name)}'.", param="file_id")
+
+
+class _Form:
+    """A multipart form, read while it arrives: fields are kept, the part ``file`` is written to ``content``.
+
+    Every method raises ``HTTPRefusal`` for a form that is not valid.
+    """
+
+    def __init__(self, content_type: str, content: BinaryIO) -> None:
+        self.fields: dict[str, bytearray] = {}
+        self.file_name: str | None = None
+        """``None`` until there is a part ``file``."""
+        self._content = content
+        self._num_parts = self._num_field_bytes = 0
+        self._name, self._value = bytearray(), bytearray()
+        """Of a header."""
+        self._headers: dict[bytes, bytes] = {}
+        self._write: Callable[[bytes], Any] = len
+        _, options = parse_options_header(content_type)
+        callbacks: Any = {
+            "on_part_begin": self._headers.clear,
+            "on_header_field": lambda data, start, end: self._name.extend(data[start:end]),
+            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._begin_part,
+            "on_part_data": lambda data, start, end: self._write(data[start:end]),
+        }
+        with _valid_form():
+            self._parser = MultipartParser(options[b"boundary"], callbacks)
+
+    def take(self, part: bytes) -> None:
+        """Take the next bytes of the body."""
+        with _valid_form():
+            self._parser.write(part)
+
+    def finish(self) -> None:
+        """Check that the form is complete."""
+        with _valid_form():
+            self._parser.finalize()
+
+    def _end_header(self) -> None:
+        self._headers[bytes(self._name).lower()] = bytes(self._value).strip()
+        self._name.clear()
+        self._value.clear()
+
+    def _begin_part(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise _invalid_form(f"has more than {MAX_PARTS} parts")
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b"").decode("latin-1"))
+        name, file_name = _text(options[b"name"]), options.get(b"filename")
+        if self._headers.get(b"content-transfer-encoding", b"binary").lower() not in PLAIN_ENCODINGS:
+            raise _invalid_form("has a part with a 'Content-Transfer-Encoding'")
+        if file_name is None:
+            field = self.fields[name] = bytearray()
+            self._write = lambda data: self._add(field, data)
+        elif name != "file":
+            self._write = len  # which keeps nothing
+        elif self.file_name is not None:
+            raise _invalid_form("has more than one part 'file'")
+        else:
+            self.file_name = _text(file_name)
+            self._write = self._content.write
+
+    def _add(self, field: bytearray, data: bytes) -> None:
+        self._num_field_bytes += len(data)
+        if self._num_field_bytes > MAX_FIELD_BYTES:
+            raise _invalid_form(f"has fields of more than {MAX_FIELD_BYTES} bytes")
+        field += data
+
+
+@contextlib.contextmanager
+def _valid_form() -> Iterator[None]:
+    try:
+        yield
+    except HTTPRefusal:
+        raise
+    except (FormParserError, ValueError, KeyError):
+        raise _invalid_form("is not valid") from None
+
+
+def _invalid_form(reason: str) -> HTTPRefusal:
+    return HTTPRefusal(400, f"The form in the body {reason}.", "invalid_form")
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")

@@ -1,0 +1,183 @@
+"""Runs the lines of a batch through the endpoint handlers that serve clients."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.responses import Response
+
+from octavo.errors import CANCELLATIONS, QueueFull, RequestError, Unavailable
+from octavo_server.durable.background_jobs import inner_request, retry_while_unavailable
+from octavo_server.durable.serve import key_headers
+from octavo_server.http.body_decoder import BYTE_ORDER_MARK
+from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.errors import UnexpectedError, error_object
+from octavo_server.http.json_size import num_members
+from octavo_server.services import Services
+from octavo_server.tenants.api_keys import Caller
+from octavo_server.tenants.places import Places
+
+MAX_LINES = 50_000
+
+logger = logging.getLogger(__name__)
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """One request of a batch."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """The result of a line, in the format of the result file."""
+
+    id: str
+    custom_id: str
+    response: dict[str, Any]
+    """``status_code``, ``request_id`` and ``body``, which is an error object unless the status is 200."""
+    error: None = None
+
+
+class BadLine(ValueError):
+    """An invalid line; the message says why. ``number`` is ``None`` when it concerns the file."""
+
+    def __init__(self, message: str, number: int | None = None) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class _Streamed(msgspec.Struct):
+    """The only field of a body that is read before the body is handled."""
+
+    stream: Any = None
+
+
+class LineReader:
+    """Reads the requests in a file piece by piece, so that memory does not grow with the file."""
+
+    def __init__(self, url: str) -> None:
+        self.num_lines = 0
+        """Requests so far."""
+        self._url = url
+        self._number = 0
+        """Of the last line."""
+        self._seen: set[bytes] = set()
+        self._rest: list[bytes] = []
+        """The beginning of a line whose end is missing."""
+
+    async def read(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[Line]:
+        """All requests in ``pieces``. Raises ``BadLine`` with the line number."""
+        async for piece in pieces:
+            if b"\n" not in piece and b"\r" not in piece:
+                self._rest.append(piece)
+                continue
+            for line in await asyncio.to_thread(self._lines, piece):
+                yield line
+        for line in await asyncio.to_thread(self._parsed, [b"".join(self._rest)]):
+            yield line
+
+    def check_number(self) -> None:
+        """Raise ``BadLine`` for too few or too many requests."""
+        if not 1 <= self.num_lines <= MAX_LINES:
+            raise BadLine(f"A batch must have 1 to {MAX_LINES} lines; this one has {self.num_lines}.")
+
+    def _lines(self, piece: bytes) -> list[Line]:
+        *texts, last = b"".join([*self._rest, piece]).splitlines(keepends=True)
+        # What ends with a carriage return may go on with a line feed.
+        self._rest = [] if last.endswith(b"\n") else [last]
+        return self._parsed(texts if self._rest else [*texts, last])
+
+    def _parsed(self, texts: Iterable[bytes]) -> list[Line]:
+        lines = []
+        for text in texts:
+            self._number += 1
+            text = text.removeprefix(BYTE_ORDER_MARK)  # also within a file that was joined from several
+            if not text.isspace() and text:
+                lines.append(self._line(text, self._number))
+                self.num_lines += 1
+        return lines
+
+    def _line(self, text: bytes, number: int) -> Line:
+        try:
+            line = msgspec.json.decode(text, type=Line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            message = f"Line {number} must be an object with 'custom_id', 'method', 'url' and 'body'."
+            raise BadLine(message, number) from None
+        members: dict[str, msgspec.Raw] = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        if num_members(text) != len(members) + sum(num_members(bytes(member)) for member in members.values()):
+            raise BadLine(f"Line {number} has the same name twice.", number)
+        if (line.method, line.url) != ("POST", self._url):
+            message = f"Line {number} must have the method POST and the url {self._url}, the endpoint of the batch."
+            raise BadLine(message, number)
+        digest = digest_of(line.custom_id)
+        if digest in self._seen:
+            raise BadLine(f"Line {number} has a 'custom_id' that an earlier line has.", number)
+        if _is_streamed(line):
+            raise BadLine(f"Line {number} asks for a stream, which a batch cannot have.", number)
+        self._seen.add(digest)
+        return line
+
+
+def digest_of(custom_id: str) -> bytes:
+    """Stands for a ``custom_id``, which may be long."""
+    return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+
+
+def _is_streamed(line: Line) -> bool:
+    """Whether the body has ``stream`` set. False for an invalid body, which the endpoint rejects later."""
+    try:
+        return bool(msgspec.json.decode(line.body, type=_Streamed).stream)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+
+
+class LineRunner:
+    """Runs lines, at most ``max_num_seqs / 2`` at a time: the other half is reserved for clients.
+
+    API keys have turns, however many batches one has.
+    """
+
+    def __init__(self, app: Starlette, endpoints: Mapping[str, Endpoint]) -> None:
+        self._services: Services = app.state.services
+        self._app = app
+        self._endpoints = endpoints
+        self.num_places = max(1, self._services.engine.info.max_num_seqs // 2)
+        self._places = Places(self.num_places)
+
+    async def run(self, line: Line, caller: Caller, key: str) -> Outcome:
+        """Run ``line`` and return its outcome; waits while the server is full or shutting down.
+
+        ``key`` is that of its request in the journal, if there is one.
+        """
+        async with self._places.place(caller.name):
+            response = await retry_while_unavailable(lambda: self._answer(line, caller, key))
+        return Outcome(id=f"batch_req_{uuid.uuid4().hex}", custom_id=line.custom_id, response=response)
+
+    async def _answer(self, line: Line, caller: Caller, key: str) -> dict[str, Any]:
+        status, body = 200, b""
+        request_id = uuid.uuid4().hex
+        try:
+            headers = key_headers(self._services, caller, key)
+            request = inner_request(self._app, line.url, bytes(line.body), caller, headers)
+            response: Response = await self._endpoints[line.url].endpoint(request)
+            body = bytes(response.body)
+        except (QueueFull, Unavailable):
+            raise
+        except RequestError as error:
+            status, body = error.status, msgspec.json.encode(error_object(error))
+        except CANCELLATIONS:
+            raise
+        except BaseException:
+            logger.exception("%s: a line of a batch failed", request_id)
+            status, body = 500, msgspec.json.encode(error_object(UnexpectedError()))
+        return {"status_code": status, "request_id": request_id, "body": msgspec.json.decode(body)}

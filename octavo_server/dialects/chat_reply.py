@@ -1,0 +1,158 @@
+"""A chat reply for APIs other than chat completions (Anthropic messages, OpenAI responses).
+
+They convert their body to a chat completion's, so that each field is validated in one place, and render the parsed
+pieces of the reply in their own format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from octavo.errors import RequestError
+from octavo.text.reader import Call, Piece, Text
+from octavo_server.admission import ClientRequest
+from octavo_server.dialects.openai.chat import ChatBody, client_request, tools_of
+from octavo_server.dialects.openai.chat_message import chat_message
+from octavo_server.durable.serve import admit_inner
+from octavo_server.generation import Choice, Generation
+from octavo_server.services import Services
+
+_PATH = re.compile(r"([a-z_]+)(\[(\d+)\])?([^' ]*)")
+_QUOTED = re.compile(f"'({_PATH.pattern})'")
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """What the fields of a chat completion are called in the body that it was made of."""
+
+    names: Mapping[str, str]
+    """Names of fields that are called otherwise."""
+    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Of fields that are lists, the place from which each element comes, such as "input[3]"."""
+    members: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the path behind the place of an element, such as ".function.name", and what they are called."""
+
+    @contextlib.contextmanager
+    def in_errors(self) -> Iterator[None]:
+        """Let errors name the fields that the client sent."""
+        try:
+            yield
+        except RequestError as error:
+            error.message = _QUOTED.sub(lambda quoted: f"'{self.of(quoted[1])}'", error.message)
+            error.param = self.names.get(error.param or "", error.param)
+            raise
+
+    def of(self, path: str) -> str:
+        """What the client calls a part of the chat completion, such as "tools[0].function.name"."""
+        found = _PATH.fullmatch(path)
+        if found is None:
+            return path
+        name, index, place, rest = found.groups()
+        places = self.places.get(name)
+        if place is None or places is None or int(place) >= len(places):
+            return f"{self.names.get(name, name)}{index or ''}{rest}"
+        # Parts of a message that was made of other parts are named by the place of those.
+        if rest.startswith(".tool_calls"):
+            return places[int(place)]
+        known = max((path for path in self.members if f"{rest}.".startswith(f"{path}.")), key=len, default="")
+        return places[int(place)] + self.members.get(known, "") + rest.removeprefix(known)
+
+
+class Translated(NamedTuple):
+    """A body of another API as a chat completion."""
+
+    chat: ChatBody
+    names: FieldNames
+    left_out: list[str]
+    """Names of what the model does not get as it was sent."""
+
+
+class ChatReply:
+    """The single choice of a generation, parsed into pieces: content, reasoning and tool calls."""
+
+    def __init__(self, services: Services, body: ChatBody, generation: Generation) -> None:
+        self.generation = generation
+        self.choice: Choice = generation.choices[0]
+        tools = tools_of(body, services)
+        prompt = self.choice.prompt.text or ""
+        is_begun = body.continue_final_message
+        self._message = chat_message(services.message_format, tools, prompt, is_begun, body.stream)
+
+    def pieces(self) -> list[Piece]:
+        """The pieces that became unambiguous since the last call."""
+        text = self.choice.take().text
+        if self._message is not None:
+            return self._message.pieces(text, self.choice.finish_reason)
+        return [Text("content", text)] if text else []
+
+
+def members_of(call: Call) -> dict[str, Any]:
+    """The arguments of a call as an object; if they are cut or no JSON, the members that are complete before that."""
+    try:
+        value = _value_of(call.arguments)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(value, dict):
+        return {}
+    # Half a character, which JSON can name, is no text.
+    members: dict[str, Any] = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    return members
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        return from_json(text[: error.pos] or "{}", allow_partial=True)
+
+
+async def begin_reply(
+    services: Services,
+    body: ChatBody,
+    request: Request,
+    id: str,
+    names: FieldNames | None = None,
+    is_durable: bool = False,
+) -> ChatReply:
+    """Submit a conversation; its timeline is registered under ``id``. Raises ``RequestError``, in the words of
+    ``names``; nothing has been started then.
+
+    A token limit beyond the context is lowered to what fits. With ``is_durable``, and if there is a journal, ``id`` is
+    the request's key there.
+    """
+    names = names or FieldNames({})
+    with names.in_errors():
+        tools = tools_of(body, services)
+        if tools is not None:
+            services.report(request, [names.of(place) for place in tools.unbound])
+        submitted = _with_limit_that_fits(client_request(body, services, request, tools))
+        submitted = dataclasses.replace(
+            submitted,
+            prompt_field=names.of("messages"),
+            report=lambda paths: services.report(request, [names.of(path) for path in paths]),
+        )
+        if is_durable:
+            generation = await admit_inner(services, request, id, submitted)
+        else:
+            generation = await services.admission.admit(submitted)
+    services.engine.timelines.name(id, [choice.request.id for choice in generation.choices])
+    return ChatReply(services, body, generation)
+
+
+def _with_limit_that_fits(submitted: ClientRequest) -> ClientRequest:
+    """The request with its token limit as a default, which the context bounds."""
+    params = submitted.params
+    if params.max_tokens is None:
+        return submitted
+    without = msgspec.structs.replace(params, max_tokens=None)
+    return dataclasses.replace(submitted, params=without, default_max_tokens=params.max_tokens)

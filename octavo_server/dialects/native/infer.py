@@ -1,0 +1,148 @@
+"""POST /infer/v1/completions: always streamed, with one event per token and a final event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, QueueFull, RequestError
+from octavo_server.dialects.native.dialect import with_statuses
+from octavo_server.dialects.openai.completions import CompletionBody, client_request
+from octavo_server.dialects.openai.rendering import encode_line, usage
+from octavo_server.generation import Choice
+from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
+from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.errors import UnknownParameter
+from octavo_server.http.sse import EventStream
+from octavo_server.services import services_of
+
+
+class InferBody(msgspec.Struct, kw_only=True):
+    """The body of a completion request for text or token ids."""
+
+    model: str
+    prompt: str | list[int]
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    repetition_penalty: float = 1.0
+    stream: bool = True
+    """Ignored: the response is always streamed."""
+    stop: str | list[str] = []
+    seed: int | None = None
+    response_format: dict[str, Any] | None = None
+    timeout: float | None = None
+
+
+class EmptyPrompt(InvalidParameter):
+    """The prompt is empty."""
+
+
+decoder = BodyDecoder(InferBody, {}, frozenset())
+
+
+async def infer(request: Request) -> Response:
+    services = services_of(request)
+    services.check_room(request)
+    services, body, unknown = await services.decoded(request, decoder)
+    if unknown:
+        raise UnknownParameter(unknown)
+    if not body.prompt:
+        raise EmptyPrompt("prompt", "'prompt' must not be empty.")
+    if body.max_tokens < 1:
+        raise InvalidParameter("max_tokens", "'max_tokens' must be at least 1.")
+    if body.top_k is not None and body.top_k < 1:
+        raise InvalidParameter("top_k", "'top_k' must be at least 1.")
+    completion = CompletionBody(
+        model=body.model,
+        prompt=body.prompt if isinstance(body.prompt, str) else list(body.prompt),
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=0 if body.top_k is None else body.top_k,
+        repetition_penalty=body.repetition_penalty,
+        stop=body.stop,
+        seed=body.seed,
+        timeout=body.timeout,
+        **_constraint(body.response_format),
+    )
+    generation = await services.admission.admit(client_request(completion, services, request))
+    return InferStream(generation, InferEvents(), {})
+
+
+_STATUSES: dict[type[RequestError], int] = {
+    EmptyPrompt: 400,
+    InvalidParameter: 422,
+    ContextLengthExceeded: 422,
+    ModelNotFound: 422,
+    MalformedJSON: 422,
+    QueueFull: 503,
+}
+
+answer_infer = with_statuses(infer, _STATUSES)
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        "/infer/v1/completions",
+        answer_infer,
+        "Continue text or token ids, an event for each token",
+        InferBody,
+    )
+]
+
+
+def _constraint(given: dict[str, Any] | None) -> dict[str, Any]:
+    """``response_format`` as fields of a completion body. Raises ``InvalidParameter``."""
+    if given is None:
+        return {}
+    if given.get("type") == "json_schema" and isinstance(given.get("schema"), dict):
+        return {"structured_outputs": {"json": given["schema"]}}
+    if given.get("type") == "json_schema" and isinstance(given.get("json_schema"), dict):
+        return {"response_format": given}
+    if given.get("type") == "regex" and isinstance(given.get("pattern"), str):
+        return {"structured_outputs": {"regex": given["pattern"]}}
+    message = "'response_format' must be of type 'json_schema' with a 'schema', or 'regex' with a 'pattern'."
+    raise InvalidParameter("response_format", message)
+
+
+class InferEvents:
+    """Renders the events of one choice."""
+
+    def frames(self, choice: Choice) -> bytes:
+        """One event per token; text that several tokens produce together is in the last one's."""
+        update = choice.take()
+        texts = [*[""] * (len(update.tokens) - 1), update.text]
+        data = b"".join(
+            _event("token", {"token": text, "token_id": token})
+            for text, token in zip(texts, update.tokens, strict=False)
+        )
+        if choice.finish_reason is not None:
+            is_end = choice.finish_reason == "stop" and choice.stop_reason is None
+            counts = usage([choice])
+            names = ("prompt_tokens", "completion_tokens", "total_tokens")
+            end = {
+                "finish_reason": "eos" if is_end else choice.finish_reason,
+                "usage": {name: counts[name] for name in names},
+            }
+            data += _event("done", end)
+        return data
+
+    def last_frames(self) -> bytes:
+        return b""
+
+
+class InferStream(EventStream):
+    """Named events; the last one is ``done`` or ``error``."""
+
+    END = b""
+
+    def error_frames(self, error: RequestError) -> bytes:
+        return _event("error", {"error": error.message})
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_line(data))

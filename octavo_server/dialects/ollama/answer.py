@@ -1,0 +1,121 @@
+"""Rendering of answers, as one object or as lines of JSON."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from typing import Any
+
+from octavo.errors import RequestError
+from octavo.text.reader import Call, Piece, Text
+from octavo.text.tool_calls.tool_format import long_id
+from octavo_server.dialects.chat_reply import members_of
+from octavo_server.dialects.openai.rendering import encode_line
+from octavo_server.generation import Choice
+from octavo_server.http.errors import ollama_error
+from octavo_server.http.sse import EventStream
+
+
+class OllamaAnswer:
+    """Renders one choice. ``wrapped`` makes the members of an object that hold a piece of the answer."""
+
+    def __init__(
+        self,
+        pieces: Callable[[], list[Piece]],
+        model: str,
+        wrapped: Callable[[dict[str, Any]], dict[str, Any]],
+        started: float,
+    ) -> None:
+        self._pieces = pieces
+        self._model = model
+        self._wrapped = wrapped
+        self._started = started
+        """Of the request, in seconds of ``time.monotonic``."""
+
+    def unstreamed(self, choice: Choice) -> dict[str, Any]:
+        """The whole answer, once its choice is finished."""
+        parts = {"content": "", "thinking": ""}
+        calls = []
+        for piece in self._pieces():
+            if isinstance(piece, Call):
+                calls.append(_call(piece))
+            elif isinstance(piece, Text):
+                parts[_key(piece)] += piece.text
+        shown: dict[str, Any] = {name: text for name, text in parts.items() if text or name == "content"}
+        return self._object({**shown, "tool_calls": calls} if calls else shown, choice)
+
+    def frames(self, choice: Choice) -> bytes:
+        """A line for each new piece, and a last one once finished."""
+        data = b""
+        for piece in self._pieces():
+            if isinstance(piece, Call):
+                part: dict[str, Any] = {"content": "", "tool_calls": [_call(piece)]}
+            elif isinstance(piece, Text):
+                part = {"content": "", _key(piece): piece.text}
+            else:
+                continue  # calls come whole in this API
+            data += encode_line(self._object(part)) + b"\n"
+        if choice.finish_reason is not None:
+            data += encode_line(self._object({"content": ""}, choice)) + b"\n"
+        return data
+
+    def last_frames(self) -> bytes:
+        return b""
+
+    def _object(self, part: dict[str, Any], ended: Choice | None = None) -> dict[str, Any]:
+        """A piece of the answer, or its end with counts and times in nanoseconds."""
+        result = {"model": self._model, "created_at": now(), **self._wrapped(part), "done": ended is not None}
+        if ended is not None:
+            end, arrival = time.monotonic(), ended.request.arrival
+            first = ended.first_token_time or end
+            result |= {
+                "done_reason": ended.finish_reason,
+                "total_duration": _nanoseconds(end - self._started),
+                "load_duration": _nanoseconds(arrival - self._started),
+                "prompt_eval_count": len(ended.prompt.tokens),
+                "prompt_eval_duration": _nanoseconds(first - arrival),
+                "eval_count": ended.num_tokens,
+                "eval_duration": _nanoseconds(end - first),
+            }
+        return result
+
+
+class LineStream(EventStream):
+    """Lines of JSON. Nothing is sent in silence: clients read every line as an object."""
+
+    CONTENT_HEADERS = {"Content-Type": "application/x-ndjson"}
+    KEEP_ALIVE = b""
+    END = b""
+
+    def error_frames(self, error: RequestError) -> bytes:
+        return encode_line(ollama_error(error)) + b"\n"
+
+
+def now() -> str:
+    """The time as this API writes it."""
+    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def as_message(part: dict[str, Any]) -> dict[str, Any]:
+    """A piece of a chat's answer."""
+    return {"message": {"role": "assistant", **part}}
+
+
+def as_response(part: dict[str, Any]) -> dict[str, Any]:
+    """A piece of a generated text."""
+    text, thinking = part["content"], part.get("thinking")
+    return {"response": text, "thinking": thinking} if thinking else {"response": text}
+
+
+def _key(piece: Text) -> str:
+    return "thinking" if piece.kind == "reasoning" else "content"
+
+
+def _call(piece: Call) -> dict[str, Any]:
+    return {"id": long_id(), "function": {"name": piece.name, "arguments": members_of(piece)}}
+
+
+def _nanoseconds(seconds: float) -> int:
+    """At least one: clients divide by times."""
+    return max(1, round(seconds * 1e9))

@@ -1,0 +1,186 @@
+"""The bodies of chat and generate requests, and their conversion to a chat completion body.
+
+https://github.com/ollama/ollama/blob/main/docs/api.md
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.errors import InvalidParameter
+from octavo_server.dialects.openai.chat import ChatBody, effort, passed_over
+from octavo_server.dialects.openai.fields import NO_LIMIT
+from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.services import Services
+
+LATEST = ":latest"
+"""The tag that clients add to a name without one."""
+SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repeat_penalty": "repetition_penalty",
+}
+"""Sampling options, and the fields of a chat completion body that they are."""
+ABOUT_LOADING = frozenset(
+    {
+        *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
+        *("use_mmap", "use_mlock", "vocab_only", "logits_all"),
+    }
+)
+"""Options about how a model is loaded, which the server decides when it starts."""
+REFUSED: dict[str, tuple[Any, ...]] = {"logprobs": (), "top_logprobs": ()}
+REFUSED_IN_GENERATE: dict[str, tuple[Any, ...]] = {
+    **REFUSED,
+    **dict.fromkeys(("context", "images", "suffix", "template"), ()),
+}
+ACCEPTED = frozenset({"keep_alive", "truncate", "shift"})
+"""How long the model stays loaded (always), and what happens to prompts that are too long (they are refused)."""
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """The fields that both requests have."""
+
+    model: str
+    stream: bool = True
+    format: str | dict[str, Any] = ""
+    options: dict[str, Any] = {}
+    think: bool | str | None = None
+
+
+class OllamaChatBody(Common, kw_only=True):
+    """The body of a request for the next message of a conversation."""
+
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = []
+
+
+class OllamaGenerateBody(Common, kw_only=True):
+    """The body of a request for an answer to a text, or with ``raw`` for its continuation."""
+
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+
+
+chat_decoder = BodyDecoder(OllamaChatBody, REFUSED, ACCEPTED)
+generate_decoder = BodyDecoder(OllamaGenerateBody, REFUSED_IN_GENERATE, ACCEPTED)
+
+
+def without_effect(body: Common, services: Services) -> list[str]:
+    """Options, and parts of the messages, that are ignored in this request. Raises ``InvalidParameter``."""
+    known = {*SAMPLING, *ABOUT_LOADING, "num_predict"}
+    named = [f"options.{name}" for name, value in body.options.items() if name not in known and value]
+    messages = body.messages if isinstance(body, OllamaChatBody) else []
+    return [*named, *passed_over(_messages(messages))] if messages else named
+
+
+def served_name(name: str, services: Services) -> str:
+    """The name as the server has it: without the tag ``latest``, unless it has that."""
+    return name if name in services.served_names else name.removesuffix(LATEST)
+
+
+def chat_body(body: OllamaChatBody, services: Services) -> ChatBody:
+    """The request as a chat completion body; a last message of the assistant is the beginning of the answer. Raises
+    ``InvalidParameter``."""
+    chat = _chat_body(body, _messages(body.messages), body.tools, services)
+    is_begun = chat.messages[-1]["role"] == "assistant"
+    return msgspec.structs.replace(chat, add_generation_prompt=not is_begun, continue_final_message=is_begun)
+
+
+def generate_chat_body(body: OllamaGenerateBody, services: Services) -> ChatBody:
+    """The request as a conversation of one message. Raises ``InvalidParameter``."""
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return _chat_body(body, [*system, {"role": "user", "content": body.prompt}], [], services)
+
+
+def _chat_body(
+    body: Common, messages: list[dict[str, Any]], tools: list[dict[str, Any]], services: Services
+) -> ChatBody:
+    fields = generation_fields(body, services)
+    return msgspec.convert(
+        {**fields, **_thinking(body.think, services), "messages": messages, "tools": tools}, type=ChatBody
+    )
+
+
+def generation_fields(body: Common, services: Services) -> dict[str, Any]:
+    """The fields that completions and chat completions share. Raises ``InvalidParameter``."""
+    fields: dict[str, Any] = {}
+    for option, name in SAMPLING.items():
+        if (value := body.options.get(option)) is not None:
+            fields[name] = _checked(option, value)
+    limit = body.options.get("num_predict")
+    if limit is not None:
+        fields["max_tokens"] = _limit(limit)
+    if isinstance(body.format, dict):
+        schema = {"name": "output", "strict": True, "schema": body.format}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    elif body.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif body.format:
+        raise InvalidParameter("format", "'format' must be 'json' or a JSON schema, an object.")
+    return {"model": served_name(body.model, services), "stream": body.stream, **fields}
+
+
+def _checked(option: str, value: Any) -> Any:
+    """The value of an option if it has the right type. Raises ``InvalidParameter``."""
+    if option == "stop":
+        is_right = isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
+        wanted = "a string or a list of strings"
+    elif option in ("top_k", "seed"):
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
+        is_right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    else:
+        is_right, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    if not is_right:
+        raise InvalidParameter("options", f"'options.{option}' must be {wanted}.")
+    return value
+
+
+def _limit(limit: Any) -> int:
+    """``num_predict`` as ``max_tokens``: 0 and below are as many as fit. Raises ``InvalidParameter``."""
+    if isinstance(limit, bool) or not isinstance(limit, int):
+        raise InvalidParameter("options", "'options.num_predict' must be a number of tokens, or -1 for as many as fit.")
+    return limit if limit > 0 else NO_LIMIT
+
+
+def _thinking(think: bool | str | None, services: Services) -> dict[str, Any]:
+    """Fields of a chat completion body for ``think``. Raises ``InvalidParameter`` if the model cannot reason."""
+    if think is None or think == "":
+        return {}
+    if think is not False and not services.message_format.can_reason:
+        raise InvalidParameter("think", "This model does not support thinking.")
+    if isinstance(think, str):
+        if effort(think, services) is None:
+            raise UnsupportedParameter("think", "This model has no degrees of thinking; 'think' must be true or false.")
+        return {"reasoning_effort": think}
+    if "enable_thinking" in (services.chat_template.source or ""):
+        return {"chat_template_kwargs": {"enable_thinking": think}}
+    return {}
+
+
+def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat completions have them. Raises ``InvalidParameter``."""
+    found = []
+    for place, message in enumerate(given):
+        where = f"messages[{place}]"
+        if message.get("images"):
+            what = "images are not supported: this model reads text only."
+            raise UnsupportedParameter("messages", f"'{where}.images': {what}")
+        converted = {"role": message.get("role"), "content": message.get("content")}
+        if calls := message.get("tool_calls"):
+            converted["tool_calls"] = calls
+        if message.get("thinking"):
+            converted["reasoning_content"] = message["thinking"]
+        if converted["role"] == "tool":
+            converted |= {"name": message.get("tool_name"), "tool_call_id": message.get("tool_call_id")}
+        found.append(converted)
+    return found

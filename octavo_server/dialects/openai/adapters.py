@@ -1,0 +1,85 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM.
+
+https://docs.vllm.ai/en/latest/features/lora.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
+from octavo.weights.adapter_files import digest
+from octavo_server.dialects.openai.rendering import json_response
+from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.errors import UnsupportedParameter, printable
+from octavo_server.services import Services, services_of
+
+MAX_NAME = 256
+
+
+class LoadBody(msgspec.Struct, kw_only=True):
+    """An adapter to load: its name in the API, and its folder on the server."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadBody(msgspec.Struct, kw_only=True):
+    """An adapter to unload."""
+
+    lora_name: str
+
+
+load_decoder = BodyDecoder(LoadBody, {"load_inplace": ()}, frozenset({"base_model_name"}))
+unload_decoder = BodyDecoder(UnloadBody, {}, frozenset({"lora_int_id"}))
+
+
+async def load(request: Request) -> Response:
+    services = services_of(request)
+    services, body, headers = await services.read(request, load_decoder)
+    _check_allowed(services)
+    name, path = body.lora_name, body.lora_path
+    if not 1 <= len(name) <= MAX_NAME or name != name.strip() or set(name) & set(",=") or not name.isprintable():
+        message = (
+            f"'lora_name' must have 1 to {MAX_NAME} printable characters, no spaces around it, and no comma or '='."
+        )
+        raise InvalidParameter("lora_name", message)
+    if name in services.served_names:
+        raise InvalidParameter("lora_name", f"There is a model called '{printable(name)}' already.")
+    if not path or "," in path or path != path.strip() or not path.isprintable():
+        message = "'lora_path' must be a folder, of printable characters without a comma or spaces around them."
+        raise InvalidParameter("lora_path", message)
+    try:
+        content = await asyncio.to_thread(digest, path)
+    except ConfigError as error:
+        raise InvalidParameter("lora_path", f"'lora_path' cannot be read: {printable(str(error))}.") from None
+    await services.engine.load_adapter(name, path, content)
+    return json_response({"object": "model", "id": name, "parent": services.model_name, "root": path}, headers)
+
+
+async def unload(request: Request) -> Response:
+    services = services_of(request)
+    services, body, headers = await services.read(request, unload_decoder)
+    _check_allowed(services)
+    if body.lora_name not in services.engine.adapters.known:
+        raise ModelNotFound(f"There is no adapter '{printable(body.lora_name)}'.", param="lora_name")
+    await services.engine.unload_adapter(body.lora_name)
+    return json_response({"object": "model", "id": body.lora_name, "deleted": True}, headers)
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/v1/load_lora_adapter", load, "Load a LoRA adapter", LoadBody),
+    Endpoint("POST", "/v1/unload_lora_adapter", unload, "Forget a LoRA adapter", UnloadBody),
+]
+
+
+def _check_allowed(services: Services) -> None:
+    """Reject the request unless clients may name folders of the server."""
+    if not (services.config.server.allow_runtime_lora_updating and services.engine.adapters.is_enabled):
+        message = "Adapters can be changed on a server with --enable-lora and --allow-runtime-lora-updating."
+        raise UnsupportedParameter("lora_name", message)

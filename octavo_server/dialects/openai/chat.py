@@ -1,0 +1,379 @@
+"""POST /v1/chat/completions: a conversation in, the assistant's next message out.
+
+https://platform.openai.com/docs/api-reference/chat
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidParameter
+from octavo.sampling_params import MAX_LOGPROBS
+from octavo.text.chat_messages import normalise_messages
+from octavo.text.conversation import ChatPrompt, Conversation
+from octavo_server.admission import ClientRequest
+from octavo_server.dialects.openai import fields
+from octavo_server.dialects.openai.chat_message import ChatMessage, chat_message
+from octavo_server.dialects.openai.constraints import constraint
+from octavo_server.dialects.openai.fields import (
+    ACCEPTED,
+    IGNORED,
+    REFUSED,
+    GenerationFields,
+    check_generation_fields,
+    check_max_tokens,
+    default_max_tokens,
+    sampling_params,
+    scheduling_fields,
+)
+from octavo_server.dialects.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from octavo_server.dialects.openai.rendering import ChunkFrame, encode, encode_line, identity_of, json_response, usage
+from octavo_server.dialects.openai.tools import ToolUse, message_constraints, tool_use
+from octavo_server.durable.serve import admit, begin_unstreamed, numbered
+from octavo_server.generation import Choice, ChoiceUpdate, Generation
+from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.sse import EventStream, finished_choices
+from octavo_server.services import Services, services_of
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+PLAIN_KEYS = {"role", "content", "name"}
+REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = REFUSED | {
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "echo": (),
+    "function_call": ("none",),
+    "functions": (),
+    "modalities": (["text"],),
+    "suffix": (),
+}
+IGNORED_IN_CHAT: dict[str, tuple[Any, ...]] = IGNORED | {
+    "include_reasoning": (True,),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
+    "prediction": (),
+    "reasoning": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_OPENS = b'"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+_GOES_ON = b'},"logprobs":null,"finish_reason":null'
+_ENDS = b'},"logprobs":null,"finish_reason":%b,"stop_reason":%b'
+
+
+class ChatBody(GenerationFields, kw_only=True):
+    """A request for the next message of a conversation."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    documents: list[dict[str, Any]] = []
+    add_special_tokens: bool = False
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """``None`` = true, but false for a model whose chat template does not support tools: such models repeat calls."""
+    reasoning_effort: str | None = None
+
+
+decoder = BodyDecoder(ChatBody, REFUSED_IN_CHAT, ACCEPTED, IGNORED_IN_CHAT)
+
+
+class TemplateOptions(Protocol):
+    """The fields of a body with options for the chat template."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: dict[str, Any]
+
+
+def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> dict[str, tuple[Any, ...]]:
+    """Chat completion fields that a body of type ``own`` lacks: they are rejected by name, not ignored."""
+    plain = [field for field in msgspec.structs.fields(ChatBody) if not field.required]
+    defaults = {field.name: () if field.default is msgspec.NODEFAULT else (field.default,) for field in plain}
+    own_names = {*own.__struct_fields__, *accepted, *IGNORED_IN_CHAT}
+    return {name: nothing for name, nothing in (defaults | REFUSED_IN_CHAT).items() if name not in own_names}
+
+
+async def create_chat_completion(request: Request) -> Response:
+    services = services_of(request)
+    services.check_room(request)
+    services, body, headers = await services.read(request, decoder, without_effect)
+    tools = tools_of(body, services)
+    if tools is not None:
+        services.report(request, tools.unbound)
+    generation = await admit(services, request, body, client_request(body, services, request, tools))
+    answer = ChatAnswer(services, body, generation, tools)
+    services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
+    if body.stream:
+        return EventStream(generation, numbered(generation, answer, request), headers)
+    begin_unstreamed(generation)
+    choices = await finished_choices(generation, request)
+    if not body.logprobs and body.prompt_logprobs is None:
+        return json_response(answer.unstreamed(choices), headers)
+    # Log-probabilities of long texts are megabytes of JSON.
+    return await asyncio.to_thread(lambda: json_response(answer.unstreamed(choices), headers))
+
+
+ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", create_chat_completion, "Answer a conversation", ChatBody)]
+
+
+def tools_of(body: ChatBody, services: Services) -> ToolUse | None:
+    """The tools and tool choice of a body. Raises ``InvalidParameter``."""
+    is_parallel = body.parallel_tool_calls
+    return tool_use(
+        body.tools, body.tool_choice, services.message_format.is_parallel if is_parallel is None else is_parallel
+    )
+
+
+def conversation(
+    messages: list[dict[str, Any]],
+    options: TemplateOptions,
+    services: Services,
+    tools: ToolUse | None = None,
+    **template_kwargs: Any,
+) -> Conversation:
+    """The conversation of a body. Raises ``InvalidParameter``, also when the model does not support chat."""
+    services.need_tokenizer("messages")
+    check_roles(messages)
+    return Conversation(
+        messages,
+        services.chat_template,
+        None if tools is None else tools.given,
+        {**template_kwargs, **options.chat_template_kwargs},
+        services.message_format.write_calls,
+        options.add_generation_prompt,
+        options.continue_final_message,
+    )
+
+
+def passed_over(messages: list[dict[str, Any]]) -> list[str]:
+    """What of the messages has no meaning here. Raises ``InvalidParameter``."""
+    check_roles(messages)
+    named: list[str] = []
+    if not all(message.keys() <= PLAIN_KEYS and isinstance(message.get("content"), str) for message in messages):
+        normalise_messages(messages, named)
+    return named
+
+
+def check_roles(messages: list[dict[str, Any]]) -> None:
+    """Raise ``InvalidParameter`` for a role that the API does not have."""
+    for place, message in enumerate(messages):
+        if message.get("role") not in ROLES:
+            raise InvalidParameter("messages", f"'messages[{place}].role' must be one of {', '.join(ROLES)}.")
+
+
+def prompt_of(body: ChatBody, services: Services, tools: ToolUse | None) -> Callable[[], ChatPrompt]:
+    """A function that renders the prompt of a body. Raises ``InvalidParameter``."""
+    variables = {**(effort(body.reasoning_effort, services) or {}), **_documents(body, services)}
+    return conversation(body.messages, body, services, tools, **variables).prompt
+
+
+def client_request(body: ChatBody, services: Services, request: Request, tools: ToolUse | None) -> ClientRequest:
+    """The body as a request for admission. Raises ``RequestError``."""
+    check_generation_fields(body, services)
+    field, grammar = _grammar(body, services, tools)
+    max_tokens = _max_tokens(body)
+    return ClientRequest(
+        **scheduling_fields(body, services, request),
+        prompts=[prompt_of(body, services, tools)],
+        prompt_field="messages",
+        params=sampling_params(body, services, max_tokens, _logprobs(body), body.prompt_logprobs),
+        default_max_tokens=default_max_tokens(services, max_tokens),
+        add_special_tokens=body.add_special_tokens,
+        grammar=grammar,
+        grammar_field=field,
+        shown_ids=services.message_format.shown_ids,
+        answer_marks=services.message_format.answer_marks(body.continue_final_message),
+    )
+
+
+def _grammar(body: ChatBody, services: Services, tools: ToolUse | None) -> tuple[str, Callable[[str], str] | None]:
+    """The field that constrains the message, and a function from the prompt to the message's grammar, if any."""
+    format, asked_for = services.message_format, constraint(body)
+    reads_calls = format.tools is not None and services.config.server.enable_auto_tool_choice
+    if tools is not None and not tools.must_call and not reads_calls:
+        message = (
+            "'tools' with 'tool_choice' auto are not supported: this server was started with --tool-call-parser none "
+            "or with --no-enable-auto-tool-choice."
+        )
+        raise UnsupportedParameter("tools", message)
+    expected = message_constraints(None if asked_for is None else asked_for.form, tools)
+    if expected is None:
+        return "", None
+    field = "tools" if asked_for is None or expected.form is None else asked_for.field
+    return field, lambda prompt: format.grammar(expected, prompt, body.continue_final_message)
+
+
+def effort(requested: str | None, services: Services) -> dict[str, Any] | None:
+    """Template variables for a reasoning effort; ``None`` if the model has no such variable."""
+    template, format = services.chat_template.source or "", services.message_format
+    if requested is None:
+        return {}
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": requested}
+    if requested == "none" and "enable_thinking" in template:
+        return {"enable_thinking": False}
+    return {} if requested == "none" and not format.can_reason else None
+
+
+def without_effect(body: ChatBody, services: Services) -> list[str]:
+    """Fields that are ignored in this request."""
+    named = fields.without_effect(body, services)
+    named += passed_over(body.messages)
+    return named if effort(body.reasoning_effort, services) is not None else [*named, "reasoning_effort"]
+
+
+def _documents(body: ChatBody, services: Services) -> dict[str, Any]:
+    """The template variable for ``documents``. Raises ``UnsupportedParameter``."""
+    if body.documents and "documents" not in (services.chat_template.source or ""):
+        message = "'documents' is not supported: this model's chat template does not know them."
+        raise UnsupportedParameter("documents", message)
+    return {"documents": body.documents} if body.documents else {}
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    """``max_completion_tokens`` takes precedence over the older ``max_tokens``."""
+    check_max_tokens("max_tokens", body.max_tokens)
+    check_max_tokens("max_completion_tokens", body.max_completion_tokens)
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _logprobs(body: ChatBody) -> int | None:
+    top = body.top_logprobs or 0
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise InvalidParameter("top_logprobs", f"'top_logprobs' must be from 0 to {MAX_LOGPROBS}.")
+    if top and not body.logprobs:
+        raise InvalidParameter("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
+    return top if body.logprobs else None
+
+
+class ChatAnswer:
+    """Renders the choices of one request, unstreamed or as chunks."""
+
+    def __init__(self, services: Services, body: ChatBody, generation: Generation, tools: ToolUse | None) -> None:
+        choices = generation.choices
+        self.body = body
+        self._services = services
+        format, is_begun = services.message_format, body.continue_final_message
+        self._messages = [
+            chat_message(format, tools, choice.prompt.text or "", is_begun, body.stream) for choice in choices
+        ]
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self.identity = identity_of(generation, "chatcmpl", kind, services.answering_name(body.model))
+        self._names = TokenNames(services.tokenizer, body.return_tokens_as_token_ids)
+        self._has_details = body.logprobs or body.return_token_ids
+        self._frame = ChunkFrame(self.identity, choices, body.includes_usage, body.has_continuous_usage)
+        self._starts = [self._frame.start + b'"index":%d,"delta":{"content":' % choice.index for choice in choices]
+        self._empty_starts = [self._frame.start + b'"index":%d,"delta":{' % choice.index for choice in choices]
+        self._unopened = set(range(len(choices)))
+
+    # --- unstreamed ---
+
+    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
+        result = {
+            **self.identity.as_dict(),
+            "choices": [self._unstreamed_choice(choice) for choice in choices],
+        }
+        result["usage"] = usage(choices)
+        if self.body.prompt_logprobs is not None:
+            entries = choices[0].prompt_logprobs
+            result["prompt_logprobs"] = prompt_logprobs(entries, self._names, self.body.prompt_logprobs)
+        if self.body.return_token_ids:
+            result["prompt_token_ids"] = choices[0].prompt.tokens
+        return result
+
+    def _unstreamed_choice(self, choice: Choice) -> dict[str, Any]:
+        update, message = choice.take(), self._messages[choice.index]
+        rendered: dict[str, Any] = {"role": "assistant", "content": update.text, "refusal": None}
+        reason: str | None = choice.finish_reason
+        if message is not None:
+            rendered = message.unstreamed(message.pieces(update.text, reason))
+            reason = message.finish_reason(reason)
+            self._count_reasoning(choice, message)
+        return {
+            "index": choice.index,
+            "message": rendered,
+            **self._details(update),
+            "finish_reason": reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _count_reasoning(self, choice: Choice, message: ChatMessage) -> None:
+        """Count reasoning tokens from the reasoning text, without its delimiters."""
+        if message.reasoning and self._services.tokenizer is not None:
+            tokens = self._services.tokenizer.encode(message.reasoning, add_special_tokens=False)
+            choice.num_reasoning_tokens = min(len(tokens), choice.num_tokens)
+
+    def _details(self, update: ChoiceUpdate) -> dict[str, Any]:
+        details: dict[str, Any] = {"logprobs": None}
+        if self.body.logprobs:
+            details["logprobs"] = chat_logprobs(update.logprobs, self._names, self.body.top_logprobs or 0)
+        if self.body.return_token_ids:
+            details["token_ids"] = update.tokens
+        return details
+
+    # --- streamed ---
+
+    def frames(self, choice: Choice) -> bytes:
+        """The chunks of a choice's new output: the role in the first, the finish reason in the last."""
+        data = b""
+        if choice.index in self._unopened:
+            self._unopened.discard(choice.index)
+            data = self._frame.start + _OPENS % choice.index + self._prompt_ids(choice) + self._frame.end()
+        if self._messages[choice.index] is None and not self._has_details:
+            return data + self._text_frame(choice, choice.take_text())
+        return data + self._delta_frames(choice, choice.take())
+
+    def _text_frame(self, choice: Choice, text: str) -> bytes:
+        """The chunk of a message without reasoning or tool calls."""
+        reason = choice.finish_reason
+        if reason is None:
+            if not text:
+                return b""
+            return self._starts[choice.index] + encode_line(text) + _GOES_ON + self._frame.end()
+        start = self._starts[choice.index] + encode_line(text) if text else self._empty_starts[choice.index]
+        return start + _ENDS % (encode(reason), encode_line(choice.stop_reason)) + self._frame.end()
+
+    def _delta_frames(self, choice: Choice, update: ChoiceUpdate) -> bytes:
+        """Chunks with reasoning, tool calls or token details; the details are in the first of them."""
+        message, reason = self._messages[choice.index], choice.finish_reason
+        if message is not None:
+            deltas = list(message.deltas(message.pieces(update.text, reason)))
+        else:
+            deltas = [{"content": update.text}] if update.text or (self._has_details and update.tokens) else []
+        if self._has_details and update.tokens and not deltas:
+            deltas.append({})
+        end: dict[str, Any] = {}
+        if reason is not None:
+            if not deltas or "content" not in deltas[-1]:
+                deltas.append({})  # after a tool call or reasoning, clients expect the end in a separate chunk
+            end = {"finish_reason": reason, "stop_reason": choice.stop_reason}
+            if message is not None:
+                self._count_reasoning(choice, message)
+                end["finish_reason"] = message.finish_reason(reason)
+        empty = {"logprobs": None, "finish_reason": None}
+        chunks: list[dict[str, Any]] = [{"index": choice.index, "delta": delta, **empty} for delta in deltas]
+        if chunks and update.tokens:
+            chunks[0] |= self._details(update)
+        if chunks:
+            chunks[-1] |= end
+        return b"".join([self._frame.start + encode_line(chunk)[1:-1] + self._frame.end() for chunk in chunks])
+
+    def _prompt_ids(self, choice: Choice) -> bytes:
+        return b',"prompt_token_ids":' + encode(choice.prompt.tokens) if self.body.return_token_ids else b""
+
+    def last_frames(self) -> bytes:
+        return self._frame.usage_chunk()

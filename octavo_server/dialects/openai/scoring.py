@@ -1,0 +1,129 @@
+"""POST /v1/score and /v1/rerank: similarity scores, in the formats of vLLM and of Jina AI.
+
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html, https://api.jina.ai/redoc. A cross-encoder
+reads both texts at once; with an embedding model, the score is the cosine similarity of the two vectors.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidParameter
+from octavo.text.vectors import Floats, cosine, pairs_of
+from octavo_server.admission import PromptSource
+from octavo_server.dialects.openai.fields import ACCEPTED, check_labels
+from octavo_server.dialects.openai.rendering import Identity, json_response
+from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.endpoint import Endpoint
+from octavo_server.pooling import ask, num_tokens, numbers
+from octavo_server.services import Services, services_of
+
+
+class ScoreBody(msgspec.Struct, kw_only=True):
+    """The body of a scoring request: one text with each of several, or two lists of equal length."""
+
+    model: str = ""
+    text_1: str | list[str]
+    text_2: str | list[str]
+    priority: int = 0
+    user: str | None = None
+
+
+class Document(msgspec.Struct, kw_only=True):
+    """A document given as an object."""
+
+    text: str
+
+
+class RerankBody(msgspec.Struct, kw_only=True):
+    """The body of a request to rank documents by relevance to a query."""
+
+    model: str = ""
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool = True
+    priority: int = 0
+    user: str | None = None
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {"truncate_prompt_tokens": (), "max_tokens_per_doc": (), "rank_fields": ()}
+score_decoder = BodyDecoder(ScoreBody, REFUSED, ACCEPTED)
+rerank_decoder = BodyDecoder(RerankBody, REFUSED, ACCEPTED)
+
+
+async def score(request: Request) -> Response:
+    services = services_of(request)
+    services.check_room(request)
+    services, body, headers = await services.read(request, score_decoder)
+    check_labels(services, body.model, body.priority, body.user)
+    pairs = pairs_of(body.text_1, body.text_2)
+    scores, count = await _scores(services, request, pairs, ("text_1", "text_2"), body)
+    answer = {
+        **Identity("score", "list", services.model_name).as_dict(),
+        "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)],
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }
+    return json_response(answer, headers)
+
+
+async def rerank(request: Request) -> Response:
+    services = services_of(request)
+    services.check_room(request)
+    services, body, headers = await services.read(request, rerank_decoder)
+    check_labels(services, body.model, body.priority, body.user)
+    if not body.documents:
+        raise InvalidParameter("documents", "'documents' must not be empty.")
+    if body.top_n is not None and body.top_n < 1:
+        raise InvalidParameter("top_n", f"'top_n' must be at least 1, not {body.top_n}.")
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    pairs = [(body.query, text) for text in texts]
+    scores, count = await _scores(services, request, pairs, ("query", "documents"), body)
+    order = sorted(range(len(texts)), key=lambda i: (-scores[i], i))[: body.top_n]
+    results = [
+        {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
+        for i in order
+    ]
+    answer = {
+        "id": f"rerank-{uuid.uuid4().hex}",
+        "model": services.model_name,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+        "results": results,
+    }
+    return json_response(answer, headers)
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/v1/score", score, "Score how well texts go together", ScoreBody),
+    Endpoint("POST", "/v1/rerank", rerank, "Put documents in the order in which they suit a query", RerankBody),
+]
+
+
+async def _scores(
+    services: Services,
+    request: Request,
+    pairs: list[tuple[str, str]],
+    fields: tuple[str, str],
+    body: ScoreBody | RerankBody,
+) -> tuple[list[float], int]:
+    """The score of each pair, and the total number of prompt tokens."""
+    if "embed" not in services.engine.info.tasks:
+        choices = await ask(
+            services, request, "score", body.model, pairs, fields[1], priority=body.priority, user=body.user
+        )
+        return [float(numbers(choice)[0]) for choice in choices], num_tokens(choices)
+    vectors: dict[PromptSource, Floats] = {}
+    count = 0
+    for field, texts in zip(fields, zip(*pairs, strict=True), strict=True):
+        sources: list[PromptSource] = list(dict.fromkeys(texts))
+        choices = await ask(
+            services, request, "embed", body.model, sources, field, priority=body.priority, user=body.user
+        )
+        count += num_tokens(choices)
+        vectors |= dict(zip(sources, map(numbers, choices), strict=True))
+    return [cosine(vectors[first], vectors[second]) for first, second in pairs], count

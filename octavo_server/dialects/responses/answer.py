@@ -1,0 +1,156 @@
+"""The answer to a response request, unstreamed or as events.
+
+https://platform.openai.com/docs/api-reference/responses-streaming
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from octavo.errors import RequestError
+from octavo_server.dialects.chat_reply import ChatReply
+from octavo_server.dialects.responses.body import ResponseBody
+from octavo_server.dialects.responses.events import ResponseEvents
+from octavo_server.dialects.responses.records import Record
+from octavo_server.generation import Choice
+from octavo_server.http.sse import EventStream
+
+
+def begun(body: ResponseBody, model: str, sampling_defaults: Mapping[str, float], is_parallel: bool) -> dict[str, Any]:
+    """The response object at the start; it echoes the request's fields, with the defaults that were chosen for absent
+    ones."""
+    chosen = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, **sampling_defaults}
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "queued" if body.background else "in_progress",
+        "background": body.background,
+        "error": None,
+        "incomplete_details": None,
+        "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
+        "instructions": body.instructions,
+        "frequency_penalty": chosen["frequency_penalty"],
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata,
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": is_parallel if body.parallel_tool_calls is None else body.parallel_tool_calls,
+        "presence_penalty": chosen["presence_penalty"],
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store,
+        "temperature": chosen["temperature"] if body.temperature is None else body.temperature,
+        "text": {"format": body.text.format or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [
+            {"parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
+            for tool in body.tools
+        ],
+        "top_logprobs": body.top_logprobs,
+        "top_p": chosen["top_p"] if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def failed(response: dict[str, Any], error: RequestError) -> None:
+    """Mark the response object as failed."""
+    response["status"] = "failed"
+    # The API defines a fixed list of codes, which includes these two.
+    code = "server_error" if error.status >= 500 else "invalid_prompt"
+    response["error"] = {"code": code, "message": error.message}
+    response["completed_at"] = None
+    for item in response["output"]:
+        if item["status"] == "in_progress":
+            item["status"] = "incomplete"
+
+
+def ended(response: dict[str, Any], choice: Choice) -> None:
+    """Complete the response object of a finished choice."""
+    is_cut, num_prompt = choice.finish_reason == "length", len(choice.prompt.tokens)
+    response["status"] = end_status(choice)
+    if is_cut:
+        response["incomplete_details"] = {"reason": "max_output_tokens"}
+    else:
+        response["completed_at"] = int(time.time())
+    response["usage"] = {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": choice.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": choice.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": choice.num_reasoning_tokens},
+        "total_tokens": num_prompt + choice.num_tokens,
+    }
+
+
+def end_status(choice: Choice) -> str:
+    """Status of the response, and of its last item, at the end of ``choice``."""
+    return "incomplete" if choice.finish_reason == "length" else "completed"
+
+
+class ResponseAnswer:
+    """Renders one reply as a response object and as events."""
+
+    def __init__(self, record: Record, reply: ChatReply) -> None:
+        self.response = record.response
+        self._reply = reply
+        self._events = ResponseEvents(record.response)
+        record.deltas = self._events.deltas
+
+    def finish(self) -> dict[str, Any]:
+        """The final response object, once the choice is finished."""
+        self.frames(self._reply.choice)
+        return self.response
+
+    def frames(self, choice: Choice) -> bytes:
+        """The events for new output."""
+        data = self._events.frames(self._reply.pieces())
+        if choice.finish_reason is not None:
+            data += self._events.close(end_status(choice))
+            ended(self.response, choice)
+        return data
+
+    def last_frames(self) -> bytes:
+        """The final event, once the choice is finished."""
+        return self._events.last(self.response)
+
+    def failure(self, error: RequestError) -> bytes:
+        """The event that reports an error."""
+        failed(self.response, error)
+        return self._events.last(self.response)
+
+
+class ResponseStream(EventStream):
+    """Named events without a final ``[DONE]``."""
+
+    END = b""
+
+    def __init__(
+        self, reply: ChatReply, answer: ResponseAnswer, headers: Mapping[str, str], keep: Callable[[], Awaitable[None]]
+    ) -> None:
+        """``keep`` stores the response before the final event is sent, which reports a failure if ``keep`` raises
+        ``RequestError``."""
+        super().__init__(reply.generation, answer, headers)
+        self._answer = answer
+        self._keep = keep
+
+    def error_frames(self, error: RequestError) -> bytes:
+        return self._answer.failure(error)
+
+    async def last_frames(self, error: RequestError | None) -> bytes:
+        frames = b"" if error is None else self.error_frames(error)
+        try:
+            await self._keep()
+        except RequestError as problem:
+            # Report only the first error.
+            frames = frames or self.error_frames(problem)
+        return frames or self._answer.last_frames()

@@ -1,0 +1,188 @@
+"""The body of a response request, and its conversion to a chat completion body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.errors import InvalidParameter
+from octavo.sampling_params import MAX_LOGPROBS
+from octavo_server.dialects.chat_reply import FieldNames, Translated
+from octavo_server.dialects.history import LeftOut
+from octavo_server.dialects.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
+from octavo_server.dialects.openai.fields import check_max_tokens
+from octavo_server.dialects.responses.items import ItemMessages
+from octavo_server.dialects.responses.tools import Item, chat_choice, offered_tools
+from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.services import Services
+
+PATH = "/v1/responses"
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "previous_input_messages": (),
+    "prompt": (),
+}
+"""Parts of the conversation that would be missing."""
+IGNORED: dict[str, tuple[Any, ...]] = IGNORED_IN_CHAT | {
+    "context_management": (),
+    "enable_response_messages": (),
+    "max_tool_calls": (),
+    "truncation": ("disabled",),
+}
+"""No tools run on this server, and a conversation that does not fit is rejected, never shortened."""
+ACCEPTED = frozenset({"prompt_cache_retention", "client_metadata", "request_id", "session_id"})
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = ("reasoning.encrypted_content",)
+"""Values of ``include`` without effect, as reasoning is returned unencrypted. Others ask about tools of a server."""
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of chat completions, and what they are called here."""
+TOOL_MEMBERS = {
+    f".{kind}{path}": path
+    for kind in ("function", "custom")
+    for path in ("", ".name", ".description", ".parameters", ".strict", ".format")
+}
+
+
+class Reasoning(msgspec.Struct, kw_only=True, frozen=True):
+    """Options for reasoning."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True, frozen=True):
+    """Options for the output text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ConversationName(msgspec.Struct, kw_only=True, frozen=True):
+    """The conversation of a response."""
+
+    id: str
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """Options for streams."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponseBody(msgspec.Struct, kw_only=True):
+    """The body of a response request."""
+
+    model: str = ""
+    input: str | list[Item] = []
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions = TextOptions()
+    reasoning: Reasoning = Reasoning()
+    include: list[str] = []
+    top_logprobs: int = 0
+    previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
+    store: bool = True
+    background: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, str] = {}
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    timeout: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
+
+    @property
+    def conversation_id(self) -> str | None:
+        named = self.conversation
+        return named.id if isinstance(named, ConversationName) else named
+
+
+decoder = BodyDecoder(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED)
+
+
+def without_effect(body: ResponseBody, services: Services) -> list[str]:
+    """Fields that are ignored in this request."""
+    named = [] if effort(body.reasoning.effort, services) is not None else ["reasoning.effort"]
+    named += [f"include.{name}" for name in body.include if name not in INCLUDED]
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        named.append("stream_options.include_obfuscation")
+    return named if body.text.verbosity in (None, "medium") else [*named, "text.verbosity"]
+
+
+def check(body: ResponseBody) -> None:
+    """Validate what chat completions do not. Raises ``RequestError``."""
+    check_max_tokens("max_output_tokens", body.max_output_tokens)
+    if LOGPROBS in body.include:
+        raise UnsupportedParameter("include", f"'{LOGPROBS}' is not supported here; chat completions have it.")
+    if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise InvalidParameter("top_logprobs", f"'top_logprobs' must be from 0 to {MAX_LOGPROBS}.")
+    if body.top_logprobs:
+        raise UnsupportedParameter("top_logprobs", "'top_logprobs' is not supported here; chat completions have it.")
+    if body.background and not body.store:
+        raise InvalidParameter("background", "'background' needs 'store': the answer is fetched by its id.")
+    if body.conversation is not None and body.previous_response_id is not None:
+        raise InvalidParameter("conversation", "'conversation' and 'previous_response_id' exclude each other.")
+    check_metadata(body.metadata)
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raise ``InvalidParameter`` for more pairs than the API allows."""
+    if len(metadata) > 16:
+        raise InvalidParameter("metadata", "'metadata' takes at most 16 pairs.")
+
+
+def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0) -> Translated:
+    """Convert the request to a chat completion. Raises ``InvalidParameter``.
+
+    ``history`` are all items of the conversation, of which ``num_earlier`` come from the store.
+    """
+    left_out = LeftOut()
+    items = ItemMessages(history, left_out, num_earlier=num_earlier)
+    messages, places = items.messages, items.places
+    if body.instructions:
+        messages = [{"role": "system", "content": body.instructions}, *messages]
+        places = ["instructions", *places]
+    tools = offered_tools(body.tools, left_out)
+    chat = ChatBody(
+        model=body.model,
+        messages=messages,
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        tools=[tool.for_chat() for tool in tools],
+        tool_choice=chat_choice(body.tool_choice, tools, len(body.tools)),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format(body.text.format),
+        reasoning_effort=body.reasoning.effort,
+        stream=body.stream,
+        prompt_cache_key=body.prompt_cache_key,
+        user=body.user,
+        timeout=body.timeout,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+    )
+    list_places = {"messages": places, "tools": [tool.place for tool in tools]}
+    return Translated(chat, FieldNames(NAMES, list_places, TOOL_MEMBERS), left_out.names)
+
+
+def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """``text.format`` as a chat completion ``response_format``, which nests the schema in an object."""
+    if given is not None and given.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+    return given

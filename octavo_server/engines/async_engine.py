@@ -1,0 +1,401 @@
+"""The engine as the front process sees it: accepts requests, notifies listeners, survives engine restarts.
+
+Every accepted request is kept here with its output until it ends. When the engine process dies or hangs, the
+supervisor starts another, and all live requests are resubmitted as prompt + output so far; listeners only notice a
+pause. While the engine sleeps it has no process; requests wait, and the first one wakes it. Everything here runs on one
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Mapping
+
+from octavo.config import EngineConfig, ServeConfig, to_flat
+from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable
+from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.counts import Condition, Timing
+from octavo.telemetry.events import Event
+from octavo.telemetry.metrics import Metrics
+from octavo.types import EngineInfo, EngineStats, FinishReason, Request
+from octavo_server.engines import wire
+from octavo_server.engines.crash_isolation import CrashIsolation
+from octavo_server.engines.engine_client import KVEventSink, OutputListener, SleepMode
+from octavo_server.engines.engine_link import EngineLink
+from octavo_server.engines.engine_stats import TotalStats
+from octavo_server.engines.live_request import LiveRequest, adapters_of
+from octavo_server.engines.lora_adapters import AdapterTable
+from octavo_server.engines.request_table import RequestJournal, had_grammars
+from octavo_server.engines.supervisor import Supervisor
+from octavo_server.observe.timelines import KVEventRing, Timelines
+
+ENGINE_ARGV = (sys.executable, "-m", "octavo_server.engines.engine_process")
+PATIENCE = 5
+"""Consecutive failed engine starts after which new requests are rejected."""
+READY_SECONDS = 5.0
+"""After this much silence the engine is reported as not ready, though it may only be slow."""
+STOP_GRACE = 5.0
+"""Seconds between the stop message and SIGKILL."""
+DRAIN_POLL_SECONDS = 0.02
+
+logger = logging.getLogger("octavo.server")
+
+
+class AsyncEngine(RequestJournal):
+    """The server's engine client, independent of any single engine process.
+
+    ``argv`` is the engine process's command line without its last argument, the inherited socket's descriptor.
+    ``rank`` is its data-parallel rank, and ``environment`` has further environment variables for its engine process.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        argv: list[str] | None = None,
+        rank: int = 0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.metrics = Metrics((config.server.served_model_name or config.model.model).partition(",")[0], config, rank)
+        self.metrics.condition = self._condition
+        self.timelines = Timelines()
+        self.kv_events = KVEventRing()
+        self.failure: str | None = None
+        """Why requests are rejected: ``PATIENCE`` consecutive engine starts failed. ``None`` otherwise."""
+        self.adapters = AdapterTable(config.model)
+        self._engine_settings = to_flat(config, EngineConfig)
+        """Flat ``EngineConfig`` sent to the next engine process."""
+        self._supervisor = Supervisor(
+            argv or ENGINE_ARGV, self._engine_settings, config.server.engine_timeout, self, environment or {}
+        )
+        self.expects_grammars = had_grammars(config.server)
+        """Whether there was a request with a grammar, in this process or in one before it with the same journal."""
+        self._kv_event_sinks: list[KVEventSink] = [self.kv_events] if config.cache.enable_kv_events else []
+        self._isolation = CrashIsolation()
+        self._info: EngineInfo | None = None
+        self._has_engine = False
+        """Between the supervisor's ``on_up`` and ``on_down``."""
+        self.sleep_level = 0
+        """0 while the engine is awake; else that of the last ``sleep``, until an engine process is ready again."""
+        self.on_wanted = self.start_waking
+        """Called for each request that arrives while the engine sleeps."""
+        self.is_waking = False
+        self.last_used = self.since = self.wake_seconds = 0.0
+        """Monotonic times of the last request's arrival and of when it woke, and how long the last waking took."""
+        self._holds_new = False
+        """Between the call of ``sleep`` and its end: new requests wait, running ones are finished."""
+        self._changing_sleep = asyncio.Lock()
+        self._changing_adapters = asyncio.Lock()
+        self._is_draining = False
+        self._total_stats = TotalStats()
+        self._cache_view: CacheView | None = None
+
+    def send_kv_events_to(self, sink: KVEventSink) -> None:
+        """Let ``sink`` receive the prefix cache's events; to be called before ``start``."""
+        self._kv_event_sinks.append(sink)
+        self._engine_settings["enable_kv_events"] = True
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Start the engine process and wait until it is ready.
+
+        Raises ``ConfigError`` or ``CheckpointError`` with the engine process's own message when it cannot be
+        built, and ``OctavoError`` when the process ends for another reason.
+        """
+        await self._supervisor.start()
+
+    async def stop(self, timeout: float) -> None:
+        """Drain: reject new requests, wait up to ``timeout`` seconds for live ones, then stop the engine process.
+
+        Requests that wait for a sleeping engine fail at once.
+        """
+        self._is_draining = True
+        deadline = time.monotonic() + timeout
+        while self._live and (self.is_waking or not self.sleep_level) and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        for live in list(self._live.values()):
+            self._fail(live, Unavailable("The server shut down before this request was finished."))
+        await self._supervisor.stop(STOP_GRACE)
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
+        """Free the engine's memory until ``wake_up`` or the next request.
+
+        The engine process ends, unless at level 1 it can keep its weights in host memory. ``mode`` is what becomes of
+        running requests: they are finished first, or end with ``Unavailable``, or continue from where they are when the
+        engine wakes. Requests that arrive meanwhile wait, and then wake the engine.
+        """
+        async with self._changing_sleep:
+            has_process = self._supervisor.link is not None
+            if self.sleep_level and not self.is_waking and not (level > 1 and has_process):
+                self.sleep_level = level
+                return
+            self._holds_new = True
+            try:
+                if mode == "abort":
+                    for live in list(self._live.values()):
+                        self._fail(live, Unavailable("The model was put to sleep before this request was finished."))
+                while mode == "wait" and any(live.is_submitted for live in self._live.values()):
+                    await asyncio.sleep(DRAIN_POLL_SECONDS)
+                for live in self._live.values():
+                    self._forget(live)
+                if not await self._supervisor.sleep(STOP_GRACE, level == 1 and self.info.sleeps_in_host_memory):
+                    self._on_end()
+                self._has_engine, self._cache_view = False, None
+                self._isolation.hold_all(self._live.values())
+                self.sleep_level, self.is_waking, self.failure = level, False, None
+                logger.info("%s sleeps", self.metrics.model_name)
+            finally:
+                self._holds_new = False
+                self._isolation.holds_back = True
+                self._admit_waiting()
+        if self._live and mode != "keep":
+            self.on_wanted()
+
+    async def wake_up(self) -> None:
+        """Wait until an engine process is ready, starting one if the engine sleeps. Raises ``Unavailable``."""
+        async with self._changing_sleep:
+            if self.sleep_level:
+                self.on_wanted()
+        while self.sleep_level:
+            if self.failure is not None or self._is_draining:
+                raise Unavailable("The engine does not start now.", retry_after=5)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    def start_waking(self) -> None:
+        """Start an engine process if the engine sleeps; ``sleep_level`` is 0 when it is ready."""
+        if self.sleep_level and not self.is_waking and not self._is_draining:
+            self.is_waking, self.since = True, time.monotonic()
+            logger.info("%s wakes; waiting requests: %d", self.metrics.model_name, self.num_live)
+            self._supervisor.wake()
+
+    # --- state ---
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise RuntimeError("the engine has not been started")
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest statistics; counters accumulate over engine restarts."""
+        return self.metrics.stats
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request accepted now would be scheduled without waiting for a restart; a sleeping engine wakes."""
+        if self.sleep_level:
+            return self._accepts
+        return self._accepts and self._is_up and self.seconds_since_progress < READY_SECONDS
+
+    @property
+    def num_restarts(self) -> int:
+        return self.metrics.restarts
+
+    @property
+    def seconds_since_progress(self) -> float:
+        """Seconds since the engine process's last message: a step's report, or a ping's answer while idle."""
+        link = self._supervisor.link
+        return 0.0 if link is None or self.sleep_level else time.monotonic() - link.last_sign
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the current engine process."""
+        link = self._supervisor.link
+        return None if link is None else link.pid
+
+    def cache_views(self) -> list[CacheView]:
+        """The latest view of the KV cache, if any; asks the engine process for the next one."""
+        link = self._supervisor.link
+        if self._is_up and link is not None:
+            link.send(wire.Ping(link.generation, wants_view=True))
+        return [] if self._cache_view is None else [self._cache_view]
+
+    @property
+    def _accepts(self) -> bool:
+        return self._info is not None and self.failure is None and not self._is_draining
+
+    @property
+    def _is_up(self) -> bool:
+        link = self._supervisor.link
+        return self._has_engine and link is not None and link.is_ready
+
+    def _condition(self) -> Condition:
+        adapters = adapters_of(self._live.values())
+        return Condition(self.num_live, self.is_ready, self.seconds_since_progress, *adapters, self.sleep_level)
+
+    # --- requests ---
+
+    def add(self, request: Request, listener: OutputListener) -> None:
+        """Accept a request; ``listener`` is then guaranteed a final output or error, also across engine restarts.
+
+        Raises ``Unavailable`` when not started, draining or failed, and ``InvalidParameter`` for a request that
+        cannot be encoded. While the engine process restarts or sleeps, requests are accepted and wait.
+        """
+        if not self._accepts:
+            what = "The server takes no requests now." if self.failure is None else "The engine does not start now."
+            raise Unavailable(what, retry_after=5)
+        if request.id in self._live:
+            raise ValueError(f"request id {request.id} is in use")
+        live = LiveRequest(request, listener, Timing(request.arrival or time.monotonic()))
+        if self._is_up and not self._holds_new and not self._isolation.holds_back:
+            try:
+                self._submit(live)
+            except wire.FrameError as error:
+                raise InvalidParameter("request", str(error)) from None
+            live.is_submitted = True
+        self._keep(live)
+        self.expects_grammars |= request.params.grammar is not None
+        self.last_used = time.monotonic()
+        if self.sleep_level:
+            self.on_wanted()
+
+    def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
+        """End a request without notifying its listener; an id that is not live is ignored.
+
+        ``reason`` is the finish reason in the metrics: ``"stop"`` when the listener found a stop string.
+        """
+        live = self._live.get(request_id)
+        if live is not None:
+            self._end(live, reason)
+            self._forget(live)
+            self._admit_waiting()
+
+    # --- adapters ---
+
+    async def load_adapter(self, name: str, path: str, content: str) -> None:
+        """Load an adapter, so that requests can name it; see ``AdapterTable.add``. Wakes the engine.
+
+        Raises ``InvalidParameter`` if the engine rejects it, and ``Unavailable`` while the engine restarts.
+        """
+        await self.wake_up()
+        async with self._changing_adapters:
+            if name in self.adapters.paths:
+                raise InvalidParameter("lora_name", f"An adapter called '{name}' is loaded already.")
+            link = self._ready_link()
+            error = await link.change_adapter(wire.LoadAdapter(link.generation, name, path))
+            if error:
+                raise InvalidParameter("lora_path", error)
+            self.adapters.add(name, path, content)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Reject new requests for an adapter, wait for its live ones, then unload it."""
+        self.adapters.remove(name)
+        while any(live.request.adapter == name for live in self._live.values()):
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        async with self._changing_adapters:
+            if name not in self.adapters.paths and self._supervisor.link is not None:
+                await self.wake_up()
+                link = self._ready_link()
+                await link.change_adapter(wire.UnloadAdapter(link.generation, name))
+
+    async def prepare(self, link: EngineLink) -> None:
+        """Load the previous process's adapters into a restarted engine process; drop those that fail to load."""
+        if self._info is None:
+            return  # the first process loads the configured adapters while it builds the engine
+        await self.adapters.load_all_again(link)
+        for live in list(self._live.values()):
+            try:
+                self.adapters.check(live.request.adapter)
+            except RequestError as error:
+                self._fail(live, error)
+
+    def _ready_link(self) -> EngineLink:
+        link = self._supervisor.link
+        if link is None or not self._is_up:
+            raise Unavailable("The engine is restarting.", retry_after=5)
+        return link
+
+    def _submit(self, live: LiveRequest) -> None:
+        link = self._supervisor.link
+        assert link is not None
+        link.send(wire.Submit(link.generation, live.replay()))
+
+    def _forget(self, live: LiveRequest) -> None:
+        link = self._supervisor.link
+        if live.is_submitted and link is not None:
+            link.send(wire.Abort(link.generation, live.id))
+
+    def _admit_waiting(self) -> None:
+        """Submit the live requests that crash isolation now lets into the engine."""
+        if self._isolation.holds_back and self._is_up and not self._holds_new:
+            for live in self._isolation.admit(self._live.values()):
+                self._replay(live)
+
+    def _replay(self, live: LiveRequest) -> None:
+        if live.num_deaths:
+            self.metrics.replays += 1
+        try:
+            self._submit(live)
+        except wire.FrameError as error:
+            self._fail(live, InvalidParameter("request", str(error)))
+
+    # --- called by the supervisor ---
+
+    def on_up(self, info: EngineInfo) -> None:
+        """An engine process is ready: submit the live requests."""
+        if self._info is not None and not self.sleep_level:
+            self.metrics.restarts += 1
+        now = time.monotonic()
+        if self.is_waking:
+            self.wake_seconds = now - self.since
+        self.since = now
+        self.sleep_level, self.is_waking = 0, False
+        self._info = self.metrics.info = info
+        if self.adapters.is_enabled:
+            self._engine_settings["lora_modules"] = None  # ``prepare`` loads them into the next process
+        self._has_engine, self.failure = True, None
+        self._admit_waiting()
+
+    def on_down(self, is_from_outside: bool) -> None:
+        """The engine process ended: fail requests found to be the cause; the others wait for the next process."""
+        self._on_end()
+        for live in self._isolation.on_death(self._live.values(), is_from_outside):
+            self.metrics.poison_requests += 1
+            logger.error("request %d ends: %d engine processes ended with it", live.id, live.num_deaths)
+            self._fail(live, RequestFailed("The engine fails whenever it computes this request."))
+
+    def _on_end(self) -> None:
+        self._has_engine, self._cache_view = False, None
+        self.metrics.hangs = self._supervisor.num_hangs
+        for sink in self._kv_event_sinks:
+            sink.clear()
+        self.metrics.stats = self._total_stats.settle(self.stats)
+
+    def on_failed_restart(self, reason: str, count: int) -> None:
+        """An engine start failed: live requests keep waiting; from ``PATIENCE`` failures on, new ones are rejected."""
+        if count >= PATIENCE:
+            self.failure = f"The engine cannot be restarted: {reason}"
+
+    def on_step(self, step: wire.StepDone) -> None:
+        """Apply one step's report, in a single pass over its outputs."""
+        now = time.monotonic()
+        self.metrics.observe_step(self._total_stats.total(step.stats))
+        if step.cache_view is not None:
+            self._cache_view = step.cache_view
+        if step.events:
+            self.timelines.add(step.events)
+            self._note_computed(step.events)
+        if step.kv_events:
+            for sink in self._kv_event_sinks:
+                sink.add(step.kv_events)
+        live_requests = self._live
+        for output in step.outputs:
+            live = live_requests.get(output.request_id)
+            if live is not None:
+                self._deliver(live, output, now)
+        for refusal in step.refusals:
+            live = live_requests.get(refusal.request_id)
+            if live is not None:
+                live.is_submitted = False
+                self._fail(live, refusal.as_error())
+        self._admit_waiting()
+
+    def _note_computed(self, events: list[Event]) -> None:
+        for event in events:
+            if event.kind == "chunk" and (live := self._live.get(event.request_id)) is not None:
+                live.note_computed(event.start + event.tokens)

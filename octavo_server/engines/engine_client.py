@@ -1,0 +1,107 @@
+"""The engine's interface for the HTTP layer, implemented by ``AsyncEngine`` and by a fake in tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, Protocol
+
+from octavo.cache.kv_events import KVEvent
+from octavo.errors import RequestError
+from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.metrics import Metrics
+from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
+from octavo_server.engines.lora_adapters import AdapterTable
+from octavo_server.observe.timelines import KVEventRing, Timelines
+
+SleepMode = Literal["wait", "abort", "keep"]
+"""What becomes of running requests when an engine is put to sleep: see ``AsyncEngine.sleep``."""
+
+
+class Progress(NamedTuple):
+    """How far a live request is, in tokens."""
+
+    id: int
+    prompt: int
+    computed: int
+    """Of the prompt."""
+    output: int
+    max_tokens: int
+    running: bool
+    """Whether a step has computed a part of it."""
+
+
+class OutputListener(Protocol):
+    """Receives one request's outputs on the event loop, in one pass over all listeners per step; must not block."""
+
+    def on_output(self, output: Output) -> None: ...
+    def on_error(self, error: RequestError) -> None: ...
+
+
+class KVEventSink(Protocol):
+    """Receives the prefix-cache events of one engine process after another; must not block."""
+
+    def add(self, events: list[KVEvent]) -> None: ...
+    def clear(self) -> None:
+        """The engine process ended, and its cache with it."""
+        ...
+
+
+class Monitored(Protocol):
+    """What the monitoring endpoints read, of an engine or of an upstream server."""
+
+    metrics: Metrics
+
+    @property
+    def failure(self) -> str | None:
+        """Why requests are rejected: consecutive engine starts failed. ``None`` otherwise."""
+        ...
+
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def num_live(self) -> int: ...
+    @property
+    def seconds_since_progress(self) -> float: ...
+
+
+class EngineClient(Monitored, Protocol):
+    """Accepts requests and delivers their outputs to listeners; see ``AsyncEngine``."""
+
+    adapters: AdapterTable
+    timelines: Timelines
+    kv_events: KVEventRing
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def num_restarts(self) -> int: ...
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def live_owners(self) -> Counter[str]:
+        """Number of live requests by API key."""
+        ...
+
+    def progress(self) -> Iterator[Progress]:
+        """How far each request is that is not finished, oldest first."""
+        ...
+
+    def cache_views(self) -> list[CacheView]:
+        """The latest view of each engine's KV cache, if any; asks the engines for the next ones."""
+        ...
+
+    @property
+    def sleep_level(self) -> int:
+        """0 while the engine is awake."""
+        ...
+
+    async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None: ...
+    async def wake_up(self) -> None: ...
+    def next_id(self) -> int: ...
+    def add(self, request: Request, listener: OutputListener) -> None: ...
+    def abort(self, request_id: int, reason: FinishReason = "abort") -> None: ...
+    async def load_adapter(self, name: str, path: str, content: str) -> None: ...
+    async def unload_adapter(self, name: str) -> None: ...

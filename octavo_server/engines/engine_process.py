@@ -1,0 +1,299 @@
+"""The engine process: builds an engine and runs its steps for a front process connected by a socket.
+
+Run as ``python -m octavo_server.engines.engine_process FD``, where ``FD`` is an inherited socket. This process is
+disposable: the front process can restore all of its state, so it may be killed at any time. It ends when the socket
+closes, when its parent dies, and on SIGTERM; it ignores SIGINT, which the parent handles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import faulthandler
+import functools
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+from octavo.cache.kv_events import KVEvent
+from octavo.collector import importing, leave_out_what_exists
+from octavo.config import EngineConfig, ModelSettings
+from octavo.engine.protocols import Adapters
+from octavo.errors import CANCELLATIONS, CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
+from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
+from octavo.runtime.rank_processes import RankProcesses
+from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.events import Event
+from octavo.telemetry.logs import log_to_stderr
+from octavo.telemetry.phases import Phases
+from octavo.types import EngineInfo, EngineStats, Output, Request
+from octavo_fleet.backends import instant, toy
+from octavo_server.engines import wire
+
+SWITCH_INTERVAL = 0.0001
+"""Seconds after which a thread yields the GIL. The step thread needs it several times per step and would wait 5 ms, the
+default, for each of several computing threads."""
+IDLE_WAIT = 0.001
+"""Seconds to wait for messages after a step without progress."""
+
+logger = logging.getLogger("octavo.engine")
+
+
+class EngineLike(Protocol):
+    """The part of ``octavo.engine.Engine`` that this loop uses."""
+
+    @property
+    def adapters(self) -> Adapters: ...
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: int) -> None: ...
+    def spare_seconds(self) -> float: ...
+    def step(self) -> list[Output]: ...
+    def stats(self) -> EngineStats: ...
+    def cache_view(self) -> CacheView | None: ...
+    def take_events(self) -> list[Event]: ...
+    def take_kv_events(self) -> list[KVEvent]: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+Build = Callable[[EngineConfig], tuple[EngineLike, EngineInfo]]
+
+
+class FrontGone(Exception):
+    """The front process closed the socket."""
+
+
+class Channel:
+    """The engine process's end of the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._reader = wire.FrameReader()
+
+    def send(self, message: wire.FromEngine) -> None:
+        """Send one message; blocks while the socket's buffer is full."""
+        try:
+            self._socket.sendall(wire.pack(message))
+        except (BrokenPipeError, ConnectionResetError):
+            raise FrontGone from None
+
+    def receive(self, wait: bool) -> list[wire.ToEngine]:
+        """The messages that arrived; with ``wait``, blocks for at least one. Raises ``FrontGone`` at end of stream."""
+        while True:
+            try:
+                data = self._socket.recv(1 << 18, 0 if wait else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return []
+            except ConnectionResetError:
+                raise FrontGone from None
+            if not data:
+                raise FrontGone
+            payloads = self._reader.feed(data)
+            if payloads or not wait:
+                return [wire.unpack_to_engine(payload) for payload in payloads]
+
+    def wait_readable(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` for data; return whether there is any."""
+        return bool(select.select([self._socket], [], [], seconds)[0])
+
+
+class EngineLoop:
+    """Runs engine steps, and handles the front process's messages between them."""
+
+    def __init__(self, engine: EngineLike, channel: Channel, generation: int) -> None:
+        self.engine = engine
+        self.channel = channel
+        self.generation = generation
+        self._refusals: list[wire.Refusal] = []
+        self._progress = (0, 0)
+        self._wants_view = False
+        """Whether the next report shall have a view of the KV cache."""
+        self._stopped = False
+
+    def run(self) -> None:
+        """Run until a ``Stop`` message. Raises ``FrontGone`` when the front process closed the socket."""
+        while not self._stopped:
+            messages = self.channel.receive(wait=not self.engine.has_work)
+            for message in messages:
+                if message.generation == self.generation:
+                    self._handle(message)
+            if self.engine.has_work:
+                spare = self.engine.spare_seconds()
+                if spare <= 0 or not self.channel.wait_readable(spare):
+                    self._step()
+            elif messages:
+                self._report([], self.engine.stats())
+
+    def _handle(self, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Submit(request=request):
+                try:
+                    self.engine.add(request)
+                except RequestError as error:
+                    kind = type(error).__name__
+                    self._refusals.append(wire.Refusal(request.id, kind, error.message, error.param))
+            case wire.Abort(request_id=request_id):
+                self.engine.abort(request_id)
+            case wire.LoadAdapter(name=name, path=path):
+                self._load_adapter(name, path)
+            case wire.UnloadAdapter(name=name):
+                if name in self.engine.adapters:
+                    self.engine.adapters.unload(name)
+                self.channel.send(wire.AdapterDone(self.generation, name))
+            case wire.Sleep():
+                self._answer_sleep(True, self.engine.sleep)
+            case wire.Wake():
+                self._answer_sleep(False, self.engine.wake)
+            case wire.Stop():
+                self._stopped = True
+            case wire.Ping(wants_view=wants_view):
+                # It is answered by the report that follows every batch of messages.
+                self._wants_view |= wants_view
+            case wire.Start():
+                pass
+
+    def _load_adapter(self, name: str, path: str) -> None:
+        error = ""
+        try:
+            self.engine.adapters.load(name, path)
+        except CheckpointError as found:
+            error = str(found)
+        self.channel.send(wire.AdapterDone(self.generation, name, error))
+
+    def _answer_sleep(self, is_asleep: bool, change: Callable[[], None]) -> None:
+        error = ""
+        try:
+            change()
+        except CANCELLATIONS:
+            raise
+        except BaseException as found:  # the front process then ends this one
+            error = str(found) or type(found).__name__
+        self.channel.send(wire.SleepDone(self.generation, is_asleep, error))
+
+    def _step(self) -> None:
+        outputs = self.engine.step()
+        stats = self.engine.stats()
+        progress = (stats.num_steps, stats.num_faults)
+        if outputs or self._refusals or progress != self._progress:
+            self._progress = progress
+            self._report(outputs, stats)
+        else:
+            # Send no report, so that the supervisor detects an engine without progress as hanging.
+            self.channel.wait_readable(IDLE_WAIT)
+
+    def _report(self, outputs: list[Output], stats: EngineStats) -> None:
+        refusals, self._refusals = self._refusals, []
+        events, kv_events = self.engine.take_events(), self.engine.take_kv_events()
+        view = self.engine.cache_view() if self._wants_view else None
+        self._wants_view = False
+        self.channel.send(wire.StepDone(self.generation, outputs, stats, refusals, events, kv_events, view))
+
+
+def main(build: Build | None = None) -> NoReturn:
+    """Run an engine process; ``build`` is ``octavo.build.build_engine`` unless a test passes its own."""
+    code = _serve(build)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skip the interpreter's shutdown, which would wait for threads that compile kernels, or abort.
+    os._exit(code)
+
+
+def _serve(build: Build | None) -> int:
+    _settle_signals()
+    channel = Channel(socket.socket(fileno=int(sys.argv[-1])))
+    try:
+        start = channel.receive(wait=True)[0]
+        if not isinstance(start, wire.Start):
+            raise wire.FrameError(f"the first message must be Start, not {type(start).__name__}")
+        log_to_stderr(start.log_level, start.log_format)
+        built = _build(build, start, channel)
+        if built is None:
+            return 1
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        try:
+            EngineLoop(built, channel, start.generation).run()
+        finally:
+            built.close()
+    except FrontGone:
+        logger.info("the front process is gone")
+    except (RanksLost, WorkerLost) as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLike | None:
+    """Build the engine and send ``Ready``; on failure send ``Failed`` and return ``None``."""
+    try:
+        config = _config(start)
+        engine, info = (build or _default_build(config.model, start.expects_grammars))(config)
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:
+        message = str(error)
+        if not isinstance(error, OctavoError):
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error}"
+        channel.send(wire.Failed(start.generation, type(error).__name__, message))
+        return None
+    leave_out_what_exists()
+    channel.send(wire.Ready(start.generation, info))
+    return engine
+
+
+def _config(start: wire.Start) -> EngineConfig:
+    """The settings of this process. After a restart, requests wait: no kernels are measured."""
+    config = EngineConfig.from_flat(start.config)
+    if start.generation == 1:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, kernel_tuning_seconds=0.0))
+
+
+def _default_build(settings: ModelSettings, expects_grammars: bool) -> Build:
+    """The function that builds the backend of the settings. Those without a model need no torch."""
+    if settings.backend == "toy":
+        return toy.build
+    if settings.backend == "instant":
+        return instant.build
+    phases = Phases()
+    size = settings.tensor_parallel_size
+    started = RankProcesses(size) if size > 1 and hasattr(os, "memfd_create") else None  # they import meanwhile
+    prepare_if_there_may_be_a_gpu(settings.device)
+    with importing():
+        from octavo.build import build_engine  # imports torch, which the front process must never import
+    phases.done("imports of the engine process")
+    return functools.partial(build_engine, on_lost=_end_as, started=started, expects_grammars=expects_grammars)
+
+
+def _end_as(status: int) -> None:
+    """End this process as a rank of its engine ended, by the same signal or with its exit status.
+
+    The supervisor then judges the requests as if this process had been the one.
+    """
+    sys.stderr.flush()
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    os._exit(max(status, 1))
+
+
+def _settle_signals() -> None:
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        # Takes effect also during a long step or start, when the socket is not read.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Routes with OpenAPI metadata, and the OpenAPI document, generated from the types that decode the bodies.
+
+https://spec.openapis.org/oas/v3.1.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from octavo_server.http.errors import TGI_PATHS
+
+_SCHEMAS = "#/components/schemas/"
+
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+
+_TGI_ERROR = {
+    "type": "object",
+    "required": ["error", "error_type"],
+    "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
+}
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+_ERRORS = {
+    "Error": _ERROR,
+    "AnthropicError": _ANTHROPIC_ERROR,
+    "OllamaError": _OLLAMA_ERROR,
+    "TGIError": _TGI_ERROR,
+}
+
+_FAILURES = {
+    400: "The request is refused; `param` names the field",
+    401: "The API key is missing or wrong",
+    404: "No such model",
+    413: "The body is too large",
+    429: "The queue is full; try again after `Retry-After` seconds",
+    503: "The server is starting or shutting down",
+}
+
+
+class Endpoint(Route):
+    """A route with its OpenAPI metadata; ``body`` is the type of its JSON body."""
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        answer: Callable[[Request], Awaitable[Response]],
+        summary: str,
+        body: type[msgspec.Struct] | None = None,
+    ) -> None:
+        super().__init__(path, answer, methods=[method])
+        self.method = method
+        self.summary = summary
+        self.body = body
+
+    def operation(self) -> dict[str, Any]:
+        """The OpenAPI operation object."""
+        failure = _json(_error_of(self.path))
+        responses: dict[str, Any] = {"200": {"description": "Done"}}
+        if self.body is not None:
+            responses |= {str(status): {"description": text, **failure} for status, text in _FAILURES.items()}
+        responses["default"] = {"description": "What went wrong", **failure}
+        operation: dict[str, Any] = {"summary": self.summary, "operationId": self.name, "responses": responses}
+        if self.param_convertors:
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in self.param_convertors
+            ]
+        if self.body is not None:
+            operation["requestBody"] = {"required": True, **_json(self.body.__name__)}
+        return operation
+
+
+def openapi_document(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
+    """The OpenAPI document of a server with these endpoints."""
+    paths: dict[str, dict[str, Any]] = {}
+    bodies = []
+    for endpoint in endpoints:
+        paths.setdefault(endpoint.path_format, {})[endpoint.method.lower()] = endpoint.operation()
+        if endpoint.body is not None:
+            bodies.append(endpoint.body)
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=_SCHEMAS + "{name}")
+    for body in bodies:
+        _let_be_null(schemas[body.__name__])
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Octavo", "version": version, "description": "An OpenAI-compatible LLM server."},
+        "paths": paths,
+        "components": {"schemas": {**schemas, **_ERRORS}},
+    }
+
+
+def _error_of(path: str) -> str:
+    """The schema of errors of the API that the path belongs to."""
+    if path.startswith("/v1/messages"):
+        return "AnthropicError"
+    if path in TGI_PATHS:
+        return "TGIError"
+    return "OllamaError" if path.startswith("/api/") else "Error"
+
+
+def _let_be_null(schema: dict[str, Any]) -> None:
+    """Allow null in the schema of every optional field, where it counts as absent."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()):
+            default = {"default": field.pop("default")} if "default" in field else {}
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **default}
+
+
+def _json(schema: str) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": {"$ref": _SCHEMAS + schema}}}}
