@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
+from octavo_bench.figure_table import case_names, meaning
 from octavo_bench.record_figures import OWN, Figure, figures
 
-THROUGHPUT = re.compile(r"tok_s|tok/s|throughput|tokens_per_second|requests_s")
+BY_DEFAULT = ("failed", "failed_requests", "same_tokens", "right")
+"""Counted besides throughputs: a server is not faster for answering fewer requests, or wrongly."""
+MAY_DIFFER = {"seed", "device", "model"}
+"""Of what was measured: two such records can be compared, and a warning says so."""
 
 
 class Compared(NamedTuple):
@@ -47,49 +50,83 @@ def read_record(path: Path) -> dict[str, Any]:
 def compare(record: Mapping[str, Any], baseline: Mapping[str, Any] | None, names: Sequence[str] = ()) -> list[Compared]:
     """Each figure of the baseline that counts, with that of the record. Raises ``ConfigError`` if there is none.
 
-    ``names``: parts of the names of the figures that count; by default those of throughput. Without a baseline, a
-    figure that is a ratio to another engine is compared with 1.
+    ``names``: words of the names of the figures that count; by default throughputs and ``BY_DEFAULT``. Without a
+    baseline, a figure that is a ratio to another engine is compared with 1.
     """
     if baseline is None:
+        own_ratios = [figure for figure in figures(record) if figure.is_ratio]
         found = [
             Compared(str(figure), figure.value, 1.0, figure.value)
-            for figure in figures(record)
-            if figure.is_ratio and (_counts(figure, names) or (not names and " " not in figure.name))
+            for figure in _counted(own_ratios, names, lambda figure: _is_throughput(figure) or " " not in figure.name)
         ]
         if not found:
             raise ConfigError("fail_under: needs --baseline, for this record has no ratio to another engine")
         return found
-    if baseline["benchmark"] != record["benchmark"]:
-        raise ConfigError(f"baseline: a record of {baseline['benchmark']!r}, and not of {record['benchmark']!r}")
+    _check_same_work(record, baseline)
     own = {figure.key: figure for figure in figures(record)}
+    theirs = [figure for figure in figures(baseline) if figure.engine in OWN and not figure.is_ratio]
     found = [
         _compared(own.get(figure.key), figure)
-        for figure in figures(baseline)
-        if figure.engine in OWN and not figure.is_ratio and _counts(figure, names)
+        for figure in _counted(theirs, names, lambda figure: _is_throughput(figure) or figure.name in BY_DEFAULT)
     ]
     if not found:
-        known = dict.fromkeys(figure.name for figure in figures(baseline))
-        raise ConfigError(f"gate: no figure of the baseline is meant; it has {', '.join(known)}")
+        raise ConfigError(f"gate: no throughput in the baseline; it has {_names(theirs)}")
     return found
+
+
+def _names(found: Sequence[Figure]) -> str:
+    return ", ".join(dict.fromkeys(figure.name for figure in found))
+
+
+def _check_same_work(record: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` if one has less to do than the other."""
+    if baseline["benchmark"] != record["benchmark"]:
+        raise ConfigError(f"baseline: a record of {baseline['benchmark']!r}, and not of {record['benchmark']!r}")
+    for name in case_names() - MAY_DIFFER:
+        ours, theirs = record["result"].get(name), baseline["result"].get(name)
+        if ours != theirs and all(isinstance(value, int | float | str) for value in (ours, theirs)):
+            raise ConfigError(f"baseline: was measured with {name} {theirs}, and this with {ours}")
 
 
 def differences(record: Mapping[str, Any], baseline: Mapping[str, Any]) -> Iterator[str]:
     """What makes a comparison of the two doubtful."""
     ours, theirs = record.get("machine", {}), baseline.get("machine", {})
-    for name in ("processor", "cores", "gpus"):
-        if ours.get(name) != theirs.get(name):
-            yield f"the baseline was measured with {name} {theirs.get(name)!r}, this with {ours.get(name)!r}"
+    pairs = [(name, ours.get(name), theirs.get(name)) for name in ("processor", "cores", "gpus")]
+    pairs += [(name, record["result"].get(name), baseline["result"].get(name)) for name in sorted(MAY_DIFFER)]
+    for name, own, other in pairs:
+        if own != other:
+            yield f"the baseline was measured with {name} {other!r}, this with {own!r}"
 
 
-def _counts(figure: Figure, names: Sequence[str]) -> bool:
-    if names:
-        return any(name in figure.name for name in names)
-    return THROUGHPUT.search(figure.name) is not None
+def _counted(found: Sequence[Figure], names: Sequence[str], by_default: Callable[[Figure], bool]) -> Iterator[Figure]:
+    """Those that count. Raises ``ConfigError`` for a name that no figure with a better direction has."""
+    found = [figure for figure in found if meaning(figure.name).better != "neither"]
+    words = {figure.name: _words(figure.name) for figure in found}
+    for name in names:
+        if not any(_words(name) in other for other in words.values()):
+            raise ConfigError(
+                f"gate: {name!r} means no figure of the baseline that can be better; these can: {_names(found)}"
+            )
+    for figure in found:
+        if any(_words(name) in words[figure.name] for name in names) if names else by_default(figure):
+            yield figure
+
+
+def _words(name: str) -> str:
+    """So that "ratio" is part of "memory ratio", and not of "duration"."""
+    return f" {name.replace('_', ' ').replace('/', ' ')} "
+
+
+def _is_throughput(figure: Figure) -> bool:
+    name = figure.name.removeprefix("ratio ").removeprefix("times_better ")
+    return meaning(name).unit in ("tokens/s", "requests/s") and meaning(name).better == "more"
 
 
 def _compared(own: Figure | None, baseline: Figure) -> Compared:
     if own is None:
         return Compared(str(baseline), None, baseline.value, 0.0)
     better, worse = (own.value, baseline.value) if baseline.is_higher_better else (baseline.value, own.value)
-    share = better / worse if worse else 1.0 if not better else float("inf")
+    if better > 0 and worse > 0:
+        return Compared(str(baseline), own.value, baseline.value, better / worse)
+    share = 1.0 if better == worse else float("inf") if better > worse else 0.0  # there is no quotient
     return Compared(str(baseline), own.value, baseline.value, share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from octavo.errors import ConfigError
 
 FORMATS = (".svg", ".png")
-COLOURS = ("#1f5fa8", "#e07b28", "#3d9970", "#9b59b6")
+COLOURS = ("#1f5fa8", "#e07b28", "#3d9970", "#9b59b6", "#8c6d31", "#c94f7c", "#4bb3c9", "#7f7f7f")
 """Octavo's first; told apart in grey, too."""
 GREY = "#667085"
 STYLE: Any = {
@@ -56,8 +57,14 @@ def drawing(path: Path, title: str, note: str, width: float, height: float) -> I
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-        figure.supxlabel(note, x=0.01, ha="left", fontsize=7, color=GREY)
+        figure.suptitle(textwrap.fill(title, int(11 * width)), x=0.01, ha="left", fontweight="bold")
+        figure.supxlabel(textwrap.fill(note, int(17 * width)), x=0.01, ha="left", fontsize=7, color=GREY)
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def legend(axes: Any, count: int) -> None:
+    """A legend for several lines, where it hides least."""
+    if count > 1:
+        axes.legend(fontsize=7 if count > 3 else 8)

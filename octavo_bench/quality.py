@@ -160,22 +160,30 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One row of figures for each variant of the model. Decoding is timed in ``rounds`` rounds, all variants in turns.
 
-    ``keep`` is given all that is known before the first of these and after each speed. Raises ``ConfigError`` for a
-    variant that cannot be, and ``CheckpointError`` for a checkpoint that cannot be read.
+    ``keep`` is given all that is known before the first of these and after each speed. A variant that cannot be has a
+    row with the reason. Raises ``ConfigError`` if none can be, and ``CheckpointError`` for one that cannot be read.
     """
     reference = Reference(config, windows)
     report("reference computed")
     rows = []
+    refused: list[dict[str, Any]] = []
     for variant in variants:
-        rows.append(_scored(variant, reference))
+        try:
+            rows.append(_scored(variant, reference))
+        except ConfigError as error:
+            report(f"{variant.name}: {error}")
+            refused.append({"format": variant.name, "failed": str(error)})
+            continue
         report(f"{variant.name}: KL {float(rows[-1].score.divergences.mean()):.3g}")
+    if not rows:
+        raise ConfigError(f"formats: none can be measured; {refused[0]['format']}: {refused[0]['failed']}")
     del reference
-    keep(figures := [row.figures() for row in rows])
+    keep(figures := [*(row.figures() for row in rows), *refused])
     for number in range(rounds):
         for row in rows:
             row.speeds.append(_decode_speed(row.variant.config))
             report(f"{row.variant.name}: {row.speeds[-1]:,.1f} tokens/s, round {number + 1} of {rounds}")
-            keep(figures := [row.figures() for row in rows])
+            keep(figures := [*(row.figures() for row in rows), *refused])
     return figures
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo_bench.figure_table import is_figure, title
+from octavo_bench.record_figures import beside_measured, rows_of
 from octavo_bench.timeline import CLASSES
 
 SERVED_COLUMNS = {
@@ -68,11 +70,11 @@ def render(file: Path) -> str:
     elif record["benchmark"] == "ablation":
         tables = ablation(result)
     elif record["benchmark"] == "quality":
-        tables = _quality(result["rows"])
+        tables = formats(result["rows"])
     elif record["benchmark"] == "serve":
         tables = _loads(result)
     else:
-        tables = _plain(result.get("rows", [result]))
+        tables = _plain(result)
     return f"{title}\n\n{tables}"
 
 
@@ -144,7 +146,7 @@ def ablation(result: Mapping[str, Any]) -> str:
     return markdown_table(["and all above", *ABLATION_COLUMNS.values()], lines) + missing
 
 
-def _quality(rows: Sequence[Mapping[str, Any]]) -> str:
+def formats(rows: Sequence[Mapping[str, Any]]) -> str:
     """One row for each format of a model's weights."""
     header = [
         "weights",
@@ -157,8 +159,12 @@ def _quality(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     lines = []
     for row in rows:
+        if "failed" in row:
+            lines.append([row["format"], *["-"] * 5, row["failed"]])
+            continue
         distances = number(row["mean_kl"]), number(row["p99_kl"]), f"{100 * row['same_top_token']:.1f}"
-        size, speed = f"{row['weights_bytes'] / 2**20:.1f}", number(row.get("decode_tok_s", {}).get("max", "-"))
+        size = f"{row['weights_bytes'] / 2**20:.1f}" if "weights_bytes" in row else "-"
+        speed = number(row.get("decode_tok_s", {}).get("max"))
         lines.append([row["format"], size, f"{row['perplexity']:.3f}", *distances, speed])
     return markdown_table(header, lines)
 
@@ -185,7 +191,30 @@ def _profile(result: Mapping[str, Any]) -> str:
     return markdown_table(header, lines)
 
 
-def _plain(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of figures and spreads with the same names: a column for each name that has a plain value."""
-    names = [name for name, value in rows[0].items() if not isinstance(value, list | Mapping) or "median" in value]
-    return markdown_table(names, [[number(row.get(name, "-")) for name in names] for row in rows])
+def _plain(result: Mapping[str, Any]) -> str:
+    """A table for each list of rows, and one of what is there once: a column for each name, parts of a sum apart."""
+    tables = []
+    for section, rows in _sections(result):
+        lines = [dict(_cells(row)) for row in rows]
+        names = list(dict.fromkeys(name for line in lines for name in line))
+        if names:
+            table = markdown_table(names, [[number(line.get(name)) for name in names] for line in lines])
+            tables.append(f"{section.replace('_', ' ')}:\n\n{table}" if section else table)
+    return "\n\n".join(tables)
+
+
+def _sections(result: Mapping[str, Any]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    sections: dict[str, list[Mapping[str, Any]]] = {}
+    for section, row in rows_of(result):
+        sections.setdefault(section or ("rows" if row in result.get("rows", ()) else ""), []).append(row)
+    for section, rows in sections.items():
+        yield "" if section == "rows" else section, rows
+
+
+def _cells(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping) and "median" not in value:
+            parts = [*value] if is_figure(name) else []
+            yield from ((f"{title(name)} {part}", beside_measured(value, part)) for part in parts if part != "pairs")
+        elif not isinstance(value, list):
+            yield title(name) if is_figure(name) else name.replace("_", " "), value

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
 from octavo_bench.clients import Clients, share
+from octavo_bench.figure_table import meaning
 from octavo_bench.goodput import LIMITS, SHARE, Search, print_probe, search_server
 from octavo_bench.goodput import WORKLOAD as GOODPUT_WORKLOAD
 from octavo_bench.gpu_watch import GpuWatch
@@ -36,7 +37,7 @@ FIGURES = {
     "tpot_p50_ms": "median_tpot_ms",
     "tpot_p99_ms": "p99_tpot_ms",
 }
-"""Our names to those of the client's result. Tokens per second are better large, all else is better small."""
+"""Our names to those of the client's result."""
 GOODPUT = "goodput"
 """The workload whose figure is the highest request rate within limits; all others are closed loops."""
 GOODPUT_FIGURE = "goodput_requests_s"
@@ -222,7 +223,7 @@ def compare(runs: Sequence[Mapping[str, Any]], workloads: Sequence[str]) -> list
                     row[engine] = {"median": round(statistics.median(values), 3), "all": [round(v, 3) for v in values]}
             if "octavo" in row and "vllm" in row and row["octavo"]["median"] and row["vllm"]["median"]:
                 ratio = row["octavo"]["median"] / row["vllm"]["median"]
-                row["times_better"] = round(ratio if figure.endswith(("_tok_s", "_requests_s")) else 1 / ratio, 3)
+                row["times_better"] = round(ratio if meaning(figure).better == "more" else 1 / ratio, 3)
             if "octavo" in row or "vllm" in row:
                 rows.append(row)
     return rows

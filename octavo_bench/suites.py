@@ -10,6 +10,7 @@ from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
 from octavo.types import EngineInfo, Request
+from octavo_bench.figure_table import meaning
 from octavo_bench.offline import build_prepared, checked_step, random_requests
 from octavo_bench.report import spread
 from octavo_bench.suite_sizes import Sizes
@@ -24,8 +25,9 @@ def row(sizes: Sizes, suite: str, case: object, values: Sequence[float], **more:
     found: Row = {"suite": suite, "case": str(case), "value": figure, **more}
     published = sizes.published.get(suite, {}).get(str(case))
     if published is not None:
-        better = published / figure["median"] if suite == "latency s" else figure["median"] / published
-        found |= {"published": published, "times_better": round(better, 3)}
+        times = figure["median"] / published
+        times = times if meaning(suite).better == "more" else 1 / times
+        found |= {"published": published, "times_better": round(times, 3)}
     return found
 
 

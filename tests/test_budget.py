@@ -43,7 +43,7 @@ BOUNDS = {
     "lines of octavo_kernels": Bound(17_300, 500),
     "lines of octavo_server": Bound(17_500, 1_000),
     "lines of octavo_fleet": Bound(6_900, 500),
-    "lines of octavo_bench": Bound(13_850, 600),
+    "lines of octavo_bench": Bound(14_300, 600),
     "small modules with one importer, in their own folder": Bound(76, 6),
     "files that a chat request enters": Bound(47, 6),
     "folders with many loose files": Bound(11, 2),

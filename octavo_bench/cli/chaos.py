@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cli.settings import positive
 from octavo.errors import ConfigError
-from octavo_bench.cli.results import EXIT_WORSE
+from octavo_bench.cli.results import EXIT_WORSE, add_results, begin, finish
 
 if TYPE_CHECKING:
     from octavo_bench.chaos.schedule import Findings
@@ -35,7 +35,7 @@ def add_kinds(kinds: Any) -> None:
     chaos.add_argument("--faults", metavar="NAME,...", help="only these; default: all")
     chaos.add_argument("--port", type=int, help="of the server; default: any that is free")
     chaos.add_argument("--logs", type=Path, metavar="DIR", help="keep the server's logs here")
-    chaos.add_argument("--output", type=Path, metavar="FILE", help="also write the record, as JSON, to this file")
+    add_results(chaos)
     chaos.set_defaults(run=_chaos)
 
     soak = kinds.add_parser("soak", help="whether the front process grows under many requests, with a journal")
@@ -43,7 +43,7 @@ def add_kinds(kinds: Any) -> None:
     soak.add_argument("--clients", type=positive, default=32, help="requests at once")
     soak.add_argument("--server-args", default="", metavar="FLAGS", help="more flags of `octavo serve`")
     soak.add_argument("--most", type=float, default=1.0, metavar="MIB", help="growth for each 100,000 that is allowed")
-    soak.add_argument("--output", type=Path, metavar="FILE", help="also write the record, as JSON, to this file")
+    add_results(soak)
     soak.set_defaults(run=_soak)
 
 
@@ -55,9 +55,9 @@ def _chaos(args: argparse.Namespace) -> int:
     from octavo_bench.chaos.target import Target
     from octavo_bench.chaos.tiny_model import write_tiny_adapter, write_tiny_model
     from octavo_bench.chaos.traffic import ADAPTER, make_requests
-    from octavo_bench.report import keep
     from octavo_bench.server_process import free_port
 
+    begin(args)
     flags = shlex.split(args.server_args)
     known = OF_SUPERVISED if "--supervise" in flags else FAULTS
     names = args.faults.split(",") if args.faults else list(known)
@@ -79,19 +79,17 @@ def _chaos(args: argparse.Namespace) -> int:
         target = Target(model, args.port or free_port(), folder, logs)
         requests = make_requests(args.num_requests, args.seed, has_adapter=args.model is None)
         findings = asyncio.run(Chaos(target, requests, plan, _say).run())
-    keep("chaos", _result(args, findings, target), args.output)
-    print(_table(findings))
-    return 0 if findings.is_good else EXIT_WORSE
+    code = finish(args, _result(args, findings, target), shown=_table(findings))
+    return code if findings.is_good else EXIT_WORSE
 
 
 def _soak(args: argparse.Namespace) -> int:
-    from octavo_bench.report import keep
     from octavo_bench.soak import measure
 
+    begin(args)
     result = measure(args.num_requests, args.clients, shlex.split(args.server_args), _say)
-    keep("soak", result, args.output)
-    print({name: value for name, value in result.items() if name != "samples"})
-    return 0 if result["mib_per_100000"] <= args.most else EXIT_WORSE
+    code = finish(args, result, shown=str({name: value for name, value in result.items() if name != "samples"}))
+    return code if result["mib_per_100000"] <= args.most else EXIT_WORSE
 
 
 def _say(line: str) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import add_settings, at_least_0, load_config, positive, refuse_settings
 from octavo.config import EngineConfig
+from octavo_bench.cli.results import add_results, begin, finish
 
 TOKENS, WINDOW = 20480, 512
-COLUMNS = ("format", "weights", "perplexity", "mean KL", "same top-1", "tokens/s")
 
 
 def _names(text: str) -> list[str]:
@@ -49,7 +48,7 @@ def add_kinds(kinds: Any) -> None:
         default=3,
         help="in which decoding is timed; the table has the fastest; 0 for none (default: 3)",
     )
-    quality.add_argument("--output", type=Path, help="also write the raw JSON to this file")
+    add_results(quality)
     quality.set_defaults(run=_run)
 
 
@@ -58,7 +57,9 @@ def _run(args: argparse.Namespace) -> int:
     from octavo_bench.quality import measure
     from octavo_bench.quality_formats import read_text, variants, windows_of
     from octavo_bench.report import keep
+    from octavo_bench.report_tables import formats
 
+    begin(args)
     refuse_settings(args, {"dtype", "quantization", "quantize_lm_head"}, "name each format to compare in --formats")
     config = load_config(EngineConfig, args)
     compared = variants(config, args.formats, args.checkpoints)
@@ -73,25 +74,5 @@ def _run(args: argparse.Namespace) -> int:
     def kept(rows: list[dict[str, Any]]) -> None:
         keep("quality", {**what, "rows": rows}, args.output)
 
-    _print_table(measure(config, compared, windows, args.rounds, report, kept))
-    return 0
-
-
-def _print_table(rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*COLUMNS)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        speed = row.get("decode_tok_s")
-        table.add_row(
-            row["format"],
-            f"{row['weights_bytes'] / 2**20:,.1f} MiB",
-            f"{row['perplexity']:.3f}",
-            f"{row['mean_kl']:.5f}",
-            f"{row['same_top_token']:.1%}",
-            "-" if speed is None else f"{speed['max']:,.1f}",
-        )
-    Console().print(table)
+    rows = measure(config, compared, windows, args.rounds, report, kept)
+    return finish(args, {**what, "rows": rows}, shown=formats(rows))

@@ -13,6 +13,7 @@ from octavo.errors import ConfigError
 from octavo_bench.evidence import check_folder, write_evidence, write_trace
 from octavo_bench.gpu_watch import GpuWatch, gpus
 from octavo_bench.plot_style import FORMATS, check_plot
+from octavo_bench.record_figures import figures
 from octavo_bench.report import keep
 
 EXIT_WORSE = 1
@@ -96,7 +97,9 @@ def finish(args: argparse.Namespace, result: Mapping[str, Any], shown: str | Non
             write_trace(args.gpu_watch, args.gpu_trace)
     text = keep(args.kind, result, args.output)
     print(text if shown is None else shown)
-    code = conclude(args, json.loads(text), args.gpu_watch)
+    record = json.loads(text)
+    figures(record)  # each has a unit and a direction
+    code = conclude(args, record, args.gpu_watch)
     if missing := result.get("not_measured"):
         print(f"octavo: error: nothing was measured of {' and '.join(missing)}", file=sys.stderr)
         return EXIT_WORSE

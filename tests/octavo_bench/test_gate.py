@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo.cli import main
+from octavo.cli import build_parser, main
 from octavo.errors import ConfigError
 from octavo_bench.gate import compare, read_record
 from octavo_bench.record_figures import figures
@@ -76,7 +77,7 @@ def test_what_was_not_measured_fails() -> None:
 def test_what_cannot_be_compared_is_an_error() -> None:
     with pytest.raises(ConfigError, match="'served', and not of 'offline'"):
         compare(record(row(1, 1.0)), record(row(1, 1.0), benchmark="served"))
-    with pytest.raises(ConfigError, match="it has decode_tok_s, step_ms"):
+    with pytest.raises(ConfigError, match="these can: decode_tok_s, step_ms"):
         compare(record(row(1, 1.0)), record(row(1, 1.0)), ["ttft"])
     with pytest.raises(ConfigError, match="needs --baseline"):
         compare(record(row(1, 1.0)), None)
@@ -140,3 +141,45 @@ def test_mistakes_are_found_before_the_measurement(
     monkeypatch.setattr("octavo_bench.cli.bench._startup", lambda args: pytest.fail("measured"))
     assert main(["bench", "startup", *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+NOT_MEASURED = {"shape", "roofline", "report", "gpu"}
+"""What makes or shows something else than a record."""
+
+
+def test_every_measurement_can_be_drawn_kept_traced_and_gated() -> None:
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (kinds,) = (
+        action for action in commands.choices["bench"]._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    assert len(kinds.choices) > 25
+    for kind, parser in kinds.choices.items():
+        has = {"--plot", "--evidence", "--gpu-trace", "--fail-under"} <= parser._option_string_actions.keys()
+        assert has == (kind not in NOT_MEASURED), kind
+
+
+def test_each_name_of_a_gate_must_mean_a_figure() -> None:
+    two = record(row(1, 1.0))
+    with pytest.raises(ConfigError, match="'ttft' means no figure"):
+        compare(two, two, ["tok_s", "ttft"])
+    with pytest.raises(ConfigError, match="'s' means no figure"):
+        compare(record(), record({"duration_ms_of": "x", "ttft_ms": 1.0}), ["s"])
+
+
+def test_fewer_answers_are_not_faster() -> None:
+    """By default failures and wrong tokens count besides throughput."""
+
+    def served(failed: int, same: bool) -> dict[str, Any]:
+        return record({"load": "concurrency 4", "output_tok_s": 9.0, "failed": failed, "same_tokens": same})
+
+    good = served(0, True)
+    assert all(one.is_good(0.9) for one in compare(good, good))
+    assert [one.is_good(0.9) for one in compare(served(1, True), good)] == [True, False, True]
+    assert [one.is_good(0.9) for one in compare(served(0, False), good)] == [True, True, False]
+
+
+def test_less_work_is_no_baseline() -> None:
+    less, more = record(row(1, 1.0)), record(row(1, 1.0))
+    less["result"]["input_len"], more["result"]["input_len"] = 16, 512
+    with pytest.raises(ConfigError, match="was measured with input_len 512, and this with 16"):
+        compare(less, more)

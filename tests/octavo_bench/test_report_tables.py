@@ -31,7 +31,26 @@ def test_plain_rows(tmp_path: Path) -> None:
     rows = [{"batch": 1, "us": {"median": 2.0, "min": 1.0}, "pairs": [1], "more": {"a": 1}}]
     text = render(record(tmp_path, "kernels", {"rows": rows}))
     assert text.startswith("`octavo bench kernels`, 2026-01-02, A GPU, 1.2; octavo 0.1, torch 2\n")
-    assert text.endswith("| batch | us |\n| --- | --- |\n| 1 | 2 |")
+    assert text.endswith("| batch | µs |\n| --- | --- |\n| 1 | 2 |")
+
+
+def test_every_shipped_record_has_a_table() -> None:
+    for path in sorted((ROOT / "benchmarks/results").glob("**/*.json")):
+        if '"result": {' not in path.read_text():
+            continue
+        text = render(path)
+        tables = [line for line in text.splitlines() if line.startswith("| ---")]
+        assert tables, path
+        assert "|  |\n| --- |" not in text, path
+        assert len(text.splitlines()) >= 5, path
+
+
+def test_sections_have_tables_of_their_own() -> None:
+    text = render(ROOT / "benchmarks/results/fairness.json")
+    assert "short prompts:\n\n| policy | quiet TTFT (ms) | quiet tokens/s |" in text
+    assert "long prompts:\n\n| policy |" in text
+    assert "| llmc-fp8 | - | 14.527 |" in render(ROOT / "benchmarks/results/quality_cpu_transformers.json")
+    assert "| 5,632 |" in render(ROOT / "benchmarks/results/limit_cpu.json").split("| longest context (tokens) |")[1]
 
 
 def test_served(tmp_path: Path) -> None:
