@@ -169,7 +169,7 @@ class Engine:
 
     def cache_view(self) -> CacheView:
         """Who owns which KV block now, for the console."""
-        return view_of(self.scheduler.cache, [*self.scheduler.running.values(), *self.scheduler.leaving])
+        return view_of(self.scheduler.cache, self.scheduler.holders)
 
     def sleep(self) -> None:
         """Free the device's memory until ``wake``, once all requests have ended or were aborted.
@@ -199,7 +199,7 @@ class Engine:
         """Assert all invariants between steps; for tests and debugging."""
         self.scheduler.check()
         num_in_flight = Counter(item.seq for plan, _ in self.in_flight for item in plan)
-        for seq in [*self.scheduler.running.values(), *self.scheduler.leaving, *num_in_flight]:
+        for seq in [*self.scheduler.holders, *num_in_flight]:
             assert seq.num_in_flight == num_in_flight[seq], "steps in flight are miscounted"
         num_pending = Counter[Sequence]()
         for plan, _ in self.in_flight:

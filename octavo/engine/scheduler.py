@@ -43,8 +43,8 @@ class Scheduler:
        sequences; while the first cannot be admitted, no other is.
     4. A running sequence that needs a block preempts a younger, idle one, never an older one. So the oldest
        sequence always advances, and each becomes the oldest eventually.
-    5. A policy may preempt a running sequence for the first waiting one, and chooses which of several unfinished
-       prompts is computed first; the first waiting sequence may be one of these.
+    5. A policy may preempt running sequences for waiting ones, and chooses which of several unfinished prompts is
+       computed first; the first waiting sequence may be one of these.
     6. After a failed forward pass its sequences are retried in smaller groups, each alone: see ``Suspects``.
 
     No cost grows with the number of requests waiting or ever seen, except the logarithm of a heap.
@@ -81,10 +81,12 @@ class Scheduler:
         """By id, always sorted by ``Sequence.order``."""
         self.leaving: set[Sequence] = set()
         """Finished, but still in flight: the device may still write to their blocks."""
-        self.yielding: Sequence | None = None
-        """Running sequence that is preempted once it is idle."""
+        self.yielding: dict[Sequence, Sequence] = {}
+        """Preempted by the policy, and still in flight: each with the sequence that gets its place."""
+        self.promised: dict[int, Sequence] = {}
+        """Sequences for which others yield, by id: they run as soon as there is room."""
         self.cut: list[Sequence] = []
-        """Sequences whose tokens the last plan computed only in part."""
+        """Sequences whose tokens the last plan computed only in part, and those that run since."""
         self.suspects = Suspects()
         self.stats = EngineStats(num_blocks=cache.num_blocks)
         """The counters; ``snapshot`` fills in the gauges."""
@@ -101,7 +103,7 @@ class Scheduler:
 
     def check_servable(self, seq: Sequence) -> None:
         """Raise ``RequestError`` if ``seq`` could never be served."""
-        if seq.id in self.waiting or seq.id in self.running:
+        if seq.id in self.waiting or seq.id in self.running or seq.id in self.promised:
             raise InvalidParameter("id", f"Request {seq.id} is already being served.")
         request, cache = seq.request, self.cache
         if not request.prompt_tokens:
@@ -124,10 +126,21 @@ class Scheduler:
             self._finish(self.waiting.remove(request_id), "abort")
         elif request_id in self.running:
             self._finish(self.running[request_id], "abort")
+        elif request_id in self.promised:
+            self.waiting.leave(seq := self.promised.pop(request_id))
+            self._finish(seq, "abort")
+        else:
+            for seq in [seq for seq in self.yielding if seq.id == request_id]:
+                self._finish(seq, "abort")
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.leaving or self.waiting)
+        return bool(self.running or self.leaving or self.yielding or self.waiting or self.promised)
+
+    @property
+    def holders(self) -> list[Sequence]:
+        """The sequences that hold blocks, each of which needs a batch index."""
+        return [*self.running.values(), *self.yielding, *self.leaving]
 
     # ---- planning a step
 
@@ -139,7 +152,7 @@ class Scheduler:
             self._preempt_for_waiting()
         plan: Plan = []
         num_behind = len(self.running)
-        num_free = self.max_num_seqs - num_behind - len(self.leaving)
+        num_free = self.max_num_seqs - num_behind - len(self.leaving) - len(self.yielding)
         total_budget = self.step_budget.of_step(num_behind, len(self.cut), num_free)
         drafts_of, num_drafts = NO_DRAFTS, 0
         if self.speculation is not None:
@@ -148,17 +161,17 @@ class Scheduler:
             drafts_of = self.speculation.choose(self.running.values(), room)
             num_drafts = min(room.num_drafts, sum(map(len, drafts_of.values()))) if room is not None else 0
         total_budget = min(total_budget + num_drafts, max(total_budget, self.step_budget.most_mixed))
-        chosen, num_reserved = self._reserve_budget(total_budget - num_drafts) if self.cut else (None, 0)
-        budget, self.cut = total_budget - num_reserved, []
+        shares = self._share_budget(total_budget - num_drafts) if self.cut else {}
+        budget, self.cut = total_budget - sum(shares.values()), []
         for seq in list(self.running.values()):
             num_behind -= 1
             start = seq.num_computed_tokens
             num_tokens = len(seq.tokens) - start
             if num_tokens <= 0 or start == seq.max_computed_tokens or seq.status is not RUNNING:
                 continue  # all is in flight, or just preempted
+            if shares:
+                budget += shares.pop(seq, 0)
             if num_tokens > budget - num_behind:
-                if seq is chosen:
-                    budget, num_reserved = budget + num_reserved, 0
                 num_tokens = min(num_tokens, budget - num_behind)
                 self.cut.append(seq)
             drafts = drafts_of.get(seq, ())[: budget - num_behind - num_tokens] if drafts_of else ()
@@ -167,13 +180,13 @@ class Scheduler:
             num_taken = num_tokens + len(drafts)
             if start + num_taken > seq.capacity and not self._reserve_blocks(seq, start + num_taken):
                 # All sequences behind are younger and in flight. Left out of this step, they are idle at the retry.
-                rest = budget + num_reserved
+                rest = budget + sum(shares.values())
                 break
             self._look_ahead(seq, start + num_taken)
             plan.append(take(seq, num_tokens, drafts, num_proposed(self.speculation)))
             budget -= num_taken
         else:
-            rest = self._admit(plan, budget + num_reserved)
+            rest = self._admit(plan, budget + sum(shares.values()))
         self.cache.note_filled(total_budget - rest)
         return plan
 
@@ -199,15 +212,19 @@ class Scheduler:
                 yield other
 
     def _preempt(self, seq: Sequence, by: Sequence) -> None:
-        """Release the blocks of ``seq`` for ``by`` and queue it again; its published blocks may still be matched."""
+        """End the run of ``seq``, which is idle, for ``by``, and queue it again."""
+        del self.running[seq.id]
+        self.waiting.leave(seq)
+        self._queue_again(seq, by)
+
+    def _queue_again(self, seq: Sequence, by: Sequence) -> None:
+        """Release the blocks of ``seq`` for ``by``; those that are published may still be matched."""
         self.events.note(seq.id, "preempted", tokens=seq.num_computed_tokens, by=by.id)
         self.cache.release(seq)
-        del self.running[seq.id]
         seq.status = Status.WAITING
         seq.decodes = False
         seq.epoch += 1
         seq.num_preemptions += 1
-        self.waiting.leave(seq)
         self.waiting.push(seq)
         self.stats.num_preemptions += 1
 
@@ -217,7 +234,7 @@ class Scheduler:
         Returns the unused part of the budget.
         """
         waiting = self.waiting
-        if not (self._can_admit and waiting) or waiting.is_closed(self.running):
+        if self.promised or not (self._can_admit and waiting) or waiting.is_closed(self.running):
             return budget
         newest = next(reversed(self.running.values()), None)
         is_sorted = True
@@ -225,6 +242,7 @@ class Scheduler:
             seq = waiting.first()
             if (not self.chunked_prefill and len(seq.tokens) > budget) or not self._adopt_and_reserve(seq):
                 break
+            waiting.admit(seq)
             self._run(seq)
             num_tokens = len(seq.tokens) - seq.num_computed_tokens
             most = min(budget, seq.capacity - seq.num_computed_tokens)
@@ -241,75 +259,87 @@ class Scheduler:
         return budget
 
     def _run(self, seq: Sequence) -> None:
-        """Let the first waiting sequence, which has its blocks, run from now on."""
-        self.waiting.admit(seq)
+        """Let an admitted sequence, which has its blocks, run from now on."""
         self.running[seq.id] = seq
         seq.status = RUNNING
 
     @property
     def _can_admit(self) -> bool:
-        is_free = len(self.running) + len(self.leaving) < self.max_num_seqs
+        is_free = len(self.running) + len(self.leaving) + len(self.yielding) < self.max_num_seqs
         return is_free and self.step_budget.admits(len(self.running))
 
     def _next_admissible(self) -> Sequence | None:
         """The first waiting sequence, if it can be admitted now."""
         waiting = self.waiting
-        if not (waiting and self._can_admit) or waiting.is_closed(self.running):
+        if self.promised or not (waiting and self._can_admit) or waiting.is_closed(self.running):
             return None
         return first if self._match_if_it_fits(first := waiting.first()) is not None else None
 
-    def _reserve_budget(self, budget: int) -> tuple[Sequence | None, int]:
-        """The sequence whose prompt the policy chooses, and the tokens of the budget reserved for it.
+    def _share_budget(self, budget: int) -> dict[Sequence, int]:
+        """The tokens of the budget reserved for each unfinished prompt, in the policy's order, while they last.
 
-        The candidates are the sequences in ``cut`` and the first waiting one, if it can be admitted.
+        These are the prompts of the sequences in ``cut`` and of the first waiting one, if it can be admitted.
         """
-        candidates = [seq for seq in self.cut if seq.status is RUNNING]
+        pending = [seq for seq in self.cut if seq.status is RUNNING]
         if (first := self._next_admissible()) is not None:
-            candidates.append(first)
-        if not candidates:
-            return None, 0
-        seq = self.waiting.choose_prefill(candidates)
-        return seq, max(0, min(len(seq.tokens) - seq.num_computed_tokens, budget - len(self.running)))
+            pending.append(first)
+        shares, left = dict[Sequence, int](), budget - len(self.running)
+        for seq in sorted(pending, key=self.waiting.prefill_rank):
+            if left <= 0:
+                break
+            shares[seq] = min(len(seq.tokens) - seq.num_computed_tokens, left)
+            left -= shares[seq]
+        return shares
 
     def _preempt_for_waiting(self) -> None:
-        """Preempt the sequences that the policy chooses, until the first waiting one can be admitted.
+        """Preempt what the policy chooses, one for each of the first waiting sequences, which run in their places.
 
-        A sequence in flight cannot be preempted: it is left out of further plans until it is idle. A waiting one for
-        which another was preempted runs from now on, so that many can come in one step; those that fit anyway are
-        admitted later, within the token budget.
+        A sequence in flight cannot release its blocks: it is left out of further plans until it is idle, and its place
+        is promised to the waiting one. A waiting one that the policy would preempt another for runs from now on also
+        where a place is free, as those behind it need places, too. The others are admitted later, within the token
+        budget.
         """
-        num_preemptions, num_tokens, is_sorted = self.stats.num_preemptions, 0, True
-        while True:
-            self._preempt_yielding()
-            if self.yielding is not None or not self.waiting or not self.running:
+        self._keep_promises()
+        waiting, num_tokens = self.waiting, sum([len(seq.tokens) for seq in self.promised.values()])
+        while waiting and self.running:
+            seq = waiting.first()
+            if (victim := waiting.preempt_for(seq, self.running)) is None:
                 break
-            seq = self.waiting.first()
-            if self._can_admit and self._match_if_it_fits(seq) is not None:
-                num_tokens += len(seq.tokens)
-                is_for_it = self.stats.num_preemptions > num_preemptions
-                if not (is_for_it and self.chunked_prefill and num_tokens <= self.max_num_batched_tokens):
-                    break
-                if not self._adopt_and_reserve(seq):
-                    break
-                num_preemptions = self.stats.num_preemptions
-                self._run(seq)
-                is_sorted = False
-                continue
-            self.yielding = self.waiting.preempt_for(seq, self.running)
-            if self.yielding is None:
+            has_place = not self.promised and self._can_admit and self._match_if_it_fits(seq) is not None
+            num_tokens += len(seq.tokens)
+            is_too_much = num_tokens > self.max_num_batched_tokens or not self.chunked_prefill
+            if is_too_much and (has_place or self.promised):
                 break
-            self.yielding.status = Status.YIELDING
+            if not has_place:
+                del self.running[victim.id]
+                waiting.leave(victim)
+                victim.status = Status.YIELDING
+                self.yielding[victim] = seq
+            waiting.admit(seq)
+            self.promised[seq.id] = seq
+            self._keep_promises()
+
+    def _keep_promises(self) -> None:
+        """Preempt the yielding sequences that are idle, and let as many promised ones run as there is room for.
+
+        When nothing yields any more, the others wait again.
+        """
+        for seq, by in [(seq, by) for seq, by in self.yielding.items() if not seq.num_in_flight]:
+            del self.yielding[seq]
+            self._queue_again(seq, by)
+        is_sorted = True
+        for seq in list(self.promised.values()):
+            if not (self._can_admit and self.chunked_prefill and self._adopt_and_reserve(seq)):
+                break
+            self._run(self.promised.pop(seq.id))
+            self.cut.append(seq)
+            is_sorted = False
         if not is_sorted:
             self.running = dict(sorted(self.running.items(), key=lambda entry: entry[1].order))
-
-    def _preempt_yielding(self) -> None:
-        """Preempt the yielding sequence, unless it has ended or is still in flight."""
-        seq = self.yielding
-        if seq is None or seq.status is not Status.YIELDING:
-            self.yielding = None
-        elif not seq.num_in_flight:
-            self._preempt(seq, by=self.waiting.first() if self.waiting else seq)
-            self.yielding = None
+        while self.promised and not self.yielding:
+            _, seq = self.promised.popitem()
+            self.waiting.leave(seq)
+            self.waiting.push(seq)
 
     def _match_if_it_fits(self, seq: Sequence) -> list[Node] | None:
         """Last node of the cached prefix in each KV group; ``None`` if there are not enough blocks for the rest."""
@@ -411,6 +441,7 @@ class Scheduler:
         )
         if self.running.pop(seq.id, None) is not None:
             self.waiting.leave(seq)
+        self.yielding.pop(seq, None)
         if self.speculation is not None:
             self.speculation.forget(seq)
         self.leaving.add(seq)
@@ -434,26 +465,32 @@ class Scheduler:
 
     def snapshot(self) -> EngineStats:
         """Counters and gauges as of now; O(1)."""
-        return snapshot(self.stats, self.cache, len(self.running), len(self.waiting))
+        num_running, num_waiting = len(self.running) + len(self.yielding), len(self.waiting) + len(self.promised)
+        return snapshot(self.stats, self.cache, num_running, num_waiting)
 
     def check(self) -> None:
         """Assert all invariants that hold between two steps. Costs O(pool)."""
-        self.cache.check([*self.running.values(), *self.leaving])
+        self.cache.check(self.holders)
         self.waiting.check()
         orders = [seq.order for seq in self.running.values()]
         assert orders == sorted(orders), "running sequences are out of order"
-        assert len(self.running) + len(self.leaving) <= self.max_num_seqs, "too many sequences are running"
+        assert len(self.holders) <= self.max_num_seqs, "too many sequences are running"
         for request_id, seq in self.running.items():
             assert seq.id == request_id, "a running sequence is filed under another id"
             assert request_id not in self.waiting, "a sequence is running and waiting"
-            assert seq.status in (RUNNING, Status.YIELDING), "a running sequence has another status"
-            assert seq.status is RUNNING or seq is self.yielding, "a yielding sequence is not recorded"
+            assert seq.status is RUNNING, "a running sequence has another status"
             assert seq.num_computed_tokens <= seq.capacity, "a computed position has no block"
             is_complete = seq.num_computed_tokens == seq.max_computed_tokens
             assert is_complete or len(seq.tokens) <= seq.max_computed_tokens, "more is planned than is ever needed"
             assert seq.num_computed_tokens <= seq.max_computed_tokens, "more is computed than is ever needed"
             num_pending = seq.tokens.count(None)
             assert None not in seq.tokens[: len(seq.tokens) - num_pending], "a token follows a pending one"
+        for seq in self.yielding:
+            assert seq.status is Status.YIELDING, "a yielding sequence has another status"
+        for request_id, seq in self.promised.items():
+            assert seq.id == request_id, "a promised sequence is filed under another id"
+            assert seq.status is Status.WAITING, "a promised sequence has another status"
+            assert request_id not in self.waiting, "a sequence is promised a place and waits"
         for seq in self.leaving:
             assert seq.status is Status.FINISHED, "a leaving sequence has not ended"
             assert seq.num_in_flight, "a finished sequence keeps its blocks"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from octavo.config import POLICY_NAMES, SchedulerSettings
@@ -142,3 +145,75 @@ def test_many_tenants_that_come_at_once_take_places_of_a_flood_in_one_step() -> 
     assert {100 + number for number in range(10)} <= planned(runner).keys()
     assert engine.stats().num_preemptions == 10
     run_to_end(engine)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tenant_below_its_share_has_a_place_within_two_steps(seed: int, depth: int) -> None:
+    """Tenants that come at random, fewer than there are places, next to one that fills all of them."""
+    rng, numbers, num_late = random.Random(seed), iter(range(10_000)), Counter[str]()
+    places = rng.choice([8, 24])
+    engine, runner = make_engine(
+        num_blocks=4096, max_num_seqs=places, max_num_batched_tokens=256, policy="fair", depth=depth
+    )
+    scheduler, requests = engine.scheduler, list[Request]()
+
+    def add(tenant: str, prompt: int, max_tokens: int) -> None:
+        requests.append(make_request(next(numbers), prompt=prompt, max_tokens=max_tokens, tenant=tenant))
+        engine.add(requests[-1])
+
+    def waits(name: str) -> bool:
+        return bool(scheduler.waiting.tenants[name].waiting)  # type: ignore[attr-defined]
+
+    for _ in range(3 * places):
+        add("flood", rng.randrange(1, 40), 50)
+    for _ in range(150):
+        tenants = Counter(seq.request.tenant for seq in [*scheduler.running.values(), *scheduler.promised.values()])
+        names = scheduler.waiting.tenants  # type: ignore[attr-defined]
+        num_late = Counter({name: num_late[name] + 1 for name in names if waits(name) and not tenants[name]})
+        assert max(num_late.values(), default=0) <= 2, num_late
+        for _ in range(rng.choice([0, 0, 1, 1, 4])):
+            if len({*tenants, *num_late}) < places // 2:
+                add(name := f"quiet {rng.randrange(40)}", rng.randrange(1, 8), rng.randrange(1, 8))
+                num_late.setdefault(name, 0)
+        engine.step()
+        engine.check()
+    run_to_end(engine, 20_000)
+    num_computed = sum(len(item.tokens) for plan in runner.plans for item in plan)
+    num_needed = sum(len(request.prompt_tokens) + request.max_tokens - 1 for request in requests)
+    num_preemptions = engine.stats().num_preemptions
+    assert 20 < num_preemptions <= len(requests)
+    assert num_computed - num_needed <= num_preemptions * engine.scheduler.cache.block_size, "more was computed again"
+
+
+def test_equal_tenants_take_turns() -> None:
+    """The order of their names does not matter: one that comes later waits for those that came before, no longer."""
+    engine, runner = make_engine(max_num_seqs=1, policy="fair")
+    names = ["c", "a", "d", "b"]
+    for number, name in enumerate(names * 2):
+        engine.add(make_request(number, max_tokens=1, tenant=name))
+    run_to_end(engine)
+    assert [item.seq.request.tenant for plan in runner.plans for item in plan] == names * 2
+
+
+@pytest.mark.parametrize("aborted", ["promised", "yielding"])
+def test_a_request_is_aborted_while_its_place_changes_hands(aborted: str) -> None:
+    engine, _ = make_engine(max_num_seqs=4, policy="fair", depth=2)
+    for number in range(6):
+        engine.add(make_request(number, max_tokens=40, tenant="flood"))
+    for _ in range(3):
+        engine.step()
+    for number in (10, 11):
+        engine.add(make_request(number, max_tokens=4, tenant=f"quiet {number}"))
+    engine.step()
+    engine.check()
+    yielding = {seq.id for seq in engine.scheduler.yielding}
+    assert [*engine.scheduler.promised] == [10, 11]
+    assert len(yielding) == 2
+    gone = {10, 11} if aborted == "promised" else yielding
+    for number in gone:
+        engine.abort(number)
+        engine.check()
+    outputs = run_to_end(engine)
+    ended = {number for number, own in outputs.items() if own[-1].finish_reason == "length"}
+    assert ended == {*range(6), 10, 11} - gone

@@ -119,4 +119,4 @@ class Deadline(Policy):
         super().check()
         self.late.check()
         for seq in self.paced.values():
-            assert seq.status in (Status.RUNNING, Status.YIELDING), "a sequence that does not run limits steps"
+            assert seq.status is Status.RUNNING, "a sequence that does not run limits steps"

@@ -6,12 +6,13 @@ Source: the virtual token counter of Sheng et al., "Fairness in Serving Large La
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 
 from octavo.engine.policies.policy import Policy, PolicyContext
 from octavo.engine.waiting import WaitingQueue
 from octavo.errors import ConfigError
-from octavo.types import Plan, Sampled, Sequence
+from octavo.types import Order, Plan, Sampled, Sequence
 
 OUTPUT_WEIGHT = 2.0
 """Cost of an output token in prompt tokens, as in the paper."""
@@ -19,14 +20,14 @@ MAX_REMEMBERED = 4096
 """Most tenants whose counters are kept while they have no requests."""
 
 
-Rank = tuple[float, float, str, "Tenant"]
-"""Heap entry of a tenant: counter, load, name (unique), and the tenant."""
+Rank = tuple[float, float, int, "Tenant"]
+"""Heap entry of a tenant: counter, load, turn (unique), and the tenant."""
 
 
 class Tenant:
     """Counter, waiting sequences and load of one tenant."""
 
-    __slots__ = ("counter", "is_listed", "load", "name", "num_running", "waiting", "weight")
+    __slots__ = ("counter", "is_listed", "load", "name", "num_running", "turn", "waiting", "weight")
 
     def __init__(self, name: str, weight: float) -> None:
         self.name = name
@@ -37,6 +38,8 @@ class Tenant:
         self.num_running = 0
         self.load = 0.0
         """Running sequences divided by the weight."""
+        self.turn = 0
+        """Number of the push with which it began to wait, or of its last admission: the least is next among equals."""
         self.is_listed = False
         """Whether the heap has an entry for this tenant."""
 
@@ -47,8 +50,8 @@ class Tenant:
 
     @property
     def rank(self) -> Rank:
-        """Smaller is served first. New tenants have equal counters and are ordered by load."""
-        return self.counter, self.load, self.name, self
+        """Smaller is served first. New tenants have equal counters, and come by load, then in turn."""
+        return self.counter, self.load, self.turn, self
 
 
 class Fair(Policy):
@@ -58,8 +61,8 @@ class Fair(Policy):
     credit. The batch is never left unfilled while sequences wait, so a tenant alone gets all of it.
 
     Counters decide which sequence is admitted, and which prompt is computed first. When the batch is full, the first
-    waiting sequence preempts one of the tenant with the highest load, provided that its own tenant's load does not
-    become the higher one. When blocks run out, the tenant with the highest load is preempted, too. So no tenant waits
+    waiting sequence preempts one of the tenant with the highest load, the youngest, provided that its own tenant's load
+    does not become the higher one. When blocks run out, the tenant with the highest load is preempted, too. So no tenant waits
     for the completion of a burst that was admitted before.
     """
 
@@ -79,6 +82,7 @@ class Fair(Policy):
         """A heap with an entry for each waiting tenant; the rank in it may be outdated."""
         self._tenant_of: dict[int, Tenant] = {}
         self._limit = MAX_REMEMBERED
+        self._turns = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._tenant_of)
@@ -90,6 +94,7 @@ class Fair(Policy):
         tenant = seq.account = self._tenant_of[seq.id] = self._find(seq.request.tenant)
         if not tenant.waiting:
             tenant.counter = max(tenant.counter, self.floor)
+            tenant.turn = next(self._turns)
         if not tenant.is_listed:
             tenant.is_listed = True
             heapq.heappush(self._by_rank, tenant.rank)
@@ -115,8 +120,8 @@ class Fair(Policy):
 
     def first(self) -> Sequence:
         while True:
-            counter, load, _, tenant = self._by_rank[0]
-            if counter != tenant.counter or load != tenant.load:
+            tenant = self._by_rank[0][-1]
+            if self._by_rank[0] != tenant.rank:
                 heapq.heapreplace(self._by_rank, tenant.rank)
             elif not tenant.waiting:
                 tenant.is_listed = False
@@ -131,6 +136,7 @@ class Fair(Policy):
     def admit(self, seq: Sequence) -> None:
         self.remove(seq.id)
         tenant: Tenant = seq.account
+        tenant.turn = next(self._turns)
         tenant.run(1)
         self.served[tenant.name] = tenant
 
@@ -148,8 +154,8 @@ class Fair(Policy):
                 cost += min(len(item.tokens), seq.num_prompt_tokens - item.start)
             seq.account.counter += cost / seq.account.weight
 
-    def choose_prefill(self, candidates: list[Sequence]) -> Sequence:
-        return min(candidates, key=lambda seq: (seq.account.counter, -seq.order[0]))
+    def prefill_rank(self, seq: Sequence) -> Order:
+        return (seq.account.counter, *seq.order)
 
     def preempt_for(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
         own: Tenant = seq.account
@@ -158,7 +164,7 @@ class Fair(Policy):
         other = max([tenant for tenant in served if tenant.load == most], key=lambda tenant: tenant.counter)
         if other is own or (own.num_running + 1) / own.weight > (other.num_running - 1) / other.weight:
             return None
-        return next(victim for victim in reversed(running.values()) if victim.account is other)
+        return next((victim for victim in reversed(running.values()) if victim.account is other), None)
 
     def choose_victim(self, candidates: Iterator[Sequence]) -> Sequence | None:
         return max(candidates, key=lambda seq: (seq.account.load, seq.account.counter), default=None)

@@ -78,10 +78,10 @@ class Policy(WaitingQueue):
         """Whether no sequence may be admitted."""
         return False
 
-    def choose_prefill(self, candidates: list[Sequence]) -> Sequence:
-        """The sequence to prefill first, of those whose prompts did not fit into the last step and the first waiting
-        one."""
-        return min(candidates, key=lambda seq: seq.order)
+    def prefill_rank(self, seq: Sequence) -> Order:
+        """Of the sequences whose prompts did not fit into the last step and the first waiting one, the prompt of that
+        with the least rank is computed first."""
+        return seq.order
 
     def preempt_for(self, seq: Sequence, running: dict[int, Sequence]) -> Sequence | None:
         """The running sequence to preempt so that ``seq``, the first waiting one, can be admitted; or ``None``."""
