@@ -62,8 +62,8 @@ class Fair(Policy):
 
     Counters decide which sequence is admitted, and which prompt is computed first. When the batch is full, the first
     waiting sequence preempts one of the tenant with the highest load, the youngest, provided that its own tenant's load
-    does not become the higher one. When blocks run out, the tenant with the highest load is preempted, too. So no tenant waits
-    for the completion of a burst that was admitted before.
+    does not become the higher one. When blocks run out, the tenant with the highest load is preempted, too. So no
+    tenant waits for the completion of a burst that was admitted before.
     """
 
     name = "fair"
