@@ -50,7 +50,6 @@ from octavo.runtime.drafter import Drafter
 from octavo.runtime.forward import make_forward, make_logits
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.peer_memory import device_collective, visible_gpus
 from octavo.runtime.rank_processes import RankProcesses
 from octavo.runtime.ranks import OneRank, OnLost, Ranks, check_divides
 from octavo.runtime.stream_executor import StreamExecutor
@@ -66,6 +65,7 @@ from octavo.weights.hub import resolve_model
 from octavo_fleet.transformers.build import load_any, own_settings
 from octavo_fleet.transformers.model import load_transformers
 from octavo_fleet.worker.build_remote import build_remote
+from octavo_kernels.triton.peer_memory import device_collective, visible_gpus
 
 DEPTH = {"cpu": 1, "cuda": 2}
 """Steps in flight: on a GPU, the next step is scheduled while one is computed."""

@@ -60,12 +60,12 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
         from octavo.build import build_rank
         from octavo.config import EngineConfig
         from octavo.runtime.memory import Limits
-        from octavo.runtime.message_ring import RingReader
         from octavo.runtime.rank_executor import Follower, RankExecutor
         from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
-        from octavo.runtime.rank_memory import RankMemory
         from octavo.steps.messages import unpack
         from octavo.telemetry.logs import log_to_stderr
+        from octavo_kernels.cpu.message_ring import RingReader
+        from octavo_kernels.cpu.rank_memory import RankMemory
 
     start = hear(connection, StartRank)
     log_to_stderr(start.log_level, start.log_format)

@@ -34,9 +34,9 @@ from octavo.quant.stored import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.dummy import DummyCheckpoint
 from octavo_fleet.sim.shapes import SHAPES
+from octavo_kernels.hopper.pipelined_configs import KEPT_BYTES
 from octavo_kernels.triton import launch
 from octavo_kernels.triton.linear_cost import Gpu
-from octavo_kernels.triton.pipelined_configs import KEPT_BYTES
 
 META = torch.device("meta")
 REGISTERS, UNIT = 65536, 8

@@ -25,10 +25,10 @@ from octavo.telemetry.metrics import FleetMetrics, Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from octavo_fleet.routing.prefixes import CachedPrefixes, PromptQuery
 from octavo_fleet.routing.routers import make_router
-from octavo_fleet.several_engines import SeveralEngines
 from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.engine_client import OutputListener, Progress, SleepMode
 from octavo_server.engines.engine_stats import summed
+from octavo_server.engines.several_engines import SeveralEngines
 from octavo_server.observe.timelines import KVEventRing, Timelines
 
 GPUS = Path("/proc/driver/nvidia/gpus")

@@ -27,10 +27,10 @@ MAY_IMPORT = {
 of folders of kernels."""
 EXCEPTIONS = {
     *(("octavo/build.py", "octavo_fleet"), ("octavo/cli/models.py", "octavo_fleet")),
-    *(("octavo/cli/cache.py", "octavo_kernels"), ("octavo/cli/debug.py", "octavo_fleet")),
+    *(("octavo/cli/cache.py", "octavo_kernels"), ("octavo_fleet/cli/debug.py", "octavo_fleet")),
     ("octavo/cli/doctor.py", "octavo_kernels"),
-    *(("octavo/cli/serve.py", "octavo_server"), ("octavo/cli/state.py", "octavo_server")),
-    *(("octavo/cli/simulate.py", "octavo_fleet"), ("octavo/cli/tune.py", "octavo_kernels")),
+    *(("octavo_server/cli/serve.py", "octavo_server"), ("octavo_server/cli/state.py", "octavo_server")),
+    *(("octavo_fleet/cli/simulate.py", "octavo_fleet"), ("octavo/cli/tune.py", "octavo_kernels")),
     *(("octavo/device_settings.py", "octavo_kernels"), ("octavo/llm/loading.py", "octavo_fleet")),
     *(("octavo/runtime/device_program.py", "octavo_kernels"), ("octavo/runtime/kernel_tuner.py", "octavo_kernels")),
     *(("octavo/runtime/message_ring.py", "octavo_kernels"), ("octavo/runtime/peer_memory.py", "octavo_kernels")),

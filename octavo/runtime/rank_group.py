@@ -24,13 +24,13 @@ import msgspec
 from octavo.errors import CheckpointError, ConfigError, OctavoError, RanksLost
 from octavo.ops.collective import Collective
 from octavo.runtime.memory import Limits
-from octavo.runtime.message_ring import RingWriter
 from octavo.runtime.rank_executor import RankExecutor
-from octavo.runtime.rank_memory import RankMemory, make_memory
 from octavo.runtime.rank_processes import RankProcesses
 from octavo.runtime.ranks import OnLost
 from octavo.steps.messages import Executor, Message, Reply, pack
 from octavo.telemetry.logs import current_format, current_level
+from octavo_kernels.cpu.message_ring import RingWriter
+from octavo_kernels.cpu.rank_memory import RankMemory, make_memory
 
 STOPPED_SECONDS = 5.0
 """A rank that others wait for is stuck when a signal stopped it for so long."""

@@ -26,7 +26,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], No
     """Replace what `octavo serve` does."""
 
     def replace(action: Callable[[], int]) -> None:
-        monkeypatch.setattr("octavo.cli.serve.run", lambda args: action())
+        monkeypatch.setattr("octavo_server.cli.serve.run", lambda args: action())
 
     return replace
 

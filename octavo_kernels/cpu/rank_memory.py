@@ -11,8 +11,8 @@ import os
 
 import numpy as np
 
-from octavo.runtime.message_ring import Ring, ring_bytes
 from octavo_kernels.cpu.collective import LINE, SharedCollective, region_bytes
+from octavo_kernels.cpu.message_ring import Ring, ring_bytes
 from octavo_kernels.cpu.shared_words import load, publish
 
 KEPT = 16
