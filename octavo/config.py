@@ -19,6 +19,7 @@ from typing import Any
 
 from octavo.backend_settings import BACKENDS, check_backend, is_honoured
 from octavo.errors import ConfigError
+from octavo.plugins import CPU, GPU
 from octavo.server_settings import ServerSettings
 from octavo.setting import Setting, setting
 from octavo.speculative_config import parse_speculative_config
@@ -91,7 +92,7 @@ class ModelSettings:
         False,
         "quantise the map to logits to int8 while loading, and an embedding that is tied to it; quantised ones stay",
     )
-    device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
+    device: str = setting("auto", "device to run on", ("auto", CPU, GPU))
     tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
     enable_lora: bool = setting(False, "serve LoRA adapters; a request selects one by its model name")
     lora_modules: str | None = setting(

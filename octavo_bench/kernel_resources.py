@@ -125,7 +125,7 @@ def pretend(target: Target) -> None:
         "has_assembly": lambda device: True,
         "gpu_of": lambda device: gpu,
     }
-    for module in [module for name, module in sys.modules.items() if name.startswith("octavo_kernels.triton")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith("octavo_kernels.")]:
         for name in told.keys() & vars(module).keys():
             setattr(module, name, told[name])
 

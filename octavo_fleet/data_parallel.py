@@ -58,10 +58,6 @@ class DataParallelEngine(SeveralEngines):
             if config.cache.enable_kv_events:
                 engine.send_kv_events_to(_RankedEvents(self.kv_events, rank))
 
-    async def start(self) -> None:
-        """Start all engine processes; raises the first one's error."""
-        await asyncio.gather(*(engine.start() for engine in self.engines))
-
     async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
         """Put all engines to sleep, as ``AsyncEngine.sleep`` does; each wakes when it gets a request."""
         await asyncio.gather(*(engine.sleep(level, mode) for engine in self.engines))

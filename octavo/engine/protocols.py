@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from octavo.types import Masks, Plan, Request, Sampled
+from octavo.cache.kv_events import KVEvent
+from octavo.config import EngineConfig
+from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.events import Event
+from octavo.types import EngineInfo, EngineStats, Masks, Output, Plan, Request, Sampled
+
+OnLost = Callable[[int], None]
+"""Called when another process that computes for an engine ends, with its exit status."""
 
 
 class Pending(Protocol):
@@ -69,4 +77,33 @@ class Adapters(Protocol):
 
     def unload(self, name: str) -> None:
         """Unload an adapter that no request uses any more."""
+        ...
+
+
+class EngineLike(Protocol):
+    """What an engine process runs: ``octavo.engine.Engine``, or what a backend has in its place."""
+
+    @property
+    def adapters(self) -> Adapters: ...
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: int) -> None: ...
+    def spare_seconds(self) -> float: ...
+    def step(self) -> list[Output]: ...
+    def stats(self) -> EngineStats: ...
+    def cache_view(self) -> CacheView | None: ...
+    def take_events(self) -> list[Event]: ...
+    def take_kv_events(self) -> list[KVEvent]: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class EngineBackend(Protocol):
+    """Builds what takes the place of the engine; a module."""
+
+    def build(self, config: EngineConfig, on_lost: OnLost | None = None) -> tuple[Any, EngineInfo]:
+        """An ``EngineLike``; for programs that have the engine in their process, an ``Engine``. Raises ``ConfigError``
+        or ``CheckpointError``."""
         ...

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from octavo.errors import CheckpointError, RanksLost, RunnerError
+from octavo.ops.device_backend import RankMemory
 from octavo.runtime.replies import Done, Failed
 from octavo.steps.messages import (
     Compile,
@@ -26,7 +27,6 @@ from octavo.steps.messages import (
     UnloadAdapter,
     WriteBlock,
 )
-from octavo_kernels.cpu.rank_memory import RankMemory
 
 STEPS_AHEAD = 2
 """Steps that are started on a GPU before the first of them is waited for, as many as the engine has in flight."""
