@@ -65,6 +65,28 @@ class DataParallelEngine(SeveralEngines):
     async def wake_up(self) -> None:
         await asyncio.gather(*(engine.wake_up() for engine in self.engines))
 
+    @property
+    def is_paused(self) -> bool:
+        return any(engine.is_paused for engine in self.engines)
+
+    @property
+    def weight_version(self) -> str:
+        return self.engines[0].weight_version
+
+    async def pause(self, mode: SleepMode = "abort") -> None:
+        await asyncio.gather(*(engine.pause(mode) for engine in self.engines))
+
+    def resume(self) -> None:
+        for engine in self.engines:
+            engine.resume()
+
+    async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
+        """Update all engines, as ``AsyncEngine.update_weights`` does."""
+        await asyncio.gather(*(engine.update_weights(model, version, mode) for engine in self.engines))
+
+    async def clear_prefix_cache(self) -> None:
+        await asyncio.gather(*(engine.clear_prefix_cache() for engine in self.engines))
+
     # --- state ---
 
     @property

@@ -171,6 +171,10 @@ class Engine:
         """Who owns which KV block now, for the console."""
         return view_of(self.scheduler.cache, self.scheduler.holders)
 
+    def clear_cache(self) -> None:
+        """Drop what the prefix cache holds of ended requests."""
+        self.scheduler.cache.clear()
+
     def sleep(self) -> None:
         """Free the device's memory until ``wake``, once all requests have ended or were aborted.
 

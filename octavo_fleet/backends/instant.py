@@ -126,6 +126,9 @@ class InstantEngine:
         """There is no cache."""
         return None
 
+    def clear_cache(self) -> None:
+        """There is no cache."""
+
     def sleep(self) -> None:
         """There is no memory to free."""
 

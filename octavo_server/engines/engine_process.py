@@ -130,6 +130,10 @@ class EngineLoop:
                 self._answer_sleep(True, self.engine.sleep)
             case wire.Wake():
                 self._answer_sleep(False, self.engine.wake)
+            case wire.Settle(clears_cache=clears_cache):
+                if clears_cache:
+                    self.engine.clear_cache()
+                self.channel.send(wire.Settled(self.generation))
             case wire.Stop():
                 self._stopped = True
             case wire.Ping(wants_view=wants_view):
