@@ -129,6 +129,10 @@ class InstantEngine:
     def clear_cache(self) -> None:
         """There is no cache."""
 
+    def save_idle(self) -> bool:
+        """There is nothing to save."""
+        return False
+
     def sleep(self) -> None:
         """There is no memory to free."""
 

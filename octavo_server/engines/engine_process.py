@@ -99,6 +99,8 @@ class EngineLoop:
     def run(self) -> None:
         """Run until a ``Stop`` message. Raises ``FrontGone`` when the front process closed the socket."""
         while not self._stopped:
+            if not self.engine.has_work:
+                self._save_until_message()
             messages = self.channel.receive(wait=not self.engine.has_work)
             for message in messages:
                 if message.generation == self.generation:
@@ -109,6 +111,11 @@ class EngineLoop:
                     self._step()
             elif messages:
                 self._report([], self.engine.stats())
+
+    def _save_until_message(self) -> None:
+        """Save the prefix cache to disk, as long as no message arrives."""
+        while self.engine.save_idle() and not self.channel.wait_readable(IDLE_WAIT):
+            pass
 
     def _handle(self, message: wire.ToEngine) -> None:
         match message:
