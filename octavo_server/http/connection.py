@@ -80,6 +80,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """What arrived after as many requests as may wait."""
         self._running: RequestResponseCycle | None = None
         """The request that the application answers now, or answered last."""
+        self._refusal: RequestError | None = None
+        """Answer to what came while a response was in progress; it follows that response, and nothing more is read."""
 
     # --- transport callbacks ---
 
@@ -106,7 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        if self.parser is None or self.transport.is_closing():
+        if self.parser is None or self.transport.is_closing() or self._refusal is not None:
             return
         if self._deadline is None:
             self._deadline = self.loop.time() + HEAD_SECONDS
@@ -215,6 +217,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:
             # Free unread body bytes: the cycle lives as long as the connection.
             self.cycle.body = bytearray()
+        if self._refusal is not None and _is_idle(self) and not self.transport.is_closing():
+            self._refuse(self._refusal)
         if self._unparsed and len(self.pipeline) < MAX_PIPELINED and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._flow.is_held = False
@@ -247,9 +251,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: RequestError) -> None:
-        """Send ``error`` unless a response is in progress, and close the connection."""
+        """Send ``error``, after the response to a complete request that is in progress, and close the connection."""
         self._share.resize(0)
         self._unparsed = b""
+        self._deadline = None
+        if not _is_idle(self) and not self.cycle.more_body:
+            self._refusal = error
+            return
         if _is_idle(self) or (self.cycle.more_body and not self.cycle.response_started and not self.pipeline):
             self.transport.write(_answer(error))
         self.transport.close()

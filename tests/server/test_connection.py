@@ -128,6 +128,18 @@ def test_what_is_no_http_gets_an_error_like_any_other(served: Served, data: byte
         assert_refused(answer, 400, "malformed_request")
 
 
+@pytest.mark.parametrize("num_before", [1, 3])
+def test_what_is_no_http_is_refused_after_the_responses_in_progress(served: Served, num_before: int) -> None:
+    """A client may have read all of a response before the application has ended it."""
+    stream = request_bytes("/v1/completions", {"prompt": "Hi", "max_tokens": 200, "stream": True})
+    with connect(served) as client:
+        client.sendall(stream * num_before + b"None / HTTP/1.1\r\n\r\n" + b"x" * 1000)
+        *answers, refusal = re.split(rb"(?=HTTP/1.1 )", rest(client))[1:]
+    assert len(answers) == num_before
+    assert all(b"[DONE]" in answer for answer in answers)
+    assert_refused(refusal, 400, "malformed_request")
+
+
 def test_trailers_are_no_headers(served: Served) -> None:
     with connect(served) as client:
         start = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
