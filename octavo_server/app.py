@@ -170,6 +170,8 @@ def _services(
 async def _life(app: Starlette) -> AsyncIterator[None]:
     """Resume what an earlier process left unfinished; delete what expires."""
     services: Services = app.state.services
+    for each in services.every:
+        each.expect_grammars()
     services.jobs.start("deletion of what has expired", services.store.keep_tidy())
     app.state.batches = batches.Batches(app, [endpoint for part in PARTS for endpoint in part.ENDPOINTS])
     for journal in services.journals:

@@ -85,14 +85,17 @@ class Services:
             Detokenizer(self.tokenizer)
             _ = self.tokenizer.packed_tokens
             self.tokenizer.prepare_to_encode()
-            if had_grammars(self.config.server):
-                self.admission.grammars.start_process()
         try:
             self.chat_template.check()
         except ConfigError as error:
             if self.config.model.chat_template is not None:
                 raise
             logger.warning("there will be no chat completions: %s", error)
+
+    def expect_grammars(self) -> None:
+        """Start a process for grammars if an earlier server had some; the engine must be ready."""
+        if self.tokenizer is not None and had_grammars(self.config.server):
+            self.admission.grammars.start_process()
 
     def close(self) -> None:
         """Stop the child processes, and close the database."""

@@ -417,13 +417,11 @@ def test_a_restarted_server_is_ready_for_grammars_if_there_were_some(
     with serving(tmp_path) as served:
         send(served)
         assert not had_grammars(served.app.state.services.config.server)
+    started: list[bool] = []
+    monkeypatch.setattr(GrammarCompiler, "start_process", lambda compiler: started.append(True))
     with serving(tmp_path) as served:
-        served.app.state.services.warm_up()
-        assert served.app.state.services.admission.grammars.process_id is None
+        assert not started
         send(served, key="b", structured_outputs={"regex": "[a-z]+"})
         assert had_grammars(served.app.state.services.config.server)
-    with serving(tmp_path) as served:
-        started: list[bool] = []
-        monkeypatch.setattr(GrammarCompiler, "start_process", lambda compiler: started.append(True))
-        served.app.state.services.warm_up()
+    with serving(tmp_path):
         assert started
