@@ -191,14 +191,20 @@ class Chaos:
             ]
             while self._goes_on():
                 begun = clock()
-                with contextlib.suppress(TimeoutError):
+                name, fault, rng = self._next_fault()
+                try:
                     async with asyncio.timeout(interval):
-                        name, fault, rng = self._next_fault()
                         await fault.run(self._target, rng)
+                except TimeoutError:
+                    pass
+                except ChildProcessError:  # it ends where its first engine processes are killed again and again
+                    self._target.launch()
                 self.findings.recoveries.setdefault(name, []).append(clock() - begun)
                 await asyncio.sleep(max(0.0, begun + interval - clock()))
             is_over.set()
             last = clock()
+            if self._target.ended_by_itself() is not None:
+                self._target.launch()
             self._say(f"{self._num_faults} faults, {sum(self.findings.answers.values())} right answers so far")
             done, waiting = await asyncio.wait(workers, timeout=FINISH_SECONDS)
             self.findings.finish_seconds = clock() - last
