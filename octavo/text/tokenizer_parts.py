@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import processors
@@ -35,15 +36,14 @@ def wrap_with_special_tokens(
     Raises ``CheckpointError`` when a requested token does not exist.
     """
     requested = [name for name, flag in (("bos_token", add_bos), ("eos_token", add_eos)) if flag]
-    ids = {}
+    pieces = list[dict[str, Any]]()
     for name in requested:
         text = special_tokens.get(name)
         index = None if text is None else backend.token_to_id(text)
         if text is None or index is None:
             raise CheckpointError(f"{origin}: add_{name} is set, but there is no {name}")
-        ids[text] = index
-    before = f"{special_tokens['bos_token']}:0 " if add_bos else ""
-    after = f" {special_tokens['eos_token']}:0" if add_eos else ""
+        pieces.append({"id": name, "ids": [index], "tokens": [text]})  # by name, as a text may have a colon
+    before, after = ["bos_token:0"] * add_bos, ["eos_token:0"] * add_eos
     backend.post_processor = processors.TemplateProcessing(
-        single=f"{before}$A:0{after}", pair=f"{before}$A:0 $B:0{after}", special_tokens=list(ids.items())
+        single=[*before, "$A:0", *after], pair=[*before, "$A:0", "$B:0", *after], special_tokens=pieces
     )

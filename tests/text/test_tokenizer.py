@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from octavo.errors import InvalidParameter
 from octavo.text.token_bytes import byte_level_alphabet
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
+from octavo.text.tokenizer_parts import wrap_with_special_tokens
 from tests.gguf_reference import read_once
 
 CORPUS = [
@@ -173,3 +174,12 @@ def test_long_words_do_not_fill_memory(tmp_path: Path, model: type) -> None:
     thread.start()
     thread.join()
     assert grown < 10 << 20
+
+
+@pytest.mark.parametrize("text", ["<s:", "$A", "a b", ":1", "eos_token"])
+def test_a_special_token_around_texts_may_be_any_text(text: str) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({text: 7, "x": 1}, unk_token="x"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    wrap_with_special_tokens(backend, {"bos_token": text, "eos_token": text}, True, True, Path("folder"))
+    assert backend.encode("x").ids == [7, 1, 7]
+    assert backend.encode("x", "x").tokens == [text, "x", "x", text]
