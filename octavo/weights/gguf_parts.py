@@ -29,7 +29,10 @@ def part_names(name: str) -> list[str]:
     if found is None:
         return [name]
     count = found[1]
-    return [_PART.sub(f"-{number:05}-of-{count:05}", name) for number in range(1, count + 1)]
+    place = _PART.search(name)
+    assert place is not None
+    before, behind = name[: place.start()], name[place.end() :]
+    return [f"{before}-{number:05}-of-{count:05}{behind}" for number in range(1, count + 1)]
 
 
 def parts_of(path: Path) -> list[Path]:

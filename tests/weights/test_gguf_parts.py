@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,14 @@ def test_any_part_is_the_file(made: Path, given: str) -> None:
         assert isinstance(stored[0], torch.Tensor)
         assert isinstance(stored[1], torch.Tensor)
         assert torch.equal(*stored)
+
+
+def test_the_names_of_many_parts_take_no_time_to_speak_of() -> None:
+    """Files are listed by others: a name may be as long, and its number as large, as they like."""
+    started = time.thread_time()
+    names = part_names("x-00001-of-00002.gguf" * 100 + "-00003-of-80000.GGUF")
+    assert (len(names), names[2]) == (80_000, "x-00001-of-00002.gguf" * 100 + "-00003-of-80000.GGUF")
+    assert time.thread_time() - started < 1
 
 
 def test_a_folder_is_its_only_file(parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
