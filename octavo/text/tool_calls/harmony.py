@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Reader, Steps
+from octavo.text.reader import MAX_HEAD, Call, Reader, Steps
 from octavo.text.reasoning import AnswerMarks
 from octavo.text.tool_calls.json_calls import read_arguments
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of
@@ -26,6 +26,10 @@ FUNCTIONS = "functions."
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
+_HEADER_ALONE = re.compile(
+    rf"(?=\s*(?:{re.escape(START)}|{re.escape(CHANNEL)})).{{0,{MAX_HEAD + len(MESSAGE)}}}", re.DOTALL
+)
+"""A header at the end of a message, no longer than one is waited for: behind a longer one all is content."""
 
 
 def _read(functions: Functions) -> Callable[[Reader], Steps[None]]:
@@ -46,8 +50,10 @@ def _read(functions: Functions) -> Callable[[Reader], Steps[None]]:
                 return
             if end == CHANNEL:  # models may leave the end of the message before it out
                 reader.step_back(end)
-        if (yield from reader.closing(START, CHANNEL)):
-            reader.take_rest()  # a header without a message
+        if reader.remains(_HEADER_ALONE):
+            reader.take_rest()
+        else:
+            yield from reader.closing(START, CHANNEL)
 
     return read
 

@@ -95,3 +95,10 @@ def test_hostile_text_costs_little(format: str, mark: str) -> None:
     text = mark * (60_000 // len(mark))
     parse(format, [text[place : place + 5] for place in range(0, len(text), 5)])
     assert time.process_time() - started < 5
+
+
+def test_a_harmony_header_without_a_message_is_read_alike_however_it_is_cut() -> None:
+    """It is waited for at the end, and no longer than a header can be: what is behind that is content."""
+    for length, found in ((900, ""), (1100, "b" * 1100)):
+        text = f"<|channel|>final<|message|>A<|end|><|start|>{'b' * length}"
+        assert parse("harmony", [text]) == parse("harmony", list(text)) == [Text("content", "A" + found)]
