@@ -10,15 +10,15 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from octavo import ops, plugins
+from octavo import ops
 from octavo.backend_settings import WITHOUT_MODEL
 from octavo.build_drafter import LoadedDrafter, Target, find_drafter, load_drafter, make_proposer
 from octavo.build_encoder import build_encoder
 from octavo.build_runner import make_grammars, make_runner
+from octavo.build_vision import Vision, connected, load_vision
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
@@ -29,8 +29,8 @@ from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.kernel_tuning import TuningPlan
-from octavo.engine.protocols import EngineBackend
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.sequence_images import ImageSettings
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_runner import BlockMessages, StepRunner
 from octavo.engine.step_times import logged
@@ -45,17 +45,15 @@ from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
 from octavo.models.text_part import text_config
 from octavo.ops import dispatch
 from octavo.ops.collective import SINGLE_RANK, Collective
-from octavo.ops.device_backend import backend_of, is_gpu
-from octavo.plugins import CPU, GPU
 from octavo.quant.stored import WeightFormat, dtype_name
 from octavo.runtime import memory
 from octavo.runtime.acceptance import Verify, rule
 from octavo.runtime.drafter import Drafter
+from octavo.runtime.embedding_pool import EmbeddingPool
 from octavo.runtime.forward import make_forward, make_logits
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.process_group import device_collective, visible_gpus
-from octavo.runtime.rank_group import RankGroup
+from octavo.runtime.peer_memory import device_collective, visible_gpus
 from octavo.runtime.rank_processes import RankProcesses
 from octavo.runtime.ranks import OneRank, OnLost, Ranks, check_divides
 from octavo.runtime.stream_executor import StreamExecutor
@@ -68,26 +66,14 @@ from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.generation_config import check_token_ids, chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
+from octavo_fleet.transformers.build import load_any, own_settings
+from octavo_fleet.transformers.model import load_transformers
+from octavo_fleet.worker.build_remote import build_remote
 
-DEPTH = {CPU: 1, GPU: 2}
+DEPTH = {"cpu": 1, "cuda": 2}
 """Steps in flight: on a GPU, the next step is scheduled while one is computed."""
+Built = tuple[Engine, EngineInfo]
 logger = logging.getLogger(__name__)
-
-
-class ModelBackend(Protocol):
-    """Loads models that run in the executors of octavo; a module."""
-
-    def read_model(self, config: EngineConfig, path: Path, form: WeightFormat) -> tuple[EngineConfig, ModelConfig]:
-        """The settings as they apply to a model, and its configuration. Raises ``ConfigError``, ``CheckpointError``."""
-        ...
-
-    def describe(self, config: EngineConfig, path: Path, form: WeightFormat) -> Iterator[str]:
-        """Lines about a model, for ``octavo models``."""
-        ...
-
-    def load_model(self, model: ModelConfig) -> LoadedModel:
-        """The model of a configuration that ``read_model`` returned."""
-        ...
 
 
 def build_engine(
@@ -96,16 +82,15 @@ def build_engine(
     tuning: TuningPlan | None = None,
     started: RankProcesses | None = None,
     expects_grammars: bool = False,
-) -> tuple[Engine, EngineInfo]:
+) -> Built:
     """Load the model and wire the engine; ``tuning``: see ``make_runner``. Raises ``ConfigError``, ``CheckpointError``.
 
     ``on_lost`` is called when another process that computes for this engine ends; steps then raise ``RanksLost`` or
     ``WorkerLost``. ``started`` are the processes of the other ranks, where they were started before. With
     ``expects_grammars`` the first grammar finds the vocabulary loaded.
     """
-    if config.model.backend in plugins.parts(plugins.ENGINE_BACKENDS) and config.model.backend not in WITHOUT_MODEL:
-        backend: EngineBackend = plugins.load(plugins.ENGINE_BACKENDS, config.model.backend)
-        return backend.build(config, on_lost)
+    if config.model.backend == "grpc":
+        return build_remote(config, on_lost)
     phases = Phases()
     device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
@@ -123,29 +108,30 @@ def build_engine(
     found = find_drafter(method, config, model_config, checkpoint, device)
     with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
         collective = device_collective(ranks.collective, device)
-        loaded, adapters = _load(config.model, model_config, checkpoint, form, collective)
+        loaded, adapters = load_any(config.model, model_config, checkpoint, form, collective)
         drafting = load_drafter(method, config, Target(loaded, model_config, form), found)
+        vision = load_vision(config, path, checkpoint, model_config, form)
         phases.done("weights")
-        limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting)
+        limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting, vision)
         storage = _storage(model_config, loaded, limits, kv_dtype, device, collective.size, drafting.cache)
         drafter, vocab_size = drafting.start(storage), model_config.vocab_size
-        most = step_limits(limits, method, drafter)
-        parts = pooling, adapters, collective, drafter, _rule(method)
+        most = step_limits(limits, method, drafter, vision)
+        pool, images = connected(vision, loaded.model)
+        parts = pooling, adapters, collective, drafter, _rule(method), pool
         executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, *parts))
         numbers = None if adapters is None else dict[str, int]()
-        runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers, tuning)
+        runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers, tuning, images)
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
     sizes = limits, budget, collective.size
-    info = _info(model_config, loaded, form, *sizes, eos_ids, defaults)
-    scheduler = _scheduler(config, limits, method)
+    info = _info(model_config, loaded, form, *sizes, eos_ids, defaults, images)
+    scheduler = _scheduler(config, limits, method, images)
     _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
     ranks.report_to(on_lost)
-    timed = logged(runner, config.scheduler.step_log)
-    sleeper = runner if info.sleeps_in_host_memory else None
+    timed, sleeper = logged(runner, config.scheduler.step_log), runner if info.sleeps_in_host_memory else None
     if expects_grammars:
         grammars.finish_loading()
         phases.done("vocabulary of grammars")
@@ -161,6 +147,7 @@ def _info(
     num_ranks: int,
     eos_token_ids: tuple[int, ...],
     defaults: dict[str, int | float],
+    images: ImageSettings | None = None,
 ) -> EngineInfo:
     choices = dispatch.choices(form.device.type, form.dtype)
     return EngineInfo(
@@ -183,7 +170,8 @@ def _info(
         embedding_size=model.hidden_size,
         sampling_defaults=defaults,
         tensor_parallel_size=num_ranks,
-        sleeps_in_host_memory=is_gpu(form.device) and num_ranks == 1,
+        sleeps_in_host_memory=form.device.type == "cuda" and num_ranks == 1,
+        num_image_slots=0 if images is None else images.num_slots,
     )
 
 
@@ -202,12 +190,14 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         collective = device_collective(host, device)
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
         gc.collect()
+        vision = load_vision(config, path, checkpoint, model_config, form)
         limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
         storage = _storage(model_config, loaded, limits, kv_dtype, device, collective.size)
         vocab_size = model_config.vocab_size
         method = parse_speculative_config(config.speculative.speculative_config)
-        parts = pooling, adapters, collective, None, _rule(method)
-        return make_executor(config.model, loaded.model, storage, vocab_size, step_limits(limits, method), *parts)
+        parts = pooling, adapters, collective, None, _rule(method), connected(vision, loaded.model)[0]
+        most = step_limits(limits, method, None, vision)
+        return make_executor(config.model, loaded.model, storage, vocab_size, most, *parts)
 
 
 @contextlib.contextmanager
@@ -219,17 +209,17 @@ def _started_ranks(
     if size == 1:
         yield OneRank()
         return
-    has_kernels = ops.linear.chosen(CPU, torch.float32) != dispatch.REFERENCE
-    shared = backend_of(CPU).shared_memory() if has_kernels and hasattr(os, "memfd_create") else None
-    if shared is None:
+    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE or not hasattr(os, "memfd_create"):
         raise ConfigError("tensor_parallel_size: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
     check_divides(model, size)
+    from octavo.runtime.rank_group import RankGroup  # its shared memory needs compiled code
+
     settings = dataclasses.replace(config.model, model=str(path))
-    gpus = visible_gpus() if is_gpu(device) else []
+    gpus = visible_gpus() if device.type == "cuda" else []
     if 0 < len(gpus) < size:
         logger.warning("%d ranks share %d GPUs, which is slow: it is for tests", size, len(gpus))
     processes = started or RankProcesses(size)
-    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), processes, shared, gpus)
+    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), processes, gpus)
     try:
         yield ranks
     except BaseException:
@@ -245,11 +235,14 @@ def _settle(
     weights: Mapping[str, int],
     ranks: Ranks,
     drafting: LoadedDrafter,
+    vision: Vision | None,
 ) -> tuple[memory.Limits, memory.MemoryBudget]:
     """The limits of all ranks, each of which has so many bytes of weights, and as many of a drafter."""
     gc.collect()
     free = ranks.least_free(memory.free_memory(form.device, config.cache.gpu_memory_utilization))
     both = Counter(weights) + Counter({dtype_name(form.dtype): drafting.num_bytes})
+    if vision is not None:
+        both, free = both + vision.weight_bytes, free - vision.num_bytes
     sizes = both, free, ranks.collective.size
     limits, budget = memory.settle(config, model, kv_dtype, form.dtype, form.device.type, *sizes, drafting.cache)
     logger.info("memory budget, with contexts of %d tokens:\n%s", limits.max_model_len, budget.table())
@@ -296,8 +289,9 @@ def _read_model(
 ) -> tuple[EngineConfig, ModelConfig, WeightFormat]:
     """The settings as they apply to the model, its configuration, checked, and the format of its weights."""
     form = weight_format(config.model, device, checkpoint)
-    if (backend := model_backend(config.model)) is not None:
-        return *backend.read_model(config, path, form), form
+    if config.model.backend == "transformers":
+        loaded = load_transformers(path, form, config.model.max_model_len)
+        return own_settings(config, loaded, device), loaded, form
     values = {**text_config(checkpoint.config), **parse_hf_overrides(config.model.hf_overrides)}
     model = read_config(values, config.model.max_model_len)
     check_sizes(model, checkpoint)
@@ -305,22 +299,6 @@ def _read_model(
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
         check_dummy(model, checkpoint, form, config.model.tensor_parallel_size, free)
     return config, model, form
-
-
-def model_backend(settings: ModelSettings) -> ModelBackend | None:
-    """That of the settings; ``None`` for models of octavo's own."""
-    if settings.backend not in plugins.parts(plugins.MODEL_BACKENDS):
-        return None
-    backend: ModelBackend = plugins.load(plugins.MODEL_BACKENDS, settings.backend)
-    return backend
-
-
-def _load(
-    settings: ModelSettings, model: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, collective: Collective
-) -> tuple[LoadedModel, Adapters | None]:
-    if (backend := model_backend(settings)) is not None:
-        return backend.load_model(model), None
-    return load_with_adapters(settings, model, checkpoint, form, collective)
 
 
 def _storage(
@@ -363,13 +341,16 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: Eng
     return f"{weights} {info.kernels}\n{storage.dtype}{scaled}\n{storage.device.type}{ranks}{drafter}{overrides}"
 
 
-def _scheduler(config: EngineConfig, limits: memory.Limits, method: Method | None) -> Scheduler:
+def _scheduler(
+    config: EngineConfig, limits: memory.Limits, method: Method | None, images: ImageSettings | None
+) -> Scheduler:
     return Scheduler(
         _cache(config.cache, limits),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         settings=config.scheduler,
         speculation=None if method is None else _speculation(method),
+        images=images,
     )
 
 
@@ -397,24 +378,29 @@ def make_executor(
     collective: Collective = SINGLE_RANK,
     drafter: Drafter | None = None,
     verify: Verify | None = None,
+    pool: EmbeddingPool | None = None,
 ) -> Executor:
     """The executor for the storage's device. Results on a CPU never depend on the batch."""
     if storage.device.type == "cpu":
         forward = make_forward(model, storage.layers, storage.device, settings.enforce_eager)
-        parts = pooling, adapters, part_of_vocabulary(vocab_size, collective), drafter, verify
+        vocabulary = part_of_vocabulary(vocab_size, collective)
         logits = make_logits(model, storage.device, settings.enforce_eager)
-        return HostExecutor(model, storage, vocab_size, most, forward, *parts, logits)
+        parts = forward, pooling, adapters, vocabulary, drafter, verify, logits, pool
+        return HostExecutor(model, storage, vocab_size, most, *parts)
     vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False)
-    kinds = settings.batch_invariant, settings.enforce_eager
-    return StreamExecutor(model, storage, vocab_size, most, *kinds, pooling, adapters, vocabulary, drafter, verify)
+    own = settings.batch_invariant, settings.enforce_eager, pooling, adapters, vocabulary, drafter, verify, pool
+    return StreamExecutor(model, storage, vocab_size, most, *own)
 
 
-def step_limits(limits: memory.Limits, method: Method | None = None, drafter: Drafter | None = None) -> StepLimits:
+def step_limits(
+    limits: memory.Limits, method: Method | None = None, drafter: Drafter | None = None, vision: Vision | None = None
+) -> StepLimits:
     """Upper bounds of a step: sequences, tokens, and blocks and drafts per sequence."""
     max_drafts = 0 if method is None else method.num_speculative_tokens
     num_drafts = 0 if drafter is None else drafter.num_drafts
     max_blocks = -(-limits.max_model_len // limits.block_size)
-    return StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts, num_drafts)
+    most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts, num_drafts)
+    return most if vision is None else vision.limited(most)
 
 
 def _open(settings: ModelSettings, device: torch.device) -> tuple[Path, Checkpoint]:

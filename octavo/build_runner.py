@@ -10,12 +10,12 @@ from octavo.config import ModelSettings
 from octavo.engine.graph_choice import GraphChoice
 from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, plan_of
 from octavo.engine.persistent_batch import PersistentBatch
+from octavo.engine.sequence_images import ImageSettings
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import StepRunner, compute_padding
 from octavo.grammar.masks import MatcherMasks
 from octavo.grammar.matchers import GrammarError
 from octavo.grammar.vocabulary import Vocabulary
-from octavo.ops.device_backend import is_gpu
 from octavo.runtime.kv_storage import KVStorage
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
@@ -43,6 +43,7 @@ def make_runner(
     most: StepLimits,
     adapters: dict[str, int] | None = None,
     tuning: TuningPlan | None = None,
+    images: ImageSettings | None = None,
 ) -> tuple[StepRunner, Callable[[], None]]:
     """The runner of an executor, and its warm-up. ``adapters`` is shared with ``LoadedAdapters``, which fills it.
 
@@ -51,7 +52,7 @@ def make_runner(
     batch = PersistentBatch(most.max_num_seqs, most.max_blocks, storage.num_groups)
     has_drafter = most.num_drafts > 0
     encoder = StepEncoder(
-        batch, storage.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant, has_drafter
+        batch, storage.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant, has_drafter, images
     )
     runner = StepRunner(executor, encoder)
     if not executor.runs_ahead:
@@ -69,5 +70,5 @@ def make_runner(
     encoder.choose_shape = graphs.choose
     runner.on_wake = partial(graphs.capture_again, runner)
     if tuning is None:
-        tuning = plan_of(settings) if is_gpu(storage.device) else NO_TUNING
+        tuning = plan_of(settings) if storage.device.type == "cuda" else NO_TUNING
     return runner, partial(graphs.warm_up, runner, tuning)

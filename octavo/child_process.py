@@ -61,9 +61,13 @@ class ChildProcess:
 
         Raises ``ChildLost`` without an answer, ``TypeError`` if ``question`` cannot be encoded as JSON.
         """
-        message = json.dumps(question).encode()
-        answer = self._exchange([message], self._settings["max_seconds"])
-        return answer[:1], answer[1:].decode("utf-8", "replace")
+        kind, body = self.ask_bytes(json.dumps(question).encode())
+        return kind, body.decode("utf-8", "replace")
+
+    def ask_bytes(self, question: bytes) -> tuple[bytes, bytes]:
+        """Send ``question``; return the kind of the answer and its bytes. Raises ``ChildLost`` without an answer."""
+        answer = self._exchange([question], self._settings["max_seconds"])
+        return answer[:1], answer[1:]
 
     def _exchange(self, messages: list[bytes], seconds: float) -> bytes:
         try:

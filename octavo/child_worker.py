@@ -42,20 +42,28 @@ class ChildWorker:
         self._settings = settings
 
     def run(self, serve: Callable[[Any], Answer]) -> None:
+        """Answer each question, in JSON, with the result of ``serve``."""
+
+        def encoded(message: bytes) -> tuple[bytes, bytes]:
+            kind, text = serve(json.loads(message))
+            try:
+                return kind, text.encode()
+            except UnicodeEncodeError:
+                return FAILED, b"the text has an unpaired surrogate"
+
+        self.run_bytes(encoded)
+
+    def run_bytes(self, serve: Callable[[bytes], tuple[bytes, bytes]]) -> None:
         """Answer each question with the result of ``serve``."""
-        self._answer(READY, "")
+        self._answer(READY, b"")
         while (message := receive(self._connection)) is not None:
             limit_processor_time(self._settings["max_seconds"])
             try:
-                self._answer(*serve(json.loads(message)))
+                self._answer(*serve(message))
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
 
-    def _answer(self, kind: bytes, text: str) -> None:
-        try:
-            body = text.encode()
-        except UnicodeEncodeError:
-            kind, body = FAILED, b"the text has an unpaired surrogate"
+    def _answer(self, kind: bytes, body: bytes) -> None:
         if kind != RENDERED:
             body = body[:MAX_ERROR_BYTES]
         elif len(body) > self._settings["max_output"]:

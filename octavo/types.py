@@ -34,6 +34,28 @@ Task = Literal["generate", "embed", "score"]
 ON_DEVICE = -1
 """In place of a draft's token id: the draft that the executor's drafter made after the sequence's last step."""
 
+
+class ImageInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An image in a prompt: its placeholders, and its pixels as the vision tower takes them."""
+
+    start: int
+    """Position of the first placeholder."""
+    num_tokens: int
+    """Positions from the first placeholder to the last; tokens between them, such as the ends of rows, count."""
+    token: int
+    """Id of the placeholder. Other ids among the positions are tokens of their own."""
+    digest: bytes
+    """SHA-256 of all that the embeddings depend on: pixels, shape, details and the settings of the tower."""
+    shape: tuple[int, int, int]
+    """Tiles, and rows and columns of pixels of each."""
+    pixels: bytes
+    """uint8, RGB: [tiles, rows, columns, 3]."""
+    details: tuple[int, ...] = ()
+    """What else the family's tower has to know."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of its embeddings, for models whose rotary positions have an axis for each."""
+
+
 Order = tuple[float, ...]
 """Sort key of a sequence: smaller goes first."""
 
@@ -81,6 +103,39 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name of the LoRA adapter to apply; ``cache_salt`` then differs from that of requests for any other adapter."""
     owner: str = ""
     """Name of the API key that sent it, which the server counts by; the engine does not use it."""
+    images: list[ImageInput] = []
+    """Images of the prompt, in order."""
+
+
+class KeyedTokens:
+    """Tokens by which cached blocks are found. At the positions of an image, they are a negative number that is all of
+    its digest: its keys and values depend on the pixels, which the ids of placeholders do not tell."""
+
+    def __init__(self, tokens: list[int | None], images: list[ImageInput]) -> None:
+        self._tokens = tokens
+        self._spans = [
+            (image.start, image.start + image.num_tokens, -1 - int.from_bytes(image.digest)) for image in images
+        ]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, part: slice) -> list[int | None]:
+        found = self._tokens[part]
+        first = part.start or 0
+        for start, end, key in self._spans:
+            low, high = max(start, first), min(end, first + len(found))
+            if low < high:
+                found[low - first : high - first] = [key] * (high - low)
+        return found
+
+
+Tokens = list[int | None] | KeyedTokens
+
+
+def keyed(tokens: list[int | None], request: Request) -> Tokens:
+    """By what the cached blocks of a request's ``tokens`` are found."""
+    return KeyedTokens(tokens, request.images) if request.images else tokens
 
 
 class Status(enum.Enum):
@@ -162,6 +217,8 @@ class Sequence:
     """Private to the policy, such as the tenant that is charged for this sequence."""
     batch_index: int = -1
     """Index in the persistent batch; -1 before the first step."""
+    images: Any = None
+    """``SequenceImages`` of a prompt with images."""
     stop_token_ids: frozenset[int] = field(init=False)
     repetition: RepetitionDetectionParams | None = field(init=False)
     max_computed_tokens: int = field(init=False)
@@ -178,6 +235,11 @@ class Sequence:
     @property
     def id(self) -> int:
         return self.request.id
+
+    @property
+    def keys(self) -> Tokens:
+        """What its cached blocks are found by: its tokens, or for images more than these."""
+        return keyed(self.tokens, self.request)
 
     @property
     def num_output_tokens(self) -> int:
@@ -208,6 +270,8 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     num_proposed: int = 0
     """Drafts that the executor's drafter, if there is one, makes for the next step, at most; with 0 it only fills its
     cache, and with ``NO_DRAFTER`` it does not run."""
+    encodes: tuple[Any, ...] = ()
+    """Images whose embeddings have to be computed before this step."""
 
     @property
     def settled_start(self) -> int:
@@ -391,6 +455,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     tensor_parallel_size: int = 1
     sleeps_in_host_memory: bool = False
     """Whether a sleeping engine can keep its weights in host memory."""
+    num_image_slots: int = 0
+    """Most tokens of the images of a request; 0: the model takes no images."""
 
 
 Masks = Mapping[int, Any]

@@ -22,7 +22,10 @@ SMALL_MODULE_LINES = 120
 """A module of so many lines may have a single importer."""
 MAX_LOOSE_FILES = 15
 
-REGISTRIES = {"octavo.engine.policies", "octavo.models.registry", "octavo.quant.methods", "octavo_bench.cli.bench"}
+REGISTRIES = {
+    *("octavo.engine.policies", "octavo.models.registry", "octavo.models.vision.towers", "octavo.quant.methods"),
+    "octavo_bench.cli.bench",
+}
 """Modules that import the rows of a table."""
 CATALOGUES = {"octavo/cli", "octavo/models", "octavo/text/tool_calls"}
 """Folders of equals: a file for each command, family of models and format of calls."""
@@ -39,11 +42,11 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "lines of octavo": Bound(50_000, 9_000),
-    "lines of octavo_kernels": Bound(20_000, 4_000),
-    "lines of octavo_server": Bound(20_000, 4_000),
-    "lines of octavo_fleet": Bound(8_500, 3_000),
-    "lines of octavo_bench": Bound(15_500, 4_000),
+    "lines of octavo": Bound(45_400, 2_300),
+    "lines of octavo_kernels": Bound(17_300, 500),
+    "lines of octavo_server": Bound(17_500, 1_000),
+    "lines of octavo_fleet": Bound(6_900, 500),
+    "lines of octavo_bench": Bound(14_300, 600),
     "small modules with one importer, in their own folder": Bound(76, 6),
     "files that a chat request enters": Bound(47, 6),
     "folders with many loose files": Bound(11, 2),

@@ -117,7 +117,7 @@ class GroupCache:
         if self.window:
             ends = self._usable_ends(seq, held)
             return ends[bisect_right(ends, num_blocks, key=lambda end: end.depth) - 1]
-        node = held.matched = self.tree.find(seq.tokens, num_blocks, salt, held.matched)
+        node = held.matched = self.tree.find(seq.keys, num_blocks, salt, held.matched)
         while node.depth > num_blocks and node.parent is not None:
             node = node.parent
         return node
@@ -127,7 +127,7 @@ class GroupCache:
         version = (self.tree.num_born, len(self.tree.node_of), len(seq.tokens))
         if held.matched is None or held.matched[0] != version:
             ends = self.tree.find_recent(
-                seq.tokens,
+                seq.keys,
                 (len(seq.tokens) - 1) // self.block_size,
                 seq.request.cache_salt,
                 lambda depth: self.blocks_behind(depth * self.block_size),
@@ -168,7 +168,7 @@ class GroupCache:
         To be called before blocks are reserved, since that may evict the block.
         """
         limit = min(len(seq.tokens) - 1 - end.depth * self.block_size, self.block_size - 1)
-        return self.tree.nearest(end, seq.tokens, limit, seq.request.cache_salt) if limit > 0 else (-1, 0)
+        return self.tree.nearest(end, seq.keys, limit, seq.request.cache_salt) if limit > 0 else (-1, 0)
 
     # ---- blocks of a sequence
 
@@ -213,8 +213,9 @@ class GroupCache:
             return
         held = seq.groups[self.index]
         node: Node = held.published or self.tree.root
+        keys = seq.keys
         for index in range(node.depth, num_tokens // self.block_size):
-            edge = self.tree.edge(seq.tokens, index, seq.request.cache_salt)
+            edge = self.tree.edge(keys, index, seq.request.cache_salt)
             own = held.block_table[index]
             child = node.children.get(edge)
             if child is None or child.block < 0:

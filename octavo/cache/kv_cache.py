@@ -25,7 +25,7 @@ from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Node
 from octavo.cache.offload import Offload
 from octavo.errors import ConfigError
-from octavo.types import GroupBlocks, Request, Sequence
+from octavo.types import GroupBlocks, Request, Sequence, keyed
 
 CopySlots = Callable[[int, int, int, int], None]
 """Copies the first slots of one block into another, before any step that is submitted later. Arguments: KV group,
@@ -176,17 +176,14 @@ class KVCache:
         if len(self.groups) > 1:
             raise ConfigError("kv_offload_memory: the model caches different positions in different layers")
         self.offload = offload
-        tree = self.groups[0].tree
-        tree.on_evict = offload.save
-        if offload.disk is not None:
-            tree.on_insert = offload.note
+        self.groups[0].tree.on_evict = offload.save
 
     def prefetch(self, request: Request) -> Future[None] | None:
         """Start to read the blocks of ``request`` that are only on disk; ``None`` if there are none."""
         if self.offload is None:
             return None
         tokens: list[int | None] = [*request.prompt_tokens, *request.output_tokens]
-        end = self.groups[0].tree.find(tokens, (len(tokens) - 1) // self.block_size, request.cache_salt)
+        end = self.groups[0].tree.find(keyed(tokens, request), (len(tokens) - 1) // self.block_size, request.cache_salt)
         return self.offload.prefetch(request, end.depth)
 
     def recall(self, seq: Sequence) -> list[bytes]:

@@ -8,7 +8,7 @@ from collections import deque
 
 import msgspec
 
-from octavo.cache.node import Node
+from octavo.cache.node import Node, folded
 
 MAX_EVENTS = 100_000
 """Most events kept until ``take``; beyond that the oldest are lost, which leaves a gap in the numbers."""
@@ -21,6 +21,7 @@ class Stored(msgspec.Struct, frozen=True, tag="stored", gc=False):
     hash: int
     parent: int
     tokens: list[int]
+    """At the positions of an image, a negative number made of its digest."""
     salt: str = ""
 
 
@@ -45,7 +46,7 @@ class KVEvents:
         parent = node.parent
         assert parent is not None
         salt = str(node.edge[0]) if parent.parent is None else ""
-        tokens = [token for token in node.edge if isinstance(token, int)]
+        tokens = [token for token in map(folded, node.edge) if isinstance(token, int)]
         node.hash = chain_hash(parent.hash, tokens, salt)
         self._number += 1
         self._events.append(Stored(self._number, node.hash, parent.hash, tokens, salt))

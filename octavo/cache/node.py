@@ -7,6 +7,18 @@ from typing import Any
 Edge = tuple[int | str | None, ...]
 
 
+def as_digest(key: int) -> bytes:
+    """The digest that a negative key of ``KeyedTokens`` is made of."""
+    return (-1 - key).to_bytes(32)
+
+
+def folded(token: int | str | None) -> int | str | None:
+    """A token, or a number of 64 bits in place of the key of an image."""
+    if isinstance(token, int) and token < 0:
+        return -1 - int.from_bytes(as_digest(token)[:7])
+    return token
+
+
 class Node:
     """A cached block, identified by the path from the root, which has no block.
 

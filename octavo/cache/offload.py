@@ -1,37 +1,30 @@
-"""KV offloading: contents of cached blocks are kept in slower tiers, and restored for later requests.
+"""KV offloading: contents of evicted blocks are kept in slower tiers, and restored for later requests.
 
 ::
 
-    block evicted        block ──read──> writer thread ──> host memory and disk
-    engine idle, ends    block ──read──> writer thread ──> disk, which then has all that is cached
+    block evicted        block ──read──> writer thread ──> host memory ──(full)──> disk
     request arrives      prefetch: disk ──> loader thread ──> host memory
     sequence admitted    host memory ──write──> a block of the sequence, published like a computed one
 
-The engine's thread never waits for the disk, but for ``CLOSING_SECONDS`` when it ends. Blocks that are not in host
-memory when their sequence is admitted are recomputed.
+The engine's thread never waits for the disk. Blocks that are not in host memory when their sequence is admitted are
+recomputed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from octavo.cache.node import Node
+from octavo.cache.node import Node, as_digest, folded
 from octavo.cache.tiers import DiskTier, HostTier
-from octavo.types import Request, Sequence
+from octavo.types import Request, Sequence, Tokens, keyed
 
 MAX_PENDING = 1024
 """Most blocks pending to be saved; further evicted blocks are dropped."""
-IDLE_PENDING = 32
-"""Most blocks pending to be saved while the engine is idle, so that a request never waits for more of them."""
-CLOSING_SECONDS = 3.0
-"""How long cached blocks are written to disk when the engine ends or falls asleep."""
-CLOSING_POLL_SECONDS = 0.002
 
 
 class BlockStore(Protocol):
@@ -64,7 +57,7 @@ class OffloadStats:
 
 
 class Offload:
-    """Keeps the contents of evicted blocks in ``host``, and those of all cached blocks in ``disk``.
+    """Keeps the contents of evicted blocks in ``host`` and, when that is full, in ``disk``.
 
     ``identity`` names everything besides tokens that keys and values depend on: the model, its precision, kernels.
     """
@@ -79,18 +72,11 @@ class Offload:
         self.stats = OffloadStats()
         self._root = hashlib.sha256(f"{identity}\n{block_size}\n{store.num_bytes}".encode()).digest()
         self._pending: dict[bytes, Callable[[], bytes]] = {}
-        self._unsaved: dict[Node, None] = {}
-        """Cached blocks that may not be on disk, oldest first, so that each comes after its parent."""
         self._writer = ThreadPoolExecutor(1, "kv-offload-writer")
         self._loader = ThreadPoolExecutor(1, "kv-offload-loader")
 
-    def note(self, node: Node) -> None:
-        """The block of ``node`` was added to the prefix cache; it shall be on disk, too."""
-        self._unsaved[node] = None
-
     def save(self, node: Node) -> None:
         """Save the content of ``node``'s block, which is being evicted."""
-        self._unsaved.pop(node, None)
         key = self._key_of(node)
         if key in self._pending or key in self.host:
             return
@@ -108,32 +94,9 @@ class Offload:
             del self._pending[key]
 
     def _keep(self, key: bytes, content: bytes) -> None:
-        self.host.put(key, content)
-        if self.disk is not None:
-            self.disk.put(key, content)
-
-    def save_idle(self) -> bool:
-        """Start to write some cached blocks to disk; return whether there are more."""
-        while self._unsaved and len(self._pending) < IDLE_PENDING:
-            node = next(iter(self._unsaved))
-            del self._unsaved[node]
-            key = self._key_of(node)
-            if self.disk is not None and key not in self._pending and key not in self.disk:
-                self._pending[key] = self.store.read(node.block)
-                self._writer.submit(self._write_to_disk, key, self.disk)
-        return bool(self._unsaved)
-
-    def _write_to_disk(self, key: bytes, disk: DiskTier) -> None:
-        try:
-            disk.put(key, self._pending[key]())
-        finally:
-            del self._pending[key]
-
-    def save_all(self) -> None:
-        """Write cached blocks to disk, as many as ``CLOSING_SECONDS`` allow."""
-        end = time.monotonic() + CLOSING_SECONDS
-        while self.save_idle() and time.monotonic() < end:
-            time.sleep(CLOSING_POLL_SECONDS)
+        for older in self.host.put(key, content):
+            if self.disk is not None:
+                self.disk.put(*older)
 
     def prefetch(self, request: Request, num_cached: int) -> Future[None] | None:
         """Start to read the blocks after the first ``num_cached`` of ``request`` from disk; ``None`` if there are none.
@@ -142,10 +105,9 @@ class Offload:
         """
         if self.disk is None:
             return None
-        self.disk.refresh()
         tokens: list[int | None] = [*request.prompt_tokens, *request.output_tokens]
         on_disk = []
-        for index, key in enumerate(self._keys(tokens, request.cache_salt)):
+        for index, key in enumerate(self._keys(keyed(tokens, request), request.cache_salt)):
             if index < num_cached or key in self._pending or key in self.host:
                 continue
             if key not in self.disk:
@@ -160,12 +122,12 @@ class Offload:
             if content is None:
                 break  # later blocks are useless without this one
             self.stats.num_prefetched += 1
-            self.host.put(key, content)
+            self._keep(key, content)
 
     def recall(self, seq: Sequence, num_cached: int) -> list[bytes]:
         """Contents of the blocks after the first ``num_cached`` of ``seq``, as far as host memory has them."""
         contents = []
-        for index, key in enumerate(self._keys(seq.tokens, seq.request.cache_salt)):
+        for index, key in enumerate(self._keys(seq.keys, seq.request.cache_salt)):
             if index < num_cached:
                 continue
             pending = self._pending.get(key)
@@ -182,14 +144,13 @@ class Offload:
         self.stats.num_restored += len(blocks)
 
     def close(self) -> None:
-        """Save what is cached, wait for pending reads and writes, and end the threads."""
-        self.save_all()
+        """Wait for pending reads and writes, and end the threads."""
         self._writer.shutdown()
         self._loader.shutdown()
         if self.disk is not None:
             self.disk.close()
 
-    def _keys(self, tokens: list[int | None], salt: str) -> Iterator[bytes]:
+    def _keys(self, tokens: Tokens, salt: str) -> Iterator[bytes]:
         """Keys of the full blocks of ``tokens``, without the block of the last token: see ``KVCache.match``."""
         key = self._root
         for start in range(0, len(tokens) - self.block_size, self.block_size):
@@ -213,5 +174,6 @@ class Offload:
     def _chain(self, parent: bytes, tokens: tuple[int | str | None, ...], salt: str) -> bytes:
         """SHA-256 over the parent's key, the tokens and the salt: collision-resistant, even against crafted prompts."""
         encoded = salt.encode()
-        packed = struct.pack(f"<q{len(tokens)}q", len(encoded), *tokens)
+        packed = struct.pack(f"<q{len(tokens)}q", len(encoded), *map(folded, tokens))
+        packed += b"".join(as_digest(token) for token in dict.fromkeys(tokens) if isinstance(token, int) and token < 0)
         return hashlib.sha256(parent + packed + encoded).digest()

@@ -25,6 +25,7 @@ from collections.abc import Sequence as Several
 from octavo.cache.eviction import IdleBlocks
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Edge, Node
+from octavo.types import Tokens
 
 
 class RadixTree:
@@ -55,17 +56,16 @@ class RadixTree:
         self.idle = IdleBlocks(eviction, num_blocks, clock, leaves_only=not has_window)
         self.num_born = 0
         self.events = events
-        self.on_insert: Callable[[Node], None] | None = None
         self.on_evict: Callable[[Node], None] | None = None
         """Called with each evicted node, while its block still has its content."""
 
-    def edge(self, tokens: list[int | None], index: int, salt: str) -> Edge:
+    def edge(self, tokens: Tokens, index: int, salt: str) -> Edge:
         """The edge of the tokens in block number ``index``."""
         start = index * self.block_size
         edge = tuple(tokens[start : start + self.block_size])
         return edge if index else (salt, *edge)
 
-    def find(self, tokens: list[int | None], num_blocks: int, salt: str, start: Node | None = None) -> Node:
+    def find(self, tokens: Tokens, num_blocks: int, salt: str, start: Node | None = None) -> Node:
         """The last node of the longest cached prefix of ``tokens``, at most ``num_blocks`` deep; the root if there is
         none.
 
@@ -81,7 +81,7 @@ class RadixTree:
             node = child
         return node
 
-    def nearest(self, node: Node, tokens: list[int | None], limit: int, salt: str) -> tuple[int, int]:
+    def nearest(self, node: Node, tokens: Tokens, limit: int, salt: str) -> tuple[int, int]:
         """The child block of ``node`` that shares the most first tokens with what follows in ``tokens``, and their
         number; (-1, 0) if none shares any.
 
@@ -98,9 +98,7 @@ class RadixTree:
                 best, most = node.children[edge].block, num_equal
         return best, most
 
-    def find_recent(
-        self, tokens: list[int | None], num_blocks: int, salt: str, num_behind: Callable[[int], int]
-    ) -> list[Node]:
+    def find_recent(self, tokens: Tokens, num_blocks: int, salt: str, num_behind: Callable[[int], int]) -> list[Node]:
         """The last nodes of all prefixes of ``tokens``, at most ``num_blocks`` deep and the root first, of which all
         but the first ``num_behind(n)`` of ``n`` blocks are cached."""
         node = self.root
@@ -129,8 +127,6 @@ class RadixTree:
         self.node_of[block] = node
         if self.events is not None:
             self.events.stored(node)
-        if self.on_insert is not None:
-            self.on_insert(node)
         return node
 
     def move_end(self, before: Node | None, now: Node | None) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from octavo.steps.shapes import MAX_DRAFTS
 from octavo.types import Scheduled, Sequence
 
@@ -27,3 +31,8 @@ def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = (), num_propo
     seq.decodes = samples
     seq.num_in_flight += 1
     return Scheduled(seq, start, taken, drafts, samples, seq.epoch, seq.num_rejected, num_proposed)
+
+
+def with_encodes(item: Scheduled, encodes: tuple[Any, ...]) -> Scheduled:
+    """A share before which the embeddings of these images have to be computed."""
+    return msgspec.structs.replace(item, encodes=encodes) if encodes else item

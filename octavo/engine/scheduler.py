@@ -16,7 +16,8 @@ from octavo.engine.gauges import snapshot
 from octavo.engine.outcomes import apply_result, error_output
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import PolicyContext
-from octavo.engine.scheduled import take
+from octavo.engine.scheduled import take, with_encodes
+from octavo.engine.sequence_images import Images, ImageSettings
 from octavo.engine.speculation import NO_DRAFTS, Speculation, num_proposed
 from octavo.engine.step_budget import StepBudget
 from octavo.engine.suspects import Suspects
@@ -59,6 +60,7 @@ class Scheduler:
         settings: SchedulerSettings = DEFAULTS,
         chunked_prefill: bool = True,
         speculation: Speculation | None = None,
+        images: ImageSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without ``chunked_prefill`` no prompt may be longer than the token budget."""
@@ -71,6 +73,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.speculation = speculation
+        self.images = None if images is None else Images(images, max_num_batched_tokens)
+        """``None`` for a model that takes no images."""
         self.num_lookahead = 0 if speculation is None else speculation.num_lookahead
         self.clock = clock
         self.waiting = make_policy(PolicyContext(cache, max_num_seqs, settings, clock))
@@ -97,6 +101,8 @@ class Scheduler:
     def add(self, request: Request) -> Sequence:
         """Queue ``request``; raises ``RequestError`` if it could never be served."""
         self.check_servable(seq := Sequence(request, groups=self.cache.no_blocks()))
+        if self.images is not None:
+            self.images.add(seq)
         self.events.note(seq.id, "arrived", tokens=len(seq.tokens), others=len(self.waiting))
         self.waiting.arrive(seq)
         return seq
@@ -113,6 +119,8 @@ class Scheduler:
                 "output_tokens",
                 f"Nothing is left to generate: {len(request.output_tokens)} of {request.max_tokens} tokens are there.",
             )
+        if request.images and self.images is None:
+            raise InvalidParameter("messages", "This model takes no images.")
         if not cache.could_hold(seq.max_computed_tokens, self.max_num_batched_tokens):
             raise ContextLengthExceeded(
                 f"The prompt has {seq.num_prompt_tokens} tokens and 'max_tokens' is {request.max_tokens}, "
@@ -151,6 +159,8 @@ class Scheduler:
         if self.waiting.preempts_for_waiting:
             self._preempt_for_waiting()
         plan: Plan = []
+        if self.images is not None:
+            self.images.begin_step()
         num_behind = len(self.running)
         num_free = self.max_num_seqs - num_behind - len(self.leaving) - len(self.yielding)
         total_budget = self.step_budget.of_step(num_behind, len(self.cut), num_free)
@@ -174,6 +184,9 @@ class Scheduler:
             if num_tokens > budget - num_behind:
                 num_tokens = min(num_tokens, budget - num_behind)
                 self.cut.append(seq)
+            asked = num_tokens
+            if seq.images is not None and (num_tokens := self._end_of_chunk(seq, num_tokens)) <= 0:
+                continue
             drafts = drafts_of.get(seq, ())[: budget - num_behind - num_tokens] if drafts_of else ()
             if drafts and not self.cache.reserve(seq, start + num_tokens + len(drafts)):
                 drafts = ()  # no sequence is preempted for drafts
@@ -183,12 +196,32 @@ class Scheduler:
                 rest = budget + sum(shares.values())
                 break
             self._look_ahead(seq, start + num_taken)
-            plan.append(take(seq, num_tokens, drafts, num_proposed(self.speculation)))
-            budget -= num_taken
+            plan.append(self._take(seq, num_tokens, drafts))
+            budget -= min(num_taken, asked + len(drafts))
         else:
             rest = self._admit(plan, budget + sum(shares.values()))
         self.cache.note_filled(total_budget - rest)
         return plan
+
+    def _take(self, seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
+        start = seq.num_computed_tokens
+        item = take(seq, num_tokens, drafts, num_proposed(self.speculation))
+        if seq.images is None or self.images is None:
+            return item
+        return with_encodes(item, self.images.to_encode(seq, start, start + num_tokens))
+
+    def _end_of_chunk(self, seq: Sequence, num_tokens: int) -> int:
+        """How many of the next tokens of a sequence with images can be computed now, at most ``num_tokens`` unless
+        the chunk would end within an image that has to be computed as one: those come on top of the budget."""
+        if self.images is None or seq.num_computed_tokens >= seq.num_prompt_tokens:
+            return num_tokens
+        found = self.images.end_of_chunk(seq, num_tokens)
+        if found > num_tokens and not self.cache.reserve(seq, seq.num_computed_tokens + found):
+            found = 0
+        if found < num_tokens and seq not in self.cut:
+            self.cut.append(seq)
+        self.cache.note_filled(max(0, found - num_tokens))
+        return found
 
     def _look_ahead(self, seq: Sequence, num_tokens: int) -> None:
         """Reserve blocks for what a drafter writes behind ``num_tokens`` positions; without room, drafts are worse."""
@@ -220,7 +253,7 @@ class Scheduler:
     def _queue_again(self, seq: Sequence, by: Sequence) -> None:
         """Release the blocks of ``seq`` for ``by``; those that are published may still be matched."""
         self.events.note(seq.id, "preempted", tokens=seq.num_computed_tokens, by=by.id)
-        self.cache.release(seq)
+        self._release(seq)
         seq.status = Status.WAITING
         seq.decodes = False
         seq.epoch += 1
@@ -249,9 +282,13 @@ class Scheduler:
             if num_tokens > most:
                 num_tokens = most
                 self.cut.append(seq)
-            self._look_ahead(seq, seq.num_computed_tokens + num_tokens)
-            plan.append(take(seq, num_tokens, (), num_proposed(self.speculation)))
-            budget -= num_tokens
+            asked = num_tokens
+            if seq.images is not None:
+                num_tokens = self._end_of_chunk(seq, num_tokens)
+            if num_tokens > 0:
+                self._look_ahead(seq, seq.num_computed_tokens + num_tokens)
+                plan.append(self._take(seq, num_tokens))
+                budget -= min(num_tokens, asked)
             is_sorted = is_sorted and (newest is None or newest.order < seq.order)
             newest = seq
         if not is_sorted:
@@ -345,6 +382,8 @@ class Scheduler:
         """Last node of the cached prefix in each KV group; ``None`` if there are not enough blocks for the rest."""
         ends = self.cache.match(seq) if may_share(seq) else self.cache.roots
         has_room = self.cache.admits(seq, ends, self.max_num_batched_tokens, num_spare=len(self.running))
+        if seq.images is not None and self.images is not None:
+            has_room = has_room and self.images.admits(seq, ends[0].depth * self.cache.block_size)
         return ends if has_room else None
 
     def _adopt_and_reserve(self, seq: Sequence) -> bool:
@@ -353,6 +392,8 @@ class Scheduler:
         if ends is None:
             return False
         self.cache.start(seq, ends, may_share(seq), self.max_num_batched_tokens)
+        if self.images is not None:
+            self.images.hold(seq)
         self.events.note(seq.id, "admitted", tokens=seq.num_computed_tokens, others=len(self.running))
         if not seq.first_scheduled:
             seq.first_scheduled = self.clock()
@@ -363,7 +404,9 @@ class Scheduler:
 
     def _schedule_trial(self) -> Plan:
         """Plan a retry of part of a failed plan. Its blocks are still held, so none are reserved."""
-        plan = [take(item.seq, len(item.tokens)) for item in self.suspects.next_group()]
+        if self.images is not None:
+            self.images.begin_step()
+        plan = [self._take(item.seq, len(item.tokens)) for item in self.suspects.next_group()]
         if plan:
             self.cache.note_filled(sum(len(item.tokens) for item in plan))
             self.suspects.begin(plan)
@@ -381,7 +424,7 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.learn(plan, sampled)
         outputs: list[Output] = []
-        cache, stats, events = self.cache, self.stats, self.events
+        stats = self.stats
         for item, result in zip(plan, sampled, strict=True):
             seq = item.seq
             seq.num_in_flight -= 1
@@ -389,12 +432,17 @@ class Scheduler:
                 self._let_go(seq)
             elif result.error is not None:
                 outputs.append(self._end_with_error(seq, result.error))
-            elif output := apply_result(item, result, cache, stats, events):
+            elif output := self._applied(item, result):
                 outputs.append(output)
                 if output.finish_reason is not None:
                     self._finish(seq, output.finish_reason)
         stats.num_output_tokens += sum([len(output.tokens) for output in outputs])
         return outputs
+
+    def _applied(self, item: Scheduled, result: Sampled) -> Output | None:
+        if item.seq.images is not None and self.images is not None:
+            self.images.commit(item)
+        return apply_result(item, result, self.cache, self.stats, self.events)
 
     def fail(self, plan: Plan, error: RunnerError) -> list[Output]:
         """Undo ``plan`` as if it had never been scheduled; a sequence that fails twice alone ends with ``error``."""
@@ -418,6 +466,8 @@ class Scheduler:
         self.cache.note_filled(item.settled_start - seq.num_computed_tokens)
         seq.num_computed_tokens = item.settled_start
         seq.decodes = False
+        if self.images is not None:
+            self.images.rewind(seq)
         self._disown_steps(seq)
 
     def _disown_steps(self, seq: Sequence) -> None:
@@ -450,8 +500,20 @@ class Scheduler:
     def _let_go(self, seq: Sequence) -> None:
         """Release the blocks of ``seq`` if it has finished and no step in flight can still write to them."""
         if seq.status is Status.FINISHED and not seq.num_in_flight:
-            self.cache.release(seq)
+            self._release(seq)
             self.leaving.remove(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        """Release what ``seq`` holds."""
+        self.cache.release(seq)
+        if self.images is not None:
+            self.images.release(seq)
+
+    def clear(self) -> None:
+        """Forget what no sequence holds: cached blocks and embeddings."""
+        self.cache.clear()
+        if self.images is not None:
+            self.images.cache.clear()
 
     # ---- statistics and checks
 
@@ -471,6 +533,8 @@ class Scheduler:
     def check(self) -> None:
         """Assert all invariants that hold between two steps. Costs O(pool)."""
         self.cache.check(self.holders)
+        if self.images is not None:
+            self.images.cache.check(self.holders)
         self.waiting.check()
         orders = [seq.order for seq in self.running.values()]
         assert orders == sorted(orders), "running sequences are out of order"

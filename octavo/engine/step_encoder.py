@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from octavo.engine.persistent_batch import BlockTables, Indices, Needs, PersistentBatch
 from octavo.engine.restrictions import masks_of
+from octavo.engine.sequence_images import ImageSettings, span_rows
 from octavo.steps.layout import NO_INDEX, StepArrays, num_bytes
 from octavo.steps.messages import (
     NO_ADAPTER,
@@ -58,6 +59,7 @@ class StepEncoder:
         adapters: Mapping[str, int] | None = None,
         always_uses_lora: bool = False,
         has_drafter: bool = False,
+        images: ImageSettings | None = None,
     ) -> None:
         self.batch = batch
         self.block_size = block_size
@@ -66,6 +68,8 @@ class StepEncoder:
         self.adapters = adapters
         self.always_uses_lora = always_uses_lora
         self.has_drafter = has_drafter
+        self.num_axes = 0 if images is None else images.num_axes
+        self.is_bidirectional = images is not None and images.is_bidirectional
 
     @property
     def max_len(self) -> int:
@@ -101,6 +105,10 @@ class StepEncoder:
             longest = max([item.settled_start + count for item, count in zip(plan, counts, strict=True)], default=0)
         sizes = Sizes(sum(counts), len(plan), max(counts, default=1), total, is_plain, longest)
         shape, uses_graph = self.choose_shape(sizes, kind)
+        embedding_slots = _embedding_slots(plan, counts)
+        if embedding_slots is not None:
+            shape, uses_graph = shape._replace(has_images=True), False
+        shape = shape._replace(num_axes=self.num_axes)
         masks = list(self._masks(plan, of_seq, grammar_masks)) if needs & Needs.MASKS else []
         histories, lists = self._updates(plan, of_seq.tolist()) if has_extras else ([], [])
         return Step(
@@ -108,7 +116,7 @@ class StepEncoder:
             uses_graph,
             len(plan),
             len(plan) + total,
-            self._pack(plan, counts, num_drafts, of_seq, shape),
+            self._pack(plan, counts, num_drafts, of_seq, shape, embedding_slots),
             histories,
             lists,
             is_sampled=any(item.samples and item.seq.request.task == "generate" for item in plan),
@@ -116,16 +124,24 @@ class StepEncoder:
             masks=masks,
             prompts=list(_prompt_rows(plan, counts)) if needs_rows else [],
             pooled=list(_pooled_rows(plan, counts, of_seq)) if needs_rows else [],
+            spans=span_rows(plan, counts) if self.is_bidirectional else [],
         )
 
     def encode_padding(self, shape: StepShape, uses_graph: bool) -> Step:
         """A padding-only step, which compiles the kernels and captures the graph of this shape."""
+        shape = shape._replace(num_axes=self.num_axes)
         return Step(shape, uses_graph, 0, 0, self._pack([], [], [], NO_INDICES, shape))
 
     # ---- the arrays
 
     def _pack(
-        self, plan: Plan, counts: list[int], num_drafts: list[int], of_seq: Indices, shape: StepShape
+        self,
+        plan: Plan,
+        counts: list[int],
+        num_drafts: list[int],
+        of_seq: Indices,
+        shape: StepShape,
+        embedding_slots: Indices | None = None,
     ) -> bytearray:
         batch, num_groups = self.batch, len(self.batch.tables)
         starts = np.array([item.settled_start for item in plan], dtype=np.int64)
@@ -170,6 +186,10 @@ class StepEncoder:
         if shape.has_adapters and self.adapters is not None:
             numbers = [self.adapters.get(item.seq.request.adapter, NO_ADAPTER) for item in plan]
             arrays.fill("adapters", np.repeat(np.array(numbers, dtype=np.int32), lens), NO_ADAPTER)
+        if embedding_slots is not None:
+            arrays.fill("embedding_slots", embedding_slots, -1)
+        if shape.num_axes:
+            arrays.fill_rows("rope_shifts", _rope_shifts(plan, counts, shape.num_axes))
         if shape.has_extras:
             self._pack_extras(arrays, plan, num_drafts, of_row, of_sample, sample_positions)
         arrays.finish()
@@ -303,6 +323,32 @@ def _token_ids(plan: Plan) -> npt.NDArray[np.int64]:
             tokens[-1] = -1
         tokens += item.drafts
     return np.array(tokens, dtype=np.int64)
+
+
+def _embedding_slots(plan: Plan, counts: list[int]) -> Indices | None:
+    """The slot of each row that is an embedding of an image, -1 for tokens; ``None`` if all are tokens."""
+    found = None
+    first_row = 0
+    for item, count in zip(plan, counts, strict=True):
+        if item.seq.images is not None:
+            slots = item.seq.images.slots(item.settled_start, item.settled_start + count)
+            if slots is not None:
+                found = np.full(sum(counts), -1, np.int64) if found is None else found
+                found[first_row : first_row + count] = slots
+        first_row += count
+    return found
+
+
+def _rope_shifts(plan: Plan, counts: list[int], num_axes: int) -> npt.NDArray[np.int64]:
+    """Rotary positions less positions, for each axis and row: [A, T]."""
+    shifts_AT = np.zeros((num_axes, sum(counts)), np.int64)
+    first_row = 0
+    for item, count in zip(plan, counts, strict=True):
+        if item.seq.images is not None:
+            start = item.settled_start
+            shifts_AT[:, first_row : first_row + count] = item.seq.images.shifts(start, start + count)
+        first_row += count
+    return shifts_AT
 
 
 def _num_top(plan: Plan) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.background import stop_if_ending
 from octavo.engine.persistent_batch import Indices
+from octavo.engine.sequence_images import encode_message
 from octavo.engine.step_encoder import NO_MASKS, StepEncoder
 from octavo.sampling_params import SamplingParams
 from octavo.steps.messages import (
@@ -46,6 +47,8 @@ class PendingStep:
     reply: Reply[StepResult] | None = None
     """``None`` before the step is sent, and if all items were stale."""
     is_sent: bool = False
+    encoding: Reply[None] | None = None
+    """The reply of the tower that computes embeddings for the step, if there is any."""
 
     @property
     def is_started(self) -> bool:
@@ -143,12 +146,16 @@ class StepRunner:
             return
         if of_seq is None:
             of_seq = self.encoder.batch.of_plan(plan)
+        if entries := [entry for item in plan for entry in item.encodes]:
+            pending.encoding = self.send(encode_message(entries))
         pending.reply = self.send(self.encoder.encode(plan, of_seq, masks))
 
     def _results(self, pending: PendingStep) -> list[Sampled]:
         if pending.reply is None:
             return [Sampled([]) for _ in pending.plan]
         plan = list(itertools.compress(pending.plan, pending.is_computed))
+        if pending.encoding is not None:
+            pending.encoding.wait()
         decoded = iter(self.encoder.decode(plan, pending.reply.wait()))
         return [next(decoded) if is_computed else Sampled([]) for is_computed in pending.is_computed]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.ops import rotary_angles
+from octavo.ops import axis_angles, rotary_angles
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,11 @@ class Rotary:
     def __init__(self, rope: DefaultRope, width: int, device: torch.device) -> None:
         self.frequencies_R = rope.frequencies(width).to(device)
         self.factor = rope.attention_factor
+        self.axes_R: Tensor | None = None
+        """int64: the axis by whose position each pair rotates, of models whose positions have several."""
 
-    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Two float32 [T, R] for int64 positions."""
-        return rotary_angles(positions_T, self.frequencies_R, self.factor)
+    def __call__(self, positions_T: Tensor, shifts_AT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Two float32 [T, R] for int64 positions; ``shifts`` are added for each axis."""
+        if shifts_AT is None or self.axes_R is None:
+            return rotary_angles(positions_T, self.frequencies_R, self.factor)
+        return axis_angles(positions_T, shifts_AT, self.axes_R, self.frequencies_R, self.factor)

@@ -75,6 +75,7 @@ class LiveRequests:
                 arrival=time.monotonic(),
                 adapter=adapter.name,
                 cache_salt=adapter.cache_salt,
+                images=list(prompt.images),
             )
             for index in range(params.n)
         ]

@@ -17,9 +17,11 @@ from octavo.config import DEFAULT_MODEL
 from octavo.engine.beam_search import BeamSearchParams, check_beam_search
 from octavo.engine.engine import Engine
 from octavo.errors import RequestFailed, Unavailable
+from octavo.images.preparer import preparer_of
 from octavo.llm.adapters import adapters_of, chosen
 from octavo.llm.beam_search import BeamSearchOutput, search_beams
 from octavo.llm.continuations import Job
+from octavo.llm.image_inputs import image_in
 from octavo.llm.live_requests import LiveRequests
 from octavo.llm.loading import build, settle
 from octavo.llm.outputs import (
@@ -68,6 +70,7 @@ class LLM:
         self._message_format = find_format("auto", "auto", self._chat_template.source, {})
         self._adapters = adapters_of(self.config.model)
         engine, self.info = build(self.config)
+        self._images = preparer_of(self.config.model, self.info.num_image_slots)
         self._requests = LiveRequests(engine, self._tokenizer, self.config.model.seed)
         self._job_ids = itertools.count()
 
@@ -89,7 +92,7 @@ class LLM:
         of earlier requests.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        jobs = self._jobs(check_all(prompts, params, self._tokenizer, self.info), adapter)
+        jobs = self._jobs(check_all(prompts, params, self._tokenizer, self.info, self._images), adapter)
         self._run(jobs, use_progress)
         return [job.result() for job in jobs]
 
@@ -158,7 +161,7 @@ class LLM:
         has its ``finish_reason``. Closing the generator early aborts the unfinished continuations.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        (job,) = self._jobs(check_all([prompt], params, self._tokenizer, self.info), adapter)
+        (job,) = self._jobs(check_all([prompt], params, self._tokenizer, self.info, self._images), adapter)
         return self._pieces(job)
 
     def chat(
@@ -180,16 +183,8 @@ class LLM:
         """
         is_one = not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
-        prompts = [
-            self.render_chat(
-                conversation,
-                chat_template_kwargs,
-                tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-            for conversation in conversations
-        ]
+        ends = add_generation_prompt, continue_final_message
+        prompts = [self._chat_prompt(each, chat_template_kwargs, tools, *ends) for each in conversations]
         return self.generate(prompts, sampling_params, use_progress=use_progress, adapter=adapter)
 
     def render_chat(
@@ -203,9 +198,22 @@ class LLM:
     ) -> list[int]:
         """Token ids of a conversation rendered by the model's chat template, ready for the answer.
 
-        ``chat_template_kwargs`` are further variables of the template. Raises ``InvalidParameter`` if the model
-        has no chat template or the template rejects the messages.
+        ``chat_template_kwargs`` are further variables of the template. One token stands for each image. Raises
+        ``InvalidParameter`` if the model has no chat template or the template rejects the messages.
         """
+        ends = add_generation_prompt, continue_final_message
+        tokens: list[int] = self._chat_prompt(messages, chat_template_kwargs, tools, *ends)["prompt_token_ids"]
+        return tokens
+
+    def _chat_prompt(
+        self,
+        messages: Sequence[Message],
+        chat_template_kwargs: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt for ``generate``."""
         tokenizer = self.get_tokenizer()
         conversation = Conversation(
             messages,
@@ -215,8 +223,14 @@ class LLM:
             self._message_format.write_calls,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            image_text=None if self._images is None else self._images.processor.image_text,
         )
-        return conversation.prompt().encode(tokenizer)
+        prompt = conversation.prompt()
+        tokens = prompt.encode(tokenizer)
+        if not prompt.images:
+            return {"prompt_token_ids": tokens}
+        sources = [image_in(*conversation.images[number]) for number in prompt.images]
+        return {"prompt_token_ids": tokens, "images": sources}
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Defaults from the model's generation config; neutral values with ``generation_config="vllm"``."""
@@ -237,6 +251,8 @@ class LLM:
         """Free the memory and drop unfinished requests. May be called twice."""
         self._requests.close()
         self._chat_template.close()
+        if self._images is not None:
+            self._images.close()
 
     def __enter__(self) -> LLM:
         return self

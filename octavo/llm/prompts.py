@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 from octavo.engine.protocols import Grammars
 from octavo.errors import CANCELLATIONS, InvalidParameter, RequestError
+from octavo.images.preparer import ImagePreparer, placed
+from octavo.llm.image_inputs import file_of, images_of
 from octavo.sampling_params import SamplingParams, resolve_max_tokens
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import EngineInfo, Request, Task
+from octavo.types import EngineInfo, ImageInput, Request, Task
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
@@ -24,6 +26,10 @@ READ = SamplingParams(max_tokens=0)
 """Parameters of embedding and scoring requests, which generate nothing."""
 
 
+WITH_IMAGES = ("detail", "images", "multi_modal_data")
+"""Keys of a prompt with images."""
+
+
 class Checked(NamedTuple):
     """A validated and encoded prompt."""
 
@@ -33,22 +39,30 @@ class Checked(NamedTuple):
     max_tokens: int
     eos_token_ids: tuple[int, ...]
     banned_sequences: Sequences
+    images: Sequence[ImageInput] = ()
 
 
-def check_all(prompts: Any, params: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> list[Checked]:
+def check_all(
+    prompts: Any,
+    params: Any,
+    tokenizer: Tokenizer | None,
+    info: EngineInfo,
+    preparer: ImagePreparer | None = None,
+) -> list[Checked]:
     """Validate every prompt with its parameters; raise ``RequestError`` with the index of the first invalid one."""
     check_task("generate", info)
     items = _as_list(prompts)
     checked = []
     for place, (prompt, own) in enumerate(zip(items, _params_for_each(params, len(items)), strict=True)):
         name = "prompt" if len(items) == 1 else f"prompts[{place}]"
-        text, tokens = _encode(prompt, name, tokenizer, info.vocab_size)
+        text, tokens = _encode(prompt, name, tokenizer, info.vocab_size, preparer)
+        tokens, images = _with_images(prompt, name, tokens, preparer)
         _check_params(own, tokenizer, info.vocab_size)
         max_tokens = resolve_max_tokens(own, len(tokens), info.max_model_len, field=name)
         ends = _eos_token_ids(own, tokenizer, info)
         banned = () if tokenizer is None else banned_sequences(own.bad_words, tokenizer)
         check_something_is_left(own, banned, {*ends, *own.stop_token_ids})
-        checked.append(Checked(text, tokens, own, max_tokens, ends, banned))
+        checked.append(Checked(text, tokens, own, max_tokens, ends, banned, images))
     return checked
 
 
@@ -122,10 +136,29 @@ def _params_for_each(params: Any, count: int) -> list[SamplingParams]:
     return each
 
 
-def _encode(prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
+def _with_images(
+    prompt: Any, name: str, tokens: list[int], preparer: ImagePreparer | None
+) -> tuple[list[int], Sequence[ImageInput]]:
+    """The token ids with all placeholders of each image, and the images."""
+    images = images_of(prompt, name) if isinstance(prompt, Mapping) else []
+    if not images:
+        return tokens, ()
+    if preparer is None:
+        raise InvalidParameter(name, f"'{name}' has images, but this model reads text only.")
+    detail = str(prompt.get("detail", "auto"))
+    files = [(file_of(image, f"{name}.images[{i}]"), f"{name}.images[{i}]") for i, image in enumerate(images)]
+    return placed(tokens, [preparer.prepare(data, detail, where) for data, where in files], preparer.processor)
+
+
+def _encode(
+    prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int, preparer: ImagePreparer | None = None
+) -> tuple[str | None, list[int]]:
     """The text, or ``None`` for token ids, and the token ids of a prompt."""
+    has_images = isinstance(prompt, Mapping) and bool(images_of(prompt, name))
     if isinstance(prompt, Mapping):
         prompt = _from_mapping(prompt, name)
+    if has_images and preparer is not None and isinstance(prompt, str):
+        prompt = prompt.replace(preparer.processor.placeholder, preparer.processor.written)
     text = None
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -142,9 +175,10 @@ def _encode(prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int
 
 
 def _from_mapping(prompt: Mapping[str, Any], name: str) -> Any:
-    known = {"prompt", "prompt_token_ids"}
+    known = {"prompt", "prompt_token_ids", *WITH_IMAGES}
     if unknown := [key for key in prompt if key not in known]:
         raise InvalidParameter(name, f"'{name}' has the unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}.")
+    prompt = {key: value for key, value in prompt.items() if key not in WITH_IMAGES}
     if len(prompt) != 1:
         raise InvalidParameter(name, f"'{name}' must have either 'prompt' or 'prompt_token_ids'.")
     return next(iter(prompt.values()))

@@ -56,11 +56,15 @@ class GemmaForCausalLM(LlamaForCausalLM):
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
-        x_TD = self.embedding(token_ids_T) * self.embedding_scale
+        x_TD = self.embed(token_ids_T, rows)
         angles = self.rotary(positions_T)
         for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
             x_TD = layer(x_TD, angles, cache, own_rows)
         return x_TD
+
+    def embed(self, token_ids_T: Tensor, rows: PagedRows) -> Tensor:
+        x_TD = self.embedding(token_ids_T) * self.embedding_scale
+        return x_TD if rows.images is None else rows.images.put(x_TD)
 
 
 class Gemma2Layer(PostNormLayer):

@@ -86,7 +86,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
-        x_TD = self.embedding(token_ids_T) * self.embedding_scale
+        x_TD = self.embed(token_ids_T, rows)
         angles, local_angles = self.rotary(positions_T), self.local_rotary(positions_T)
         by_layer = rows.of_layers(len(self.layers))
         for layer, cache, is_local, own_rows in zip(self.layers, caches, self.config.is_local, by_layer, strict=True):

@@ -166,11 +166,19 @@ class LlamaForCausalLM:
     ) -> Tensor:
         """Compute these tokens and extend the caches; token ids and positions are int64. Returns the last layer's
         output, [T, D], or [R, D] with logits indices."""
-        x_TD = self.embedding(token_ids_T)
-        angles = self.rotary(positions_T)
-        for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
+        x_TD = self.embed(token_ids_T, rows)
+        angles = self.rotary(positions_T, rows.rope_shifts_AT)
+        by_layer = rows.of_layers(len(self.layers))
+        for index, (layer, cache, own_rows) in enumerate(zip(self.layers, caches, by_layer, strict=True)):
             x_TD = layer(x_TD, angles, cache, own_rows)
+            if rows.images is not None:
+                x_TD = rows.images.deepen(index, x_TD, own_rows.logits_indices_R)
         return x_TD
+
+    def embed(self, token_ids_T: Tensor, rows: PagedRows) -> Tensor:
+        """Embeddings of tokens and, where a row is one, of images: [T, D]."""
+        x_TD = self.embedding(token_ids_T)
+        return x_TD if rows.images is None else rows.images.put(x_TD)
 
     def logits(self, x_RD: Tensor) -> Tensor:
         """Logits of the next token [R, V], for rows returned by ``forward``."""

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from octavo.layers.image_attention import attention_with_images
 from octavo.layers.norm import RMSNorm
 from octavo.models.llama import LlamaConfig, LlamaLayer
 from octavo.models.loader import WeightLoader
-from octavo.ops import attention
 from octavo.ops.attention import LayerCache, PagedRows
 
 
@@ -50,7 +50,7 @@ class PostNormLayer(LlamaLayer):
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         qkv_TW = self.prepare(self.qkv_proj(x_TD, norm=self.before_attention))
-        attended_TN, x_TD = rows.pick(attention(qkv_TW, self.heads, *angles, cache, rows), x_TD)
+        attended_TN, x_TD = rows.pick(attention_with_images(qkv_TW, self.heads, angles, cache, rows), x_TD)
         x_TD = self.after_attention(self.o_proj(attended_TN), x_TD)
         gated_TF = self.gate_up_proj(x_TD, norm=self.before_mlp, activation=self.activation)
         return self.after_mlp(self.down_proj(gated_TF), x_TD)

@@ -38,7 +38,7 @@ from octavo.ops.publish_tokens import publish_tokens
 from octavo.ops.pull_step import pull_step
 from octavo.ops.put_columns import put_columns
 from octavo.ops.rms_norm import rms_norm
-from octavo.ops.rotary_angles import rotary_angles
+from octavo.ops.rotary_angles import axis_angles, rotary_angles
 from octavo.ops.route import route
 from octavo.ops.sample import sample
 from octavo.ops.scaled_linear import scaled_linear
@@ -56,6 +56,7 @@ __all__ = [
     "adjust_logits",
     "apply_rope",
     "attention",
+    "axis_angles",
     "block_embedding",
     "block_linear",
     "causal_conv",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo.ops.apply_rope import apply_rope
@@ -76,6 +77,47 @@ class SingleRows(NamedTuple):
     """int64"""
 
 
+class Span(NamedTuple):
+    """Rows of one sequence that attend to each other in both directions."""
+
+    first_row: int
+    num_rows: int
+    seq: int
+    start: int
+    """Position of the span's first row, which may be in an earlier step than this."""
+    end: int
+    """Position behind its last row, which is in this step."""
+
+
+class ImageRows(NamedTuple):
+    """The rows of a step that are embeddings of images instead of tokens."""
+
+    slots_T: Tensor
+    """int64: the row of ``pool``, -1 for tokens."""
+    pool: Tensor
+    """[slots, L * D]: an embedding, then what is added to the residual stream after each of the first layers."""
+    spans: tuple[Span, ...] = ()
+
+    def put(self, x_TD: Tensor) -> Tensor:
+        """Embeddings of a step's tokens, with those of images in their places."""
+        D = x_TD.shape[1]
+        is_token_T = self.slots_T < 0
+        return torch.where(is_token_T[:, None], x_TD, self.pool[self.slots_T.clamp(min=0), :D].to(x_TD.dtype))
+
+    def deepen(self, layer: int, x_TD: Tensor, rows_R: Tensor | None = None) -> Tensor:
+        """The residual stream after a layer, with what the tower adds there (deepstack, arXiv 2406.04334).
+
+        ``rows_R``: the rows of the step that are left, if not all.
+        """
+        D = x_TD.shape[1]
+        first = (1 + layer) * D
+        if first >= self.pool.shape[1]:
+            return x_TD
+        slots_T = self.slots_T if rows_R is None else self.slots_T[rows_R]
+        added_TD = self.pool[slots_T.clamp(min=0), first : first + D].to(x_TD.dtype)
+        return x_TD + added_TD.masked_fill((slots_T < 0)[:, None], 0)
+
+
 @dataclass(frozen=True, slots=True)
 class PagedRows:
     """Paged metadata of a step's rows: their sequences, and where their keys and values are stored.
@@ -98,6 +140,10 @@ class PagedRows:
     """Given where sequences have few rows each: decodes with drafts."""
     has_long_context: bool = False
     """Whether kernels should expect a long context, where that makes a difference."""
+    rope_shifts_AT: Tensor | None = None
+    """int64: rotary positions less positions, for each axis; ``None``: they are the same."""
+    images: ImageRows | None = None
+    """Rows that are embeddings of images, if there are any."""
 
     def of(self, cache: LayerCache) -> GroupRows:
         """Slots and block tables in the KV group of ``cache``."""

@@ -55,7 +55,7 @@ def paged_attention(
             single.append(s)
         elif rows.stop > rows.start:
             seen_from = max(0, seq_len - (rows.stop - rows.start) - window + 1) if window else 0
-            keys, values = _context(k_cache, v_cache, block_tables_SB[s], seen_from, seq_len)
+            keys, values = context(k_cache, v_cache, block_tables_SB[s], seen_from, seq_len)
             _attend(q_TNH[rows], keys, values, rule, out_TNH[rows])
     single.sort(key=lambda s: seq_lens[s])
     while single:  # from the longest, as many as fit into one batch
@@ -96,7 +96,7 @@ class Rule(NamedTuple):
         return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def _context(k_cache: Tensor, v_cache: Tensor, table_B: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+def context(k_cache: Tensor, v_cache: Tensor, table_B: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
     """Keys and values of positions ``begin`` to ``end`` of one sequence, copied together: two of [K, C, H]."""
     block_size = k_cache.shape[2]
     first = begin // block_size

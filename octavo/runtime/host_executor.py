@@ -19,6 +19,7 @@ from octavo.ops.attention import PagedRows
 from octavo.runtime.acceptance import Verify
 from octavo.runtime.block_copies import HostBlockCopies
 from octavo.runtime.drafter import Drafter
+from octavo.runtime.embedding_pool import EmbeddingPool
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.replies import Done, Failed
@@ -30,6 +31,7 @@ from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
     Compile,
     CopySlots,
+    EncodeImages,
     LoadAdapter,
     Message,
     ReadBlock,
@@ -63,9 +65,10 @@ class HostExecutor:
         drafter: Drafter | None = None,
         verify: Verify | None = None,
         logits: Logits | None = None,
+        embeddings: EmbeddingPool | None = None,
     ) -> None:
         """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers, used for steps without
-        adapters, and ``logits`` one of ``model.logits``."""
+        adapters, and ``logits`` one of ``model.logits``. ``embeddings``: those of images, if the model takes any."""
         device = storage.device
         max_len = limits.max_blocks * storage.block_size
         self._state = SamplingState(
@@ -80,9 +83,9 @@ class HostExecutor:
         self.adapters = adapters
         self._forward = forward
         self._model, self._layers = model, storage.layers
-        self._program = StepProgram(
-            model, self._compute, self._state, None if adapters is None else adapters.rows, drafter, verify, logits
-        )
+        self._embeddings = embeddings
+        rows = None if adapters is None else adapters.rows
+        self._program = StepProgram(model, self._compute, self._state, rows, drafter, verify, logits, embeddings)
         self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
         self._copies = HostBlockCopies(storage)
         self._buffers = StepBuffers(storage.num_groups)
@@ -93,6 +96,9 @@ class HostExecutor:
         match message:
             case Step():
                 return self._step(message)
+            case EncodeImages():
+                assert self._embeddings is not None, "the model takes no images"
+                return self._embeddings.execute(message)
             case CopySlots(group, source, target, num_tokens):
                 self._copies.copy_slots(group, source, target, num_tokens)
             case ReadBlock(block):

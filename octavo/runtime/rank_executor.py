@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from octavo.errors import CheckpointError, RanksLost, RunnerError
-from octavo.ops.device_backend import RankMemory
+from octavo.runtime.rank_memory import RankMemory
 from octavo.runtime.replies import Done, Failed
 from octavo.steps.messages import (
     Compile,
+    EncodeImages,
     Executor,
     LoadAdapter,
     Message,
@@ -73,6 +74,8 @@ class RankExecutor:
         match message:
             case Step():
                 return StepReply(self._executor.send(message), self._compare)
+            case EncodeImages():
+                return self._encode_images(message)
             case ReadBlock():
                 content = self._executor.send(message).wait()
                 parts = self._collective.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8))
@@ -101,6 +104,15 @@ class RankExecutor:
         for rank in range(memory.size):
             if memory.digest(rank, known) != memory.digest(memory.rank, known):
                 raise RanksLost(f"ranks {memory.rank} and {rank} have different results in step {known}")
+
+    def _encode_images(self, message: EncodeImages) -> Reply[None]:
+        """Every rank has the tower. Raises ``RanksLost`` if it fails: it may not on the others."""
+        reply = self._executor.send(message)
+        try:
+            reply.wait()
+        except RunnerError as error:
+            raise RanksLost(str(error)) from error
+        return reply
 
     def _load_adapter(self, message: LoadAdapter) -> Reply[None]:
         """Load an adapter on all ranks or on none."""

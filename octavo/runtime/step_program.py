@@ -10,15 +10,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from octavo import ops
 from octavo.layers.lora import AdapterRows
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import PagedRows
+from octavo.ops.attention import ImageRows, PagedRows, Span
 from octavo.runtime.acceptance import Verify
 from octavo.runtime.drafter import Drafter, Drafting
+from octavo.runtime.embedding_pool import EmbeddingPool
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_views import ExtraInputs, StepTensors
@@ -63,13 +65,19 @@ class StepProgram:
         drafter: Drafter | None = None,
         verify: Verify | None = None,
         logits: Logits | None = None,
+        embeddings: EmbeddingPool | None = None,
     ) -> None:
-        """``logits``: a faster equivalent of ``model.logits``."""
+        """``logits``: a faster equivalent of ``model.logits``. ``embeddings``: the pool of those of images."""
         self.model = model
         self._logits = logits or model.logits
         self.state = state
         self._forward = forward
         self._adapter_rows = adapter_rows
+        self._embeddings = None if embeddings is None else embeddings.table
+        self._placeholders: Tensor | None = None
+        """Tokens that are never sampled: a prompt has them in place of images."""
+        if embeddings is not None and (ids := state.vocabulary.own_ids(embeddings.placeholders)):
+            self._placeholders = torch.tensor(ids, device=embeddings.table.device)
         self._verify = verify
         self._draft = None if drafter is None else Drafting(model, drafter, state, verify is not None)
 
@@ -88,6 +96,9 @@ class StepProgram:
         keeps_all = keeps_all or (draft is not None and draft.needs_output)
         if indices_R is not None and not keeps_all:
             rows = replace(rows, logits_indices_R=indices_R)
+        if step.embedding_slots_T is not None and self._embeddings is not None:
+            spans = () if message is None else tuple(Span(*msgspec.structs.astuple(span)) for span in message.spans)
+            rows = replace(rows, images=ImageRows(step.embedding_slots_T, self._embeddings, spans))
         with self._adapted(step):
             x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
         if message is not None and not message.is_sampled and draft is None:
@@ -97,6 +108,9 @@ class StepProgram:
         adjusted_RV = logits_RV
         if extras is not None:
             adjusted_RV = self.state.adjust(logits_RV, step, extras, () if message is None else message.masks)
+        if self._placeholders is not None:
+            adjusted_RV = adjusted_RV.clone() if adjusted_RV is logits_RV else adjusted_RV
+            adjusted_RV.index_fill_(1, self._placeholders, torch.finfo(adjusted_RV.dtype).min)
         num_accepted_S = None
         if self._verify is not None and shape.num_drafts:
             assert step.logits_indices_R is not None

@@ -68,6 +68,8 @@ class StepTensors(NamedTuple):
     """int32, for drafters: the token behind each sequence's last row, negative where it is sampled."""
     capacities_S: Tensor | None
     """int32, for drafters: positions that have a block in every KV group."""
+    embedding_slots_T: Tensor | None
+    """int64: where the embedding of a row is in the pool, -1 for a token; ``None`` if all rows are tokens."""
 
     @property
     def staged(self) -> StagedRows:
@@ -153,6 +155,7 @@ def _step_tensors(
             shape.max_query_len,
             single=_single_rows(at),
             has_long_context=shape.has_long_context,
+            rope_shifts_AT=at["rope_shifts"].view(shape.num_axes, -1) if shape.num_axes else None,
         ),
         params=SampleParams(
             temperature=at["temperature"],
@@ -168,6 +171,7 @@ def _step_tensors(
         cu_samples=at.get("cu_samples"),
         next_tokens_S=at.get("next_tokens"),
         capacities_S=at.get("capacities"),
+        embedding_slots_T=at.get("embedding_slots"),
     )
 
 

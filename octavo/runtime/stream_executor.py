@@ -26,13 +26,21 @@ from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
-from octavo.ops.device_backend import backend_of, is_gpu
 from octavo.runtime.acceptance import Verify
 from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
-from octavo.runtime.device_program import DeviceProgram, KernelTuner, with_distinct_layers
+from octavo.runtime.device_program import (
+    DeviceProgram,
+    batch_invariant,
+    compiled_only,
+    launched_early,
+    with_distinct_layers,
+    without_grid_barriers,
+)
 from octavo.runtime.drafter import Drafter
+from octavo.runtime.embedding_pool import EmbeddingPool
 from octavo.runtime.graphs import Graphs
 from octavo.runtime.host_executor import LAST_TOKEN, change_adapters
+from octavo.runtime.kernel_tuner import KernelTuner
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.replies import Done, Failed
@@ -44,6 +52,7 @@ from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
     Compile,
     CopySlots,
+    EncodeImages,
     LoadAdapter,
     MeasureKernels,
     Message,
@@ -109,28 +118,28 @@ class StreamExecutor:
         vocabulary: Vocabulary = WHOLE,
         drafter: Drafter | None = None,
         verify: Verify | None = None,
+        embeddings: EmbeddingPool | None = None,
     ) -> None:
         device = storage.device
         rows = None if adapters is None else adapters.rows
         assert rows is None or isinstance(rows, StackedRows), "adapters on a CUDA device need StackedRows"
         self._model, self._layers = model, storage.layers
-        self._parts = storage, vocab_size, limits, rows, vocabulary, drafter, verify
+        self._embeddings = embeddings
+        self._parts = storage, vocab_size, limits, rows, vocabulary, drafter, verify, embeddings
         self._batch_invariant = batch_invariant
         self._adapters = adapters
         self._program = DeviceProgram(model, *self._parts)
         self._tuner: KernelTuner | None = None
         self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
-        self._is_gpu = is_gpu(device)
-        self._backend = backend_of(device.type)
-        self._stream = torch.cuda.Stream(device) if self._is_gpu else None  # type: ignore[no-untyped-call]
-        has_graphs = self._is_gpu and not enforce_eager
-        self._graphs = Graphs(self._program, self._backend.launched_early) if has_graphs else None
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._graphs = Graphs(self._program, launched_early) if self._is_cuda and not enforce_eager else None
         self._copies = HostBlockCopies(storage) if self._stream is None else DeviceBlockCopies(storage, self._stream)
         self._compiling: Compiling | None = None
         self._pools = storage.pools
         self._memory = SleepingMemory(device)
         self._device = self._program.device
-        self._shares_device = self._is_gpu and any(other._device == self._device for other in _executors)
+        self._shares_device = self._is_cuda and any(other._device == self._device for other in _executors)
         """Whether this process had another executor on the device when this one was made."""
         _executors.add(self)
 
@@ -139,6 +148,10 @@ class StreamExecutor:
         match message:
             case Step():
                 return self._step(message)
+            case EncodeImages():
+                assert self._embeddings is not None, "the model takes no images"
+                with self._on_stream():
+                    return self._embeddings.execute(message)
             case CopySlots(group, source, target, num_tokens):
                 self._copies.copy_slots(group, source, target, num_tokens)
             case ReadBlock(block):
@@ -188,7 +201,7 @@ class StreamExecutor:
                 self._program(message.shape)
         reports_RW = None if message.num_top < 0 else self._program.send_reports(index, message.num_samples)
         done = None
-        if self._is_gpu:
+        if self._is_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return Results(message, self._program.result(index), reports_RW, done)
@@ -205,12 +218,11 @@ class StreamExecutor:
 
     def _compile(self, message: Compile) -> None:
         """Compile kernels on a separate stream, over buffers that no step uses."""
-        compiled_only = self._backend.compiled_only(message.num_threads or None) if self._is_gpu else None
-        if compiled_only is None:
+        if not self._is_cuda:
             return
         with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
             program = DeviceProgram(with_distinct_layers(self._model, self._layers), *self._parts)
-            with compiled_only, self._as_in_graphs():
+            with compiled_only(message.num_threads or None), self._as_in_graphs():
                 for shape in message.shapes:
                     stop_if_ending()
                     program(shape)
@@ -221,7 +233,7 @@ class StreamExecutor:
         """Free what can be freed; kernels are compiled over the weights, so that is waited for."""
         if self._compiling is not None:
             self._compiling.wait()
-        if self._is_gpu:
+        if self._is_cuda:
             torch.cuda.synchronize()
         self._tuner = None
         if self._graphs is not None:
@@ -248,16 +260,16 @@ class StreamExecutor:
 
     def _as_in_graphs(self) -> contextlib.AbstractContextManager[None]:
         """Launch kernels with the options that graphs use, so that none is compiled twice."""
-        return self._backend.launched_early() if self._graphs is not None else contextlib.nullcontext()
+        return launched_early() if self._graphs is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _around(self) -> Iterator[None]:
         with contextlib.ExitStack() as settings:
             settings.enter_context(torch.inference_mode())
             if self._batch_invariant:
-                settings.enter_context(self._backend.batch_invariant())
+                settings.enter_context(batch_invariant())
             if self._shares_device:
-                settings.enter_context(self._backend.without_grid_barriers())
+                settings.enter_context(without_grid_barriers())
             yield
 
 

@@ -8,6 +8,7 @@ Shapes: R rows, V tokens of this rank, W ranks, N numbers of a report, n most li
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -26,6 +27,10 @@ class Vocabulary(Protocol):
 
     first: int
     """The first token of this device; its ids count from it."""
+
+    def own_ids(self, ids: Sequence[int]) -> list[int]:
+        """Those of ``ids`` that this device has, as it numbers them."""
+        ...
 
     def mask_bits(self, bits: bytes) -> bytes:
         """This device's part of a mask."""
@@ -55,6 +60,10 @@ class WholeVocabulary:
     """The vocabulary on one device."""
 
     first = 0
+
+    def own_ids(self, ids: Sequence[int]) -> list[int]:
+        """See ``Vocabulary``."""
+        return list(ids)
 
     def mask_bits(self, bits: bytes) -> bytes:
         """See ``Vocabulary``."""
@@ -88,6 +97,10 @@ class GatheredVocabulary(WholeVocabulary):
         self.first = own.start
         self._own, self._vocab_size, self._collective = own, vocab_size, collective
         self._widest = -(-vocab_size // (8 * collective.size)) * 8
+
+    def own_ids(self, ids: Sequence[int]) -> list[int]:
+        """See ``Vocabulary``."""
+        return [token - self.first for token in ids if token in self._own]
 
     def mask_bits(self, bits: bytes) -> bytes:
         """See ``Vocabulary``; parts begin at a multiple of 8."""

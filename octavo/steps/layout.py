@@ -68,6 +68,10 @@ def _fields(shape: StepShape, num_groups: int) -> dict[str, tuple[str, int]]:
         fields |= {"cu_samples": ("int32", S + 1), "logits_indices": ("int64", R)}
     if shape.is_verification:
         fields["row_seqs"] = ("int32", T)
+    if shape.has_images:
+        fields["embedding_slots"] = ("int64", T)
+    if shape.num_axes:
+        fields["rope_shifts"] = ("int64", T * shape.num_axes)
     return fields
 
 
@@ -104,6 +108,12 @@ class StepArrays:
         numbers[first:end] = values
         if end < last:
             numbers[end:last] = padding
+
+    def fill_rows(self, name: str, values_AT: npt.NDArray[np.int64]) -> None:
+        """Set an array of several numbers for each row, all rows of the first one before the next; the rest is 0."""
+        first, T = self._fields[name].first, self.shape.num_rows
+        A, count = values_AT.shape
+        self._by_type["int64"][first : first + A * T].reshape(A, T)[:, :count] = values_AT
 
     def fill_group(self, group: int, slots_T: npt.NDArray[np.int64], tables_SB: npt.NDArray[np.int32]) -> None:
         """Set a KV group's slot mapping and block tables; the rest is padding."""

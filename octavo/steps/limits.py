@@ -25,9 +25,16 @@ class StepLimits(NamedTuple):
     num_drafts: int = 0
     """Drafts that the executor's drafter makes for a sequence; 0: it has none."""
 
+    longest_image: int = 0
+    """Positions of an image that are computed in one step, beyond its limit of tokens."""
+    num_axes: int = 0
+    """Axes of rotary positions; 0: they are those of tokens."""
+    num_image_slots: int = 0
+    """Slots of the pool of embeddings; 0: the model takes no images."""
+
     def largest(self) -> StepShape:
         """A padded shape that no step exceeds."""
-        most_rows = max(self.max_num_batched_tokens, self.max_num_seqs, 2)
+        most_rows = max(self.max_num_batched_tokens, self.max_num_seqs, 2) + self.longest_image
         kind, num_drafts = Kind(True, True, self.num_drafts > 0), self.max_num_seqs * self.max_drafts
         shape, _ = padded_shape(
             max(most_rows, num_drafts + self.max_num_seqs + 1),
@@ -37,4 +44,4 @@ class StepLimits(NamedTuple):
             kind,
             num_drafts,
         )
-        return shape
+        return shape._replace(has_images=self.num_image_slots > 0, num_axes=self.num_axes)

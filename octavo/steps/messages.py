@@ -96,6 +96,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     masks: list[Mask] = []
     prompts: list[PromptRows] = []
     pooled: list[PooledRows] = []
+    spans: list[SpanRows] = []
+    """For models in which the rows of an image attend to each other."""
 
     @property
     def needs_all_rows(self) -> bool:
@@ -105,7 +107,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     @property
     def is_plain(self) -> bool:
         """Whether the step consists of its arrays alone, so that it may run through a graph."""
-        return not (self.masks or self.prompts or self.pooled)
+        return not (self.masks or self.prompts or self.pooled or self.shape.has_images)
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -123,6 +125,39 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """For each of the step's ``pooled``, a float32 vector; ``None`` before the end of the text."""
     drafts: list[list[int]] = []
     """What the drafter proposes next for each sequence; only if the step has masks, which depend on drafts."""
+
+
+class ImageToEncode(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An image for the vision tower, and where its embeddings go."""
+
+    slots: bytes
+    """int64: the slot of each embedding, in order."""
+    shape: tuple[int, int, int]
+    """Tiles, and rows and columns of pixels of each."""
+    pixels: bytes
+    """uint8, RGB: [tiles, rows, columns, 3]."""
+    details: tuple[int, ...] = ()
+    """What else the family's tower has to know, such as the grid of the tiles."""
+
+
+class EncodeImages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compute the embeddings of images, one by one, and write them to the pool of embeddings.
+
+    Fails with a ``RunnerError``, and then the slots' contents are undefined."""
+
+    images: list[ImageToEncode]
+
+
+class SpanRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Rows of an image that attend to each other in both directions."""
+
+    first_row: int
+    num_rows: int
+    seq: int
+    """Number of the sequence in the step."""
+    start: int
+    """Position of the image's first embedding; earlier ones than the first row's may be cached."""
+    end: int
 
 
 class CopySlots(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -221,7 +256,19 @@ class Wake(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 Tuning = PrepareTuning | MeasureKernels | UseKernels
 Power = Sleep | Wake
-Message = Step | Encode | CopySlots | ReadBlock | WriteBlock | LoadAdapter | UnloadAdapter | Compile | Tuning | Power
+Message = (
+    Step
+    | Encode
+    | EncodeImages
+    | CopySlots
+    | ReadBlock
+    | WriteBlock
+    | LoadAdapter
+    | UnloadAdapter
+    | Compile
+    | Tuning
+    | Power
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

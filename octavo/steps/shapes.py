@@ -38,6 +38,10 @@ class StepShape(NamedTuple):
     """Drafts of all sequences that are verified; one token is sampled for each draft and one more for each sequence."""
     has_long_context: bool = False
     """Whether more programs share a context in decode attention. Any step can be computed either way."""
+    has_images: bool = False
+    """Whether rows are embeddings of images. Such steps have no graph."""
+    num_axes: int = 0
+    """Axes of the model's rotary positions where they may differ from the positions of tokens; 0: they never do."""
 
     @property
     def num_samples(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,10 +32,47 @@ MEDIA_PARTS = {
 }
 """Types of parts that no text replaces, and what they hold."""
 
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of parts that are images, for models that take any."""
+
 Message = dict[str, Any]
 
 
-def normalise_messages(messages: Sequence[Mapping[str, Any]], passed_over: list[str] | None = None) -> list[Message]:
+class ImageMarks:
+    """Stands for images in the text of messages: each is a mark that no client can foresee, and its number."""
+
+    def __init__(self, mark: str) -> None:
+        self.pattern = re.compile(rf"{re.escape(mark)}(\d{{5}})")
+        self.parts: list[tuple[Mapping[str, Any], str]] = []
+        """The parts of messages that are images, and where each is in the request."""
+        self._mark = mark
+
+    def add(self, part: Mapping[str, Any], where: str) -> str:
+        """The mark of one more image."""
+        self.parts.append((part, where))
+        return f"{self._mark}{len(self.parts) - 1:05}"
+
+    def joined(self, texts: Sequence[str]) -> str:
+        """Parts as one text: images stand next to their neighbours, between texts is a line end."""
+        made = ""
+        for index, text in enumerate(texts):
+            is_next_to_image = index and (self.pattern.fullmatch(texts[index - 1]) or self.pattern.fullmatch(text))
+            made += text if is_next_to_image or not index else f"\n{text}"
+        return made
+
+    def in_parts(self, content: str) -> list[Message]:
+        """A text with marks as parts, in the form that templates read."""
+        pieces = self.pattern.split(content)
+        return [
+            {"type": "image"} if index % 2 else {"type": "text", "text": piece}
+            for index, piece in enumerate(pieces)
+            if index % 2 or piece
+        ]
+
+
+def normalise_messages(
+    messages: Sequence[Mapping[str, Any]], passed_over: list[str] | None = None, images: ImageMarks | None = None
+) -> list[Message]:
     """Copies of ``messages`` in which every role is a string and every content is text.
 
     Parts with text are joined by newlines, as in vLLM; calls and results among the parts become members and messages
@@ -43,6 +81,7 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]], passed_over: list[
     ``system``, which templates know. Reasoning under any of ``REASONING_KEYS`` is set under both names that templates
     read, as in transformers. The arguments of calls are objects where they can be, else the client's text.
     Results follow in the order of their calls, with the calls' ids. Everything else is unchanged.
+    With ``images`` a part that is one becomes its mark, else it is refused.
     What has no meaning here is added to ``passed_over`` by its kind, such as "messages.redacted_thinking". Raises
     ``InvalidParameter("messages", ...)``.
     """
@@ -51,15 +90,16 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]], passed_over: list[
     names: list[str] = [] if passed_over is None else passed_over
     found: list[Message] = []
     for place, message in enumerate(messages):
-        found += _Reading(f"messages[{place}]", names).message(message)
+        found += _Reading(f"messages[{place}]", names, images).message(message)
     return _with_results_in_order(found)
 
 
 class _Reading:
     """Reads one message, which stands at ``where``."""
 
-    def __init__(self, where: str, passed_over: list[str]) -> None:
+    def __init__(self, where: str, passed_over: list[str], images: ImageMarks | None = None) -> None:
         self._where = where
+        self._images = images
         self._passed_over = passed_over
         self._thoughts: list[str] = []
         self._calls: list[Message] = []
@@ -120,7 +160,8 @@ class _Reading:
         if not isinstance(content, list):
             raise InvalidParameter("messages", f"'{where}' must be a string or a list of parts.")
         texts = (self._part_text(part, f"{where}[{index}]", role) for index, part in enumerate(content))
-        return "\n".join(text for text in texts if text is not None)
+        found = [text for text in texts if text is not None]
+        return "\n".join(found) if self._images is None else self._images.joined(found)
 
     def _part_text(self, part: Any, where: str, role: str) -> str | None:
         """The text of a part; ``None`` for one that is something else than text, or is passed over."""
@@ -129,9 +170,12 @@ class _Reading:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str):
             raise InvalidParameter("messages", f"'{where}' must be an object with a 'type'.")
+        if self._images is not None and kind in IMAGE_PARTS:
+            return self._images.add(part, where)
         if kind in MEDIA_PARTS:
             what = MEDIA_PARTS[kind]
-            message = f"'{where}' is of type '{kind}', but this model reads text only: it has no part for {what}."
+            reads = "text only" if self._images is None else "text and images only"
+            message = f"'{where}' is of type '{kind}', but this model reads {reads}: it has no part for {what}."
             raise InvalidParameter("messages", message)
         if kind in TEXT_PARTS or isinstance(part.get("text"), str):
             key = TEXT_PARTS.get(kind, "text")

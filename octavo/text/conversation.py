@@ -18,8 +18,9 @@ from typing import Any
 
 from octavo.errors import InvalidParameter
 from octavo.text import reasoning
-from octavo.text.chat_messages import Message, normalise_messages
+from octavo.text.chat_messages import ImageMarks, Message, normalise_messages
 from octavo.text.chat_template import ChatTemplate, TemplateRefusal, check_variables
+from octavo.text.control_tokens import ControlTokens
 from octavo.text.reasoning import Thinking
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools_in_text import WriteCalls, joined, result_in_text, with_calls_in_text, with_tools_told
@@ -39,6 +40,8 @@ class ChatPrompt:
     """``text`` for the reader of the answer: up to the mark that opens the reasoning which the answer continues."""
     encode_guarded: Callable[[bool], list[int]] | None = None
     """Encodes it where a text of the client spells control tokens: these become text."""
+    images: tuple[int, ...] = ()
+    """The number of each image of the conversation, in the order of their places in the text."""
 
     def __len__(self) -> int:
         return len(self.text)
@@ -48,6 +51,16 @@ class ChatPrompt:
         if self.encode_guarded is None:
             return tokenizer.encode(self.text, add_special_tokens)
         return self.encode_guarded(add_special_tokens)
+
+
+@dataclass(frozen=True)
+class ImageText:
+    """How a model's prompts have images."""
+
+    placeholder: str
+    """What its chat template writes for one."""
+    written: str
+    """What the model reads in its place, with one token for all of its embeddings."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,9 @@ class Conversation:
     """Format of tool calls as text, for a template without tool support."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    image_text: ImageText | None = None
+    """``None`` for a model that takes no images: they are refused."""
+    _marks: ImageMarks | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.continue_final_message and self.add_generation_prompt:
@@ -75,14 +91,21 @@ class Conversation:
                 "'continue_final_message' and 'add_generation_prompt' cannot both be true.",
             )
         check_variables(self.tools, self.template_kwargs)
-        object.__setattr__(self, "messages", normalise_messages(self.messages))
+        marks = None if self.image_text is None else ImageMarks(_mark())
+        object.__setattr__(self, "messages", normalise_messages(self.messages, images=marks))
+        object.__setattr__(self, "_marks", marks if marks is not None and marks.parts else None)
+
+    @property
+    def images(self) -> list[tuple[Mapping[str, Any], str]]:
+        """The parts that are images, and where each is in the request."""
+        return [] if self._marks is None else self._marks.parts
 
     def prompt(self) -> ChatPrompt:
         """Render the prompt. Runs the template, so call it in a thread."""
         controls = self.template.control_tokens
         if controls is None:
             text, seen = self._texts()
-            return ChatPrompt(text, seen)
+            return self._with_images(ChatPrompt(text, seen), None)
         barrier = _mark()
         guard = controls.guard(barrier)
         guarded = copy.copy(self)  # which is checked already
@@ -90,10 +113,26 @@ class Conversation:
         object.__setattr__(guarded, "tools", guard.value(self.tools))
         object.__setattr__(guarded, "template_kwargs", guard.value(self.template_kwargs))
         text, seen = guarded._texts()
-        if barrier not in text:
-            return ChatPrompt(text, seen)
+        return guarded._with_images(ChatPrompt(text, seen), (controls, barrier))
+
+    def _with_images(self, prompt: ChatPrompt, guarded: tuple[ControlTokens, str] | None) -> ChatPrompt:
+        """The prompt as the model reads it. A placeholder that a client's text spells has a barrier in it until then.
+
+        Raises ``InvalidParameter`` if the template has not as many places for images as there are.
+        """
+        text, seen, order = prompt.text, prompt.seen, tuple[int, ...]()
+        if self._marks is not None and self.image_text is not None:
+            order = tuple(int(number) for m in self.messages for number in self._marks.pattern.findall(_words(m)))
+            text, seen = (self._marks.pattern.sub(self.image_text.placeholder, each) for each in (text, seen))
+            if text.count(self.image_text.placeholder) != len(order):
+                message = f"The chat template has no place for {len(order)} images in these messages."
+                raise InvalidParameter("messages", message)
+            text, seen = (each.replace(self.image_text.placeholder, self.image_text.written) for each in (text, seen))
+        if guarded is None or guarded[1] not in text:
+            return ChatPrompt(text, seen, images=order)
+        controls, barrier = guarded
         encode = functools.partial(controls.encode, text, barrier)
-        return ChatPrompt(text.replace(barrier, ""), seen.replace(barrier, ""), encode)
+        return ChatPrompt(text.replace(barrier, ""), seen.replace(barrier, ""), encode, order)
 
     def _texts(self) -> tuple[str, str]:
         """The text, and what of it the reader of the answer sees."""
@@ -155,7 +194,22 @@ class Conversation:
         assert refusal is not None
         raise refusal
 
+    def _in_parts(self, messages: list[Message]) -> list[Message]:
+        """``messages`` with images as templates read them: parts, of all messages where a template knows no strings."""
+        source, marks = self.template.source or "", self._marks
+        if marks is None or "image" not in source:
+            return messages
+        takes_strings = "is string" in source or "is not iterable" in source
+        return [
+            {**message, "content": marks.in_parts(_words(message))}
+            if message.get("content") and (not takes_strings or marks.pattern.search(_words(message)))
+            else message
+            for message in messages
+        ]
+
     def _rendered(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        messages = self._in_parts(messages)
+
         def render(messages: list[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
             return self.template.render(
                 messages, add_generation_prompt, tools=tools, template_kwargs=self.template_kwargs
@@ -171,6 +225,11 @@ class Conversation:
                 raise
             # The template may reject only the added system message.
             return render(with_tools_told(messages, tools, self.write_calls, has_system=False), None)
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
 
 
 def _mark() -> str:

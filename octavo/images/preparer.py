@@ -1,0 +1,97 @@
+"""Prepares images in child processes, and puts what stands for them into prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+from collections.abc import Sequence
+from pathlib import Path
+
+from octavo.child_process import ChildLost, ChildProcess
+from octavo.child_worker import LENGTH, REFUSED, RENDERED
+from octavo.config import ModelSettings
+from octavo.errors import InvalidParameter
+from octavo.images.processors import ImageProcessor, PreparedImage, read_processor
+from octavo.types import ImageInput
+
+WORKER = "octavo.images.image_decoder"
+MAX_SECONDS = 20.0
+"""Of processor time, and of wall time, for one image."""
+MAX_MEMORY = 1 << 30
+"""Bytes of a child process, of which some 200 MiB are Python's and Pillow's."""
+MAX_OUTPUT = 256 << 20
+MAX_PROCESSES = 4
+
+
+class ImagePreparer:
+    """Decodes and resizes images for one model, in a few child processes. Thread-safe; calls block."""
+
+    def __init__(self, processor: ImageProcessor, *, max_seconds: float = MAX_SECONDS) -> None:
+        self.processor = processor
+        self._settings = {"max_seconds": max_seconds, "max_memory": MAX_MEMORY, "max_output": MAX_OUTPUT}
+        self.num_processes = max(1, min(MAX_PROCESSES, (os.cpu_count() or 2) // 2))
+        self._idle: queue.SimpleQueue[ChildProcess | None] = queue.SimpleQueue()
+        for _ in range(self.num_processes):
+            self._idle.put(None)  # started when it is needed
+
+    def prepare(self, data: bytes, detail: str, where: str) -> PreparedImage:
+        """Prepare the image in a file; ``where`` is its place in the request, for errors.
+
+        Raises ``InvalidParameter``, and ``Unavailable`` if no process can be started now.
+        """
+        settings = json.dumps(self.processor.settings_for(detail)).encode()
+        process = self._idle.get()
+        try:
+            if process is None or not process.is_alive:
+                process = ChildProcess(WORKER, self._settings)
+            kind, answer = process.ask_bytes(LENGTH.pack(len(settings)) + settings + data)
+        except ChildLost as error:
+            raise InvalidParameter("messages", f"'{where}': the image cannot be decoded: {error}.") from None
+        finally:
+            self._idle.put(process)
+        if kind != RENDERED:
+            reason = answer.decode("utf-8", "replace") if kind == REFUSED else "cannot be decoded"
+            raise InvalidParameter("messages", f"'{where}': the image {reason}.")
+        (size,) = LENGTH.unpack_from(answer)
+        shape, details = json.loads(answer[LENGTH.size : LENGTH.size + size])
+        return PreparedImage(tuple(shape), tuple(details), answer[LENGTH.size + size :])
+
+    def close(self) -> None:
+        """End the processes."""
+        for _ in range(self.num_processes):
+            process = self._idle.get()
+            if process is not None:
+                process.close()
+            self._idle.put(None)
+
+
+def placed(
+    tokens: list[int], images: Sequence[PreparedImage], processor: ImageProcessor
+) -> tuple[list[int], list[ImageInput]]:
+    """``tokens`` in which the placeholder of each image is as many as it has embeddings, and the images.
+
+    The placeholders are found by id: a client's text has none. Raises ``InvalidParameter`` if their number is another.
+    """
+    if not images:
+        return tokens, []
+    places = [place for place, token in enumerate(tokens) if token == processor.token]
+    if len(places) != len(images):
+        message = f"The prompt has places for {len(places)} images, and there are {len(images)}."
+        raise InvalidParameter("messages", message)
+    expanded: list[int] = []
+    inputs: list[ImageInput] = []
+    last = 0
+    for place, image in zip(places, images, strict=True):
+        expanded += tokens[last:place]
+        inputs.append(processor.placed(image, len(expanded)))
+        expanded += processor.tokens(image)
+        last = place + 1
+    return expanded + tokens[last:], inputs
+
+
+def preparer_of(settings: ModelSettings, num_slots: int) -> ImagePreparer | None:
+    """Prepares the images of an engine with so many slots; ``None`` if its model takes none. Raises
+    ``CheckpointError``."""
+    processor = read_processor(Path(settings.model)) if num_slots else None
+    return None if processor is None else ImagePreparer(processor.limited(num_slots))

@@ -1,0 +1,175 @@
+"""What a model's checkpoint says of its images: how they are resized, and what stands for them in a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import CheckpointError
+from octavo.text.conversation import ImageText
+from octavo.types import ImageInput
+
+CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+LOW_PIXELS = 512 * 512
+"""Most pixels of an image with ``detail`` low, where the model takes images of any size."""
+MOST_PIXELS = 40_000_000
+"""Most pixels of a file, which is decoded as a whole."""
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """A resized image."""
+
+    shape: tuple[int, int, int]
+    details: tuple[int, ...]
+    pixels: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageProcessor:
+    """See the module's docstring. ``settings`` are those of ``images.image_decoder.prepared``."""
+
+    settings: Mapping[str, Any]
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    placeholder: str
+    """What the chat template writes for an image."""
+    before: str = ""
+    after: str = ""
+    """Text that the processor puts around what stands for an image."""
+    token: int
+    """Id of the token at each embedding's position."""
+    token_text: str
+    """Its text in the vocabulary."""
+    merge: int = 0
+    """Pixels of the side of an embedding, for models with a grid of rotary positions."""
+    num_tokens: int = 0
+    """Embeddings of an image, where all have as many."""
+
+    @property
+    def image_text(self) -> ImageText:
+        """How prompts have images."""
+        return ImageText(self.placeholder, self.written)
+
+    @property
+    def written(self) -> str:
+        """What the model reads in place of the placeholder, with one token for all embeddings of an image."""
+        return f"{self.before}{self.token_text}{self.after}"
+
+    def settings_for(self, detail: str) -> dict[str, Any]:
+        """The settings for a client's ``detail``."""
+        settings = dict(self.settings)
+        if detail == "low" and settings["rule"] == "area":
+            settings["most"] = max(settings["least"], min(settings["most"], LOW_PIXELS))
+        return settings
+
+    def limited(self, most_tokens: int) -> ImageProcessor:
+        """A processor whose images have no more than so many tokens, as far as their size can be chosen."""
+        if self.settings["rule"] != "area":
+            return self
+        most = min(self.settings["most"], most_tokens * self.settings["factor"] ** 2)
+        return ImageProcessor(**{**self.__dict__, "settings": {**self.settings, "most": most}})
+
+    def tokens(self, image: PreparedImage) -> list[int]:
+        """The ids that stand for an image."""
+        return [self.token] * (self.num_tokens or self._side(image, 1) * self._side(image, 2))
+
+    def placed(self, image: PreparedImage, start: int) -> ImageInput:
+        """An image whose first token is at ``start``."""
+        grid = (self._side(image, 1), self._side(image, 2)) if self.merge else None
+        known = json.dumps([dict(self.settings), self.mean, self.deviation, image.shape, image.details], sort_keys=True)
+        digest = hashlib.sha256(known.encode() + b"\0" + image.pixels).digest()
+        num_tokens = len(self.tokens(image))
+        return ImageInput(start, num_tokens, self.token, digest, image.shape, image.pixels, image.details, grid)
+
+    def _side(self, image: PreparedImage, axis: int) -> int:
+        return image.shape[axis] // self.merge
+
+
+def read_processor(folder: Path) -> ImageProcessor | None:
+    """The processor of the checkpoint in a folder; ``None`` if it takes no images, or is of no known family.
+
+    Raises ``CheckpointError`` naming what is missing or wrong.
+    """
+    config = _read(folder / "config.json")
+    names = config.get("architectures") or [None]
+    make = PROCESSORS.get(str(names[0]))
+    if make is None or not config.get("vision_config"):
+        return None
+    given = _read(folder / "processor_config.json").get("image_processor") or _read(folder / "preprocessor_config.json")
+    try:
+        return make(config, given)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: the image processor cannot be read: {error!r}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _scaling(given: Mapping[str, Any], mean: tuple[float, ...], deviation: tuple[float, ...]) -> dict[str, Any]:
+    if given.get("do_normalize") is False:
+        return {"mean": (0.0,) * 3, "deviation": (1.0,) * 3}
+    return {
+        "mean": tuple(map(float, given.get("image_mean") or mean)),
+        "deviation": tuple(map(float, given.get("image_std") or deviation)),
+    }
+
+
+def _qwen(config: Mapping[str, Any], given: Mapping[str, Any], patch: int, scaling: dict[str, Any]) -> ImageProcessor:
+    inner = config["vision_config"]
+    side = int(inner.get("patch_size", patch)) * int(inner.get("spatial_merge_size", 2))
+    size = given.get("size") or {}
+    least = given.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+    most = given.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+    return ImageProcessor(
+        settings={"rule": "area", "factor": side, "least": int(least), "most": int(most), "resample": 3}
+        | {"most_pixels": MOST_PIXELS},
+        placeholder="<|image_pad|>",
+        token=int(config.get("image_token_id", 151_655)),
+        token_text="<|image_pad|>",
+        merge=side,
+        **scaling,
+    )
+
+
+def _qwen25(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    return _qwen(config, given, 14, _scaling(given, CLIP_MEAN, CLIP_DEVIATION))
+
+
+def _qwen3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    return _qwen(config, given, 16, _scaling(given, HALF, HALF))
+
+
+def _gemma3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    side = int(config["vision_config"].get("image_size", 896))
+    size = given.get("size") or {}
+    return ImageProcessor(
+        settings={"rule": "fixed", "height": int(size.get("height", side)), "width": int(size.get("width", side))}
+        | {"resample": int(given.get("resample", 2)), "most_pixels": MOST_PIXELS},
+        placeholder="<start_of_image>",
+        before="\n\n<start_of_image>",
+        after="<end_of_image>\n\n",
+        token=int(config.get("image_token_id", config.get("image_token_index", 262_144))),
+        token_text="<image_soft_token>",
+        num_tokens=int(config.get("mm_tokens_per_image", 256)),
+        **_scaling(given, HALF, HALF),
+    )
+
+
+PROCESSORS = {
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "Qwen2_5_VLForConditionalGeneration": _qwen25,
+    "Qwen3VLForConditionalGeneration": _qwen3,
+    "Qwen3VLMoeForConditionalGeneration": _qwen3,
+}
+"""By architecture of the checkpoint."""

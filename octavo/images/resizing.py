@@ -1,0 +1,41 @@
+"""To which size a model's images are brought: arithmetic on sides, in pixels.
+
+Each rule is that of the family's own processor, as published with its checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+MOST_RATIO = 200
+"""Of the sides of an image."""
+
+
+class Refused(ValueError):
+    """An image that cannot be prepared. The message is for the client."""
+
+
+def by_area(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """Both sides multiples of ``factor``, the area between ``least`` and ``most``, the ratio nearly kept
+    (Qwen2-VL)."""
+    factor, least, most = settings["factor"], settings["least"], settings["most"]
+    if max(height, width) > MOST_RATIO * min(height, width):
+        raise Refused(f"is {width} x {height} pixels: one side is more than {MOST_RATIO} times the other")
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > most:
+        shrink = math.sqrt(height * width / most)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif rows * columns < least:
+        grow = math.sqrt(least / (height * width))
+        rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+    return rows, columns
+
+
+def fixed(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """The size that all images get."""
+    return settings["height"], settings["width"]
+
+
+RULES = {"area": by_area, "fixed": fixed}

@@ -1,0 +1,1 @@
+"""Vision towers: from pixels to embeddings."""

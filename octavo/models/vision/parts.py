@@ -1,0 +1,145 @@
+"""Parts that vision towers share, in plain torch: a tower runs once for an image, in a few large operations.
+
+Images are computed one by one, so that an image's embeddings never depend on what else is in the batch.
+
+Shapes: N patches, D width of the tower, H head dim, C colours, P side of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.loader import WeightLoader
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": functional.gelu,
+    "gelu_new": partial(functional.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+    "silu": functional.silu,
+}
+
+
+def part(keys: ConfigKeys, name: str) -> ConfigKeys:
+    """The part of a configuration under ``name``. Raises ``CheckpointError``."""
+    values = keys.get(name)
+    if not isinstance(values, dict):
+        raise wrong(name, values, "an object")
+    return ConfigKeys(values)
+
+
+class Affine:
+    """A linear map of the tower, dense in the format's dtype."""
+
+    def __init__(self, weights: WeightLoader, name: str, size: tuple[int, int], has_bias: bool = True) -> None:
+        self.weight = weights.dense(f"{name}.weight", *size)
+        self.bias = weights.dense(f"{name}.bias", size[0]) if has_bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class LayerNorm:
+    """Normalisation by mean and variance."""
+
+    def __init__(self, weights: WeightLoader, name: str, size: int, eps: float) -> None:
+        self.weight, self.bias = weights.dense(f"{name}.weight", size), weights.dense(f"{name}.bias", size)
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+
+
+class RMSNorm:
+    """Normalisation by the root of the mean square, computed in float32."""
+
+    def __init__(self, weights: WeightLoader, name: str, size: int, eps: float, offset: float = 0.0) -> None:
+        self.weight = weights.norm_weight(f"{name}.weight", size, offset)
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class Feedforward:
+    """Two maps with an activation between them."""
+
+    def __init__(
+        self, weights: WeightLoader, names: tuple[str, str], sizes: tuple[int, int, int], activation: Activation
+    ) -> None:
+        """``sizes``: inputs, numbers between the maps, outputs."""
+        self.up = Affine(weights, names[0], (sizes[1], sizes[0]))
+        self.down = Affine(weights, names[1], (sizes[2], sizes[1]))
+        self.activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class GatedFeedforward:
+    """A gate, and the two maps of a feed-forward layer."""
+
+    def __init__(
+        self, weights: WeightLoader, prefix: str, sizes: tuple[int, int], activation: Activation, has_bias: bool
+    ) -> None:
+        """``sizes``: width of the tower and of the layer."""
+        D, F = sizes
+        self.gate = Affine(weights, f"{prefix}.gate_proj", (F, D), has_bias)
+        self.up = Affine(weights, f"{prefix}.up_proj", (F, D), has_bias)
+        self.down = Affine(weights, f"{prefix}.down_proj", (D, F), has_bias)
+        self.activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+def attend(q_NAH: Tensor, k_NAH: Tensor, v_NAH: Tensor, scale: float | None = None) -> Tensor:
+    """Attention of all rows to all rows, for A heads: [..., N, A * H]."""
+    q, k, v = (x.transpose(-2, -3) for x in (q_NAH, k_NAH, v_NAH))
+    out = functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(-2, -3)
+    return out.reshape(*out.shape[:-2], -1)
+
+
+def turn(x_NAH: Tensor, cos_NH: Tensor, sin_NH: Tensor) -> Tensor:
+    """Rotate each pair of the first and the second half of a head, in float32."""
+    wide = x_NAH.float()
+    first, second = wide.chunk(2, dim=-1)
+    turned = wide * cos_NH.unsqueeze(-2) + torch.cat([-second, first], dim=-1) * sin_NH.unsqueeze(-2)
+    return turned.to(x_NAH.dtype)
+
+
+def normalised(pixels: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
+    """Pixels, uint8 [..., C], as the float32 numbers that towers were trained with."""
+    like = {"dtype": torch.float32, "device": pixels.device}
+    return (pixels.float() / 255 - torch.tensor(mean, **like)) / torch.tensor(deviation, **like)  # type: ignore[arg-type]
+
+
+def patches(image_YXC: Tensor, side: int, merge: int = 1) -> Tensor:
+    """The patches of an image, row by row, or window by window of ``merge`` x ``merge`` patches: [N, C * P * P]."""
+    Y, X, C = image_YXC.shape
+    rows, columns = Y // (side * merge), X // (side * merge)
+    tiles = image_YXC.reshape(rows, merge, side, columns, merge, side, C)
+    return tiles.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, C * side * side)
+
+
+def places(rows: int, columns: int, merge: int, device: torch.device) -> Tensor:
+    """Row and column of each patch in the order of ``patches``: int64 [2, N]."""
+    grid = torch.stack(
+        torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
+    )
+    windows = grid.reshape(2, rows // merge, merge, columns // merge, merge)
+    return windows.permute(0, 1, 3, 2, 4).reshape(2, -1)

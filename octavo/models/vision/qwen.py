@@ -1,0 +1,262 @@
+"""The vision towers of Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631).
+
+Both take images of any size in patches, four of which make an embedding. Rows and columns rotate queries and keys. Most
+layers of Qwen2.5-VL attend within windows; Qwen3-VL adds learned positions, and gives outputs of some of its layers to
+the first layers of the decoder (deepstack).
+
+Shapes: N patches, D width of the tower, H head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.models.keys import ConfigKeys
+from octavo.models.loader import WeightLoader
+from octavo.models.vision.parts import (
+    ACTIVATIONS,
+    Activation,
+    Affine,
+    Feedforward,
+    GatedFeedforward,
+    LayerNorm,
+    RMSNorm,
+    attend,
+    normalised,
+    part,
+    patches,
+    places,
+    turn,
+)
+from octavo.models.vision.tower import Pixels, VisionConfig, read_axes
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenConfig(VisionConfig):
+    depth: int
+    width: int
+    ffn_size: int
+    num_heads: int
+    patch: int
+    frames: int
+    """Frames of a video that a patch spans; an image counts as so many equal ones."""
+    merge: int
+    activation: Activation
+    window: int = 0
+    """Side of an attention window in patches."""
+    full_layers: tuple[int, ...] = ()
+    """Layers that attend to the entire image, in a tower with windows."""
+    num_places: int = 0
+    """Learned positions, in a square grid."""
+    deep_layers: tuple[int, ...] = ()
+    """Layers whose outputs the decoder gets as well."""
+
+
+def _read(keys: ConfigKeys, inner: ConfigKeys, out: str, **fields: object) -> QwenConfig:
+    text = part(keys, "text_config") if keys.get("text_config") else keys
+    return QwenConfig(
+        hidden_size=inner.size(out),
+        merge=inner.size("spatial_merge_size", 2),
+        axes=read_axes(text),
+        depth=inner.size("depth"),
+        width=inner.size("hidden_size"),
+        num_heads=inner.size("num_heads"),
+        ffn_size=inner.size("intermediate_size"),
+        frames=inner.size("temporal_patch_size", 2),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+class QwenTower:
+    """What both towers have in common."""
+
+    has_place_table = False
+
+    def __init__(self, config: QwenConfig, weights: WeightLoader) -> None:
+        self.config, self.form = config, weights.form
+        D, P = config.width, config.patch
+        kernel = weights.exact("visual.patch_embed.proj.weight", D, 3, config.frames, P, P)
+        # The frames of an image are equal, so the kernel's sum over frames is applied to one of them.
+        self.patch_map = kernel.sum(2).reshape(D, -1).to(weights.form.dtype)
+        self.patch_bias = weights.dense("visual.patch_embed.proj.bias", D) if self.has_place_table else None
+        self.blocks = [self.block(weights, f"visual.blocks.{i}") for i in range(config.depth)]
+
+    def block(self, weights: WeightLoader, prefix: str) -> QwenBlock:
+        raise NotImplementedError
+
+    def embedded(self, image: Pixels) -> tuple[Tensor, int, int]:
+        """Patches in the order of windows, [N, D], and their rows and columns."""
+        config = self.config
+        image_YXC = normalised(image.pixels[0], image.mean, image.deviation)
+        rows, columns = image_YXC.shape[0] // config.patch, image_YXC.shape[1] // config.patch
+        flat = patches(image_YXC, config.patch, config.merge).to(self.form.dtype)
+        return torch.nn.functional.linear(flat, self.patch_map, self.patch_bias), rows, columns
+
+    def angles(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all patches, [N, H]."""
+        H = self.config.width // self.config.num_heads
+        device = self.form.device
+        powers = torch.arange(0, H // 2, 2, dtype=torch.float32, device=device) / (H // 2)
+        at = places(rows, columns, self.config.merge, device).float()
+        half = torch.cat([place[:, None] / 10_000.0**powers for place in at], dim=-1)
+        whole = torch.cat([half, half], dim=-1)
+        return whole.cos(), whole.sin()
+
+
+class QwenBlock:
+    """Attention and feed-forward layer."""
+
+    def __init__(self, config: QwenConfig, weights: WeightLoader, prefix: str) -> None:
+        D = config.width
+        self.num_heads = config.num_heads
+        self.qkv = Affine(weights, f"{prefix}.attn.qkv", (3 * D, D))
+        self.proj = Affine(weights, f"{prefix}.attn.proj", (D, D))
+        self.norms: tuple[LayerNorm | RMSNorm, LayerNorm | RMSNorm]
+        self.mlp: Feedforward | GatedFeedforward
+        if config.window:
+            self.norms = RMSNorm(weights, f"{prefix}.norm1", D, 1e-6), RMSNorm(weights, f"{prefix}.norm2", D, 1e-6)
+            self.mlp = GatedFeedforward(weights, f"{prefix}.mlp", (D, config.ffn_size), config.activation, True)
+        else:
+            self.norms = LayerNorm(weights, f"{prefix}.norm1", D, 1e-6), LayerNorm(weights, f"{prefix}.norm2", D, 1e-6)
+            names = f"{prefix}.mlp.linear_fc1", f"{prefix}.mlp.linear_fc2"
+            self.mlp = Feedforward(weights, names, (D, config.ffn_size, D), config.activation)
+
+    def __call__(self, x_ND: Tensor, angles: tuple[Tensor, Tensor], windows: list[Tensor]) -> Tensor:
+        """``windows``: int64 [windows, patches of each]: the patches that attend to each other; all if empty."""
+        N = len(x_ND)
+        q, k, v = self.qkv(self.norms[0](x_ND)).view(N, 3, self.num_heads, -1).unbind(1)
+        q, k = turn(q, *angles), turn(k, *angles)
+        if windows:
+            attended = torch.empty_like(x_ND)
+            for window in windows:
+                attended[window] = attend(q[window], k[window], v[window])
+        else:
+            attended = attend(q, k, v)
+        x_ND = x_ND + self.proj(attended)
+        return x_ND + self.mlp(self.norms[1](x_ND))
+
+
+class Qwen25Tower(QwenTower):
+    """The tower of Qwen2.5-VL."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> QwenConfig:
+        inner = part(keys, "vision_config")
+        patch = inner.size("patch_size", 14)
+        return _read(
+            keys,
+            inner,
+            "out_hidden_size",
+            patch=patch,
+            window=inner.size("window_size", 112) // patch,
+            full_layers=tuple(inner.get("fullatt_block_indexes", [7, 15, 23, 31])),
+            activation=inner.choice("hidden_act", ACTIVATIONS, "silu"),
+        )
+
+    def __init__(self, config: QwenConfig, weights: WeightLoader) -> None:
+        super().__init__(config, weights)
+        D, inner = config.width, config.width * config.merge**2
+        self.norm = RMSNorm(weights, "visual.merger.ln_q", D, 1e-6)
+        names = "visual.merger.mlp.0", "visual.merger.mlp.2"
+        self.merger = Feedforward(weights, names, (inner, inner, config.hidden_size), ACTIVATIONS["gelu"])
+
+    def block(self, weights: WeightLoader, prefix: str) -> QwenBlock:
+        return QwenBlock(self.config, weights, prefix)
+
+    def __call__(self, image: Pixels) -> Tensor:
+        """The embeddings of an image, row by row: [N / merge^2, D of the decoder]."""
+        x_ND, rows, columns = self.embedded(image)
+        angles, windows = self.angles(rows, columns), self.windows(rows, columns)
+        for index, block in enumerate(self.blocks):
+            x_ND = block(x_ND, angles, [] if index in self.config.full_layers else windows)
+        return self.merger(self.norm(x_ND).view(len(x_ND) // self.config.merge**2, -1))
+
+    def windows(self, rows: int, columns: int) -> list[Tensor]:
+        """The patches of each attention window, by their number."""
+        config, device = self.config, self.form.device
+        side = config.window // config.merge * config.merge
+        row, column = places(rows, columns, config.merge, device) // side
+        of_patch = row * -(-columns // side) + column
+        order = torch.argsort(of_patch, stable=True)
+        counts = torch.bincount(of_patch)
+        found = torch.split(order, counts.tolist())
+        sizes = sorted({len(window) for window in found})
+        return [torch.stack([window for window in found if len(window) == size]) for size in sizes]
+
+
+class Qwen3Merger:
+    """Makes an embedding of four patches."""
+
+    def __init__(self, config: QwenConfig, weights: WeightLoader, prefix: str, norms_merged: bool) -> None:
+        inner = config.width * config.merge**2
+        self.inner, self.norms_merged = inner, norms_merged
+        self.norm = LayerNorm(weights, f"{prefix}.norm", inner if norms_merged else config.width, 1e-6)
+        names = f"{prefix}.linear_fc1", f"{prefix}.linear_fc2"
+        self.mlp = Feedforward(weights, names, (inner, inner, config.hidden_size), ACTIVATIONS["gelu"])
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        merged = x_ND.reshape(-1, self.inner)
+        return self.mlp(self.norm(merged) if self.norms_merged else self.norm(x_ND).reshape(-1, self.inner))
+
+
+class Qwen3Tower(QwenTower):
+    """The tower of Qwen3-VL, and of Qwen3.5 without deepstack."""
+
+    has_place_table = True
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> QwenConfig:
+        inner = part(keys, "vision_config")
+        deep = tuple(inner.get("deepstack_visual_indexes", None) or ())
+        return _read(
+            keys,
+            inner,
+            "out_hidden_size",
+            patch=inner.size("patch_size", 16),
+            num_places=inner.size("num_position_embeddings", 2304),
+            deep_layers=deep,
+            num_deep=len(deep),
+            activation=inner.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
+        )
+
+    def __init__(self, config: QwenConfig, weights: WeightLoader) -> None:
+        super().__init__(config, weights)
+        self.place_table = weights.dense("visual.pos_embed.weight", config.num_places, config.width)
+        self.merger = Qwen3Merger(config, weights, "visual.merger", norms_merged=False)
+        self.deep_mergers = [
+            Qwen3Merger(config, weights, f"visual.deepstack_merger_list.{i}", norms_merged=True)
+            for i in range(len(config.deep_layers))
+        ]
+
+    def block(self, weights: WeightLoader, prefix: str) -> QwenBlock:
+        return QwenBlock(self.config, weights, prefix)
+
+    def __call__(self, image: Pixels) -> Tensor:
+        """The embeddings of an image, row by row, each followed by what layers of the decoder add."""
+        x_ND, rows, columns = self.embedded(image)
+        x_ND = x_ND + self.learned(rows, columns).to(x_ND.dtype)
+        angles, deep = self.angles(rows, columns), []
+        for index, block in enumerate(self.blocks):
+            x_ND = block(x_ND, angles, [])
+            if index in self.config.deep_layers:
+                deep.append(self.deep_mergers[self.config.deep_layers.index(index)](x_ND))
+        return torch.cat([self.merger(x_ND), *deep], dim=-1)
+
+    def learned(self, rows: int, columns: int) -> Tensor:
+        """The learned positions of a grid of other sides, interpolated linearly between corners: [N, D]."""
+        side, device = round(self.config.num_places**0.5), self.form.device
+        at = places(rows, columns, self.config.merge, device)
+        found = torch.zeros(at.shape[1], self.config.width, dtype=torch.float32, device=device)
+        ends = []
+        for place, count in zip(at, (rows, columns), strict=True):
+            exact = torch.linspace(0, side - 1, count, device=device)[place]
+            low = exact.long()
+            ends.append(((low, 1 - (exact - low)), ((low + 1).clamp(max=side - 1), exact - low)))
+        for row, row_share in ends[0]:
+            for column, column_share in ends[1]:
+                weight = (row_share * column_share)[:, None]
+                found += self.place_table[row * side + column].float() * weight
+        return found

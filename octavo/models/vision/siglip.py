@@ -1,0 +1,138 @@
+"""The encoder of SigLIP (arXiv 2303.15343), for images of one size, and the towers that are built around it.
+
+Shapes: B images, N patches, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.loader import WeightLoader
+from octavo.models.vision.parts import (
+    ACTIVATIONS,
+    Activation,
+    Affine,
+    Feedforward,
+    LayerNorm,
+    RMSNorm,
+    attend,
+    normalised,
+    part,
+    patches,
+)
+from octavo.models.vision.tower import Pixels, VisionConfig
+
+
+@dataclass(frozen=True)
+class SiglipConfig:
+    depth: int
+    width: int
+    ffn_size: int
+    num_heads: int
+    patch: int
+    image: int
+    """Side of the images in pixels."""
+    eps: float
+    activation: Activation
+
+    @property
+    def side(self) -> int:
+        """Patches in a row."""
+        return self.image // self.patch
+
+
+def read_siglip(keys: ConfigKeys) -> SiglipConfig:
+    """Read the configuration. Raises ``CheckpointError``."""
+    return SiglipConfig(
+        depth=keys.size("num_hidden_layers", 12),
+        width=keys.size("hidden_size", 768),
+        ffn_size=keys.size("intermediate_size", 3072),
+        num_heads=keys.size("num_attention_heads", 12),
+        patch=keys.size("patch_size", 16),
+        image=keys.size("image_size", 224),
+        eps=keys.number("layer_norm_eps", 1e-6),
+        activation=keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
+    )
+
+
+class SiglipLayer:
+    """Attention and feed-forward layer."""
+
+    def __init__(self, config: SiglipConfig, weights: WeightLoader, prefix: str) -> None:
+        D = config.width
+        self.num_heads = config.num_heads
+        self.norms = [LayerNorm(weights, f"{prefix}.layer_norm{i}", D, config.eps) for i in (1, 2)]
+        self.qkv = [Affine(weights, f"{prefix}.self_attn.{name}_proj", (D, D)) for name in "qkv"]
+        self.out = Affine(weights, f"{prefix}.self_attn.out_proj", (D, D))
+        names = f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"
+        self.mlp = Feedforward(weights, names, (D, config.ffn_size, D), config.activation)
+
+    def __call__(self, x_BND: Tensor) -> Tensor:
+        inner = self.norms[0](x_BND)
+        q, k, v = (affine(inner).view(*inner.shape[:-1], self.num_heads, -1) for affine in self.qkv)
+        x_BND = x_BND + self.out(attend(q, k, v))
+        return x_BND + self.mlp(self.norms[1](x_BND))
+
+
+class Siglip:
+    """The encoder, with its last norm."""
+
+    def __init__(self, config: SiglipConfig, weights: WeightLoader, prefix: str) -> None:
+        D, P = config.width, config.patch
+        self.config, self.form = config, weights.form
+        name = f"{prefix}.embeddings.patch_embedding"
+        self.patch_map = weights.dense(f"{name}.weight", D, 3, P, P).reshape(D, -1)
+        self.patch_bias = weights.dense(f"{name}.bias", D)
+        self.places = weights.dense(f"{prefix}.embeddings.position_embedding.weight", config.side**2, D)
+        self.layers = [SiglipLayer(config, weights, f"{prefix}.encoder.layers.{i}") for i in range(config.depth)]
+        self.norm = LayerNorm(weights, f"{prefix}.post_layernorm", D, config.eps)
+
+    def __call__(self, images_BYXC: Tensor) -> Tensor:
+        """The last layer's output for normalised images: [B, N, D]."""
+        flat = torch.stack([patches(image, self.config.patch) for image in images_BYXC]).to(self.form.dtype)
+        x_BND = functional.linear(flat, self.patch_map, self.patch_bias) + self.places
+        for layer in self.layers:
+            x_BND = layer(x_BND)
+        return self.norm(x_BND)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3VisionConfig(VisionConfig):
+    siglip: SiglipConfig
+
+
+class Gemma3Tower:
+    """The tower of Gemma 3 (arXiv 2503.19786): the encoder's output, averaged to 256 embeddings."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> Gemma3VisionConfig:
+        siglip = read_siglip(part(keys, "vision_config"))
+        count = keys.size("mm_tokens_per_image", 256)
+        side = round(count**0.5)
+        if side**2 != count or siglip.side % side:
+            raise wrong("mm_tokens_per_image", count, f"the square of a divisor of {siglip.side}, the patches in a row")
+        hidden_size = part(keys, "text_config").size("hidden_size", 2304)
+        return Gemma3VisionConfig(hidden_size=hidden_size, is_bidirectional=True, longest=count, siglip=siglip)
+
+    def __init__(self, config: Gemma3VisionConfig, weights: WeightLoader) -> None:
+        self.config = config
+        D, name = config.siglip.width, "multi_modal_projector"
+        prefix = "vision_tower"
+        if not weights.tensors.is_dummy and weights.tensors.has_module("vision_tower.vision_model"):
+            prefix = "vision_tower.vision_model"  # as older versions of transformers save it
+        self.siglip = Siglip(config.siglip, weights, prefix)
+        self.norm = RMSNorm(weights, f"{name}.mm_soft_emb_norm", D, config.siglip.eps, 1.0)
+        self.map = weights.dense(f"{name}.mm_input_projection_weight", D, config.hidden_size)
+
+    def __call__(self, image: Pixels) -> Tensor:
+        """The embeddings of an image, row by row."""
+        side, count = self.config.siglip.side, round(self.config.longest**0.5)
+        x_BND = self.siglip(normalised(image.pixels, image.mean, image.deviation))
+        grid = x_BND.transpose(1, 2).reshape(len(x_BND), -1, side, side)
+        pooled = functional.avg_pool2d(grid, side // count).flatten(2).transpose(1, 2)
+        return (self.norm(pooled) @ self.map).flatten(0, 1)

@@ -1,0 +1,74 @@
+"""Vision towers by the architecture of their checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from octavo.errors import CheckpointError
+from octavo.models.config import architecture
+from octavo.models.keys import ConfigKeys
+from octavo.models.loader import WeightLoader
+from octavo.models.registry import CausalLM
+from octavo.models.vision.qwen import Qwen3Tower, Qwen25Tower
+from octavo.models.vision.siglip import Gemma3Tower
+from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
+from octavo.quant.stored import WeightFormat
+from octavo.quant.tensors import Renamed, Source
+
+
+class Family(Protocol):
+    """A tower's class: it reads its configuration, and is constructed from that and the weights."""
+
+    def read_config(self, keys: ConfigKeys) -> Any: ...
+
+    def __call__(self, config: Any, weights: WeightLoader) -> Tower: ...
+
+
+TOWERS: dict[str, Family] = {
+    "Gemma3ForConditionalGeneration": Gemma3Tower,
+    "Qwen2_5_VLForConditionalGeneration": Qwen25Tower,
+    "Qwen3VLForConditionalGeneration": Qwen3Tower,
+    "Qwen3VLMoeForConditionalGeneration": Qwen3Tower,
+}
+PLACEHOLDERS = ("image", "video", "audio")
+TEXT = ("language_model.", "model.language_model.", "lm_head.", "model.layers.", "model.embed_tokens.", "model.norm.")
+"""Prefixes of weights that are not of the tower."""
+
+
+class LoadedTower(NamedTuple):
+    """A tower with its weights."""
+
+    config: VisionConfig
+    tower: Tower
+    num_parameters: int
+    bytes_by_format: Mapping[str, int]
+
+
+def read_vision(values: Mapping[str, Any]) -> VisionConfig | None:
+    """The configuration of a checkpoint's tower; ``None`` if it has none that is known. Raises ``CheckpointError``."""
+    keys = ConfigKeys(values)
+    family = TOWERS.get(architecture(keys))
+    if family is None or not values.get("vision_config"):
+        return None
+    config: VisionConfig = family.read_config(keys)
+    ids = (values.get(f"{kind}_token_{name}") for kind in PLACEHOLDERS for name in ("id", "index"))
+    return dataclasses.replace(config, placeholders=tuple(sorted({i for i in ids if isinstance(i, int) and i >= 0})))
+
+
+def load_tower(values: Mapping[str, Any], config: VisionConfig, source: Source, form: WeightFormat) -> LoadedTower:
+    """Load a tower, which is never quantised. Raises ``CheckpointError``."""
+    names = [name for name in source.names() if not name.startswith(TEXT)]
+    weights = WeightLoader(Renamed(source, {name.removeprefix("model."): name for name in names}), form)
+    tower = TOWERS[architecture(ConfigKeys(values))](config, weights)
+    return LoadedTower(config, tower, weights.num_parameters, weights.bytes_by_format)
+
+
+def connect(model: CausalLM, config: VisionConfig, form: WeightFormat) -> None:
+    """Let the decoder rotate by the axes of images."""
+    if config.axes:
+        rotary = getattr(model, "rotary", None)
+        if rotary is None:
+            raise CheckpointError("mrope_section: this decoder has no rotary positions")
+        rotary.axes_R = axes_tensor(config.axes, form.device)

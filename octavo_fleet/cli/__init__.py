@@ -1,1 +1,0 @@
-"""Commands of ``octavo`` that belong to the fleet; see ``octavo.cli``."""

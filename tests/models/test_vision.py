@@ -1,0 +1,179 @@
+"""Vision-language models, from pixels to logits, next to transformers; caching, chunks and preemption with images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import PreTrainedModel
+
+from octavo import LLM, RequestOutput, SamplingParams
+from octavo.engine.sequence_images import rope_shifts
+from octavo.errors import InvalidParameter
+from octavo.types import ImageInput
+from tests.models.vision import FAMILIES, IMAGE, expected_logprobs, make, picture
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 120}
+SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=3, logprobs=3)
+GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=3)
+ONE, TALL, SMALL = picture(100, 70, 1), picture(64, 150, 2), picture(33, 44, 3)
+TOLERANCE = 1e-3
+Prompt = tuple[list[int], list[Image.Image]]
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 240, (count,), generator=generator).tolist()
+
+
+PROMPTS: list[Prompt] = [
+    ([*words(5), IMAGE, *words(9)], [ONE]),
+    ([IMAGE, *words(3), IMAGE, 7, IMAGE, *words(2)], [ONE, TALL, SMALL]),
+    (words(40), []),
+    ([*words(3), IMAGE], [TALL]),
+]
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, make(folder, request.param)
+
+
+@pytest.fixture(scope="module")
+def llm(family: tuple[str, Path, PreTrainedModel]) -> Iterator[LLM]:
+    with LLM(family[1], **SETTINGS) as llm:
+        yield llm
+
+
+def as_inputs(prompts: Sequence[Prompt]) -> list[Any]:
+    return [{"prompt_token_ids": tokens, "images": images} if images else tokens for tokens, images in prompts]
+
+
+def worst_difference(name: str, model: PreTrainedModel, prompt: Prompt, output: RequestOutput) -> float:
+    """The largest difference of a log-probability, of the prompt and of what was sampled after it."""
+    found = [entry or {} for entry in (output.prompt_logprobs or [])[1:]]
+    completion = output.outputs[0]
+    assert completion.error is None
+    found += completion.logprobs or []
+    expected = expected_logprobs(name, model, [*prompt[0], *completion.token_ids], prompt[1])
+    start = 0 if output.prompt_logprobs else len(output.prompt_token_ids or []) - 1
+    return max(
+        abs(logprob.logprob - expected[start + place, token].item())
+        for place, entry in enumerate(found)
+        for token, logprob in entry.items()
+    )
+
+
+def test_logits_are_those_of_transformers(family: tuple[str, Path, PreTrainedModel], llm: LLM) -> None:
+    """One image and three of different sizes, first, last and nearly adjacent, batched with text; then decoding."""
+    name, _, model = family
+    for prompt, output in zip(PROMPTS, llm.generate(as_inputs(PROMPTS), SCORED), strict=True):
+        assert worst_difference(name, model, prompt, output) < TOLERANCE
+    llm.engine.check()
+
+
+def test_an_image_makes_a_difference(family: tuple[str, Path, PreTrainedModel], llm: LLM) -> None:
+    """Random weights could hide that pixels or places are ignored."""
+    name, _, model = family
+    tokens = [*words(5), IMAGE, *words(9)]
+    (output,) = llm.generate(as_inputs([(tokens, [TALL])]), SCORED)
+    turned = TALL.transpose(Image.Transpose.ROTATE_180)
+    assert worst_difference(name, model, (tokens, [turned]), output) > 10 * TOLERANCE
+
+
+def test_chunks_may_end_within_an_image(family: tuple[str, Path, PreTrainedModel]) -> None:
+    name, folder, model = family
+    with LLM(folder, **SETTINGS, max_num_batched_tokens=6, max_num_seqs=4) as llm:
+        for prompt, output in zip(PROMPTS, llm.generate(as_inputs(PROMPTS), SCORED), strict=True):
+            assert worst_difference(name, model, prompt, output) < TOLERANCE
+        llm.engine.check()
+
+
+@pytest.mark.parametrize("num_shared", [4, 10, 14, 60], ids=["before", "at its start", "inside", "behind"])
+def test_prefixes_are_cached_with_images(num_shared: int, family: tuple[str, Path, PreTrainedModel], llm: LLM) -> None:
+    """The second prompt shares its first tokens, image included, with the first one."""
+    name, _, model = family
+    start = words(12, seed=num_shared)
+    first: Prompt = ([*start, IMAGE, *words(40, seed=1)], [ONE])
+    length = len(llm.generate(as_inputs([first]), GREEDY)[0].prompt_token_ids or [])
+    behind = max(0, min(40, num_shared - (length - 40)))
+    second: Prompt = first
+    if num_shared < 12:
+        second = ([*start[:num_shared], *words(20, seed=2), IMAGE, *words(5)], [ONE])
+    elif behind:
+        second = ([*start, IMAGE, *words(40, seed=1)[:behind], *words(9, seed=3)], [ONE])
+    (output,) = llm.generate(as_inputs([second]), GREEDY)
+    assert worst_difference(name, model, second, output) < TOLERANCE
+    if second is first:
+        assert output.num_cached_tokens >= 8
+
+
+def test_images_that_differ_in_a_pixel_share_nothing(llm: LLM, family: tuple[str, Path, PreTrainedModel]) -> None:
+    tokens = [*words(7, seed=9), IMAGE, *words(30, seed=9)]
+    other = ONE.resize((112, 112))
+    changed = other.copy()
+    changed.putpixel((50, 50), (1, 2, 3))
+    results = [llm.generate(as_inputs([(tokens, [image])]), GREEDY)[0] for image in (other, changed, other)]
+    assert results[1].num_cached_tokens < 8
+    assert results[2].num_cached_tokens >= 24 or len(results[2].prompt_token_ids or []) < 32
+    name, _, model = family
+    for image, result in zip((other, changed, other), results, strict=True):
+        assert worst_difference(name, model, (tokens, [image]), result) < TOLERANCE
+
+
+def test_preempted_sequences_and_several_continuations(family: tuple[str, Path, PreTrainedModel]) -> None:
+    name, folder, model = family
+    settings = {**SETTINGS, "num_kv_blocks": 14, "max_model_len": 96, "enable_prefix_caching": False}
+    prompts = [([*words(4, seed=i), IMAGE, *words(6)], [picture(80 + i, 60, i)]) for i in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=2)
+    with LLM(folder, **settings, max_num_seqs=4) as llm:
+        outputs = llm.generate(as_inputs(prompts), params)
+        assert llm.engine.stats().num_preemptions > 0
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert worst_difference(name, model, prompt, output) < TOLERANCE
+        (both,) = llm.generate(as_inputs(prompts[:1]), SamplingParams(temperature=1, seed=1, n=2, max_tokens=3))
+        assert len(both.outputs) == 2
+        llm.engine.check()
+
+
+def test_placeholders_are_never_sampled(llm: LLM) -> None:
+    params = SamplingParams(temperature=5.0, max_tokens=60, seed=3, ignore_eos=True)
+    (output,) = llm.generate(as_inputs([PROMPTS[0]]), params)
+    assert len(output.outputs[0].token_ids) == 60
+    (biased,) = llm.generate(
+        as_inputs([PROMPTS[0]]), SamplingParams(temperature=0, max_tokens=4, logit_bias={IMAGE: 100.0})
+    )
+    for completion in (output.outputs[0], biased.outputs[0]):
+        assert IMAGE not in completion.token_ids
+
+
+def test_places_and_images_must_be_as_many(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match="places for 2 images, and there are 1"):
+        llm.generate(as_inputs([([IMAGE, 5, IMAGE], [ONE])]), GREEDY)
+
+
+def test_a_model_may_read_text_alone(family: tuple[str, Path, PreTrainedModel]) -> None:
+    with LLM(family[1], **SETTINGS, language_model_only=True) as llm:
+        assert llm.info.num_image_slots == 0
+        with pytest.raises(InvalidParameter, match="reads text only"):
+            llm.generate(as_inputs(PROMPTS[:1]), GREEDY)
+
+
+def test_rotary_positions_of_an_image() -> None:
+    """Text, an image of 2 x 3 embeddings, text: as in Qwen2-VL's paper."""
+    image = ImageInput(2, 6, IMAGE, b"", (1, 1, 1), b"", (), (2, 3))
+    shifts, delta = rope_shifts([image], 10, 3)
+    positions = shifts + range(10)
+    assert positions.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+    assert delta == -3

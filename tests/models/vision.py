@@ -1,0 +1,173 @@
+"""Tiny random vision-language checkpoints, and what transformers computes with them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Gemma3ImageProcessorPil,
+    PreTrainedModel,
+    Qwen2VLImageProcessorPil,
+)
+
+IMAGE = 250
+"""Id of the placeholder."""
+TEXT = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class Family(NamedTuple):
+    """How a family's checkpoints and their images are made."""
+
+    model_type: str
+    config: dict[str, Any]
+    processor: Callable[[], Any]
+    num_tokens: Callable[[Any], Sequence[int]]
+    """Embeddings of each image, from what the processor gives."""
+    processor_name: str = "preprocessor_config.json"
+
+
+def _of_grid(found: Any) -> Sequence[int]:
+    return [int(grid.prod()) // 4 for grid in found["image_grid_thw"]]
+
+
+QWEN_SIZE = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+FAMILIES = {
+    "qwen2_5_vl": Family(
+        "qwen2_5_vl",
+        {
+            "text_config": {**TEXT, "rope_parameters": ROPE},
+            "vision_config": {
+                "depth": 3,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "fullatt_block_indexes": [1],
+                "patch_size": 14,
+                "window_size": 56,
+            },
+            "image_token_id": IMAGE,
+        },
+        lambda: Qwen2VLImageProcessorPil(size=QWEN_SIZE),
+        _of_grid,
+    ),
+    "qwen3_vl": Family(
+        "qwen3_vl",
+        {
+            "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_interleaved": True, "mrope_section": [4, 2, 2]}},
+            "vision_config": {
+                "depth": 4,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0, 2, 3],
+                "num_position_embeddings": 36,
+            },
+            "image_token_id": IMAGE,
+        },
+        lambda: Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 30},
+            patch_size=16,
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+        ),
+        _of_grid,
+    ),
+    "gemma3": Family(
+        "gemma3",
+        {
+            "text_config": {**TEXT, "sliding_window": 24, "sliding_window_pattern": 2},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 56,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 16 // 4,
+            "image_token_id": IMAGE,
+        },
+        lambda: Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),
+        lambda found: [4] * len(found["pixel_values"]),
+    ),
+}
+
+
+def make(folder: Path, name: str) -> PreTrainedModel:
+    """Save a random checkpoint with the configuration of its processor."""
+    torch.manual_seed(5)
+    family = FAMILIES[name]
+    config = AutoConfig.for_model(family.model_type, **family.config)
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for weight_name, weight in model.named_parameters():
+            if "norm" in weight_name and weight_name.endswith("weight"):
+                weight.add_(torch.randn_like(weight) * 0.2)
+            elif not weight.any():  # a projection of Gemma begins with zeros
+                weight.normal_(std=0.3)
+            elif weight.dim() > 1:
+                weight.mul_(4)  # so that attention looks at some positions more than at others
+    model.eval().save_pretrained(folder)
+    family.processor().save_pretrained(folder)
+    return model
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A random image with coarse structure, so that resizing keeps some of it."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def as_png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def expected_logprobs(name: str, model: PreTrainedModel, prompt: list[int], images: list[Image.Image]) -> torch.Tensor:
+    """Log-probabilities of the next token at each position of the expanded prompt."""
+    family = FAMILIES[name]
+    found: dict[str, Any] = {}
+    counts: list[int] = []
+    if images:
+        found = dict(family.processor()(images, return_tensors="pt"))
+        counts = list(family.num_tokens(found))
+    left, tokens = iter(counts), list[int]()
+    for token in prompt:
+        tokens += [token] * (next(left) if token == IMAGE else 1)
+    ids = torch.tensor([tokens])
+    kinds = (ids == IMAGE).int()
+    kinds_name = "token_type_ids" if name == "gemma3" else "mm_token_type_ids"
+    found = {key: value for key, value in found.items() if key in ("pixel_values", "image_grid_thw", "image_sizes")}
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=ids, **{kinds_name: kinds}, **found).logits[0]
+    return logits.float().log_softmax(dim=-1)
+
+
+def written_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
