@@ -43,7 +43,7 @@ class Bound(NamedTuple):
 
 BOUNDS = {
     "lines of octavo": Bound(45_400, 2_300),
-    "lines of octavo_kernels": Bound(17_300, 500),
+    "lines of octavo_kernels": Bound(18_400, 700),
     "lines of octavo_server": Bound(17_500, 1_000),
     "lines of octavo_fleet": Bound(6_900, 500),
     "lines of octavo_bench": Bound(14_300, 600),

@@ -60,6 +60,11 @@ def _widen(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
     return b.bitcast(b.shl(b.zext(x, wide), _number(wide, 16)), _lanes(F32, x))
 
 
+def rounded(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
+    """Float32 numbers rounded to a format."""
+    return _widen(b, number_format, _narrow(b, number_format, x))
+
+
 _KINDS = {FLOAT32: F32, FLOAT16: F16, BFLOAT16: I16}
 
 

@@ -293,3 +293,40 @@ def exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     exponent = b.shl(b.bitcast(shifted, I32x16), constant(I32x16, 23))
     result = b.bitcast(b.add(b.bitcast(series, I32x16), exponent), F32x16)
     return b.select(b.fcmp_ordered("<", x, constant(F32x16, -87.0)), constant(F32x16, 0.0), result)
+
+
+def sigmoid(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """1 / (1 + e ** -x) per lane."""
+    e = exp(b, b.fneg(call(b, "llvm.fabs.v16f32", F32x16, [x])))
+    one = constant(F32x16, 1.0)
+    above = b.select(b.fcmp_ordered("<", x, constant(F32x16, 0.0)), e, one)
+    return b.fdiv(above, b.fadd(one, e))
+
+
+def softplus(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """log(1 + e ** x) per lane, as max(x, 0) + log(1 + e ** -|x|).
+
+    The logarithm is that of 1 + y with y = e ** -|x|, or of 2 (1 + y) with y = (e ** -|x| - 1) / 2, which is between
+    sqrt(1/2) and sqrt(2); by the polynomial of Moshier's Cephes library.
+    """
+    e = exp(b, b.fneg(call(b, "llvm.fabs.v16f32", F32x16, [x])))
+    is_small = b.fcmp_ordered("<", e, constant(F32x16, 0.41421356))
+    halved = b.fmul(b.fsub(e, constant(F32x16, 1.0)), constant(F32x16, 0.5))
+    y = b.select(is_small, e, halved)
+    series = constant(F32x16, 7.0376836292e-2)
+    for factor in (
+        -1.1514610310e-1,
+        1.1676998740e-1,
+        -1.2420140846e-1,
+        1.4249322787e-1,
+        -1.6668057665e-1,
+        2.0000714765e-1,
+        -2.4999993993e-1,
+        3.3333331174e-1,
+    ):
+        series = fma(b, series, y, constant(F32x16, factor))
+    square = b.fmul(y, y)
+    log = fma(b, b.fmul(series, y), square, fma(b, square, constant(F32x16, -0.5), y))
+    log = b.fadd(log, b.select(is_small, constant(F32x16, 0.0), constant(F32x16, 0.6931471805599453)))
+    zero = constant(F32x16, 0.0)
+    return b.fadd(b.select(b.fcmp_unordered("<=", x, zero), b.fmul(x, zero), x), log)

@@ -110,7 +110,7 @@ def state_space_case(
     return Case(run, sum(widths), (heads, state_size, head_dim))
 
 
-def linear_case(heads: int = 3, head_dim: int = 20, *, activation: bool = True) -> Case:
+def linear_case(heads: int = 3, head_dim: int = 32, *, activation: bool = True) -> Case:
     decay = torch.exp(-torch.rand(heads) * 0.2)
     return Case(
         lambda x, state, rows: ops.linear_attention(x, decay, state, rows, "silu" if activation else None),
