@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from octavo.errors import ConfigError
+from octavo.plugins import ENGINE_BACKENDS, FRONTS, MODEL_BACKENDS, parts
 
-BACKENDS = ("octavo", "transformers", "grpc", "toy", "instant", "openai")
+BACKENDS = ("octavo", *parts(MODEL_BACKENDS), *parts(ENGINE_BACKENDS), *parts(FRONTS))
 WITHOUT_MODEL = ("toy", "instant", "openai")
 """Backends that load no checkpoint; for toy and instant, the model is a name."""
 _UPSTREAM = frozenset({"upstream", "upstream_command", "upstream_api_key"})
@@ -42,7 +43,7 @@ _ENGINE = {
     "instant": _CHAT | {"model", "max_model_len", "max_num_seqs"},
     "openai": frozenset({"max_num_seqs"}),
 }
-"""Settings of the engine that a backend other than octavo honours."""
+"""Settings of the engine that a backend honours; those that are not here honour all but those of a worker."""
 _PROXY = _UPSTREAM | {
     *("host", "port", "api_key", "api_key_file", "admin_key", "allowed_hosts", "allowed_origins", "ssl_certfile"),
     *("ssl_keyfile", "ssl_ca_certs", "max_num_queued_reqs", "max_request_bytes", "shutdown_timeout"),
@@ -69,4 +70,5 @@ def is_honoured(backend: str, name: str, group: str = "") -> bool:
     """Whether a setting of a group, by default one of the engine's, has an effect with ``backend``."""
     if group == "server":
         return name in _PROXY if backend == "openai" else name not in _UPSTREAM
-    return name not in _WORKER if backend == "octavo" else name in _ENGINE[backend]
+    honoured = _ENGINE.get(backend)
+    return name not in _WORKER if honoured is None else name in honoured

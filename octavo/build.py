@@ -10,10 +10,11 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from octavo import ops
+from octavo import ops, plugins
 from octavo.backend_settings import WITHOUT_MODEL
 from octavo.build_drafter import LoadedDrafter, Target, find_drafter, load_drafter, make_proposer
 from octavo.build_encoder import build_encoder
@@ -29,6 +30,7 @@ from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.kernel_tuning import TuningPlan
+from octavo.engine.protocols import EngineBackend
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.sequence_images import ImageSettings
 from octavo.engine.speculation import Speculation
@@ -45,6 +47,8 @@ from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
 from octavo.models.text_part import text_config
 from octavo.ops import dispatch
 from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.ops.device_backend import backend_of, is_gpu
+from octavo.plugins import CPU, GPU
 from octavo.quant.stored import WeightFormat, dtype_name
 from octavo.runtime import memory
 from octavo.runtime.acceptance import Verify, rule
@@ -53,7 +57,8 @@ from octavo.runtime.embedding_pool import EmbeddingPool
 from octavo.runtime.forward import make_forward, make_logits
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.peer_memory import device_collective, visible_gpus
+from octavo.runtime.process_group import device_collective, visible_gpus
+from octavo.runtime.rank_group import RankGroup
 from octavo.runtime.rank_processes import RankProcesses
 from octavo.runtime.ranks import OneRank, OnLost, Ranks, check_divides
 from octavo.runtime.stream_executor import StreamExecutor
@@ -66,14 +71,26 @@ from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.generation_config import check_token_ids, chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
-from octavo_fleet.transformers.build import load_any, own_settings
-from octavo_fleet.transformers.model import load_transformers
-from octavo_fleet.worker.build_remote import build_remote
 
-DEPTH = {"cpu": 1, "cuda": 2}
+DEPTH = {CPU: 1, GPU: 2}
 """Steps in flight: on a GPU, the next step is scheduled while one is computed."""
-Built = tuple[Engine, EngineInfo]
 logger = logging.getLogger(__name__)
+
+
+class ModelBackend(Protocol):
+    """Loads models that run in the executors of octavo; a module."""
+
+    def read_model(self, config: EngineConfig, path: Path, form: WeightFormat) -> tuple[EngineConfig, ModelConfig]:
+        """The settings as they apply to a model, and its configuration. Raises ``ConfigError``, ``CheckpointError``."""
+        ...
+
+    def describe(self, config: EngineConfig, path: Path, form: WeightFormat) -> Iterator[str]:
+        """Lines about a model, for ``octavo models``."""
+        ...
+
+    def load_model(self, model: ModelConfig) -> LoadedModel:
+        """The model of a configuration that ``read_model`` returned."""
+        ...
 
 
 def build_engine(
@@ -82,15 +99,16 @@ def build_engine(
     tuning: TuningPlan | None = None,
     started: RankProcesses | None = None,
     expects_grammars: bool = False,
-) -> Built:
+) -> tuple[Engine, EngineInfo]:
     """Load the model and wire the engine; ``tuning``: see ``make_runner``. Raises ``ConfigError``, ``CheckpointError``.
 
     ``on_lost`` is called when another process that computes for this engine ends; steps then raise ``RanksLost`` or
     ``WorkerLost``. ``started`` are the processes of the other ranks, where they were started before. With
     ``expects_grammars`` the first grammar finds the vocabulary loaded.
     """
-    if config.model.backend == "grpc":
-        return build_remote(config, on_lost)
+    if config.model.backend in plugins.parts(plugins.ENGINE_BACKENDS) and config.model.backend not in WITHOUT_MODEL:
+        backend: EngineBackend = plugins.load(plugins.ENGINE_BACKENDS, config.model.backend)
+        return backend.build(config, on_lost)
     phases = Phases()
     device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
@@ -108,7 +126,7 @@ def build_engine(
     found = find_drafter(method, config, model_config, checkpoint, device)
     with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
         collective = device_collective(ranks.collective, device)
-        loaded, adapters = load_any(config.model, model_config, checkpoint, form, collective)
+        loaded, adapters = _load(config.model, model_config, checkpoint, form, collective)
         drafting = load_drafter(method, config, Target(loaded, model_config, form), found)
         vision = load_vision(config, path, checkpoint, model_config, form)
         phases.done("weights")
@@ -124,8 +142,7 @@ def build_engine(
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
-    sizes = limits, budget, collective.size
-    info = _info(model_config, loaded, form, *sizes, eos_ids, defaults, images)
+    info = _info(model_config, loaded, form, limits, budget, collective.size, eos_ids, defaults, images)
     scheduler = _scheduler(config, limits, method, images)
     _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
@@ -170,7 +187,7 @@ def _info(
         embedding_size=model.hidden_size,
         sampling_defaults=defaults,
         tensor_parallel_size=num_ranks,
-        sleeps_in_host_memory=form.device.type == "cuda" and num_ranks == 1,
+        sleeps_in_host_memory=is_gpu(form.device) and num_ranks == 1,
         num_image_slots=0 if images is None else images.num_slots,
     )
 
@@ -209,17 +226,17 @@ def _started_ranks(
     if size == 1:
         yield OneRank()
         return
-    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE or not hasattr(os, "memfd_create"):
+    has_kernels = ops.linear.chosen(CPU, torch.float32) != dispatch.REFERENCE
+    shared = backend_of(CPU).shared_memory() if has_kernels and hasattr(os, "memfd_create") else None
+    if shared is None:
         raise ConfigError("tensor_parallel_size: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
     check_divides(model, size)
-    from octavo.runtime.rank_group import RankGroup  # its shared memory needs compiled code
-
     settings = dataclasses.replace(config.model, model=str(path))
-    gpus = visible_gpus() if device.type == "cuda" else []
+    gpus = visible_gpus() if is_gpu(device) else []
     if 0 < len(gpus) < size:
         logger.warning("%d ranks share %d GPUs, which is slow: it is for tests", size, len(gpus))
     processes = started or RankProcesses(size)
-    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), processes, gpus)
+    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), processes, shared, gpus)
     try:
         yield ranks
     except BaseException:
@@ -289,9 +306,8 @@ def _read_model(
 ) -> tuple[EngineConfig, ModelConfig, WeightFormat]:
     """The settings as they apply to the model, its configuration, checked, and the format of its weights."""
     form = weight_format(config.model, device, checkpoint)
-    if config.model.backend == "transformers":
-        loaded = load_transformers(path, form, config.model.max_model_len)
-        return own_settings(config, loaded, device), loaded, form
+    if (backend := model_backend(config.model)) is not None:
+        return *backend.read_model(config, path, form), form
     values = {**text_config(checkpoint.config), **parse_hf_overrides(config.model.hf_overrides)}
     model = read_config(values, config.model.max_model_len)
     check_sizes(model, checkpoint)
@@ -299,6 +315,22 @@ def _read_model(
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
         check_dummy(model, checkpoint, form, config.model.tensor_parallel_size, free)
     return config, model, form
+
+
+def model_backend(settings: ModelSettings) -> ModelBackend | None:
+    """That of the settings; ``None`` for models of octavo's own."""
+    if settings.backend not in plugins.parts(plugins.MODEL_BACKENDS):
+        return None
+    backend: ModelBackend = plugins.load(plugins.MODEL_BACKENDS, settings.backend)
+    return backend
+
+
+def _load(
+    settings: ModelSettings, model: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, collective: Collective
+) -> tuple[LoadedModel, Adapters | None]:
+    if (backend := model_backend(settings)) is not None:
+        return backend.load_model(model), None
+    return load_with_adapters(settings, model, checkpoint, form, collective)
 
 
 def _storage(

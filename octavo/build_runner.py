@@ -16,6 +16,7 @@ from octavo.engine.step_runner import StepRunner, compute_padding
 from octavo.grammar.masks import MatcherMasks
 from octavo.grammar.matchers import GrammarError
 from octavo.grammar.vocabulary import Vocabulary
+from octavo.ops.device_backend import is_gpu
 from octavo.runtime.kv_storage import KVStorage
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
@@ -70,5 +71,5 @@ def make_runner(
     encoder.choose_shape = graphs.choose
     runner.on_wake = partial(graphs.capture_again, runner)
     if tuning is None:
-        tuning = plan_of(settings) if storage.device.type == "cuda" else NO_TUNING
+        tuning = plan_of(settings) if is_gpu(storage.device) else NO_TUNING
     return runner, partial(graphs.warm_up, runner, tuning)

@@ -19,6 +19,7 @@ from typing import Any
 
 from octavo.backend_settings import BACKENDS, check_backend, is_honoured
 from octavo.errors import ConfigError
+from octavo.plugins import CPU, GPU
 from octavo.server_settings import ServerSettings
 from octavo.setting import Setting, setting
 from octavo.speculative_config import parse_speculative_config
@@ -91,7 +92,7 @@ class ModelSettings:
         False,
         "quantise the map to logits to int8 while loading, and an embedding that is tied to it; quantised ones stay",
     )
-    device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
+    device: str = setting("auto", "device to run on", ("auto", CPU, GPU))
     tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
     enable_lora: bool = setting(False, "serve LoRA adapters; a request selects one by its model name")
     lora_modules: str | None = setting(
@@ -146,6 +147,9 @@ class ModelSettings:
     )
 
 
+DEFAULT_OFFLOAD_GIB = 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheSettings:
     """The paged KV cache."""
@@ -170,10 +174,22 @@ class CacheSettings:
     kv_watermark: float = setting(0.0, "fraction of the blocks that admission leaves free for running sequences", low=0)
     enable_kv_events: bool = setting(False, "publish at /v1/kv_events which blocks are cached, for routers")
     kv_offload_memory: float | None = setting(
-        None, "GiB of host memory for evicted KV blocks; they are restored on a prefix match", low=0.001
+        None,
+        "GiB of host memory for evicted KV blocks; they are restored on a prefix match; default: 1 with "
+        "kv_offload_dir, else none",
+        low=0.001,
     )
-    kv_offload_dir: str | None = setting(None, "folder for blocks evicted from host memory; reused after a restart")
+    kv_offload_dir: str | None = setting(
+        None, "folder that keeps the prefix cache over restarts, for all servers of this machine that share it"
+    )
     kv_offload_disk: float | None = setting(None, "maximum GiB in kv_offload_dir; default: 32", low=0.001)
+
+    @property
+    def offload_memory(self) -> float | None:
+        """GiB of host memory for evicted blocks; ``None`` if they are dropped."""
+        if self.kv_offload_memory is None and self.kv_offload_dir is not None:
+            return DEFAULT_OFFLOAD_GIB
+        return self.kv_offload_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,8 +339,6 @@ def _check_combinations(config: EngineConfig) -> None:
                 raise ConfigError(f"{name} needs ssl_certfile: without a certificate, there is no HTTPS")
     if isinstance(config, ServeConfig):
         _check_kv_events(config.server, cache)
-        if config.server.data_parallel_size > 1 and cache.kv_offload_dir is not None:
-            raise ConfigError("data_parallel_size and kv_offload_dir: engines cannot share the folder")
     if isinstance(config, ServeConfig):
         _check_tenants(config.server, config.model)
     _check_policy(scheduler, cache)
@@ -382,10 +396,8 @@ def _check_tenants(server: ServerSettings, model: ModelSettings) -> None:
 
 
 def _check_offload(model: ModelSettings, cache: CacheSettings) -> None:
-    if cache.kv_offload_memory is not None and not cache.enable_prefix_caching:
-        raise ConfigError("kv_offload_memory needs enable_prefix_caching: it stores evicted prefix blocks")
-    if cache.kv_offload_dir is not None and cache.kv_offload_memory is None:
-        raise ConfigError("kv_offload_dir needs kv_offload_memory: blocks pass through host memory")
+    if cache.offload_memory is not None and not cache.enable_prefix_caching:
+        raise ConfigError("kv_offload_memory and kv_offload_dir need enable_prefix_caching: they hold cached prefixes")
     if cache.kv_offload_disk is not None and cache.kv_offload_dir is None:
         raise ConfigError("kv_offload_disk needs kv_offload_dir")
     if cache.kv_offload_dir is not None and model.merge_lora:

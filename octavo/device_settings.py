@@ -14,10 +14,11 @@ from octavo.cpus import default_num_threads
 from octavo.errors import ConfigError
 from octavo.models.text_part import text_config
 from octavo.ops import dispatch
+from octavo.ops.device_backend import backend_of
+from octavo.plugins import CPU, GPU
 from octavo.quant.blocks import without_kernel
 from octavo.quant.methods import weights_method
 from octavo.quant.stored import WeightFormat
-from octavo.runtime.device_program import load_kernels
 from octavo.runtime.memory import release_unused
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.dtypes import DTYPES, stated_dtype
@@ -37,7 +38,7 @@ def prepared_device(settings: ModelSettings) -> torch.device:
         _share_cores(max(1, default_num_threads() // settings.tensor_parallel_size))
     else:
         release_unused(device)
-        load_kernels()
+        backend_of(device.type).start_loading()
     return device
 
 
@@ -46,10 +47,7 @@ def _share_cores(count: int) -> None:
     if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
         torch.set_num_threads(count)
         return
-    from octavo_kernels.cpu import threads
-
-    torch.set_num_threads(1)
-    threads.set_num_threads(count)
+    backend_of(CPU).set_num_threads(count)
 
 
 def resolve_kv_dtype(name: str, form: WeightFormat, device: torch.device) -> torch.dtype:
@@ -63,9 +61,9 @@ def resolve_kv_dtype(name: str, form: WeightFormat, device: torch.device) -> tor
 
 def resolve_device(name: str) -> torch.device:
     """The device of a setting; "auto" uses a GPU if there is one. Raises ``ConfigError``."""
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == GPU and not torch.cuda.is_available():
         raise ConfigError("device: cuda was requested, but torch finds no CUDA device")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+    return torch.device(GPU if name == GPU or (name == "auto" and torch.cuda.is_available()) else CPU)
 
 
 def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
@@ -105,9 +103,7 @@ def kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractCon
     """A context in which CPU kernels are compiled on two cores; no effect without kernels to compile."""
     if form.device.type != "cpu" or ops.attention.chosen("cpu", form.dtype) == dispatch.REFERENCE:
         return contextlib.nullcontext()
-    from octavo_kernels.cpu.attention import compiling_in_background
-
-    return compiling_in_background(kv_dtype)
+    return backend_of(CPU).compiling_in_background(kv_dtype)
 
 
 def quant_method(checkpoint: Checkpoint) -> str | None:

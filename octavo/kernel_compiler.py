@@ -16,12 +16,12 @@ from pathlib import Path
 
 from octavo.child_worker import LENGTH, receive
 from octavo.cpus import num_cpus
+from octavo.plugins import COMPILERS, parts
 
 DEVICES = Path("/dev")
 NVIDIA_DRIVER = DEVICES / "nvidiactl"
 MOST_PROCESSES = 24
 """More are hardly faster: the engine's own part of a compilation is serial."""
-MODULE = "octavo_kernels.triton.compiler_process"
 
 
 class CompilersLost(Exception):
@@ -36,7 +36,7 @@ class Compilers:
     for a while; then kernels are compiled in the engine again.
     """
 
-    def __init__(self, count: int, module: str = MODULE) -> None:
+    def __init__(self, count: int, module: str) -> None:
         """Start ``count`` processes. Raises ``OSError`` if none can be started."""
         self.count = count
         pairs = [socket.socketpair() for _ in range(1 + count)]
@@ -116,7 +116,7 @@ def start_compilers() -> None:
     count = min(num_cpus() // max(num_gpus, 1) - 1, MOST_PROCESSES)
     if count >= 1 and not _running and importlib.util.find_spec("triton") is not None:
         with contextlib.suppress(OSError):
-            _running.append(Compilers(count))
+            _running.append(Compilers(count, parts(COMPILERS)["triton"].module))
 
 
 def prepare_if_there_may_be_a_gpu(device: str) -> None:

@@ -59,11 +59,11 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
     with importing():
         from octavo.build import build_rank
         from octavo.config import EngineConfig
+        from octavo.ops.device_backend import backend_of
+        from octavo.plugins import CPU
         from octavo.runtime.memory import Limits
-        from octavo.runtime.message_ring import RingReader
         from octavo.runtime.rank_executor import Follower, RankExecutor
         from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
-        from octavo.runtime.rank_memory import RankMemory
         from octavo.steps.messages import unpack
         from octavo.telemetry.logs import log_to_stderr
 
@@ -71,7 +71,9 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
     log_to_stderr(start.log_level, start.log_format)
     if start.gpus:  # read when CUDA is first used
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)
-    memory = RankMemory(memory_descriptor, start.rank, start.size)
+    shared = backend_of(CPU).shared_memory()
+    assert shared is not None, "the engine has found it"
+    memory = shared.view(memory_descriptor, start.rank, start.size)
 
     def settle(free: int) -> Limits:
         tell(connection, RankLoaded(free))
@@ -83,7 +85,7 @@ def _run(connection: Connection, memory_descriptor: int, check: Callable[[], Non
         tell(connection, RankFailed(type(error).__name__, str(error)))
         return 1
     rank = Follower(RankExecutor(executor, memory))
-    reader = RingReader(memory.ring, start.rank - 1, check)
+    reader = memory.reader(check)
     tell(connection, RankReady())
     while True:
         rank.execute(unpack(reader.next()))

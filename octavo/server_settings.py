@@ -67,6 +67,11 @@ class ServerSettings:
     enable_sleep_mode: bool = setting(
         False, "let clients free the memory of a model with POST /sleep, until the next request or POST /wake_up"
     )
+    weight_updates_dir: str | None = setting(
+        None,
+        "folder of checkpoints whose weights clients may have this server take while it serves, as trainers do, with "
+        "POST /update_weights, /pause and /resume; default: none",
+    )
     models_memory_budget: float | None = setting(
         None,
         "GiB of memory that several models may take together; those used least recently sleep until asked for; "

@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.collective import Collective
-from octavo.runtime.peer_memory import device_collective, mapped_buffers
-from octavo.runtime.process_group import ProcessGroupCollective
-from octavo.runtime.rank_memory import RankMemory
+from octavo.runtime.process_group import ProcessGroupCollective, device_collective
+from octavo_kernels.cpu.rank_memory import RankMemory
 from octavo_kernels.triton.graph_timing import median_milliseconds, microseconds
+from octavo_kernels.triton.peer_memory import mapped_buffers
 
 CALLS = 32
 """All-reduces in a graph, as a model has in a step."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from octavo.errors import ConfigError
-from octavo.runtime.rank_memory import make_memory
+from octavo_kernels.cpu.rank_memory import make_memory
 
 
 def measure(rows: Sequence[int], widths: Sequence[int], seconds: float = 180.0) -> dict[str, Any]:

@@ -34,9 +34,9 @@ from octavo.quant.stored import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.dummy import DummyCheckpoint
 from octavo_fleet.sim.shapes import SHAPES
+from octavo_kernels.hopper.pipelined_configs import KEPT_BYTES
 from octavo_kernels.triton import launch
 from octavo_kernels.triton.linear_cost import Gpu
-from octavo_kernels.triton.pipelined_configs import KEPT_BYTES
 
 META = torch.device("meta")
 REGISTERS, UNIT = 65536, 8
@@ -125,7 +125,7 @@ def pretend(target: Target) -> None:
         "has_assembly": lambda device: True,
         "gpu_of": lambda device: gpu,
     }
-    for module in [module for name, module in sys.modules.items() if name.startswith("octavo_kernels.triton")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith("octavo_kernels.")]:
         for name in told.keys() & vars(module).keys():
             setattr(module, name, told[name])
 

@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from octavo.runtime.message_ring import Ring, RingReader, RingWriter, ring_bytes
 from octavo_bench.report import keep
 from octavo_fleet.sim.roofline import Shape, shape_of
 from octavo_fleet.sim.shapes import SHAPES
+from octavo_kernels.cpu.message_ring import Ring, RingReader, RingWriter, ring_bytes
 
 VALUE_BYTES = 2
 SHARED = ("copy", "norm", "other", "sampling")

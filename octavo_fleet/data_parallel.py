@@ -25,10 +25,10 @@ from octavo.telemetry.metrics import FleetMetrics, Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from octavo_fleet.routing.prefixes import CachedPrefixes, PromptQuery
 from octavo_fleet.routing.routers import make_router
-from octavo_fleet.several_engines import SeveralEngines
 from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.engine_client import OutputListener, Progress, SleepMode
 from octavo_server.engines.engine_stats import summed
+from octavo_server.engines.several_engines import SeveralEngines
 from octavo_server.observe.timelines import KVEventRing, Timelines
 
 GPUS = Path("/proc/driver/nvidia/gpus")
@@ -58,16 +58,34 @@ class DataParallelEngine(SeveralEngines):
             if config.cache.enable_kv_events:
                 engine.send_kv_events_to(_RankedEvents(self.kv_events, rank))
 
-    async def start(self) -> None:
-        """Start all engine processes; raises the first one's error."""
-        await asyncio.gather(*(engine.start() for engine in self.engines))
-
     async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
         """Put all engines to sleep, as ``AsyncEngine.sleep`` does; each wakes when it gets a request."""
         await asyncio.gather(*(engine.sleep(level, mode) for engine in self.engines))
 
     async def wake_up(self) -> None:
         await asyncio.gather(*(engine.wake_up() for engine in self.engines))
+
+    @property
+    def is_paused(self) -> bool:
+        return any(engine.is_paused for engine in self.engines)
+
+    @property
+    def weight_version(self) -> str:
+        return self.engines[0].weight_version
+
+    async def pause(self, mode: SleepMode = "abort") -> None:
+        await asyncio.gather(*(engine.pause(mode) for engine in self.engines))
+
+    def resume(self) -> None:
+        for engine in self.engines:
+            engine.resume()
+
+    async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
+        """Update all engines, as ``AsyncEngine.update_weights`` does."""
+        await asyncio.gather(*(engine.update_weights(model, version, mode) for engine in self.engines))
+
+    async def clear_prefix_cache(self) -> None:
+        await asyncio.gather(*(engine.clear_prefix_cache() for engine in self.engines))
 
     # --- state ---
 

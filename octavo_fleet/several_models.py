@@ -19,8 +19,8 @@ from typing import Protocol, TypeVar
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.telemetry.metrics import Metrics, ModelsMetrics
-from octavo_fleet.several_engines import SeveralEngines
 from octavo_server.engines.async_engine import AsyncEngine
+from octavo_server.engines.several_engines import SeveralEngines
 from octavo_server.model_name import served_model_names
 from octavo_server.observe.timelines import Timelines
 

@@ -246,7 +246,8 @@ class Admission:
                 )
                 answer = answer_start(client_request.answer_marks, prompt.text)
                 text_stream = TextStream(self.tokenizer, client_request.params, client_request.shown_ids, answer)
-                generation.add(Choice(generation, len(generation.choices), prompt, request, text_stream))
+                place = len(generation.choices)
+                generation.add(Choice(generation, place, prompt, request, text_stream, self.engine.weight_version))
         try:
             for choice in generation.choices:
                 self.engine.timelines.own(choice.request.id, client_request.caller.name)

@@ -22,13 +22,13 @@ from octavo.telemetry.metrics import Metrics
 from octavo.text.chat_template import load_chat_template
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
-from octavo_server import admin, sleep
+from octavo_server import admin, sleep, weights
 from octavo_server.admission import Admission
 from octavo_server.console import pages as console
 from octavo_server.console import stats_stream as live
 from octavo_server.dialects.anthropic import messages
 from octavo_server.dialects.batches import batches, files
-from octavo_server.dialects.native import completions, generate, infer, tgi
+from octavo_server.dialects.native import completions, generate, infer, tgi, token_ids
 from octavo_server.dialects.ollama import endpoints as ollama
 from octavo_server.dialects.ollama import models as ollama_models
 from octavo_server.dialects.openai import adapters, chat, embeddings, models, scoring, tokenize
@@ -71,6 +71,8 @@ PARTS = (
     live,
     explanations,
     sleep,
+    weights,
+    token_ids,
     admin,
     generate,
     infer,
@@ -108,6 +110,7 @@ def create_app(
     endpoints += console.ENDPOINTS if config.server.console else []
     endpoints.append(Endpoint("GET", "/openapi.json", _document, "This document"))
     keys = Keys(config.server)
+    weights.check_settings(config.server, keys)
     app = Starlette(
         routes=endpoints,
         middleware=outer_middleware(

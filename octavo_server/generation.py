@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from octavo.errors import CANCELLATIONS, RequestError, RequestFailed
 from octavo.text.text_stream import TextStream
 from octavo.types import FinishReason, Output, Request, TokenLogprobs
+from octavo_server.engines.engine_client import FIRST_WEIGHTS
 from octavo_server.http.errors import UnexpectedError
 from octavo_server.tenants.quotas import Account
 
@@ -80,13 +81,20 @@ class Choice:
             "num_reasoning_tokens",
             "num_tokens",
             "prompt",
+            "weight_versions",
         ),
         *("num_accepted_drafts", "num_drafts", "prompt_logprobs", "request", "stop_reason", "values"),
         *("_generation", "_logprobs", "_text_stream", "_texts", "_tokens"),
     )
 
     def __init__(
-        self, generation: Generation, index: int, prompt: Prompt, request: Request, text_stream: TextStream
+        self,
+        generation: Generation,
+        index: int,
+        prompt: Prompt,
+        request: Request,
+        text_stream: TextStream,
+        weight_version: str = FIRST_WEIGHTS,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -104,6 +112,8 @@ class Choice:
         """One entry per prompt token; ``None`` for the first and for pending ones. Empty unless requested."""
         self.values = b""
         """Result of a pooling task (little-endian float32); empty for generation."""
+        self.weight_versions = [(weight_version, 0)]
+        """Versions of the weights, each with the number of tokens that earlier ones computed."""
         self.is_noted = False
         self._generation = generation
         self._text_stream = text_stream
@@ -162,6 +172,12 @@ class Choice:
     def on_error(self, error: RequestError) -> None:
         """Fail the generation with all its choices, because the engine failed this request."""
         self._generation.fail(error)
+
+    def on_weights(self, version: str) -> None:
+        """Later tokens are computed with these weights."""
+        if self.weight_versions[-1][1] == self.num_tokens:
+            self.weight_versions.pop()
+        self.weight_versions.append((version, self.num_tokens))
 
     def take_text(self) -> str:
         """The new text since the previous ``take``; discards new tokens and log-probabilities."""

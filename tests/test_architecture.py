@@ -23,28 +23,14 @@ MAY_IMPORT = {
     "octavo_fleet": {"octavo", "octavo_server"},
     "octavo_bench": {"octavo", "octavo_kernels", "octavo_server", "octavo_fleet"},
 }
-"""The packages, and which others each may import. The core imports none: it finds them by entry points, or by the names
-of folders of kernels."""
-EXCEPTIONS = {
-    *(("octavo/build.py", "octavo_fleet"), ("octavo/cli/models.py", "octavo_fleet")),
-    *(("octavo/cli/cache.py", "octavo_kernels"), ("octavo/cli/debug.py", "octavo_fleet")),
-    ("octavo/cli/doctor.py", "octavo_kernels"),
-    *(("octavo/cli/serve.py", "octavo_server"), ("octavo/cli/state.py", "octavo_server")),
-    *(("octavo/cli/simulate.py", "octavo_fleet"), ("octavo/cli/tune.py", "octavo_kernels")),
-    *(("octavo/device_settings.py", "octavo_kernels"), ("octavo/llm/loading.py", "octavo_fleet")),
-    *(("octavo/runtime/device_program.py", "octavo_kernels"), ("octavo/runtime/kernel_tuner.py", "octavo_kernels")),
-    *(("octavo/runtime/message_ring.py", "octavo_kernels"), ("octavo/runtime/peer_memory.py", "octavo_kernels")),
-    *(("octavo/runtime/rank_memory.py", "octavo_kernels"), ("octavo/runtime/recorded_forward.py", "octavo_kernels")),
-    *(("octavo/ray.py", "octavo_fleet"), ("octavo_server/engines/engine_process.py", "octavo_fleet")),
-    ("octavo_server/front/serving.py", "octavo_fleet"),
-}
-"""Files that import what their package may not: none may come to these, and one that no longer does is removed here.
-``octavo/ray.py`` is a name under which users import, and stays."""
+"""The packages, and which others each may import. The core imports none: ``octavo.plugins`` finds them by name."""
+EXCEPTIONS = {("octavo/ray.py", "octavo_fleet")}
+"""Files that import what their package may not: none may come to this one, a name under which users import."""
 
 # A module may import its own folder, and what is lower in its column or in a column below. The two towers stand beside
 # each other on the base: neither may import the other. `base` modules are single files.
 BASE: list[set[str]] = [
-    {"errors", "background", "child_worker", "collector", "cpus", "private_files"},
+    {"errors", "background", "child_worker", "collector", "cpus", "plugins", "private_files"},
     {"kernel_compiler", "setting", "speculative_config", "backend_settings"},
     {"sampling_params", "server_settings", "child_process"},
     {"config"},
@@ -87,6 +73,7 @@ PLACES = {
 
 TORCH_FREE = {
     *(
+        "plugins",
         "backend_settings",
         "background",
         "errors",

@@ -42,11 +42,11 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "lines of octavo": Bound(45_400, 2_300),
-    "lines of octavo_kernels": Bound(18_400, 700),
-    "lines of octavo_server": Bound(17_500, 1_000),
-    "lines of octavo_fleet": Bound(6_900, 500),
-    "lines of octavo_bench": Bound(14_300, 600),
+    "lines of octavo": Bound(50_000, 9_000),
+    "lines of octavo_kernels": Bound(20_000, 4_000),
+    "lines of octavo_server": Bound(20_000, 4_000),
+    "lines of octavo_fleet": Bound(8_500, 3_000),
+    "lines of octavo_bench": Bound(15_500, 4_000),
     "small modules with one importer, in their own folder": Bound(76, 6),
     "files that a chat request enters": Bound(47, 6),
     "folders with many loose files": Bound(11, 2),

@@ -176,7 +176,10 @@ class KVCache:
         if len(self.groups) > 1:
             raise ConfigError("kv_offload_memory: the model caches different positions in different layers")
         self.offload = offload
-        self.groups[0].tree.on_evict = offload.save
+        tree = self.groups[0].tree
+        tree.on_evict = offload.save
+        if offload.disk is not None:
+            tree.on_insert = offload.note
 
     def prefetch(self, request: Request) -> Future[None] | None:
         """Start to read the blocks of ``request`` that are only on disk; ``None`` if there are none."""

@@ -1,19 +1,21 @@
-"""KV offloading: contents of evicted blocks are kept in slower tiers, and restored for later requests.
+"""KV offloading: contents of cached blocks are kept in slower tiers, and restored for later requests.
 
 ::
 
-    block evicted        block ──read──> writer thread ──> host memory ──(full)──> disk
+    block evicted        block ──read──> writer thread ──> host memory and disk
+    engine idle, ends    block ──read──> writer thread ──> disk, which then has all that is cached
     request arrives      prefetch: disk ──> loader thread ──> host memory
     sequence admitted    host memory ──write──> a block of the sequence, published like a computed one
 
-The engine's thread never waits for the disk. Blocks that are not in host memory when their sequence is admitted are
-recomputed.
+The engine's thread never waits for the disk, but for ``CLOSING_SECONDS`` when it ends. Blocks that are not in host
+memory when their sequence is admitted are recomputed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +27,11 @@ from octavo.types import Request, Sequence, Tokens, keyed
 
 MAX_PENDING = 1024
 """Most blocks pending to be saved; further evicted blocks are dropped."""
+IDLE_PENDING = 32
+"""Most blocks pending to be saved while the engine is idle, so that a request never waits for more of them."""
+CLOSING_SECONDS = 3.0
+"""How long cached blocks are written to disk when the engine ends or falls asleep."""
+CLOSING_POLL_SECONDS = 0.002
 
 
 class BlockStore(Protocol):
@@ -57,7 +64,7 @@ class OffloadStats:
 
 
 class Offload:
-    """Keeps the contents of evicted blocks in ``host`` and, when that is full, in ``disk``.
+    """Keeps the contents of evicted blocks in ``host``, and those of all cached blocks in ``disk``.
 
     ``identity`` names everything besides tokens that keys and values depend on: the model, its precision, kernels.
     """
@@ -72,11 +79,18 @@ class Offload:
         self.stats = OffloadStats()
         self._root = hashlib.sha256(f"{identity}\n{block_size}\n{store.num_bytes}".encode()).digest()
         self._pending: dict[bytes, Callable[[], bytes]] = {}
+        self._unsaved: dict[Node, None] = {}
+        """Cached blocks that may not be on disk, oldest first, so that each comes after its parent."""
         self._writer = ThreadPoolExecutor(1, "kv-offload-writer")
         self._loader = ThreadPoolExecutor(1, "kv-offload-loader")
 
+    def note(self, node: Node) -> None:
+        """The block of ``node`` was added to the prefix cache; it shall be on disk, too."""
+        self._unsaved[node] = None
+
     def save(self, node: Node) -> None:
         """Save the content of ``node``'s block, which is being evicted."""
+        self._unsaved.pop(node, None)
         key = self._key_of(node)
         if key in self._pending or key in self.host:
             return
@@ -94,9 +108,32 @@ class Offload:
             del self._pending[key]
 
     def _keep(self, key: bytes, content: bytes) -> None:
-        for older in self.host.put(key, content):
-            if self.disk is not None:
-                self.disk.put(*older)
+        self.host.put(key, content)
+        if self.disk is not None:
+            self.disk.put(key, content)
+
+    def save_idle(self) -> bool:
+        """Start to write some cached blocks to disk; return whether there are more."""
+        while self._unsaved and len(self._pending) < IDLE_PENDING:
+            node = next(iter(self._unsaved))
+            del self._unsaved[node]
+            key = self._key_of(node)
+            if self.disk is not None and key not in self._pending and key not in self.disk:
+                self._pending[key] = self.store.read(node.block)
+                self._writer.submit(self._write_to_disk, key, self.disk)
+        return bool(self._unsaved)
+
+    def _write_to_disk(self, key: bytes, disk: DiskTier) -> None:
+        try:
+            disk.put(key, self._pending[key]())
+        finally:
+            del self._pending[key]
+
+    def save_all(self) -> None:
+        """Write cached blocks to disk, as many as ``CLOSING_SECONDS`` allow."""
+        end = time.monotonic() + CLOSING_SECONDS
+        while self.save_idle() and time.monotonic() < end:
+            time.sleep(CLOSING_POLL_SECONDS)
 
     def prefetch(self, request: Request, num_cached: int) -> Future[None] | None:
         """Start to read the blocks after the first ``num_cached`` of ``request`` from disk; ``None`` if there are none.
@@ -105,6 +142,7 @@ class Offload:
         """
         if self.disk is None:
             return None
+        self.disk.refresh()
         tokens: list[int | None] = [*request.prompt_tokens, *request.output_tokens]
         on_disk = []
         for index, key in enumerate(self._keys(keyed(tokens, request), request.cache_salt)):
@@ -122,7 +160,7 @@ class Offload:
             if content is None:
                 break  # later blocks are useless without this one
             self.stats.num_prefetched += 1
-            self._keep(key, content)
+            self.host.put(key, content)
 
     def recall(self, seq: Sequence, num_cached: int) -> list[bytes]:
         """Contents of the blocks after the first ``num_cached`` of ``seq``, as far as host memory has them."""
@@ -144,7 +182,8 @@ class Offload:
         self.stats.num_restored += len(blocks)
 
     def close(self) -> None:
-        """Wait for pending reads and writes, and end the threads."""
+        """Save what is cached, wait for pending reads and writes, and end the threads."""
+        self.save_all()
         self._writer.shutdown()
         self._loader.shutdown()
         if self.disk is not None:

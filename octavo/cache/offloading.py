@@ -22,13 +22,13 @@ def make_offload(
     another model, or by the same one with other ``forms``, are never found. Raises ``ConfigError`` if the folder cannot
     be used.
     """
-    if settings.kv_offload_memory is None:
+    if settings.offload_memory is None:
         return None
     disk = None
     if settings.kv_offload_dir is not None:
         capacity = settings.kv_offload_disk or DEFAULT_DISK_GIB
         disk = DiskTier(Path(settings.kv_offload_dir).expanduser(), int(capacity * GIB))
-    host = HostTier(int(settings.kv_offload_memory * GIB))
+    host = HostTier(int(settings.offload_memory * GIB))
     return Offload(store, block_size, f"{fingerprint(model)}\n{forms}", host, disk)
 
 

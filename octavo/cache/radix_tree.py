@@ -56,6 +56,7 @@ class RadixTree:
         self.idle = IdleBlocks(eviction, num_blocks, clock, leaves_only=not has_window)
         self.num_born = 0
         self.events = events
+        self.on_insert: Callable[[Node], None] | None = None
         self.on_evict: Callable[[Node], None] | None = None
         """Called with each evicted node, while its block still has its content."""
 
@@ -127,6 +128,8 @@ class RadixTree:
         self.node_of[block] = node
         if self.events is not None:
             self.events.stored(node)
+        if self.on_insert is not None:
+            self.on_insert(node)
         return node
 
     def move_end(self, before: Node | None, now: Node | None) -> None:

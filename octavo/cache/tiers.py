@@ -11,6 +11,7 @@ import hashlib
 import re
 import sqlite3
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +30,7 @@ Stored = tuple[bytes, bytes]
 """A key and its content."""
 
 CHECKSUM_BYTES = 16
+REFRESH_SECONDS = 1.0
 INDEX = "index.sqlite"
 _PART = re.compile("[0-9a-f]{2}")
 """Name of a subfolder: the first two hex digits of the names of its files."""
@@ -85,7 +87,7 @@ class HostTier:
 
 
 class DiskTier:
-    """Files on disk, at most ``capacity`` bytes, kept across restarts.
+    """Files on disk, at most ``capacity`` bytes, kept across restarts, and shared by all processes with this folder.
 
     Each content is one file, preceded by a checksum over key and content. The index of keys is an SQLite table. Index
     and files need not agree: a file without an entry is never read, and an entry without a valid file is a miss. So
@@ -105,10 +107,11 @@ class DiskTier:
             self._index = _open_index(folder / INDEX)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"kv_offload_dir: {folder} cannot be used: {error}") from None
-        self._sizes: OrderedDict[bytes, int] = OrderedDict(
-            self._index.execute("SELECT key, size FROM blocks ORDER BY rowid")
-        )
-        self.num_bytes = sum(self._sizes.values())
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self.num_bytes = 0
+        self._last_row = 0
+        self._next_refresh = 0.0
+        self.refresh()
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._sizes
@@ -151,6 +154,19 @@ class DiskTier:
             while self.num_bytes > self.capacity:
                 self._forget(next(iter(self._sizes)))
             return []
+
+    def refresh(self) -> None:
+        """Learn of what other processes with this folder have stored, at most once in ``REFRESH_SECONDS``."""
+        if (now := time.monotonic()) < self._next_refresh:
+            return
+        self._next_refresh = now + REFRESH_SECONDS
+        select = "SELECT rowid, key, size FROM blocks WHERE rowid > ? ORDER BY rowid"
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            for row, key, size in self._index.execute(select, (self._last_row,)):
+                self._last_row = row
+                if key not in self._sizes:
+                    self._sizes[key] = size
+                    self.num_bytes += size
 
     def close(self) -> None:
         """Close the index; the tier must not be used afterwards."""

@@ -1,4 +1,4 @@
-"""The ``octavo`` command: one module per sub-command, listed in ``COMMANDS`` or registered as an entry point.
+"""The ``octavo`` command: one module per sub-command, of this folder or a plug-in (``octavo.plugins``).
 
 A command module has ``NAME``, ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int`` (the exit code). It
 imports heavy packages such as torch inside ``run``, so that help and usage errors appear at once.
@@ -12,10 +12,9 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from importlib.metadata import entry_points
 from typing import Protocol, cast
 
-from octavo import __version__
+from octavo import __version__, plugins
 from octavo.cli.parser import EXIT_ERROR, Parser
 from octavo.cli.settings import environment_warnings
 from octavo.errors import OctavoError
@@ -24,10 +23,7 @@ COMMANDS = (
     *("serve", "chat", "generate", "pull", "list", "show", "rm", "models"),
     *("doctor", "tune", "cache", "state", "simulate", "explain", "debug", "completion"),
 )
-ENTRY_POINTS = "octavo.commands"
-"""Entry point group of further command modules."""
-OF_OCTAVO_BENCH = ("bench", "demo")
-"""Commands of the package ``octavo_bench``, which may not be installed."""
+"""In the order of the help; then come the other plug-ins."""
 
 EXAMPLES = """\
 octavo chat                          chat with a small model, in this terminal
@@ -51,14 +47,15 @@ class Command(Protocol):
 
 
 def commands() -> Iterator[Command]:
-    """Every command, in the order of the help. An entry point that cannot be imported is left out with a warning."""
-    for name in COMMANDS:
-        yield cast(Command, importlib.import_module(f"octavo.cli.{name}"))
-    for entry in entry_points(group=ENTRY_POINTS):
+    """Every command, in the order of the help. A plug-in that cannot be imported is left out with a warning."""
+    others = plugins.parts(plugins.COMMANDS)
+    for name in (*COMMANDS, *(name for name in others if name not in COMMANDS)):
         try:
-            yield cast(Command, entry.load())
+            found = others[name].load() if name in others else importlib.import_module(f"octavo.cli.{name}")
         except ImportError as error:
-            print(f"octavo: warning: no command {entry.name!r}: {error}", file=sys.stderr)
+            print(f"octavo: warning: no command {name!r}: {error}", file=sys.stderr)
+        else:
+            yield cast(Command, found)
 
 
 def build_parser() -> Parser:
@@ -84,8 +81,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.print_help()
         print(f"\nexamples:\n{EXAMPLES}", end="")
         parser.exit(EXIT_ERROR)
-    if argv and argv[0] in OF_OCTAVO_BENCH and not entry_points(group=ENTRY_POINTS, name=argv[0]):
-        parser.error(f"{argv[0]!r} needs the package octavo_bench; `pip install -e .` in a checkout installs it")
     names = [command.NAME for command in commands()]
     if not argv[0].startswith("-") and argv[0] not in names:
         parser.error(f"there is no command {argv[0]!r}; {_instead(argv[0], names)}")

@@ -72,10 +72,11 @@ def _num_bytes(folder: Path) -> int:
 
 def _prune() -> None:
     """Delete the folders of kernels of other sources than those of this version. Raises ``ConfigError``."""
-    from octavo_kernels.cpu.compiled import kernels_folder
+    from octavo.ops.device_backend import backend_of
+    from octavo.plugins import CPU
 
-    current = kernels_folder()
-    outdated = [folder for folder in current.parent.glob("*") if folder != current]
+    current = backend_of(CPU).compiled_kernels()
+    outdated = [] if current is None else [folder for folder in current.parent.glob("*") if folder != current]
     freed = sum(map(_num_bytes, outdated))
     for folder in outdated:
         try:

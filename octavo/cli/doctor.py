@@ -89,22 +89,20 @@ def _machine(config: EngineConfig) -> Iterator[str]:
 
     from octavo.cpus import num_hardware_threads, num_physical_cores
     from octavo.device_settings import resolve_device
+    from octavo.ops.device_backend import backend_of
+    from octavo.plugins import CPU, GPU
     from octavo.runtime.memory import free_memory
-    from octavo_kernels.cpu.host import FLOAT_FEATURES, VNNI_FEATURES, cpu_features
 
     cores, threads = num_physical_cores(), num_hardware_threads()
     yield _row("processor", f"{_processor()}, {cores} cores with {threads} threads for this process")
-    used = (*FLOAT_FEATURES, *VNNI_FEATURES)
-    yield _row("features", " ".join(name for name in used if name in cpu_features()) or "none that kernels use")
-    absent = [name for name in used if name not in cpu_features()]
-    if absent:
-        yield _row("", f"missing: {' '.join(absent)}")
+    for name, value in backend_of(CPU).describe():
+        yield _row(name, value)
     yield _row("free memory", _size(free_memory(torch.device("cpu"), 1.0)))
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        yield _row(f"cuda:{index}", f"{properties.name}, {_size(properties.total_memory)}")
+        yield _row(f"{GPU}:{index}", f"{properties.name}, {_size(properties.total_memory)}")
     if not torch.cuda.is_available():
-        yield _row("cuda", "torch finds no device")
+        yield _row(GPU, "torch finds no device")
     yield _row("used", f"{resolve_device(config.model.device)} (setting device: {config.model.device})")
 
 

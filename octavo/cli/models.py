@@ -16,6 +16,7 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from octavo.build import ModelBackend
     from octavo.models.bert import EncoderConfig
     from octavo.models.config import ModelConfig
     from octavo.models.encoders import LoadedEncoder
@@ -71,6 +72,7 @@ def _about(family: object) -> str:
 
 
 def _check(config: EngineConfig) -> int:
+    from octavo.build import model_backend
     from octavo.device_settings import resolve_device, resolve_kv_dtype, weight_format
     from octavo.models.bert import EncoderConfig
     from octavo.models.outline import outline
@@ -85,8 +87,8 @@ def _check(config: EngineConfig) -> int:
     if (adapter := _as_adapter(config)) is not None:
         return _check_adapter(config, adapter)
     is_here = config.model.model == DEFAULT_MODEL or Path(config.model.model).expanduser().exists()
-    if config.model.backend == "transformers":
-        return _check_transformers(config)
+    if (backend := model_backend(config.model)) is not None:
+        return _check_other(config, backend)
     path = resolve_model(config.model) if is_here else resolve_model(config.model, ["*.json"])
     checkpoint = open_checkpoint(path, config.model.load_format if is_here else "dummy")
     model = read_config(checkpoint.config, config.model.max_model_len)
@@ -121,23 +123,17 @@ def _check(config: EngineConfig) -> int:
     return 0
 
 
-def _check_transformers(config: EngineConfig) -> int:
-    """Load a model of the transformers library and describe it; only a trial shows how it can be served."""
+def _check_other(config: EngineConfig, backend: ModelBackend) -> int:
+    """Describe a model of another backend."""
     from octavo.device_settings import resolve_device, weight_format
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.hub import resolve_model
-    from octavo_fleet.transformers.model import load_transformers
 
     path = resolve_model(config.model)
     form = weight_format(config.model, resolve_device(config.model.device), open_checkpoint(path))
-    model = load_transformers(path, form, config.model.max_model_len)
-    assert model.loaded is not None
-    print(f"{model.architecture}: supported by backend transformers, with {CACHES[model.is_paged]}")
-    print(f"{model.loaded.num_parameters:,} parameters, {model.loaded.num_bytes / 2**20:,.1f} MiB of weights")
+    for line in backend.describe(config, path, form):
+        print(line)
     return 0
-
-
-CACHES = {True: "the paged KV cache", False: "a cache of its own for each sequence, one sequence at a time"}
 
 
 def _fit_encoder(

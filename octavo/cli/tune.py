@@ -29,14 +29,13 @@ def run(args: argparse.Namespace) -> int:
     from octavo.build import build_engine
     from octavo.device_settings import resolve_device
     from octavo.engine.kernel_tuning import TuningPlan
+    from octavo.ops.device_backend import backend_of, is_gpu
 
     device = resolve_device(config.model.device)
-    if device.type != "cuda":
+    if not is_gpu(device):
         raise ConfigError("tune: kernels are tuned for NVIDIA GPUs; torch finds none here")
     if config.model.batch_invariant:
         raise ConfigError("tune: the kernels of --batch-invariant do not depend on measurements")
-    from octavo_kernels.triton.config_tables import own_path  # needs Triton, which CPUs may lack
-
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
     started = time.monotonic()
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -48,5 +47,5 @@ def run(args: argparse.Namespace) -> int:
         engine, _ = build_engine(config, tuning=TuningPlan(again=True, report=report))
         engine.close()
     gpu, taken = torch.cuda.get_device_name(device), time.monotonic() - started
-    note(f"kernels for {gpu} are in {own_path(device)} ({taken:.0f} s)")
+    note(f"kernels for {gpu} are in {backend_of(device.type).measurements(device)} ({taken:.0f} s)")
     return 0

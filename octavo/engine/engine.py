@@ -171,6 +171,15 @@ class Engine:
         """Who owns which KV block now, for the console."""
         return view_of(self.scheduler.cache, self.scheduler.holders)
 
+    def save_idle(self) -> bool:
+        """Save some of the prefix cache to disk while there is no work; return whether there is more to save."""
+        offload = self.scheduler.cache.offload
+        return offload is not None and offload.save_idle()
+
+    def clear_cache(self) -> None:
+        """Drop what the prefix cache holds of ended requests."""
+        self.scheduler.cache.clear()
+
     def sleep(self) -> None:
         """Free the device's memory until ``wake``, once all requests have ended or were aborted.
 
@@ -180,6 +189,8 @@ class Engine:
             raise RunnerError("this engine cannot free its memory while it lives")
         while self.has_work:
             self.step()
+        if self.scheduler.cache.offload is not None:
+            self.scheduler.cache.offload.save_all()
         self.scheduler.clear()
         self.sleeper.sleep()
 

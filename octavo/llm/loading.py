@@ -10,18 +10,17 @@ from typing import Any
 from octavo.build import build_engine
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
+from octavo.plugins import ENGINE_BACKENDS, load
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.types import EngineInfo
 from octavo.weights.hub import resolve_model
-from octavo_fleet.backends import toy
-from octavo_fleet.backends.vocabulary import word_tokenizer
 
 
 def settle(model: str | Path, settings: Mapping[str, Any]) -> tuple[EngineConfig, Tokenizer | None]:
     """The configuration, with the model's folder, and the tokenizer. Raises ``ConfigError`` or ``CheckpointError``."""
     config = EngineConfig.from_flat({"model": model, **settings})
     if config.model.backend == "toy":
-        return config, word_tokenizer()
+        return config, load(ENGINE_BACKENDS, "toy").word_tokenizer()
     path = resolve_model(config.model)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, model=str(path)))
     return config, load_tokenizer(Path(config.model.tokenizer or path))
@@ -29,4 +28,7 @@ def settle(model: str | Path, settings: Mapping[str, Any]) -> tuple[EngineConfig
 
 def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     """Build the engine, which loads the model. Raises ``ConfigError`` or ``CheckpointError``."""
-    return toy.build(config) if config.model.backend == "toy" else build_engine(config)
+    if config.model.backend == "toy":
+        engine, info = load(ENGINE_BACKENDS, "toy").build(config)
+        return engine, info
+    return build_engine(config)

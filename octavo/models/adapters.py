@@ -22,6 +22,7 @@ from octavo.models.map_part import MapPart
 from octavo.models.outline import outlined_maps
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.ops.device_backend import is_gpu
 from octavo.ops.lora import LowRank
 from octavo.quant.stored import DenseWeight, WeightFormat, dtype_name
 from octavo.quant.tensors import Source
@@ -47,7 +48,7 @@ class Adapters:
         for linear, change in changes:
             assert isinstance(linear, AdaptedLinear), "this model was not loaded for adapters"
             linear.add(number, change)
-        if self._form.device.type == "cuda":
+        if is_gpu(self._form.device):
             torch.cuda.current_stream().synchronize()  # steps run on another stream
 
     def unload(self, number: int) -> None:

@@ -1,7 +1,7 @@
 """Kernel dispatch: an op is a contract with a plain-torch reference, a kernel is one implementation of it.
 
 ``@op`` on the reference makes an ``Op``, called like that function. Kernels of the same signature are registered on it
-from ``ops/cpu`` (numba) and ``ops/triton``, which are imported at the first call with a tensor on their device::
+by the ``DeviceBackend`` of a type of device, at the first call with a tensor there::
 
     @rms_norm.kernel(device="cpu", name="numba", preference=10, supports=only_float32)
     def rms_norm_numba(x_TD, weight_D, eps): ...
@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from octavo.ops.device_backend import backend_of
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Supports = Callable[[torch.dtype], str | None]
 
 REFERENCE = "reference"
-KERNEL_FOLDERS = {"cpu": "octavo_kernels.cpu", "cuda": "octavo_kernels.triton"}
 
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
@@ -192,6 +191,4 @@ def is_wrapped() -> bool:
 @functools.cache
 def _load_kernels(device: str) -> None:
     """Import the kernels for a type of device, once; they register themselves."""
-    folder = KERNEL_FOLDERS.get(device)
-    if folder is not None and importlib.util.find_spec(folder) is not None:
-        importlib.import_module(folder)
+    backend_of(device).load_kernels()

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.ops.device_backend import is_gpu
+from octavo.plugins import CPU, GPU
 from octavo.quant.grouped import GroupedStored
 from octavo.quant.scaled import ScaledStored
 from octavo.quant.stored import DenseStored, StoredWeight, WeightFormat
@@ -30,7 +32,7 @@ clipping to -8."""
 LARGEST_E4M3 = 448.0
 SMALLEST_SCALE = 1e-30
 """Of rows and groups of zeros."""
-AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
+AT_ONCE = {CPU: 1 << 16, GPU: 1 << 24}
 """Weights quantised at once; on a CPU they stay in the cache."""
 
 
@@ -59,7 +61,7 @@ def quantized_head(name: str, stored: StoredWeight, form: WeightFormat) -> Store
 def return_memory(device: torch.device) -> None:
     """Return what loading a large matrix took besides the result: PyTorch would place weights in parts of it, none of
     which could be returned for the KV cache any more."""
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.cuda.empty_cache()
 
 

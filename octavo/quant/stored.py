@@ -22,6 +22,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.errors import CheckpointError
 from octavo.ops.linear import Activation
+from octavo.plugins import GPU
 
 Order = npt.NDArray[np.int64]
 """For each row of the result, the index of its row in the matrix."""
@@ -238,7 +239,7 @@ class DenseStored:
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         """On a CPU, 16 bits stay 16 bits: they are widened in registers, exactly, and half as many bytes are read."""
         dtype, K = self.parts[0].dtype, self.shape[1]
-        if not form.packs or form.kernel_device == "cuda" or form.dtype != torch.float32 or dtype.itemsize != 2:
+        if not form.packs or form.kernel_device == GPU or form.dtype != torch.float32 or dtype.itemsize != 2:
             return None
         if K % 16:
             return None

@@ -6,11 +6,9 @@ report.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import importlib
-import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from octavo import ops
-from octavo.kernel_compiler import preparation, start_compilers
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.device_backend import backend_of, is_gpu
 from octavo.runtime.acceptance import Verify
 from octavo.runtime.drafter import Drafter, Tap
 from octavo.runtime.embedding_pool import EmbeddingPool
@@ -32,9 +30,9 @@ from octavo.runtime.step_views import StepTensors, view_step
 from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.steps.layout import num_bytes
 from octavo.steps.limits import StepLimits
-from octavo.steps.messages import Step
+from octavo.steps.messages import MeasureKernels, PrepareTuning, Step, Tuning, UseKernels
 from octavo.steps.reports import report_width
-from octavo.steps.shapes import StepShape
+from octavo.steps.shapes import StepShape, all_drafts
 
 STEPS_IN_FLIGHT = 4
 """Number of upload and result buffers; more steps than an engine ever has in flight."""
@@ -66,7 +64,7 @@ class DeviceProgram:
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_steps = 0
         """Steps started so far; the device keeps the same count in ``_counter``."""
-        pinned = device.type == "cuda"
+        pinned = is_gpu(device)
         self._uploads_QB = torch.zeros(STEPS_IN_FLIGHT, len(self._inputs), dtype=torch.uint8, pin_memory=pinned)
         """Host memory: row ``num_steps % Q`` holds the inputs of the next step; a kernel copies it to the device."""
         most = largest.num_samples + largest.num_seqs
@@ -147,14 +145,30 @@ class DeviceProgram:
         )
 
 
-def load_kernels() -> None:
-    """Import the kernels and prepare their compiler in the background, while weights are loaded."""
-    start_compilers()
-    preparation()
-    load = threading.Thread(
-        target=importlib.import_module, args=("octavo_kernels.triton",), name="load kernels", daemon=True
-    )
-    load.start()
+class KernelTuner:
+    """Measures kernels for the matrix products of the loaded model, as messages request it.
+
+    Nothing here decides when or for how long. A measurement is a reply, and takes effect by ``UseKernels`` alone, which
+    every executor of a model gets at the same place of the stream.
+    """
+
+    def __init__(self, program: DeviceProgram) -> None:
+        """``program``: over buffers that no step uses; it is run once, without launching a kernel."""
+        self._device = program.device
+        self._backend = backend_of(program.device.type)
+        shape = StepShape(1, 1, 1, has_drafter=program.has_drafter, num_proposed=all_drafts(program.has_drafter))
+        self._products = self._backend.tuner(partial(program, shape), program.device)
+
+    def execute(self, message: Tuning) -> Any:
+        """See ``Executor``."""
+        match message:
+            case PrepareTuning(num_rows, again):
+                return [] if self._products is None else self._products.prepare(num_rows, again)
+            case MeasureKernels(key):
+                return None if self._products is None else self._products.measure(key)
+            case UseKernels(entries):
+                self._backend.use_measured(entries, self._device)
+                return None
 
 
 class _OnceOfItsKind:
@@ -207,39 +221,3 @@ def _form(value: Any, around: tuple[int, ...] = ()) -> Hashable:
     if own is None or hasattr(value, "__qualname__"):  # a number, a function
         return value if isinstance(value, Hashable) else id(value)
     return type(value), _form(own, inside)
-
-
-@contextlib.contextmanager
-def launched_early() -> Iterator[None]:
-    """Launch the kernels of this block with programmatic dependent launch: they may start before the previous ends."""
-    from octavo_kernels.triton.launch import pdl  # imported late: Triton may be absent on machines without CUDA
-
-    with pdl():
-        yield
-
-
-@contextlib.contextmanager
-def batch_invariant() -> Iterator[None]:
-    """Make the results of a row in this block bitwise independent of the other sequences in the batch."""
-    from octavo_kernels.triton.launch import invariant
-
-    with invariant():
-        yield
-
-
-@contextlib.contextmanager
-def without_grid_barriers() -> Iterator[None]:
-    """Launch no kernel with a grid-wide barrier in this block: another executor of the device may launch one."""
-    from octavo_kernels.triton.launch import no_grid_barriers
-
-    with no_grid_barriers():
-        yield
-
-
-@contextlib.contextmanager
-def compiled_only(num_threads: int | None = None) -> Iterator[None]:
-    """Compile the kernels launched in this block, ``num_threads`` at a time, without running them."""
-    from octavo_kernels.triton.launch import compiling
-
-    with compiling(num_threads):
-        yield

@@ -13,6 +13,8 @@ from octavo import ops
 from octavo.models.registry import CausalLM
 from octavo.ops import dispatch
 from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.device_backend import Recorder, backend_of
+from octavo.runtime.recorded_forward import RecordedCall, RecordedForward
 from octavo.runtime.step_program import Forward, Logits
 
 
@@ -29,24 +31,20 @@ def recorded(
     compute: Callable[..., Tensor], device: torch.device, enforce_eager: bool = False, layers: Sequence[Any] = ()
 ) -> Callable[..., Tensor]:
     """``compute``, or on CPUs with compiled kernels a ``RecordedForward`` of it, unless ``enforce_eager`` is set."""
-    if not _records(device, enforce_eager):
-        return compute
-    from octavo.runtime.recorded_forward import RecordedForward  # needs numba
-
-    return RecordedForward(compute, layers)
+    record = _recorder(device, enforce_eager)
+    return compute if record is None else RecordedForward(compute, record, layers)
 
 
 def make_logits(model: CausalLM, device: torch.device, enforce_eager: bool = False) -> Logits:
     """``model.logits``, replayed where the forward pass is; the result is then valid until the next call."""
-    if not _records(device, enforce_eager):
-        return model.logits
-    from octavo.runtime.recorded_forward import RecordedCall
-
-    return RecordedCall(model.logits)
+    record = _recorder(device, enforce_eager)
+    return model.logits if record is None else RecordedCall(model.logits, record)
 
 
-def _records(device: torch.device, enforce_eager: bool) -> bool:
-    return device.type == "cpu" and not enforce_eager and ops.linear.chosen("cpu", torch.float32) != dispatch.REFERENCE
+def _recorder(device: torch.device, enforce_eager: bool) -> Recorder | None:
+    if enforce_eager or ops.linear.chosen(device.type, torch.float32) == dispatch.REFERENCE:
+        return None
+    return backend_of(device.type).recorder()
 
 
 def _forward(

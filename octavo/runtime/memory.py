@@ -19,8 +19,10 @@ from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache
+from octavo.ops.device_backend import is_gpu
 from octavo.ops.grouped_linear import LARGEST_COPY
 from octavo.ops.paged_attention import MAX_SCRATCH
+from octavo.plugins import CPU, GPU
 from octavo.quant.stored import DENSE_FORMATS
 from octavo.runtime.group_memory import GroupMemory
 from octavo.runtime.step_program import LOGPROB_ROWS
@@ -52,7 +54,7 @@ class DeviceDefaults:
     max_num_batched_tokens: int
 
 
-DEFAULTS = {"cpu": DeviceDefaults(32, 64, 256), "cuda": DeviceDefaults(64, 256, 8192)}
+DEFAULTS = {CPU: DeviceDefaults(32, 64, 256), GPU: DeviceDefaults(64, 256, 8192)}
 ACTIVATION_SHARE, FULL_TOKENS = 1 / 32, 2048
 """Activations of steps of more than FULL_TOKENS, which keep a GPU busy, take at most this share of the free memory."""
 
@@ -106,14 +108,14 @@ def release_unused(device: torch.device) -> None:
     Before weights are loaded: the allocator would put them into the memory of that engine's cache, and only memory of
     which nothing is in use can be given back.
     """
-    if device.type == "cuda" and torch.cuda.memory_reserved(device):  # a full collection takes about 0.1 s
+    if is_gpu(device) and torch.cuda.memory_reserved(device):  # a full collection takes about 0.1 s
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device, gpu_memory_utilization: float) -> int:
     """Bytes that this process may still allocate on the device."""
-    if device.type == "cuda":
+    if is_gpu(device):
         release_unused(device)
         free, total = torch.cuda.mem_get_info(device)
         return free - int(total * (1 - gpu_memory_utilization))
@@ -147,7 +149,7 @@ def settle(
     block_size = settings.cache.block_size or DEFAULTS[device].block_size
     max_model_len = _longest_asked(settings, model)
     activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks)
-    if device == "cuda":
+    if device == GPU:
         activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``sampling_state``
         activations += _copy_bytes(model, dtype, weights)
         activations += model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks)
@@ -186,7 +188,7 @@ def _groups(settings: CacheSettings, specs: Sequence[LayerCacheSpec], max_window
     With KV offloading there is one group, because the offload tiers store blocks of all layers.
     """
     groups = kv_groups(specs, max_window)
-    if settings.kv_offload_memory is None or len(groups) == 1:
+    if settings.offload_memory is None or len(groups) == 1:
         return groups
     logger.info("blocks behind sliding windows are not freed: kv_offload_memory stores blocks of all layers")
     return kv_groups(specs)

@@ -9,6 +9,8 @@ Shapes: T tokens, D model, W ranks, n numbers.
 from __future__ import annotations
 
 import datetime
+import logging
+import os
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.ops.collective import Collective
+from octavo.ops.device_backend import backend_of, is_gpu
 
+logger = logging.getLogger(__name__)
 _distributed: Any = dist  # torch has no types for it
 HOST = "127.0.0.1"
 FOREVER = datetime.timedelta(days=1)
@@ -35,8 +39,8 @@ class ProcessGroupCollective:
         port = int(host.all_gather(torch.tensor([store.port if store else 0]))[0])
         store = store or self._store(port)
         backend, device_id = "gloo", None  # gloo is for tests
-        if device.type == "cuda":
-            backend, device_id = "nccl", torch.device("cuda", torch.cuda.current_device())
+        if is_gpu(device):
+            backend, device_id = "nccl", torch.device(device.type, torch.cuda.current_device())
         sizes = {"world_size": self.size, "rank": self.rank}
         _distributed.init_process_group(backend, store=store, timeout=FOREVER, device_id=device_id, **sizes)
 
@@ -69,3 +73,20 @@ def _sum(parts_Wn: Tensor, residual_n: Tensor | None) -> Tensor:
     if residual_n is not None:
         total_n += residual_n
     return total_n.to(parts_Wn.dtype)
+
+
+def device_collective(host: Collective, device: torch.device) -> Collective:
+    """The collective of a rank's device, given that of the hosts."""
+    if host.size == 1 or not is_gpu(device):
+        return host
+    collective = backend_of(device.type).peer_collective(host, device)
+    if collective is not None:
+        return collective
+    logger.warning("the GPUs cannot access each other's memory: sums go through NCCL, which is slower")
+    return ProcessGroupCollective(host, device)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this process, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names.split(",") if names else [str(index) for index in range(torch.cuda.device_count())]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from octavo.errors import CheckpointError, RanksLost, RunnerError
-from octavo.runtime.rank_memory import RankMemory
+from octavo.ops.device_backend import RankMemory
 from octavo.runtime.replies import Done, Failed
 from octavo.steps.messages import (
     Compile,

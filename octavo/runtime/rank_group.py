@@ -23,10 +23,9 @@ import msgspec
 
 from octavo.errors import CheckpointError, ConfigError, OctavoError, RanksLost
 from octavo.ops.collective import Collective
+from octavo.ops.device_backend import RankMemory, SharedMemory
 from octavo.runtime.memory import Limits
-from octavo.runtime.message_ring import RingWriter
 from octavo.runtime.rank_executor import RankExecutor
-from octavo.runtime.rank_memory import RankMemory, make_memory
 from octavo.runtime.rank_processes import RankProcesses
 from octavo.runtime.ranks import OnLost
 from octavo.steps.messages import Executor, Message, Reply, pack
@@ -103,14 +102,15 @@ def hear(connection: Connection, kind: type[Expected]) -> Expected:
 class RankGroup:
     """The ranks but the first, told what to load and watched until ``end``; see ``Ranks``."""
 
-    def __init__(self, config: dict[str, Any], processes: RankProcesses, gpus: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: dict[str, Any], processes: RankProcesses, shared: SharedMemory, gpus: Sequence[str] = ()
+    ) -> None:
         """Returns while the ranks load their parts of the model; ``config`` are the settings by their flat names.
 
         ``gpus`` are the names of the GPUs, which ranks share if there are fewer; empty for ranks on CPUs.
         """
         size = processes.size
-        descriptor = make_memory(size, processes.descriptor)
-        self.memory = RankMemory(descriptor, 0, size)
+        self.memory = shared.view(shared.make(size, processes.descriptor), 0, size)
         processes.close_memory()
         self._num_sharing = -(-size // max(1, len(gpus)))
         self._watch = _Watch(self.memory, processes)
@@ -186,7 +186,7 @@ class RanksExecutor:
 
     def __init__(self, group: RankGroup, own: RankExecutor) -> None:
         self._group, self._own = group, own
-        self._writer = RingWriter(group.memory.ring, group.check)
+        self._writer = group.memory.writer(group.check)
 
     @property
     def runs_ahead(self) -> bool:
@@ -284,10 +284,10 @@ class Progress:
         memory, now = self._memory, time.monotonic()
         rounds = [memory.collective.num_rounds(rank) for rank in range(memory.size)]
         for rank, pid in enumerate(self._pids, 1):
-            read = memory.ring.read(rank - 1)
+            read, is_all = memory.num_read(rank)
             time_used, is_stopped = processor_time(pid)
             done = rounds[rank], read, time_used
-            is_waited_for = rounds[rank] < max(rounds) or read < memory.ring.written
+            is_waited_for = rounds[rank] < max(rounds) or not is_all
             last, since = self._last.get(rank, (None, now))
             if done != last or not is_waited_for:
                 self._last[rank] = done, now

@@ -1,7 +1,7 @@
 """A forward pass on a CPU, recorded once for each number of rows and then replayed in compiled code.
 
 For a few tokens, preparing a layer's kernel calls in Python takes longer than computing them. Steps are therefore
-recorded (``ops.cpu.calls``) over input buffers at fixed addresses, into which each step is copied. The buffers have
+recorded (``DeviceBackend.recorder``) over input buffers at fixed addresses, into which each step is copied. They have
 room for more sequences than most steps have; those that are not used have no rows. With many threads this is so for
 longer steps too: they are recorded when two in a row have the same form, as chunks of prompts do. Logits are replayed
 while steps have as many rows. Models that use operations other than recordable kernels run without recording.
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import GroupRows, PagedRows
+from octavo.ops.device_backend import Recorder, Recording
 from octavo.ops.dispatch import is_wrapped
 from octavo.runtime.drafter import Tap
-from octavo_kernels.cpu.calls import Arena, Recording, recording
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ class _Step(NamedTuple):
 class RecordedForward:
     """A faster forward pass; its result is valid until the next call."""
 
-    def __init__(self, compute: Compute, layers: Sequence[Any] = ()) -> None:
+    def __init__(self, compute: Compute, record: Recorder, layers: Sequence[Any] = ()) -> None:
         """``layers``: those of the model, which a drafter may tap."""
         self._compute = compute
         self._layers = layers
-        self._arena = Arena()
+        self._record_calls = record
         self._steps: dict[_Form, _Step] = {}
         self._last: _Form | None = None
         self._is_recordable = True
@@ -100,7 +100,7 @@ class RecordedForward:
     def _record(self, given: list[Tensor], given_rows: PagedRows, form: _Form) -> Tensor:
         rows, inputs = _like(given_rows, form), [x.clone() for x in given]
         _fill(given_rows, rows)
-        with recording(self._arena) as made:
+        with self._record_calls() as made:
             x_TD = self._compute(*inputs[:2], rows, *inputs[2:])
         if made.foreign:
             logger.info("steps are not recorded, the model uses %s", ", ".join(sorted(made.foreign)))
@@ -121,9 +121,9 @@ class RecordedCall:
     Only the last recording is kept, with its result, which is valid until the next call.
     """
 
-    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, compute: Callable[[Tensor], Tensor], record: Recorder) -> None:
         self._compute = compute
-        self._arena = Arena()
+        self._record_calls = record
         self._memory: tuple[int, torch.Size, tuple[int, ...]] | None = None
         self._made: tuple[Recording, Tensor] | None = None
         self._is_recordable = True
@@ -139,7 +139,7 @@ class RecordedCall:
         if self._made is not None:
             self._made[0].repeat()
             return self._made[1]
-        with recording(self._arena) as made:
+        with self._record_calls() as made:
             result = self._compute(x)
         self._is_recordable = not made.foreign
         self._made = (made, result) if self._is_recordable else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from octavo.errors import RunnerError
+from octavo.ops.device_backend import is_gpu
 from octavo.runtime.memory import GIB, free_memory
 
 HOST = torch.device("cpu")
@@ -46,7 +47,7 @@ class SleepingMemory:
         self._wait()
         for storage, _ in (*self._kept, *self._lost):
             storage.resize_(0)
-        if self._device.type == "cuda":
+        if is_gpu(self._device):
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
@@ -72,7 +73,7 @@ class SleepingMemory:
         if (free := free_memory(HOST, 1.0)) < size:
             raise RunnerError(f"sleeping takes {size / GIB:.2f} GiB of host memory, {free / GIB:.2f} GiB are free")
         self._host = torch.empty(size, dtype=torch.uint8)
-        if self._device.type == "cuda":
+        if is_gpu(self._device):
             # Touched first, as several threads do that together; locked as it is, as torch would round the size up.
             self._host.fill_(0)
             cudart, address = torch.cuda.cudart(), self._host.data_ptr()  # type: ignore[no-untyped-call]
@@ -85,7 +86,7 @@ class SleepingMemory:
         return self._host
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
+        if is_gpu(self._device):
             torch.cuda.synchronize()
 
 

@@ -26,21 +26,14 @@ from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import Adapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
+from octavo.ops.device_backend import backend_of, is_gpu
 from octavo.runtime.acceptance import Verify
 from octavo.runtime.block_copies import DeviceBlockCopies, HostBlockCopies
-from octavo.runtime.device_program import (
-    DeviceProgram,
-    batch_invariant,
-    compiled_only,
-    launched_early,
-    with_distinct_layers,
-    without_grid_barriers,
-)
+from octavo.runtime.device_program import DeviceProgram, KernelTuner, with_distinct_layers
 from octavo.runtime.drafter import Drafter
 from octavo.runtime.embedding_pool import EmbeddingPool
 from octavo.runtime.graphs import Graphs
 from octavo.runtime.host_executor import LAST_TOKEN, change_adapters
-from octavo.runtime.kernel_tuner import KernelTuner
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.pooled import ChunkPooler
 from octavo.runtime.replies import Done, Failed
@@ -131,15 +124,17 @@ class StreamExecutor:
         self._program = DeviceProgram(model, *self._parts)
         self._tuner: KernelTuner | None = None
         self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
-        self._is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
-        self._graphs = Graphs(self._program, launched_early) if self._is_cuda and not enforce_eager else None
+        self._is_gpu = is_gpu(device)
+        self._backend = backend_of(device.type)
+        self._stream = torch.cuda.Stream(device) if self._is_gpu else None  # type: ignore[no-untyped-call]
+        has_graphs = self._is_gpu and not enforce_eager
+        self._graphs = Graphs(self._program, self._backend.launched_early) if has_graphs else None
         self._copies = HostBlockCopies(storage) if self._stream is None else DeviceBlockCopies(storage, self._stream)
         self._compiling: Compiling | None = None
         self._pools = storage.pools
         self._memory = SleepingMemory(device)
         self._device = self._program.device
-        self._shares_device = self._is_cuda and any(other._device == self._device for other in _executors)
+        self._shares_device = self._is_gpu and any(other._device == self._device for other in _executors)
         """Whether this process had another executor on the device when this one was made."""
         _executors.add(self)
 
@@ -201,7 +196,7 @@ class StreamExecutor:
                 self._program(message.shape)
         reports_RW = None if message.num_top < 0 else self._program.send_reports(index, message.num_samples)
         done = None
-        if self._is_cuda:
+        if self._is_gpu:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return Results(message, self._program.result(index), reports_RW, done)
@@ -218,11 +213,12 @@ class StreamExecutor:
 
     def _compile(self, message: Compile) -> None:
         """Compile kernels on a separate stream, over buffers that no step uses."""
-        if not self._is_cuda:
+        compiled_only = self._backend.compiled_only(message.num_threads or None) if self._is_gpu else None
+        if compiled_only is None:
             return
         with torch.cuda.stream(torch.cuda.Stream()), self._around():  # type: ignore[no-untyped-call]
             program = DeviceProgram(with_distinct_layers(self._model, self._layers), *self._parts)
-            with compiled_only(message.num_threads or None), self._as_in_graphs():
+            with compiled_only, self._as_in_graphs():
                 for shape in message.shapes:
                     stop_if_ending()
                     program(shape)
@@ -233,7 +229,7 @@ class StreamExecutor:
         """Free what can be freed; kernels are compiled over the weights, so that is waited for."""
         if self._compiling is not None:
             self._compiling.wait()
-        if self._is_cuda:
+        if self._is_gpu:
             torch.cuda.synchronize()
         self._tuner = None
         if self._graphs is not None:
@@ -260,16 +256,16 @@ class StreamExecutor:
 
     def _as_in_graphs(self) -> contextlib.AbstractContextManager[None]:
         """Launch kernels with the options that graphs use, so that none is compiled twice."""
-        return launched_early() if self._graphs is not None else contextlib.nullcontext()
+        return self._backend.launched_early() if self._graphs is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _around(self) -> Iterator[None]:
         with contextlib.ExitStack() as settings:
             settings.enter_context(torch.inference_mode())
             if self._batch_invariant:
-                settings.enter_context(batch_invariant())
+                settings.enter_context(self._backend.batch_invariant())
             if self._shares_device:
-                settings.enter_context(without_grid_barriers())
+                settings.enter_context(self._backend.without_grid_barriers())
             yield
 
 

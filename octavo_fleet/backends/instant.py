@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig
 from octavo.engine.engine import NoAdapters
-from octavo.engine.protocols import Adapters
+from octavo.engine.protocols import Adapters, OnLost
 from octavo.errors import InvalidParameter
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs
 from octavo_fleet.backends.certain import certain, make_info, refuse_what_needs_a_model
 from octavo_fleet.backends.toy_models import WORDS
-from octavo_fleet.backends.vocabulary import FIRST_WORD, VOCAB_SIZE
+from octavo_fleet.backends.vocabulary import FIRST_WORD, VOCAB_SIZE, word_tokenizer
+
+__all__ = ["build", "word_tokenizer"]
 
 MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 1024
@@ -124,6 +126,13 @@ class InstantEngine:
         """There is no cache."""
         return None
 
+    def clear_cache(self) -> None:
+        """There is no cache."""
+
+    def save_idle(self) -> bool:
+        """There is nothing to save."""
+        return False
+
     def sleep(self) -> None:
         """There is no memory to free."""
 
@@ -134,8 +143,8 @@ class InstantEngine:
         """Nothing is left open."""
 
 
-def build(config: EngineConfig) -> tuple[InstantEngine, EngineInfo]:
-    """Build the engine; see ``octavo_server.engines.engine_process.Build``."""
+def build(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[InstantEngine, EngineInfo]:
+    """See ``EngineBackend``; there is no other process to lose."""
     max_num_seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS
     max_model_len = config.model.max_model_len or MAX_MODEL_LEN
     info = make_info("instant", vocab_size=VOCAB_SIZE, max_model_len=max_model_len, max_num_seqs=max_num_seqs)

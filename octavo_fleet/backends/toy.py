@@ -6,11 +6,14 @@ from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
+from octavo.engine.protocols import OnLost
 from octavo.engine.scheduler import Scheduler
 from octavo.types import EngineInfo, Request, Sequence
 from octavo_fleet.backends.certain import make_info, refuse_what_needs_a_model
 from octavo_fleet.backends.toy_models import WORDS, FakeRunner, next_word
-from octavo_fleet.backends.vocabulary import FIRST_WORD, VOCAB_SIZE, prompt_text
+from octavo_fleet.backends.vocabulary import FIRST_WORD, VOCAB_SIZE, prompt_text, word_tokenizer
+
+__all__ = ["build", "word_tokenizer"]
 
 MAX_MODEL_LEN = 4096
 MAX_NUM_SEQS = 64
@@ -35,8 +38,8 @@ def next_token(seq: Sequence, num_tokens: int) -> int:
     return FIRST_WORD + next_word(prompt_text(seq.request.prompt_tokens), said)
 
 
-def build(config: EngineConfig) -> tuple[Engine, EngineInfo]:
-    """Build the engine; see ``octavo_server.engines.engine_process.Build``."""
+def build(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[Engine, EngineInfo]:
+    """See ``EngineBackend``; there is no other process to lose."""
     cache, given = config.cache, config.scheduler
     block_size, num_blocks = cache.block_size or BLOCK_SIZE, cache.num_kv_blocks or NUM_KV_BLOCKS
     max_num_seqs = given.max_num_seqs or min(MAX_NUM_SEQS, given.max_num_batched_tokens or MAX_NUM_SEQS)

@@ -110,6 +110,9 @@ class _Stream:
         self.is_ended = output.finish_reason is not None
         self.changed.set()
 
+    def on_weights(self, version: str) -> None:
+        """Replicas keep their weights."""
+
     def on_error(self, error: RequestError) -> None:
         self.refusal = refusal_of(0, error)
         self.is_ended = True

@@ -20,7 +20,7 @@ from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from octavo_fleet.ray.messages import Answer, decode_answer, decode_info, encode
-from octavo_server.engines.engine_client import OutputListener, SleepMode
+from octavo_server.engines.engine_client import FIRST_WEIGHTS, OutputListener, SleepMode
 from octavo_server.engines.engine_stats import summed
 from octavo_server.engines.live_request import LiveRequest, adapters_of
 from octavo_server.engines.lora_adapters import AdapterTable
@@ -52,6 +52,8 @@ class FleetEngine(RequestJournal):
         self.failure: str | None = None
         self.pid: int | None = None
         self.num_restarts = self.sleep_level = 0
+        self.is_paused = False
+        self.weight_version = FIRST_WEIGHTS
         self.last_answer = time.monotonic()
         self._info: EngineInfo | None = None
         self._handle = handle
@@ -101,6 +103,21 @@ class FleetEngine(RequestJournal):
 
     async def wake_up(self) -> None:
         """Replicas are always awake."""
+
+    async def pause(self, mode: SleepMode = "abort") -> None:
+        """Raises ``Unavailable``."""
+        raise Unavailable("Replicas of Ray cannot be paused.")
+
+    def resume(self) -> None:
+        """Replicas never pause."""
+
+    async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
+        """Raises ``Unavailable``."""
+        raise Unavailable("Replicas of Ray keep the weights that they began with; deploy the new ones.")
+
+    async def clear_prefix_cache(self) -> None:
+        """Raises ``Unavailable``."""
+        raise Unavailable("The prefix caches of Ray's replicas cannot be emptied.")
 
     def _condition(self) -> Condition:
         self.metrics.stats = self.stats

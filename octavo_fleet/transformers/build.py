@@ -1,32 +1,44 @@
-"""Settings that follow from a model of the backend transformers."""
+"""The backend transformers: the loading of a model, and settings that follow from it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from octavo.config import EngineConfig, ModelSettings
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.models.adapters import Adapters, load_with_adapters
 from octavo.models.config import ModelConfig
 from octavo.models.registry import LoadedModel
-from octavo.ops.collective import Collective
 from octavo.quant.stored import WeightFormat
 from octavo.runtime import memory
-from octavo.weights.checkpoint import Checkpoint
-from octavo_fleet.transformers.model import TransformersConfig
+from octavo_fleet.transformers.model import TransformersConfig, load_transformers
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 
+CACHES = {True: "the paged KV cache", False: "a cache of its own for each sequence, one sequence at a time"}
 
-def load_any(
-    settings: ModelSettings, model: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, collective: Collective
-) -> tuple[LoadedModel, Adapters | None]:
-    """A model of transformers, which is loaded already, or one of octavo's own; see ``load_with_adapters``."""
-    if isinstance(model, TransformersConfig):
-        assert model.loaded is not None
-        return model.loaded, None
-    return load_with_adapters(settings, model, checkpoint, form, collective)
+
+def read_model(config: EngineConfig, path: Path, form: WeightFormat) -> tuple[EngineConfig, ModelConfig]:
+    """See ``ModelBackend``: only a loaded model says what it caches."""
+    model = load_transformers(path, form, config.model.max_model_len)
+    return own_settings(config, model, form.device), model
+
+
+def describe(config: EngineConfig, path: Path, form: WeightFormat) -> Iterator[str]:
+    """See ``ModelBackend``; only a trial shows how a model can be served."""
+    model = load_transformers(path, form, config.model.max_model_len)
+    assert model.loaded is not None
+    yield f"{model.architecture}: supported by backend transformers, with {CACHES[model.is_paged]}"
+    yield f"{model.loaded.num_parameters:,} parameters, {model.loaded.num_bytes / 2**20:,.1f} MiB of weights"
+
+
+def load_model(model: ModelConfig) -> LoadedModel:
+    """See ``ModelBackend``."""
+    assert isinstance(model, TransformersConfig)
+    assert model.loaded is not None
+    return model.loaded
 
 
 def own_settings(config: EngineConfig, model: TransformersConfig, device: torch.device) -> EngineConfig:

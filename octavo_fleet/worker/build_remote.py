@@ -45,7 +45,7 @@ MAX_TABLE_ENTRIES = 1 << 24
 """Blocks of all sequences of a step together."""
 
 
-def build_remote(config: EngineConfig, on_lost: OnLost | None) -> tuple[Engine, EngineInfo]:
+def build(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[Engine, EngineInfo]:
     """Connect to the worker and wire the engine. Raises ``ConfigError`` or ``CheckpointError``.
 
     When the worker ends, ``on_lost`` is called with 1; steps raise ``WorkerLost``, also when it does not answer. The

@@ -38,7 +38,7 @@ def attention_triton(
         return out_TNH.view(len(q_TNH), -1)
     lengths = block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S
     if len(q_TNH) >= GLUON_ROWS and has_gluon(q_TNH.device) and not is_invariant():
-        from octavo_kernels.triton.hopper_prefill import hopper_prefill, suits
+        from octavo_kernels.hopper.prefill_attention import hopper_prefill, suits
 
         if suits(q_TNH, heads, cache):
             parts, spans = ((q_TNH,), (cache.keys,), cache.values), (rows.cu_seqlens_q[:-1], rows.cu_seqlens_q[1:])

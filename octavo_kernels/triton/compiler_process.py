@@ -17,6 +17,7 @@ import threading
 from typing import NoReturn
 
 from octavo.child_worker import LENGTH, receive
+from octavo_kernels.triton.backend import BACKEND
 from octavo_kernels.triton.compile_jobs import execute
 
 IDLE_SECONDS = 60.0
@@ -28,6 +29,7 @@ def main() -> NoReturn:
     """Serve until the other side ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, which the engine handles
     control, *connections = (socket.socket(fileno=int(text)) for text in sys.argv[1:])
+    BACKEND.load_kernels()
     importlib.import_module("triton.runtime.cache").triton_key()  # in each process it would take half a second
     gc.freeze()
     parent = os.getpid()

@@ -6,14 +6,14 @@ import torch
 import triton
 
 from octavo.ops.grouped_linear import LARGEST_COPY, WORDS, PackedGroups, chunk_of
-from octavo_kernels.triton import pipelined_configs, streamed_configs
+from octavo_kernels.hopper import pipelined_configs, streamed_configs
+from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
+from octavo_kernels.hopper.streamed_configs import StreamedConfig
 from octavo_kernels.triton.config_tables import ConfigTable
 from octavo_kernels.triton.grouped_gemm import GroupedGemmConfig
 from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig
 from octavo_kernels.triton.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import num_multiprocessors, shared_bytes
-from octavo_kernels.triton.pipelined_configs import PipelinedConfig
-from octavo_kernels.triton.streamed_configs import StreamedConfig
 
 GroupedConfig = StreamedConfig | PipelinedConfig | GroupedGemvConfig | GroupedGemmConfig | None
 """``None`` makes the weight dense for cuBLAS."""

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups, grouped_linear
 from octavo.ops.linear import Activation
+from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
+from octavo_kernels.hopper.streamed_configs import StreamedConfig
 from octavo_kernels.triton.grouped_configs import GroupedConfig, config_for, invariant_config
 from octavo_kernels.triton.grouped_dense import dense
 from octavo_kernels.triton.grouped_gemm import grouped_gemm
@@ -17,10 +19,8 @@ from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig, grouped_gemv
 from octavo_kernels.triton.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import is_invariant
 from octavo_kernels.triton.linear import cublas_linear
-from octavo_kernels.triton.pipelined_configs import PipelinedConfig
 from octavo_kernels.triton.product_calls import note_call
 from octavo_kernels.triton.rms_norm import rms_norm_triton
-from octavo_kernels.triton.streamed_configs import StreamedConfig
 
 FLOATS = (torch.bfloat16, torch.float16)
 
@@ -81,11 +81,11 @@ def run_grouped(
     if packed.order_K is not None:
         x_TK = x_TK.index_select(1, packed.order_K)
     if isinstance(config, StreamedConfig):
-        from octavo_kernels.triton.streamed_gemv import streamed_gemv
+        from octavo_kernels.hopper.streamed_gemv import streamed_gemv
 
         return streamed_gemv(x_TK, packed, bias_N, norm_K, eps, residual_TN, activation, config)
     if isinstance(config, PipelinedConfig):
-        from octavo_kernels.triton.pipelined_gemm import pipelined_gemm
+        from octavo_kernels.hopper.pipelined_gemm import pipelined_gemm
 
         return pipelined_gemm(x_TK, packed, bias_N, residual_TN, activation, config)
     if isinstance(config, GroupedGemvConfig):

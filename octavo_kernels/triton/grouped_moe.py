@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
+from octavo_kernels.hopper.pipelined_moe import expert_configs, pipelined_moe
 from octavo_kernels.triton.expert_tiles import Tiles, sort_into_tiles, tile_rows
 from octavo_kernels.triton.gates import activation_of
 from octavo_kernels.triton.grouped_expert_gemv import grouped_pairs
@@ -23,7 +24,6 @@ from octavo_kernels.triton.grouped_linear import declines_grouped
 from octavo_kernels.triton.grouped_numbers import entry_assembly
 from octavo_kernels.triton.launch import after_predecessor, launch
 from octavo_kernels.triton.moe import are_few, sum_experts
-from octavo_kernels.triton.pipelined_moe import expert_configs, pipelined_moe
 from octavo_kernels.triton.tile_epilogue import finish
 
 BLOCK_N, STAGES, MAX_ROWS = 64, 3, 64

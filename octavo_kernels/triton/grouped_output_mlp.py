@@ -10,11 +10,11 @@ from torch import Tensor
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.grouped_output_mlp import grouped_output_mlp
 from octavo.ops.linear import Activation
+from octavo_kernels.hopper.streamed_configs import OutputMLPConfig, output_mlp_config
 from octavo_kernels.triton.grouped_linear import declines_grouped
 from octavo_kernels.triton.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import allows_grid_barriers, is_invariant
 from octavo_kernels.triton.product_calls import is_collecting
-from octavo_kernels.triton.streamed_configs import OutputMLPConfig, output_mlp_config
 
 
 @grouped_output_mlp.kernel(device="cuda", name="triton", preference=10, supports=declines_grouped)
@@ -34,7 +34,7 @@ def grouped_output_mlp_triton(
         config = config_of(output, gate_up, down, x_TD)
     if config is None:
         return grouped_output_mlp.reference(attended_TA, x_TD, output, norm_D, eps, gate_up, down, activation)
-    from octavo_kernels.triton.streamed_output_mlp import streamed_output_mlp
+    from octavo_kernels.hopper.streamed_output_mlp import streamed_output_mlp
 
     given = attended_TA.contiguous(), x_TD.contiguous()
     return streamed_output_mlp(*given, output, norm_D, eps, gate_up, down, activation, config)

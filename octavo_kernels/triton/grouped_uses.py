@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import LARGEST_COPY, Number, PackedGroups
+from octavo_kernels.hopper.pipelined_configs import pipelined_configs
+from octavo_kernels.hopper.streamed_configs import streamed_configs
 from octavo_kernels.triton.grouped_configs import ROW_BUCKETS, TABLE, GroupedConfig, config_for, key_of
 from octavo_kernels.triton.grouped_cost import ranked
 from octavo_kernels.triton.grouped_gemm import GroupedGemmConfig
 from octavo_kernels.triton.grouped_linear import run_grouped
 from octavo_kernels.triton.grouped_product import GroupedProduct
 from octavo_kernels.triton.linear_cost import gpu_of
-from octavo_kernels.triton.pipelined_configs import pipelined_configs
 from octavo_kernels.triton.product_calls import Call
 from octavo_kernels.triton.product_use import EPS, Operands, ProductUse
-from octavo_kernels.triton.streamed_configs import streamed_configs
 
 DENSE_ROWS = 128
 """From so many rows on, a dense copy of the weight may be worth its bytes."""

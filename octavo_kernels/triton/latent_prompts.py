@@ -79,7 +79,7 @@ def attend_prompts(
 
     Queries are the P plain numbers at the front of ``q_TNX`` and the rotated ones ``q_TNQ``; keys are stored already.
     """
-    from octavo_kernels.triton.hopper_prefill import PAGE, hopper_prefill
+    from octavo_kernels.hopper.prefill_attention import PAGE, hopper_prefill
 
     pages_SB, ends_S = expand(heads, cache, rows, room, PAGE)
     keys, values = (part.view(len(part), -1, PAGE, part.shape[2]).transpose(0, 1) for part in room[::2])

@@ -310,6 +310,9 @@ class _Listener:
     def on_error(self, error: RequestError) -> None:
         self._request.on_error(error)
 
+    def on_weights(self, version: str) -> None:
+        """Recorded answers do not name the weights."""
+
 
 def head_of(number: int, owner: str, key: str, body: str, fingerprint: str, generation: Generation) -> Head:
     """What identifies a request whose choices were made and not yet submitted."""

@@ -23,7 +23,7 @@ from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from octavo_server.engines import wire
 from octavo_server.engines.crash_isolation import CrashIsolation
-from octavo_server.engines.engine_client import KVEventSink, OutputListener, SleepMode
+from octavo_server.engines.engine_client import FIRST_WEIGHTS, KVEventSink, OutputListener, SleepMode
 from octavo_server.engines.engine_link import EngineLink
 from octavo_server.engines.engine_stats import TotalStats
 from octavo_server.engines.live_request import LiveRequest, adapters_of
@@ -85,8 +85,19 @@ class AsyncEngine(RequestJournal):
         self.is_waking = False
         self.last_used = self.since = self.wake_seconds = 0.0
         """Monotonic times of the last request's arrival and of when it woke, and how long the last waking took."""
+        self.is_paused = False
+        """Between ``pause`` and ``resume``: requests wait."""
+        self.weight_version = FIRST_WEIGHTS
+        """That of the last ``update_weights``."""
+        self._update_error = ""
+        """Why the last update's weights could not be loaded."""
         self._holds_new = False
         """Between the call of ``sleep`` and its end: new requests wait, running ones are finished."""
+        self._previous_model: str | None = None
+        """During ``update_weights``: the folder to load again if the new one cannot be loaded."""
+        self._next_version: str | None = None
+        """That of the weights which the next engine process has, if it is another one."""
+        self._changing_weights = asyncio.Lock()
         self._changing_sleep = asyncio.Lock()
         self._changing_adapters = asyncio.Lock()
         self._is_draining = False
@@ -135,13 +146,7 @@ class AsyncEngine(RequestJournal):
                 return
             self._holds_new = True
             try:
-                if mode == "abort":
-                    for live in list(self._live.values()):
-                        self._fail(live, Unavailable("The model was put to sleep before this request was finished."))
-                while mode == "wait" and any(live.is_submitted for live in self._live.values()):
-                    await asyncio.sleep(DRAIN_POLL_SECONDS)
-                for live in self._live.values():
-                    self._forget(live)
+                await self._withdraw(mode, "The model was put to sleep before this request was finished.")
                 if not await self._supervisor.sleep(STOP_GRACE, level == 1 and self.info.sleeps_in_host_memory):
                     self._on_end()
                 self._has_engine, self._cache_view = False, None
@@ -152,8 +157,18 @@ class AsyncEngine(RequestJournal):
                 self._holds_new = False
                 self._isolation.holds_back = True
                 self._admit_waiting()
-        if self._live and mode != "keep":
+        if self._live and mode != "keep" and not self.is_paused:
             self.on_wanted()
+
+    async def _withdraw(self, mode: SleepMode, message: str) -> None:
+        """Take the running requests back from the engine process; those that ``mode`` aborts fail with ``message``."""
+        if mode == "abort":
+            for live in list(self._live.values()):
+                self._fail(live, Unavailable(message))
+        while mode == "wait" and any(live.is_submitted for live in self._live.values()):
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        for live in self._live.values():
+            self._forget(live)
 
     async def wake_up(self) -> None:
         """Wait until an engine process is ready, starting one if the engine sleeps. Raises ``Unavailable``."""
@@ -171,6 +186,47 @@ class AsyncEngine(RequestJournal):
             self.is_waking, self.since = True, time.monotonic()
             logger.info("%s wakes; waiting requests: %d", self.metrics.model_name, self.num_live)
             self._supervisor.wake()
+
+    async def pause(self, mode: SleepMode = "abort") -> None:
+        """Compute nothing until ``resume``; ``mode`` is what becomes of running requests, as for ``sleep``."""
+        async with self._changing_sleep:
+            self.is_paused = True
+            await self._withdraw(mode, "The server was paused before this request was finished.")
+            if (link := self._supervisor.link) is not None and self._is_up:
+                await link.settle()  # a request that is submitted again must contain all of its output
+            self._isolation.hold_all(self._live.values())
+
+    def resume(self) -> None:
+        """Go on after ``pause``."""
+        self.is_paused = False
+        self._isolation.holds_back = True
+        self._admit_waiting()
+        if self.sleep_level and self._live:
+            self.on_wanted()
+
+    async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
+        """Serve the weights of another folder with the same configuration, as ``version``.
+
+        The next engine process loads them, so that quantisation, drafters, adapters and ranks are those of a start
+        with them, and each step has the weights of one version. Running requests continue from where they are, unless
+        ``mode`` says otherwise. Raises ``InvalidParameter`` if they cannot be loaded: the engine then has the earlier
+        ones again.
+        """
+        async with self._changing_weights:
+            self._previous_model, self._next_version = self._engine_settings["model"], version
+            self._engine_settings["model"], self._update_error = model, ""
+            try:
+                await self.sleep(2, mode)
+                await self.wake_up()
+            finally:
+                self._previous_model = None
+            if self._update_error:
+                raise InvalidParameter("weight_dir", f"These weights cannot be loaded: {self._update_error}")
+
+    async def clear_prefix_cache(self) -> None:
+        """Drop what the prefix cache holds of ended requests."""
+        if (link := self._supervisor.link) is not None and self._is_up and not self.sleep_level:
+            await link.settle(clears_cache=True)
 
     # --- state ---
 
@@ -224,6 +280,11 @@ class AsyncEngine(RequestJournal):
         link = self._supervisor.link
         return self._has_engine and link is not None and link.is_ready
 
+    @property
+    def _is_holding(self) -> bool:
+        """Whether new requests wait, although there is an engine process."""
+        return self._holds_new or self.is_paused
+
     def _condition(self) -> Condition:
         adapters = adapters_of(self._live.values())
         return Condition(self.num_live, self.is_ready, self.seconds_since_progress, *adapters, self.sleep_level)
@@ -242,7 +303,7 @@ class AsyncEngine(RequestJournal):
         if request.id in self._live:
             raise ValueError(f"request id {request.id} is in use")
         live = LiveRequest(request, listener, Timing(request.arrival or time.monotonic()))
-        if self._is_up and not self._holds_new and not self._isolation.holds_back:
+        if self._is_up and not self._is_holding and not self._isolation.holds_back:
             try:
                 self._submit(live)
             except wire.FrameError as error:
@@ -251,7 +312,7 @@ class AsyncEngine(RequestJournal):
         self._keep(live)
         self.expects_grammars |= request.params.grammar is not None
         self.last_used = time.monotonic()
-        if self.sleep_level:
+        if self.sleep_level and not self.is_paused:
             self.on_wanted()
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
@@ -322,7 +383,7 @@ class AsyncEngine(RequestJournal):
 
     def _admit_waiting(self) -> None:
         """Submit the live requests that crash isolation now lets into the engine."""
-        if self._isolation.holds_back and self._is_up and not self._holds_new:
+        if self._isolation.holds_back and self._is_up and not self._is_holding:
             for live in self._isolation.admit(self._live.values()):
                 self._replay(live)
 
@@ -349,6 +410,10 @@ class AsyncEngine(RequestJournal):
         if self.adapters.is_enabled:
             self._engine_settings["lora_modules"] = None  # ``prepare`` loads them into the next process
         self._has_engine, self.failure = True, None
+        if self._next_version is not None:
+            self.weight_version, self._next_version = self._next_version, None
+            for live in self._live.values():
+                live.listener.on_weights(self.weight_version)
         self._admit_waiting()
 
     def on_down(self, is_from_outside: bool) -> None:
@@ -368,7 +433,10 @@ class AsyncEngine(RequestJournal):
 
     def on_failed_restart(self, reason: str, count: int) -> None:
         """An engine start failed: live requests keep waiting; from ``PATIENCE`` failures on, new ones are rejected."""
-        if count >= PATIENCE:
+        if self._previous_model is not None:
+            self._engine_settings["model"], self._previous_model = self._previous_model, None
+            self._next_version, self._update_error = None, reason
+        elif count >= PATIENCE:
             self.failure = f"The engine cannot be restarted: {reason}"
 
     def on_step(self, step: wire.StepDone) -> None:

@@ -46,6 +46,8 @@ class EngineLink(asyncio.Protocol):
         """Pending load and unload requests by adapter name; each resolves to an error message or ""."""
         self._slept: dict[bool, asyncio.Future[str]] = {}
         """Pending answers to ``Sleep`` (true) and ``Wake``, as those of ``_adapters``."""
+        self._settling: list[asyncio.Future[str]] = []
+        """Pending answers to ``Settle``, in order."""
         self._on_step = on_step
         self._reader = wire.FrameReader()
         self._transport: Any = None
@@ -110,6 +112,14 @@ class EngineLink(asyncio.Protocol):
         self.last_sign = time.monotonic()  # one that slept was silent for long
         self.send(message)
         return await answer
+
+    async def settle(self, clears_cache: bool = False) -> None:
+        """Wait until every output under way has arrived, or the process is gone."""
+        if not self.closed.is_set():
+            answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            self._settling.append(answer)
+            self.send(wire.Settle(self.generation, clears_cache))
+            await answer
 
     def has_exited(self) -> bool:
         return self._process is None or self._process.poll() is not None
@@ -178,6 +188,8 @@ class EngineLink(asyncio.Protocol):
             self._answer(self._adapters, name, GONE)
         for is_asleep in list(self._slept):
             self._answer(self._slept, is_asleep, GONE)
+        while self._settling:
+            self._end_settling()
         if not self.ready.done():
             self._fail(OctavoError("the engine process ended while it was starting; its output says why"))
 
@@ -192,10 +204,17 @@ class EngineLink(asyncio.Protocol):
             self._answer(self._adapters, message.name, message.error)
         elif isinstance(message, wire.SleepDone):
             self._answer(self._slept, message.is_asleep, message.error)
+        elif isinstance(message, wire.Settled):
+            self._end_settling()
         elif isinstance(message, wire.Failed):
             self._fail(message.as_error())
         elif not self.ready.done():
             self.ready.set_result(message.info)
+
+    def _end_settling(self) -> None:
+        answer = self._settling.pop(0)
+        if not answer.done():
+            answer.set_result("")
 
     @staticmethod
     def _answer(pending: dict[Key, asyncio.Future[str]], key: Key, error: str) -> None:

@@ -19,21 +19,18 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
-from octavo.cache.kv_events import KVEvent
 from octavo.collector import importing, leave_out_what_exists
 from octavo.config import EngineConfig, ModelSettings
-from octavo.engine.protocols import Adapters
+from octavo.engine.protocols import EngineBackend, EngineLike
 from octavo.errors import CANCELLATIONS, CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
 from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
+from octavo.plugins import ENGINE_BACKENDS, load, parts
 from octavo.runtime.rank_processes import RankProcesses
-from octavo.telemetry.cache_view import CacheView
-from octavo.telemetry.events import Event
 from octavo.telemetry.logs import log_to_stderr
 from octavo.telemetry.phases import Phases
-from octavo.types import EngineInfo, EngineStats, Output, Request
-from octavo_fleet.backends import instant, toy
+from octavo.types import EngineInfo, EngineStats, Output
 from octavo_server.engines import wire
 
 SWITCH_INTERVAL = 0.0001
@@ -43,26 +40,6 @@ IDLE_WAIT = 0.001
 """Seconds to wait for messages after a step without progress."""
 
 logger = logging.getLogger("octavo.engine")
-
-
-class EngineLike(Protocol):
-    """The part of ``octavo.engine.Engine`` that this loop uses."""
-
-    @property
-    def adapters(self) -> Adapters: ...
-    @property
-    def has_work(self) -> bool: ...
-    def add(self, request: Request) -> None: ...
-    def abort(self, request_id: int) -> None: ...
-    def spare_seconds(self) -> float: ...
-    def step(self) -> list[Output]: ...
-    def stats(self) -> EngineStats: ...
-    def cache_view(self) -> CacheView | None: ...
-    def take_events(self) -> list[Event]: ...
-    def take_kv_events(self) -> list[KVEvent]: ...
-    def sleep(self) -> None: ...
-    def wake(self) -> None: ...
-    def close(self) -> None: ...
 
 
 Build = Callable[[EngineConfig], tuple[EngineLike, EngineInfo]]
@@ -122,6 +99,8 @@ class EngineLoop:
     def run(self) -> None:
         """Run until a ``Stop`` message. Raises ``FrontGone`` when the front process closed the socket."""
         while not self._stopped:
+            if not self.engine.has_work:
+                self._save_until_message()
             messages = self.channel.receive(wait=not self.engine.has_work)
             for message in messages:
                 if message.generation == self.generation:
@@ -132,6 +111,11 @@ class EngineLoop:
                     self._step()
             elif messages:
                 self._report([], self.engine.stats())
+
+    def _save_until_message(self) -> None:
+        """Save the prefix cache to disk, as long as no message arrives."""
+        while self.engine.save_idle() and not self.channel.wait_readable(IDLE_WAIT):
+            pass
 
     def _handle(self, message: wire.ToEngine) -> None:
         match message:
@@ -153,6 +137,10 @@ class EngineLoop:
                 self._answer_sleep(True, self.engine.sleep)
             case wire.Wake():
                 self._answer_sleep(False, self.engine.wake)
+            case wire.Settle(clears_cache=clears_cache):
+                if clears_cache:
+                    self.engine.clear_cache()
+                self.channel.send(wire.Settled(self.generation))
             case wire.Stop():
                 self._stopped = True
             case wire.Ping(wants_view=wants_view):
@@ -260,10 +248,9 @@ def _config(start: wire.Start) -> EngineConfig:
 
 def _default_build(settings: ModelSettings, expects_grammars: bool) -> Build:
     """The function that builds the backend of the settings. Those without a model need no torch."""
-    if settings.backend == "toy":
-        return toy.build
-    if settings.backend == "instant":
-        return instant.build
+    if settings.backend in parts(ENGINE_BACKENDS):
+        backend: EngineBackend = load(ENGINE_BACKENDS, settings.backend)
+        return functools.partial(backend.build, on_lost=_end_as)
     phases = Phases()
     size = settings.tensor_parallel_size
     started = RankProcesses(size) if size > 1 and hasattr(os, "memfd_create") else None  # they import meanwhile

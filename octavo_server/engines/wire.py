@@ -108,7 +108,15 @@ class Wake(msgspec.Struct, tag="wake", array_like=True, gc=False):
     generation: int
 
 
-ToEngine = Start | Submit | Abort | Ping | Stop | LoadAdapter | UnloadAdapter | Sleep | Wake
+class Settle(msgspec.Struct, tag="settle", array_like=True, gc=False):
+    """Answer with ``Settled``, once all messages before this one were handled."""
+
+    generation: int
+    clears_cache: bool = False
+    """Whether to drop what the prefix cache holds of ended requests."""
+
+
+ToEngine = Start | Submit | Abort | Ping | Stop | LoadAdapter | UnloadAdapter | Settle | Sleep | Wake
 
 
 # --- engine to front ---
@@ -167,6 +175,12 @@ class AdapterDone(msgspec.Struct, tag="adapter", array_like=True, gc=False):
     error: str = ""
 
 
+class Settled(msgspec.Struct, tag="settled", array_like=True, gc=False):
+    """The answer to ``Settle``: every output that was under way is before it."""
+
+    generation: int
+
+
 class SleepDone(msgspec.Struct, tag="slept", array_like=True, gc=False):
     """The answer to ``Sleep`` or ``Wake``: it was done, or ``error`` says why not."""
 
@@ -176,7 +190,7 @@ class SleepDone(msgspec.Struct, tag="slept", array_like=True, gc=False):
     error: str = ""
 
 
-FromEngine = Ready | Failed | StepDone | AdapterDone | SleepDone
+FromEngine = Ready | Failed | StepDone | AdapterDone | SleepDone | Settled
 
 START_ERRORS: dict[str, type[OctavoError]] = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
 REFUSALS: dict[str, type[RequestError]] = {

@@ -19,19 +19,19 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.backend_settings import WITHOUT_MODEL
 from octavo.collector import collect_seldom, leave_out_what_exists
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
+from octavo.plugins import ENGINE_BACKENDS, ENGINE_GROUPS, FRONTS, load, parts
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.logs import log_to_stderr
 from octavo.telemetry.phases import Phases
-from octavo_fleet.data_parallel import DataParallelEngine
-from octavo_fleet.several_models import ModelGroup
 from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.kv_publisher import KVEventPublisher, parse_kv_events_config
+from octavo_server.engines.several_engines import SeveralEngines
 from octavo_server.front.front_supervisor import listen
 from octavo_server.front.service_manager import ServiceManager
 from octavo_server.front.takeover import Predecessor, Successor, TakeoverSocket, find_predecessor
@@ -116,9 +116,10 @@ class EngineFront:
     def __init__(self, config: ServeConfig, engine_argv: list[str] | None, others: Sequence[ServeConfig] = ()) -> None:
         self._configs = [with_local_model(each) for each in (config, *others)]
         self._publishers: list[KVEventPublisher] = []
-        self.engine: AsyncEngine | DataParallelEngine | ModelGroup
+        self.engine: AsyncEngine | SeveralEngines
+        self._has_several = bool(others)
         if others:
-            self.engine = ModelGroup(self._configs, engine_argv)
+            self.engine = load(ENGINE_GROUPS, "several_models")(self._configs, engine_argv)
         else:
             self.engine, self._publishers = make_engine(self._configs[0], engine_argv)
         self._tracings: list[Tracing] = []
@@ -139,8 +140,8 @@ class EngineFront:
         from octavo_server.app import Served, create_app
 
         phases.done("imports of the front process")
-        group = self.engine if isinstance(self.engine, ModelGroup) else None
-        engines = self.engine.engines if isinstance(self.engine, ModelGroup) else [self.engine]
+        engine: Any = self.engine  # those of a group are ``EngineClient``s, and one for data parallelism is itself
+        group, engines = (engine, engine.engines) if self._has_several else (None, [engine])
         tokenizers = map(_tokenizer, self._configs)
         first, *others = map(Served, self._configs, engines, tokenizers)
         self._app = app = create_app(*first, others, group, predecessor)
@@ -177,11 +178,10 @@ class EngineFront:
 
 def make_front(config: ServeConfig, engine_argv: list[str] | None, others: Sequence[ServeConfig] = ()) -> Front:
     """What the backend of the settings serves."""
-    if config.model.backend != "openai":
+    if config.model.backend not in parts(FRONTS):
         return EngineFront(config, engine_argv, others)
-    from octavo_fleet.proxy.front import ProxyFront
-
-    return ProxyFront(config)
+    front: Front = load(FRONTS, config.model.backend)(config)
+    return front
 
 
 class _Serving:
@@ -318,10 +318,10 @@ class _Serving:
 
 def make_engine(
     config: ServeConfig, argv: list[str] | None
-) -> tuple[AsyncEngine | DataParallelEngine, list[KVEventPublisher]]:
+) -> tuple[AsyncEngine | SeveralEngines, list[KVEventPublisher]]:
     """The engine, or the engines, that the settings ask for, and a publisher of each one's KV events, if any."""
     is_fleet = config.server.data_parallel_size > 1
-    engine = DataParallelEngine(config, argv) if is_fleet else AsyncEngine(config, argv)
+    engine = load(ENGINE_GROUPS, "data_parallel")(config, argv) if is_fleet else AsyncEngine(config, argv)
     settings = config.server.kv_events_config
     events = None if settings is None else parse_kv_events_config(settings)
     publishers = []
@@ -332,16 +332,16 @@ def make_engine(
     return engine, publishers
 
 
-def _engines(engine: AsyncEngine | DataParallelEngine | ModelGroup) -> list[AsyncEngine]:
+def _engines(engine: AsyncEngine | SeveralEngines) -> list[AsyncEngine]:
     return [engine] if isinstance(engine, AsyncEngine) else engine.engines
 
 
 def _tokenizer(config: ServeConfig) -> Tokenizer | None:
     from octavo.text.tokenizer import load_tokenizer
-    from octavo_fleet.backends.vocabulary import word_tokenizer
 
     if config.model.backend in WITHOUT_MODEL:
-        return word_tokenizer()
+        made: Tokenizer = load(ENGINE_BACKENDS, config.model.backend).word_tokenizer()
+        return made
     return load_tokenizer(Path(config.model.tokenizer or config.model.model))
 
 

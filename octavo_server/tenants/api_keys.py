@@ -30,6 +30,8 @@ SHARED_PATHS = frozenset(
     (
         *("/metrics", "/stats", "/stats/live", "/v1/kv_events", "/sleep", "/wake_up"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/pause", "/resume", "/update_weights", "/reset_prefix_cache", "/abort_requests"),
+        *("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/flush_cache", "/abort_request"),
     )
 )
 """What concerns all keys' requests: with several keys, only the admin key may use it."""
@@ -95,6 +97,11 @@ class Keys:
     @property
     def are_asked_for(self) -> bool:
         return self._own is not None or self._file is not None
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is a key with the rights of ``admin_key``."""
+        return bool(self._admins)
 
     def caller(self, name: str) -> Caller:
         """The caller of this name, for background work on its behalf."""

@@ -209,7 +209,7 @@ def test_diff_shows_where_they_differ(tmp_path: Path, capsys: pytest.CaptureFixt
     name = "model.layers.2.self_attn.v_proj.weight"
     save_file({**monkey, name: torch.flip(monkey[name], [0])}, tmp_path / "model.safetensors")
     assert config["num_hidden_layers"] == 4
-    from octavo.cli import debug
+    from octavo_fleet.cli import debug
 
     ours = debug._ours(tmp_path, [1, 2, 3])
     save_file(monkey, tmp_path / "model.safetensors")

@@ -40,7 +40,7 @@ class Batch:
         self.seq_lens_S = torch.tensor(seq_lens, device="cuda").int()
 
     def run(self, skip_single: bool = False) -> Tensor:
-        from octavo_kernels.triton.hopper_prefill import hopper_prefill, suits
+        from octavo_kernels.hopper.prefill_attention import hopper_prefill, suits
 
         N, H = self.q_TNH.shape[1:]
         heads = HeadLayout(N, N // self.group, H, H**-0.5, None, None)

@@ -99,12 +99,12 @@ def test_pipelined_products_agree_with_float64(
     """In the default configuration, with tiles divided in all ways, and as ``grouped_linear`` uses it; ``int4`` also in
     all that are measured."""
     from octavo.ops import grouped_linear
+    from octavo_kernels.hopper.pipelined_configs import PipelinedConfig, pipelined_configs
     from octavo_kernels.triton.config_tables import ConfigTable
     from octavo_kernels.triton.grouped_configs import config_for
     from octavo_kernels.triton.grouped_linear import run_grouped
     from octavo_kernels.triton.grouped_product import GroupedProduct
     from octavo_kernels.triton.launch import has_gluon
-    from octavo_kernels.triton.pipelined_configs import PipelinedConfig, pipelined_configs
 
     device = torch.device("cuda", 0)
     if not has_gluon(device):
@@ -128,11 +128,11 @@ def test_pipelined_products_agree_with_float64(
 @pytest.mark.parametrize("form", FORMS)
 def test_streamed_products_agree_with_float64(form: str, parts: str, N: int) -> None:
     """One row, in all configurations that are measured, and in those of the kernel for several."""
+    from octavo_kernels.hopper.pipelined_configs import pipelined_configs
+    from octavo_kernels.hopper.streamed_configs import streamed_configs
     from octavo_kernels.triton.grouped_linear import run_grouped
     from octavo_kernels.triton.grouped_product import GroupedProduct
     from octavo_kernels.triton.launch import has_gluon
-    from octavo_kernels.triton.pipelined_configs import pipelined_configs
-    from octavo_kernels.triton.streamed_configs import streamed_configs
 
     device = torch.device("cuda", 0)
     if not has_gluon(device):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.runtime.rank_memory import make_memory
+from octavo_kernels.cpu.rank_memory import make_memory
 from tests.gpu.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -26,6 +26,7 @@ from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.stream_executor import StreamExecutor
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import MeasureKernels, PrepareTuning, UseKernels
+from octavo_kernels.triton.backend import BACKEND
 from tests.models.checkpoints import FolderSource, make_checkpoint
 from tests.runtime.making import CPU
 
@@ -81,6 +82,7 @@ def executor(
     from octavo_kernels.triton.grouped_linear import grouped_linear_triton
     from octavo_kernels.triton.linear import linear_triton
 
+    monkeypatch.setattr("octavo.runtime.device_program.backend_of", lambda device_type: BACKEND)
     make_checkpoint(tmp_path, "gqa")
     source = FolderSource(tmp_path)
     config = read_config(source.config)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo.errors import RanksLost
-from octavo.runtime.message_ring import HEAD, Ring, RingReader, RingWriter, ring_bytes
+from octavo_kernels.cpu.message_ring import HEAD, Ring, RingReader, RingWriter, ring_bytes
 
 
 class Given(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.cache import tiers
 from octavo.cache.offloading import fingerprint
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -58,7 +60,7 @@ def test_a_changed_checkpoint_has_another_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"kv_offload_dir": "x"}, "kv_offload_memory"),
+        ({"kv_offload_dir": "x", "enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"kv_offload_memory": 1, "kv_offload_disk": 1}, "kv_offload_dir"),
         ({"kv_offload_memory": 1, "enable_prefix_caching": False}, "enable_prefix_caching"),
         (
@@ -95,6 +97,52 @@ def test_a_model_says_the_same_from_restored_blocks(tmp_path: Path) -> None:
             assert said(llm) == want
         assert offload.stats.num_prefetched > 20
         assert offload.stats.num_restored > 20
+
+
+@pytest.mark.parametrize("ends", ["closed", "killed after a pause", "killed at once"])
+def test_the_prefix_cache_outlives_its_engine(tmp_path: Path, ends: str) -> None:
+    (tmp_path / "model").mkdir()
+    checkpoint = write_checkpoint(tmp_path / "model")
+    settings: dict[str, Any] = {"load_format": "dummy", "block_size": 4, "num_kv_blocks": 64, "max_model_len": 128}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompt = [(i * 7) % 90 + 1 for i in range(101)]
+
+    def make() -> LLM:
+        return LLM(checkpoint, **settings, kv_offload_dir=str(tmp_path / "kv"))
+
+    first = make()
+    want = first.generate([prompt], params)[0]
+    assert want.num_cached_tokens == 0
+    if ends == "closed":
+        first.close()
+    elif ends == "killed after a pause":
+        assert first.engine is not None
+        while first.engine.save_idle():
+            time.sleep(0.001)
+        offload = first.engine.scheduler.cache.offload
+        assert offload is not None
+        offload._writer.submit(int).result()
+    with make() as second:
+        found = second.generate([prompt], params)[0]
+        assert found.outputs[0].token_ids == want.outputs[0].token_ids
+        assert found.num_cached_tokens == (0 if ends == "killed at once" else 100)
+    first.close()
+
+
+def test_engines_with_one_folder_share_what_they_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "REFRESH_SECONDS", 0.0)
+    (tmp_path / "model").mkdir()
+    checkpoint = write_checkpoint(tmp_path / "model")
+    settings: dict[str, Any] = {"load_format": "dummy", "block_size": 4, "num_kv_blocks": 64, "max_model_len": 128}
+    settings["kv_offload_dir"] = str(tmp_path / "kv")
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompt = [(i * 7) % 90 + 1 for i in range(101)]
+    with LLM(checkpoint, **settings) as second:
+        with LLM(checkpoint, **settings) as first:
+            want = first.generate([prompt], params)[0]
+        found = second.generate([prompt], params)[0]
+        assert found.outputs[0].token_ids == want.outputs[0].token_ids
+        assert found.num_cached_tokens == 100
 
 
 IN_A_PROCESS = """

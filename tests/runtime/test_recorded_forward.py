@@ -20,6 +20,7 @@ from octavo.runtime import recorded_forward
 from octavo.runtime.forward import make_forward
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.recorded_forward import RecordedCall, RecordedForward
+from octavo_kernels.cpu.backend import BACKEND
 from tests.models.checkpoints import FolderSource, make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 
@@ -168,7 +169,7 @@ def test_a_step_that_fails_leaves_the_recording_usable(pair: Pair) -> None:
 
 
 def test_logits_are_repeated_on_the_same_memory(pair: Pair) -> None:
-    logits = RecordedCall(pair.model.logits)
+    logits = RecordedCall(pair.model.logits, BACKEND.recorder())
     places, others = torch.empty(3, pair.model.config.hidden_size), torch.empty(2, pair.model.config.hidden_size)  # type: ignore[attr-defined]
     found = list[Tensor]()
     with torch.inference_mode():
@@ -182,7 +183,7 @@ def test_logits_are_repeated_on_the_same_memory(pair: Pair) -> None:
 
 
 def test_logits_with_other_operations_are_never_recorded(pair: Pair) -> None:
-    logits = RecordedCall(lambda x_RD: pair.model.logits(x_RD).tanh())
+    logits = RecordedCall(lambda x_RD: pair.model.logits(x_RD).tanh(), BACKEND.recorder())
     x_RD = torch.empty(3, pair.model.config.hidden_size)  # type: ignore[attr-defined]
     with torch.inference_mode():
         for turn in range(4):

@@ -32,6 +32,7 @@ class Recorder:
         self.finish_reason: str | None = None
         self.error: RequestError | None = None
         self.done = asyncio.Event()
+        self.weights: list[tuple[str, int]] = []
 
     def on_output(self, output: Output) -> None:
         assert not self.done.is_set()
@@ -39,6 +40,9 @@ class Recorder:
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
             self.done.set()
+
+    def on_weights(self, version: str) -> None:
+        self.weights.append((version, len(self.tokens)))
 
     def on_error(self, error: RequestError) -> None:
         assert not self.done.is_set()

@@ -57,6 +57,8 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
 
     step_seconds: float = 0.0
     max_num_seqs: int = 64
+    weights: int = 0
+    """Added to each token."""
     memory: int = 0
     """Bytes that the engine says it takes."""
     start_error: str = ""
@@ -123,7 +125,8 @@ class FakeEngine(InstantEngine):
 
     def __init__(self, next_token: NextToken | None = None, knobs: Knobs | None = None, num_blocks: int = 1024) -> None:
         self.knobs = knobs or Knobs()
-        tokens = next_token or (lambda request, position: token_at(request.prompt_tokens, position))
+        own = self.knobs.weights
+        tokens = next_token or (lambda request, position: (token_at(request.prompt_tokens, position) + own) % VOCAB)
         super().__init__(tokens, self.knobs.max_num_seqs)
         self.num_blocks = num_blocks
         self.slowed: set[int] = set()
@@ -183,6 +186,9 @@ class FakeEngine(InstantEngine):
         if knobs.poison_how == "exception":
             raise ZeroDivisionError
         os.kill(os.getpid(), signal.Signals[knobs.poison_how])
+
+    def clear_cache(self) -> None:
+        pass
 
     def sleep(self) -> None:
         assert not self.requests

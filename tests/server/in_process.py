@@ -20,7 +20,7 @@ from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from octavo_fleet.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa: F401 (for the tests)
-from octavo_server.engines.engine_client import OutputListener, Progress, SleepMode
+from octavo_server.engines.engine_client import FIRST_WEIGHTS, OutputListener, Progress, SleepMode
 from octavo_server.engines.lora_adapters import AdapterTable
 from octavo_server.observe.timelines import KVEventRing, Timelines
 from tests.server.fake_engine import FakeEngine, make_info
@@ -59,7 +59,12 @@ class InProcessEngine:
     num_restarts: int = 0
     sleep_level: int = 0
     sleep_modes: list[SleepMode] = field(default_factory=list)
-    """Of every call of ``sleep``."""
+    """Of every call of ``sleep`` and of ``pause``."""
+    is_paused: bool = False
+    weight_version: str = FIRST_WEIGHTS
+    weights: list[str] = field(default_factory=list)
+    """Folders of all updates."""
+    num_clears: int = 0
     pid: int | None = 4711
     seconds_since_progress: float = 0.0
     max_live: int = 0
@@ -122,6 +127,20 @@ class InProcessEngine:
 
     async def wake_up(self) -> None:
         self.sleep_level = 0
+
+    async def pause(self, mode: SleepMode = "abort") -> None:
+        self.is_paused = True
+        self.sleep_modes.append(mode)
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
+        self.weights.append(model)
+        self.weight_version = version
+
+    async def clear_prefix_cache(self) -> None:
+        self.num_clears += 1
 
     def next_id(self) -> int:
         return next(self._ids)

@@ -93,11 +93,6 @@ def test_a_killed_engine_loses_nothing_and_the_others_serve_on() -> None:
     asyncio.run(main())
 
 
-def test_engines_do_not_share_a_folder() -> None:
-    with pytest.raises(ConfigError, match="engines cannot share the folder"):
-        ServeConfig.from_flat({"data_parallel_size": 2, "kv_offload_dir": "/x", "kv_offload_memory": 1})
-
-
 def test_cores_and_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

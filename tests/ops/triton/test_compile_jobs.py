@@ -35,7 +35,7 @@ def main():
         return src, target, options
 
     job = compile_jobs.described(compile_one)
-    compilers = Compilers(1)
+    compilers = Compilers(1, "octavo_kernels.triton.compiler_process")
     assert compilers.compile(job) == ""
     hits = []
     triton.knobs.compilation.listener = lambda **told: hits.append(told["cache_hit"])

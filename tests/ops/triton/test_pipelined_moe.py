@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from octavo.ops.grouped_moe import GroupedExperts, join_experts
+from octavo_kernels.hopper.pipelined_moe import MAX_ROWS, ROOM, expert_configs
 from octavo_kernels.triton.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.launch import invariant
-from octavo_kernels.triton.pipelined_moe import MAX_ROWS, ROOM, expert_configs
 from tests.ops.triton.on_hopper import as_on_hopper
 from tests.ops.triton.test_grouped_linear import random_groups
 from tests.triton_interpreter import DEVICE

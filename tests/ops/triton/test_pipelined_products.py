@@ -11,18 +11,13 @@ import torch
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
 from octavo.ops.moe import ClampedSwish
-from octavo_kernels.triton import (
-    grouped_numbers,
-    pipelined_epilogue,
-    pipelined_gemm,
-    pipelined_producer,
-    pipelined_tiles,
-)
+from octavo_kernels.hopper import pipelined_epilogue, pipelined_gemm, pipelined_producer, pipelined_tiles
+from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
+from octavo_kernels.hopper.pipelined_moe import MAX_ROWS, ROOM, pipelined_moe
+from octavo_kernels.triton import grouped_numbers
 from octavo_kernels.triton.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.gather_rows import gather_rows
 from octavo_kernels.triton.grouped_linear import run_grouped
-from octavo_kernels.triton.pipelined_configs import PipelinedConfig
-from octavo_kernels.triton.pipelined_moe import MAX_ROWS, ROOM, pipelined_moe
 from tests.ops.triton.gluon_on_cpu import Kernel
 from tests.ops.triton.test_grouped_linear import GroupedCase, random_groups
 from tests.ops.triton.test_linear import PARTS

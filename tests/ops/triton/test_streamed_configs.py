@@ -8,12 +8,8 @@ import pytest
 import torch
 
 from octavo.ops.grouped_linear import Number, chunk_of
-from octavo_kernels.triton.config_tables import ConfigTable
-from octavo_kernels.triton.grouped_configs import config_for, default_config
-from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig
-from octavo_kernels.triton.grouped_product import GroupedProduct
-from octavo_kernels.triton.pipelined_configs import PipelinedConfig
-from octavo_kernels.triton.streamed_configs import (
+from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
+from octavo_kernels.hopper.streamed_configs import (
     CHUNK_BYTES,
     OutputMLPConfig,
     StreamedConfig,
@@ -21,6 +17,10 @@ from octavo_kernels.triton.streamed_configs import (
     streamed_configs,
     takes,
 )
+from octavo_kernels.triton.config_tables import ConfigTable
+from octavo_kernels.triton.grouped_configs import config_for, default_config
+from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig
+from octavo_kernels.triton.grouped_product import GroupedProduct
 from tests.ops.triton.on_hopper import SHARED_BYTES, as_on_hopper
 
 CPU = torch.device("cpu")

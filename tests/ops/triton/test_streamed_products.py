@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from octavo.ops.grouped_linear import PackedGroups
-from octavo_kernels.triton import grouped_numbers, streamed_gemv, streamed_output_mlp, streamed_steps
+from octavo_kernels.hopper import streamed_gemv, streamed_output_mlp, streamed_steps
+from octavo_kernels.hopper.streamed_configs import OutputMLPConfig, StreamedConfig
+from octavo_kernels.triton import grouped_numbers
 from octavo_kernels.triton.grouped_linear import run_grouped
-from octavo_kernels.triton.streamed_configs import OutputMLPConfig, StreamedConfig
 from tests.ops.triton.gluon_on_cpu import Kernel
 from tests.ops.triton.test_grouped_linear import GroupedCase, after_attention, random_groups
 from tests.ops.triton.test_linear import PARTS

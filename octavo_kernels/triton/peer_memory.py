@@ -6,17 +6,12 @@ torch can share tensors, too, but leaves a named file in shared memory when a pr
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.ops.collective import Collective
-from octavo.runtime.process_group import ProcessGroupCollective
-
-logger = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1
@@ -61,22 +56,3 @@ def _open(driver: Any, handle: Tensor) -> int:
 def _check(status: int, function: str) -> None:
     if status != 0:
         raise RuntimeError(f"{function} failed with CUDA error {status}")
-
-
-def device_collective(host: Collective, device: torch.device) -> Collective:
-    """The collective of a rank's device, given that of the hosts."""
-    if host.size == 1 or device.type == "cpu":
-        return host
-    from octavo_kernels.triton.collective import PeerCollective, buffer_bytes  # Triton may be absent without CUDA
-
-    addresses_W = mapped_buffers(host, buffer_bytes(host.size), device)
-    if addresses_W is not None:
-        return PeerCollective(addresses_W, host.rank)
-    logger.warning("the GPUs cannot access each other's memory: sums go through NCCL, which is slower")
-    return ProcessGroupCollective(host, device)
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs of this process, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return names.split(",") if names else [str(index) for index in range(torch.cuda.device_count())]

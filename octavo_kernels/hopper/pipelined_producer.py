@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
 from octavo.ops.grouped_linear import TILE
-from octavo_kernels.triton.pipelined_configs import UNIT
-from octavo_kernels.triton.pipelined_tiles import rows_of_tile
+from octavo_kernels.hopper.pipelined_configs import UNIT
+from octavo_kernels.hopper.pipelined_tiles import rows_of_tile
 
 _TILE, _UNIT = gl.constexpr(TILE), gl.constexpr(UNIT)
 

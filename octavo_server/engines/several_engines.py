@@ -13,6 +13,10 @@ class SeveralEngines:
 
     engines: list[AsyncEngine]
 
+    async def start(self) -> None:
+        """Start all engine processes; raises the first one's error."""
+        await asyncio.gather(*(engine.start() for engine in self.engines))
+
     async def stop(self, timeout: float) -> None:
         """Drain all engines, then stop them."""
         await asyncio.gather(*(engine.stop(timeout) for engine in self.engines))

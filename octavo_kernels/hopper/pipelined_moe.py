@@ -13,12 +13,12 @@ from torch import Tensor
 
 from octavo.ops.grouped_linear import BITS, HALF, PackedGroups
 from octavo.ops.grouped_moe import GroupedExperts
+from octavo_kernels.hopper.pipelined_configs import PipelinedConfig, expert_config
 from octavo_kernels.triton.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.gates import activation_of
 from octavo_kernels.triton.gather_rows import gather_rows
 from octavo_kernels.triton.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import is_invariant
-from octavo_kernels.triton.pipelined_configs import PipelinedConfig, expert_config
 
 MAX_ROWS, ROOM = 128, 5
 """A second tile of an expert costs less than rows that are not there: its words come from the second-level cache."""
@@ -58,7 +58,7 @@ def pipelined_moe(
     parts_PD: Tensor,
 ) -> None:
     """Fill ``parts`` with the experts' results times their shares, in the order of pairs; ``gated`` is room."""
-    from octavo_kernels.triton.pipelined_gemm import pipelined_experts
+    from octavo_kernels.hopper.pipelined_gemm import pipelined_experts
 
     tiles = sort_into_tiles(ids_TS, experts.num_experts, configs[0].block_t)
     x_PD = gather_rows(x_TD, tiles.order_P)

@@ -11,8 +11,9 @@ import os
 
 import numpy as np
 
-from octavo.runtime.message_ring import Ring, ring_bytes
+from octavo.ops.device_backend import Check
 from octavo_kernels.cpu.collective import LINE, SharedCollective, region_bytes
+from octavo_kernels.cpu.message_ring import Ring, RingReader, RingWriter, ring_bytes
 from octavo_kernels.cpu.shared_words import load, publish
 
 KEPT = 16
@@ -46,6 +47,19 @@ class RankMemory:
         self.ring = Ring(region[ring_at : ring_at + ring_bytes(size - 1)], size - 1)
         self._digests = region[digests_at:].ctypes.data
 
+    def writer(self, check: Check) -> RingWriter:
+        """Of messages for all other ranks."""
+        return RingWriter(self.ring, check)
+
+    def reader(self, check: Check) -> RingReader:
+        """Of the messages to this rank."""
+        return RingReader(self.ring, self.rank - 1, check)
+
+    def num_read(self, rank: int) -> tuple[int, bool]:
+        """Bytes of messages that a rank has read, and whether these are all."""
+        read = self.ring.read(rank - 1)
+        return read, read == self.ring.written
+
     def write_digest(self, number: int, digest: int) -> None:
         """Keep the digest of this rank's results up to step ``number``."""
         publish(self._digest_at(self.rank, number), digest, 0)
@@ -56,3 +70,13 @@ class RankMemory:
 
     def _digest_at(self, rank: int, number: int) -> int:
         return int(self._digests + 8 * (rank * KEPT + number % KEPT))
+
+
+class SharedFile:
+    """See ``SharedMemory``."""
+
+    def make(self, size: int, descriptor: int | None = None) -> int:
+        return make_memory(size, descriptor)
+
+    def view(self, descriptor: int, rank: int, size: int) -> RankMemory:
+        return RankMemory(descriptor, rank, size)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import above_zero, add_flag, flag_name, positive
-from octavo.cli.simulated import summary
 from octavo.config import EngineConfig, settings
 from octavo.errors import ConfigError
+from octavo_fleet.cli.simulated import summary
 
 NAME = "simulate"
 HELP = "predict latency, throughput and cost of a fleet; find the cheapest that meets latency targets"

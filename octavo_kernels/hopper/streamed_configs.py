@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from octavo.ops.grouped_linear import TILE, chunk_of
+from octavo_kernels.hopper.pipelined_configs import KEPT_BYTES
 from octavo_kernels.triton.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import has_gluon, num_multiprocessors, shared_bytes
-from octavo_kernels.triton.pipelined_configs import KEPT_BYTES
 
 CHUNK_BYTES = 1024
 """Words of 16 outputs, in a piece."""

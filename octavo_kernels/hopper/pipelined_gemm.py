@@ -38,15 +38,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
 from octavo.ops.linear import Activation
+from octavo_kernels.hopper.pipelined_configs import ALIGNMENT, BOX_BYTES, MOST_PROGRAMS, UNIT, PipelinedConfig
+from octavo_kernels.hopper.pipelined_epilogue import end_tile
+from octavo_kernels.hopper.pipelined_producer import produce
+from octavo_kernels.hopper.pipelined_tiles import grain_of, rows_of_tile, steps_of, tiles_of_rows
 from octavo_kernels.triton.expert_tiles import Tiles
 from octavo_kernels.triton.gates import activation_of
 from octavo_kernels.triton.grouped_numbers import entry_assembly, entry_offset
 from octavo_kernels.triton.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import counters, launch
-from octavo_kernels.triton.pipelined_configs import ALIGNMENT, BOX_BYTES, MOST_PROGRAMS, UNIT, PipelinedConfig
-from octavo_kernels.triton.pipelined_epilogue import end_tile
-from octavo_kernels.triton.pipelined_producer import produce
-from octavo_kernels.triton.pipelined_tiles import grain_of, rows_of_tile, steps_of, tiles_of_rows
 
 _TILE, _WORDS, _UNIT = gl.constexpr(TILE), gl.constexpr(WORDS), gl.constexpr(UNIT)
 

@@ -1,0 +1,187 @@
+"""What the engine asks of a type of device besides torch: the kernels of ops, and what comes with them.
+
+A backend is a plug-in (``octavo.plugins.KERNELS``). This class is one for which torch alone computes; a backend
+overrides what it has more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo import plugins
+from octavo.ops.collective import Collective
+
+Check = Callable[[], None]
+"""Called now and then while a rank waits for another; raises when waiting is in vain."""
+
+
+class Recording(Protocol):
+    """Kernel calls that were made once, and can be made again over the same memory."""
+
+    foreign: set[str]
+    """Operations that cannot be repeated; the recording is of no use if there are any."""
+
+    def repeat(self) -> None: ...
+
+
+Recorder = Callable[[], AbstractContextManager[Recording]]
+"""Makes blocks of which the kernel calls are recorded, all with results in one memory."""
+
+
+class Tuner(Protocol):
+    """Measures kernels for the matrix products of a model."""
+
+    def prepare(self, rows: int, again: bool) -> list[str]:
+        """Compile what is to be measured for a number of rows; returns names for ``measure``."""
+        ...
+
+    def measure(self, name: str) -> Mapping[str, Any] | None: ...
+
+
+class RankCollective(Collective, Protocol):
+    """That of ranks which are processes of one machine."""
+
+    def abort(self) -> None:
+        """Make all exchanges fail, now and later."""
+        ...
+
+    def num_rounds(self, rank: int) -> int:
+        """Exchanges that a rank has begun."""
+        ...
+
+
+class MessageWriter(Protocol):
+    def write(self, message: bytes) -> None: ...
+
+
+class MessageReader(Protocol):
+    def next(self) -> bytes: ...
+
+
+class RankMemory(Protocol):
+    """One rank's view of the memory that the ranks of an engine share."""
+
+    rank: int
+    size: int
+
+    @property
+    def collective(self) -> RankCollective: ...
+    def writer(self, check: Check) -> MessageWriter:
+        """Of messages that all other ranks read; rank 0 alone has one."""
+        ...
+
+    def reader(self, check: Check) -> MessageReader: ...
+    def num_read(self, rank: int) -> tuple[int, bool]:
+        """Bytes of messages that a rank has read, and whether these are all."""
+        ...
+
+    def write_digest(self, number: int, digest: int) -> None: ...
+    def digest(self, rank: int, number: int) -> int: ...
+
+
+class SharedMemory(Protocol):
+    """Memory of ranks by a file descriptor, without a name."""
+
+    def make(self, size: int, descriptor: int | None = None) -> int:
+        """The descriptor of a new one for ``size`` ranks, in an empty file if the descriptor of one is given."""
+        ...
+
+    def view(self, descriptor: int, rank: int, size: int) -> RankMemory: ...
+
+
+class DeviceBackend:
+    """See the module's docstring."""
+
+    def declines(self) -> str | None:
+        """Why it cannot be used on this machine, or ``None``: then the next backend for the type of device is."""
+        return None
+
+    def load_kernels(self) -> None:
+        """Import the kernels, which register themselves with their ops."""
+
+    def start_loading(self) -> None:
+        """Import the kernels and prepare their compiler in the background, while weights are loaded."""
+
+    def compiling_in_background(self, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
+        """While the block runs, compile the slowest kernels for a KV cache of this type elsewhere."""
+        return nullcontext()
+
+    def set_num_threads(self, count: int) -> None:
+        """Compute with so many threads of the host."""
+        torch.set_num_threads(count)
+
+    def describe(self) -> Iterator[tuple[str, str]]:
+        """What ``octavo doctor`` shows of the device: names and values."""
+        yield from ()
+
+    def compiled_kernels(self) -> Path | None:
+        """The folder where compiled kernels of this version are kept; next to it, those of other versions."""
+        return None
+
+    # ---- around steps
+
+    def launched_early(self) -> AbstractContextManager[None]:
+        """Kernels launched in this block may start before the previous one ends."""
+        return nullcontext()
+
+    def batch_invariant(self) -> AbstractContextManager[None]:
+        """In this block a row's result does not depend on the other rows, to the bit."""
+        return nullcontext()
+
+    def without_grid_barriers(self) -> AbstractContextManager[None]:
+        """No kernel of this block waits for all of its programs: another executor of the device may launch one."""
+        return nullcontext()
+
+    def compiled_only(self, num_threads: int | None = None) -> AbstractContextManager[None] | None:
+        """In this block kernels are compiled, ``num_threads`` at a time, and none is run; ``None`` if none needs it."""
+        return None
+
+    def recorder(self) -> Recorder | None:
+        """A new recorder; ``None`` if calls cannot be recorded."""
+        return None
+
+    # ---- choice of kernels
+
+    def tuner(self, run: Callable[[], None], device: torch.device) -> Tuner | None:
+        """Of the products of ``run``, which is called once, without launching a kernel."""
+        return None
+
+    def use_measured(self, entries: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
+        """Use measured kernels from now on, and keep them for the next start."""
+
+    def measurements(self, device: torch.device) -> Path | None:
+        """Where measured kernels are kept."""
+        return None
+
+    # ---- several processes
+
+    def peer_collective(self, host: Collective, device: torch.device) -> Collective | None:
+        """A collective over memory that ranks map from each other; ``None`` if they cannot."""
+        return None
+
+    def shared_memory(self) -> SharedMemory | None:
+        """What ranks on this host share."""
+        return None
+
+
+@functools.cache
+def backend_of(device_type: str) -> DeviceBackend:
+    """The backend of a type of device."""
+    for name, part in reversed(list(plugins.parts(plugins.KERNELS).items())):
+        if name.partition(".")[0] == device_type:
+            backend: DeviceBackend = part.load()
+            if backend.declines() is None:
+                return backend
+    return DeviceBackend()
+
+
+def is_gpu(x: Tensor | torch.device) -> bool:
+    """Whether a tensor or a device is a GPU's."""
+    return (x.device if isinstance(x, Tensor) else x).type == plugins.GPU

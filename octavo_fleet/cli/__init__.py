@@ -1,0 +1,1 @@
+"""Commands of ``octavo`` that belong to the fleet; see ``octavo.cli``."""

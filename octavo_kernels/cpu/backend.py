@@ -1,0 +1,67 @@
+"""The backend of CPUs: kernels of numba, recorded calls, and memory that ranks share."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from octavo.ops.device_backend import DeviceBackend, Recorder, SharedMemory
+from octavo.plugins import CPU
+from octavo_kernels.registration import decline_all, ops_of
+
+
+class CPUBackend(DeviceBackend):
+    """See ``DeviceBackend``."""
+
+    def load_kernels(self) -> None:
+        found = ops_of("octavo_kernels.cpu")
+        try:
+            importlib.import_module("numba")
+        except ImportError as error:  # not installed, or not built for this Python or numpy
+            decline_all(found, CPU, "numba", f"numba cannot be imported: {error}")
+        else:
+            for name in found:
+                importlib.import_module(f"octavo_kernels.cpu.{name}")
+
+    def compiling_in_background(self, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
+        from octavo_kernels.cpu.attention import compiling_in_background
+
+        return compiling_in_background(kv_dtype)
+
+    def set_num_threads(self, count: int) -> None:
+        """Of compiled kernels; torch has one, as its spinning threads would occupy the cores."""
+        from octavo_kernels.cpu import threads
+
+        torch.set_num_threads(1)
+        threads.set_num_threads(count)
+
+    def describe(self) -> Iterator[tuple[str, str]]:
+        from octavo_kernels.cpu.host import FLOAT_FEATURES, VNNI_FEATURES, cpu_features
+
+        used = (*FLOAT_FEATURES, *VNNI_FEATURES)
+        yield "features", " ".join(name for name in used if name in cpu_features()) or "none that kernels use"
+        if absent := [name for name in used if name not in cpu_features()]:
+            yield "", f"missing: {' '.join(absent)}"
+
+    def compiled_kernels(self) -> Path:
+        from octavo_kernels.cpu.compiled import kernels_folder
+
+        return kernels_folder()
+
+    def recorder(self) -> Recorder:
+        from octavo_kernels.cpu.calls import Arena, recording
+
+        return partial(recording, Arena())
+
+    def shared_memory(self) -> SharedMemory:
+        from octavo_kernels.cpu.rank_memory import SharedFile
+
+        return SharedFile()
+
+
+BACKEND = CPUBackend()

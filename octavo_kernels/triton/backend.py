@@ -1,0 +1,96 @@
+"""The backend of GPUs: kernels of Triton, their compilation and choice, and memory that ranks map from each other.
+
+Triton may be absent where there is no GPU: what needs it is imported late.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.kernel_compiler import preparation, start_compilers
+from octavo.ops.collective import Collective
+from octavo.ops.device_backend import DeviceBackend, Tuner
+from octavo.plugins import GPU
+from octavo_kernels.registration import decline_all, ops_of
+
+
+class TritonBackend(DeviceBackend):
+    """See ``DeviceBackend``."""
+
+    @functools.cached_property
+    def _absence(self) -> str | None:
+        try:
+            importlib.import_module("triton")
+        except ImportError as error:  # torch brings it on Linux only
+            return f"triton cannot be imported: {error}"
+        return None
+
+    def load_kernels(self) -> None:
+        found = ops_of("octavo_kernels.triton")
+        if self._absence is not None:
+            decline_all(found, GPU, "triton", self._absence)
+            return
+        for name in found:
+            importlib.import_module(f"octavo_kernels.triton.{name}")
+
+    def start_loading(self) -> None:
+        start_compilers()
+        preparation()
+        threading.Thread(target=self.load_kernels, name="load kernels", daemon=True).start()
+
+    def launched_early(self) -> AbstractContextManager[None]:
+        """By programmatic dependent launch."""
+        from octavo_kernels.triton.launch import pdl
+
+        return pdl()
+
+    def batch_invariant(self) -> AbstractContextManager[None]:
+        from octavo_kernels.triton.launch import invariant
+
+        return invariant()
+
+    def without_grid_barriers(self) -> AbstractContextManager[None]:
+        from octavo_kernels.triton.launch import no_grid_barriers
+
+        return no_grid_barriers()
+
+    def compiled_only(self, num_threads: int | None = None) -> AbstractContextManager[None]:
+        from octavo_kernels.triton.launch import compiling
+
+        return compiling(num_threads)
+
+    def tuner(self, run: Callable[[], None], device: torch.device) -> Tuner:
+        from octavo_kernels.triton.product_calls import collecting
+        from octavo_kernels.triton.product_tuning import ProductTuner, uses_of
+
+        with collecting() as calls:
+            run()
+        return ProductTuner(uses_of(calls), device)
+
+    def use_measured(self, entries: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
+        from octavo_kernels.triton.product_tuning import use_entries
+
+        use_entries(entries, device)
+
+    def measurements(self, device: torch.device) -> Path:
+        from octavo_kernels.triton.config_tables import own_path
+
+        return own_path(device)
+
+    def peer_collective(self, host: Collective, device: torch.device) -> Collective | None:
+        from octavo_kernels.triton.collective import PeerCollective, buffer_bytes
+        from octavo_kernels.triton.peer_memory import mapped_buffers
+
+        addresses_W = mapped_buffers(host, buffer_bytes(host.size), device)
+        return None if addresses_W is None else PeerCollective(addresses_W, host.rank)
+
+
+BACKEND = TritonBackend()

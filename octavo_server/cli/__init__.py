@@ -1,0 +1,1 @@
+"""Commands of ``octavo`` that belong to the server; see ``octavo.cli``."""

@@ -1,0 +1,115 @@
+"""POST /inference/v1/generate: token ids in, token ids out, as vLLM has it for trainers and for routers that tokenise.
+
+Sampling parameters are those of completions, in ``sampling_params``. A choice has the ids that were generated, and with
+``logprobs`` their log-probabilities, each with its id. ``weight_versions`` says which weights computed it, from which
+token on: more than one if they were updated meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidParameter
+from octavo.types import TokenLogprobs
+from octavo_server.dialects.openai.completions import client_request
+from octavo_server.dialects.openai.completions import decoder as completion_decoder
+from octavo_server.dialects.openai.logprobs import TokenNames, finite, prompt_logprobs
+from octavo_server.dialects.openai.rendering import json_response, usage
+from octavo_server.generation import Choice, ChoiceUpdate
+from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.sse import finished_choices
+from octavo_server.services import services_of
+
+OWN_FIELDS = frozenset(("echo", "model", "prompt", "stream", "stream_options", "use_beam_search"))
+"""Fields of a completion that are not sampling parameters."""
+SESSION = "x-session-id"
+
+
+class TokenIdsBody(msgspec.Struct, kw_only=True):
+    """The body of a request to continue token ids."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any] = {}
+    model: str = ""
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+
+decoder = BodyDecoder(TokenIdsBody, {"stream": (), "features": ()}, frozenset(("stream_options",)))
+
+
+async def generate_tokens(request: Request) -> Response:
+    services = services_of(request)
+    services.check_room(request)
+    services, body, headers = await services.read(request, decoder)
+    foreign = sorted(OWN_FIELDS & body.sampling_params.keys())
+    if foreign:
+        raise InvalidParameter("sampling_params", f"'{foreign[0]}' is no sampling parameter.")
+    fields = {"prompt": body.token_ids, "model": body.model, "priority": body.priority, **body.sampling_params}
+    fields |= {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+    session = body.session_id or request.headers.get(SESSION)
+    fields |= {} if session is None else {"prompt_cache_key": session}
+    completion, ignored = completion_decoder.read(msgspec.json.encode(fields), services.engine.info.max_model_len)
+    services.report(request, [f"sampling_params.{name}" for name in ignored])
+    generation = await services.admission.admit(client_request(completion, services, request))
+    choices = await finished_choices(generation, request)
+    names = TokenNames(services.tokenizer, as_ids=True)
+
+    def answer() -> Response:
+        taken = [(choice, choice.take()) for choice in choices]
+        result: dict[str, Any] = {
+            "request_id": body.request_id or uuid.uuid4().hex,
+            "model": services.answering_name(body.model),
+            "choices": [_choice(choice, update, names, completion.logprobs) for choice, update in taken],
+            "usage": usage(choices),
+            "weight_version": choices[0].weight_versions[-1][0],
+        }
+        if completion.prompt_logprobs is not None:
+            result["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, names, completion.prompt_logprobs)
+        return json_response(result, headers)
+
+    if completion.logprobs is None and completion.prompt_logprobs is None:
+        return answer()
+    return await asyncio.to_thread(answer)
+
+
+ENDPOINTS = [
+    Endpoint(
+        *("POST", "/inference/v1/generate", generate_tokens),
+        *("Continue token ids by token ids, as trainers do", TokenIdsBody),
+    )
+]
+
+
+def _choice(choice: Choice, update: ChoiceUpdate, names: TokenNames, num_top: int | None) -> dict[str, Any]:
+    shown = None if num_top is None else {"content": [_entry(each, names, num_top) for each in update.logprobs]}
+    return {
+        "index": choice.index,
+        "token_ids": update.tokens,
+        "logprobs": shown,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "weight_versions": [{"version": version, "start": start} for version, start in choice.weight_versions],
+    }
+
+
+def _entry(entry: TokenLogprobs, names: TokenNames, num_top: int) -> dict[str, Any]:
+    top = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
+    return {
+        "token": names.name(entry.token_id),
+        "token_id": entry.token_id,
+        "logprob": finite(entry.logprob),
+        "rank": entry.rank,
+        "top_logprobs": [
+            {"token": names.name(token), "token_id": token, "logprob": finite(logprob)} for token, logprob in top
+        ],
+    }
