@@ -172,8 +172,8 @@ def test_a_request_with_a_grammar_needs_no_longer_life_than_another(serve: Calla
     """The engine process is killed as soon as a plain request got a few tokens of it; the other gets some, too."""
     server = serve()
     counts = Counter[str]()
-    body = {"prompt": SENTENCE, "max_tokens": 600, "ignore_eos": True, "temperature": 0.9, "stream": True}
-    asked = {"plain": body, "regex": {**body, "structured_outputs": {"regex": "( [a-z]{2,9}){300}"}}}
+    body = {"prompt": SENTENCE, "max_tokens": 4000, "ignore_eos": True, "temperature": 0.9, "stream": True}
+    asked = {"plain": body, "regex": {**body, "structured_outputs": {"regex": "( [a-z]{2,9})+"}}}
 
     async def read(client: httpx.AsyncClient, kind: str) -> None:
         async with client.stream("POST", "/v1/completions", json=asked[kind]) as response:
@@ -194,6 +194,7 @@ def test_a_request_with_a_grammar_needs_no_longer_life_than_another(serve: Calla
                 await kills.next_process(pid)
                 before = counts.copy()
                 while counts["plain"] < before["plain"] + TOKENS_OF_A_LIFE:
+                    assert not readers[0].done(), "a stream ended before its time"
                     await asyncio.sleep(0.002)
                 gained.append(counts["regex"] - before["regex"])
             for reader in readers:
