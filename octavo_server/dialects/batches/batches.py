@@ -172,7 +172,8 @@ class Batches:
         self.endpoints = {each.path: each for each in endpoints if each.method == "POST" and each.path in SERVED}
         self.live: dict[str, Batch] = {}
         self._services: Services = app.state.services
-        self._runner = LineRunner(app, self.endpoints)
+        # The other half of the places is reserved for clients.
+        self._runner = LineRunner(app, self.endpoints, max(1, self._services.engine.info.max_num_seqs // 2))
         self._turns = Places(sys.maxsize, MAX_AT_ONCE)
 
     async def resume(self) -> None:
@@ -226,7 +227,7 @@ class Batches:
             await self._answer_lines(batch, owner)
 
     async def _answer_lines(self, batch: Batch, owner: str) -> None:
-        reader = LineReader(batch["endpoint"])
+        reader = LineReader((batch["endpoint"],))
         async for _ in self._lines(reader, batch, owner):
             pass  # all are checked before the first is answered
         reader.check_number()
@@ -238,7 +239,7 @@ class Batches:
             _count(batch, outcome)
         _mark(batch, "in_progress")
         await self._put(owner, [_item(batch)])
-        again = LineReader(batch["endpoint"])
+        again = LineReader((batch["endpoint"],))
         todo = _Todo(self._lines(again, batch, owner), done)
         try:
             async with asyncio.timeout(max(0, batch["expires_at"] - time.time())), asyncio.TaskGroup() as group:

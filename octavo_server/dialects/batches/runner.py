@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -65,10 +65,10 @@ class _Streamed(msgspec.Struct):
 class LineReader:
     """Reads the requests in a file piece by piece, so that memory does not grow with the file."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, urls: Collection[str]) -> None:
         self.num_lines = 0
         """Requests so far."""
-        self._url = url
+        self._urls = urls
         self._number = 0
         """Of the last line."""
         self._seen: set[bytes] = set()
@@ -83,7 +83,7 @@ class LineReader:
                 continue
             for line in await asyncio.to_thread(self._lines, piece):
                 yield line
-        for line in await asyncio.to_thread(self._parsed, [b"".join(self._rest)]):
+        for line in await asyncio.to_thread(self.parsed, [b"".join(self._rest)]):
             yield line
 
     def check_number(self) -> None:
@@ -95,9 +95,10 @@ class LineReader:
         *texts, last = b"".join([*self._rest, piece]).splitlines(keepends=True)
         # What ends with a carriage return may go on with a line feed.
         self._rest = [] if last.endswith(b"\n") else [last]
-        return self._parsed(texts if self._rest else [*texts, last])
+        return self.parsed(texts if self._rest else [*texts, last])
 
-    def _parsed(self, texts: Iterable[bytes]) -> list[Line]:
+    def parsed(self, texts: Iterable[bytes]) -> list[Line]:
+        """The requests in the next lines. Raises ``BadLine``."""
         lines = []
         for text in texts:
             self._number += 1
@@ -116,8 +117,8 @@ class LineReader:
         members: dict[str, msgspec.Raw] = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         if num_members(text) != len(members) + sum(num_members(bytes(member)) for member in members.values()):
             raise BadLine(f"Line {number} has the same name twice.", number)
-        if (line.method, line.url) != ("POST", self._url):
-            message = f"Line {number} must have the method POST and the url {self._url}, the endpoint of the batch."
+        if line.method != "POST" or line.url not in self._urls:
+            message = f"Line {number} must have the method POST and the url {' or '.join(self._urls)}."
             raise BadLine(message, number)
         digest = digest_of(line.custom_id)
         if digest in self._seen:
@@ -142,17 +143,14 @@ def _is_streamed(line: Line) -> bool:
 
 
 class LineRunner:
-    """Runs lines, at most ``max_num_seqs / 2`` at a time: the other half is reserved for clients.
+    """Runs lines, at most ``num_places`` at a time. API keys have turns, however many batches one has."""
 
-    API keys have turns, however many batches one has.
-    """
-
-    def __init__(self, app: Starlette, endpoints: Mapping[str, Endpoint]) -> None:
+    def __init__(self, app: Starlette, endpoints: Mapping[str, Endpoint], num_places: int) -> None:
         self._services: Services = app.state.services
         self._app = app
         self._endpoints = endpoints
-        self.num_places = max(1, self._services.engine.info.max_num_seqs // 2)
-        self._places = Places(self.num_places)
+        self.num_places = num_places
+        self._places = Places(num_places)
 
     async def run(self, line: Line, caller: Caller, key: str) -> Outcome:
         """Run ``line`` and return its outcome; waits while the server is full or shutting down.
