@@ -24,7 +24,15 @@ from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.offloading import make_offload
-from octavo.config import CacheSettings, EngineConfig, ModelSettings, parse_hf_overrides, parse_lora_modules, to_flat
+from octavo.config import (
+    CacheSettings,
+    EngineConfig,
+    ModelSettings,
+    SchedulerSettings,
+    parse_hf_overrides,
+    parse_lora_modules,
+    to_flat,
+)
 from octavo.device_settings import kernel_compilation, prepared_device, resolve_kv_dtype, weight_format
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.draft_choice import DraftChoice
@@ -56,7 +64,7 @@ from octavo.runtime.drafter import Drafter
 from octavo.runtime.embedding_pool import EmbeddingPool
 from octavo.runtime.forward import make_forward, make_logits
 from octavo.runtime.host_executor import LAST_TOKEN, HostExecutor
-from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.kv_storage import ONE_STATE, KVStorage, StatePool
 from octavo.runtime.process_group import device_collective, visible_gpus
 from octavo.runtime.rank_group import RankGroup
 from octavo.runtime.rank_processes import RankProcesses
@@ -69,6 +77,7 @@ from octavo.steps.messages import Executor
 from octavo.telemetry.phases import Phases
 from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.dtypes import DTYPES
 from octavo.weights.generation_config import check_token_ids, chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
 
@@ -131,7 +140,7 @@ def build_engine(
         vision = load_vision(config, path, checkpoint, model_config, form)
         phases.done("weights")
         limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting, vision)
-        storage = _storage(model_config, loaded, limits, kv_dtype, device, collective.size, drafting.cache)
+        storage = _storage(model_config, loaded, limits, config.cache, form, collective.size, drafting.cache)
         drafter, vocab_size = drafting.start(storage), model_config.vocab_size
         most = step_limits(limits, method, drafter, vision)
         pool, images = connected(vision, loaded.model)
@@ -146,13 +155,19 @@ def build_engine(
     scheduler = _scheduler(config, limits, method, images)
     _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
-    depth = DEPTH[device.type] if config.scheduler.async_scheduling else 1
+    depth = _depth(config.scheduler, device, limits, method)
     ranks.report_to(on_lost)
     timed, sleeper = logged(runner, config.scheduler.step_log), runner if info.sleeps_in_host_memory else None
     if expects_grammars:
         grammars.finish_loading()
         phases.done("vocabulary of grammars")
     return Engine(scheduler, timed, grammars=grammars, adapters=lora, sleeper=sleeper, depth=depth), info
+
+
+def _depth(settings: SchedulerSettings, device: torch.device, limits: memory.Limits, method: Method | None) -> int:
+    """Steps in flight: one if drafts can be rejected and there is recurrent state, as the next begins with it."""
+    waits = limits.states is not None and method is not None
+    return DEPTH[device.type] if settings.async_scheduling and not waits else 1
 
 
 def _info(
@@ -209,7 +224,7 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         gc.collect()
         vision = load_vision(config, path, checkpoint, model_config, form)
         limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
-        storage = _storage(model_config, loaded, limits, kv_dtype, device, collective.size)
+        storage = _storage(model_config, loaded, limits, config.cache, form, collective.size)
         vocab_size = model_config.vocab_size
         method = parse_speculative_config(config.speculative.speculative_config)
         parts = pooling, adapters, collective, None, _rule(method), connected(vision, loaded.model)[0]
@@ -297,6 +312,8 @@ def _connect_blocks(
     blocks = BlockMessages(runner, storage.bytes_per_block * info.tensor_parallel_size)
     if settings.enable_partial_reuse:
         cache.copy_slots = blocks.copy_slots
+    if cache.states is not None:
+        cache.states.copy = blocks.copy_state
     if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
         cache.use_offload(offload)
 
@@ -337,18 +354,22 @@ def _storage(
     model: ModelConfig,
     loaded: LoadedModel,
     limits: memory.Limits,
-    dtype: torch.dtype,
-    device: torch.device,
+    settings: CacheSettings,
+    form: WeightFormat,
     num_ranks: int,
     draft_specs: Sequence[LayerCacheSpec] = (),
 ) -> KVStorage:
+    dtype, device = resolve_kv_dtype(settings.kv_cache_dtype, form, form.device), form.device
     specs = *rank_cache(model.cache, num_ranks), *draft_specs
     sizes = limits.groups, limits.num_blocks, limits.block_size
     is_fp8 = dtype == torch.float8_e4m3fn
     if loaded.kv_scales and not is_fp8:
         logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype fp8 uses")
     scales = loaded.kv_scales if is_fp8 else {}
-    return KVStorage(specs, *sizes, dtype, device, num_draft_layers=len(draft_specs), scales=scales)
+    states = ONE_STATE
+    if limits.states is not None:
+        states = StatePool(limits.states.num_slots, form.dtype, DTYPES[settings.state_dtype])
+    return KVStorage(specs, *sizes, dtype, device, num_draft_layers=len(draft_specs), scales=scales, states=states)
 
 
 def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
@@ -360,6 +381,7 @@ def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
         eviction=settings.eviction_policy,
         watermark=settings.kv_watermark,
         events=KVEvents() if settings.enable_kv_events else None,
+        states=limits.states,
     )
 
 

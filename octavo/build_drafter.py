@@ -86,6 +86,11 @@ def find_drafter(
     if not isinstance(method, WithDrafter):
         return None
     settings = config.model
+    if any(spec.state for spec in model.cache):
+        raise ConfigError(
+            f'speculative_config: "{_name(method)}" cannot draft for models with recurrent state; "ngram" and '
+            '"suffix" can'
+        )
     if settings.enable_lora or settings.tensor_parallel_size > 1:
         other = "enable_lora" if settings.enable_lora else "tensor_parallel_size above 1"
         raise ConfigError(f'speculative_config: "{_name(method)}" cannot be combined with {other}')
@@ -196,6 +201,8 @@ def _block(method: DFlash, config: EngineConfig, target: Target, checkpoint: Che
 def _model(method: DraftModel, config: EngineConfig, target: Target, checkpoint: Checkpoint) -> LoadedDrafter:
     own = read_config(checkpoint.config)
     assert not isinstance(own, EncoderConfig)
+    if any(spec.state for spec in own.cache):
+        raise ConfigError("speculative_config: model has recurrent state; a drafter must not have any")
     if own.vocab_size != target.config.vocab_size:
         sizes = f"{own.vocab_size} tokens, and the model {target.config.vocab_size}"
         logger.warning("the drafter has %s: drafts are accepted only if the tokens that both have are the same", sizes)

@@ -163,6 +163,15 @@ class CacheSettings:
         ("auto", "float32", "bfloat16", "float16", "fp8"),
         synonyms={"fp8_e4m3": "fp8"},
     )
+    state_dtype: str = setting(
+        "float32", "data type of recurrent states, for models that have any", ("float32", "bfloat16")
+    )
+    num_state_snapshots: int | None = setting(
+        None,
+        "recurrent states that the prefix cache keeps, for models that have any; default: as many as take the memory "
+        "of keys and values",
+        low=0,
+    )
     gpu_memory_utilization: float = setting(0.9, "fraction of the GPU's memory to use, weights included", low=0.01)
     enable_prefix_caching: bool = setting(True, "reuse the blocks of equal prompt prefixes")
     enable_partial_reuse: bool = setting(

@@ -168,6 +168,26 @@ class GroupBlocks:
         return len(self.block_table) - self.first_block
 
 
+@dataclass(eq=False, slots=True)
+class HeldState:
+    """The slots of recurrent state that one sequence holds; see ``cache.state_cache``."""
+
+    slot: int
+    """Slot of its current state, which the steps update."""
+    spare: int = -1
+    """Slot for the state before the drafts of a step in flight; -1 without speculation."""
+    known: int = 0
+    """Tokens that were known when it was admitted: positions behind them are computed one by one."""
+    branch: int = 0
+    """Position at which its known tokens leave what the prefix cache has keys and values of, but no state; or 0."""
+    pending: list[tuple[int, int]] = field(default_factory=list)
+    """Position and slot of each snapshot whose position is not committed yet."""
+    rolling: Any = None
+    """Private to the cache: the newest snapshot in its output, which the next one replaces."""
+    is_lost: bool = False
+    """Whether a step failed that may have changed the state."""
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """The mutable state of a request: its tokens and blocks.
@@ -189,6 +209,8 @@ class Sequence:
     """Prompt tokens found in the prefix cache when first admitted."""
     groups: list[GroupBlocks] = field(default_factory=lambda: [GroupBlocks()])
     """Its blocks, one entry for each KV group of the cache."""
+    state: HeldState | None = None
+    """Its recurrent state while it holds blocks, if the model has any."""
     capacity: int = 0
     """Positions that have a block in every KV group; later positions cannot be computed yet."""
     decodes: bool = False

@@ -219,6 +219,8 @@ class OracleRunner:
         self.reads_live_tables = reads_live_tables
         """Whether a step uses the block table as it is when executed, and not as it was when submitted."""
         self.slots: dict[int, int] = {}
+        self.states: dict[int, int] = {}
+        """Digest of the prefix after which each slot of recurrent state holds the state."""
         self.acts: list[Act] = []
         """Asked for since the last step was submitted."""
         self.unfinished: deque[PendingStep] = deque()
@@ -239,7 +241,9 @@ class OracleRunner:
         acts, self.acts = self.acts, []
         assert all(len(item.seq.groups) == len(self.groups) for item in plan), "a sequence lacks blocks of a group"
         tables = [[list(self._refreshed_table(held)) for held in item.seq.groups] for item in plan]
-        pending = PendingStep(self, plan, tables, acts)
+        states = [-1 if item.seq.state is None else item.seq.state.slot for item in plan]
+        assert len({slot for slot in states if slot >= 0}) == sum(slot >= 0 for slot in states), "a state is shared"
+        pending = PendingStep(self, plan, tables, states, acts)
         self.unfinished.append(pending)
         return pending
 
@@ -255,6 +259,11 @@ class OracleRunner:
 
         self._do(copy)
         self.num_copied += 0 if group else num_tokens
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy a state, behind all steps submitted before and ahead of the next one."""
+        assert source != target, "a state was copied to itself"
+        self.acts.append(lambda slots: self.states.update({target: self.states.get(source, GARBAGE)}))
 
     def read_block(self, block: int) -> list[int]:
         """What ``block`` will hold when all that was asked for has happened; no step may be about to write to it."""
@@ -291,19 +300,25 @@ class OracleRunner:
     def execute(self, pending: PendingStep, masks: Masks) -> list[Sampled]:
         """Do what was asked for between the plan before and this one, then this one."""
         assert self.unfinished.popleft() is pending, "results are asked for out of order"
-        plan, tables = pending.plan, pending.tables
+        plan, tables, states = pending.plan, pending.tables, pending.states
         for act in pending.acts:
             act(self.slots)
         if self.trouble.strikes(plan):
             self.num_failed_steps += 1
-            for item, of_item in zip(plan, tables, strict=True):
+            for item, of_item, slot in zip(plan, tables, states, strict=True):
                 self._spill(item, of_item, item.settled_start)
+                self.states[slot] = GARBAGE
             raise RunnerError("device fault")
-        return [self._row(item, of_item, masks) for item, of_item in zip(plan, tables, strict=True)]
+        found = []
+        for item, of_item, slot in zip(plan, tables, states, strict=True):
+            found.append(self._row(item, of_item, slot, masks))
+        return found
 
-    def _row(self, item: Scheduled, tables: Tables, masks: Masks) -> Sampled:
+    def _row(self, item: Scheduled, tables: Tables, state: int, masks: Masks) -> Sampled:
         assert item.tokens, "an item computes nothing"
-        assert not item.drafts or (item.samples and len(item.tokens) == 1), "drafts follow a chunk"
+        assert not item.drafts or item.samples, "drafts follow a part of what is known"
+        assert not item.drafts or len(item.tokens) == 1 or state >= 0, "drafts follow a chunk"
+        before, self.states[state] = self.states.get(state), GARBAGE
         if item.is_stale:
             self._spill(item, tables, item.settled_start)
             return Sampled([GARBAGE])
@@ -314,10 +329,17 @@ class OracleRunner:
             return Sampled([], error="bad row")
         for group, table in zip(self.groups, tables, strict=True):
             self._read(item.seq, table, item.settled_start, *group)
+        if state >= 0 and item.settled_start:
+            known = self._known_digests(item.seq, item.settled_start)[item.settled_start]
+            assert before == known, f"stale state: sequence {item.seq.id}, position {item.settled_start}"
         self._write(item, tables)
         result = Sampled([], prompt_logprobs=self._prompt_logprobs(item))
+        after = self._known_digests(item.seq, _end(item))[_end(item)]
         if item.samples:
             self._sample(item, tables, masks.get(item.seq.id), result)
+        for token in result.tokens[: len(item.drafts)] if len(result.tokens) > len(item.drafts) else ():
+            after = digest(after, token)
+        self.states[state] = after if len(result.tokens) in (0, 1 + len(item.drafts)) else GARBAGE
         return result
 
     def _slot(self, table: list[int], position: int) -> int:
@@ -401,8 +423,10 @@ class PendingStep:
 
     is_started = False
 
-    def __init__(self, runner: OracleRunner, plan: Plan, tables: list[Tables], acts: list[Act]) -> None:
-        self.runner, self.plan, self.tables, self.acts = runner, plan, tables, acts
+    def __init__(
+        self, runner: OracleRunner, plan: Plan, tables: list[Tables], states: list[int], acts: list[Act]
+    ) -> None:
+        self.runner, self.plan, self.tables, self.states, self.acts = runner, plan, tables, states, acts
 
     def sample(self, masks: Masks) -> list[Sampled]:
         return self.runner.execute(self, masks)

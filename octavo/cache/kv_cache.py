@@ -24,9 +24,13 @@ from octavo.cache.group_cache import GroupCache, GroupSize
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Node
 from octavo.cache.offload import Offload
+from octavo.cache.state_cache import StateCache
 from octavo.errors import ConfigError
-from octavo.types import GroupBlocks, Request, Sequence, keyed
+from octavo.steps.limits import StateSize
+from octavo.types import GroupBlocks, Plan, Request, Sequence, keyed
 
+NO_STOP = 1 << 62
+"""Room of a sequence without recurrent state."""
 CopySlots = Callable[[int, int, int, int], None]
 """Copies the first slots of one block into another, before any step that is submitted later. Arguments: KV group,
 source block, target block, number of slots."""
@@ -38,6 +42,7 @@ class KVCache:
     ``groups`` are the KV groups, the one that reaches furthest back first; a number means one full-attention group
     with that many blocks. ``eviction`` is a policy of ``octavo.cache.eviction``. ``watermark`` is the share of the
     blocks that admission keeps free for running sequences to grow into. ``events`` record the first group's blocks.
+    ``states`` is the size of the pool of recurrent states, for models that have any; there is one group then.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class KVCache:
         watermark: float = 0.0,
         events: KVEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
+        states: StateSize | None = None,
     ) -> None:
         self.block_size = block_size
         self.events = events
@@ -66,6 +72,11 @@ class KVCache:
             )
             for index, size in enumerate([GroupSize(groups)] if isinstance(groups, int) else groups)
         ]
+        self.states: StateCache | None = None
+        """The recurrent states, for models that have any."""
+        if states is not None:
+            assert len(self.groups) == 1, "a model with recurrent state has one KV group"
+            self.states = StateCache(states, self.groups[0].tree, enable_prefix_caching)
         self.sliding = [group for group in self.groups if group.window]
         """The sliding-window groups, which free blocks behind their window."""
         self.offload: Offload | None = None
@@ -113,7 +124,7 @@ class KVCache:
             depths = [end.depth for end in ends]
             least = min(depths)
             if least == max(depths):
-                return ends
+                return ends if self.states is None else [self.states.match(ends[0])]
 
     def admits(self, seq: Sequence, ends: list[Node], max_step_tokens: int, num_spare: int = 0) -> bool:
         """Whether ``seq``, cached up to ``ends``, can be started with ``num_spare`` blocks left in each group, or the
@@ -143,6 +154,9 @@ class KVCache:
         rest, which ``admits`` must have confirmed. With ``may_share``, offloaded or partially matching
         blocks are reused, too."""
         needs = self._first_needs(seq, ends, max_step_tokens)
+        if self.states is not None:
+            branch = self.groups[0].match(seq, (len(seq.tokens) - 1) // self.block_size) if may_share else ends[0]
+            self.states.start(seq, ends[0], branch.depth * self.block_size)
         self.adopt(seq, ends)
         contents = self.recall(seq) if may_share else []
         sources, num_copied = self._find_parts(seq, ends) if may_share and not contents else ([], 0)
@@ -161,7 +175,7 @@ class KVCache:
 
     def _find_parts(self, seq: Sequence, ends: list[Node]) -> tuple[list[int], int]:
         """In each group, the block with the most slots that ``seq`` can copy, and the number to copy in all groups."""
-        if self.copy_slots is None:
+        if self.copy_slots is None or self.states is not None:
             return [], 0
         parts = [group.find_part(seq, end) for group, end in zip(self.groups, ends, strict=True)]
         return [source for source, _ in parts], min(count for _, count in parts)
@@ -172,7 +186,10 @@ class KVCache:
     # ---- slower tiers
 
     def use_offload(self, offload: Offload) -> None:
-        """Keep the contents of evicted blocks in ``offload``; raises ``ConfigError`` if there are several groups."""
+        """Keep the contents of evicted blocks in ``offload``; raises ``ConfigError`` if there is more than one group of
+        keys and values to keep."""
+        if self.states is not None:
+            raise ConfigError("kv_offload_memory: recurrent state is not offloaded, and the model has some")
         if len(self.groups) > 1:
             raise ConfigError("kv_offload_memory: the model caches different positions in different layers")
         self.offload = offload
@@ -235,6 +252,8 @@ class KVCache:
         """
         for group in self.groups:
             group.publish(seq, num_tokens)
+        if self.states is not None and (published := seq.groups[0].published) is not None:
+            self.states.publish(seq, num_tokens, published)
 
     def slide(self, seq: Sequence, num_tokens: int) -> None:
         """Free the blocks of ``seq`` that are behind sliding windows, given ``num_tokens`` committed positions.
@@ -255,10 +274,30 @@ class KVCache:
         seq.num_computed_tokens = num_tokens
         seq.capacity = self._capacity(seq)
 
+    def room(self, seq: Sequence) -> int:
+        """Most positions of ``seq`` that the next step may compute, as a snapshot of its state is due behind them."""
+        return NO_STOP if self.states is None else self.states.room(seq)
+
+    def note_submitted(self, plan: Plan) -> None:
+        """Take snapshots of recurrent states behind ``plan``, which has just been submitted, where they are due."""
+        if self.states is not None:
+            for item in plan:
+                self.states.note_submitted(item.seq, item.start + len(item.tokens) + len(item.drafts))
+
+    def roll_back(self, seq: Sequence, start: int) -> None:
+        """Undo a step of ``seq`` that began at position ``start`` and verified drafts, of which some were rejected: its
+        state cannot be cut back, so what was accepted is computed again from the state before."""
+        assert self.states is not None
+        self.states.roll_back(seq)
+        self.note_filled(start - seq.num_computed_tokens)
+        seq.num_computed_tokens = start
+
     def release(self, seq: Sequence) -> None:
         """Release all blocks of ``seq``; its published blocks stay in the prefix cache until evicted."""
         for group in self.groups:
             group.release(seq)
+        if self.states is not None:
+            self.states.release(seq)
         self.num_filled -= seq.num_computed_tokens
         seq.num_computed_tokens = seq.capacity = 0
 
@@ -272,6 +311,8 @@ class KVCache:
         holders = list(holders)
         for group in self.groups:
             group.check(holders)
+        if self.states is not None:
+            self.states.check(holders)
         assert self.num_filled == sum(seq.num_computed_tokens for seq in holders), "computed positions are miscounted"
         for seq in holders:
             assert len(seq.groups) == len(self.groups), "a sequence does not have one entry for each group"

@@ -28,7 +28,7 @@ class Node:
     __slots__ = (
         *("block", "children", "depth", "edge", "edges", "key", "parent"),
         *("born", "entry", "hash", "is_idle", "is_passed", "is_protected", "is_superseded", "kept_until", "num_ends"),
-        *("rested", "uses"),
+        *("rested", "snapshot", "uses"),
     )
 
     def __init__(self, edge: Edge, block: int, parent: Node | None, born: int = 0) -> None:
@@ -45,6 +45,9 @@ class Node:
 
         self.key = b""
         """Key of the prefix in slower tiers; empty if there are none."""
+
+        self.snapshot: Any = None
+        """The recurrent state behind it, if the cache has one: a ``Snapshot``."""
 
         # Inputs of the eviction policies.
         self.born = born

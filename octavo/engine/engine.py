@@ -133,6 +133,7 @@ class Engine:
         self.last_plan = []
         while len(self.in_flight) < self.depth and (plan := self.scheduler.schedule()):
             self.in_flight.append((plan, self.runner.submit(plan)))  # the forward pass starts; no wait
+            self.scheduler.cache.note_submitted(plan)
         if not self.in_flight:
             return refused
         plan, pending = self.in_flight.popleft()

@@ -41,8 +41,12 @@ def apply_result(
         note_drafts(stats, num_drafts, num_drafts - num_rejected)
         seq.num_drafts += num_drafts
         seq.num_rejected += num_rejected
-        cache.truncate(seq, seq.num_computed_tokens - num_rejected)
-        num_committed += len(tokens) - 1
+        if num_rejected and cache.states is not None:
+            cache.roll_back(seq, start)
+            num_committed = start
+        else:
+            cache.truncate(seq, seq.num_computed_tokens - num_rejected)
+            num_committed += len(tokens) - 1
     if num_committed % cache.block_size < num_committed - start:  # at least one block is newly full
         cache.publish(seq, num_committed)
     if cache.sliding:

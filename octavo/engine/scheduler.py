@@ -20,7 +20,7 @@ from octavo.engine.scheduled import take, with_encodes
 from octavo.engine.sequence_images import Images, ImageSettings
 from octavo.engine.speculation import NO_DRAFTS, Speculation, num_proposed
 from octavo.engine.step_budget import StepBudget
-from octavo.engine.suspects import Suspects
+from octavo.engine.suspects import Suspects, divided
 from octavo.engine.victims import VICTIMS
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter, RunnerError
 from octavo.telemetry.events import EventLog
@@ -172,7 +172,7 @@ class Scheduler:
             num_drafts = min(room.num_drafts, sum(map(len, drafts_of.values()))) if room is not None else 0
         total_budget = min(total_budget + num_drafts, max(total_budget, self.step_budget.most_mixed))
         shares = self._share_budget(total_budget - num_drafts) if self.cut else {}
-        budget, self.cut = total_budget - sum(shares.values()), []
+        budget, self.cut, states = total_budget - sum(shares.values()), [], self.cache.states
         for seq in list(self.running.values()):
             num_behind -= 1
             start = seq.num_computed_tokens
@@ -181,13 +181,16 @@ class Scheduler:
                 continue  # all is in flight, or just preempted
             if shares:
                 budget += shares.pop(seq, 0)
-            if num_tokens > budget - num_behind:
-                num_tokens = min(num_tokens, budget - num_behind)
+            most = budget - num_behind
+            if states is not None:
+                most = min(most, states.room(seq))
+            if num_tokens > most:
+                num_tokens = most
                 self.cut.append(seq)
             asked = num_tokens
             if seq.images is not None and (num_tokens := self._end_of_chunk(seq, num_tokens)) <= 0:
                 continue
-            drafts = drafts_of.get(seq, ())[: budget - num_behind - num_tokens] if drafts_of else ()
+            drafts = drafts_of.get(seq, ())[: most - num_tokens] if drafts_of else ()
             if drafts and not self.cache.reserve(seq, start + num_tokens + len(drafts)):
                 drafts = ()  # no sequence is preempted for drafts
             num_taken = num_tokens + len(drafts)
@@ -205,6 +208,8 @@ class Scheduler:
 
     def _take(self, seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
         start = seq.num_computed_tokens
+        if drafts and self.cache.states is not None:
+            self.cache.states.checkpoint(seq)
         item = take(seq, num_tokens, drafts, num_proposed(self.speculation))
         if seq.images is None or self.images is None:
             return item
@@ -278,7 +283,7 @@ class Scheduler:
             waiting.admit(seq)
             self._run(seq)
             num_tokens = len(seq.tokens) - seq.num_computed_tokens
-            most = min(budget, seq.capacity - seq.num_computed_tokens)
+            most = min(budget, seq.capacity - seq.num_computed_tokens, self.cache.room(seq))
             if num_tokens > most:
                 num_tokens = most
                 self.cut.append(seq)
@@ -378,10 +383,12 @@ class Scheduler:
             self.waiting.leave(seq)
             self.waiting.push(seq)
 
-    def _match_if_it_fits(self, seq: Sequence) -> list[Node] | None:
-        """Last node of the cached prefix in each KV group; ``None`` if there are not enough blocks for the rest."""
+    def _match_if_it_fits(self, seq: Sequence, num_spare: int | None = None) -> list[Node] | None:
+        """Last node of the cached prefix in each KV group; ``None`` if there are not enough blocks for the rest, with
+        ``num_spare`` left: one for each running sequence unless given."""
         ends = self.cache.match(seq) if may_share(seq) else self.cache.roots
-        has_room = self.cache.admits(seq, ends, self.max_num_batched_tokens, num_spare=len(self.running))
+        num_spare = len(self.running) if num_spare is None else num_spare
+        has_room = self.cache.admits(seq, ends, self.max_num_batched_tokens, num_spare)
         if seq.images is not None and self.images is not None:
             has_room = has_room and self.images.admits(seq, ends[0].depth * self.cache.block_size)
         return ends if has_room else None
@@ -406,11 +413,28 @@ class Scheduler:
         """Plan a retry of part of a failed plan. Its blocks are still held, so none are reserved."""
         if self.images is not None:
             self.images.begin_step()
-        plan = [self._take(item.seq, len(item.tokens)) for item in self.suspects.next_group()]
+        group = self.suspects.next_group()
+        self._start_again([item.seq for item in group if item.seq.state is not None and item.seq.state.is_lost])
+        parts = divided(group, self.max_num_batched_tokens)
+        plan = [self._take(seq, min(num_tokens, self.cache.room(seq))) for seq, num_tokens in parts]
         if plan:
             self.cache.note_filled(sum(len(item.tokens) for item in plan))
             self.suspects.begin(plan)
         return plan
+
+    def _start_again(self, lost: list[Sequence]) -> None:
+        """Let sequences that have lost their states start again from what the prefix cache has, or else wait: others
+        may hold the blocks that it had shared."""
+        for seq in lost:
+            self.cache.release(seq)
+        for seq in lost:
+            ends = self._match_if_it_fits(seq, num_spare=0)
+            if ends is not None:
+                self.cache.start(seq, ends, may_share(seq), self.max_num_batched_tokens)
+            elif self.yielding.pop(seq, None) is not None:
+                self._queue_again(seq, by=seq)
+            else:
+                self._preempt(seq, by=seq)
 
     # ---- committing its results
 
@@ -468,6 +492,8 @@ class Scheduler:
         seq.decodes = False
         if self.images is not None:
             self.images.rewind(seq)
+        if self.cache.states is not None:
+            self.cache.states.lose(seq)
         self._disown_steps(seq)
 
     def _disown_steps(self, seq: Sequence) -> None:

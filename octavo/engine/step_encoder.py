@@ -150,8 +150,7 @@ class StepEncoder:
         width = -(-int(ends.max(initial=1)) // self.block_size)
         if shape.has_drafter:
             width = max(width, *(int(tables.num_blocks_C[of_seq].max(initial=1)) for tables in batch.tables))
-        buffer = bytearray(num_bytes(shape, width, num_groups))
-        arrays = StepArrays(buffer, shape, width, num_groups)
+        arrays = StepArrays(buffer := bytearray(num_bytes(shape, width, num_groups)), shape, width, num_groups)
         first_rows = np.zeros(len(plan) + 1, dtype=np.int64)
         np.cumsum(lens, out=first_rows[1:])
         num_rows = int(first_rows[-1])
@@ -166,6 +165,7 @@ class StepEncoder:
         arrays.fill("batch_indices", of_seq, padding)
         arrays.fill("cu_seqlens", first_rows, num_rows)
         arrays.fill("seq_lens", ends, 0)
+        _fill_states(arrays, plan)
         for group, tables in enumerate(batch.tables):
             assert (tables.num_blocks_C[of_seq] * self.block_size >= ends).all(), (
                 "a sequence has fewer blocks than tokens"
@@ -312,6 +312,12 @@ class StepEncoder:
             decoded.append(sampled)
             row += 1 + len(item.drafts)
         return decoded
+
+
+def _fill_states(arrays: StepArrays, plan: Plan) -> None:
+    """Fill the slots of recurrent states; for models without any, they are not read."""
+    if not plan or plan[0].seq.state is not None:
+        arrays.fill("state_slots", [item.seq.state.slot for item in plan if item.seq.state is not None], -1)
 
 
 def _token_ids(plan: Plan) -> npt.NDArray[np.int64]:

@@ -18,6 +18,7 @@ from octavo.engine.step_encoder import NO_MASKS, StepEncoder
 from octavo.sampling_params import SamplingParams
 from octavo.steps.messages import (
     CopySlots,
+    CopyState,
     Executor,
     Message,
     ReadBlock,
@@ -29,7 +30,7 @@ from octavo.steps.messages import (
     WriteBlock,
 )
 from octavo.steps.shapes import StepShape
-from octavo.types import GroupBlocks, Masks, Plan, Request, Sampled, Scheduled, Sequence
+from octavo.types import GroupBlocks, HeldState, Masks, Plan, Request, Sampled, Scheduled, Sequence
 
 SECONDS_BETWEEN_LOOKS = 0.1
 """Of a thread that waits for its turn to send."""
@@ -49,6 +50,8 @@ class PendingStep:
     is_sent: bool = False
     encoding: Reply[None] | None = None
     """The reply of the tower that computes embeddings for the step, if there is any."""
+    followers: list[Message] = field(default_factory=list)
+    """Messages to send behind it, ahead of any step submitted later."""
 
     @property
     def is_started(self) -> bool:
@@ -88,6 +91,13 @@ class StepRunner:
         """Send ``message`` to the executor, which executes it after all earlier ones."""
         with self._turn():
             return self.executor.send(message)
+
+    def send_behind(self, message: Message) -> None:
+        """Send ``message`` behind all steps submitted before, and ahead of those submitted later."""
+        if self._waiting:
+            self._waiting[-1].followers.append(message)
+        else:
+            self.send(message)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -129,7 +139,8 @@ class StepRunner:
 
     def _take_from_waiting(self, pending: PendingStep) -> None:
         """Remove ``pending`` from the queue, and drop older steps, whose results were never requested."""
-        while self._waiting.popleft() is not pending:
+        while (first := self._waiting.popleft()) is not pending:
+            self._send_followers(first)
             self._num_unfinished -= 1
 
     def _send_those_behind(self) -> None:
@@ -142,13 +153,18 @@ class StepRunner:
         pending.is_computed = [item.epoch == item.seq.epoch for item in plan]
         if not all(pending.is_computed):
             plan, of_seq = list(itertools.compress(plan, pending.is_computed)), None
-        if not plan:
-            return
-        if of_seq is None:
-            of_seq = self.encoder.batch.of_plan(plan)
-        if entries := [entry for item in plan for entry in item.encodes]:
-            pending.encoding = self.send(encode_message(entries))
-        pending.reply = self.send(self.encoder.encode(plan, of_seq, masks))
+        if plan:
+            if of_seq is None:
+                of_seq = self.encoder.batch.of_plan(plan)
+            if entries := [entry for item in plan for entry in item.encodes]:
+                pending.encoding = self.send(encode_message(entries))
+            pending.reply = self.send(self.encoder.encode(plan, of_seq, masks))
+        self._send_followers(pending)
+
+    def _send_followers(self, pending: PendingStep) -> None:
+        for message in pending.followers:
+            self.send(message)
+        pending.followers.clear()
 
     def _results(self, pending: PendingStep) -> list[Sampled]:
         if pending.reply is None:
@@ -215,11 +231,12 @@ WARM_UP_TOKENS = 16
 def compute_padding(runner: StepRunner) -> None:
     """Compute a dummy prefill and decode, so that no request waits for kernel compilation.
 
-    They write to block 0, which is overwritten before it is read. Raises ``RunnerError``.
+    They write to block 0 and state 0, which are overwritten before they are read. Raises ``RunnerError``.
     """
     encoder = runner.encoder
     count = min(WARM_UP_TOKENS, encoder.max_len)
     seq = Sequence(Request(0, [0] * count, SamplingParams(), max_tokens=1))
+    seq.state = HeldState(0)
     seq.groups = [GroupBlocks([0] * -(-count // encoder.block_size)) for _ in encoder.batch.tables]
     for start, tokens in ((0, (0,) * (count - 1)), (count - 1, (0,))):
         if tokens:
@@ -246,3 +263,7 @@ class BlockMessages:
     def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` slots of ``source`` to ``target`` in one KV group, before any later step."""
         self._runner.send(CopySlots(group, source, target, num_tokens))
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy the recurrent state of one slot to another, behind all steps submitted before."""
+        self._runner.send_behind(CopyState(source, target))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from octavo.types import Plan, Sequence, Status
+from octavo.types import Plan, Scheduled, Sequence, Status
 
 
 class Group(NamedTuple):
@@ -64,9 +64,13 @@ class Suspects:
         self._trial = trial
 
     def acquit(self, plan: Plan) -> None:
-        """Record that ``plan`` succeeded; if it was the trial, its members are no longer suspects."""
+        """Record that ``plan`` succeeded; if it was the trial, its members are no longer suspects, once they have
+        computed all that failed."""
         if plan is self._trial:
             self._trial = None
+            reached = {item.seq: _end(item) for item in plan}
+            if any(reached.get(item.seq, _end(item)) < _end(item) for item in _unfinished(self._tried)):
+                self._groups.appendleft(self._tried)
 
     def accuse(self, plan: Plan, members: Plan) -> Sequence | None:
         """Record that ``plan`` failed, of which ``members`` are not stale; returns the sequence that is the cause."""
@@ -85,5 +89,22 @@ class Suspects:
         return None
 
 
+def divided(group: Plan, budget: int) -> list[tuple[Sequence, int]]:
+    """The sequences of a group that still run, and how many tokens of each to compute next: all that failed, or as
+    many as there is a budget for, if one has to begin further back, as its state is lost."""
+    parts, num_behind = [], len(group)
+    for item in group:
+        num_behind -= 1
+        num_tokens = min(_end(item) - item.seq.num_computed_tokens, budget - num_behind)
+        if num_tokens > 0 and item.seq.status is not Status.WAITING:
+            parts.append((item.seq, num_tokens))
+            budget -= num_tokens
+    return parts
+
+
 def _unfinished(group: Group) -> Plan:
     return [item for item in group.items if item.seq.status is not Status.FINISHED]
+
+
+def _end(item: Scheduled) -> int:
+    return item.settled_start + len(item.tokens)

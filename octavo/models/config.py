@@ -50,6 +50,11 @@ class ModelConfig:
         windows = self.windows or (0,) * self.num_layers
         return tuple(LayerCacheSpec(self.num_kv_heads, self.head_dim, window) for window in windows)
 
+    @property
+    def query_rows(self) -> int:
+        """Rows of the query projection; overridden by families that store more than queries in it."""
+        return self.num_heads * self.head_dim
+
     def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
         """Bytes of the keys and values that a GPU expands from what it caches, for contexts of up to ``longest``."""
         return 0
@@ -72,8 +77,16 @@ class Common(TypedDict):
     eos_token_ids: tuple[int, ...]
 
 
-def read_common(keys: ConfigKeys, *, tied: bool = False, head_dim: int | None = None, eps: float = 1e-6) -> Common:
-    """Read the common fields, with a family's defaults for tied embeddings, head dimension and norm epsilon."""
+def read_common(
+    keys: ConfigKeys,
+    *,
+    tied: bool = False,
+    head_dim: int | None = None,
+    eps: float = 1e-6,
+    ffn_size: int | None = None,
+) -> Common:
+    """Read the common fields, with a family's defaults for tied embeddings, head dimension, norm epsilon and the width
+    of feed-forward layers."""
     hidden_size, num_heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     num_kv_heads = keys.size("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -87,7 +100,7 @@ def read_common(keys: ConfigKeys, *, tied: bool = False, head_dim: int | None = 
         "architecture": architecture(keys),
         "vocab_size": keys.size("vocab_size"),
         "hidden_size": hidden_size,
-        "ffn_size": keys.size("intermediate_size"),
+        "ffn_size": keys.size("intermediate_size", ffn_size),
         "num_layers": keys.size("num_hidden_layers"),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,

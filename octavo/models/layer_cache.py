@@ -4,39 +4,72 @@ A *KV group* is a set of layers that cache the same positions of every sequence,
 sequence. Full-attention layers form one group; sliding-window layers form one group per window size. Layers of a group
 may differ in KV heads and head dimension; their blocks then differ in bytes.
 
-Recurrent state would be a further ``kind`` with a group of its own. Its size does not depend on the number of tokens,
-so its table would hold states (the current one, and those kept at block boundaries for the prefix cache), and only its
-group cache would have to know. No supported family needs it yet.
+Layers of the kind "state" cache no positions: they keep a fixed number of numbers for each sequence. They are in no
+group; one slot holds the states of all of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-Kind = Literal["attention", "latent"]
-"""Keys and values, or latents: one tensor, whose values are part of the keys."""
+Kind = Literal["attention", "latent", "state"]
+"""Keys and values; or latents: one tensor, whose values are part of the keys; or a recurrent state."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of a layer's recurrent state."""
+
+    shape: tuple[int, ...]
+    """That of one sequence."""
+    divided: int
+    """The axis of heads or channels, which ranks divide."""
+    num_units: int
+    """Heads, or groups of them, that no rank may have a part of."""
+    is_recurrent: bool
+    """Whether it sums over all positions, and so is kept in float32; otherwise it holds inputs of the model's dtype."""
+
+    def of_rank(self, size: int) -> StateTensor:
+        """The part that each of ``size`` ranks has."""
+        shape = list(self.shape)
+        shape[self.divided] //= size
+        return replace(self, shape=tuple(shape))
+
+
+def conv_state(width: int, channels: int, num_units: int) -> StateTensor:
+    """The last inputs of a convolution of ``width``: [width - 1, channels]."""
+    return StateTensor((width - 1, channels), 1, num_units, is_recurrent=False)
+
+
+def recurrent_state(heads: int, key_dim: int, value_dim: int, num_units: int) -> StateTensor:
+    """The state of a recurrence: [heads, key_dim, value_dim]."""
+    return StateTensor((heads, key_dim, value_dim), 0, num_units, is_recurrent=True)
 
 
 @dataclass(frozen=True)
 class LayerCacheSpec:
-    """What one layer caches for each position."""
+    """What one layer caches for each position, or for each sequence."""
 
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int = 0
+    head_dim: int = 0
     window: int = 0
     """Sliding window in positions, including the row's own; 0: full attention."""
     kind: Kind = "attention"
     shared_with: int | None = None
     """The earlier layer whose cache this layer reads instead of its own; it must have the same shape and window."""
 
+    state: tuple[StateTensor, ...] = ()
+    """The tensors of a recurrent state."""
+
     @property
     def num_tensors(self) -> int:
         """Number of tensors ``[num_kv_heads, head_dim]`` per position."""
-        return 2 if self.kind == "attention" else 1
+        return {"attention": 2, "latent": 1, "state": 0}[self.kind]
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one position takes in this layer."""
@@ -45,9 +78,27 @@ class LayerCacheSpec:
         return self.num_tensors * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
+def state_layer(*tensors: StateTensor) -> LayerCacheSpec:
+    """A layer that keeps a recurrent state of these tensors."""
+    return LayerCacheSpec(kind="state", state=tensors)
+
+
+def state_bytes(specs: Sequence[LayerCacheSpec], dtype: torch.dtype, state_dtype: torch.dtype) -> int:
+    """Bytes of a sequence's state in all layers, with inputs of ``dtype`` and recurrent tensors of ``state_dtype``."""
+    tensors = [tensor for spec in specs for tensor in spec.state]
+    sizes = [(math.prod(tensor.shape), state_dtype if tensor.is_recurrent else dtype) for tensor in tensors]
+    return sum(count * of.itemsize for count, of in sizes)
+
+
 def rank_cache(specs: Sequence[LayerCacheSpec], size: int) -> tuple[LayerCacheSpec, ...]:
-    """What each of ``size`` ranks caches: its KV heads, which several ranks hold where there are fewer; all latents."""
-    return tuple(replace(spec, num_kv_heads=max(1, spec.num_kv_heads // size)) for spec in specs)
+    """What each of ``size`` ranks caches: its KV heads, which several ranks hold where there are fewer; all latents;
+    its part of recurrent states."""
+    return tuple(
+        replace(spec, state=tuple(tensor.of_rank(size) for tensor in spec.state))
+        if spec.kind == "state"
+        else replace(spec, num_kv_heads=max(1, spec.num_kv_heads // size))
+        for spec in specs
+    )
 
 
 @dataclass(frozen=True)
@@ -67,8 +118,12 @@ def kv_groups(specs: Sequence[LayerCacheSpec], max_window: int = 0) -> list[KVGr
     """Divide the layers of a model into KV groups. The first group has full attention or else the widest window.
 
     Layers with a window of ``max_window`` positions or more join the first group, because such a window saves no
-    memory. With ``max_window`` 0, all layers form one group.
+    memory. With ``max_window`` 0, or where there are layers with recurrent state, all layers but those form one group:
+    where a state is lost, positions behind the window are computed again.
     """
+    if any(spec.kind == "state" for spec in specs):
+        layers = tuple(i for i, spec in enumerate(specs) if spec.kind != "state")
+        return [KVGroup(layers, 0)]
     windows = {spec.window for spec in specs}
     narrow = sorted((window for window in windows if 0 < window < max_window), reverse=True)
     wide = windows.difference(narrow) or {narrow.pop(0)}

@@ -107,6 +107,18 @@ class WeightLoader:
         rows = Rows(name, [Section(num_outputs, num_heads)])
         return self._counted(self._own(rows, self._stored(name, (num_outputs, num_inputs))).dense(self.form))
 
+    def exact_part(self, name: str, section: Section) -> Tensor:
+        """This device's part of a vector, in float32."""
+        column = DenseStored((self._numbers(name, (section.num_rows,)).unsqueeze(1),))
+        exact = dataclasses.replace(self.form, dtype=torch.float32)
+        return self._counted(self._shard.sections(name, column, [section]).dense(exact).squeeze(1))
+
+    def conv(self, name: str, sections: Sequence[Section], width: int) -> Tensor:
+        """This device's channels of a convolution of each channel: [width, channels]."""
+        channels = sum(section.num_rows for section in sections)
+        rows = DenseStored((self._numbers(f"{name}.weight", (channels, 1, width)).squeeze(1),))
+        return self._counted(self._shard.sections(name, rows, sections).dense(self.form).t().contiguous())
+
     def router(self, name: str, num_experts: int, num_inputs: int) -> Tensor:
         """The matrix of a router, replicated on every device: in the model's dtype if the checkpoint has it so, else
         in float32, as rounding could change the selection."""
@@ -229,6 +241,10 @@ class WeightLoader:
         counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
         sections = [Section(size, count) for size, count in zip(heads.sizes, counts, strict=True) if size]
         return self._linear(_rows(names, sections, orders), num_inputs, has_bias, is_transposed)
+
+    def fused(self, parts: Sequence[Rows], num_inputs: int, has_bias: bool = False) -> Linear:
+        """Column-parallel maps of the same inputs side by side, each divided by its own sections."""
+        return self._linear(parts, num_inputs, has_bias)
 
     def gate_up(self, names: Sequence[str], ffn_size: int, num_inputs: int, has_bias: bool = False) -> Linear:
         """Fused gate and up projections; stored as two matrices or one fused matrix."""

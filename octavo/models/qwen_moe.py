@@ -20,11 +20,12 @@ from octavo.models.qwen3 import Qwen3Layer
 from octavo.ops.route import Routing
 
 
-def _mixture(
+def qwen_mixture(
     layer: LlamaLayer, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str
 ) -> FeedForward:
+    """The experts of a layer, and the shared expert if there is one."""
     mlp, D, X = f"{prefix}.mlp", config.hidden_size, moe.num_experts
-    norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
+    norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps, config.norm_offset)
     router = Router(norm, weights.router(f"{mlp}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
     shape = ExpertShape(X, D, moe.expert_size, moe.activation)
     if weights.tensors.has(f"{mlp}.experts.gate_up_proj"):  # in checkpoints of Qwen3-VL
@@ -47,11 +48,11 @@ def _shared_expert(config: LlamaConfig, size: int, weights: WeightLoader, prefix
 
 
 class Qwen2MoeLayer(LlamaLayer):
-    mixture = _mixture
+    mixture = qwen_mixture
 
 
 class Qwen3MoeLayer(Qwen3Layer):
-    mixture = _mixture
+    mixture = qwen_mixture
 
 
 def _sparse_layers(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
@@ -62,11 +63,11 @@ def _sparse_layers(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
 
 
-def _read(
-    keys: ConfigKeys, max_len: int | None, slides: Callable[[int, int], bool], chosen: int, shared_size: int
-) -> LlamaConfig:
-    config = read_qwen(keys, max_len, slides)
-    moe = read_experts(
+def read_qwen_experts(
+    keys: ConfigKeys, config: LlamaConfig, chosen: int, normalises: bool = False, shared_size: int = 0
+) -> MoESettings:
+    """Read the experts; defaults are the family's, 0 for one without a shared expert."""
+    return read_experts(
         keys,
         config.num_layers,
         config.ffn_size,
@@ -74,10 +75,17 @@ def _read(
         count_keys=("num_experts", "num_local_experts"),
         num_chosen=chosen,
         expert_size=keys.size("moe_intermediate_size"),
-        normalises=keys.flag("norm_topk_prob"),
+        normalises=keys.flag("norm_topk_prob", normalises),
         is_sparse=_sparse_layers(keys, config.num_layers),
-        shared_size=shared_size,
+        shared_size=keys.size("shared_expert_intermediate_size", shared_size) if shared_size else 0,
     )
+
+
+def _read(
+    keys: ConfigKeys, max_len: int | None, slides: Callable[[int, int], bool], chosen: int, shared_size: int = 0
+) -> LlamaConfig:
+    config = read_qwen(keys, max_len, slides)
+    moe = read_qwen_experts(keys, config, chosen, shared_size=shared_size)
     return dataclasses.replace(config, moe=moe, ffn_size=moe.widest)
 
 
@@ -86,8 +94,7 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
-        shared_size = keys.size("shared_expert_intermediate_size", 5632)
-        config = _read(keys, max_len, lambda i, first: i % 2 == 0 and i < first, 4, shared_size)
+        config = _read(keys, max_len, lambda i, first: i % 2 == 0 and i < first, 4, shared_size=5632)
         return dataclasses.replace(config, attention_bias=keys.flag("qkv_bias", True), output_bias=False)
 
 
@@ -96,4 +103,4 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
-        return _read(keys, max_len, lambda i, first: True, 8, shared_size=0)
+        return _read(keys, max_len, lambda i, first: True, 8)

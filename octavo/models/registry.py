@@ -31,6 +31,8 @@ from octavo.models.olmo2 import Olmo2ForCausalLM
 from octavo.models.phi3 import Phi3ForCausalLM
 from octavo.models.qwen2 import Qwen2ForCausalLM
 from octavo.models.qwen3 import Qwen3ForCausalLM
+from octavo.models.qwen3_5 import Qwen3p5ForCausalLM, Qwen3p5MoeForCausalLM
+from octavo.models.qwen3_next import Qwen3NextForCausalLM
 from octavo.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from octavo.models.text_part import TEXT_PARTS, TextPart, text_config
 from octavo.ops.attention import LayerCache, PagedRows
@@ -82,6 +84,9 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3p5ForCausalLM,
+    "Qwen3_5MoeForCausalLM": Qwen3p5MoeForCausalLM,
 }
 
 

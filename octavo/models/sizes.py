@@ -45,17 +45,17 @@ def check_sizes(config: ModelConfig, source: Source) -> None:
 def _check_heads(config: ModelConfig, source: Source) -> None:
     names = source.names()
     heads = (
-        ("q_proj", "num_attention_heads", config.num_heads),
-        ("k_proj", "num_key_value_heads", config.num_kv_heads),
+        ("q_proj", "num_attention_heads", config.num_heads, config.query_rows),
+        ("k_proj", "num_key_value_heads", config.num_kv_heads, config.num_kv_heads * config.head_dim),
     )
-    for part, key, count in heads:
+    for part, key, count, num_rows in heads:
         found = f"model.layers.0.self_attn.{part}.weight"
         if found not in names or config.cache[0].kind == "latent":
             continue
         shape = source.describe(found)[1]
         if shape[1:] == (1,):  # packed: the reader of the format knows its size
             continue
-        if shape[0] != count * config.head_dim:
+        if shape[0] != num_rows:
             sizes = f"head_dim is {config.head_dim} and {key} is {count}"
             raise CheckpointError(f"config: {sizes}, but tensor {found} has shape {list(shape)}")
 

@@ -52,6 +52,8 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2_vl_text": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", {}),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", {}),
     "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
     "qwen3_vl_text": ("Qwen3ForCausalLM", {"rms_norm_eps": 1e-6}),
 }
@@ -77,6 +79,8 @@ TEXT_PARTS: dict[str, str] = {
     "Qwen2AudioForConditionalGeneration": "qwen2",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "SmolVLMForConditionalGeneration": "llama",

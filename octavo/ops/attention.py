@@ -16,6 +16,7 @@ from octavo.ops.apply_rope import apply_rope
 from octavo.ops.dispatch import op
 from octavo.ops.embedding import embedding
 from octavo.ops.paged_attention import paged_attention
+from octavo.ops.recurrence import StateRows
 from octavo.ops.rms_norm import rms_norm
 from octavo.ops.store_kv import KVScales, store_kv
 
@@ -56,6 +57,8 @@ class LayerCache(NamedTuple):
     """The KV group whose block tables and slots refer to this cache."""
     scales: KVScales | None = None
     """Keys and values are divided by these when stored; ``None``: stored as they are."""
+    states: tuple[Tensor, ...] = ()
+    """Of a layer with recurrent state, which has no keys and values: each tensor of it, ``[slots, ...]``."""
 
 
 class GroupRows(NamedTuple):
@@ -144,6 +147,14 @@ class PagedRows:
     """int64: rotary positions less positions, for each axis; ``None``: they are the same."""
     images: ImageRows | None = None
     """Rows that are embeddings of images, if there are any."""
+    state_slots_S: Tensor | None = None
+    """int32: the slot of each sequence's recurrent state, -1 for padding; ``None`` for models without."""
+
+    @property
+    def states(self) -> StateRows:
+        """Where ops with recurrent state find it."""
+        assert self.state_slots_S is not None, "the rows have no slots of recurrent state"
+        return StateRows(self.cu_seqlens_q, self.seq_lens_S, self.state_slots_S, self.max_query_len)
 
     def of(self, cache: LayerCache) -> GroupRows:
         """Slots and block tables in the KV group of ``cache``."""

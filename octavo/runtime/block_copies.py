@@ -1,4 +1,5 @@
-"""Copies of single blocks: to and from host memory for the offload tiers of the prefix cache, and of leading slots.
+"""Copies of single blocks, to and from host memory for the offload tiers of the prefix cache, of leading slots, and of
+recurrent states.
 
 Copies take effect in message order: after the steps and copies sent before them, and before those sent later.
 
@@ -20,6 +21,7 @@ class HostBlockCopies:
     def __init__(self, storage: KVStorage) -> None:
         self._pool = storage.pools[0]
         self.copy_slots = storage.copy_slots
+        self.copy_state = storage.copy_state
 
     def read(self, block: int) -> Done[bytes]:
         """Copy ``block`` out immediately, because the next step may write to it."""
@@ -67,6 +69,11 @@ class DeviceBlockCopies:
         """Start ``KVStorage.copy_slots`` on the stream of the steps."""
         with torch.cuda.stream(self._steps):
             self._storage.copy_slots(group, source, target, num_tokens)
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Start ``KVStorage.copy_state`` on the stream of the steps."""
+        with torch.cuda.stream(self._steps):
+            self._storage.copy_state(source, target)
 
 
 class BlockContent:

@@ -24,15 +24,20 @@ def make_forward(
     """``model.forward`` over these caches; on CPUs with compiled kernels, one that replays recorded kernel calls unless
     ``enforce_eager`` is set."""
     plain = partial(_forward, model, caches)
-    return recorded(plain, device, enforce_eager, getattr(model, "layers", ()))
+    has_states = any(cache.states for cache in caches)
+    return recorded(plain, device, enforce_eager, getattr(model, "layers", ()), has_states)
 
 
 def recorded(
-    compute: Callable[..., Tensor], device: torch.device, enforce_eager: bool = False, layers: Sequence[Any] = ()
+    compute: Callable[..., Tensor],
+    device: torch.device,
+    enforce_eager: bool = False,
+    layers: Sequence[Any] = (),
+    has_states: bool = False,
 ) -> Callable[..., Tensor]:
     """``compute``, or on CPUs with compiled kernels a ``RecordedForward`` of it, unless ``enforce_eager`` is set."""
     record = _recorder(device, enforce_eager)
-    return compute if record is None else RecordedForward(compute, record, layers)
+    return compute if record is None else RecordedForward(compute, record, layers, has_states)
 
 
 def make_logits(model: CausalLM, device: torch.device, enforce_eager: bool = False) -> Logits:

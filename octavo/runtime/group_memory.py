@@ -14,11 +14,55 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.models.layer_cache import KVGroup, LayerCacheSpec
+from octavo.models.layer_cache import KVGroup, LayerCacheSpec, state_bytes
+from octavo.steps.limits import StateSize
 
 EVEN_SHARES = 4
 """Sliding-window groups get at least 1 / ``EVEN_SHARES`` of an even share: blocks behind the window serve prefix hits
 of requests that continue from the middle of a cached text."""
+
+
+STATELESS_EVERY = 2048
+"""Tokens between snapshots of models that cache no keys and values."""
+MOST_EMPTY_BLOCKS = 1 << 18
+"""Blocks of such a model, which take no memory and only say which prefixes are cached: at most so many, or those of one
+sequence."""
+
+
+class StateMemory(NamedTuple):
+    """What a model's recurrent states take."""
+
+    bytes_per_slot: int
+    num_held: int
+    """Slots that the running batch can need at once."""
+    every: int
+    """See ``StateSize``."""
+    has_drafts: bool
+
+    @classmethod
+    def of(
+        cls,
+        specs: Sequence[LayerCacheSpec],
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+        max_num_seqs: int,
+        has_drafts: bool,
+    ) -> StateMemory:
+        """``dtypes``: those of the model, of recurrent states, and of keys and values."""
+        dtype, state_dtype, kv_dtype = dtypes
+        per_slot = state_bytes(specs, dtype, state_dtype)
+        per_token = sum(spec.bytes_per_token(kv_dtype) for spec in specs)
+        every = -(-per_slot // per_token) if per_token else STATELESS_EVERY
+        return cls(per_slot, max_num_seqs * (1 + has_drafts) if per_slot else 0, every, has_drafts)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.num_held * self.bytes_per_slot
+
+    def pool(self, num_snapshots: int) -> StateSize | None:
+        """The size of the pool; ``None`` for models without recurrent state."""
+        if not self.bytes_per_slot:
+            return None
+        return StateSize(self.num_held + num_snapshots, self.num_held, self.every, has_drafts=self.has_drafts)
 
 
 class GroupMemory(NamedTuple):
@@ -66,6 +110,10 @@ class GroupMemory(NamedTuple):
     def num_bytes(self, num_blocks: Sequence[int]) -> int:
         """Bytes that ``num_blocks`` blocks of each group take."""
         return sum(count * size for count, size in zip(num_blocks, self.bytes_per_block, strict=True))
+
+    def num_empty(self, max_model_len: int) -> int:
+        """Blocks of a model that caches no keys and values."""
+        return max(self._least(max_model_len)[0], MOST_EMPTY_BLOCKS)
 
     def divide(self, size: int, max_model_len: int) -> list[int]:
         """The number of blocks of each group in ``size`` bytes.

@@ -31,6 +31,7 @@ from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
     Compile,
     CopySlots,
+    CopyState,
     EncodeImages,
     LoadAdapter,
     Message,
@@ -101,6 +102,8 @@ class HostExecutor:
                 return self._embeddings.execute(message)
             case CopySlots(group, source, target, num_tokens):
                 self._copies.copy_slots(group, source, target, num_tokens)
+            case CopyState(source, target):
+                self._copies.copy_state(source, target)
             case ReadBlock(block):
                 return self._copies.read(block)
             case WriteBlock(block, content):

@@ -1,4 +1,5 @@
-"""The tensors that hold keys and values. The owners of blocks are tracked in ``octavo.cache``, not here.
+"""The tensors that hold keys and values, and recurrent states. The owners of blocks and slots are tracked in
+``octavo.cache``, not here.
 
 Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N blocks, K kv heads, S block size, H head dim.
 """
@@ -7,17 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.models.layer_cache import KVGroup, LayerCacheSpec
+from octavo.models.layer_cache import KVGroup, LayerCacheSpec, StateTensor
 from octavo.ops.attention import LayerCache
 from octavo.ops.store_kv import KVScales
 
 
+class StatePool(NamedTuple):
+    """Size and types of the pool of recurrent states."""
+
+    num_slots: int = 1
+    dtype: torch.dtype = torch.float32
+    """The model's dtype, of which inputs are kept."""
+    recurrent_dtype: torch.dtype = torch.float32
+
+
+ONE_STATE = StatePool()
+
+
 class KVStorage:
     """A pool of blocks for each KV group; ``layers[i]`` holds layer i's views of its group's pool, ``[N, K, S, H]``.
+
+    Layers with recurrent state hold views ``[slots, ...]`` of ``state_pools`` instead.
 
     ``pools[g]`` has one tensor ``[L, P, N, K, S, H]`` for each set of layers of group g with equal P, K and H. The
     memory is not initialised: nothing may be read before it is written.
@@ -33,6 +49,7 @@ class KVStorage:
         device: torch.device,
         num_draft_layers: int = 0,
         scales: Mapping[int, KVScales] = MappingProxyType({}),
+        states: StatePool = ONE_STATE,
     ) -> None:
         """``num_blocks`` has one count per group; the last ``num_draft_layers`` layers are those of a drafter.
 
@@ -55,12 +72,38 @@ class KVStorage:
                 for i, part in zip(layers, pool[-1], strict=True):
                     caches[i] = LayerCache(part[0], part[-1], index, scales.get(i))
             self.pools.append(pool)
+        self.state_pools: list[Tensor] = []
+        """``[L, slots, ...]`` for each set of equal tensors of recurrent state."""
+        caches |= self._allocate_states(specs, states)
         every = [caches[i if spec.shared_with is None else spec.shared_with] for i, spec in enumerate(specs)]
         self.layers = every[: len(every) - num_draft_layers]
         self.draft_layers = every[len(self.layers) :]
         for cache in self.draft_layers:  # a drafter that rested reads what it has not written
             cache.keys.zero_()
             cache.values.zero_()
+
+    def _allocate_states(self, specs: Sequence[LayerCacheSpec], pool: StatePool) -> dict[int, LayerCache]:
+        places: dict[StateTensor, list[tuple[int, int]]] = {}
+        for i, spec in enumerate(specs):
+            for place, tensor in enumerate(spec.state):
+                places.setdefault(tensor, []).append((i, place))
+        views: dict[int, dict[int, Tensor]] = {}
+        for tensor, found in places.items():
+            dtype = pool.recurrent_dtype if tensor.is_recurrent else pool.dtype
+            shape = len(found), pool.num_slots, *tensor.shape
+            self.state_pools.append(torch.empty(shape, dtype=dtype, device=self.device))
+            for (i, place), view in zip(found, self.state_pools[-1], strict=True):
+                views.setdefault(i, {})[place] = view
+        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        return {
+            i: LayerCache(nothing, nothing, states=tuple(own[place] for place in sorted(own)))
+            for i, own in views.items()
+        }
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors."""
+        return [*(part for pool in self.pools for part in pool), *self.state_pools]
 
     @property
     def num_groups(self) -> int:
@@ -75,6 +118,11 @@ class KVStorage:
         """Copy the first ``num_tokens`` positions of block ``source``, in all layers of a group, to ``target``."""
         for pool_LPNKSH in self.pools[group]:
             pool_LPNKSH[:, :, target, :, :num_tokens] = pool_LPNKSH[:, :, source, :, :num_tokens]
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy the recurrent state in slot ``source``, in all layers, to ``target``."""
+        for pool in self.state_pools:
+            pool[:, target] = pool[:, source]
 
 
 def kv_bytes_per_token(specs: Sequence[LayerCacheSpec], dtype: torch.dtype) -> int:

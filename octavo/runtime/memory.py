@@ -24,9 +24,11 @@ from octavo.ops.grouped_linear import LARGEST_COPY
 from octavo.ops.paged_attention import MAX_SCRATCH
 from octavo.plugins import CPU, GPU
 from octavo.quant.stored import DENSE_FORMATS
-from octavo.runtime.group_memory import GroupMemory
+from octavo.runtime.group_memory import GroupMemory, StateMemory
 from octavo.runtime.step_program import LOGPROB_ROWS
+from octavo.steps.limits import StateSize
 from octavo.types import KVGroupInfo
+from octavo.weights.dtypes import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,8 @@ class Limits:
     """Blocks of each KV group."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    states: StateSize | None = None
+    """Pool of recurrent states, for models that have any."""
 
     @property
     def num_kv_blocks(self) -> int:
@@ -91,10 +95,13 @@ class MemoryBudget:
     kv_cache: int
     activations: int
     logits: int
+    states: int = 0
+    """Recurrent states, snapshots included."""
 
     def as_dict(self) -> dict[str, int]:
-        """Purpose to bytes."""
-        return dataclasses.asdict(self)
+        """Purpose to bytes; states only for models that have any."""
+        sizes = dataclasses.asdict(self)
+        return sizes if self.states else {name: size for name, size in sizes.items() if name != "states"}
 
     def table(self) -> str:
         """The budget as a text table, one line per purpose."""
@@ -154,8 +161,10 @@ def settle(
         activations += _copy_bytes(model, dtype, weights)
         activations += model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
-    room = free - activations - logits
     specs = (*rank_cache(model.cache, num_ranks), *draft_specs)
+    dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype
+    states = StateMemory.of(specs, dtypes, max_num_seqs, settings.speculative.speculative_config is not None)
+    room = free - activations - logits - states.held_bytes
     groups = _groups(settings.cache, specs, max_model_len - max_num_batched_tokens - block_size)
     pools = GroupMemory.of(specs, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens)
     per_block = sum(pools.bytes_per_block)
@@ -167,19 +176,62 @@ def settle(
     if settings.model.max_model_len is None:
         max_model_len = _longest_that_fits(pools, max_model_len, room if given is None else given * per_block)
     kept = pools.kept(max_model_len)[0]
-    if given is None:
-        preferred = int(min(CPU_KV_MEMORY // num_ranks, room * CPU_KV_SHARE)) if device == "cpu" else room
-        size = max(pools.least_bytes(max_model_len), preferred)
-    else:
-        size = given * per_block
-    num_blocks = pools.divide(size, max_model_len)
+    most = (min(CPU_KV_MEMORY // num_ranks, room * CPU_KV_SHARE)) if device == "cpu" else room
+    num_blocks, num_snapshots = _divide(settings, pools, states, given, max_model_len, (int(most), room))
     kv_bytes, first_bytes = pools.num_bytes(num_blocks), pools.bytes_per_block[0]
     of_others = kv_bytes - num_blocks[0] * first_bytes
     _check_fit(max_model_len, kept, num_blocks[0], block_size, first_bytes, room - of_others)
     if batch is not None:
         logger.warning("steps have at most %d sequences and %d tokens, so that longer contexts fit into memory", *batch)
-    limits = Limits(max_model_len, block_size, tuple(groups), tuple(num_blocks), max_num_seqs, max_num_batched_tokens)
-    return limits, MemoryBudget(sum(weights.values()), kv_bytes, activations, logits)
+    sizes = max_model_len, block_size, tuple(groups), tuple(num_blocks), max_num_seqs, max_num_batched_tokens
+    of_states = states.held_bytes + num_snapshots * states.bytes_per_slot
+    others = kv_bytes, activations, logits, of_states
+    return Limits(*sizes, states.pool(num_snapshots)), MemoryBudget(sum(weights.values()), *others)
+
+
+def _divide(
+    settings: EngineConfig,
+    pools: GroupMemory,
+    states: StateMemory,
+    given: int | None,
+    max_model_len: int,
+    most: tuple[int, int],
+) -> tuple[list[int], int]:
+    """Blocks of each group, and snapshots of recurrent state: in the first of the ``most`` bytes, or in the second
+    where the blocks are ``given``."""
+    per_block = sum(pools.bytes_per_block)
+    if given is None:
+        size = max(least := pools.least_bytes(max_model_len), most[0])
+        num_snapshots = _num_snapshots(settings, states, size if per_block else 2 * size, size - least, most[1])
+        size -= num_snapshots * states.bytes_per_slot
+    else:
+        size = given * per_block
+        num_snapshots = _num_snapshots(settings, states, 2 * size, most[1] - size, most[1])
+    num_blocks = pools.divide(size, max_model_len) if per_block else [given or pools.num_empty(max_model_len)]
+    return num_blocks, num_snapshots
+
+
+def _num_snapshots(settings: EngineConfig, states: StateMemory, size: int, spare: int, room: int) -> int:
+    """Snapshots of recurrent state that the prefix cache keeps: as many as were asked for, or as take half of ``size``
+    bytes and no more than ``spare``."""
+    if not states.bytes_per_slot:
+        return 0
+    if room < 0:
+        raise ConfigError(
+            f"max_num_seqs: the recurrent states of all sequences take {states.held_bytes / GIB:.2f} GiB, which is "
+            f"{-room / GIB:.2f} GiB more than are free besides weights and activations; lower max_num_seqs"
+        )
+    if not settings.cache.enable_prefix_caching:
+        return 0
+    asked = settings.cache.num_state_snapshots
+    if asked is None:
+        return max(0, min(size // 2, spare)) // states.bytes_per_slot
+    if asked * states.bytes_per_slot > max(spare, 0):
+        raise ConfigError(
+            f"num_state_snapshots: {asked} take {asked * states.bytes_per_slot / GIB:.2f} GiB, and "
+            f"{max(spare, 0) / GIB:.2f} GiB of memory are free for them; lower it"
+        )
+    return asked
 
 
 def _groups(settings: CacheSettings, specs: Sequence[LayerCacheSpec], max_window: int) -> list[KVGroup]:
@@ -265,6 +317,8 @@ def _given_blocks(settings: CacheSettings, per_block: int) -> int | None:
     if settings.num_kv_blocks is not None:
         return settings.num_kv_blocks
     if settings.kv_cache_memory is None:
+        return None
+    if not per_block:  # all of it is for recurrent states
         return None
     num_blocks = int(settings.kv_cache_memory * GIB) // per_block
     if num_blocks == 0:

@@ -69,10 +69,13 @@ class OneRank:
 
 def check_divides(model: ModelConfig, size: int) -> None:
     """Raise ``ConfigError`` if a model's heads or feed-forward layers cannot be divided among ``size`` ranks."""
-    heads, kv_heads = model.num_heads, model.cache[0].num_kv_heads
+    heads, kv_heads = model.num_heads, max(spec.num_kv_heads for spec in model.cache)
     if heads % size:
         raise ConfigError(f"tensor_parallel_size: {size} does not divide the model's {heads} attention heads")
-    if kv_heads % min(size, kv_heads) or size % min(size, kv_heads):
+    for units in {tensor.num_units for spec in model.cache for tensor in spec.state}:
+        if units % size:
+            raise ConfigError(f"tensor_parallel_size: {size} does not divide the {units} key heads of recurrent layers")
+    if kv_heads and (kv_heads % min(size, kv_heads) or size % min(size, kv_heads)):
         raise ConfigError(
             f"tensor_parallel_size: {size} must divide the model's {kv_heads} KV heads, or be a multiple of them"
         )

@@ -62,9 +62,12 @@ class _Step(NamedTuple):
 class RecordedForward:
     """A faster forward pass; its result is valid until the next call."""
 
-    def __init__(self, compute: Compute, record: Recorder, layers: Sequence[Any] = ()) -> None:
-        """``layers``: those of the model, which a drafter may tap."""
+    def __init__(
+        self, compute: Compute, record: Recorder, layers: Sequence[Any] = (), has_states: bool = False
+    ) -> None:
+        """``layers``: those of the model, which a drafter may tap; ``has_states``: some have recurrent state."""
         self._compute = compute
+        self._has_states = has_states
         self._layers = layers
         self._record_calls = record
         self._steps: dict[_Form, _Step] = {}
@@ -98,7 +101,7 @@ class RecordedForward:
         return step.x_TD
 
     def _record(self, given: list[Tensor], given_rows: PagedRows, form: _Form) -> Tensor:
-        rows, inputs = _like(given_rows, form), [x.clone() for x in given]
+        rows, inputs = _like(given_rows, form, self._has_states), [x.clone() for x in given]
         _fill(given_rows, rows)
         with self._record_calls() as made:
             x_TD = self._compute(*inputs[:2], rows, *inputs[2:])
@@ -160,7 +163,7 @@ def _at_least(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _like(rows: PagedRows, form: _Form) -> PagedRows:
+def _like(rows: PagedRows, form: _Form, has_states: bool) -> PagedRows:
     """Buffers for steps of a form."""
     T, room = form.T, form.room
     starts, lengths = torch.zeros(room + 1, dtype=torch.int32), torch.zeros(room, dtype=torch.int32)
@@ -170,7 +173,8 @@ def _like(rows: PagedRows, form: _Form) -> PagedRows:
     ]
     indices = torch.zeros(form.num_logits, dtype=torch.int64) if form.num_logits else None
     shifts = None if rows.rope_shifts_AT is None else torch.empty_like(rows.rope_shifts_AT)
-    return PagedRows(tuple(groups), starts, lengths, T, indices, rope_shifts_AT=shifts)
+    slots = torch.full((room,), -1, dtype=torch.int32) if has_states else None
+    return PagedRows(tuple(groups), starts, lengths, T, indices, rope_shifts_AT=shifts, state_slots_S=slots)
 
 
 def _fill(given: PagedRows, rows: PagedRows) -> None:
@@ -184,5 +188,7 @@ def _fill(given: PagedRows, rows: PagedRows) -> None:
     rows.seq_lens_S.zero_()[:S].copy_(given.seq_lens_S)
     if given.rope_shifts_AT is not None and rows.rope_shifts_AT is not None:
         rows.rope_shifts_AT.copy_(given.rope_shifts_AT)
+    if given.state_slots_S is not None and rows.state_slots_S is not None:
+        rows.state_slots_S.fill_(-1)[:S].copy_(given.state_slots_S)
     if given.logits_indices_R is not None and rows.logits_indices_R is not None:
         rows.logits_indices_R.zero_()[: len(given.logits_indices_R)].copy_(given.logits_indices_R)

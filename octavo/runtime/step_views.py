@@ -156,6 +156,7 @@ def _step_tensors(
             single=_single_rows(at),
             has_long_context=shape.has_long_context,
             rope_shifts_AT=at["rope_shifts"].view(shape.num_axes, -1) if shape.num_axes else None,
+            state_slots_S=at["state_slots"],
         ),
         params=SampleParams(
             temperature=at["temperature"],

@@ -45,6 +45,7 @@ from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
     Compile,
     CopySlots,
+    CopyState,
     EncodeImages,
     LoadAdapter,
     MeasureKernels,
@@ -131,7 +132,7 @@ class StreamExecutor:
         self._graphs = Graphs(self._program, self._backend.launched_early) if has_graphs else None
         self._copies = HostBlockCopies(storage) if self._stream is None else DeviceBlockCopies(storage, self._stream)
         self._compiling: Compiling | None = None
-        self._pools = storage.pools
+        self._pool = storage.tensors
         self._memory = SleepingMemory(device)
         self._device = self._program.device
         self._shares_device = self._is_gpu and any(other._device == self._device for other in _executors)
@@ -149,6 +150,8 @@ class StreamExecutor:
                     return self._embeddings.execute(message)
             case CopySlots(group, source, target, num_tokens):
                 self._copies.copy_slots(group, source, target, num_tokens)
+            case CopyState(source, target):
+                self._copies.copy_state(source, target)
             case ReadBlock(block):
                 return self._copies.read(block)
             case WriteBlock(block, content):
@@ -236,7 +239,7 @@ class StreamExecutor:
             self._graphs.clear()
         try:
             with torch.inference_mode():
-                self._memory.free(self, [part for pool in self._pools for part in pool])
+                self._memory.free(self, self._pool)
         except RunnerError as error:
             return Failed(error)
         return Done(None)

@@ -40,6 +40,7 @@ def _fields(shape: StepShape, num_groups: int) -> dict[str, tuple[str, int]]:
         "seeds": ("int64", R),
         "cu_seqlens": ("int32", S + 1),
         "seq_lens": ("int32", S),
+        "state_slots": ("int32", S),
         "sample_positions": ("int32", R),
         "top_k": ("int32", R),
         "temperature": ("float32", R),

@@ -13,6 +13,23 @@ MAX_BIASES = MAX_LOGIT_BIAS + 2 * MAX_BAD_WORDS
 """Most biases of a sequence; a banned token counts as one."""
 
 
+INTERVAL = 64
+"""Kernels that compute prompts in chunks give the same bits if all chunks but the last end at multiples of this."""
+
+
+class StateSize(NamedTuple):
+    """Size of the pool of states."""
+
+    num_slots: int
+    num_held: int
+    """Slots that running sequences can need at once; the others are for snapshots alone."""
+    every: int
+    """Tokens between snapshots in a long prompt: those whose keys and values take as much memory as a state."""
+    interval: int = INTERVAL
+    has_drafts: bool = False
+    """Whether steps verify drafts: a sequence then holds a spare slot."""
+
+
 class StepLimits(NamedTuple):
     """Limits that every encoded step obeys, and for which an executor allocates buffers."""
 

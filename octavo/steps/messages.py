@@ -169,6 +169,13 @@ class CopySlots(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False
     num_tokens: int
 
 
+class CopyState(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Copy the recurrent state in slot ``source`` to slot ``target``, in all layers that have one."""
+
+    source: int
+    target: int
+
+
 class ReadBlock(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Return the content of a block, as bytes."""
 
@@ -261,6 +268,7 @@ Message = (
     | Encode
     | EncodeImages
     | CopySlots
+    | CopyState
     | ReadBlock
     | WriteBlock
     | LoadAdapter

@@ -94,7 +94,8 @@ def _ours(path: Path, tokens: list[int]) -> list[Tensor]:
     model.layers = [_recorded(layer, results) for layer in model.layers]
     storage = KVStorage(config.cache, kv_groups(config.cache), [1], T, torch.float32, cpu)
     lengths = (torch.tensor([0, T], dtype=torch.int32), torch.tensor([T], dtype=torch.int32))
-    rows = PagedRows((GroupRows(torch.arange(T), torch.zeros(1, 1, dtype=torch.int32)),), *lengths, T)
+    table, slots = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    rows = PagedRows((GroupRows(torch.arange(T), table),), *lengths, T, state_slots_S=slots)
     x_TD = model.forward(torch.tensor(tokens), torch.arange(T), storage.layers, rows)
     return [*results, model.logits(x_TD).float()]
 

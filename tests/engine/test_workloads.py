@@ -68,6 +68,14 @@ FEATURES = {
     "two windows, tight": Features(windows=2, full_attention=False, tight=True, fault_rate=0.03, depth=2),
     "three groups": Features(windows=2, drafts=True, aborts=True, depth=2),
     "three groups, tight and faults": Features(windows=2, tight=True, fault_rate=0.03),
+    "states": Features(states=True),
+    "states and overlap": Features(states=True, depth=2, aborts=True),
+    "states and drafts": Features(states=True, drafts=True, aborts=True),
+    "states, drafts and masks": Features(states=True, drafts=True, grammar=True, tight=True),
+    "states, tight": Features(states=True, tight=True),
+    "states, tight, faults and overlap": Features(states=True, tight=True, fault_rate=0.03, depth=2, poison=True),
+    "states, tight, many faults": Features(states=True, tight=True, fault_rate=0.2, drafts=True, bad_rows=True),
+    "states without prefix caching": Features(states=True, prefix_caching=False, depth=2, fault_rate=0.03),
     "memory below": Features(tiers="host", tight=True),
     "memory and files below": Features(tiers="disk", tight=True, depth=2, fault_rate=0.03),
     "everything": Features(2, True, True, 0.03, True, True, True, "priority", tight=True),
@@ -146,6 +154,12 @@ def test_many_random_workloads_have_many_steps_with_every_choice_of_every_settin
     assert all(happened[name] >= 100 for name in happened), happened
 
 
+def _is_possible(features: Features) -> bool:
+    if features.states and (features.windows or features.tiers != "none" or (features.drafts and features.depth > 1)):
+        return False
+    return features.tiers == "none" or (features.prefix_caching and features.num_groups == 1)
+
+
 any_workload = given(
     seed=st.integers(0, 2**32),
     features=st.builds(
@@ -167,7 +181,8 @@ any_workload = given(
         tight=st.booleans(),
         windows=st.sampled_from([0, 0, 1, 2, 3]),
         full_attention=st.booleans(),
-    ).filter(lambda features: features.tiers == "none" or (features.prefix_caching and features.num_groups == 1)),
+        states=st.booleans(),
+    ).filter(_is_possible),
 )
 
 

@@ -18,6 +18,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_budget import StepBudget
 from octavo.sampling_params import SamplingParams
+from octavo.steps.limits import StateSize
 from octavo.types import Output, Request, Sequence
 from tests.oracle import (
     VOCAB_SIZE,
@@ -60,6 +61,9 @@ class Features:
     tight: bool = False
     """Hardly more blocks than one sequence needs, and many sequences at once."""
 
+    states: bool = False
+    """Whether the model has recurrent state."""
+
     @property
     def num_groups(self) -> int:
         """KV groups of the cache."""
@@ -80,6 +84,8 @@ class Workload:
     watermark: float
     groups: list[GroupSize]
     """KV groups of the cache."""
+    states: StateSize | None
+    """Pool of recurrent states."""
 
 
 @dataclass
@@ -105,7 +111,7 @@ class WatchedCache(KVCache):
     """Asserts that a prefix is found as far as it was ever computed, when nothing is evicted."""
 
     def watch(self, workload: Workload, prefix_caching: bool) -> None:
-        self.must_find = workload.is_roomy and prefix_caching
+        self.must_find = workload.is_roomy and prefix_caching and workload.states is None
         self.history: list[tuple[str, list[int | None]]] = []
         self.num_adopted = 0
 
@@ -135,7 +141,7 @@ def watched_cache(workload: Workload, prefix_caching: bool) -> WatchedCache:
     """A cache for ``workload``."""
     eviction = workload.eviction if prefix_caching else "lru"
     sizes = workload.groups, workload.block_size, prefix_caching
-    cache = WatchedCache(*sizes, eviction=eviction, watermark=workload.watermark)
+    cache = WatchedCache(*sizes, eviction=eviction, watermark=workload.watermark, states=workload.states)
     cache.watch(workload, prefix_caching)
     return cache
 
@@ -168,7 +174,16 @@ def random_workload(rng: random.Random, features: Features) -> tuple[Workload, s
     budget = budget or max(max_num_seqs, rng.choice([1, 3, 8, 32, 200]))
     eviction = rng.choice(list(EVICTIONS))
     watermark = rng.choice([0.0, 0.0, 0.1, 0.5])
-    return Workload(requests, block_size, max_num_seqs, budget, is_roomy, eviction, watermark, groups), grammar_users
+    sizes_of_run = block_size, max_num_seqs, budget, is_roomy, eviction, watermark, groups
+    return Workload(requests, *sizes_of_run, _states(rng, features, max_num_seqs)), grammar_users
+
+
+def _states(rng: random.Random, features: Features, max_num_seqs: int) -> StateSize | None:
+    if not features.states:
+        return None
+    num_held = max_num_seqs * (1 + features.drafts)
+    num_slots = num_held + (rng.choice([0, 1, 3]) if features.tight else rng.choice([1, 4, 100]))
+    return StateSize(num_slots, num_held, rng.choice([1, 8, 20]), rng.choice([1, 2, 4, 6]), features.drafts)
 
 
 def _num_blocks(rng: random.Random, features: Features, sizes: list[int], is_roomy: bool) -> int:
@@ -248,6 +263,8 @@ class Run:
             reads_live_tables=rng.random() < 0.5,
             windows=[group.window for group in self.workload.groups],
         )
+        if self.cache.states is not None:
+            self.cache.states.copy = self.runner.copy_state
         if features.parts:
             self.cache.copy_slots = self.runner.copy_slots
         self.engine = Engine(

@@ -70,6 +70,14 @@ GPT_OSS = {
     "intermediate_size": 32,
     "num_hidden_layers": 3,
 }
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 GPT2 = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -141,6 +149,24 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**QWEN_MOE, "use_sliding_window": True, "sliding_window": 9, "tie_word_embeddings": True},
     ),
+    "qwen3_next/experts": ("qwen3_next", {**DELTA, **QWEN_MOE, **SHARED}),
+    "qwen3_next/some_layers_dense": (
+        "qwen3_next",
+        {
+            **DELTA,
+            **QWEN_MOE,
+            **SHARED,
+            "num_key_value_heads": 1,
+            "decoder_sparse_step": 2,
+            "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5/dense": ("qwen3_5_text", DELTA),
+    "qwen3_5/biases": ("qwen3_5_text", {**DELTA, "attention_bias": True, "linear_num_key_heads": 1}),
+    "qwen3_5_moe/experts": ("qwen3_5_moe_text", {**DELTA, **QWEN_MOE, **SHARED}),
     "gpt_oss/sinks": ("gpt_oss", GPT_OSS),
     "gpt_oss/tight": (
         "gpt_oss",
@@ -194,6 +220,8 @@ def make_checkpoint(folder: Path, row: str, **changes: Any) -> PreTrainedModel:
         for name, weight in model.named_parameters():
             if name.endswith(RANDOM):
                 weight.add_(torch.randn_like(weight) * 0.3)
+            if name.endswith("A_log"):  # states decay so slowly that the first tokens matter to the last
+                weight.copy_((torch.rand_like(weight) * 0.01 + 0.0005).log())
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.3)

@@ -1,0 +1,40 @@
+"""Qwen3.5, whose architecture Qwen3.6 has, too (Qwen team, 2026), without images: Qwen3-Next with separate projections.
+
+The smaller models are dense, the larger ones have experts in all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from octavo.models.keys import ConfigKeys
+from octavo.models.llama import LlamaForCausalLM
+from octavo.models.map_part import Rows
+from octavo.models.qwen3_next import DeltaSizes, Qwen3NextConfig, Qwen3NextLayer, conv_sections, read_qwen3_next
+from octavo.models.qwen_moe import read_qwen_experts
+from octavo.quant.shard import Section
+
+
+class Qwen3p5Layer(Qwen3NextLayer):
+    def projections(self, sizes: DeltaSizes, name: str) -> list[Rows]:
+        gates, heads = Section(sizes.values, sizes.num_key_heads), Section(sizes.num_heads, sizes.num_key_heads)
+        parts = {"qkv": conv_sections(sizes), "z": [gates], "b": [heads], "a": [heads]}
+        return [Rows(f"{name}.in_proj_{part}", sections) for part, sections in parts.items()]
+
+
+class Qwen3p5ForCausalLM(LlamaForCausalLM):
+    layer_class = Qwen3p5Layer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Qwen3NextConfig:
+        return read_qwen3_next(keys, max_len)
+
+
+class Qwen3p5MoeForCausalLM(LlamaForCausalLM):
+    layer_class = Qwen3p5Layer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Qwen3NextConfig:
+        config = read_qwen3_next(keys, max_len, ffn_size=keys.size("moe_intermediate_size", 512))
+        moe = read_qwen_experts(keys, config, 8, normalises=True, shared_size=512)
+        return dataclasses.replace(config, moe=moe, ffn_size=moe.widest)

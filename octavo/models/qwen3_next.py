@@ -1,0 +1,207 @@
+"""Qwen3-Next (Qwen team, 2025): three of four layers have a gated delta rule, the fourth attention with an output gate.
+
+Norms multiply by 1 + weight, save that of the delta rule; a quarter of each head is rotated. All layers have experts,
+one of which all tokens use.
+
+Shapes: T tokens of the step, D model, N heads, H head dim, C channels of a convolution, G key heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from octavo.layers.gated_delta import GatedDelta
+from octavo.layers.linear import Linear
+from octavo.layers.output_mlp import output_mlp
+from octavo.models.config import FULL
+from octavo.models.gemma2 import norm_offset
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.layer_cache import LayerCacheSpec, conv_state, recurrent_state, state_layer
+from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
+from octavo.models.loader import WeightLoader
+from octavo.models.map_part import Rows
+from octavo.models.qwen_moe import qwen_mixture, read_qwen_experts
+from octavo.models.rope import rope_values
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
+from octavo.ops.elementwise import sigmoid
+from octavo.ops.gated_delta import DeltaHeads
+from octavo.quant.shard import Section
+
+LINEAR = "linear_attention"
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Rotary keys for images: the three positions of a text token are the same."""
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of the layers with the gated delta rule."""
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    """Of the convolution."""
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all keys of a token."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers of all values of a token."""
+        return self.num_heads * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(LlamaConfig):
+    delta: DeltaSizes
+    has_delta: tuple[bool, ...]
+    """Whether each layer has the gated delta rule; the others have attention."""
+
+    @property
+    def cache(self) -> tuple[LayerCacheSpec, ...]:
+        G, N, K, V, W = self.delta
+        channels = conv_state(W, 2 * self.delta.keys + self.delta.values, G)
+        of_delta = state_layer(channels, recurrent_state(N, K, V, G))
+        of_attention = LayerCacheSpec(self.num_kv_heads, self.head_dim)
+        return tuple(of_delta if self._has_delta(i) else of_attention for i in range(self.num_layers))
+
+    @property
+    def query_rows(self) -> int:
+        return 2 * self.num_heads * self.head_dim  # each head's gate behind its query
+
+    def _has_delta(self, index: int) -> bool:
+        return index < len(self.has_delta) and self.has_delta[index]
+
+
+def read_qwen3_next(keys: ConfigKeys, max_len: int | None, ffn_size: int | None = None) -> Qwen3NextConfig:
+    """Read the configuration, without experts; ``ffn_size`` is the default of ``intermediate_size``."""
+    rope: dict[str, Any] = {key: value for key, value in rope_values(keys).items() if key not in OF_IMAGES}
+    num_layers, every = keys.size("num_hidden_layers"), keys.size("full_attention_interval", 4)
+    plain = read_llama(
+        keys,
+        max_len,
+        head_dim=256,
+        rotary=0.25,
+        rope=rope,
+        windows=((FULL,) * num_layers, None),
+        ffn_size=ffn_size,
+    )
+    types = keys.choices("layer_types", (LINEAR, FULL), num_layers)
+    types = types or tuple(FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers))
+    if not keys.flag("attn_output_gate", True):
+        raise wrong("attn_output_gate", False, "true")
+    keys.choice("output_gate_type", {"swish": None, "silu": None}, "swish")
+    for key in ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
+        keys.get(key)
+    delta = DeltaSizes(
+        keys.size("linear_num_key_heads", 16),
+        keys.size("linear_num_value_heads", 32),
+        keys.size("linear_key_head_dim", 128),
+        keys.size("linear_value_head_dim", 128),
+        keys.size("linear_conv_kernel_dim", 4, low=2),
+    )
+    if delta.num_heads % delta.num_key_heads:
+        raise wrong("linear_num_value_heads", delta.num_heads, f"a multiple of {delta.num_key_heads} key heads")
+    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(LlamaConfig)}
+    fields["norm_offset"] = norm_offset(keys)
+    return Qwen3NextConfig(**fields, delta=delta, has_delta=tuple(kind == LINEAR for kind in types))
+
+
+class Qwen3NextLayer(LlamaLayer):
+    """A layer with the gated delta rule, or with gated attention; then the feed-forward layer."""
+
+    mixture = qwen_mixture
+
+    def __init__(self, config: Qwen3NextConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        self.delta: GatedDelta | None = None
+        if config.cache[index].kind != "state":
+            super().__init__(config, weights, prefix, index)
+            return
+        D, eps, name = config.hidden_size, config.norm_eps, f"{prefix}.linear_attn"
+        norm = weights.norm(f"{prefix}.input_layernorm", D, eps, config.norm_offset)
+        heads = delta_heads(config.delta, weights, name, eps)
+        projections = weights.fused(self.projections(config.delta, name), D)
+        conv_WC = weights.conv(f"{name}.conv1d", conv_sections(config.delta), config.delta.width)
+        self.delta = GatedDelta(norm, projections, conv_WC, heads)
+        self.o_proj = weights.row(f"{name}.out_proj", D, config.delta.values)
+        self.mlp = self.feed_forward(config, weights, prefix, index)
+
+    def projections(self, sizes: DeltaSizes, name: str) -> list[Rows]:
+        """The stored matrices, whose rows are queries, keys, values, gates, betas and time steps in this order; here
+        they are grouped by key head in the checkpoint."""
+        G, per_key = sizes.num_key_heads, sizes.num_heads // sizes.num_key_heads
+        values = per_key * sizes.value_dim
+        gates, heads = Section(sizes.values, G), Section(sizes.num_heads, G)
+        return [
+            Rows(
+                f"{name}.in_proj_qkvz", [*conv_sections(sizes), gates], _by_part(G, [sizes.key_dim] * 2 + [values] * 2)
+            ),
+            Rows(f"{name}.in_proj_ba", [heads, heads], _by_part(G, [per_key] * 2)),
+        ]
+
+    def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
+        names = (f"{prefix}.{part}_norm.weight" for part in "qk")
+        q_norm, k_norm = (weights.norm_weight(name, config.head_dim, config.norm_offset) for name in names)
+        plain = super().head_layout(config, weights, prefix, index)
+        return plain._replace(q_norm_H=q_norm, k_norm_H=k_norm, norm_eps=config.norm_eps)
+
+    def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
+        """Gates, queries, keys and values side by side; the checkpoint has each head's gate behind its query."""
+        N, K, H = self.heads[:3]
+        queries, keys = Section(N * H, N), Section(K * H, K)
+        order = _by_part(N, [H, H]).reshape(2, -1)[::-1].ravel()
+        parts = [Rows(f"{prefix}.q_proj", [queries, queries], order)]
+        parts += [Rows(f"{prefix}.{part}_proj", [keys]) for part in "kv"]
+        return weights.fused(parts, config.hidden_size, config.attention_bias)
+
+    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
+        if self.delta is not None:
+            attended_TN, x_TD = rows.pick(self.delta(x_TD, cache, rows), x_TD)
+            return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
+        gated_TW = self.qkv_proj(x_TD, norm=self.input_norm)
+        gate_TN, qkv_TW = gated_TW.split_with_sizes([self.heads.sizes[0], sum(self.heads.sizes)], dim=-1)
+        attended_TN = attention(qkv_TW, self.heads, *angles, cache, rows).mul_(sigmoid(gate_TN))
+        attended_TN, x_TD = rows.pick(attended_TN, x_TD)
+        return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
+
+
+def conv_sections(sizes: DeltaSizes) -> list[Section]:
+    """The channels of the convolution, which ranks divide by key heads: queries, keys and values."""
+    return [Section(size, sizes.num_key_heads) for size in (sizes.keys, sizes.keys, sizes.values)]
+
+
+def delta_heads(sizes: DeltaSizes, weights: WeightLoader, name: str, eps: float) -> DeltaHeads:
+    """This device's heads of the layer with weights ``name``."""
+    num_key_heads = weights.num_own(sizes.num_key_heads)
+    own = Section(sizes.num_heads, sizes.num_key_heads)
+    a_log_N, dt_bias_N = (weights.exact_part(f"{name}.{part}", own) for part in ("A_log", "dt_bias"))
+    norm_V = weights.dense(f"{name}.norm.weight", sizes.value_dim)
+    dims = sizes.key_dim, sizes.value_dim
+    return DeltaHeads(num_key_heads, len(a_log_N), *dims, a_log_N, dt_bias_N, norm_V, eps)
+
+
+def _by_part(num_heads: int, sizes: list[int]) -> npt.NDArray[np.int64]:
+    """Index of the stored row for each row; each head stores parts of these sizes, which are to be put together."""
+    starts = np.arange(num_heads)[:, None] * sum(sizes)
+    ends = np.cumsum(sizes)
+    return np.concatenate(
+        [(starts + np.arange(end - size, end)).ravel() for end, size in zip(ends, sizes, strict=True)]
+    )
+
+
+class Qwen3NextForCausalLM(LlamaForCausalLM):
+    layer_class = Qwen3NextLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Qwen3NextConfig:
+        config = read_qwen3_next(keys, max_len)
+        moe = read_qwen_experts(keys, config, 10, normalises=True, shared_size=512)
+        return dataclasses.replace(config, moe=moe, ffn_size=moe.widest)
