@@ -18,14 +18,16 @@ from itertools import repeat
 
 import msgspec
 
+from octavo.config import ModelSettings
 from octavo.cpus import num_cpus
 from octavo.errors import ContextLengthExceeded, DeadlineExceeded, InvalidParameter, QueueFull
 from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.forms import FormError
 from octavo.grammar.vocabulary import PackedVocabulary
+from octavo.images.processors import PreparedImage
 from octavo.sampling_params import SamplingParams, choice_key, resolve_max_tokens
 from octavo.server_settings import ServerSettings
-from octavo.text.conversation import ChatPrompt
+from octavo.text.conversation import ChatPrompt, ImageText
 from octavo.text.reasoning import AnswerMarks, answer_start
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.text_stream import TextStream
@@ -34,6 +36,7 @@ from octavo.types import Request, Task
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import Choice, Generation, Prompt
 from octavo_server.http.errors import RETRY_AFTER_SECONDS
+from octavo_server.image_files import ImageFiles, Part, ReadFile
 from octavo_server.tenants.api_keys import Caller
 from octavo_server.tenants.places import Places
 from octavo_server.tenants.quotas import has_share
@@ -48,7 +51,8 @@ THREAD_TOKENS = 64 << 10
 """Longer lists of token ids are checked in a thread."""
 
 PromptSource = str | list[int] | tuple[str, str] | Callable[[], ChatPrompt]
-"""Text, token ids, a text pair for a cross-encoder, or a slow function that renders a chat, called in a thread."""
+"""Text, token ids, a text pair for a cross-encoder, or a slow function that renders a chat, called in a thread; its
+attribute ``images`` has the parts that are images, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,8 @@ class ClientRequest:
     """Name of the model or of an adapter."""
     shown_ids: frozenset[int] = frozenset()
     """Special tokens to keep in the output text because the message parser needs them."""
+    read_file: ReadFile | None = None
+    """Reads a file that the caller has uploaded."""
     answer_marks: AnswerMarks | None = None
     """Marks of the answer in a message that may begin with reasoning; stop strings count in the answer only."""
 
@@ -92,8 +98,15 @@ class ClientRequest:
 class Admission:
     """Admits requests, or rejects them with the error that the client receives."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer | None,
+        settings: ServerSettings,
+        model: ModelSettings | None = None,
+    ) -> None:
         self.engine = engine
+        self.images = ImageFiles(model or ModelSettings(), settings, lambda: engine.info.num_image_slots)
         self.tokenizer = tokenizer
         self.max_num_queued_reqs = settings.max_num_queued_reqs
         self._timeout, self._seed = settings.request_timeout, settings.request_seed
@@ -107,6 +120,11 @@ class Admission:
         """Whether a short text took long: then no text is tokenised outside a thread."""
         self.tokenising_long = Places(1)
         """Texts of over ``LONG_BYTES``, which may take seconds each, wait for each other alone."""
+
+    @property
+    def image_text(self) -> ImageText | None:
+        """How the model's prompts have images; ``None`` if it takes none."""
+        return self.images.image_text if self.engine.info.num_image_slots else None
 
     @property
     def room(self) -> int:
@@ -148,7 +166,8 @@ class Admission:
             client_request.caller.account.admit()
             try:
                 async with asyncio.timeout_at(deadline):
-                    prompts_and_limits = await self._encode_all(client_request)
+                    images = await self._prepared(client_request)
+                    prompts_and_limits = await self._encode_all(client_request, images)
                     self._check_tokens(client_request)
                     banned = await self._banned_sequences(client_request)
                     client_request = await self._with_grammar(client_request, prompts_and_limits[0][0])
@@ -158,6 +177,13 @@ class Admission:
         if deadline is not None:
             generation.expire_at(deadline, DeadlineExceeded(timeout or 0.0))
         return generation
+
+    async def _prepared(self, client_request: ClientRequest) -> list[PreparedImage]:
+        """The images of the prompt."""
+        parts = images_of(client_request.prompts[0]) if client_request.prompts else []
+        if not parts:
+            return []
+        return await self.images.prepare(parts, client_request.caller.name, client_request.read_file)
 
     async def _with_grammar(self, client_request: ClientRequest, prompt: Prompt) -> ClientRequest:
         """``client_request`` with its compiled grammar in ``params``. Compiles without blocking the event loop."""
@@ -243,6 +269,7 @@ class Admission:
                     task=client_request.task,
                     second_start=prompt.second_start,
                     owner=client_request.caller.name,
+                    images=prompt.images,
                 )
                 answer = answer_start(client_request.answer_marks, prompt.text)
                 text_stream = TextStream(self.tokenizer, client_request.params, client_request.shown_ids, answer)
@@ -269,7 +296,9 @@ class Admission:
 
     # --- prompts ---
 
-    async def _encode_all(self, client_request: ClientRequest) -> list[tuple[Prompt, int]]:
+    async def _encode_all(
+        self, client_request: ClientRequest, images: Sequence[PreparedImage] = ()
+    ) -> list[tuple[Prompt, int]]:
         """Each prompt with its ``max_tokens``; stops at the first prompt that does not fit."""
 
         sources, found = list(client_request.prompts), list[tuple[Prompt, int]]()
@@ -284,7 +313,7 @@ class Admission:
                     size = len(rendered)
                 if size > LONG_BYTES and not may_be_long:
                     return False
-                prompt = self._encode(source, client_request.prompt_field, client_request.add_special_tokens)
+                prompt = self._encode(source, client_request.prompt_field, client_request.add_special_tokens, images)
                 found.append((prompt, self.max_tokens(client_request, prompt)))
             return True
 
@@ -303,13 +332,24 @@ class Admission:
                 await asyncio.to_thread(encode_all)
         return found
 
-    async def encode(self, source: PromptSource, field: str, add_special_tokens: bool, caller: Caller) -> Prompt:
+    async def encode(
+        self,
+        source: PromptSource,
+        field: str,
+        add_special_tokens: bool,
+        caller: Caller,
+        read_file: ReadFile | None = None,
+    ) -> Prompt:
         """Tokenise and validate one prompt. Raises ``QueueFull``, or ``RequestError`` about ``field``."""
         with self.reserved(caller):
+            parts = images_of(source)
+            images = await self.images.prepare(parts, caller.name, read_file) if parts else []
             async with self.tokenising.place(caller.name):
-                return await asyncio.to_thread(self._encode, source, field, add_special_tokens)
+                return await asyncio.to_thread(self._encode, source, field, add_special_tokens, images)
 
-    def _encode(self, source: PromptSource, field: str, adds_special: bool) -> Prompt:
+    def _encode(
+        self, source: PromptSource, field: str, adds_special: bool, images: Sequence[PreparedImage] = ()
+    ) -> Prompt:
         if isinstance(source, list):
             self._check_ids(source, field)
             return Prompt(source, None)
@@ -326,7 +366,10 @@ class Admission:
         tokens = prompt.encode(self.tokenizer, adds_special)
         if not tokens:
             raise InvalidParameter(field, f"'{field}' must not be empty.")
-        return Prompt(tokens, prompt.seen)
+        if not prompt.images:
+            return Prompt(tokens, prompt.seen)
+        tokens, inputs = self.images.placed(tokens, [images[number] for number in prompt.images])
+        return Prompt(tokens, prompt.seen, images=inputs)
 
     def _check_bytes(self, text: str, field: str) -> None:
         """Reject, before tokenisation, text whose bytes cannot fit the context under any tokenisation, or whose
@@ -369,6 +412,12 @@ class Admission:
             field=client_request.prompt_field,
             default=client_request.default_max_tokens,
         )
+
+
+def images_of(source: PromptSource) -> Sequence[Part]:
+    """The parts of a prompt that are images, and where each is in the request."""
+    found: Sequence[Part] = getattr(source, "images", ())
+    return found
 
 
 def _size(source: PromptSource) -> int:

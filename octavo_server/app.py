@@ -159,7 +159,7 @@ def _services(
         message_format=find_format(
             settings.tool_call_parser, settings.reasoning_parser, chat_template.source, special_ids
         ),
-        admission=Admission(engine, tokenizer, settings),
+        admission=Admission(engine, tokenizer, settings, config.model),
         journal=None if journal is None else Journal(journal, *parts),
         model_names=names,
         **shared,

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from octavo.errors import CANCELLATIONS, RequestError, RequestFailed
 from octavo.text.text_stream import TextStream
-from octavo.types import FinishReason, Output, Request, TokenLogprobs
+from octavo.types import FinishReason, ImageInput, Output, Request, TokenLogprobs
 from octavo_server.engines.engine_client import FIRST_WEIGHTS
 from octavo_server.http.errors import UnexpectedError
 from octavo_server.tenants.quotas import Account
@@ -30,6 +30,7 @@ class Prompt(NamedTuple):
     text: str | None
     second_start: int | None = None
     """Token index at which the second text of a pair begins."""
+    images: list[ImageInput] = []
 
 
 class ChoiceUpdate(NamedTuple):

@@ -102,6 +102,7 @@ class Services:
         for each in self.every:
             each.chat_template.close()
             each.admission.grammars.close()
+            each.admission.images.close()
         for journal in self.journals:
             journal.close()
         self.store.close()
@@ -136,6 +137,11 @@ class Services:
         caller = caller_of(request)
         if not any(each.admission.has_room(caller) for each in self.every):
             self.admission.check_room(caller)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model reads images."""
+        return self.admission.image_text is not None
 
     @property
     def model_name(self) -> str:

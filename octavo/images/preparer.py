@@ -6,7 +6,6 @@ import json
 import os
 import queue
 from collections.abc import Sequence
-from pathlib import Path
 
 from octavo.child_process import ChildLost, ChildProcess
 from octavo.child_worker import LENGTH, REFUSED, RENDERED
@@ -14,6 +13,7 @@ from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
 from octavo.images.processors import ImageProcessor, PreparedImage, read_processor
 from octavo.types import ImageInput
+from octavo.weights.hub import resolve_model
 
 WORKER = "octavo.images.image_decoder"
 MAX_SECONDS = 20.0
@@ -93,5 +93,5 @@ def placed(
 def preparer_of(settings: ModelSettings, num_slots: int) -> ImagePreparer | None:
     """Prepares the images of an engine with so many slots; ``None`` if its model takes none. Raises
     ``CheckpointError``."""
-    processor = read_processor(Path(settings.model)) if num_slots else None
+    processor = read_processor(resolve_model(settings)) if num_slots else None
     return None if processor is None else ImagePreparer(processor.limited(num_slots))

@@ -39,6 +39,8 @@ class ImageProcessor:
     deviation: tuple[float, ...]
     placeholder: str
     """What the chat template writes for an image."""
+    around: tuple[str, str] = ("", "")
+    """What the template writes next to it."""
     before: str = ""
     after: str = ""
     """Text that the processor puts around what stands for an image."""
@@ -54,7 +56,7 @@ class ImageProcessor:
     @property
     def image_text(self) -> ImageText:
         """How prompts have images."""
-        return ImageText(self.placeholder, self.written)
+        return ImageText(self.placeholder, self.written, f"{self.around[0]}{self.written}{self.around[1]}")
 
     @property
     def written(self) -> str:
@@ -135,6 +137,7 @@ def _qwen(config: Mapping[str, Any], given: Mapping[str, Any], patch: int, scali
         settings={"rule": "area", "factor": side, "least": int(least), "most": int(most), "resample": 3}
         | {"most_pixels": MOST_PIXELS},
         placeholder="<|image_pad|>",
+        around=("<|vision_start|>", "<|vision_end|>"),
         token=int(config.get("image_token_id", 151_655)),
         token_text="<|image_pad|>",
         merge=side,

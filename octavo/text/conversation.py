@@ -61,6 +61,8 @@ class ImageText:
     """What its chat template writes for one."""
     written: str
     """What the model reads in its place, with one token for all of its embeddings."""
+    alone: str
+    """The same with what the chat template writes around it, for a prompt without a template."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ class Conversation:
     def images(self) -> list[tuple[Mapping[str, Any], str]]:
         """The parts that are images, and where each is in the request."""
         return [] if self._marks is None else self._marks.parts
+
+    def __call__(self) -> ChatPrompt:
+        """See ``prompt``."""
+        return self.prompt()
 
     def prompt(self) -> ChatPrompt:
         """Render the prompt. Runs the template, so call it in a thread."""

@@ -44,10 +44,13 @@ def _without_label(text: str) -> str:
     return text.partition("\n")[2] if text.startswith(LABEL) else text
 
 
-def chat_messages(messages: list[dict[str, Any]], left_out: LeftOut) -> tuple[list[dict[str, Any]], list[str]]:
+def chat_messages(
+    messages: list[dict[str, Any]], left_out: LeftOut, takes_images: bool = False
+) -> tuple[list[dict[str, Any]], list[str]]:
     """The conversation as chat completion messages, and the place that each comes from. Raises ``InvalidParameter``.
 
     What is no text in a user's message is refused if it has not been answered yet; of earlier turns it is left out.
+    For a model that takes images these are parts of the messages.
     """
     if not messages:
         raise InvalidParameter("messages", "'messages' must not be empty.")
@@ -56,12 +59,14 @@ def chat_messages(messages: list[dict[str, Any]], left_out: LeftOut) -> tuple[li
     places: list[str] = []
     for place, message in enumerate(messages):
         where = f"messages[{place}]"
-        found += _message(message, where, left_out, is_new=place > answered)
+        found += _message(message, where, left_out, place > answered, takes_images)
         places += [where] * (len(found) - len(places))
     return found, places
 
 
-def _message(message: dict[str, Any], where: str, left_out: LeftOut, is_new: bool) -> list[dict[str, Any]]:
+def _message(
+    message: dict[str, Any], where: str, left_out: LeftOut, is_new: bool, takes_images: bool
+) -> list[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise InvalidParameter("messages", f"'{where}.role' must be one of {', '.join(ROLES)}.")
@@ -78,38 +83,66 @@ def _message(message: dict[str, Any], where: str, left_out: LeftOut, is_new: boo
         return [_of_assistant(blocks, left_out)]
     if role == "system":
         return [{"role": role, "content": "\n".join(_texts(blocks, left_out))}]
-    return _of_user(blocks, left_out, is_new)
+    return _of_user(blocks, left_out, is_new, takes_images)
 
 
-def _of_user(blocks: list[Block], left_out: LeftOut, is_new: bool) -> list[dict[str, Any]]:
+def _of_user(blocks: list[Block], left_out: LeftOut, is_new: bool, takes_images: bool) -> list[dict[str, Any]]:
     """Messages of a user turn: tool results first, as they must follow their calls."""
     results: list[dict[str, Any]] = []
     others: list[Block] = []
     for block, where in blocks:
         if block["type"] == "tool_result":
-            results.append(_result(block, where, left_out))
+            results.append(_result(block, where, left_out, takes_images))
             continue
         media = media_of(block)
-        if is_new and media is not None:
+        if is_new and media is not None and not (takes_images and media == "image"):
             raise UnsupportedParameter("messages", f"'{where}': {media}s are not supported by this server.")
         others.append((block, where))
     if others or not results:
-        results.append({"role": "user", "content": "\n".join(_texts(others, left_out))})
+        results.append({"role": "user", "content": _content(others, left_out, takes_images)})
     return results
 
 
-def _result(block: dict[str, Any], where: str, left_out: LeftOut) -> dict[str, Any]:
+def _content(blocks: list[Block], left_out: LeftOut, takes_images: bool) -> str | list[dict[str, Any]]:
+    """Blocks as one text or, with images among them, as parts."""
+    if not takes_images or not any(media_of(block) == "image" for block, _ in blocks):
+        return "\n".join(_texts(blocks, left_out))
+    parts: list[dict[str, Any]] = []
+    for block, where in blocks:
+        if media_of(block) == "image":
+            parts.append(_image(block, where))
+        else:
+            parts += ({"type": "text", "text": text} for text in _texts([(block, where)], left_out))
+    return parts
+
+
+def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
+    """An image as a part of a chat completion message. Raises ``InvalidParameter``."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    key = {"base64": "data", "url": "url", "file": "file_id"}.get(str(kind))
+    if not isinstance(source, dict) or key is None or not isinstance(value := source.get(key), str):
+        message = f"'{where}.source' must have a 'type' of base64, url or file, and 'data', 'url' or 'file_id'."
+        raise InvalidParameter("messages", message)
+    if key == "file_id":
+        return {"type": "input_image", "file_id": value}
+    url = value if key == "url" else f"data:{source.get('media_type', '')};base64,{value}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _result(block: dict[str, Any], where: str, left_out: LeftOut, takes_images: bool = False) -> dict[str, Any]:
     content = block.get("content")
     if isinstance(content, list):
         parts = [(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
         for part, part_where in parts:
             _kind(part, part_where)
-        content = "\n".join(_texts(parts, left_out))
-    if not isinstance(content, str | None) or not isinstance(block.get("tool_use_id"), str):
+        content = _content(parts, left_out, takes_images)
+    if not isinstance(content, str | list | None) or not isinstance(block.get("tool_use_id"), str):
         raise InvalidParameter("messages", f"'{where}' must have a 'tool_use_id', and text or blocks as 'content'.")
     content = content or ""
     if block.get("is_error"):
-        content = f"Error: {content}"
+        is_text = isinstance(content, str)
+        content = f"Error: {content}" if is_text else [{"type": "text", "text": "Error:"}, *content]
     return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
 
 

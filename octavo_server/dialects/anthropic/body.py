@@ -94,7 +94,7 @@ def translated(body: Counted, services: Services) -> Translated:
     """Convert the conversation to a chat completion. Raises ``InvalidParameter``."""
     left_out = LeftOut()
     system = system_text(body.system)
-    messages, places = chat_messages(body.messages, left_out)
+    messages, places = chat_messages(body.messages, left_out, services.takes_images)
     if system:
         messages, places = [{"role": "system", "content": system}, *messages], ["system", *places]
     # A final assistant message is the beginning of the reply (prefill).

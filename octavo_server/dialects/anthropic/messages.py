@@ -21,6 +21,7 @@ from octavo_server.dialects.anthropic.body import (
     wants_thinking,
     without_effect,
 )
+from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.chat_reply import begin_reply
 from octavo_server.dialects.openai.chat import prompt_of, tools_of
 from octavo_server.dialects.openai.rendering import json_response
@@ -54,7 +55,9 @@ async def count_tokens(request: Request) -> Response:
     services.report(request, left_out)
     with names.in_errors():
         source = prompt_of(chat, services, tools_of(chat, services))
-        prompt = await services.admission.encode(source, "messages", chat.add_special_tokens, caller_of(request))
+        caller = caller_of(request)
+        read_file = file_reader(services.store, caller.name)
+        prompt = await services.admission.encode(source, "messages", chat.add_special_tokens, caller, read_file)
     return json_response({"input_tokens": len(prompt.tokens)}, headers)
 
 

@@ -32,6 +32,8 @@ from octavo_server.tenants.api_keys import caller_of
 KIND = "file"
 CONTENT = "file_content"
 """Store kind of whole contents, which earlier versions stored."""
+PURPOSES = ("batch", "vision", "user_data")
+"""Of uploaded files: requests of a batch, or images of requests."""
 MAX_NAME = 255
 MAX_PARTS = 32
 """Most parts of a multipart form. Two are used; parsing a part costs far more than its bytes suggest."""
@@ -69,9 +71,10 @@ async def create_file(request: Request) -> Response:
         form.finish()
         if form.file_name is None:
             raise MissingParameter("file")
-        if form.fields.get("purpose", b"") != b"batch":
-            raise InvalidParameter("purpose", "'purpose' must be 'batch'.")
-        file = new_file(form.file_name, content, "batch")
+        purpose = form.fields.get("purpose", b"").decode("utf-8", "replace")
+        if purpose not in PURPOSES:
+            raise InvalidParameter("purpose", f"'purpose' must be one of {', '.join(PURPOSES)}.")
+        file = new_file(form.file_name, content, purpose)
         await services.store.put_all(caller_of(request).name, StoredFile(file, content), is_large=True)
     return json_response(msgspec.to_builtins(file), {})
 
@@ -102,6 +105,17 @@ class StoredFile:
             if not (piece := self._content.read(PIECE_BYTES)):
                 return
             yield StoredItem(kind, _piece_id(number), piece)
+
+
+def file_reader(store: Store, owner: str) -> Callable[[str], Awaitable[bytes | None]]:
+    """Reads an owner's files by id; ``None`` if there is none of an id."""
+
+    async def read(id: str) -> bytes | None:
+        if await find(store, id, owner) is None:
+            return None
+        return b"".join([piece async for piece in content_of(store.get, id, owner)])
+
+    return read
 
 
 async def content_of(get: Get, id: str, owner: str) -> AsyncIterator[bytes]:

@@ -6,6 +6,7 @@ https://huggingface.github.io/text-generation-inference/
 from __future__ import annotations
 
 import codecs
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter, tgi_error
 from octavo_server.http.sse import EventStream, finished_choices
+from octavo_server.image_files import MARKDOWN_IMAGE, MarkedText
 from octavo_server.observe.probes import version
 from octavo_server.services import Services, asked_services_of, services_of
 
@@ -87,6 +89,10 @@ async def stream_text(request: Request) -> Response:
 async def _answer(body: TGIBody, services: Services, request: Request, headers: dict[str, str]) -> Response:
     tokenizer = services.need_tokenizer("inputs")
     submitted = client_request(_completion(body, services), services, request)
+    image_text = services.admission.image_text
+    if image_text is not None and MARKDOWN_IMAGE.search(body.inputs):
+        text = MarkedText(body.inputs, image_text, "inputs")
+        submitted = dataclasses.replace(submitted, prompts=[text], prompt_field="inputs")
     generation = await services.admission.admit(submitted)
     answer = TGIAnswer(body, tokenizer)
     if body.stream:

@@ -40,7 +40,7 @@ ABOUT_LOADING = frozenset(
 REFUSED: dict[str, tuple[Any, ...]] = {"logprobs": (), "top_logprobs": ()}
 REFUSED_IN_GENERATE: dict[str, tuple[Any, ...]] = {
     **REFUSED,
-    **dict.fromkeys(("context", "images", "suffix", "template"), ()),
+    **dict.fromkeys(("context", "suffix", "template"), ()),
 }
 ACCEPTED = frozenset({"keep_alive", "truncate", "shift"})
 """How long the model stays loaded (always), and what happens to prompts that are too long (they are refused)."""
@@ -69,6 +69,7 @@ class OllamaGenerateBody(Common, kw_only=True):
     prompt: str = ""
     system: str = ""
     raw: bool = False
+    images: list[str] = []
 
 
 chat_decoder = BodyDecoder(OllamaChatBody, REFUSED, ACCEPTED)
@@ -80,7 +81,7 @@ def without_effect(body: Common, services: Services) -> list[str]:
     known = {*SAMPLING, *ABOUT_LOADING, "num_predict"}
     named = [f"options.{name}" for name, value in body.options.items() if name not in known and value]
     messages = body.messages if isinstance(body, OllamaChatBody) else []
-    return [*named, *passed_over(_messages(messages))] if messages else named
+    return [*named, *passed_over(_messages(messages, services), services)] if messages else named
 
 
 def served_name(name: str, services: Services) -> str:
@@ -91,7 +92,7 @@ def served_name(name: str, services: Services) -> str:
 def chat_body(body: OllamaChatBody, services: Services) -> ChatBody:
     """The request as a chat completion body; a last message of the assistant is the beginning of the answer. Raises
     ``InvalidParameter``."""
-    chat = _chat_body(body, _messages(body.messages), body.tools, services)
+    chat = _chat_body(body, _messages(body.messages, services), body.tools, services)
     is_begun = chat.messages[-1]["role"] == "assistant"
     return msgspec.structs.replace(chat, add_generation_prompt=not is_begun, continue_final_message=is_begun)
 
@@ -99,7 +100,8 @@ def chat_body(body: OllamaChatBody, services: Services) -> ChatBody:
 def generate_chat_body(body: OllamaGenerateBody, services: Services) -> ChatBody:
     """The request as a conversation of one message. Raises ``InvalidParameter``."""
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return _chat_body(body, [*system, {"role": "user", "content": body.prompt}], [], services)
+    content = with_images(body.prompt, body.images, "images", services)
+    return _chat_body(body, [*system, {"role": "user", "content": content}], [], services)
 
 
 def _chat_body(
@@ -167,15 +169,27 @@ def _thinking(think: bool | str | None, services: Services) -> dict[str, Any]:
     return {}
 
 
-def _messages(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_images(content: Any, images: Any, where: str, services: Services) -> Any:
+    """The content of a message with images, which come first. Raises ``InvalidParameter``."""
+    if not images:
+        return content
+    if not services.takes_images:
+        what = "images are not supported: this model reads text only."
+        raise UnsupportedParameter(where.partition("[")[0].partition(".")[0], f"'{where}': {what}")
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise InvalidParameter(where.partition("[")[0], f"'{where}' must be a list of images in base64.")
+    urls = (image if image.startswith("data:") else f"data:;base64,{image}" for image in images)
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": content}] if isinstance(content, str) and content else parts
+
+
+def _messages(given: list[dict[str, Any]], services: Services) -> list[dict[str, Any]]:
     """Messages as chat completions have them. Raises ``InvalidParameter``."""
     found = []
     for place, message in enumerate(given):
         where = f"messages[{place}]"
-        if message.get("images"):
-            what = "images are not supported: this model reads text only."
-            raise UnsupportedParameter("messages", f"'{where}.images': {what}")
-        converted = {"role": message.get("role"), "content": message.get("content")}
+        content = with_images(message.get("content"), message.get("images"), f"{where}.images", services)
+        converted = {"role": message.get("role"), "content": content}
         if calls := message.get("tool_calls"):
             converted["tool_calls"] = calls
         if message.get("thinking"):

@@ -30,6 +30,7 @@ from octavo_server.dialects.openai.fields import NO_LIMIT
 from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.generation import Choice, Generation
 from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import finished_choices
 from octavo_server.services import Services, services_of
 
@@ -49,9 +50,12 @@ async def generate(request: Request) -> Response:
     services, started = services_of(request), time.monotonic()
     services.check_room(request)
     services, body, headers = await services.read(request, generate_decoder, without_effect)
-    if not body.prompt:
+    if not body.prompt and not body.images:
         return await _loaded(body, services, as_response({"content": ""}))
-    if body.raw or services.chat_template.source is None:
+    is_plain = body.raw or services.chat_template.source is None
+    if is_plain and body.images:
+        raise UnsupportedParameter("images", "'images' need a chat template, and no 'raw'.")
+    if is_plain:
         generation = await _continuation(body, services, request)
         pieces = _plain_pieces(generation.choices[0])
     else:

@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS
-from octavo.text.chat_messages import normalise_messages
-from octavo.text.conversation import ChatPrompt, Conversation
+from octavo.text.chat_messages import ImageMarks, normalise_messages
+from octavo.text.conversation import Conversation
 from octavo_server.admission import ClientRequest
+from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.openai import fields
 from octavo_server.dialects.openai.chat_message import ChatMessage, chat_message
 from octavo_server.dialects.openai.constraints import constraint
@@ -42,6 +43,7 @@ from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import EventStream, finished_choices
 from octavo_server.services import Services, services_of
+from octavo_server.tenants.api_keys import caller_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PLAIN_KEYS = {"role", "content", "name"}
@@ -156,15 +158,17 @@ def conversation(
         services.message_format.write_calls,
         options.add_generation_prompt,
         options.continue_final_message,
+        services.admission.image_text,
     )
 
 
-def passed_over(messages: list[dict[str, Any]]) -> list[str]:
+def passed_over(messages: list[dict[str, Any]], services: Services) -> list[str]:
     """What of the messages has no meaning here. Raises ``InvalidParameter``."""
     check_roles(messages)
     named: list[str] = []
+    images = ImageMarks("") if services.takes_images else None
     if not all(message.keys() <= PLAIN_KEYS and isinstance(message.get("content"), str) for message in messages):
-        normalise_messages(messages, named)
+        normalise_messages(messages, named, images)
     return named
 
 
@@ -175,26 +179,27 @@ def check_roles(messages: list[dict[str, Any]]) -> None:
             raise InvalidParameter("messages", f"'messages[{place}].role' must be one of {', '.join(ROLES)}.")
 
 
-def prompt_of(body: ChatBody, services: Services, tools: ToolUse | None) -> Callable[[], ChatPrompt]:
-    """A function that renders the prompt of a body. Raises ``InvalidParameter``."""
+def prompt_of(body: ChatBody, services: Services, tools: ToolUse | None) -> Conversation:
+    """The conversation of a body, which renders its prompt. Raises ``InvalidParameter``."""
     variables = {**(effort(body.reasoning_effort, services) or {}), **_documents(body, services)}
-    return conversation(body.messages, body, services, tools, **variables).prompt
+    return conversation(body.messages, body, services, tools, **variables)
 
 
 def client_request(body: ChatBody, services: Services, request: Request, tools: ToolUse | None) -> ClientRequest:
     """The body as a request for admission. Raises ``RequestError``."""
     check_generation_fields(body, services)
     field, grammar = _grammar(body, services, tools)
-    max_tokens = _max_tokens(body)
+    max_tokens, prompt = _max_tokens(body), prompt_of(body, services, tools)
     return ClientRequest(
         **scheduling_fields(body, services, request),
-        prompts=[prompt_of(body, services, tools)],
+        prompts=[prompt],
         prompt_field="messages",
         params=sampling_params(body, services, max_tokens, _logprobs(body), body.prompt_logprobs),
         default_max_tokens=default_max_tokens(services, max_tokens),
         add_special_tokens=body.add_special_tokens,
         grammar=grammar,
         grammar_field=field,
+        read_file=file_reader(services.store, caller_of(request).name) if prompt.images else None,
         shown_ids=services.message_format.shown_ids,
         answer_marks=services.message_format.answer_marks(body.continue_final_message),
     )
@@ -232,7 +237,7 @@ def effort(requested: str | None, services: Services) -> dict[str, Any] | None:
 def without_effect(body: ChatBody, services: Services) -> list[str]:
     """Fields that are ignored in this request."""
     named = fields.without_effect(body, services)
-    named += passed_over(body.messages)
+    named += passed_over(body.messages, services)
     return named if effort(body.reasoning_effort, services) is not None else [*named, "reasoning_effort"]
 
 

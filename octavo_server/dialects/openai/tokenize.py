@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo_server.admission import PromptSource
+from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.openai.chat import conversation, passed_over
 from octavo_server.dialects.openai.fields import ACCEPTED
 from octavo_server.dialects.openai.rendering import json_response
@@ -56,7 +57,9 @@ async def tokenize(request: Request) -> Response:
     source, field, adds_special = _source(body, services)
     if body.add_special_tokens is not None:
         adds_special = body.add_special_tokens
-    prompt = await services.admission.encode(source, field, adds_special, caller_of(request))
+    caller = caller_of(request)
+    read_file = file_reader(services.store, caller.name)
+    prompt = await services.admission.encode(source, field, adds_special, caller, read_file)
     result: dict[str, Any] = {
         "count": len(prompt.tokens),
         "max_model_len": services.engine.info.max_model_len,
@@ -69,7 +72,7 @@ async def tokenize(request: Request) -> Response:
 
 
 def _without_effect(body: TokenizeBody, services: Services) -> list[str]:
-    return [] if body.messages is None else passed_over(body.messages)
+    return [] if body.messages is None else passed_over(body.messages, services)
 
 
 def _source(body: TokenizeBody, services: Services) -> tuple[PromptSource, str, bool]:
@@ -78,7 +81,7 @@ def _source(body: TokenizeBody, services: Services) -> tuple[PromptSource, str, 
         raise InvalidParameter("messages", "'prompt' and 'messages' cannot both be given.")
     if body.messages is not None:
         tools = tool_use(body.tools, None, services.message_format.is_parallel)
-        return conversation(body.messages, body, services, tools).prompt, "messages", False
+        return conversation(body.messages, body, services, tools), "messages", False
     if body.prompt is None:
         raise MissingParameter("prompt")
     return body.prompt, "prompt", True

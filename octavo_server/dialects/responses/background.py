@@ -151,7 +151,7 @@ class BackgroundResponses:
         if record.response["status"] == "in_progress" and not can_continue(services, caller, record.id):
             record.is_restarted = True
         num_earlier = len(record.history) - record.num_inputs
-        chat, names, _ = translated(pending.body, record.history, num_earlier)
+        chat, names, _ = translated(pending.body, record.history, num_earlier, services.takes_images)
         reply = await begin_reply(services, chat, request, record.id, names, is_durable=True)
         async with attended(reply.generation, request.receive):
             record.response["status"] = "in_progress"

@@ -147,13 +147,13 @@ def check_metadata(metadata: dict[str, str]) -> None:
         raise InvalidParameter("metadata", "'metadata' takes at most 16 pairs.")
 
 
-def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0) -> Translated:
+def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0, takes_images: bool = False) -> Translated:
     """Convert the request to a chat completion. Raises ``InvalidParameter``.
 
     ``history`` are all items of the conversation, of which ``num_earlier`` come from the store.
     """
     left_out = LeftOut()
-    items = ItemMessages(history, left_out, num_earlier=num_earlier)
+    items = ItemMessages(history, left_out, num_earlier=num_earlier, takes_images=takes_images)
     messages, places = items.messages, items.places
     if body.instructions:
         messages = [{"role": "system", "content": body.instructions}, *messages]

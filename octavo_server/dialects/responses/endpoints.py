@@ -43,7 +43,7 @@ async def create_response(request: Request) -> Response:
     earlier = await _earlier(services, caller, body)
     inputs = await _without_references(services, caller, input_items(body.input))
     body.tools = with_added(body.tools, [*earlier, *inputs])
-    chat, names, left_out = translated(body, [*earlier, *inputs], len(earlier))
+    chat, names, left_out = translated(body, [*earlier, *inputs], len(earlier), services.takes_images)
     services.report(request, left_out)
     if body.conversation_id is not None:
         inputs = new_items(inputs)

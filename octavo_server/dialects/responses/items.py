@@ -68,8 +68,17 @@ class ItemMessages:
     have become calls and results where the client ran the tool, else text; see ``octavo_server.dialects.history``.
     """
 
-    def __init__(self, items: list[Item], left_out: LeftOut, field: str = "input", num_earlier: int = 0) -> None:
-        """``num_earlier`` of the items come from the store, the others from ``field`` of the request."""
+    def __init__(
+        self,
+        items: list[Item],
+        left_out: LeftOut,
+        field: str = "input",
+        num_earlier: int = 0,
+        takes_images: bool = False,
+    ) -> None:
+        """``num_earlier`` of the items come from the store, the others from ``field`` of the request. For a model that
+        takes images these are parts of the messages."""
+        self._takes_images = takes_images
         self.messages: list[dict[str, Any]] = []
         self.places: list[str] = []
         """The place of the first item of each message."""
@@ -113,7 +122,7 @@ class ItemMessages:
             return
         if is_new and isinstance(content, list):
             self._refuse_media(content, f"{where}.content")
-        self._append({"role": role, "content": self._text(content, f"{where}.content")}, where)
+        self._append({"role": role, "content": self._content(content, f"{where}.content")}, where)
 
     def _add_reasoning(self, item: Item, where: str) -> None:
         thought = self._text(item.get("content") or item.get("summary") or "", f"{where}.content")
@@ -149,7 +158,7 @@ class ItemMessages:
     def _append_result(self, call_id: str, item: Item, where: str) -> None:
         output = item.get("output", item.get("result"))
         parts = [output] if isinstance(output, dict) else output or ""
-        text = self._text(parts, f"{where}.output") or readable(item)
+        text = self._content(parts, f"{where}.output") or readable(item)
         self._append({"role": "tool", "tool_call_id": call_id, "content": text}, where)
 
     def _merge(self, members: dict[str, Any], where: str) -> None:
@@ -181,6 +190,16 @@ class ItemMessages:
             "id": item["call_id"], "type": "function", "function": {"name": call.name, "arguments": call.arguments}
         }  # fmt: skip
 
+    def _content(self, content: Any, where: str) -> str | list[Any]:
+        """The text of parts or, with images among them, parts of a chat completion message."""
+        if not self._takes_images or not isinstance(content, list) or not any(map(_is_image, content)):
+            return self._text(content, where)
+        return [
+            part if _is_image(part) else {"type": "text", "text": text}
+            for place, part in enumerate(content)
+            if _is_image(part) or (text := self._part(part, f"{where}[{place}]")) is not None
+        ]
+
     def _text(self, content: Any, where: str) -> str:
         if isinstance(content, str):
             return content
@@ -209,7 +228,7 @@ class ItemMessages:
         """Raise ``UnsupportedParameter`` for an image, or another part without text, that shall be answered."""
         for place, part in enumerate(content):
             media = media_of(part) if isinstance(part, dict) else None
-            if media is not None:
+            if media is not None and not (self._takes_images and media == "image"):
                 message = f"'{where}[{place}].type' '{part['type']}' is not supported; only text is."
                 raise UnsupportedParameter(self._field, message)
 
@@ -219,3 +238,7 @@ def _is_of_assistant(item: Item) -> bool:
     if kind == "message":
         return item.get("role") == "assistant"
     return isinstance(kind, str) and (kind == "reasoning" or kind.endswith("_call"))
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("input_image", "image_url", "image")

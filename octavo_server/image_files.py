@@ -1,0 +1,266 @@
+"""The images of requests: from a data: URL, an uploaded file or an allowed host to resized pixels.
+
+Nothing is fetched from hosts that ``--allowed-media-domains`` does not name. A name is resolved once, all of its
+addresses must be public ones, the connection goes to one of these, and redirects are not followed: so neither a page of
+another site nor a name that changes its address makes this server ask a machine of its own network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import ipaddress
+import re
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+
+from octavo.config import ModelSettings
+from octavo.errors import InvalidParameter
+from octavo.images.preparer import ImagePreparer, placed, preparer_of
+from octavo.images.processors import PreparedImage
+from octavo.server_settings import ServerSettings
+from octavo.text.conversation import ChatPrompt, ImageText
+from octavo.types import ImageInput
+from octavo_server.tenants.places import Places
+
+MOST_PREPARED_BYTES = 48 << 20
+"""Of the resized images of a request, which go to the engine process in one message."""
+FETCH_SECONDS = 10.0
+PLAIN_URL = re.compile(r"https?://[a-z0-9.-]+(:\d{1,5})?(/[!-~]*)?", re.IGNORECASE)
+"""Nothing that one parser reads otherwise than another: no user, no backslash, no address in brackets."""
+PORTS = {"http": 80, "https": 443}
+DETAILS = ("auto", "low", "high", "original")
+MARKDOWN_IMAGE = re.compile(r"!\[[^\]\n]*\]\(([^()\s]+)\)")
+"""How Text Generation Inference writes an image in a prompt."""
+
+Part = tuple[Mapping[str, Any], str]
+"""A part of a message that is an image, and where it is in the request."""
+ReadFile = Callable[[str], Awaitable[bytes | None]]
+"""Reads a caller's uploaded file by id; ``None`` if there is none."""
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+
+
+class Source(NamedTuple):
+    """Where the bytes of an image are."""
+
+    kind: str
+    """"data", "url" or "file"."""
+    value: str
+    detail: str
+    where: str
+
+
+def source_of(part: Part) -> Source:
+    """Where an image is, of a part in the form of any API. Raises ``InvalidParameter``."""
+    given, where = part
+    image = given.get("image_url", given.get("image", given.get("source")))
+    detail = given.get("detail", "auto")
+    if isinstance(image, Mapping):
+        detail = image.get("detail", detail)
+        given = {**given, "file_id": image.get("file_id", given.get("file_id"))}
+        image = image.get("url")
+    if detail is None or detail not in DETAILS:
+        raise InvalidParameter("messages", f"'{where}': 'detail' must be one of {', '.join(DETAILS)}.")
+    if isinstance(image, str) and image[:5].lower() == "data:":
+        return Source("data", image, detail, where)
+    if isinstance(image, str) and image:
+        return Source("url", image, detail, where)
+    if isinstance(file_id := given.get("file_id"), str):
+        return Source("file", file_id, detail, where)
+    raise InvalidParameter("messages", f"'{where}' must have an image: a data: URL, an https: URL or a 'file_id'.")
+
+
+class MarkedText:
+    """A text of a client with images, for models whose prompts have images anywhere."""
+
+    def __init__(self, text: str, image_text: ImageText, field: str) -> None:
+        pieces = MARKDOWN_IMAGE.split(text)
+        self.images: list[Part] = [({"image_url": url}, f"{field}: image {i}") for i, url in enumerate(pieces[1::2])]
+        self._text = "".join(image_text.alone if i % 2 else piece for i, piece in enumerate(pieces))
+
+    def __call__(self) -> ChatPrompt:
+        return ChatPrompt(self._text, self._text, images=tuple(range(len(self.images))))
+
+
+class ImageFiles:
+    """Gets and prepares the images of one model's requests."""
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        settings: ServerSettings,
+        num_slots: Callable[[], int],
+        resolve: Resolve | None = None,
+    ) -> None:
+        """``num_slots``: those of the engine, known once it is ready; 0: its model takes no images."""
+        self._model, self._num_slots = model, num_slots
+        self._most_images, self._most_bytes = settings.max_images, settings.max_image_bytes
+        names = (settings.allowed_media_domains or "").split(",")
+        self._hosts = frozenset(name.strip().lower() for name in names if name.strip())
+        self._resolve = resolve or _resolved
+        self._preparer: ImagePreparer | None = None
+        self._is_read = False
+        self._places = Places(4, 2)
+
+    @property
+    def preparer(self) -> ImagePreparer | None:
+        """``None`` for a model that takes no images."""
+        if not self._is_read and self._num_slots():
+            self._is_read, self._preparer = True, preparer_of(self._model, self._num_slots())
+        return self._preparer
+
+    @property
+    def image_text(self) -> ImageText | None:
+        """How the model's prompts have images; ``None`` if it takes none."""
+        return None if self.preparer is None else self.preparer.processor.image_text
+
+    async def prepare(self, parts: Sequence[Part], owner: str, read_file: ReadFile | None) -> list[PreparedImage]:
+        """The images, resized, in the order of ``parts``. Raises ``RequestError``."""
+        preparer = self.preparer
+        assert preparer is not None, "only models with a tower have parts that are images"
+        if len(parts) > self._most_images:
+            message = f"A request may have {self._most_images} images; this one has {len(parts)}."
+            raise InvalidParameter("messages", message)
+        found: list[PreparedImage] = []
+        num_bytes = 0
+        for source in map(source_of, parts):
+            async with self._places.place(owner):
+                data = await self._content(source, read_file)
+                image = await asyncio.to_thread(preparer.prepare, data, source.detail, source.where)
+            num_bytes += len(image.pixels)
+            if num_bytes > MOST_PREPARED_BYTES:
+                message = f"The images of the request have more than {MOST_PREPARED_BYTES >> 20} MiB after resizing."
+                raise InvalidParameter("messages", message)
+            found.append(image)
+        return found
+
+    def placed(self, tokens: list[int], images: Sequence[PreparedImage]) -> tuple[list[int], list[ImageInput]]:
+        """See ``images.preparer.placed``."""
+        assert self.preparer is not None
+        return placed(tokens, images, self.preparer.processor)
+
+    def close(self) -> None:
+        """End the child processes."""
+        if self._preparer is not None:
+            self._preparer.close()
+
+    async def _content(self, source: Source, read_file: ReadFile | None) -> bytes:
+        """The bytes of an image file. Raises ``InvalidParameter``."""
+        if source.kind == "data":
+            data = await asyncio.to_thread(_from_data_url, source)
+        elif source.kind == "file":
+            content = None if read_file is None else await read_file(source.value)
+            if content is None:
+                raise InvalidParameter("messages", f"'{source.where}': there is no file with this 'file_id'.")
+            data = content
+        else:
+            data = await self._fetched(source)
+        if len(data) > self._most_bytes:
+            message = f"'{source.where}': the image has {len(data)} bytes; at most {self._most_bytes} are allowed."
+            raise InvalidParameter("messages", message)
+        return data
+
+    # ---- other hosts
+
+    async def _fetched(self, source: Source) -> bytes:
+        try:
+            async with asyncio.timeout(FETCH_SECONDS):
+                return await self._fetch(source)
+        except (TimeoutError, OSError, httpx.HTTPError, ValueError) as error:
+            if isinstance(error, InvalidParameter):
+                raise
+            reason = f"{type(error).__name__}"
+            raise InvalidParameter("messages", f"'{source.where}': the image cannot be fetched ({reason}).") from None
+
+    async def _fetch(self, source: Source) -> bytes:
+        host, port, scheme = self._allowed(source)
+        address = await self._address(host, port, source)
+        url = httpx.URL(source.value).copy_with(host=address, port=port, scheme=scheme)
+        headers = {"host": host if port == PORTS[scheme] else f"{host}:{port}", "accept": "image/*"}
+        timeout = httpx.Timeout(FETCH_SECONDS)
+        async with httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=timeout) as client:
+            request = client.build_request("GET", url, headers=headers, extensions={"sni_hostname": host})
+            async with contextlib.aclosing(_pieces(await client.send(request, stream=True), source)) as pieces:
+                data = bytearray()
+                async for piece in pieces:
+                    data += piece
+                    if len(data) > self._most_bytes:
+                        message = f"'{source.where}': the image has more than {self._most_bytes} bytes."
+                        raise InvalidParameter("messages", message)
+        return bytes(data)
+
+    def _allowed(self, source: Source) -> tuple[str, int, str]:
+        """Host, port and scheme of a URL, if its host is allowed. Raises ``InvalidParameter``."""
+        where = source.where
+        if not self._hosts:
+            message = (
+                f"'{where}': this server fetches no images; send a data: URL, or start it with --allowed-media-domains."
+            )
+            raise InvalidParameter("messages", message)
+        if not PLAIN_URL.fullmatch(source.value):
+            raise InvalidParameter("messages", f"'{where}': the image must have a plain http: or https: URL.")
+        parts = urlsplit(source.value)
+        host, scheme = (parts.hostname or "").lower(), parts.scheme.lower()
+        try:
+            port = parts.port or PORTS[scheme]
+        except ValueError:
+            raise InvalidParameter("messages", f"'{where}': the URL has no valid port.") from None
+        name = host if port == PORTS[scheme] else f"{host}:{port}"
+        if name not in self._hosts:
+            message = f"'{where}': images from this host are not allowed; allowed are {', '.join(sorted(self._hosts))}."
+            raise InvalidParameter("messages", message)
+        return host, port, scheme
+
+    async def _address(self, host: str, port: int, source: Source) -> str:
+        """An address of the host, of which all must be public ones. Raises ``InvalidParameter``."""
+        addresses = await self._resolve(host, port)
+        if not addresses or not all(map(is_public, addresses)):
+            raise InvalidParameter("messages", f"'{source.where}': the host has no public address.")
+        return addresses[0]
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is one of the internet, also where one kind of address holds another."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = [found.ipv4_mapped, found.sixtofour, *(found.teredo or ())]
+        is_translated = found in ipaddress.ip_network("64:ff9b::/96")
+        if is_translated or any(each is not None for each in inner):
+            return False
+    return found.is_global and not found.is_multicast
+
+
+async def _resolved(host: str, port: int) -> list[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[4][0]) for address in found]
+
+
+async def _pieces(response: httpx.Response, source: Source) -> AsyncGenerator[bytes]:
+    """The body of an answer, undecoded. Raises ``InvalidParameter`` for any status but 200."""
+    try:
+        if response.status_code != 200:
+            message = f"'{source.where}': the host answers {response.status_code}; redirects are not followed."
+            raise InvalidParameter("messages", message)
+        async for piece in response.aiter_raw():
+            yield piece
+    finally:
+        await response.aclose()
+
+
+def _from_data_url(source: Source) -> bytes:
+    head, comma, content = source.value.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidParameter("messages", f"'{source.where}' must be a data: URL with base64.")
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidParameter("messages", f"'{source.where}' has no valid base64.") from None
