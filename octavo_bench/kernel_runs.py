@@ -21,19 +21,15 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.adjust_logits import Adjustments
-from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.ops.grouped_linear import Number, PackedGroups
-from octavo.ops.grouped_moe import GroupedExperts
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads
-from octavo.ops.moe import ClampedSwish, Experts
-from octavo.ops.route import Routing
-from octavo.ops.sample import SampleParams
+from octavo.ops.linear import LowRankStack
+from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, Routing
+from octavo.ops.sampling import Adjustments, SampleParams
 from octavo.ops.scaled_linear import ScaledValues
-from octavo.ops.stacked_lora import LowRankStack
-from octavo.ops.stage_step import LastResults, StagedRows
-from octavo.ops.store_kv import KVScales
+from octavo.ops.stepping import LastResults, StagedRows
 from octavo_kernels.triton.gather_rows import gather_rows
 from octavo_kernels.triton.gemv import GemvConfig, gemv
 from octavo_kernels.triton.latent_prompts import Expanded, expand

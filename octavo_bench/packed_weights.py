@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.errors import ConfigError
 from octavo.ops.grouped_linear import Number, PackedGroups, takes_groups
-from octavo.ops.grouped_moe import GroupedExperts
+from octavo.ops.moe import GroupedExperts
 from octavo_bench import ceilings
 from octavo_bench.kernel_cases import layer_cases
 from octavo_bench.kernels import ALONE_BYTES, DEVICE, shares

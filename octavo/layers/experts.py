@@ -18,9 +18,8 @@ from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.grouped_moe import GroupedExperts, join_experts
 from octavo.ops.linear import Activation
-from octavo.ops.moe import ClampedSwish, Experts, sum_over_experts
+from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, join_experts, sum_over_experts
 from octavo.quant.packed import GroupedWeight, packs_groups
 from octavo.quant.stored import StoredWeight, WeightFormat, bytes_by_format, dtype_name, fill, make_weights
 

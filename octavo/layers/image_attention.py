@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import apply_rope, attention, rms_norm
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, Span
-from octavo.ops.paged_attention import MAX_SCRATCH, Rule, context
+from octavo.ops.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows, Rule, Span, context
 
 
 def attention_with_images(

@@ -14,8 +14,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
-from octavo.ops.linear import Activation, compose
-from octavo.ops.lora import LowRank, RowGroup
+from octavo.ops.linear import Activation, LowRank, RowGroup, compose
 from octavo.quant.stored import LinearWeight
 
 

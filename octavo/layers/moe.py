@@ -14,7 +14,7 @@ from octavo.layers.norm import RMSNorm
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.elementwise import sigmoid
 from octavo.ops.linear import Activation
-from octavo.ops.route import Routing
+from octavo.ops.moe import Routing
 
 
 class Router:

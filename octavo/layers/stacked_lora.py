@@ -18,9 +18,7 @@ from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.layers.lora import AdaptedLinear, AdapterRows
 from octavo.layers.norm import RMSNorm
-from octavo.ops.linear import Activation, compose
-from octavo.ops.lora import LowRank
-from octavo.ops.stacked_lora import LowRankStack
+from octavo.ops.linear import Activation, LowRank, LowRankStack, compose
 from octavo.quant.stored import LinearWeight
 
 

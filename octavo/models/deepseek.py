@@ -26,7 +26,7 @@ from octavo.models.moe import MoESettings, read_experts
 from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_bytes, expanded_positions
-from octavo.ops.route import Routing
+from octavo.ops.moe import Routing
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms within attention, independent of ``rms_norm_eps``."""

@@ -19,8 +19,7 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.rope import rope_values
 from octavo.ops.attention import HeadLayout
-from octavo.ops.moe import ClampedSwish
-from octavo.ops.route import Routing
+from octavo.ops.moe import ClampedSwish, Routing
 
 THETA = 150_000.0
 ROPE = {

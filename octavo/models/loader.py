@@ -25,11 +25,10 @@ from octavo.layers.norm import LayerNorm, ParallelRMSNorm, RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.map_part import MapPart, Rows
-from octavo.ops.attention import HeadLayout
+from octavo.ops.attention import HeadLayout, KVScales
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
-from octavo.ops.store_kv import KVScales
 from octavo.quant.at_load import quantized, quantized_head, return_memory
 from octavo.quant.cache_scales import read_cache_scales
 from octavo.quant.methods import QuantMethod

@@ -10,7 +10,7 @@ from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, Llam
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.mistral import read_mistral
 from octavo.models.moe import MoESettings, read_experts
-from octavo.ops.route import Routing
+from octavo.ops.moe import Routing
 
 
 class MixtralLayer(LlamaLayer):

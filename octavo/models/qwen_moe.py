@@ -17,7 +17,7 @@ from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.qwen2 import read_qwen
 from octavo.models.qwen3 import Qwen3Layer
-from octavo.ops.route import Routing
+from octavo.ops.moe import Routing
 
 
 def qwen_mixture(

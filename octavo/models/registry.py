@@ -35,9 +35,8 @@ from octavo.models.qwen3_5 import Qwen3p5ForCausalLM, Qwen3p5MoeForCausalLM
 from octavo.models.qwen3_next import Qwen3NextForCausalLM
 from octavo.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from octavo.models.text_part import TEXT_PARTS, TextPart, text_config
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention import KVScales, LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
-from octavo.ops.store_kv import KVScales
 from octavo.quant.methods import read_method
 from octavo.quant.shard import Shard
 from octavo.quant.stored import WeightFormat

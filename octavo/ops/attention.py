@@ -1,24 +1,23 @@
-"""The attention of one layer, from the projected queries, keys and values to the heads' outputs.
-
-Shapes: T tokens of the step, S sequences, N heads, K kv heads, H head dim, W = (N + 2 K) H, R rotated pairs,
-B blocks of the longest table.
-"""
+"""Attention over the paged cache, and what stores keys and values in it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from octavo.ops.apply_rope import apply_rope
-from octavo.ops.dispatch import op
+from octavo.ops.dispatch import op, op_of_ids
 from octavo.ops.embedding import embedding
-from octavo.ops.paged_attention import paged_attention
+from octavo.ops.norms import rms_norm
 from octavo.ops.recurrence import StateRows
-from octavo.ops.rms_norm import rms_norm
-from octavo.ops.store_kv import KVScales, store_kv
+
+# ---- attention: The attention of one layer, from the projected queries, keys and values to the heads' outputs.
+# Shapes: T tokens of the step, S sequences, N heads, K kv heads, H head dim, W = (N + 2 K) H, R rotated pairs, B
+# blocks of the longest table.
 
 
 class HeadLayout(NamedTuple):
@@ -213,3 +212,272 @@ def attention(
         cache.scales,
     )
     return out_TNH.view(T, -1)
+
+
+# ---- paged_attention: Causal attention of a step's tokens over the paged cache, prefill and decode rows alike.
+# Shapes: T tokens of the step, S sequences, N heads, K kv heads, G = N / K heads that share one, H head dim, B blocks
+# of the longest table, C positions of a context, Q rows of one sequence that are computed together.
+
+
+MAX_SCRATCH = 2**23
+"""Maximum elements of an intermediate tensor: bounds the memory of a long prompt."""
+
+
+@op
+def paged_attention(
+    q_TNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_SB: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens_S: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_N: Tensor | None = None,
+    scales: KVScales | None = None,
+) -> Tensor:
+    """Attend from every row to the positions of its sequence up to its own; a new tensor [T, N, H] of q's dtype.
+
+    With a ``window`` a row sees at most that many positions, its own included; with a ``softcap`` scores become
+    ``softcap * tanh(scores / softcap)``; ``sinks`` (float32) add a logit per head to the softmax's denominator.
+
+    Caches are ``[num_blocks, K, block_size, H]`` and hold this step's keys and values already, divided by the
+    ``scales`` if given. Rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of
+    sequence s, whose context, these rows included, is ``seq_lens[s]`` long: row i of q rows sits at position
+    ``seq_len - q + i``.
+    Nothing is read beyond a context: neither table entries past its last block nor slots past its last position.
+    Contents before every row's window may be arbitrary, NaN of other sequences included: they change no result.
+    Sums are computed in float32 at least.
+    """
+    rule = Rule(scale, window, softcap, sinks_N, scales)
+    out_TNH = torch.empty_like(q_TNH)
+    starts, seq_lens = cu_seqlens_q.tolist(), seq_lens_S.tolist()
+    single: list[int] = []
+    for s, seq_len in enumerate(seq_lens):
+        rows = slice(starts[s], starts[s + 1])
+        if rows.stop - rows.start == 1:
+            single.append(s)
+        elif rows.stop > rows.start:
+            seen_from = max(0, seq_len - (rows.stop - rows.start) - window + 1) if window else 0
+            keys, values = context(k_cache, v_cache, block_tables_SB[s], seen_from, seq_len)
+            _attend(q_TNH[rows], keys, values, rule, out_TNH[rows])
+    single.sort(key=lambda s: seq_lens[s])
+    while single:  # from the longest, as many as fit into one batch
+        room = max(1, MAX_SCRATCH // (seq_lens[single[-1]] * k_cache.shape[1] * k_cache.shape[3]))
+        group, single = single[-room:], single[:-room]
+        group_S = torch.tensor(group, device=q_TNH.device)
+        rows_S = cu_seqlens_q[group_S].long()
+        tables, lens_S = block_tables_SB[group_S], seq_lens_S[group_S]
+        out_TNH[rows_S] = _attend_single(q_TNH[rows_S], k_cache, v_cache, tables, lens_S, rule)
+    return out_TNH
+
+
+class Rule(NamedTuple):
+    """How scores become weights, and what the cache holds becomes keys and values."""
+
+    scale: float
+    window: int
+    softcap: float
+    sinks_N: Tensor | None
+    scales: KVScales | None
+
+    def scaled(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., K, C, H] of what the cache holds."""
+        if self.scales is None:
+            return keys, values
+        keys, values = (x * scale_K[:, None, None] for x, scale_K in zip((keys, values), self.scales, strict=True))
+        return keys, values
+
+    def weights(self, products: Tensor, is_hidden: Tensor) -> Tensor:
+        """Softmax over the last axis of ``products`` [..., N, rows, C], which is overwritten."""
+        scores = products.mul_(self.scale)
+        if self.softcap:
+            scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        scores = scores.masked_fill_(is_hidden, float("-inf"))
+        if self.sinks_N is None:
+            return scores.softmax(dim=-1)
+        sinks = self.sinks_N.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def context(k_cache: Tensor, v_cache: Tensor, table_B: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of positions ``begin`` to ``end`` of one sequence, copied together: two of [K, C, H]."""
+    block_size = k_cache.shape[2]
+    first = begin // block_size
+    blocks = table_B[first : -(-end // block_size)]
+    chosen = slice(begin - first * block_size, end - first * block_size)
+    keys, values = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, chosen] for cache in (k_cache, v_cache))
+    return keys, values
+
+
+def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: Rule, out_QNH: Tensor) -> None:
+    """The last rows of one sequence, in chunks; each chunk reads only the keys up to its own last row.
+
+    Keys before all rows' windows may be left out: the last key is that of the last row.
+    """
+    num_rows, N, H = q_QNH.shape
+    K, seq_len, _ = k_KCH.shape
+    dtype = torch.promote_types(q_QNH.dtype, torch.float32)
+    k_KCH, v_KCH = rule.scaled(k_KCH.to(dtype), v_KCH.to(dtype))
+    chunk = max(1, MAX_SCRATCH // (N * seq_len))
+    for first in range(0, num_rows, chunk):
+        q = q_QNH[first : first + chunk].to(dtype)
+        Q = q.shape[0]
+        start = seq_len - num_rows + first
+        end = start + Q
+        q_KGQH = q.view(Q, K, N // K, H).permute(1, 2, 0, 3)
+        products = (q_KGQH.reshape(K, -1, H) @ k_KCH[:, :end].mT).view(N, Q, end)
+        is_hidden_QC = torch.ones(Q, end, dtype=torch.bool, device=q.device).triu_(start + 1)
+        if rule.window:
+            is_hidden_QC |= torch.ones_like(is_hidden_QC).tril_(start - rule.window)
+        weights = rule.weights(products, is_hidden_QC)
+        out_KGQH = (weights.view(K, -1, end) @ v_KCH[:, :end]).view(K, -1, Q, H)
+        out_QNH[first : first + Q] = out_KGQH.permute(2, 0, 1, 3).reshape(Q, N, H)
+
+
+def _attend_single(
+    q_SNH: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables_SB: Tensor, seq_lens_S: Tensor, rule: Rule
+) -> Tensor:
+    """One row for each of several sequences, their contexts padded to the longest."""
+    S, N, H = q_SNH.shape
+    K, block_size = k_cache.shape[1:3]
+    dtype = torch.promote_types(q_SNH.dtype, torch.float32)
+    num_blocks = -(-int(seq_lens_S.max()) // block_size)
+    tables = block_tables_SB[:, :num_blocks]
+    keys, values = (cache[tables].transpose(1, 2).flatten(2, 3).to(dtype) for cache in (k_cache, v_cache))
+    k_SKCH, v_SKCH = rule.scaled(keys, values)
+    positions = torch.arange(num_blocks * block_size, device=q_SNH.device)
+    is_hidden_SC = positions >= seq_lens_S.unsqueeze(1)
+    if rule.window:
+        is_hidden_SC |= positions < seq_lens_S.unsqueeze(1) - rule.window
+    v_SKCH.masked_fill_(is_hidden_SC[:, None, :, None], 0)  # a weight of 0 would not undo a NaN left in a free slot
+    products = (q_SNH.to(dtype).view(S, K, N // K, H) @ k_SKCH.mT).view(S, N, 1, -1)
+    weights = rule.weights(products, is_hidden_SC[:, None, None, :])
+    return (weights.view(S, K, N // K, -1) @ v_SKCH).view(S, N, H).to(q_SNH.dtype)
+
+
+# ---- encoder_attention: Bidirectional attention within each text, without a cache. Shapes: T tokens of several
+# texts, N heads, H head dim, L tokens of one text.
+
+
+@op
+def encoder_attention(qkv_TW: Tensor, num_heads: int, ends: Sequence[int]) -> Tensor:
+    """Softmax attention within each text, scores scaled by ``H ** -0.5``; a new tensor [T, N * H].
+
+    A row of ``qkv`` holds N query heads, then N key heads, then N value heads. Text i has the rows from
+    ``ends[i - 1]`` to ``ends[i]``, the first from 0. Sums are computed in float32 at least; the result has qkv's dtype,
+    and a text's rows do not depend on the other texts.
+    """
+    T, W = qkv_TW.shape
+    wide = torch.promote_types(qkv_TW.dtype, torch.float32)
+    out_TD = qkv_TW.new_empty(T, W // 3)
+    start = 0
+    for end in ends:
+        q_NLH, k_NLH, v_NLH = qkv_TW[start:end].to(wide).view(end - start, 3, num_heads, -1).permute(1, 2, 0, 3)
+        attended_NLH = functional.scaled_dot_product_attention(q_NLH, k_NLH, v_NLH)
+        out_TD[start:end] = attended_NLH.transpose(0, 1).flatten(1)
+        start = end
+    return out_TD
+
+
+# ---- apply_rope: Rotary position embedding (Su et al., arXiv 2104.09864), in the half-split layout of Hugging Face
+# checkpoints. Shapes: T tokens, N heads, K kv heads, H head dim, R rotated pairs (at most H / 2).
+
+
+@op
+def apply_rope(q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys; new tensors of their own dtypes. ``cos`` and ``sin`` are float32.
+
+    Elements i and R + i of a head are a pair, rotated by the token's angle i; elements from 2R on are unchanged.
+    """
+    cos, sin = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    return _rotate(q_TNH, cos, sin), _rotate(k_TKH, cos, sin)
+
+
+def _rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    R = cos_T1R.shape[-1]
+    first, second, rest = x_TNH[..., :R], x_TNH[..., R : 2 * R], x_TNH[..., 2 * R :]
+    turned = first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R
+    return torch.cat((*turned, rest), dim=-1).to(x_TNH.dtype)
+
+
+# ---- rotary_angles: Cosines and sines of a step's positions, shared by all layers. Shapes: T tokens, R rotated
+# pairs, A axes.
+
+
+@op_of_ids
+def rotary_angles(positions_T: Tensor, frequencies_R: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """``factor`` times the cosine and the sine of position (int64) times frequency (float32); two float32 [T, R]."""
+    angles_TR = positions_T.unsqueeze(-1).float() * frequencies_R
+    return angles_TR.cos().mul_(factor), angles_TR.sin().mul_(factor)
+
+
+@op_of_ids
+def axis_angles(
+    positions_T: Tensor, shifts_AT: Tensor, axes_R: Tensor, frequencies_R: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
+    """As ``rotary_angles``, where a row has a position on each axis (int64): its own plus a shift. ``axes`` (int64) has
+    the axis of each pair."""
+    of_pair_TR = (positions_T + shifts_AT)[axes_R].T
+    angles_TR = of_pair_TR.float() * frequencies_R
+    return angles_TR.cos().mul_(factor), angles_TR.sin().mul_(factor)
+
+
+# ---- store_kv: Stores the keys and values of a step in the paged cache. Shapes: T tokens, K kv heads, H head dim. A
+# layer's caches are ``[num_blocks, K, block_size, H]``.
+
+
+FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+class KVScales(NamedTuple):
+    """What the numbers in a layer's cache are multiplied by to give keys and values: positive, float32 [K]."""
+
+    keys_K: Tensor
+    values_K: Tensor
+
+
+@op
+def store_kv(
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    scales: KVScales | None = None,
+) -> None:
+    """Store row t in slot ``slot_mapping[t]`` = block * block_size + offset (int64, distinct).
+
+    Keys and values are divided by the scales, if given. Numbers that a float8 cache cannot hold become the nearest
+    that it can. Rows with a negative slot are padding and are not stored.
+    """
+    block_size = k_cache.shape[2]
+    is_row_T = slot_mapping_T >= 0
+    slots = slot_mapping_T[is_row_T]
+    for x_TKH, cache, scale_K in zip((k_TKH, v_TKH), (k_cache, v_cache), scales or (None, None), strict=True):
+        x_RKH = x_TKH[is_row_T] if scale_K is None else x_TKH[is_row_T] / scale_K[:, None]
+        if cache.dtype == torch.float8_e4m3fn:
+            x_RKH = x_RKH.clamp(-FLOAT8_MAX, FLOAT8_MAX)
+        cache[slots // block_size, :, slots % block_size] = x_RKH.to(cache.dtype)
+
+
+# ---- store_keys: What ``attention`` does with keys and values, without attending: for rows whose output nobody
+# needs. Shapes: T tokens of the step, K kv heads, H head dim, W = (N + 2 K) H for any number N of query heads, R
+# rotated pairs.
+
+
+@op
+def store_keys(
+    qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, slot_mapping_T: Tensor
+) -> None:
+    """Norm and rotate keys, store keys and values, as ``attention`` does.
+
+    A row of ``qkv`` ends with K key heads, then K value heads; queries before them, as many as there are, are skipped.
+    """
+    T, H = len(qkv_TW), heads.head_dim
+    k_TKH, v_TKH = qkv_TW[:, -2 * heads.num_kv_heads * H :].reshape(T, 2, -1, H).unbind(1)
+    if heads.k_norm_H is not None:
+        k_TKH = rms_norm(k_TKH.reshape(-1, H), heads.k_norm_H, heads.norm_eps).view(k_TKH.shape)
+    _, k_TKH = apply_rope(k_TKH[:, :1], k_TKH, cos_TR, sin_TR)
+    store_kv(k_TKH, v_TKH, cache.keys, cache.values, slot_mapping_T, cache.scales)

@@ -1,21 +1,4 @@
-"""A linear map whose weight is stored in quantised blocks.
-
-Shapes: T tokens, K inputs, N outputs, G groups of inputs that share a scale, P panels of 16 outputs.
-
-``PackedBlocks`` holds a ``BlockTensor``'s numbers in the order in which a vector unit loads them. Panel by
-panel and group by group, four inputs of row 0, the same four of row 1, and so on to row 15::
-
-    8 bit   [P, G, group / 4, 16, 4]   one byte a number
-    4 bit   [P, G, group / 8, 16, 4]   low halves: inputs 8 s + 0..3 of the group; high halves: 8 s + 4..7
-    5, 6    their low 4 bits like this, then [P, G, 1, 16, 4]: bits (bits - 4) i on of a byte are input 4 i + 0..3's
-
-with the scales, and the minima of the formats that have them, as [P, G, 1 or 2, 16]. The last panel is padded with
-zeros.
-
-Where the scales of a block of 256 inputs are small multiples of a float16, as those of Q4_K to Q6_K, that is how they
-are stored, in a fourth to a third of the bytes: [P, K / 256, bytes], each block the factors [1 or 2, 16] as float16,
-then for each of its groups the multiples [1 or 2, 16] as int8.
-"""
+"""Linear maps and embeddings of weights in quantised blocks."""
 
 from __future__ import annotations
 
@@ -29,9 +12,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.ops.dispatch import op
+from octavo.ops.dispatch import op, op_of_ids
 from octavo.ops.linear import Activation, compose
 from octavo.weights.blocks import BlockTensor, Groups, split_groups
+
+# ---- block_linear
+#
+# A linear map whose weight is stored in quantised blocks.
+#
+# Shapes: T tokens, K inputs, N outputs, G groups of inputs that share a scale, P panels of 16 outputs.
+#
+# ``PackedBlocks`` holds a ``BlockTensor``'s numbers in the order in which a vector unit loads them. Panel by
+# panel and group by group, four inputs of row 0, the same four of row 1, and so on to row 15::
+#
+#     8 bit   [P, G, group / 4, 16, 4]   one byte a number
+#     4 bit   [P, G, group / 8, 16, 4]   low halves: inputs 8 s + 0..3 of the group; high halves: 8 s + 4..7
+#     5, 6    their low 4 bits like this, then [P, G, 1, 16, 4]: bits (bits - 4) i on of a byte are input 4 i + 0..3's
+#
+# with the scales, and the minima of the formats that have them, as [P, G, 1 or 2, 16]. The last panel is padded with
+# zeros.
+#
+# Where the scales of a block of 256 inputs are small multiples of a float16, as those of Q4_K to Q6_K, that is how they
+# are stored, in a fourth to a third of the bytes: [P, K / 256, bytes], each block the factors [1 or 2, 16] as float16,
+# then for each of its groups the multiples [1 or 2, 16] as int8.
+
 
 PANEL = 16
 BLOCK = 256
@@ -229,3 +233,25 @@ def block_linear(
         return functional.linear(normed_TK, packed.unpack(), bias_N)
 
     return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
+
+
+# ---- block_embedding: Embedding lookup in a table of quantised blocks. Shapes: T tokens, D model, V vocabulary, P
+# panels, G groups of a row.
+
+
+@op_of_ids
+def block_embedding(token_ids_T: Tensor, packed: PackedBlocks) -> Tensor:
+    """Row ``token_ids[t]`` (int64) of the table [V, D] for each t, dequantised exactly; a new float32 tensor [T, D].
+
+    Columns are those of the panels, whatever ``packed.order``.
+    Raises ``IndexError`` for an id that is not in the table.
+    """
+    T, (V, D) = len(token_ids_T), packed.shape
+    if T and not 0 <= int(token_ids_T.min()) <= int(token_ids_T.max()) < V:
+        raise IndexError(f"block_embedding: token ids must be from 0 to {V - 1}")
+    panels_T, rows_T = token_ids_T // PANEL, token_ids_T % PANEL
+    each_T = torch.arange(T, device=token_ids_T.device)
+    numbers = packed.numbers(panels_T)[each_T, :, :, rows_T].flatten(2)  # [T, G, group]
+    scales = packed.float_scales(panels_T)[each_T, :, :, rows_T]  # [T, G, 1 or 2]
+    x = (numbers.float() - packed.zero_point) * scales[..., :1]
+    return (x + scales[..., 1:] if packed.has_minima else x).view(T, D)

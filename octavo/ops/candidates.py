@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.noise import exponentials
-from octavo.ops.sample import BANNED, GREEDY_BELOW, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN, SampleParams
+from octavo.ops.sampling import BANNED, GREEDY_BELOW, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN, SampleParams
 
 UNDECIDED = -4
 NEVER = -math.inf

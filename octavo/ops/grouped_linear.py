@@ -1,16 +1,4 @@
-"""A linear map whose weight is stored in numbers of 4 or 8 bits, with scales for groups of inputs.
-
-Shapes: T tokens, K inputs, N outputs, G groups of K / G inputs, B tiles of 16 outputs, C chunks of inputs.
-
-``PackedGroups`` holds the numbers in 16-bit words, in the order in which kernels for GPUs load them::
-
-    4 bit   [B, C, 16, 32]   bits 4 p .. 4 p + 3 of word j of a chunk are its input 32 p + j, of 128
-    8 bit   [B, C, 16, 32]   bits 8 p .. 8 p + 7 of word j of a chunk are its input 32 p + j, of 64
-
-So a tile's chunk is 1 KiB in one piece, and a mask and a shift give 32 neighbouring inputs at a time, two in each
-register as tensor cores want them. Outputs are filled up to whole tiles and inputs to whole chunks; what kernels read
-there is multiplied by 0.
-"""
+"""Linear maps of weights with scales for groups of inputs, and what follows attention in one op."""
 
 from __future__ import annotations
 
@@ -23,6 +11,22 @@ from torch.nn import functional
 
 from octavo.ops.dispatch import op
 from octavo.ops.linear import Activation, compose
+
+# ---- grouped_linear
+#
+# A linear map whose weight is stored in numbers of 4 or 8 bits, with scales for groups of inputs.
+#
+# Shapes: T tokens, K inputs, N outputs, G groups of K / G inputs, B tiles of 16 outputs, C chunks of inputs.
+#
+# ``PackedGroups`` holds the numbers in 16-bit words, in the order in which kernels for GPUs load them::
+#
+#     4 bit   [B, C, 16, 32]   bits 4 p .. 4 p + 3 of word j of a chunk are its input 32 p + j, of 128
+#     8 bit   [B, C, 16, 32]   bits 8 p .. 8 p + 7 of word j of a chunk are its input 32 p + j, of 64
+#
+# So a tile's chunk is 1 KiB in one piece, and a mask and a shift give 32 neighbouring inputs at a time, two in each
+# register as tensor cores want them. Outputs are filled up to whole tiles and inputs to whole chunks; what kernels read
+# there is multiplied by 0.
+
 
 Number = Literal["int4", "uint4", "int8", "e4m3", "e2m1"]
 BITS: dict[Number, int] = {"int4": 4, "uint4": 4, "int8": 8, "e4m3": 8, "e2m1": 4}
@@ -193,3 +197,28 @@ def grouped_linear(
         return functional.linear(normed_TK.float(), packed.unpack(), bias).to(x_TK.dtype)
 
     return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
+
+
+# ---- grouped_output_mlp: What follows attention in a layer whose weights are stored in numbers of 4 or 8 bits.
+# Shapes: T tokens, D model, F feed-forward, A attention's outputs.
+
+
+@op
+def grouped_output_mlp(
+    attended_TA: Tensor,
+    x_TD: Tensor,
+    output: PackedGroups,
+    norm_D: Tensor,
+    eps: float,
+    gate_up: PackedGroups,
+    down: PackedGroups,
+    activation: Activation,
+) -> Tensor:
+    """``x += output(attended)``, then ``x + down(act(gates) * ups)`` of ``gate_up(rms_norm(x))``, as three calls of
+    ``grouped_linear``; x may be overwritten and returned.
+
+    For few rows a kernel may do it at once. Weights: ``output`` [D, A], ``gate_up`` [2 F, D], ``down`` [D, F].
+    """
+    x_TD = grouped_linear(attended_TA, output, residual_TN=x_TD)
+    inner_TF = grouped_linear(x_TD, gate_up, norm_K=norm_D, eps=eps, activation=activation)
+    return grouped_linear(inner_TF, down, residual_TN=x_TD)

@@ -11,13 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.apply_rope import apply_rope
-from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.attention import LayerCache, PagedRows, apply_rope, paged_attention, store_kv
 from octavo.ops.dispatch import op
-from octavo.ops.head_linear import head_linear
-from octavo.ops.paged_attention import paged_attention
-from octavo.ops.rms_norm import rms_norm
-from octavo.ops.store_kv import store_kv
+from octavo.ops.linear import head_linear
+from octavo.ops.norms import rms_norm
 
 EXPANDED_WIDTHS = (128, 64, 128)
 """P, 2 R and V of the heads whose keys and values a kernel may expand from the latents for prompts: DeepSeek's."""

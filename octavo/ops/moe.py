@@ -1,19 +1,84 @@
-"""Mixture of experts: the selected experts of any number of tokens.
-
-Shapes: T tokens, D model, X experts, S chosen for a token, F the width of an expert.
-"""
+"""Mixtures of experts: the router, and the selected experts of dense or packed weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import op
 from octavo.ops.elementwise import sigmoid
+from octavo.ops.grouped_linear import TILE, PackedGroups
 from octavo.ops.linear import Activation, linear
+from octavo.ops.norms import rms_norm
+
+# ---- route: The norm and the router of a mixture of experts: which experts a token uses, and the weight of each
+# ("share"). Shapes: T tokens, D model, X experts, S experts selected per token, G groups of consecutive experts.
+
+
+SMALLEST_SUM = 1e-20
+"""Added to sums of shares that are divided by."""
+
+
+class Routing(NamedTuple):
+    """How experts are selected from a token's logits, for all families of models."""
+
+    num_chosen: int
+    normalises: bool = False
+    """Whether the shares of a token are divided by their sum. With softmax they are then the softmax over the selected
+    logits alone."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How scores are computed from logits; the shares are scores of the selected experts."""
+    scale: float = 1.0
+    """Shares are multiplied by it at last."""
+    groups: tuple[int, int] = (1, 1)
+    """Number of groups, and of groups selected for a token: experts of other groups are not selected."""
+    bias_X: Tensor | None = None
+    """Float32; added to the logits."""
+    correction_X: Tensor | None = None
+    """Float32; added to the scores for the selection alone. With it a group's worth is the sum of its two best experts,
+    without it that of its best."""
+
+
+@op
+def route(
+    x_TD: Tensor, norm_D: Tensor, eps: float, weight_XD: Tensor, routing: Routing
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised rows [T, D], as of ``rms_norm``; each one's experts, int64 [T, S]; and their shares, float32 [T, S].
+
+    Experts are distinct and valid whatever the numbers are. Logits are ``rms_norm(x) @ weight.T`` with sums in float32
+    that are not rounded to the dtype of x: rounding could change the selection. The weight is of float32 or of the
+    dtype of x.
+    """
+    normed_TD = rms_norm(x_TD, norm_D, eps)
+    logits_TX = linear(normed_TD.float(), weight_XD)
+    if routing.bias_X is not None:
+        logits_TX = logits_TX + routing.bias_X
+    scores_TX = logits_TX.softmax(dim=-1) if routing.scoring == "softmax" else sigmoid(logits_TX)
+    worth_TX = logits_TX if routing.correction_X is None else scores_TX + routing.correction_X
+    if routing.groups[0] > 1:
+        worth_TX = _without_other_groups(worth_TX, routing)
+    ids_TS = worth_TX.topk(routing.num_chosen, dim=-1).indices
+    shares_TS = scores_TX.gather(1, ids_TS)
+    if routing.normalises:
+        shares_TS = shares_TS / (shares_TS.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+    return normed_TD, ids_TS, shares_TS * routing.scale
+
+
+def _without_other_groups(worth_TX: Tensor, routing: Routing) -> Tensor:
+    """Set the worth of experts outside the best groups to -inf."""
+    (T, X), (G, num_chosen) = worth_TX.shape, routing.groups
+    worth_TGE = worth_TX.view(T, G, X // G)
+    worth_TG = worth_TGE.topk(1 if routing.correction_X is None else 2, dim=-1).values.sum(dim=-1)
+    best = worth_TG.topk(num_chosen, dim=-1).indices
+    is_hidden_TG = torch.ones_like(worth_TG, dtype=torch.bool).scatter_(1, best, False)
+    return worth_TGE.masked_fill(is_hidden_TG.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+# ---- moe: Mixture of experts: the selected experts of any number of tokens. Shapes: T tokens, D model, X experts, S
+# chosen for a token, F the width of an expert.
 
 
 class ClampedSwish(NamedTuple):
@@ -86,3 +151,67 @@ def _expert(x_RD: Tensor, index: int, experts: Experts) -> Tensor:
     else:
         gated_RF = linear(x_RD, experts.gate_up[index], up_bias, activation=experts.activation)
     return linear(gated_RF, experts.down[index], down_bias)
+
+
+# ---- grouped_moe: Mixture of experts whose weights are packed groups. Shapes: T tokens, D model, X experts, S chosen
+# for a token, F the width of an expert.
+
+
+class GroupedExperts(NamedTuple):
+    """The weights of all experts of a layer, one expert's rows after the other's."""
+
+    num_experts: int
+    gate_up: PackedGroups
+    """[X 2 F, D]: each expert's F gates, then its F ups; 2 F and D are multiples of 16."""
+    down: PackedGroups
+    """[X D, F]"""
+    activation: Activation | ClampedSwish = "silu"
+    gate_up_bias: Tensor | None = None
+    """[X, 2 F]"""
+    down_bias: Tensor | None = None
+    """[X, D]"""
+
+
+def join_experts(parts: list[PackedGroups]) -> PackedGroups | None:
+    """Experts' weights one after the other; ``None`` where they differ in form or do not end with a whole tile."""
+    first = parts[0]
+    forms = {(part.number, part.shape, part.group, part.zeros_GN is None, part.minima_GN is None) for part in parts}
+    if len(forms) > 1 or first.shape[0] % TILE or any(part.order_K is not None for part in parts):
+        return None
+    return PackedGroups(
+        first.number,
+        (first.shape[0] * len(parts), first.shape[1]),
+        torch.cat([part.words for part in parts]),
+        _joined([part.scales_GN for part in parts]),
+        None if first.zeros_GN is None else _joined([part.zeros_GN for part in parts if part.zeros_GN is not None]),
+        None if first.minima_GN is None else _joined([part.minima_GN for part in parts if part.minima_GN is not None]),
+    )
+
+
+def _joined(scales: list[Tensor]) -> Tensor:
+    """Numbers [G, N] of several weights, in float32 if their types differ."""
+    dtype = scales[0].dtype if len({part.dtype for part in scales}) == 1 else torch.float32
+    return torch.cat([part.to(dtype) for part in scales], dim=1)
+
+
+@op
+def grouped_moe(
+    x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: GroupedExperts, residual_TD: Tensor | None = None
+) -> Tensor:
+    """``ops.moe`` with weights as in ``ops.grouped_linear``."""
+
+    def expert(index: int, x_RD: Tensor) -> Tensor:
+        gate_up, down = (_own(packed, index, experts.num_experts, x_RD) for packed in (experts.gate_up, experts.down))
+        up_bias, down_bias = (None if b is None else b[index] for b in (experts.gate_up_bias, experts.down_bias))
+        if isinstance(experts.activation, ClampedSwish):
+            gated_RF = experts.activation(linear(x_RD, gate_up, up_bias))
+        else:
+            gated_RF = linear(x_RD, gate_up, up_bias, activation=experts.activation)
+        return linear(gated_RF, down, down_bias)
+
+    return sum_over_experts(x_TD, ids_TS, shares_TS, experts.num_experts, expert, residual_TD)
+
+
+def _own(packed: PackedGroups, index: int, count: int, like: Tensor) -> Tensor:
+    rows = packed.shape[0] // count
+    return packed.rows(torch.arange(index * rows, (index + 1) * rows, device=like.device)).to(like.dtype)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from octavo.ops.store_kv import KVScales
+from octavo.ops.attention import KVScales
 from octavo.quant.keys import QuantKeys
 from octavo.quant.shard import Section, Shard
 from octavo.quant.stored import DenseStored, WeightFormat

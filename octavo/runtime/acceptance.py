@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.noise import row_exponentials
-from octavo.ops.sample import BANNED, GREEDY_BELOW, OVERFLOWN, SampleParams
+from octavo.ops.sampling import BANNED, GREEDY_BELOW, OVERFLOWN, SampleParams
 from octavo.speculative_config import Acceptance
 
 Verify = Callable[[Tensor, SampleParams, Tensor], Tensor]

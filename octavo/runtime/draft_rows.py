@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.ops.newest_tokens import NewestTokens
+from octavo.ops.drafting import NewestTokens
 from octavo.runtime.drafter import DraftInputs
 
 

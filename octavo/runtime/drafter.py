@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
-from octavo.ops.newest_tokens import NewestTokens
+from octavo.ops.drafting import NewestTokens
 from octavo.runtime.sampling_state import SamplingState
 from octavo.runtime.step_views import StepTensors
 from octavo.steps.shapes import StepShape

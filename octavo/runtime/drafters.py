@@ -17,8 +17,8 @@ from octavo.models.drafters.dflash import DFlashModel
 from octavo.models.drafters.head import DraftHead
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.newest_tokens import NewestTokens
-from octavo.ops.sample import SampleParams
+from octavo.ops.drafting import NewestTokens
+from octavo.ops.sampling import SampleParams
 from octavo.runtime.draft_rows import Draws, block_rows, rows_behind
 from octavo.runtime.drafter import DraftInputs
 from octavo.runtime.forward import recorded

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, StateTensor
-from octavo.ops.attention import LayerCache
-from octavo.ops.store_kv import KVScales
+from octavo.ops.attention import KVScales, LayerCache
 
 
 class StatePool(NamedTuple):

@@ -19,9 +19,9 @@ from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache
+from octavo.ops.attention import MAX_SCRATCH
 from octavo.ops.device_backend import is_gpu
 from octavo.ops.grouped_linear import LARGEST_COPY
-from octavo.ops.paged_attention import MAX_SCRATCH
 from octavo.plugins import CPU, GPU
 from octavo.quant.stored import DENSE_FORMATS
 from octavo.runtime.group_memory import GroupMemory, StateMemory

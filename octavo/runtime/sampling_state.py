@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.adjust_logits import Adjustments
-from octavo.ops.sample import BANNED
-from octavo.ops.stage_step import LastResults
+from octavo.ops.sampling import BANNED, Adjustments
+from octavo.ops.stepping import LastResults
 from octavo.runtime.step_views import ExtraInputs, StepTensors
 from octavo.runtime.vocabulary import WHOLE, Vocabulary
 from octavo.sampling_params import MAX_LOGPROBS

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import GroupRows, PagedRows, SingleRows
-from octavo.ops.sample import SampleParams
-from octavo.ops.stage_step import StagedRows
+from octavo.ops.sampling import SampleParams
+from octavo.ops.stepping import StagedRows
 from octavo.steps.layout import layout
 from octavo.steps.messages import Step
 from octavo.steps.shapes import StepShape

@@ -18,7 +18,7 @@ from octavo import ops
 from octavo.ops.candidates import UNDECIDED, choose_tokens, find_candidates
 from octavo.ops.collective import Collective
 from octavo.ops.noise import token_hashes
-from octavo.ops.sample import SampleParams
+from octavo.ops.sampling import SampleParams
 from octavo.quant.shard import Shard
 
 

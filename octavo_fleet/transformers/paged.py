@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.models.layer_cache import LayerCacheSpec
-from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.store_kv import store_kv
+from octavo.ops.attention import LayerCache, PagedRows, store_kv
 
 ATTENTION = "octavo_paged"
 """Name of the attention function in transformers."""

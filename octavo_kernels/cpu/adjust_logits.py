@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.adjust_logits import Adjustments, adjust_logits
-from octavo.ops.sample import BANNED, OVERFLOWN
+from octavo.ops.sampling import BANNED, OVERFLOWN, Adjustments, adjust_logits
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled, compiled_task
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.block_embedding import block_embedding
-from octavo.ops.block_linear import BLOCK, FACTOR_BYTES, PANEL, PackedBlocks
+from octavo.ops.block_linear import BLOCK, FACTOR_BYTES, PANEL, PackedBlocks, block_embedding
 from octavo_kernels.cpu.block_scales import MULTIPLES, format_of
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver, compiled_task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.concat import concat
+from octavo.ops.linear import concat
 from octavo_kernels.cpu.put_columns import declines, put_columns_numba
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.keep_own_rows import keep_own_rows
+from octavo.ops.embedding import keep_own_rows
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
-from octavo.ops.head_linear import head_linear
 from octavo.ops.latent_attention import LatentHeads, latent_attention, store_latents
+from octavo.ops.linear import head_linear
 from octavo_kernels.cpu.attention import attention_numba
 from octavo_kernels.cpu.tensors import declines_floats
 

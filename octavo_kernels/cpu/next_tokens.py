@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.next_tokens import NextTokens, next_tokens
+from octavo.ops.stepping import NextTokens, next_tokens
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing

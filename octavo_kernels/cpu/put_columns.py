@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.put_columns import put_columns
+from octavo.ops.linear import put_columns
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver
 from octavo_kernels.cpu.memory import fields, read, view

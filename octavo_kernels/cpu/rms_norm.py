@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.rms_norm import rms_norm
+from octavo.ops.norms import rms_norm
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_task, inlined
 from octavo_kernels.cpu.dense_dot import dense_dot

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.rotary_angles import axis_angles, rotary_angles
+from octavo.ops.attention import axis_angles, rotary_angles
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_task
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing

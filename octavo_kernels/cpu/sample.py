@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.noise import hashes_of, token_hashes
-from octavo.ops.sample import GREEDY_BELOW, SampleParams, sample
+from octavo.ops.sampling import GREEDY_BELOW, SampleParams, sample
 from octavo_kernels.cpu.best_tokens import best_tokens
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_task

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from torch import Tensor
 
-from octavo.ops.silu_and_mul import silu_and_mul
+from octavo.ops.activation import silu_and_mul
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_task, emitted
 from octavo_kernels.cpu.epilogue import SILU, gated

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from octavo.ops.stage_step import LastResults, StagedRows, stage_step
+from octavo.ops.stepping import LastResults, StagedRows, stage_step
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver, inlined
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing

@@ -7,8 +7,7 @@ import functools
 import numpy as np
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, LayerCache
-from octavo.ops.store_keys import store_keys
+from octavo.ops.attention import HeadLayout, LayerCache, store_keys
 from octavo_kernels.cpu.attention import NUMBERS_A_PIECE
 from octavo_kernels.cpu.attention_rows import STEP, prepare_task
 from octavo_kernels.cpu.calls import call

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.token_logprobs import Logprobs, token_logprobs
+from octavo.ops.sampling import Logprobs, token_logprobs
 
 
 @token_logprobs.kernel(device="cpu", name="top-k", preference=10, supports=lambda dtype: None)

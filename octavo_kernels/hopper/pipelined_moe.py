@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import BITS, HALF, PackedGroups
-from octavo.ops.grouped_moe import GroupedExperts
+from octavo.ops.moe import GroupedExperts
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig, expert_config
 from octavo_kernels.triton.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.gates import activation_of

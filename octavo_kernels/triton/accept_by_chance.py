@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.accept_by_chance import accept_by_chance
+from octavo.ops.drafting import accept_by_chance
 from octavo_kernels.triton.launch import after_predecessor, launch
 from octavo_kernels.triton.noise import minus_log_exponentials, row_key
 

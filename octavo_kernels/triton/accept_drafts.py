@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.accept_drafts import accept_drafts
+from octavo.ops.drafting import accept_drafts
 from octavo_kernels.triton.launch import after_predecessor, launch
 from octavo_kernels.triton.stage_step import MOST_SAMPLED
 

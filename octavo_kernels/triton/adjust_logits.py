@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.adjust_logits import Adjustments, adjust_logits
-from octavo.ops.sample import BANNED, OVERFLOWN
+from octavo.ops.sampling import BANNED, OVERFLOWN, Adjustments, adjust_logits
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 CHUNK = 2048

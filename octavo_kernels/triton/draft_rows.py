@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.draft_rows import DraftRows, draft_rows
+from octavo.ops.drafting import DraftRows, draft_rows
 from octavo_kernels.triton.launch import after_predecessor, empty_indices, launch
 
 

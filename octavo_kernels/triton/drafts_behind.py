@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.drafts_behind import drafts_behind
+from octavo.ops.drafting import drafts_behind
 from octavo_kernels.triton.launch import after_predecessor, empty_indices, launch
 from octavo_kernels.triton.stage_step import MOST_SAMPLED
 

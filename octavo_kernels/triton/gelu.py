@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.gelu import gelu
+from octavo.ops.activation import gelu
 from octavo_kernels.triton.gates import gated
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 

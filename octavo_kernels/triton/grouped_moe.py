@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
+from octavo.ops.moe import GroupedExperts, grouped_moe
 from octavo_kernels.hopper.pipelined_moe import expert_configs, pipelined_moe
 from octavo_kernels.triton.expert_tiles import Tiles, sort_into_tiles, tile_rows
 from octavo_kernels.triton.gates import activation_of

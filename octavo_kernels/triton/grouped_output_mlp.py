@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.grouped_output_mlp import grouped_output_mlp
+from octavo.ops.grouped_linear import PackedGroups, grouped_output_mlp
 from octavo.ops.linear import Activation
 from octavo_kernels.hopper.streamed_configs import OutputMLPConfig, output_mlp_config
 from octavo_kernels.triton.grouped_linear import declines_grouped

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.keep_draft import keep_draft
+from octavo.ops.drafting import keep_draft
 from octavo_kernels.triton.launch import after_predecessor, empty_indices, launch
 
 BLOCK = 128

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo.ops.head_linear import head_linear
 from octavo.ops.latent_attention import LatentHeads, latent_attention
+from octavo.ops.linear import head_linear
 from octavo_kernels.triton.decode_attention import MAX_PAIRS
 from octavo_kernels.triton.latent_inputs import latent_inputs
 from octavo_kernels.triton.latent_outputs import (

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.layer_norm import layer_norm
+from octavo.ops.norms import layer_norm
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 

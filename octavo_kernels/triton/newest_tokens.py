@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.newest_tokens import NewestTokens, newest_tokens
-from octavo.ops.sample import SampleParams
+from octavo.ops.drafting import NewestTokens, newest_tokens
+from octavo.ops.sampling import SampleParams
 from octavo_kernels.triton.launch import after_predecessor, empty_indices, launch
 
 BLOCK = 64

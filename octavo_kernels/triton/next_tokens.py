@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.next_tokens import NextTokens, next_tokens
+from octavo.ops.stepping import NextTokens, next_tokens
 from octavo_kernels.triton.launch import after_predecessor, empty_indices, launch
 
 BLOCK = 256

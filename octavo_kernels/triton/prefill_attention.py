@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.store_kv import KVScales
+from octavo.ops.attention import KVScales
 from octavo_kernels.triton.launch import after_predecessor, launch, shared_bytes
 from octavo_kernels.triton.own_row import load_scales
 from octavo_kernels.triton.split_sums import LOG2_E

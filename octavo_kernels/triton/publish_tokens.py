@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.publish_tokens import publish_tokens
+from octavo.ops.stepping import publish_tokens
 from octavo_kernels.triton.launch import after_predecessor, launch
 
 FEWEST = 256

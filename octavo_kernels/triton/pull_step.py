@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.pull_step import pull_step
+from octavo.ops.stepping import pull_step
 from octavo_kernels.triton.launch import after_predecessor, launch
 
 PROGRAMS = 32

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.rms_norm import rms_norm
+from octavo.ops.norms import rms_norm
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 NUMBERS_A_PROGRAM = 1024

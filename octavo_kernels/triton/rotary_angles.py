@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.rotary_angles import axis_angles, rotary_angles
+from octavo.ops.attention import axis_angles, rotary_angles
 from octavo_kernels.triton.launch import after_predecessor, launch
 
 

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout
-from octavo.ops.store_kv import KVScales
+from octavo.ops.attention import HeadLayout, KVScales
 from octavo_kernels.triton.launch import after_predecessor, launch
 
 ROWS = 4

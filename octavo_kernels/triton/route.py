@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.route import SMALLEST_SUM, Routing, route
+from octavo.ops.moe import SMALLEST_SUM, Routing, route
 from octavo_kernels.triton.gemv import column_chunk, row_starts, weight_chunk
 from octavo_kernels.triton.invariant_linear import BLOCK_T, invariant_config
 from octavo_kernels.triton.launch import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.ops.silu_and_mul import silu_and_mul
+from octavo.ops.activation import silu_and_mul
 from octavo_kernels.triton.gates import gate_and_mul
 from octavo_kernels.triton.launch import declines_floats
 

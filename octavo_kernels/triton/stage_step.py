@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.stage_step import LastResults, StagedRows, stage_step
+from octavo.ops.stepping import LastResults, StagedRows, stage_step
 from octavo_kernels.triton.launch import after_predecessor, launch
 
 BLOCK = 256

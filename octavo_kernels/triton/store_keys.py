@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, LayerCache
-from octavo.ops.store_keys import store_keys
+from octavo.ops.attention import HeadLayout, LayerCache, store_keys
 from octavo_kernels.triton.launch import declines_floats
 from octavo_kernels.triton.rotate_store import rotate_store
 

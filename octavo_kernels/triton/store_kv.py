@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.store_kv import KVScales, store_kv
+from octavo.ops.attention import KVScales, store_kv
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
-from octavo.ops.moe import ClampedSwish
-from octavo.ops.route import Routing, route
+from octavo.ops.moe import ClampedSwish, GroupedExperts, Routing, grouped_moe, route
 from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
 from tests.ops.triton.test_grouped_linear import random_groups
 

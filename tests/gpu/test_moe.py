@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.moe import ClampedSwish, Experts, moe
-from octavo.ops.route import Routing, route
+from octavo.ops.moe import ClampedSwish, Experts, Routing, moe, route
 from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.ops.sample import SampleParams
+from octavo.ops.sampling import SampleParams
 from octavo.runtime.acceptance import distribution
 from tests.gpu.checkpoints import write_checkpoint
 

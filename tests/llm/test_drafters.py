@@ -25,7 +25,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.models.drafters.dflash import DFlashModel
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.ops.newest_tokens import NewestTokens
+from octavo.ops.drafting import NewestTokens
 from octavo.runtime.draft_rows import Draws
 from octavo.runtime.drafter import DraftInputs
 from octavo.runtime.drafters import BlockDrafter, HeadDrafter, ModelDrafter

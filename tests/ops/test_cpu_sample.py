@@ -11,7 +11,7 @@ import torch
 
 from octavo import ops
 from octavo.ops.noise import exponentials, key_of, token_hashes
-from octavo.ops.sample import BANNED, SampleParams
+from octavo.ops.sampling import BANNED, SampleParams
 from octavo_kernels.cpu import sample_row, threads
 from octavo_kernels.cpu.sample_row import BLOCK
 from tests.ops.cpu_cases import needs_float_kernels

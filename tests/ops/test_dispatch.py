@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops import dispatch
+from octavo.ops.attention import rotary_angles
 from octavo.ops.dispatch import Choice, Op
 from octavo.ops.embedding import embedding
-from octavo.ops.rotary_angles import rotary_angles
 
 
 @pytest.fixture

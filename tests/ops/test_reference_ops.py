@@ -13,7 +13,7 @@ from octavo import ops
 from octavo.ops import dispatch
 from octavo.ops.linear import Activation
 
-ATTENTION = importlib.import_module("octavo.ops.paged_attention")
+ATTENTION = importlib.import_module("octavo.ops.attention")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = list(TOLERANCE)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.route import Routing
+from octavo.ops.moe import Routing
 
 T, D, X = 9, 16, 12
 EPS = 1e-5

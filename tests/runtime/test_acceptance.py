@@ -9,7 +9,7 @@ import torch
 
 from octavo import ops
 from octavo.ops import noise
-from octavo.ops.sample import SampleParams
+from octavo.ops.sampling import SampleParams
 from octavo.runtime.acceptance import (
     DRAFT_STREAM,
     RESIDUAL_STREAM,

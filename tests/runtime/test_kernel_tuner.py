@@ -17,9 +17,9 @@ from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
+from octavo.ops.drafting import NewestTokens
 from octavo.ops.grouped_linear import grouped_linear
 from octavo.ops.linear import linear
-from octavo.ops.newest_tokens import NewestTokens
 from octavo.quant.stored import WeightFormat
 from octavo.runtime.drafter import DraftInputs
 from octavo.runtime.kv_storage import KVStorage

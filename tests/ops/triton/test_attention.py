@@ -10,11 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.apply_rope import apply_rope
-from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, attention
-from octavo.ops.paged_attention import paged_attention
-from octavo.ops.rms_norm import rms_norm
-from octavo.ops.store_kv import KVScales
+from octavo.ops.attention import (
+    GroupRows,
+    HeadLayout,
+    KVScales,
+    LayerCache,
+    PagedRows,
+    apply_rope,
+    attention,
+    paged_attention,
+)
+from octavo.ops.norms import rms_norm
 from octavo_kernels.triton.attention import attention_triton
 from octavo_kernels.triton.launch import invariant
 from tests.triton_interpreter import DEVICE

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.grouped_moe import GroupedExperts, grouped_moe, join_experts
-from octavo.ops.moe import ClampedSwish
+from octavo.ops.moe import ClampedSwish, GroupedExperts, grouped_moe, join_experts
 from octavo_kernels.triton.grouped_moe import grouped_moe_triton
 from tests.ops.triton.poison import poison_new_tensors
 from tests.ops.triton.test_grouped_linear import random_groups

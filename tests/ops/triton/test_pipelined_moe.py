@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.ops.grouped_moe import GroupedExperts, join_experts
+from octavo.ops.moe import GroupedExperts, join_experts
 from octavo_kernels.hopper.pipelined_moe import MAX_ROWS, ROOM, expert_configs
 from octavo_kernels.triton.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.launch import invariant

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.grouped_moe import GroupedExperts, grouped_moe
-from octavo.ops.moe import ClampedSwish
+from octavo.ops.moe import ClampedSwish, GroupedExperts, grouped_moe
 from octavo_kernels.hopper import pipelined_epilogue, pipelined_gemm, pipelined_producer, pipelined_tiles
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
 from octavo_kernels.hopper.pipelined_moe import MAX_ROWS, ROOM, pipelined_moe

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.rms_norm import rms_norm
-from octavo.ops.route import Routing
+from octavo.ops.moe import Routing
+from octavo.ops.norms import rms_norm
 from octavo_kernels.triton.launch import invariant
 from octavo_kernels.triton.route import FEW_ROWS, route_triton
 from tests.ops.test_route import EPS, ROUTINGS, D, X, check

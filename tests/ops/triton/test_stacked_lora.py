@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops import stacked_lora as dispatched
-from octavo.ops.stacked_lora import NO_ADAPTER, LowRankStack
+from octavo.ops.linear import NO_ADAPTER, LowRankStack
 from octavo_kernels.triton import stacked_lora as module
 from octavo_kernels.triton.launch import invariant
 from octavo_kernels.triton.stacked_lora import stacked_lora_triton

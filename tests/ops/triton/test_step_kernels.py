@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from octavo import ops
-from octavo.ops.sample import SampleParams
-from octavo.ops.stage_step import LastResults, StagedRows
+from octavo.ops.sampling import SampleParams
+from octavo.ops.stepping import LastResults, StagedRows
 from octavo_kernels.triton.accept_by_chance import accept_by_chance_triton
 from octavo_kernels.triton.accept_drafts import accept_drafts_triton
 from octavo_kernels.triton.draft_rows import draft_rows_triton

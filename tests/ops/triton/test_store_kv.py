@@ -10,8 +10,7 @@ from octavo import ops
 
 pytest.importorskip("triton")
 
-from octavo.ops.attention import HeadLayout, LayerCache
-from octavo.ops.store_kv import KVScales
+from octavo.ops.attention import HeadLayout, KVScales, LayerCache
 from octavo_kernels.triton.store_keys import store_keys_triton
 from octavo_kernels.triton.store_kv import store_kv_triton
 from tests.triton_interpreter import DEVICE

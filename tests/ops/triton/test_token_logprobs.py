@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.ops.token_logprobs import token_logprobs
+from octavo.ops.sampling import token_logprobs
 from octavo_kernels.triton import token_logprobs as kernels
 from octavo_kernels.triton.token_logprobs import token_logprobs_triton
 from tests.ops.sampling_cases import generator, make_logits

@@ -1,0 +1,43 @@
+"""What a feed-forward layer applies between its linear maps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo.ops import elementwise
+from octavo.ops.dispatch import op
+
+# ---- gelu: The activation of a feed-forward layer without gates (Hendrycks and Gimpel, arXiv 1606.08415). Shapes: T
+# tokens, F ffn.
+
+
+@op
+def gelu(x_TF: Tensor, approximate: bool) -> Tensor:
+    """``x * Phi(x)``, or its tanh form with ``approximate``; in float32 at least; a new tensor of x's dtype."""
+    wide_TF = x_TF.to(torch.promote_types(x_TF.dtype, torch.float32))
+    return elementwise.gelu(wide_TF, approximate).to(x_TF.dtype)
+
+
+# ---- gelu_and_mul: The gate of a GeGLU feed-forward layer (Shazeer, arXiv 2002.05202). Shapes: T tokens, F ffn.
+
+
+@op
+def gelu_and_mul(gate_up_T2F: Tensor, approximate: bool) -> Tensor:
+    """``gelu(gate) * up`` of rows that hold F gates, then F ups; in float32 at least; a new tensor [T, F].
+
+    With ``approximate``, GELU is its tanh form (Hendrycks and Gimpel, arXiv 1606.08415).
+    """
+    gate_TF, up_TF = gate_up_T2F.to(torch.promote_types(gate_up_T2F.dtype, torch.float32)).chunk(2, dim=-1)
+    return (gelu(gate_TF, approximate) * up_TF).to(gate_up_T2F.dtype)
+
+
+# ---- silu_and_mul: The gate of a SwiGLU feed-forward layer (Shazeer, arXiv 2002.05202). Shapes: T tokens, F ffn.
+
+
+@op
+def silu_and_mul(gate_up_T2F: Tensor) -> Tensor:
+    """``silu(gate) * up`` of rows that hold F gates, then F ups; in float32 at least; a new tensor [T, F]."""
+    gate_TF, up_TF = gate_up_T2F.to(torch.promote_types(gate_up_T2F.dtype, torch.float32)).chunk(2, dim=-1)
+    return (functional.silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
