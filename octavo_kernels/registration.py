@@ -1,22 +1,21 @@
-"""Which ops have a kernel in a folder, by the names of its files, and kernels that all decline."""
+"""The import of all kernels of a package, and kernels that all decline."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterable
-from typing import Any
+import importlib
+import pkgutil
 
-from octavo import ops
-from octavo.ops.dispatch import Op
+from octavo.ops.dispatch import OPS
 
 
-def ops_of(package: str) -> list[str]:
-    """The ops with a file of their name in a package."""
-    return [name for name in ops.__all__ if importlib.util.find_spec(f"{package}.{name}") is not None]
+def import_all(package: str) -> None:
+    """Import every module of a package, with those in its folders: their kernels register themselves."""
+    path = importlib.import_module(package).__path__
+    for module in pkgutil.walk_packages(path, f"{package}."):
+        importlib.import_module(module.name)
 
 
-def decline_all(names: Iterable[str], device: str, kernel: str, reason: str) -> None:
-    """Register kernels that say why they cannot run."""
-    for name in names:
-        op: Op[..., Any] = getattr(ops, name)
+def decline_all(device: str, kernel: str, reason: str) -> None:
+    """For every op, register a kernel that says why it cannot run."""
+    for op in OPS.by_name.values():
         op.kernel(device=device, name=kernel, preference=10, supports=lambda dtype: reason)(op.reference)

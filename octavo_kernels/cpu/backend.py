@@ -12,21 +12,19 @@ import torch
 
 from octavo.ops.device_backend import DeviceBackend, Recorder, SharedMemory
 from octavo.plugins import CPU
-from octavo_kernels.registration import decline_all, ops_of
+from octavo_kernels.registration import decline_all, import_all
 
 
 class CPUBackend(DeviceBackend):
     """See ``DeviceBackend``."""
 
     def load_kernels(self) -> None:
-        found = ops_of("octavo_kernels.cpu")
         try:
             importlib.import_module("numba")
         except ImportError as error:  # not installed, or not built for this Python or numpy
-            decline_all(found, CPU, "numba", f"numba cannot be imported: {error}")
+            decline_all(CPU, "numba", f"numba cannot be imported: {error}")
         else:
-            for name in found:
-                importlib.import_module(f"octavo_kernels.cpu.{name}")
+            import_all("octavo_kernels.cpu")
 
     def compiling_in_background(self, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
         from octavo_kernels.cpu.attention import compiling_in_background

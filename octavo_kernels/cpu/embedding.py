@@ -1,4 +1,4 @@
-"""``embedding``: rows copied as bytes, for any dtype, or widened to float32."""
+"""Lookups of token ids in tables, whole or a rank's part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.embedding import embedding
+from octavo.ops.embedding import embedding, keep_own_rows, own_ids
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver, inlined
 from octavo_kernels.cpu.half import widen
@@ -18,7 +18,10 @@ from octavo_kernels.cpu.memory import fields, read, view
 from octavo_kernels.cpu.tensors import FORMATS
 from octavo_kernels.cpu.vector_ir import FORMAT_BYTES
 
-ARGUMENTS = fields(ids=int, table=int, out=int, T=int, V=int, row_bytes=int)
+# ---- embedding: ``embedding``: rows copied as bytes, for any dtype, or widened to float32.
+
+
+EMBEDDING_ARGUMENTS = fields(ids=int, table=int, out=int, T=int, V=int, row_bytes=int)
 
 
 @inlined
@@ -36,7 +39,7 @@ def _widening_driver(number_format: int) -> int:
     item = FORMAT_BYTES[number_format]
 
     def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
+        a = read(arguments, EMBEDDING_ARGUMENTS)
         if not has_known_ids(a):
             return 1
         ids, D = view(a.ids, a.T, np.int64), a.row_bytes // item
@@ -48,9 +51,9 @@ def _widening_driver(number_format: int) -> int:
 
 
 @functools.cache
-def _driver() -> int:
+def _embedding_driver() -> int:
     def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
+        a = read(arguments, EMBEDDING_ARGUMENTS)
         if not has_known_ids(a):
             return 1
         ids = view(a.ids, a.T, np.int64)
@@ -75,11 +78,75 @@ def embedding_numba(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype | 
     ids, table, (V, D) = token_ids_T.contiguous(), table_VD.contiguous(), table_VD.shape
     widens = dtype is not None and dtype != table.dtype
     out_TD = torch.empty(len(ids), D, dtype=torch.float32 if widens else table.dtype)
-    arguments = np.empty(1, ARGUMENTS)
+    arguments = np.empty(1, EMBEDDING_ARGUMENTS)
     arguments[0] = (ids.data_ptr(), table.data_ptr(), out_TD.data_ptr(), len(ids), V, D * table.itemsize)
     call(
-        _widening_driver(FORMATS[table.dtype]) if widens else _driver(),
+        _widening_driver(FORMATS[table.dtype]) if widens else _embedding_driver(),
         arguments,
         f"embedding: token ids must be from 0 to {V - 1}",
     )
     return out_TD
+
+
+# ---- own_ids: ``own_ids`` as a compiled call, so that recorded steps contain it.
+
+
+OWN_IDS_ARGUMENTS = fields(ids=int, out=int, T=int, first=int, count=int)
+
+
+@functools.cache
+def _own_ids_driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, OWN_IDS_ARGUMENTS)
+        ids, out = view(a.ids, a.T, np.int64), view(a.out, a.T, np.int64)
+        for t in range(a.T):
+            own = ids[t] - a.first
+            out[t] = own if 0 <= own < a.count else 0
+        return 0
+
+    return compiled_driver(drive)
+
+
+@own_ids.kernel(device="cpu", name="numba", preference=10, supports=supports_ids)
+def own_ids_numba(token_ids_T: Tensor, first: int, count: int) -> Tensor:
+    """See ``ops.own_ids``."""
+    ids = token_ids_T.contiguous()
+    out_T = torch.empty(len(ids), dtype=torch.int64)
+    arguments = np.empty(1, OWN_IDS_ARGUMENTS)
+    arguments[0] = (ids.data_ptr(), out_T.data_ptr(), len(ids), first, count)
+    call(_own_ids_driver(), arguments)
+    return out_T
+
+
+# ---- keep_own_rows: ``keep_own_rows`` as a compiled call, so that recorded steps contain it.
+
+
+KEEP_OWN_ROWS_ARGUMENTS = fields(x=int, ids=int, T=int, first=int, count=int, row_bytes=int)
+
+
+@functools.cache
+def _keep_own_rows_driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, KEEP_OWN_ROWS_ARGUMENTS)
+        ids = view(a.ids, a.T, np.int64)
+        for t in range(a.T):
+            if not a.first <= ids[t] < a.first + a.count:
+                view(a.x + t * a.row_bytes, a.row_bytes, np.uint8)[:] = 0
+        return 0
+
+    return compiled_driver(drive)
+
+
+def _supports(dtype: torch.dtype) -> str | None:
+    return missing(FLOAT_FEATURES)
+
+
+@keep_own_rows.kernel(device="cpu", name="numba", preference=10, supports=_supports)
+def keep_own_rows_numba(x_TD: Tensor, token_ids_T: Tensor, first: int, count: int) -> Tensor:
+    """See ``ops.keep_own_rows``."""
+    assert x_TD.is_contiguous(), "rows are overwritten in place"
+    ids = token_ids_T.contiguous()
+    arguments = np.empty(1, KEEP_OWN_ROWS_ARGUMENTS)
+    arguments[0] = (x_TD.data_ptr(), ids.data_ptr(), len(ids), first, count, x_TD.shape[1] * x_TD.itemsize)
+    call(_keep_own_rows_driver(), arguments)
+    return x_TD

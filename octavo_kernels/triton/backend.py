@@ -19,7 +19,7 @@ from octavo.kernel_compiler import preparation, start_compilers
 from octavo.ops.collective import Collective
 from octavo.ops.device_backend import DeviceBackend, Tuner
 from octavo.plugins import GPU
-from octavo_kernels.registration import decline_all, ops_of
+from octavo_kernels.registration import decline_all, import_all
 
 
 class TritonBackend(DeviceBackend):
@@ -34,12 +34,10 @@ class TritonBackend(DeviceBackend):
         return None
 
     def load_kernels(self) -> None:
-        found = ops_of("octavo_kernels.triton")
         if self._absence is not None:
-            decline_all(found, GPU, "triton", self._absence)
+            decline_all(GPU, "triton", self._absence)
             return
-        for name in found:
-            importlib.import_module(f"octavo_kernels.triton.{name}")
+        import_all("octavo_kernels.triton")
 
     def start_loading(self) -> None:
         start_compilers()

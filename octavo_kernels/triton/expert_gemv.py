@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.moe import Experts
-from octavo_kernels.triton.gates import activation_of
+from octavo_kernels.triton.activation import activation_of
 from octavo_kernels.triton.gemv import column_chunk, finish_rows, row_starts, weight_chunk
 from octavo_kernels.triton.launch import after_predecessor, launch, prefetch_lines
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo_kernels.triton.gates import gated
+from octavo_kernels.triton.activation import gated
 from octavo_kernels.triton.launch import (
     launch,
     num_multiprocessors,

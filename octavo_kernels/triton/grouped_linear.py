@@ -19,8 +19,8 @@ from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig, grouped_gemv
 from octavo_kernels.triton.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import is_invariant
 from octavo_kernels.triton.linear import cublas_linear
+from octavo_kernels.triton.norms import rms_norm_triton
 from octavo_kernels.triton.product_calls import note_call
-from octavo_kernels.triton.rms_norm import rms_norm_triton
 
 FLOATS = (torch.bfloat16, torch.float16)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.moe import GroupedExperts, grouped_moe
 from octavo_kernels.hopper.pipelined_moe import expert_configs, pipelined_moe
+from octavo_kernels.triton.activation import activation_of
 from octavo_kernels.triton.expert_tiles import Tiles, sort_into_tiles, tile_rows
-from octavo_kernels.triton.gates import activation_of
 from octavo_kernels.triton.grouped_expert_gemv import grouped_pairs
 from octavo_kernels.triton.grouped_gemm import parts_of, sum_chunks
 from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from octavo.ops.linear import Activation, linear
-from octavo_kernels.triton.gates import gate_and_mul
+from octavo_kernels.triton.activation import gate_and_mul
 from octavo_kernels.triton.gemv import GemvConfig, gemv
 from octavo_kernels.triton.invariant_linear import invariant_linear
 from octavo_kernels.triton.launch import declines_floats, is_compiling, is_invariant
 from octavo_kernels.triton.linear_configs import LinearConfig, bucket_of, config_for
+from octavo_kernels.triton.norms import rms_norm_triton
 from octavo_kernels.triton.product_calls import note_call
-from octavo_kernels.triton.rms_norm import rms_norm_triton
 from octavo_kernels.triton.skinny_gemm import SkinnyConfig, skinny_gemm
 
 # By default cuBLAS may round the sums of splits to 16 bits; the op promises sums in float32.

@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.moe import Experts, moe
+from octavo_kernels.triton.activation import activation_of
 from octavo_kernels.triton.expert_gemm import expert_config, expert_gemm
 from octavo_kernels.triton.expert_gemv import ExpertGemvConfig, moe_gemv
 from octavo_kernels.triton.expert_tiles import sort_into_tiles, tile_rows
-from octavo_kernels.triton.gates import activation_of
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, is_invariant, launch
 
 GEMV = ExpertGemvConfig()

@@ -1,11 +1,4 @@
-"""Between a layer's projection and its attention: norm and rotate queries and keys, store keys and values in the cache.
-
-A program takes some rows of a few heads, all of them query, key or value heads, so that angles are loaded once for
-several heads. The two elements of a rotated pair are loaded as two tiles.
-
-Shapes: T tokens, N heads, K kv heads, H head dim, W = (N + 2 K) H, R rotated pairs; a program's rows M, heads G and
-pairs P.
-"""
+"""Rotation of queries and keys, and the storing of keys and values in the paged cache."""
 
 from __future__ import annotations
 
@@ -14,8 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, KVScales
-from octavo_kernels.triton.launch import after_predecessor, launch
+from octavo.ops.attention import HeadLayout, KVScales, LayerCache, axis_angles, rotary_angles, store_keys, store_kv
+from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
+
+# ---- rotate_store: Between a layer's projection and its attention: norm and rotate queries and keys, store keys and
+# values in the cache. A program takes some rows of a few heads, all of them query, key or value heads, so that angles
+# are loaded once for several heads. The two elements of a rotated pair are loaded as two tiles. Shapes: T tokens, N
+# heads, K kv heads, H head dim, W = (N + 2 K) H, R rotated pairs; a program's rows M, heads G and pairs P.
+
 
 ROWS = 4
 HEADS = 8
@@ -157,3 +156,132 @@ def rotate_heads(
     tl.store(to_MG[:, :, None] + PAIRS + at_P, second.to(dtype), mask=is_to)
     if REST_BLOCK > 0:
         tl.store(to_MG[:, :, None] + at_H[None, None, :], rest.to(dtype), mask=is_to_MG[:, :, None] & is_rest)
+
+
+# ---- store_keys: ``store_keys`` for CUDA devices: the kernel that prepares attention, without queries.
+
+
+@store_keys.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def store_keys_triton(
+    qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, slot_mapping_T: Tensor
+) -> None:
+    """See ``ops.store_keys``."""
+    kv_TW = qkv_TW[:, -2 * heads.num_kv_heads * heads.head_dim :]
+    places = cache.keys, cache.values, slot_mapping_T, cache.scales
+    rotate_store(kv_TW, heads._replace(num_heads=0), cos_TR, sin_TR, *places)
+
+
+# ---- store_kv: ``store_kv`` for CUDA devices: a program copies a row's keys and values; the host need not know what
+# is padding. Shapes: T tokens, K kv heads, H head dim.
+
+
+@triton.jit
+def store_kv_kernel(
+    k_ptr: tl.tensor, v_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, slots_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, block_size: tl.tensor, K: tl.constexpr, H: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row of K heads, filled up to BLOCK numbers."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    after_predecessor(PDL)
+    slot = tl.load(slots_ptr + row)
+    mask = (i < K * H) & (slot >= 0)
+    block, offset = slot // block_size, slot % block_size
+    place = ((block * K + i // H) * block_size + offset) * H + i % H
+    source = row * K * H + i
+    keys, values = tl.load(k_ptr + source, mask=mask), tl.load(v_ptr + source, mask=mask)
+    if k_scale_ptr is not None:
+        keys = keys.to(tl.float32) / tl.load(k_scale_ptr + i // H, mask=i < K * H, other=1.0)
+        values = values.to(tl.float32) / tl.load(v_scale_ptr + i // H, mask=i < K * H, other=1.0)
+    tl.store(k_cache_ptr + place, keys.to(k_cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_cache_ptr + place, values.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+@store_kv.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def store_kv_triton(
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping_T: Tensor,
+    scales: KVScales | None = None,
+) -> None:
+    """See ``ops.store_kv``."""
+    T, K, H = k_TKH.shape
+    if T:
+        rows = k_TKH.contiguous(), v_TKH.contiguous()
+        sizes = k_cache.shape[2], K, H, triton.next_power_of_2(K * H)
+        caches = k_cache, v_cache, slot_mapping_T, *(scales or (None, None))
+        launch(store_kv_kernel, (T,), *rows, *caches, *sizes, num_warps=4)
+
+
+# ---- rotary_angles: ``rotary_angles``: a program for each token.
+
+
+@rotary_angles.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)
+def rotary_angles_triton(positions_T: Tensor, frequencies_R: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """See ``ops.rotary_angles``."""
+    T, R = len(positions_T), len(frequencies_R)
+    cos_TR, sin_TR = (torch.empty(T, R, dtype=torch.float32, device=positions_T.device) for _ in range(2))
+    BLOCK = triton.next_power_of_2(R)
+    launch(_angles_kernel, (T,), positions_T, frequencies_R, cos_TR, sin_TR, factor, R=R, BLOCK=BLOCK, num_warps=1)
+    return cos_TR, sin_TR
+
+
+@triton.jit
+def _angles_kernel(
+    positions: tl.tensor,
+    frequencies: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    factor: tl.tensor,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    frequency = tl.load(frequencies + pair, mask=pair < R, other=0.0)
+    after_predecessor(PDL)
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    tl.store(cos + row * R + pair, tl.cos(angle) * factor, mask=pair < R)
+    tl.store(sin + row * R + pair, tl.sin(angle) * factor, mask=pair < R)
+
+
+@axis_angles.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)
+def axis_angles_triton(
+    positions_T: Tensor, shifts_AT: Tensor, axes_R: Tensor, frequencies_R: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.axis_angles``."""
+    T, R = len(positions_T), len(frequencies_R)
+    cos_TR, sin_TR = (torch.empty(T, R, dtype=torch.float32, device=positions_T.device) for _ in range(2))
+    tensors = positions_T, shifts_AT.contiguous(), axes_R, frequencies_R, cos_TR, sin_TR
+    BLOCK = triton.next_power_of_2(R)
+    launch(_axis_kernel, (T,), *tensors, factor, T, R=R, BLOCK=BLOCK, num_warps=1)
+    return cos_TR, sin_TR
+
+
+@triton.jit
+def _axis_kernel(
+    positions: tl.tensor,
+    shifts: tl.tensor,
+    axes: tl.tensor,
+    frequencies: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    factor: tl.tensor,
+    T: tl.tensor,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    frequency = tl.load(frequencies + pair, mask=pair < R, other=0.0)
+    axis = tl.load(axes + pair, mask=pair < R, other=0)
+    after_predecessor(PDL)
+    position = tl.load(positions + row) + tl.load(shifts + axis * T + row, mask=pair < R, other=0)
+    angle = position.to(tl.float32) * frequency
+    tl.store(cos + row * R + pair, tl.cos(angle) * factor, mask=pair < R)
+    tl.store(sin + row * R + pair, tl.sin(angle) * factor, mask=pair < R)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.linear import Activation
-from octavo_kernels.triton.gates import gated
+from octavo_kernels.triton.activation import gated
 from octavo_kernels.triton.launch import after_predecessor, launch
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}

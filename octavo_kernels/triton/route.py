@@ -25,7 +25,7 @@ from octavo_kernels.triton.launch import (
     launch,
 )
 from octavo_kernels.triton.linear import linear_triton
-from octavo_kernels.triton.rms_norm import rms_norm_triton
+from octavo_kernels.triton.norms import rms_norm_triton
 from octavo_kernels.triton.skinny_gemm import skinny_gemm
 
 FEW_ROWS = 8

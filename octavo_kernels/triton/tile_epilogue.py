@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo_kernels.triton.gates import gated
+from octavo_kernels.triton.activation import gated
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from triton.compiler.compiler import ASTSource
 
 from octavo.kernel_compiler import Compilers
 from octavo_kernels.triton import compile_jobs
-from octavo_kernels.triton.publish_tokens import _publish_kernel as kernel
+from octavo_kernels.triton.stepping import _publish_kernel as kernel
 
 def main():
     types = "*i32 *i64 *i32 *i32 *i64 *i32 *i32 constexpr constexpr i32 i32 i32".split() + 4 * ["constexpr"]

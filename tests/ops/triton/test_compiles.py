@@ -83,7 +83,7 @@ class Device:
 
 driver.set_active(Device())
 from octavo_kernels.triton.launch import compiling
-from octavo_kernels.triton.rms_norm import rms_norm_triton
+from octavo_kernels.triton.norms import rms_norm_triton
 
 x = torch.zeros(4, 64)
 with compiling():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from octavo_kernels.triton.gelu import gelu_triton
-from octavo_kernels.triton.layer_norm import layer_norm_triton
+from octavo_kernels.triton.activation import gelu_triton
+from octavo_kernels.triton.norms import layer_norm_triton
 from tests.ops.triton.poison import poison_new_tensors
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

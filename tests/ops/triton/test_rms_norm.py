@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo_kernels.triton.rms_norm import rms_norm_triton
+from octavo_kernels.triton.norms import rms_norm_triton
 from tests.ops.triton.poison import poison_new_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo_kernels.triton.gelu_and_mul import gelu_and_mul_triton
-from octavo_kernels.triton.silu_and_mul import silu_and_mul_triton
+from octavo_kernels.triton.activation import gelu_and_mul_triton, silu_and_mul_triton
 from tests.ops.triton.poison import poison_new_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -12,17 +12,21 @@ import torch
 from octavo import ops
 from octavo.ops.sampling import SampleParams
 from octavo.ops.stepping import LastResults, StagedRows
-from octavo_kernels.triton.accept_by_chance import accept_by_chance_triton
-from octavo_kernels.triton.accept_drafts import accept_drafts_triton
-from octavo_kernels.triton.draft_rows import draft_rows_triton
-from octavo_kernels.triton.drafts_behind import drafts_behind_triton
-from octavo_kernels.triton.keep_draft import keep_draft_triton
-from octavo_kernels.triton.newest_tokens import newest_tokens_triton
-from octavo_kernels.triton.next_tokens import next_tokens_triton
-from octavo_kernels.triton.publish_tokens import publish_tokens_triton
-from octavo_kernels.triton.pull_step import pull_step_triton
-from octavo_kernels.triton.rotary_angles import rotary_angles_triton
-from octavo_kernels.triton.stage_step import stage_step_triton
+from octavo_kernels.triton.drafting import (
+    accept_by_chance_triton,
+    accept_drafts_triton,
+    draft_rows_triton,
+    drafts_behind_triton,
+    keep_draft_triton,
+    newest_tokens_triton,
+)
+from octavo_kernels.triton.rotate_store import rotary_angles_triton
+from octavo_kernels.triton.stepping import (
+    next_tokens_triton,
+    publish_tokens_triton,
+    pull_step_triton,
+    stage_step_triton,
+)
 from tests.ops.sampling_cases import mixed_params
 
 BLOCK_SIZE = 4

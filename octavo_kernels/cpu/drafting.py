@@ -1,4 +1,4 @@
-"""``draft_rows``: one loop over sequences and passes."""
+"""Speculative decoding: which drafts are accepted, and the rows of a drafter."""
 
 from __future__ import annotations
 
@@ -8,13 +8,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.drafting import DraftRows, draft_rows
+from octavo.ops.drafting import DraftRows, accept_drafts, draft_rows
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, read, view
 
-ARGUMENTS = fields(
+# ---- accept_drafts: ``accept_drafts``: a short loop over sequences.
+
+
+ACCEPT_DRAFTS_ARGUMENTS = fields(tokens=int, ids=int, indices=int, cu_samples=int, out=int, T=int, S=int, R=int)
+
+
+@functools.cache
+def _accept_drafts_driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ACCEPT_DRAFTS_ARGUMENTS)
+        tokens, ids = view(a.tokens, a.R, np.int32), view(a.ids, a.T, np.int64)
+        indices, starts = view(a.indices, a.R, np.int64), view(a.cu_samples, a.S + 1, np.int32)
+        found = view(a.out, a.S, np.int32)
+        for s in range(a.S):
+            first, count = starts[s], 0
+            while first + count + 1 < starts[s + 1] and tokens[first + count] == ids[indices[first + count] + 1]:
+                count += 1
+            found[s] = count
+        return 0
+
+    return compiled_driver(drive)
+
+
+@accept_drafts.kernel(device="cpu", name="numba", preference=10, supports=lambda dtype: missing(FLOAT_FEATURES))
+def accept_drafts_numba(tokens_R: Tensor, token_ids_T: Tensor, logits_indices_R: Tensor, cu_samples: Tensor) -> Tensor:
+    """See ``ops.accept_drafts``."""
+    S = len(cu_samples) - 1
+    found_S = torch.empty(S, dtype=torch.int32)
+    given = [x.contiguous() for x in (tokens_R, token_ids_T, logits_indices_R, cu_samples)]
+    arguments = np.empty(1, ACCEPT_DRAFTS_ARGUMENTS)
+    arguments[0] = (*(x.data_ptr() for x in given), found_S.data_ptr(), len(token_ids_T), S, len(tokens_R))
+    call(_accept_drafts_driver(), arguments)
+    return found_S
+
+
+# ---- draft_rows: ``draft_rows``: one loop over sequences and passes.
+
+
+DRAFT_ROWS_ARGUMENTS = fields(
     positions=int,
     last_rows=int,
     capacities=int,
@@ -35,9 +73,9 @@ ARGUMENTS = fields(
 
 
 @functools.cache
-def _driver() -> int:
+def _draft_rows_driver() -> int:
     def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, ARGUMENTS)
+        a = read(arguments, DRAFT_ROWS_ARGUMENTS)
         positions, last_rows = view(a.positions, a.T, np.int64), view(a.last_rows, a.S, np.int64)
         capacities, starts = view(a.capacities, a.S, np.int32), view(a.out_starts, a.S + 1, np.int32)
         out_positions = view(a.out_positions, a.P * a.S, np.int64)
@@ -81,8 +119,8 @@ def draft_rows_numba(
         torch.empty(S + 1, dtype=torch.int32),
     )
     strides = block_tables_GSB.stride()[:2]
-    arguments = np.empty(1, ARGUMENTS)
+    arguments = np.empty(1, DRAFT_ROWS_ARGUMENTS)
     addresses = (x.data_ptr() for x in (*given, *found))
     arguments[0] = (*addresses, len(positions_T), S, P, G, B, *strides, block_size)
-    call(_driver(), arguments)
+    call(_draft_rows_driver(), arguments)
     return found

@@ -1,4 +1,4 @@
-"""The gates of gated activations, for kernels that hold a gate and an up."""
+"""What a feed-forward layer applies between its linear maps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.activation import gelu, gelu_and_mul, silu_and_mul
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
-from octavo_kernels.triton.launch import after_predecessor, launch
+from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
+
+# ---- gates: The gates of gated activations, for kernels that hold a gate and an up.
+
 
 BLOCK = 1024
 
@@ -65,3 +69,46 @@ def gate_and_mul(gate_up_T2F: Tensor, activation: str) -> Tensor:
     if T:
         launch(gate_kernel, (T, triton.cdiv(F, BLOCK)), gate_up_T2F.contiguous(), out_TF, F, activation, BLOCK)
     return out_TF
+
+
+# ---- gelu: ``gelu`` for CUDA devices, in one pass.
+
+
+@triton.jit
+def gelu_kernel(
+    x_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One block of numbers."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    after_predecessor(PDL)
+    x = tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + i, gated(x, 1.0, ACTIVATION).to(out_ptr.dtype.element_ty), mask=i < size)
+
+
+@gelu.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def gelu_triton(x_TF: Tensor, approximate: bool) -> Tensor:
+    """See ``ops.gelu``."""
+    x, out = x_TF.contiguous(), torch.empty_like(x_TF, memory_format=torch.contiguous_format)
+    if x.numel():
+        activation = "gelu_tanh" if approximate else "gelu"
+        launch(gelu_kernel, (triton.cdiv(x.numel(), BLOCK),), x, out, x.numel(), activation, BLOCK)
+    return out
+
+
+# ---- gelu_and_mul: ``gelu_and_mul`` for CUDA devices.
+
+
+@gelu_and_mul.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def gelu_and_mul_triton(gate_up_T2F: Tensor, approximate: bool) -> Tensor:
+    """See ``ops.gelu_and_mul``."""
+    return gate_and_mul(gate_up_T2F, "gelu_tanh" if approximate else "gelu")
+
+
+# ---- silu_and_mul: ``silu_and_mul`` for CUDA devices.
+
+
+@silu_and_mul.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def silu_and_mul_triton(gate_up_T2F: Tensor) -> Tensor:
+    """See ``ops.silu_and_mul``."""
+    return gate_and_mul(gate_up_T2F, "silu")

@@ -1,4 +1,4 @@
-"""``put_columns`` in float32, as a call that can be recorded."""
+"""Columns side by side."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import put_columns
+from octavo.ops.linear import concat, put_columns
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver
 from octavo_kernels.cpu.memory import fields, read, view
 from octavo_kernels.cpu.tensors import declines_floats
+
+# ---- put_columns: ``put_columns`` in float32, as a call that can be recorded.
+
 
 ARGUMENTS = fields(part=int, bias=int, out=int, T=int, M=int, N=int)
 
@@ -51,3 +54,18 @@ def put_columns_numba(part_TM: Tensor, out_TN: Tensor, start: int, bias_N: Tenso
     at = 0 if bias is None else bias.data_ptr()
     arguments[0] = (part_TM.data_ptr(), at, out_TN.data_ptr() + 4 * start, T, M, N)
     call(_driver(), arguments)
+
+
+# ---- concat: ``concat`` in float32, as calls that can be recorded.
+
+
+@concat.kernel(device="cpu", name="numba", preference=10, supports=declines)
+def concat_numba(first_TM: Tensor, *others: Tensor) -> Tensor:
+    """See ``ops.concat``."""
+    parts = (first_TM, *others)
+    out_TN = torch.empty(len(first_TM), sum(part.shape[1] for part in parts))
+    start = 0
+    for part in parts:
+        put_columns_numba(part, out_TN, start)
+        start += part.shape[1]
+    return out_TN
