@@ -17,8 +17,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from octavo.collector import importing
 from octavo.errors import CANCELLATIONS, OctavoError, RanksLost
+from octavo.system.collector import importing
 
 
 class EngineGone(Exception):
@@ -57,13 +57,21 @@ def main() -> NoReturn:
 def _run(connection: Connection, memory_descriptor: int, check: Callable[[], None]) -> int:
     # Imported late: torch takes a second, in which the parent may end.
     with importing():
-        from octavo.build import build_rank
+        from octavo.build.build_engine import build_rank
         from octavo.config import EngineConfig
         from octavo.ops.device_backend import backend_of
         from octavo.plugins import CPU
         from octavo.runtime.memory import Limits
-        from octavo.runtime.rank_executor import Follower, RankExecutor
-        from octavo.runtime.rank_group import RankFailed, RankLoaded, RankReady, RankSettled, StartRank, hear, tell
+        from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
+        from octavo.runtime.ranks.rank_group import (
+            RankFailed,
+            RankLoaded,
+            RankReady,
+            RankSettled,
+            StartRank,
+            hear,
+            tell,
+        )
         from octavo.steps.messages import unpack
         from octavo.telemetry.logs import log_to_stderr
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import octavo
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
+from octavo.build.device_settings import resolve_device
 from octavo.config import EngineConfig, to_flat
-from octavo.device_settings import resolve_device
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams

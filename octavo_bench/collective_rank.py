@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.collective import Collective
-from octavo.runtime.process_group import ProcessGroupCollective, device_collective
+from octavo.runtime.ranks.process_group import ProcessGroupCollective, device_collective
 from octavo_kernels.cpu.rank_memory import RankMemory
 from octavo_kernels.triton.graph_timing import median_milliseconds, microseconds
 from octavo_kernels.triton.peer_memory import mapped_buffers

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo_bench.kernel_cases import head_case, layer_cases
-from octavo_kernels.triton.linear_cost import Fitted, Gpu, Product, microseconds
-from octavo_kernels.triton.skinny_gemm import SkinnyConfig
+from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig
+from octavo_kernels.triton.tuning.linear_cost import Fitted, Gpu, Product, microseconds
 
 H200 = Gpu(multiprocessors=132, bandwidth=4_917_000, shared_bytes=227 * 1024, has_copy_engine=True)
 START = Fitted(2.0, 0.9, 2 * 4_917_000 / 132, 0.8, 0.3, 0.5, 0.3)

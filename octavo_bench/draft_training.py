@@ -22,8 +22,8 @@ from octavo.models.layer_cache import kv_groups
 from octavo.models.llama import LlamaConfig
 from octavo.models.registry import load_model, read_config
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.quant.stored import WeightFormat
-from octavo.runtime.drafter import tap_layers
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.drafting.drafter import tap_layers
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.checkpoint import Checkpoint
 from octavo_bench.draft_texts import Text, Texts

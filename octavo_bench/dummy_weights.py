@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from octavo.errors import CheckpointError
 from octavo.models.outline import Outline
 from octavo.models.registry import load_model, read_config
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Part
 from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.safetensors import read_configs

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from octavo.collector import without_collections
 from octavo.config import ServeConfig
 from octavo.sampling_params import SamplingParams
+from octavo.system.collector import without_collections
 from octavo.types import Output, Request, TokenLogprobs
 from octavo_server.durable.journal import MAX_RETAINED_BYTES, ROLL_BYTES, Journal
 from octavo_server.durable.log import Damage, LogFile, log_files

@@ -30,13 +30,13 @@ from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.dummy import DummyCheckpoint
 from octavo_fleet.sim.shapes import SHAPES
 from octavo_kernels.hopper.pipelined_configs import KEPT_BYTES
 from octavo_kernels.triton import launch
-from octavo_kernels.triton.linear_cost import Gpu
+from octavo_kernels.triton.tuning.linear_cost import Gpu
 
 META = torch.device("meta")
 REGISTERS, UNIT = 65536, 8

@@ -30,9 +30,9 @@ from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, Routing
 from octavo.ops.sampling import Adjustments, SampleParams
 from octavo.ops.scaled_linear import ScaledValues
 from octavo.ops.stepping import LastResults, StagedRows
-from octavo_kernels.triton.gather_rows import gather_rows
-from octavo_kernels.triton.gemv import GemvConfig, gemv
-from octavo_kernels.triton.latent_prompts import Expanded, expand
+from octavo_kernels.triton.attention.latent_prompts import Expanded, expand
+from octavo_kernels.triton.experts.gather_rows import gather_rows
+from octavo_kernels.triton.linear.gemv import GemvConfig, gemv
 
 Call = Callable[[], object]
 DTYPES = (torch.bfloat16, torch.float32)

@@ -18,12 +18,12 @@ import torch
 
 from octavo_bench.linear_case import Weights
 from octavo_kernels.triton.config_tables import forget_tables, table_path
-from octavo_kernels.triton.gemv import GemvConfig
 from octavo_kernels.triton.launch import compiling, pdl
-from octavo_kernels.triton.linear_configs import TABLE, LinearConfig, bucket_of, key_of
-from octavo_kernels.triton.linear_cost import Product
-from octavo_kernels.triton.linear_uses import LinearUse
-from octavo_kernels.triton.product_tuning import fastest, measure
+from octavo_kernels.triton.linear.gemv import GemvConfig
+from octavo_kernels.triton.linear.linear_configs import TABLE, LinearConfig, bucket_of, key_of
+from octavo_kernels.triton.tuning.linear_cost import Product
+from octavo_kernels.triton.tuning.linear_uses import LinearUse
+from octavo_kernels.triton.tuning.product_tuning import fastest, measure
 
 CANDIDATES = 16
 """More than a start of the engine has time for."""

@@ -22,7 +22,7 @@ from octavo_bench.linear_case import DTYPE, EPS, LinearCase, Weights
 from octavo_bench.served_shapes import SERVED
 from octavo_kernels.triton.graph_timing import microseconds
 from octavo_kernels.triton.launch import pdl
-from octavo_kernels.triton.linear_configs import config_for
+from octavo_kernels.triton.linear.linear_configs import config_for
 
 ALONE_BYTES = 400_000_000
 """Weights or rows that take turns: several times any cache."""

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from octavo.errors import ConfigError
 from octavo.ops.linear import Activation
-from octavo_kernels.triton.linear import run_linear
-from octavo_kernels.triton.linear_configs import LinearConfig
-from octavo_kernels.triton.linear_uses import LinearUse
+from octavo_kernels.triton.linear.linear import run_linear
+from octavo_kernels.triton.linear.linear_configs import LinearConfig
+from octavo_kernels.triton.tuning.linear_uses import LinearUse
 
 EPS = 1e-6
 DTYPE = torch.bfloat16

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.step_runner import StepRunner
 from octavo.models.adapters import HEAD, Adapters
-from octavo.runtime.host_executor import HostExecutor
+from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 

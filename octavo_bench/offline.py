@@ -8,14 +8,14 @@ import threading
 import time
 from collections.abc import Sequence
 
-from octavo.build import build_engine
-from octavo.collector import leave_out_what_exists
+from octavo.build.build_engine import build_engine
+from octavo.build.device_settings import resolve_device
 from octavo.config import EngineConfig, to_flat
-from octavo.device_settings import resolve_device
 from octavo.engine.engine import Engine
 from octavo.engine.graph_choice import PREPARING
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
+from octavo.system.collector import leave_out_what_exists
 from octavo.types import EngineInfo, Output, Request
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.build.device_settings import resolve_device, resolve_kv_dtype, weight_format
 from octavo.config import EngineConfig
-from octavo.device_settings import resolve_device, resolve_kv_dtype, weight_format
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Source
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.checkpoint import open_checkpoint

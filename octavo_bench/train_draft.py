@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from octavo.build.device_settings import resolve_device
 from octavo.config import EngineConfig, ModelSettings
-from octavo.device_settings import resolve_device
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
 from octavo_bench import speculate

@@ -18,8 +18,8 @@ import msgspec
 
 from octavo.cache.kv_events import KVEvent
 from octavo.config import ServeConfig
-from octavo.cpus import num_cpus
 from octavo.errors import ConfigError, OctavoError
+from octavo.system.cpus import num_cpus
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import FleetMetrics, Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request

@@ -19,7 +19,6 @@ from itertools import repeat
 import msgspec
 
 from octavo.config import ModelSettings
-from octavo.cpus import num_cpus
 from octavo.errors import ContextLengthExceeded, DeadlineExceeded, InvalidParameter, QueueFull
 from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.forms import FormError
@@ -27,6 +26,7 @@ from octavo.grammar.vocabulary import PackedVocabulary
 from octavo.images.processors import PreparedImage
 from octavo.sampling_params import SamplingParams, choice_key, resolve_max_tokens
 from octavo.server_settings import ServerSettings
+from octavo.system.cpus import num_cpus
 from octavo.text.conversation import ChatPrompt, ImageText
 from octavo.text.reasoning import AnswerMarks, answer_start
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from octavo.config import ServeConfig, settings
-from octavo.cpus import num_cpus
+from octavo.system.cpus import num_cpus
 
 ROOT = Path(__file__).parent.parent
 KEPT = {"OCTAVO_CACHE_DIR"}

@@ -9,7 +9,7 @@ import pytest
 
 ENDING = """
 import time
-from octavo.background import Pool, start_thread, stop_if_ending
+from octavo.system.background import Pool, start_thread, stop_if_ending
 
 def give():
     with Pool(1) as pool:

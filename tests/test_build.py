@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import build
-from octavo.build import build_engine
+from octavo.build import build_engine as build
+from octavo.build.build_engine import build_engine
+from octavo.build.device_settings import resolve_kv_dtype
 from octavo.config import EngineConfig
-from octavo.device_settings import resolve_kv_dtype
 from octavo.errors import CheckpointError, ConfigError
 from octavo.grammar.masks import MatcherMasks
 from octavo.ops import dispatch
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineInfo, Request
 from octavo_kernels.cpu import threads

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from octavo.child_process import ChildProcess
 from octavo.errors import Unavailable
+from octavo.system.child_process import ChildProcess
 from octavo.text.chat_template import ChatTemplate
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo import cpus
-from octavo.cpus import default_num_threads, num_cpus, num_physical_cores
+from octavo.system import cpus
+from octavo.system.cpus import default_num_threads, num_cpus, num_physical_cores
 
 
 def test_hardware_threads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

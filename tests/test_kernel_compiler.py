@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo import kernel_compiler
+from octavo.system import kernel_compiler
 
 _preparation = kernel_compiler.preparation
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from octavo.cache.offload import BlockStore, Offload
 from octavo.cache.tiers import DiskTier, HostTier
 from octavo.config import CacheSettings
-from octavo.weights.gguf_parts import parts_of
+from octavo.weights.gguf.gguf_parts import parts_of
 
 GIB = 1 << 30
 DEFAULT_DISK_GIB = 32.0

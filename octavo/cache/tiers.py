@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from octavo.errors import ConfigError
-from octavo.private_files import (
+from octavo.system.private_files import (
     FILE_MODE,
     FOLDER_MODE,
     make_private,

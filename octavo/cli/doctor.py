@@ -87,11 +87,11 @@ def _versions(config: EngineConfig) -> Iterator[str]:
 def _machine(config: EngineConfig) -> Iterator[str]:
     import torch
 
-    from octavo.cpus import num_hardware_threads, num_physical_cores
-    from octavo.device_settings import resolve_device
+    from octavo.build.device_settings import resolve_device
     from octavo.ops.device_backend import backend_of
     from octavo.plugins import CPU, GPU
     from octavo.runtime.memory import free_memory
+    from octavo.system.cpus import num_hardware_threads, num_physical_cores
 
     cores, threads = num_physical_cores(), num_hardware_threads()
     yield _row("processor", f"{_processor()}, {cores} cores with {threads} threads for this process")
@@ -118,7 +118,7 @@ def _model(config: EngineConfig) -> Iterator[str]:
     if name == DEFAULT_MODEL and not _default_model_file(config).is_file():
         yield "not loaded: the default model is not downloaded yet, and no other is given"
         return
-    from octavo.build import build_engine
+    from octavo.build.build_engine import build_engine
     from octavo.runtime.memory import MemoryBudget
 
     _, info = build_engine(config)
@@ -139,7 +139,7 @@ def _model(config: EngineConfig) -> Iterator[str]:
 
 
 def _kernels(config: EngineConfig) -> Iterator[str]:
-    from octavo.device_settings import resolve_device
+    from octavo.build.device_settings import resolve_device
     from octavo.ops import dispatch
     from octavo.weights.dtypes import DTYPES
 

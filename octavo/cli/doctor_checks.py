@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.config import cache_dir
-from octavo.cpus import num_cpus
 from octavo.errors import ConfigError
+from octavo.system.cpus import num_cpus
 
 GIB = 2**30
 NVIDIA_SMI_SECONDS = 30

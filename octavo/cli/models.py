@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from octavo.build import ModelBackend
+    from octavo.build.build_engine import ModelBackend
     from octavo.models.bert import EncoderConfig
     from octavo.models.config import ModelConfig
     from octavo.models.encoders import LoadedEncoder
@@ -48,7 +48,7 @@ def families() -> Iterator[tuple[str, str, str, str, str]]:
     from octavo.models.features import features
     from octavo.models.registry import ARCHITECTURES
     from octavo.models.text_part import TEXT_MODELS, TEXT_PARTS
-    from octavo.weights.gguf_families import FAMILIES, MIXTRAL
+    from octavo.weights.gguf.gguf_families import FAMILIES, MIXTRAL
 
     in_gguf = {family.architecture: name for name, family in FAMILIES.items()}
     in_gguf |= {MIXTRAL.architecture: "llama", "DeepseekV3ForCausalLM": "deepseek2"}
@@ -72,16 +72,16 @@ def _about(family: object) -> str:
 
 
 def _check(config: EngineConfig) -> int:
-    from octavo.build import model_backend
-    from octavo.device_settings import resolve_device, resolve_kv_dtype, weight_format
+    from octavo.build.build_engine import model_backend
+    from octavo.build.device_settings import resolve_device, resolve_kv_dtype, weight_format
     from octavo.models.bert import EncoderConfig
     from octavo.models.outline import outline
     from octavo.models.registry import read_config
     from octavo.models.sizes import check_sizes
     from octavo.runtime import memory
-    from octavo.runtime.ranks import check_divides
+    from octavo.runtime.ranks.ranks import check_divides
     from octavo.weights.checkpoint import open_checkpoint
-    from octavo.weights.gguf_parts import parts_of
+    from octavo.weights.gguf.gguf_parts import parts_of
     from octavo.weights.hub import resolve_model
 
     if (adapter := _as_adapter(config)) is not None:
@@ -125,7 +125,7 @@ def _check(config: EngineConfig) -> int:
 
 def _check_other(config: EngineConfig, backend: ModelBackend) -> int:
     """Describe a model of another backend."""
-    from octavo.device_settings import resolve_device, weight_format
+    from octavo.build.device_settings import resolve_device, weight_format
     from octavo.weights.checkpoint import open_checkpoint
     from octavo.weights.hub import resolve_model
 
@@ -140,7 +140,7 @@ def _fit_encoder(
     config: EngineConfig, path: Path, model: EncoderConfig, num_bytes: int, dtype: torch.dtype, free: int
 ) -> int:
     """Check an encoder, which needs memory for its weights and the activations of a step."""
-    from octavo.build_encoder import activation_bytes, encoder_limits
+    from octavo.build.build_encoder import activation_bytes, encoder_limits
 
     limits = encoder_limits(config, path, model)
     activations = activation_bytes(model, limits.max_num_batched_tokens, dtype)
@@ -184,7 +184,7 @@ def _check_modules(config: EngineConfig, loaded: LoadedModel | LoadedEncoder) ->
     from octavo.config import parse_lora_modules
     from octavo.models.adapters import changes_of, check_merge
     from octavo.models.registry import LoadedModel
-    from octavo.quant.stored import WeightFormat
+    from octavo.quant.stored.stored_weight import WeightFormat
 
     assert isinstance(loaded, LoadedModel)
     check_merge(config.model, loaded.maps)
@@ -198,7 +198,7 @@ def _check_drafter(
 ) -> Iterator[str]:
     """A line about the drafter of the settings. Raises ``ConfigError`` or ``CheckpointError`` for one that cannot draft
     for the model, as far as can be seen without weights."""
-    from octavo.build_drafter import find_drafter
+    from octavo.build.build_drafter import find_drafter
     from octavo.speculative_config import parse_speculative_config
 
     method = parse_speculative_config(config.speculative.speculative_config)

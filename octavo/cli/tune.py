@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from octavo.build import build_engine
-    from octavo.device_settings import resolve_device
+    from octavo.build.build_engine import build_engine
+    from octavo.build.device_settings import resolve_device
     from octavo.engine.kernel_tuning import TuningPlan
     from octavo.ops.device_backend import backend_of, is_gpu
 

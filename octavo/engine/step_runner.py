@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.background import stop_if_ending
 from octavo.engine.persistent_batch import Indices
 from octavo.engine.sequence_images import encode_message
 from octavo.engine.step_encoder import NO_MASKS, StepEncoder
@@ -30,6 +29,7 @@ from octavo.steps.messages import (
     WriteBlock,
 )
 from octavo.steps.shapes import StepShape
+from octavo.system.background import stop_if_ending
 from octavo.types import GroupBlocks, HeldState, Masks, Plan, Request, Sampled, Scheduled, Sequence
 
 SECONDS_BETWEEN_LOOKS = 0.1

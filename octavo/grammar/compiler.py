@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from octavo.child_process import ChildLost, ChildProcess
-from octavo.child_worker import LATE, RENDERED
 from octavo.errors import CANCELLATIONS, QueueFull, Unavailable
 from octavo.grammar.forms import MAX_GRAMMAR_BYTES, WEAKENS, Part, json_object, parts_of, text_of, weakened_in
 from octavo.grammar.vocabulary import PackedVocabulary
+from octavo.system.child_process import ChildLost, ChildProcess
+from octavo.system.child_worker import LATE, RENDERED
 
 WORKER = "octavo.grammar.worker"
 MAX_KEPT_BYTES = 4 << 20

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher
 
-from octavo.child_worker import FAILED, LATE, REFUSED, RENDERED, Answer, described
 from octavo.errors import CANCELLATIONS
 from octavo.grammar.forms import WEAKENS, grammar_text, parts_of, text_of
 from octavo.grammar.matchers import (
@@ -26,6 +25,7 @@ from octavo.grammar.matchers import (
 )
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.grammar.weaker import weaker
+from octavo.system.child_worker import FAILED, LATE, REFUSED, RENDERED, Answer, described
 
 MAX_COMPILE_SECONDS = 0.25
 """Limit of processor time: the engine's process will spend as much while its steps run."""

@@ -1,4 +1,4 @@
-"""The child process that tests grammars: see ``octavo.child_worker``.
+"""The child process that tests grammars: see ``octavo.system.child_worker``.
 
 The settings hold the vocabulary's special tokens, the data behind them all of its tokens; a question is the text of a
 grammar, and the answer is the normalised text for the engine.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from octavo.child_worker import ChildWorker, receive, start
+from octavo.system.child_worker import ChildWorker, receive, start
 
 NICENESS = 10
 """Grammars are tested next to an engine that may need every core."""

@@ -1,8 +1,8 @@
 """The child process that decodes and resizes images: a file is a program for a decoder written in C, from a stranger.
 
-Its memory and processor time are limited, and it may be killed at any time: see ``octavo.child_worker``. The header is
-checked before anything is decoded: its format, and the number of its pixels. A question is the length of its settings
-(4 bytes, big-endian), these in JSON, and the file; an answer is the same with the shape and the pixels.
+Its memory and processor time are limited, and it may be killed at any time: see ``octavo.system.child_worker``. The
+header is checked before anything is decoded: its format, and the number of its pixels. A question is the length of
+its settings (4 bytes, big-endian), these in JSON, and the file; an answer is the same with the shape and the pixels.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
-from octavo.child_worker import FAILED, LENGTH, REFUSED, RENDERED, ChildWorker, described, start
 from octavo.errors import CANCELLATIONS
 from octavo.images.resizing import RULES, Refused
+from octavo.system.child_worker import FAILED, LENGTH, REFUSED, RENDERED, ChildWorker, described, start
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 RESAMPLING = {0: Image.Resampling.NEAREST, 1: Image.Resampling.LANCZOS, 2: Image.Resampling.BILINEAR}

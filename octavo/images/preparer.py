@@ -7,11 +7,11 @@ import os
 import queue
 from collections.abc import Sequence
 
-from octavo.child_process import ChildLost, ChildProcess
-from octavo.child_worker import LENGTH, REFUSED, RENDERED
 from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
 from octavo.images.processors import ImageProcessor, PreparedImage, read_processor
+from octavo.system.child_process import ChildLost, ChildProcess
+from octavo.system.child_worker import LENGTH, REFUSED, RENDERED
 from octavo.types import ImageInput
 from octavo.weights.hub import resolve_model
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.collective import Collective
-from octavo.quant.stored import LinearWeight
+from octavo.quant.stored.stored_weight import LinearWeight
 
 
 class Embedding:

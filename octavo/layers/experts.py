@@ -20,8 +20,15 @@ from octavo.ops.dispatch import REFERENCE
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, join_experts, sum_over_experts
-from octavo.quant.packed import GroupedWeight, packs_groups
-from octavo.quant.stored import StoredWeight, WeightFormat, bytes_by_format, dtype_name, fill, make_weights
+from octavo.quant.stored.packed import GroupedWeight, packs_groups
+from octavo.quant.stored.stored_weight import (
+    StoredWeight,
+    WeightFormat,
+    bytes_by_format,
+    dtype_name,
+    fill,
+    make_weights,
+)
 
 
 class Mixture(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.norm import RMSNorm
 from octavo.ops.linear import Activation, compose
-from octavo.quant.stored import LinearWeight
+from octavo.quant.stored.stored_weight import LinearWeight
 
 
 class Linear:

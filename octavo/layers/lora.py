@@ -15,7 +15,7 @@ from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.ops.linear import Activation, LowRank, RowGroup, compose
-from octavo.quant.stored import LinearWeight
+from octavo.quant.stored.stored_weight import LinearWeight
 
 
 class AdapterRows:

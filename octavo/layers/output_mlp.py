@@ -14,7 +14,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.quant.packed import GroupedWeight
+from octavo.quant.stored.packed import GroupedWeight
 
 
 def output_mlp(

@@ -19,7 +19,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.lora import AdaptedLinear, AdapterRows
 from octavo.layers.norm import RMSNorm
 from octavo.ops.linear import Activation, LowRank, LowRankStack, compose
-from octavo.quant.stored import LinearWeight
+from octavo.quant.stored.stored_weight import LinearWeight
 
 
 class StackedRows(AdapterRows):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.plugins import ENGINE_BACKENDS, load

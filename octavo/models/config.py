@@ -9,8 +9,8 @@ from typing import TypedDict
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.ops.linear import Activation
+from octavo.quant.formats.plain import PLAIN
 from octavo.quant.methods import QuantMethod
-from octavo.quant.plain import PLAIN
 from octavo.weights.generation_config import token_ids
 
 FULL, SLIDING = "full_attention", "sliding_attention"

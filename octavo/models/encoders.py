@@ -8,7 +8,7 @@ from typing import NamedTuple
 from octavo.models.bert import BertModel, EncoderConfig
 from octavo.models.loader import WeightLoader
 from octavo.models.roberta import RobertaModel
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Renamed, Source
 
 ENCODERS: dict[str, type[BertModel]] = {

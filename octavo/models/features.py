@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.models.config import ModelConfig
 from octavo.models.keys import ConfigKeys
 from octavo.models.registry import ARCHITECTURES, load_model
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 
 KEYS: dict[str, Any] = {
     "vocab_size": 64,

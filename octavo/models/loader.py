@@ -29,12 +29,12 @@ from octavo.ops.attention import HeadLayout, KVScales
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
-from octavo.quant.at_load import quantized, quantized_head, return_memory
 from octavo.quant.cache_scales import read_cache_scales
+from octavo.quant.formats.online_quantization import quantized, quantized_head, return_memory
+from octavo.quant.formats.plain import PLAIN
 from octavo.quant.methods import QuantMethod
-from octavo.quant.plain import PLAIN
-from octavo.quant.shard import UNSHARDED, Section, Shard
-from octavo.quant.stored import (
+from octavo.quant.stored.shard import UNSHARDED, Section, Shard
+from octavo.quant.stored.stored_weight import (
     DenseStored,
     DenseWeight,
     LinearWeight,

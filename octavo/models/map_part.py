@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from octavo.layers.linear import Linear
-from octavo.quant.shard import Section, Shard
-from octavo.quant.stored import DenseStored, Order, StoredWeight, WeightFormat
+from octavo.quant.stored.shard import Section, Shard
+from octavo.quant.stored.stored_weight import DenseStored, Order, StoredWeight, WeightFormat
 
 
 class Rows(NamedTuple):

@@ -14,9 +14,9 @@ from octavo.models.encoders import LoadedEncoder, load_encoder
 from octavo.models.map_part import MapPart
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SingleRank
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Part, Source
-from octavo.weights.blocks import BLOCK_KINDS
+from octavo.weights.gguf.blocks import BLOCK_KINDS
 
 DTYPES = {
     "F32": torch.float32,

@@ -12,7 +12,7 @@ from octavo.models.llama import LlamaForCausalLM
 from octavo.models.map_part import Rows
 from octavo.models.qwen3_next import DeltaSizes, Qwen3NextConfig, Qwen3NextLayer, conv_sections, read_qwen3_next
 from octavo.models.qwen_moe import read_qwen_experts
-from octavo.quant.shard import Section
+from octavo.quant.stored.shard import Section
 
 
 class Qwen3p5Layer(Qwen3NextLayer):

@@ -31,7 +31,7 @@ from octavo.models.rope import rope_values
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
 from octavo.ops.elementwise import sigmoid
 from octavo.ops.gated_delta import DeltaHeads
-from octavo.quant.shard import Section
+from octavo.quant.stored.shard import Section
 
 LINEAR = "linear_attention"
 OF_IMAGES = ("mrope_section", "mrope_interleaved")

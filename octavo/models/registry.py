@@ -38,8 +38,8 @@ from octavo.models.text_part import TEXT_PARTS, TextPart, text_config
 from octavo.ops.attention import KVScales, LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method
-from octavo.quant.shard import Shard
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.shard import Shard
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Source
 
 

@@ -11,7 +11,7 @@ from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.outline import outline
 from octavo.models.text_part import TextPart
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Source
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.generation_config import token_ids

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from octavo.ops.dispatch import op, op_of_ids
 from octavo.ops.linear import Activation, compose
-from octavo.weights.blocks import BlockTensor, Groups, split_groups
+from octavo.weights.gguf.blocks import BlockTensor, Groups, split_groups
 
 # ---- block_linear
 #

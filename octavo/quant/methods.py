@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from octavo.errors import CheckpointError
-from octavo.quant.auto_round import read_auto_round
-from octavo.quant.awq import AWQ
-from octavo.quant.bitsandbytes import BitsAndBytes
-from octavo.quant.compressed_tensors import CompressedTensors
-from octavo.quant.fp8 import FP8
-from octavo.quant.gptq import GPTQ
-from octavo.quant.keys import INSTEAD
-from octavo.quant.modelopt import ModelOpt
-from octavo.quant.mxfp4 import MXFP4
-from octavo.quant.plain import PLAIN, Plain
-from octavo.quant.stored import StoredWeight
+from octavo.quant.config_reader import INSTEAD
+from octavo.quant.formats.auto_round import read_auto_round
+from octavo.quant.formats.awq import AWQ
+from octavo.quant.formats.bitsandbytes import BitsAndBytes
+from octavo.quant.formats.compressed_tensors import CompressedTensors
+from octavo.quant.formats.fp8 import FP8
+from octavo.quant.formats.gptq import GPTQ
+from octavo.quant.formats.modelopt import ModelOpt
+from octavo.quant.formats.mxfp4 import MXFP4
+from octavo.quant.formats.plain import PLAIN, Plain
+from octavo.quant.stored.stored_weight import StoredWeight
 from octavo.quant.tensors import Tensors
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.weights.blocks import BlockTensor
+from octavo.weights.gguf.blocks import BlockTensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 Part = Tensor | BlockTensor

@@ -23,9 +23,9 @@ from octavo.ops.attention import MAX_SCRATCH
 from octavo.ops.device_backend import is_gpu
 from octavo.ops.grouped_linear import LARGEST_COPY
 from octavo.plugins import CPU, GPU
-from octavo.quant.stored import DENSE_FORMATS
+from octavo.quant.stored.stored_weight import DENSE_FORMATS
+from octavo.runtime.executors.step_program import LOGPROB_ROWS
 from octavo.runtime.group_memory import GroupMemory, StateMemory
-from octavo.runtime.step_program import LOGPROB_ROWS
 from octavo.steps.limits import StateSize
 from octavo.types import KVGroupInfo
 from octavo.weights.dtypes import DTYPES

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.child_process import ChildLost, ChildProcess
-from octavo.child_worker import INVALID, REFUSED, RENDERED
 from octavo.config import ModelSettings
 from octavo.errors import ConfigError, InvalidParameter, Unavailable
+from octavo.system.child_process import ChildLost, ChildProcess
+from octavo.system.child_worker import INVALID, REFUSED, RENDERED
 from octavo.text.control_tokens import ControlTokens
 from octavo.text.tokenizer import Tokenizer
 

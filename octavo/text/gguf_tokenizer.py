@@ -14,7 +14,7 @@ from octavo.text.pieces import NORMAL, Pieces, space_marks, text_decoder
 from octavo.text.pre_tokenizers import word_rule
 from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
 from octavo.weights.generation_config import in_vocabulary, token_ids
-from octavo.weights.gguf import GGUFFile
+from octavo.weights.gguf.gguf_reader import GGUFFile
 
 _SPECIAL_KEYS = {
     "bos_token": "bos_token_id",

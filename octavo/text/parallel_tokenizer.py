@@ -17,8 +17,8 @@ from functools import cached_property
 import tokenizers
 from tokenizers import models
 
-from octavo.cpus import num_cpus
 from octavo.errors import InvalidParameter
+from octavo.system.cpus import num_cpus
 
 MIN_CHUNK = 8192
 """Characters of a chunk, at least: they take milliseconds, and handing work to a thread a tenth of one."""

@@ -1,7 +1,7 @@
 """The child process that renders chat templates.
 
 A template is an untrusted program from a model's files, and Jinja's sandbox bounds neither its time nor its memory.
-So it runs in this process, which may be killed at any time: see ``octavo.child_worker``. The settings hold the
+So it runs in this process, which may be killed at any time: see ``octavo.system.child_worker``. The settings hold the
 ``source`` of the template and ``tool_source``, the one for conversations with tools, or null; a question holds the
 variables of one rendering, or null to only compile the templates.
 """
@@ -18,8 +18,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octavo.child_worker import FAILED, INVALID, REFUSED, RENDERED, Answer, ChildWorker, described, start
 from octavo.errors import CANCELLATIONS
+from octavo.system.child_worker import FAILED, INVALID, REFUSED, RENDERED, Answer, ChildWorker, described, start
 
 
 class TemplateRefusal(Exception):

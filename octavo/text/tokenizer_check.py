@@ -13,10 +13,10 @@ from pathlib import Path
 import tokenizers
 
 from octavo import __version__
-from octavo.child_process import ChildLost, ChildProcess
-from octavo.child_worker import RENDERED
 from octavo.config import cache_dir
 from octavo.errors import CheckpointError
+from octavo.system.child_process import ChildLost, ChildProcess
+from octavo.system.child_worker import RENDERED
 from octavo.text.folder_tokenizer import FILES
 
 WORKER = "octavo.text.tokenizer_worker"

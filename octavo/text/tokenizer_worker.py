@@ -1,6 +1,6 @@
 """The child process that reads the tokenizer of a folder before another process does.
 
-See ``octavo.child_worker``. A question is the path of the folder; the answer is empty, or an error.
+See ``octavo.system.child_worker``. A question is the path of the folder; the answer is empty, or an error.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from octavo.child_worker import FAILED, INVALID, RENDERED, Answer, ChildWorker, described, start
 from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter
+from octavo.system.child_worker import FAILED, INVALID, RENDERED, Answer, ChildWorker, described, start
 from octavo.text.folder_tokenizer import read_parts
 from octavo.text.tokenizer import Tokenizer
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.weights.blocks import BlockTensor
 from octavo.weights.dummy import DummyCheckpoint
-from octavo.weights.gguf_checkpoint import GGUFCheckpoint
-from octavo.weights.gguf_parts import parts_of
+from octavo.weights.gguf.blocks import BlockTensor
+from octavo.weights.gguf.gguf_checkpoint import GGUFCheckpoint
+from octavo.weights.gguf.gguf_parts import parts_of
 from octavo.weights.pytorch import PytorchCheckpoint
 from octavo.weights.safetensors import SafetensorsCheckpoint, read_configs
 

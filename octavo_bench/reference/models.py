@@ -12,7 +12,7 @@ from octavo.quant.methods import METHODS
 from octavo.speculative_config import Method
 from octavo.text.message_format import HARMONY_NAME, TOOL_FORMATS
 from octavo.text.reasoning import FAMILIES
-from octavo.weights.blocks import BLOCK_KINDS
+from octavo.weights.gguf.blocks import BLOCK_KINDS
 from octavo.weights.safetensors import DTYPES
 
 BACKENDS = "[backends.md](backends.md)"

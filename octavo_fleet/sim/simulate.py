@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.collector import without_collections
 from octavo.config import CacheSettings, SchedulerSettings
+from octavo.system.collector import without_collections
 from octavo_fleet.routing.routers import BLIND, RoundRobin, make_router
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.cost_model import CostModel

@@ -10,8 +10,8 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import chain
 from typing import Any, NamedTuple
 
-from octavo.cpus import num_cpus
 from octavo.errors import OctavoError
+from octavo.system.cpus import num_cpus
 from octavo_fleet.sim.jobs import Workload
 from octavo_fleet.sim.replica import Result
 from octavo_fleet.sim.report import Targets

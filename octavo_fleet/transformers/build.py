@@ -12,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.registry import LoadedModel
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime import memory
 from octavo_fleet.transformers.model import TransformersConfig, load_transformers
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer

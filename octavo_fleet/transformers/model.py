@@ -22,12 +22,12 @@ from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.registry import LoadedModel
 from octavo.ops.attention import GroupRows, LayerCache, PagedRows
-from octavo.quant.stored import WeightFormat, dtype_name
+from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
 from octavo.quant.tensors import HARMLESS
 from octavo.weights.adapter import CONFIG_NAME
 from octavo.weights.folder import read_json
 from octavo.weights.generation_config import token_ids
-from octavo.weights.gguf_parts import parts_of
+from octavo.weights.gguf.gguf_parts import parts_of
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 from octavo_fleet.transformers.paged import NotPaged, PagedTransformer, register
 

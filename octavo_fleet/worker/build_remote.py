@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from octavo.build_runner import make_grammars, make_runner
+from octavo.build.build_runner import make_grammars, make_runner
+from octavo.build.device_settings import prepared_device
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.config import EngineConfig
-from octavo.device_settings import prepared_device
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_times import logged
 from octavo.errors import ConfigError
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec
 from octavo.runtime import memory
-from octavo.runtime.host_executor import HostExecutor
+from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.ranks import OnLost
+from octavo.runtime.ranks.ranks import OnLost
 from octavo.steps.limits import StepLimits
 from octavo.types import EngineInfo
 from octavo.weights.folder import read_json

@@ -27,7 +27,7 @@ class CPUBackend(DeviceBackend):
             import_all("octavo_kernels.cpu")
 
     def compiling_in_background(self, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
-        from octavo_kernels.cpu.attention import compiling_in_background
+        from octavo_kernels.cpu.attention.attention import compiling_in_background
 
         return compiling_in_background(kv_dtype)
 

@@ -24,8 +24,8 @@ from numba.core import sigutils
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 
-from octavo.collector import without_collections
 from octavo.config import cache_dir
+from octavo.system.collector import without_collections
 
 numba_config: Any = numba.config
 normalize_signature: Any = sigutils.normalize_signature
@@ -38,7 +38,7 @@ LONGEST_WAIT = 120.0
 def kernels_folder() -> Path:
     """Folder of compiled kernels, in the user's cache folder, named by a digest of the kernels' sources."""
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return cache_dir() / "kernels" / digest.hexdigest()[:16]
 

@@ -10,9 +10,9 @@ import torch
 import triton
 
 from octavo.ops.grouped_linear import TILE, WORDS, chunk_of
-from octavo_kernels.triton.grouped_product import GroupedProduct
+from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import has_gluon, num_multiprocessors, shared_bytes
-from octavo_kernels.triton.linear_cost import MOST_SUMS
+from octavo_kernels.triton.tuning.linear_cost import MOST_SUMS
 
 UNIT = 128
 """Columns of a step."""

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from octavo_kernels.hopper.pipelined_tiles import programs_of
-from octavo_kernels.triton.tile_epilogue import finish
+from octavo_kernels.triton.linear.tile_epilogue import finish
 
 _ROWS_AT_ONCE = gl.constexpr(32)
 

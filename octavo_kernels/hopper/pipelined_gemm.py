@@ -43,9 +43,9 @@ from octavo_kernels.hopper.pipelined_epilogue import end_tile
 from octavo_kernels.hopper.pipelined_producer import produce
 from octavo_kernels.hopper.pipelined_tiles import grain_of, rows_of_tile, steps_of, tiles_of_rows
 from octavo_kernels.triton.activation import activation_of
-from octavo_kernels.triton.expert_tiles import Tiles
-from octavo_kernels.triton.grouped_numbers import entry_assembly, entry_offset
-from octavo_kernels.triton.grouped_product import GroupedProduct
+from octavo_kernels.triton.experts.expert_tiles import Tiles
+from octavo_kernels.triton.grouped.grouped_numbers import entry_assembly, entry_offset
+from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import counters, launch
 
 _TILE, _WORDS, _UNIT = gl.constexpr(TILE), gl.constexpr(WORDS), gl.constexpr(UNIT)

@@ -15,9 +15,9 @@ from octavo.ops.grouped_linear import BITS, HALF, PackedGroups
 from octavo.ops.moe import GroupedExperts
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig, expert_config
 from octavo_kernels.triton.activation import activation_of
-from octavo_kernels.triton.expert_tiles import sort_into_tiles, tile_rows
-from octavo_kernels.triton.gather_rows import gather_rows
-from octavo_kernels.triton.grouped_product import GroupedProduct
+from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
+from octavo_kernels.triton.experts.gather_rows import gather_rows
+from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import is_invariant
 
 MAX_ROWS, ROOM = 128, 5

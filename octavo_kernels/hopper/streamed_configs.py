@@ -9,7 +9,7 @@ import torch
 
 from octavo.ops.grouped_linear import TILE, chunk_of
 from octavo_kernels.hopper.pipelined_configs import KEPT_BYTES
-from octavo_kernels.triton.grouped_product import GroupedProduct
+from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import has_gluon, num_multiprocessors, shared_bytes
 
 CHUNK_BYTES = 1024

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
 from octavo_kernels.hopper.streamed_configs import OutputMLPConfig
-from octavo_kernels.hopper.streamed_steps import (
+from octavo_kernels.hopper.streamed_tiles import (
     add_chunks,
     ask,
     chunks_of_group,
@@ -36,7 +36,7 @@ from octavo_kernels.hopper.streamed_steps import (
     sums_layout,
     tiles_of,
 )
-from octavo_kernels.triton.grouped_numbers import assembly, offset_of
+from octavo_kernels.triton.grouped.grouped_numbers import assembly, offset_of
 from octavo_kernels.triton.launch import counters, launch, num_multiprocessors
 
 _TILE, _WORDS = gl.constexpr(TILE), gl.constexpr(WORDS)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from octavo.kernel_compiler import preparation, start_compilers
 from octavo.ops.collective import Collective
 from octavo.ops.device_backend import DeviceBackend, Tuner
 from octavo.plugins import GPU
+from octavo.system.kernel_compiler import preparation, start_compilers
 from octavo_kernels.registration import decline_all, import_all
 
 
@@ -66,15 +66,15 @@ class TritonBackend(DeviceBackend):
         return compiling(num_threads)
 
     def tuner(self, run: Callable[[], None], device: torch.device) -> Tuner:
-        from octavo_kernels.triton.product_calls import collecting
-        from octavo_kernels.triton.product_tuning import ProductTuner, uses_of
+        from octavo_kernels.triton.tuning.product_calls import collecting
+        from octavo_kernels.triton.tuning.product_tuning import ProductTuner, uses_of
 
         with collecting() as calls:
             run()
         return ProductTuner(uses_of(calls), device)
 
     def use_measured(self, entries: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
-        from octavo_kernels.triton.product_tuning import use_entries
+        from octavo_kernels.triton.tuning.product_tuning import use_entries
 
         use_entries(entries, device)
 

@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from octavo.child_worker import LENGTH, receive
+from octavo.system.child_worker import LENGTH, receive
 from octavo_kernels.triton.backend import BACKEND
 from octavo_kernels.triton.compile_jobs import execute
 

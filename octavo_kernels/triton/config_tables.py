@@ -29,18 +29,18 @@ from octavo.config import cache_dir
 FOLDER = Path(__file__).parent / "configs"
 LIBRARY = "cublas"
 MEASURED_SOURCES = (
-    "gemv.py",
-    "skinny_gemm.py",
-    "grouped_gemv.py",
-    "streamed_gemv.py",
-    "streamed_steps.py",
-    "grouped_gemm.py",
-    "pipelined_gemm.py",
-    "pipelined_producer.py",
-    "pipelined_tiles.py",
-    "pipelined_epilogue.py",
-    "grouped_numbers.py",
-    "grouped_dense.py",
+    "triton/linear/gemv.py",
+    "triton/linear/skinny_gemm.py",
+    "triton/grouped/grouped_gemv.py",
+    "hopper/streamed_gemv.py",
+    "hopper/streamed_tiles.py",
+    "triton/grouped/grouped_gemm.py",
+    "hopper/pipelined_gemm.py",
+    "hopper/pipelined_producer.py",
+    "hopper/pipelined_tiles.py",
+    "hopper/pipelined_epilogue.py",
+    "triton/grouped/grouped_numbers.py",
+    "triton/grouped/grouped_dense.py",
 )
 """The kernels of the tables: after a change in one of these files, all are measured anew."""
 
@@ -114,7 +114,7 @@ def table_path(gpu: str) -> Path:
 
 def own_path(device: torch.device) -> Path:
     """The file of what was measured on this machine, by the GPU, its driver, Triton and the kernels' source."""
-    sources = (Path(__file__).with_name(name) for name in MEASURED_SOURCES)
+    sources = (FOLDER.parents[1] / name for name in MEASURED_SOURCES)
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:8]
     name = torch.cuda.get_device_name(device).replace(" ", "_")
     return cache_dir() / "tuned" / f"{name}-{_driver_version()}-triton{triton.__version__}-{digest}.json"

@@ -19,7 +19,7 @@ from octavo.ops.drafting import (
 )
 from octavo.ops.sampling import SampleParams
 from octavo_kernels.triton.launch import after_predecessor, empty_indices, launch
-from octavo_kernels.triton.noise import minus_log_exponentials, row_key
+from octavo_kernels.triton.sampling.noise import minus_log_exponentials, row_key
 from octavo_kernels.triton.stepping import MOST_SAMPLED
 
 # ---- accept_drafts: ``accept_drafts``: a program for each sequence.

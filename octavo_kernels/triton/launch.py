@@ -32,8 +32,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-from octavo.background import Pool
-from octavo.kernel_compiler import Compilers, CompilersLost, compilers, preparation
+from octavo.system.background import Pool
+from octavo.system.kernel_compiler import Compilers, CompilersLost, compilers, preparation
 from octavo_kernels.triton.compile_jobs import described
 
 T = TypeVar("T")

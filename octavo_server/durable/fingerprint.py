@@ -11,6 +11,7 @@ import msgspec
 import octavo
 from octavo.config import EngineConfig, ServeConfig, to_flat
 from octavo.setting import SECRETS
+from octavo.telemetry.logs import PACKAGES
 from octavo.types import EngineInfo
 
 CONTENT_BYTES = 64 << 10
@@ -18,7 +19,7 @@ CONTENT_BYTES = 64 << 10
 
 
 def fingerprint(config: ServeConfig, info: EngineInfo) -> str:
-    """A digest of this package's code, the model's files, the settings of engine and texts, and the device."""
+    """A digest of the packages' code, the model's files, the settings of engine and texts, and the device."""
     server = config.server
     parts = {
         "code": _code_digest(),
@@ -34,9 +35,9 @@ def fingerprint(config: ServeConfig, info: EngineInfo) -> str:
 
 
 def _code_digest() -> str:
-    root = Path(octavo.__file__).parent
+    root = Path(octavo.__file__).parents[1]
     found = hashlib.blake2b(digest_size=16)
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
         found.update(f"{path.relative_to(root)}\0".encode())
         found.update(path.read_bytes())
     return found.hexdigest()

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 from starlette.requests import Request
 
-from octavo.collector import without_collections
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound, RequestError, Unavailable
+from octavo.system.collector import without_collections
 from octavo.text.tokenizer import Tokenizer
 from octavo_server.admission import Admission, ClientRequest
 from octavo_server.durable import reader

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.errors import CANCELLATIONS
-from octavo.private_files import FILE_MODE, make_private_folder
+from octavo.system.private_files import FILE_MODE, make_private_folder
 
 MAX_RECORD_BYTES = 256 << 20
 GROUP_SECONDS = 0.002

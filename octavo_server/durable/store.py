@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from octavo.errors import CANCELLATIONS, ConfigError
-from octavo.private_files import make_private_database, make_private_folder
+from octavo.system.private_files import make_private_database, make_private_folder
 from octavo_server.http.errors import StorageFull, StorageUnavailable, Unreadable, printable
 from octavo_server.tenants.places import Places
 from octavo_server.tenants.quotas import share_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from octavo.errors import ConfigError
-from octavo.private_files import write_private
+from octavo.system.private_files import write_private
 from octavo_server.durable.store import FILE_NAME, connect
 
 MAX_PROBLEMS = 20

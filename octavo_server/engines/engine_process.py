@@ -21,13 +21,13 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from octavo.collector import importing, leave_out_what_exists
 from octavo.config import EngineConfig, ModelSettings
 from octavo.engine.protocols import EngineBackend, EngineLike
 from octavo.errors import CANCELLATIONS, CheckpointError, OctavoError, RanksLost, RequestError, WorkerLost
-from octavo.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.plugins import ENGINE_BACKENDS, load, parts
-from octavo.runtime.rank_processes import RankProcesses
+from octavo.runtime.ranks.rank_processes import RankProcesses
+from octavo.system.collector import importing, leave_out_what_exists
+from octavo.system.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.telemetry.logs import log_to_stderr
 from octavo.telemetry.phases import Phases
 from octavo.types import EngineInfo, EngineStats, Output
@@ -187,7 +187,7 @@ class EngineLoop:
 
 
 def main(build: Build | None = None) -> NoReturn:
-    """Run an engine process; ``build`` is ``octavo.build.build_engine`` unless a test passes its own."""
+    """Run an engine process; ``build`` is ``octavo.build.build_engine.build_engine`` unless a test passes its own."""
     code = _serve(build)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -256,7 +256,7 @@ def _default_build(settings: ModelSettings, expects_grammars: bool) -> Build:
     started = RankProcesses(size) if size > 1 and hasattr(os, "memfd_create") else None  # they import meanwhile
     prepare_if_there_may_be_a_gpu(settings.device)
     with importing():
-        from octavo.build import build_engine  # imports torch, which the front process must never import
+        from octavo.build.build_engine import build_engine  # imports torch, which the front process must never import
     phases.done("imports of the engine process")
     return functools.partial(build_engine, on_lost=_end_as, started=started, expects_grammars=expects_grammars)
 

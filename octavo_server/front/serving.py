@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.backend_settings import WITHOUT_MODEL
-from octavo.collector import collect_seldom, leave_out_what_exists
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.plugins import ENGINE_BACKENDS, ENGINE_GROUPS, FRONTS, load, parts
 from octavo.server_settings import ServerSettings
+from octavo.system.collector import collect_seldom, leave_out_what_exists
 from octavo.telemetry.logs import log_to_stderr
 from octavo.telemetry.phases import Phases
 from octavo_server.engines.async_engine import AsyncEngine

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.errors import ConfigError
-from octavo.private_files import FILE_MODE
+from octavo.system.private_files import FILE_MODE
 
 LISTENER, READY, CONNECTION, KEY, YES, NO = b"L", b"R", b"C", b"K", b"Y", b"N"
 MAX_MESSAGE_BYTES = 16384

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig, cache_dir
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import load_tokenizer

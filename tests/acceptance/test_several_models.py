@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
 from octavo.config import ServeConfig
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from octavo import LLM
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, WorkerLost
 from octavo.sampling_params import SamplingParams

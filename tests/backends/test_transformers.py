@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError

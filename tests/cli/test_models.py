@@ -19,7 +19,7 @@ from octavo.models.features import features
 from octavo.models.outline import outline
 from octavo.models.registry import ARCHITECTURES, LoadedModel, read_config
 from octavo.models.text_part import TEXT_PARTS
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.adapter_files import make_adapter
 from tests.models.encoder_families import make_encoder

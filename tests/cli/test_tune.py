@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import octavo.build
-import octavo.device_settings
+import octavo.build.build_engine
+import octavo.build.device_settings
 from octavo.cli import EXIT_ERROR, main
 from octavo.config import EngineConfig
 from octavo.engine.kernel_tuning import TuningPlan
@@ -36,8 +36,8 @@ def plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TuningPlan]:
         tuning.report(1.0, "64x96, 16")
         return FakeEngine(), None
 
-    monkeypatch.setattr(octavo.build, "build_engine", build_engine)
-    monkeypatch.setattr(octavo.device_settings, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(octavo.build.build_engine, "build_engine", build_engine)
+    monkeypatch.setattr(octavo.build.device_settings, "resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     monkeypatch.setattr(config_tables, "_driver_version", lambda: "1.2")
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))

@@ -17,10 +17,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from octavo.child_worker import RENDERED
 from octavo.grammar import forms, tester
 from octavo.grammar.forms import FormError
 from octavo.grammar.matchers import GrammarError, compile_matcher, normalised
+from octavo.system.child_worker import RENDERED
 from tests.clients.conftest import FOLDER
 from tests.grammar.walks import VOCABULARY, tokenizer, write
 

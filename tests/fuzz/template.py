@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from octavo.child_worker import FAILED, INVALID, OUT_OF_MEMORY, REFUSED, RENDERED
+from octavo.system.child_worker import FAILED, INVALID, OUT_OF_MEMORY, REFUSED, RENDERED
 from octavo.text.template_worker import Renderer
 from tests.fuzz.target import Fault, Target
 from tests.text.family_templates import LLAMA3, QWEN3

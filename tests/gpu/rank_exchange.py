@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.runtime.process_group import device_collective
+from octavo.runtime.ranks.process_group import device_collective
 from octavo_kernels.cpu.rank_memory import RankMemory
 
 ROWS = (1, 2, 3, 17, 64, 513, 4096)

@@ -13,7 +13,7 @@ from octavo import LLM, SamplingParams
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
-from octavo.runtime.block_copies import DeviceBlockCopies
+from octavo.runtime.executors.block_copies import DeviceBlockCopies
 from octavo.runtime.kv_storage import KVStorage
 from octavo_fleet.sim.shapes import SHAPES
 from tests.models.families import VOCAB_SIZE, make_checkpoint

@@ -101,9 +101,9 @@ def test_pipelined_products_agree_with_float64(
     from octavo.ops import grouped_linear
     from octavo_kernels.hopper.pipelined_configs import PipelinedConfig, pipelined_configs
     from octavo_kernels.triton.config_tables import ConfigTable
-    from octavo_kernels.triton.grouped_configs import config_for
-    from octavo_kernels.triton.grouped_linear import run_grouped
-    from octavo_kernels.triton.grouped_product import GroupedProduct
+    from octavo_kernels.triton.grouped.grouped_configs import config_for
+    from octavo_kernels.triton.grouped.grouped_linear import run_grouped
+    from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
     from octavo_kernels.triton.launch import has_gluon
 
     device = torch.device("cuda", 0)
@@ -130,8 +130,8 @@ def test_streamed_products_agree_with_float64(form: str, parts: str, N: int) -> 
     """One row, in all configurations that are measured, and in those of the kernel for several."""
     from octavo_kernels.hopper.pipelined_configs import pipelined_configs
     from octavo_kernels.hopper.streamed_configs import streamed_configs
-    from octavo_kernels.triton.grouped_linear import run_grouped
-    from octavo_kernels.triton.grouped_product import GroupedProduct
+    from octavo_kernels.triton.grouped.grouped_linear import run_grouped
+    from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
     from octavo_kernels.triton.launch import has_gluon
 
     device = torch.device("cuda", 0)
@@ -225,7 +225,7 @@ class OutputMLPs:
 
 @pytest.mark.parametrize("form", OUTPUT_MLPS)
 def test_what_follows_attention_is_one_kernel_and_agrees_with_float64(form: str) -> None:
-    from octavo_kernels.triton.grouped_output_mlp import config_of
+    from octavo_kernels.triton.grouped.grouped_output_mlp import config_of
     from octavo_kernels.triton.launch import has_gluon
 
     layers = OutputMLPs(form)

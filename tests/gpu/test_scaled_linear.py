@@ -43,9 +43,9 @@ def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(number: 
 
 @pytest.mark.parametrize("T", [1, 40, 90])
 def test_matrices_of_w8a8_checkpoints_multiply_several_rounded_rows(T: int) -> None:
-    from octavo.quant.grouped import GroupedStored
-    from octavo.quant.scaled import ScaledWeight
-    from octavo.quant.stored import WeightFormat
+    from octavo.quant.stored.int_group_weight import GroupedStored
+    from octavo.quant.stored.scaled import ScaledWeight
+    from octavo.quant.stored.stored_weight import WeightFormat
 
     codes_NK, scales_N1 = torch.randint(-127, 128, (512, 256), dtype=torch.int8), torch.rand(512, 1) * 0.01 + 0.01
     stored = GroupedStored(codes_NK, scales_N1, None, 8, rounds_activations=True)

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from octavo.child_process import ChildLost
-from octavo.child_worker import RENDERED, Answer
 from octavo.errors import QueueFull
 from octavo.grammar import forms, tester
 from octavo.grammar.compiler import MAX_PROCESSES, PAUSE, GrammarCompiler, Refused
 from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
+from octavo.system.child_process import ChildLost
+from octavo.system.child_worker import RENDERED, Answer
 from tests.grammar.walks import VOCABULARY
 
 PACKED = PackedVocabulary(pack_tokens(VOCABULARY.tokens), VOCABULARY.special_ids, VOCABULARY.eos_ids)

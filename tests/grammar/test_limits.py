@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from octavo.child_worker import REFUSED, RENDERED
 from octavo.grammar import forms, tester
 from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.matchers import compile_matcher, fill_mask, new_mask
 from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
+from octavo.system.child_worker import REFUSED, RENDERED
 from tests.grammar.test_compiler import BOMBS
 from tests.grammar.walks import EOS, VOCABULARY, allowed, tokenizer, write
 

@@ -10,11 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from octavo.child_worker import REFUSED, RENDERED
 from octavo.grammar import forms, tester
 from octavo.grammar.compiler import GrammarCompiler, Refused
 from octavo.grammar.matchers import compile_matcher
 from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
+from octavo.system.child_worker import REFUSED, RENDERED
 from tests.grammar.walks import VOCABULARY, tokenizer
 
 Schema = dict[str, Any]

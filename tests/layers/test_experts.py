@@ -12,8 +12,8 @@ from octavo.layers.experts import DenseMixture, PackedMixture, StoredExperts, ma
 from octavo.ops import dispatch
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
-from octavo.quant.blocks import BlockStored
-from octavo.quant.stored import DenseStored, StoredWeight, WeightFormat
+from octavo.quant.stored.blocks import BlockStored
+from octavo.quant.stored.stored_weight import DenseStored, StoredWeight, WeightFormat
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 
 X, D, F, S = 4, 64, 32, 2

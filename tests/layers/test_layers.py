@@ -11,9 +11,9 @@ from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
 from octavo.layers.rotary import DefaultRope, LinearRope, Llama3Rope, Rotary
 from octavo.ops.block_linear import PackedBlocks
-from octavo.quant.blocks import BlockStored, BlockWeight
-from octavo.quant.stored import DenseStored, DenseWeight, WeightFormat, make_weights
-from octavo.weights.blocks import BlockTensor, dequantize
+from octavo.quant.stored.blocks import BlockStored, BlockWeight
+from octavo.quant.stored.stored_weight import DenseStored, DenseWeight, WeightFormat, make_weights
+from octavo.weights.gguf.blocks import BlockTensor, dequantize
 from tests.ops.cpu_cases import needs_float_kernels
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from octavo.layers.lora import AdapterRows
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.output_mlp import output_mlp
-from octavo.quant.packed import GroupedWeight
-from octavo.quant.stored import DenseWeight
+from octavo.quant.stored.packed import GroupedWeight
+from octavo.quant.stored.stored_weight import DenseWeight
 from tests.ops.triton.test_grouped_linear import random_groups
 
 D, A, F = 128, 256, 384

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM, SamplingParams, build
+from octavo import LLM, SamplingParams
+from octavo.build import build_engine as build
 from octavo.errors import ConfigError
 from octavo.models.registry import LoadedModel, load_model
 from tests.models.families import make_checkpoint
@@ -51,7 +52,7 @@ def test_a_drafter_is_loaded_as_it_is_stored(
         drafters.append(load_model(*args))
         return drafters[-1]
 
-    monkeypatch.setattr("octavo.build_drafter.load_model", noted)
+    monkeypatch.setattr("octavo.build.build_drafter.load_model", noted)
     config = {"method": "draft_model", "model": str(folders[drafter]), "adaptive": False}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(folders[target], **SETTINGS, quantization=quantization, speculative_config=config) as llm:

@@ -19,17 +19,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octavo import LLM, SamplingParams, build
+from octavo import LLM, SamplingParams
+from octavo.build import build_engine as build
 from octavo.engine import scheduler
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.drafters.dflash import DFlashModel
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.drafting import NewestTokens
-from octavo.runtime.draft_rows import Draws
-from octavo.runtime.drafter import DraftInputs
-from octavo.runtime.drafters import BlockDrafter, HeadDrafter, ModelDrafter
-from octavo.runtime.stream_executor import StreamExecutor
+from octavo.runtime.drafting.draft_rows import Draws
+from octavo.runtime.drafting.drafter import DraftInputs
+from octavo.runtime.drafting.drafters import BlockDrafter, HeadDrafter, ModelDrafter
+from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.types import EngineStats
 from tests.llm.test_any_requests import some_params, without_rounding
 from tests.llm.tiny import write_checkpoint

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine

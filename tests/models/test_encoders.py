@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.errors import CheckpointError, ConfigError

@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from octavo import LLM, SamplingParams, build
+from octavo import LLM, SamplingParams
+from octavo.build import build_engine as build
 from octavo.errors import CheckpointError
-from octavo.weights.gguf import GGUFFile
-from octavo.weights.gguf_families import FAMILIES
+from octavo.weights.gguf.gguf_families import FAMILIES
+from octavo.weights.gguf.gguf_reader import GGUFFile
 from tests.models.families import make_checkpoint, rope
 from tests.models.gguf_files import ARCHITECTURES, Array, write_gguf
 from tests.models.test_architectures import SETTINGS, random_tokens

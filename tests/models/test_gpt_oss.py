@@ -14,8 +14,8 @@ from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
 from octavo.models.outline import outline
 from octavo.models.registry import read_config
-from octavo.quant.float4 import Float4Stored
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.float4 import Float4Stored
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.safetensors import SafetensorsCheckpoint
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens

@@ -12,7 +12,7 @@ import torch
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.families import FIRST_ROWS, VOCAB_SIZE, make_checkpoint

@@ -27,8 +27,8 @@ from octavo.models.loader import WeightLoader
 from octavo.ops import dispatch
 from octavo.ops.attention import HeadLayout
 from octavo.ops.dispatch import REFERENCE
-from octavo.quant.stored import WeightFormat
-from octavo.runtime.forward import make_forward
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.executors.forward import make_forward
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits

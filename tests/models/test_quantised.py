@@ -15,7 +15,7 @@ from octavo import LLM, SamplingParams
 from octavo.models.outline import outline
 from octavo.models.registry import load_model, read_config
 from octavo.ops.grouped_linear import grouped_linear
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.safetensors import SafetensorsCheckpoint
 from tests.models.families import VOCAB_SIZE, make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens

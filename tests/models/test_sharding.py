@@ -16,11 +16,11 @@ from octavo.models.features import KEYS
 from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import ARCHITECTURES
-from octavo.quant.blocks import BlockStored
+from octavo.quant.formats.plain import PLAIN, Plain
 from octavo.quant.methods import QuantMethod
-from octavo.quant.plain import PLAIN, Plain
-from octavo.quant.shard import Shard
-from octavo.quant.stored import StoredWeight, WeightFormat
+from octavo.quant.stored.blocks import BlockStored
+from octavo.quant.stored.shard import Shard
+from octavo.quant.stored.stored_weight import StoredWeight, WeightFormat
 from octavo.quant.tensors import Tensors
 from octavo.weights.dummy import DummyCheckpoint
 from tests.ops.cpu_cases import random_blocks

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import build
+from octavo.build import build_engine as build
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError
 from octavo.models import sizes
 from octavo.models.registry import read_config
 from octavo.models.sizes import check_dummy
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from octavo.weights.checkpoint import open_checkpoint

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from octavo import LLM, SamplingParams
+from octavo.build.device_settings import quant_method, weight_format
 from octavo.config import ModelSettings
-from octavo.device_settings import quant_method, weight_format
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.rotary import DefaultRope
 from octavo.models.llama import LlamaConfig

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton")
 
 from octavo_bench.cost_fit import H200, Measured, left_out, read, regrets
-from octavo_kernels.triton.linear_cost import FITTED, Gpu, Product, microseconds, ranked
-from octavo_kernels.triton.skinny_gemm import SkinnyConfig
+from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig
+from octavo_kernels.triton.tuning.linear_cost import FITTED, Gpu, Product, microseconds, ranked
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/results/gpu"
 RECORDS = FOLDER / "kernels_linear.json", FOLDER / "kernels_served.json"

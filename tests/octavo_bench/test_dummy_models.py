@@ -12,7 +12,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.models.outline import outline
 from octavo.models.registry import read_config
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.text.tokenizer import load_tokenizer
 from octavo.weights.dummy import DummyCheckpoint
 from octavo_bench.dummy_models import SPECIAL_TOKENS, make_tokenizer, model_folder, write_model

@@ -10,8 +10,8 @@ import torch
 
 from octavo.errors import CheckpointError
 from octavo.models.registry import load_model, read_config
-from octavo.quant.mxfp4 import MXFP4
-from octavo.quant.stored import WeightFormat
+from octavo.quant.formats.mxfp4 import MXFP4
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Tensors
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.dummy import DummyCheckpoint

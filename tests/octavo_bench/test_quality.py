@@ -13,7 +13,7 @@ from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.registry import read_config
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo_bench import quality, quality_formats
 from octavo_bench.dummy_models import make_tokenizer
 from tests.models import families

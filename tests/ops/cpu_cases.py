@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, attention
 from octavo.ops.block_linear import PackedBlocks
 from octavo.ops.scaled_linear import ScaledValues
-from octavo.weights.blocks import BLOCK_KINDS, BlockTensor, Groups
+from octavo.weights.gguf.blocks import BLOCK_KINDS, BlockTensor, Groups
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 
 needs_float_kernels = pytest.mark.skipif(missing(FLOAT_FEATURES) is not None, reason=str(missing(FLOAT_FEATURES)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
-from octavo.weights.blocks import Groups, dequantize, split_groups
+from octavo.weights.gguf.blocks import Groups, dequantize, split_groups
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
 

@@ -20,7 +20,7 @@ import torch
 from numba.core.caching import IndexDataCacheFile
 
 from octavo_kernels.cpu import threads
-from octavo_kernels.cpu.attention import compiling_in_background
+from octavo_kernels.cpu.attention.attention import compiling_in_background
 from octavo_kernels.cpu.background import in_background
 from octavo_kernels.cpu.compiled import cache_folder, compiled, compiled_task, is_missing
 from octavo_kernels.cpu.memory import call_task, view

@@ -12,8 +12,9 @@ import torch
 from octavo import ops
 from octavo.ops.noise import exponentials, key_of, token_hashes
 from octavo.ops.sampling import BANNED, SampleParams
-from octavo_kernels.cpu import sample_row, threads
-from octavo_kernels.cpu.sample_row import BLOCK
+from octavo_kernels.cpu import threads
+from octavo_kernels.cpu.sampling import sample_row
+from octavo_kernels.cpu.sampling.sample_row import BLOCK
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.ops.sampling_cases import make_logits, mixed_params, uniform_params
 

@@ -10,7 +10,7 @@ import torch
 from octavo import ops
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks
-from octavo.weights.blocks import dequantize
+from octavo.weights.gguf.blocks import dequantize
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks
 
 LEVELS = [pytest.param("numba", marks=needs_float_kernels), "reference"]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.quant import at_load
-from octavo.quant.at_load import quantized, quantized_head
-from octavo.quant.blocks import BlockStored
-from octavo.quant.grouped import GroupedStored
-from octavo.quant.stored import DenseStored, StoredWeight, WeightFormat
+from octavo.quant.formats import online_quantization
+from octavo.quant.formats.online_quantization import quantized, quantized_head
+from octavo.quant.stored.blocks import BlockStored
+from octavo.quant.stored.int_group_weight import GroupedStored
+from octavo.quant.stored.stored_weight import DenseStored, StoredWeight, WeightFormat
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.quant.test_stored import in_blocks
 
@@ -53,7 +53,7 @@ def test_int4_is_better_than_rounding_to_the_largest(monkeypatch: pytest.MonkeyP
     plain = float(((groups / steps).round() * steps - groups).norm() / groups.norm())
     found = relative_error("int4", MATRIX)
     assert found < 0.85 * plain
-    monkeypatch.setattr(at_load, "CLIPS", (8.0,))
+    monkeypatch.setattr(online_quantization, "CLIPS", (8.0,))
     assert found < relative_error("int4", MATRIX)
 
 
@@ -71,7 +71,7 @@ def test_parts_and_slices_of_rows_change_nothing(
 ) -> None:
     matrix = MATRIX.to(dtype)
     whole = dense(name, matrix)
-    monkeypatch.setitem(at_load.AT_ONCE, "cpu", 384 * 7)
+    monkeypatch.setitem(online_quantization.AT_ONCE, "cpu", 384 * 7)
     parts = DenseStored((matrix[:30], matrix[30:31], matrix[31:].t().contiguous().t()))
     assert torch.equal(quantized("map", parts, form(name)).dense(DENSE), whole)
     by_columns = [quantized("map", DenseStored((matrix,)), form(name)).shard(1, rank, 3) for rank in range(3)]

@@ -7,9 +7,9 @@ import torch
 
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
-from octavo.quant.blocks import BlockStored, without_kernel
-from octavo.quant.stored import WeightFormat
-from octavo.weights.blocks import dequantize
+from octavo.quant.stored.blocks import BlockStored, without_kernel
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.weights.gguf.blocks import dequantize
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 
 PACKING = WeightFormat(torch.float32, torch.device("cpu"), packs=True)

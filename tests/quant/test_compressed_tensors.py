@@ -15,12 +15,12 @@ from compressed_tensors.quantization.utils import calculate_range
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.quant.compressed_tensors import CompressedTensors
-from octavo.quant.float4 import Float4Stored
-from octavo.quant.grouped import GroupedStored
-from octavo.quant.plain import Plain
-from octavo.quant.scaled import ScaledStored
-from octavo.quant.stored import WeightFormat
+from octavo.quant.formats.compressed_tensors import CompressedTensors
+from octavo.quant.formats.plain import Plain
+from octavo.quant.stored.float4 import Float4Stored
+from octavo.quant.stored.int_group_weight import GroupedStored
+from octavo.quant.stored.scaled import ScaledStored
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Tensors
 from tests.quant.sources import module
 

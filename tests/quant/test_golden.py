@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from octavo.quant.grouped import GroupedStored
 from octavo.quant.methods import read_method
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.int_group_weight import GroupedStored
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Tensors
 from tests.quant.sources import module
 

@@ -7,12 +7,12 @@ import torch
 
 from octavo.ops.block_linear import KINDS
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.quant.blocks import BlockStored
-from octavo.quant.float4 import Float4Stored
-from octavo.quant.grouped import GroupedStored
-from octavo.quant.packed import GroupedWeight, group_length
-from octavo.quant.scaled import ScaledStored
-from octavo.quant.stored import StoredWeight, WeightFormat, filled
+from octavo.quant.stored.blocks import BlockStored
+from octavo.quant.stored.float4 import Float4Stored
+from octavo.quant.stored.int_group_weight import GroupedStored
+from octavo.quant.stored.packed import GroupedWeight, group_length
+from octavo.quant.stored.scaled import ScaledStored
+from octavo.quant.stored.stored_weight import StoredWeight, WeightFormat, filled
 from tests.quant.test_stored import Make, grouped, in_blocks, mxfp4, nvfp4, scaled
 
 CPU = torch.device("cpu")

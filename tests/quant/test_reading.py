@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
-from octavo.quant.float4 import Float4Stored
-from octavo.quant.grouped import GroupedStored
 from octavo.quant.methods import read_method
-from octavo.quant.scaled import ScaledStored
-from octavo.quant.shard import Shard
-from octavo.quant.stored import DenseStored, StoredWeight, WeightFormat
+from octavo.quant.stored.float4 import Float4Stored
+from octavo.quant.stored.int_group_weight import GroupedStored
+from octavo.quant.stored.scaled import ScaledStored
+from octavo.quant.stored.shard import Shard
+from octavo.quant.stored.stored_weight import DenseStored, StoredWeight, WeightFormat
 from octavo.quant.tensors import Tensors
 from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.safetensors import read_configs

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo.quant.scaled import ScaledStored, ScaledWeight
-from octavo.quant.stored import WeightFormat, filled
+from octavo.quant.stored.scaled import ScaledStored, ScaledWeight
+from octavo.quant.stored.stored_weight import WeightFormat, filled
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.quant.test_stored import scaled
 

@@ -12,11 +12,19 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS
-from octavo.quant.blocks import BlockStored, BlockWeight
-from octavo.quant.float4 import E2M1, Float4Stored
-from octavo.quant.grouped import GroupedStored
-from octavo.quant.scaled import ScaledStored
-from octavo.quant.stored import DenseStored, DenseWeight, StoredWeight, WeightFormat, fill, filled, make_weights
+from octavo.quant.stored.blocks import BlockStored, BlockWeight
+from octavo.quant.stored.float4 import E2M1, Float4Stored
+from octavo.quant.stored.int_group_weight import GroupedStored
+from octavo.quant.stored.scaled import ScaledStored
+from octavo.quant.stored.stored_weight import (
+    DenseStored,
+    DenseWeight,
+    StoredWeight,
+    WeightFormat,
+    fill,
+    filled,
+    make_weights,
+)
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from compressed_tensors.utils import match_targets
 from torch import nn
 
 from octavo.errors import CheckpointError
-from octavo.quant.compressed_tensors import CompressedTensors
-from octavo.quant.stored import DenseStored, WeightFormat
-from octavo.quant.targets import Targets
+from octavo.quant.formats.compressed_tensors import CompressedTensors
+from octavo.quant.module_matching import Targets
+from octavo.quant.stored.stored_weight import DenseStored, WeightFormat
 from octavo.quant.tensors import Tensors
 from octavo.weights.dummy import DummyCheckpoint
 from tests.quant.sources import module

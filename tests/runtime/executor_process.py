@@ -19,10 +19,10 @@ from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.quant.stored import WeightFormat
-from octavo.runtime.host_executor import HostExecutor
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.executors.host_executor import HostExecutor
+from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.stream_executor import StreamExecutor
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Message, unpack
 from tests.models.checkpoints import FolderSource

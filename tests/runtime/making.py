@@ -11,10 +11,10 @@ from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import StepRunner
 from octavo.models.adapters import Adapters
-from octavo.runtime.host_executor import HostExecutor
+from octavo.runtime.executors.host_executor import HostExecutor
+from octavo.runtime.executors.step_program import Forward
+from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.step_program import Forward
-from octavo.runtime.stream_executor import StreamExecutor
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
 from octavo.steps.shapes import ChooseShape, exact_shape

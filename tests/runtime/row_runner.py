@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import StepRunner
-from octavo.runtime.host_executor import HostExecutor
+from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.steps.limits import StepLimits
 from octavo.steps.shapes import exact_shape
 from octavo.types import Request, Scheduled, Sequence

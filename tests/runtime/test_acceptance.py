@@ -10,7 +10,7 @@ import torch
 from octavo import ops
 from octavo.ops import noise
 from octavo.ops.sampling import SampleParams
-from octavo.runtime.acceptance import (
+from octavo.runtime.drafting.acceptance import (
     DRAFT_STREAM,
     RESIDUAL_STREAM,
     acceptance_rate,

@@ -19,7 +19,7 @@ from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.drafting import NewestTokens
-from octavo.runtime.drafter import DraftInputs
+from octavo.runtime.drafting.drafter import DraftInputs
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits

@@ -13,7 +13,7 @@ ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PROGRAM = """
 import re, pathlib, torch
 from octavo.config import ModelSettings
-from octavo.device_settings import prepared_device
+from octavo.build.device_settings import prepared_device
 prepared_device(ModelSettings(device="cpu"))
 weights = torch.ones(16 << 20)
 print(re.search(r"AnonHugePages: *([0-9]+)", pathlib.Path("/proc/self/smaps_rollup").read_text())[1])

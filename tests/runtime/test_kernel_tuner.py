@@ -20,17 +20,17 @@ from octavo.ops.dispatch import REFERENCE
 from octavo.ops.drafting import NewestTokens
 from octavo.ops.grouped_linear import grouped_linear
 from octavo.ops.linear import linear
-from octavo.quant.stored import WeightFormat
-from octavo.runtime.drafter import DraftInputs
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.drafting.drafter import DraftInputs
+from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.stream_executor import StreamExecutor
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import MeasureKernels, PrepareTuning, UseKernels
 from octavo_kernels.triton.backend import BACKEND
 from tests.models.checkpoints import FolderSource, make_checkpoint
 from tests.runtime.making import CPU
 
-product_tuning = pytest.importorskip("octavo_kernels.triton.product_tuning")
+product_tuning = pytest.importorskip("octavo_kernels.triton.tuning.product_tuning")
 
 VOCAB = 97
 ENTRY = {"kernel": "cublas"}
@@ -79,10 +79,10 @@ def executor(
     model_name: str, tmp_path: Path, tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StreamExecutor]:
     """Of a small Llama in bfloat16, on the CPU, whose linear maps are those for GPUs; of INT4 all but the head."""
-    from octavo_kernels.triton.grouped_linear import grouped_linear_triton
-    from octavo_kernels.triton.linear import linear_triton
+    from octavo_kernels.triton.grouped.grouped_linear import grouped_linear_triton
+    from octavo_kernels.triton.linear.linear import linear_triton
 
-    monkeypatch.setattr("octavo.runtime.device_program.backend_of", lambda device_type: BACKEND)
+    monkeypatch.setattr("octavo.runtime.executors.device_program.backend_of", lambda device_type: BACKEND)
     make_checkpoint(tmp_path, "gqa")
     source = FolderSource(tmp_path)
     config = read_config(source.config)

@@ -23,11 +23,11 @@ from octavo.engine.step_runner import compute_padding
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.block_copies import HostBlockCopies
-from octavo.runtime.forward import make_forward
+from octavo.runtime.executors.block_copies import HostBlockCopies
+from octavo.runtime.executors.forward import make_forward
+from octavo.runtime.executors.step_views import StepBuffers, view_host_step, view_step
 from octavo.runtime.group_memory import EVEN_SHARES, GroupMemory
 from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
-from octavo.runtime.step_views import StepBuffers, view_host_step, view_step
 from octavo.sampling_params import SamplingParams
 from octavo.steps.layout import StepArrays, num_bytes
 from octavo.steps.limits import StepLimits

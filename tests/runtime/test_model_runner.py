@@ -19,8 +19,8 @@ from octavo.errors import RunnerError
 from octavo.layers.embedding import Embedding
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
-from octavo.quant.stored import DenseWeight, WeightFormat
-from octavo.runtime import step_program
+from octavo.quant.stored.stored_weight import DenseWeight, WeightFormat
+from octavo.runtime.executors import step_program
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits

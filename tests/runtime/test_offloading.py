@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import read_config
-from octavo.runtime.block_copies import HostBlockCopies
+from octavo.runtime.executors.block_copies import HostBlockCopies
 from octavo.runtime.kv_storage import KVStorage
 from octavo_fleet.sim.shapes import SHAPES
 from tests.llm.tiny import write_checkpoint

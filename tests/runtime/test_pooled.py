@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.runtime.process_group import DIVIDED_BYTES, ProcessGroupCollective
+from octavo.runtime.ranks.process_group import DIVIDED_BYTES, ProcessGroupCollective
 from octavo_kernels.cpu.collective import SharedCollective, region_bytes
 
 WIDTH = 64

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from octavo.runtime import rank_group
-from octavo.runtime.rank_group import Progress
+from octavo.runtime.ranks import rank_group
+from octavo.runtime.ranks.rank_group import Progress
 from octavo_kernels.cpu.message_ring import RingReader, RingWriter
 from octavo_kernels.cpu.rank_memory import RankMemory, make_memory
 from tests.ops.cpu_cases import needs_float_kernels

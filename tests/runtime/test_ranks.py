@@ -25,11 +25,11 @@ from octavo.models.adapters import Adapters, make_stacks
 from octavo.models.layer_cache import kv_groups, rank_cache
 from octavo.models.registry import load_model, read_config
 from octavo.ops.collective import SINGLE_RANK, Collective
-from octavo.quant.stored import WeightFormat
-from octavo.runtime.host_executor import HostExecutor
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.executors.host_executor import HostExecutor
+from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.stream_executor import StreamExecutor
-from octavo.runtime.vocabulary import part_of_vocabulary
+from octavo.runtime.sharded_logits import part_of_vocabulary
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor

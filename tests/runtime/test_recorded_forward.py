@@ -15,11 +15,11 @@ from torch import Tensor
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops.attention import GroupRows, PagedRows
-from octavo.quant.stored import WeightFormat
-from octavo.runtime import recorded_forward
-from octavo.runtime.forward import make_forward
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.executors import recorded_forward
+from octavo.runtime.executors.forward import make_forward
+from octavo.runtime.executors.recorded_forward import RecordedCall, RecordedForward
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.recorded_forward import RecordedCall, RecordedForward
 from octavo_kernels.cpu.backend import BACKEND
 from tests.models.checkpoints import FolderSource, make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo.sampling_params import SamplingParams
-from octavo_kernels.cpu import sampling as sample
+from octavo_kernels.cpu.sampling import sample as sample
 from tests.ops.row_sampler import NOT_NUMBERS, NOTHING_LEFT, OVERFLOW, Row
 from tests.runtime.row_runner import RowRunner
 

@@ -14,8 +14,8 @@ from octavo.engine.graph_choice import GraphChoice
 from octavo.errors import RunnerError
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime import sleeping_memory
-from octavo.runtime.sleeping_memory import SleepingMemory, device_tensors
+from octavo.runtime.executors import sleeping_memory
+from octavo.runtime.executors.sleeping_memory import SleepingMemory, device_tensors
 from octavo.steps.messages import Compile, Step
 from octavo.steps.shapes import StepShape, first_shapes, graph_shapes
 from octavo_bench.offline import wait_until_prepared

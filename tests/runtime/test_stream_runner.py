@@ -30,7 +30,7 @@ from octavo.models.layer_cache import kv_groups
 from octavo.ops import dispatch
 from octavo.ops.attention import LayerCache
 from octavo.ops.dispatch import REFERENCE
-from octavo.runtime.device_program import with_distinct_layers
+from octavo.runtime.executors.device_program import with_distinct_layers
 from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StepLimits

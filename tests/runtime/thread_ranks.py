@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.runtime.rank_executor import Follower, RankExecutor
+from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
 from octavo.steps.messages import Executor, Message, Reply, pack, unpack
 from octavo_kernels.cpu.collective import SharedCollective
 from octavo_kernels.cpu.rank_memory import RankMemory, make_memory

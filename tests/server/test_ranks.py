@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams

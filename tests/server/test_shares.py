@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from octavo.config import ModelSettings, ServeConfig
-from octavo.cpus import num_cpus
 from octavo.grammar import compiler
 from octavo.server_settings import ServerSettings
+from octavo.system.cpus import num_cpus
 from octavo.telemetry.events import Event
 from octavo.text.conversation import ChatPrompt
 from octavo_server.app import create_app

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from octavo.errors import CheckpointError
-from octavo.weights.blocks import BlockTensor, dequantize
-from octavo.weights.gguf import GGUFFile
+from octavo.weights.gguf.blocks import BlockTensor, dequantize
+from octavo.weights.gguf.gguf_reader import GGUFFile
 
 SPARE_BYTES = 200 << 20
 

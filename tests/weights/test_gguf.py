@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from octavo.errors import CheckpointError
-from octavo.weights import gguf
-from octavo.weights.gguf import GGUFFile
+from octavo.weights.gguf import gguf_reader
+from octavo.weights.gguf.gguf_reader import GGUFFile
 from tests.weights import gguf_bytes as make
 from tests.weights.gguf_bytes import file, pair, string, tensor
 
@@ -175,13 +175,13 @@ def test_hostile_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
 
 def test_a_header_has_an_end(tmp_path: Path) -> None:
     pairs = [string(f"k{index}") + struct.pack("<I", 8) + string(bytes(1 << 20)) for index in range(33)]
-    with pytest.raises(CheckpointError, match=f"the {gguf.MAX_HEADER_BYTES} bytes allowed for a header"):
+    with pytest.raises(CheckpointError, match=f"the {gguf_reader.MAX_HEADER_BYTES} bytes allowed for a header"):
         opened(tmp_path, file(pairs))
 
 
 def test_strings_in_all_arrays_are_counted_together(tmp_path: Path) -> None:
-    half = struct.pack("<IIQ", 9, 8, gguf.MAX_STRINGS // 2 + 1) + bytes(8) * (gguf.MAX_STRINGS // 2 + 1)
-    assert len(opened(tmp_path, file([string("a") + half])).metadata["a"]) == gguf.MAX_STRINGS // 2 + 1
+    half = struct.pack("<IIQ", 9, 8, gguf_reader.MAX_STRINGS // 2 + 1) + bytes(8) * (gguf_reader.MAX_STRINGS // 2 + 1)
+    assert len(opened(tmp_path, file([string("a") + half])).metadata["a"]) == gguf_reader.MAX_STRINGS // 2 + 1
     with pytest.raises(CheckpointError, match="'b': number of strings: 524289, at most 524287"):
         opened(tmp_path, file([string("a") + half, string("b") + half]))
 

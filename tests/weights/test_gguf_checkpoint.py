@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.weights.blocks import BlockTensor, dequantize
-from octavo.weights.gguf import GGUFFile
-from octavo.weights.gguf_checkpoint import GGUFCheckpoint
+from octavo.weights.gguf.blocks import BlockTensor, dequantize
+from octavo.weights.gguf.gguf_checkpoint import GGUFCheckpoint
+from octavo.weights.gguf.gguf_reader import GGUFFile
 from tests.weights.gguf_bytes import llama_file
 
 Opener = Callable[..., GGUFCheckpoint]

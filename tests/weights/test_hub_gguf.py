@@ -18,7 +18,7 @@ import pytest
 
 from octavo.cli import main
 from octavo.errors import ConfigError
-from octavo.weights.hub_gguf import HubGGUF, choose_file, parse_hub_gguf, quantisation_of
+from octavo.weights.gguf.hub_gguf import HubGGUF, choose_file, parse_hub_gguf, quantisation_of
 
 REPO = "acme/tiny-GGUF"
 COMMIT = "1" * 40

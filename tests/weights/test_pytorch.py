@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from octavo.build import build_engine
+from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError
 from octavo.sampling_params import SamplingParams

@@ -26,7 +26,7 @@ from octavo.models.qwen3 import Qwen3Layer
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.methods import read_method
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Renamed, Source
 
 

@@ -28,7 +28,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.quant.methods import read_method
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Renamed, Source
 
 LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"

@@ -25,7 +25,7 @@ from octavo.models.mtp_names import QWEN_PREFIX, mtp_prefixes
 from octavo.models.registry import CausalLM
 from octavo.models.text_part import TextPart
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Renamed, Source
 
 LATER = re.compile(r"mtp\.layers\.[1-9]")

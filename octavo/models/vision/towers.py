@@ -14,7 +14,7 @@ from octavo.models.registry import CausalLM
 from octavo.models.vision.qwen import Qwen3Tower, Qwen25Tower
 from octavo.models.vision.siglip import Gemma3Tower
 from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
-from octavo.quant.stored import WeightFormat
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Renamed, Source
 
 

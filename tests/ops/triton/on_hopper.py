@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo_kernels.hopper import pipelined_configs, streamed_configs
-from octavo_kernels.triton import grouped_configs
+from octavo_kernels.triton.grouped import grouped_configs
 
 SHARED_BYTES = 227 * 1024
 MULTIPROCESSORS = 132

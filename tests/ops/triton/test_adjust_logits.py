@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops.sampling import Adjustments, adjust_logits
-from octavo_kernels.triton import adjust_logits as kernels
-from octavo_kernels.triton.adjust_logits import adjust_logits_triton
+from octavo_kernels.triton.sampling import adjust_logits as kernels
+from octavo_kernels.triton.sampling.adjust_logits import adjust_logits_triton
 from tests.ops.adjusting_cases import make_rows, packed
 from tests.ops.sampling_cases import make_logits
 from tests.ops.triton.guards import Guarded

@@ -21,7 +21,7 @@ from octavo.ops.attention import (
     paged_attention,
 )
 from octavo.ops.norms import rms_norm
-from octavo_kernels.triton.attention import attention_triton
+from octavo_kernels.triton.attention.attention import attention_triton
 from octavo_kernels.triton.launch import invariant
 from tests.triton_interpreter import DEVICE
 

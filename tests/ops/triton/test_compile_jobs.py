@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.kernel_compiler import Compilers, CompilersLost
+from octavo.system.kernel_compiler import Compilers, CompilersLost
 
 SCRIPT = """
 import msgspec
@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 
-from octavo.kernel_compiler import Compilers
+from octavo.system.kernel_compiler import Compilers
 from octavo_kernels.triton import compile_jobs
 from octavo_kernels.triton.stepping import _publish_kernel as kernel
 
@@ -52,7 +52,7 @@ main()
 
 ECHO = """
 import os, socket, sys
-from octavo.child_worker import LENGTH, receive
+from octavo.system.child_worker import LENGTH, receive
 control, *connections = (socket.socket(fileno=int(text)) for text in sys.argv[1:])
 while (message := receive(connections[0])) not in (None, b"end"):
     answer = f"{os.getpid()}".encode()
@@ -100,7 +100,7 @@ def test_the_processes_end_with_what_they_compile_for(echo: str) -> None:
     first = int(compilers.compile(b"a job"))
     compilers.close()
     assert _ends(first)
-    script = f"import time; from octavo.kernel_compiler import Compilers; c = Compilers(1, {echo!r}); "
+    script = f"import time; from octavo.system.kernel_compiler import Compilers; c = Compilers(1, {echo!r}); "
     script += "print(c.compile(b'a job'), flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None

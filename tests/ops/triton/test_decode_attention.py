@@ -11,8 +11,8 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, SingleRows
+from octavo_kernels.triton.attention.decode_attention import Prologue, attend_single_rows, run_decode_attention
 from octavo_kernels.triton.configs.decode_attention import DecodeConfig, config_for
-from octavo_kernels.triton.decode_attention import Prologue, attend_single_rows, run_decode_attention
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}

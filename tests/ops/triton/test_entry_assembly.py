@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from octavo.ops.grouped_linear import BITS, WORDS, PackedGroups
-from octavo_kernels.triton import grouped_numbers
-from octavo_kernels.triton.grouped_numbers import assembly, entry_assembly, entry_offset, offset_of
+from octavo_kernels.triton.grouped import grouped_numbers
+from octavo_kernels.triton.grouped.grouped_numbers import assembly, entry_assembly, entry_offset, offset_of
 from tests.ops.triton.ptx import Registers, halves, packed
 from tests.ops.triton.test_grouped_linear import random_groups
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo_kernels.triton.gather_rows import BLOCK_K, gather_rows
+from octavo_kernels.triton.experts.gather_rows import BLOCK_K, gather_rows
 
 
 @pytest.mark.parametrize("K", [8, BLOCK_K + 24])

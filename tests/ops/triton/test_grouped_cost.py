@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from octavo.ops.grouped_linear import Number
-from octavo_kernels.triton.grouped_configs import ROW_BUCKETS
-from octavo_kernels.triton.grouped_cost import ranked
-from octavo_kernels.triton.grouped_gemm import GroupedGemmConfig
-from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig
-from octavo_kernels.triton.grouped_product import GroupedProduct
-from octavo_kernels.triton.linear_cost import Gpu
+from octavo_kernels.triton.grouped.grouped_configs import ROW_BUCKETS
+from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
+from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig
+from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
+from octavo_kernels.triton.tuning.grouped_cost import ranked
+from octavo_kernels.triton.tuning.linear_cost import Gpu
 
 H200 = Gpu(132, 4.8e6, 227 * 1024, has_copy_engine=True)
 SMALL = Gpu(36, 0.3e6, 99 * 1024, has_copy_engine=False)

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups, grouped_linear
-from octavo_kernels.triton import grouped_configs, grouped_gemv, launch
+from octavo_kernels.triton import launch
 from octavo_kernels.triton.config_tables import FOLDER, ConfigTable
-from octavo_kernels.triton.grouped_configs import TABLE, GroupedConfig, config_for
-from octavo_kernels.triton.grouped_dense import dense
-from octavo_kernels.triton.grouped_gemm import GroupedGemmConfig
-from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig
-from octavo_kernels.triton.grouped_linear import grouped_linear_triton, run_grouped
-from octavo_kernels.triton.grouped_product import GroupedProduct
+from octavo_kernels.triton.grouped import grouped_configs, grouped_gemv
+from octavo_kernels.triton.grouped.grouped_configs import TABLE, GroupedConfig, config_for
+from octavo_kernels.triton.grouped.grouped_dense import dense
+from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
+from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig
+from octavo_kernels.triton.grouped.grouped_linear import grouped_linear_triton, run_grouped
+from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import counters, invariant
-from octavo_kernels.triton.skinny_gemm import MAX_TILES
+from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES
 from tests.ops.triton.poison import poison_new_tensors
 from tests.ops.triton.test_linear import PARTS, Case
 

@@ -9,7 +9,7 @@ import torch
 
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.ops.moe import ClampedSwish, GroupedExperts, grouped_moe, join_experts
-from octavo_kernels.triton.grouped_moe import grouped_moe_triton
+from octavo_kernels.triton.experts.grouped_moe import grouped_moe_triton
 from tests.ops.triton.poison import poison_new_tensors
 from tests.ops.triton.test_grouped_linear import random_groups
 from tests.triton_interpreter import quick_first

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from octavo.ops import grouped_output_mlp
-from octavo_kernels.triton import grouped_output_mlp as in_triton
-from octavo_kernels.triton.grouped_output_mlp import grouped_output_mlp_triton
+from octavo_kernels.triton.grouped import grouped_output_mlp as in_triton
+from octavo_kernels.triton.grouped.grouped_output_mlp import grouped_output_mlp_triton
 from octavo_kernels.triton.launch import invariant, no_grid_barriers
-from octavo_kernels.triton.product_calls import collecting
+from octavo_kernels.triton.tuning.product_calls import collecting
 from tests.ops.triton.test_grouped_linear import random_groups
 
 D, A, F = 256, 128, 384

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo_kernels.triton import head_linear as module
-from octavo_kernels.triton.head_linear import head_linear_triton
+from octavo_kernels.triton.attention import head_linear as module
+from octavo_kernels.triton.attention.head_linear import head_linear_triton
 from octavo_kernels.triton.launch import invariant
 from tests.ops.triton.poison import poison_new_tensors
 

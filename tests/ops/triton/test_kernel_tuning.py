@@ -16,11 +16,11 @@ from octavo_bench.kernel_tuning import kernel_key
 from octavo_bench.linear_case import LinearCase, Weights
 from octavo_bench.served_shapes import SERVED
 from octavo_fleet.sim.shapes import SHAPES
-from octavo_kernels.triton.gemv import GemvConfig
-from octavo_kernels.triton.linear_configs import TABLE, LinearConfig
-from octavo_kernels.triton.linear_uses import LinearUse
-from octavo_kernels.triton.product_tuning import Timed
-from octavo_kernels.triton.skinny_gemm import SkinnyConfig
+from octavo_kernels.triton.linear.gemv import GemvConfig
+from octavo_kernels.triton.linear.linear_configs import TABLE, LinearConfig
+from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig
+from octavo_kernels.triton.tuning.linear_uses import LinearUse
+from octavo_kernels.triton.tuning.product_tuning import Timed
 
 
 @pytest.mark.parametrize("name", ["qwen", "gpt2"])

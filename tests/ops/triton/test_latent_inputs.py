@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops.latent_attention import LatentHeads
-from octavo_kernels.triton import head_linear as module
-from octavo_kernels.triton.latent_inputs import latent_inputs
+from octavo_kernels.triton.attention import head_linear as module
+from octavo_kernels.triton.attention.latent_inputs import latent_inputs
 from octavo_kernels.triton.launch import invariant
 from tests.ops.triton.poison import poison_new_tensors
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from octavo.ops.attention import LayerCache
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads
-from octavo_kernels.triton import latent_attention as module
-from octavo_kernels.triton.latent_prompts import Expanded, expand
+from octavo_kernels.triton.attention import latent_attention as module
+from octavo_kernels.triton.attention.latent_prompts import Expanded, expand
 from tests.ops.triton.poison import poison_new_tensors
 from tests.ops.triton.test_latent_attention import TOLERANCE, Step
 from tests.triton_interpreter import quick_first

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo_kernels.triton import invariant_linear
-from octavo_kernels.triton.gemv import GemvConfig
 from octavo_kernels.triton.launch import counters, invariant
-from octavo_kernels.triton.linear import linear_triton, run_linear
-from octavo_kernels.triton.linear_configs import LinearConfig
-from octavo_kernels.triton.skinny_gemm import MAX_TILES, SkinnyConfig
+from octavo_kernels.triton.linear import invariant_linear
+from octavo_kernels.triton.linear.gemv import GemvConfig
+from octavo_kernels.triton.linear.linear import linear_triton, run_linear
+from octavo_kernels.triton.linear.linear_configs import LinearConfig
+from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES, SkinnyConfig
 from tests.ops.triton.poison import poison_new_tensors
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

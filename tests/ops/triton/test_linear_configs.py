@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo_kernels.triton import config_tables, grouped_configs
+from octavo_kernels.triton import config_tables
 from octavo_kernels.triton.config_tables import FOLDER, ConfigTable, forget_tables, own_path, table_path
-from octavo_kernels.triton.gemv import GemvConfig
-from octavo_kernels.triton.linear_configs import TABLE, LinearConfig, bucket_of, config_for
-from octavo_kernels.triton.skinny_gemm import SkinnyConfig
+from octavo_kernels.triton.grouped import grouped_configs
+from octavo_kernels.triton.linear.gemv import GemvConfig
+from octavo_kernels.triton.linear.linear_configs import TABLE, LinearConfig, bucket_of, config_for
+from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig
 
 CPU = torch.device("cpu")
 CONFIGS: dict[str, LinearConfig] = {

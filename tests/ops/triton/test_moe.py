@@ -10,9 +10,9 @@ from torch import Tensor
 
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish, Experts, moe
-from octavo_kernels.triton.expert_tiles import sort_into_tiles, tile_rows
+from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
+from octavo_kernels.triton.experts.moe import are_few, moe_triton
 from octavo_kernels.triton.launch import invariant
-from octavo_kernels.triton.moe import are_few, moe_triton
 from tests.ops.triton.poison import poison_new_tensors
 
 D, F, X, S = 40, 24, 7, 3

@@ -19,11 +19,11 @@ from octavo_kernels.hopper.pipelined_configs import (
 )
 from octavo_kernels.hopper.streamed_configs import StreamedConfig
 from octavo_kernels.triton.config_tables import ConfigTable
-from octavo_kernels.triton.grouped_configs import ROW_BUCKETS, config_for, default_config, key_of
-from octavo_kernels.triton.grouped_gemm import GroupedGemmConfig
-from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig
-from octavo_kernels.triton.grouped_product import GroupedProduct
-from octavo_kernels.triton.grouped_uses import GroupedUse
+from octavo_kernels.triton.grouped.grouped_configs import ROW_BUCKETS, config_for, default_config, key_of
+from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
+from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig
+from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
+from octavo_kernels.triton.tuning.grouped_uses import GroupedUse
 from tests.ops.triton.on_hopper import MULTIPROCESSORS, SHARED_BYTES, as_on_hopper
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from octavo_kernels.hopper import pipelined_gemm
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
 from octavo_kernels.hopper.pipelined_tiles import grain_of, programs_of, steps_of
-from octavo_kernels.triton.grouped_linear import run_grouped
+from octavo_kernels.triton.grouped.grouped_linear import run_grouped
 from octavo_kernels.triton.norms import rms_norm_triton
 from tests.ops.triton.test_grouped_linear import random_groups
 

@@ -7,7 +7,7 @@ import torch
 
 from octavo.ops.moe import GroupedExperts, join_experts
 from octavo_kernels.hopper.pipelined_moe import MAX_ROWS, ROOM, expert_configs
-from octavo_kernels.triton.expert_tiles import sort_into_tiles, tile_rows
+from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.launch import invariant
 from tests.ops.triton.on_hopper import as_on_hopper
 from tests.ops.triton.test_grouped_linear import random_groups

@@ -13,10 +13,10 @@ from octavo.ops.moe import ClampedSwish, GroupedExperts, grouped_moe
 from octavo_kernels.hopper import pipelined_epilogue, pipelined_gemm, pipelined_producer, pipelined_tiles
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
 from octavo_kernels.hopper.pipelined_moe import MAX_ROWS, ROOM, pipelined_moe
-from octavo_kernels.triton import grouped_numbers
-from octavo_kernels.triton.expert_tiles import sort_into_tiles, tile_rows
-from octavo_kernels.triton.gather_rows import gather_rows
-from octavo_kernels.triton.grouped_linear import run_grouped
+from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
+from octavo_kernels.triton.experts.gather_rows import gather_rows
+from octavo_kernels.triton.grouped import grouped_numbers
+from octavo_kernels.triton.grouped.grouped_linear import run_grouped
 from tests.ops.triton.gluon_on_cpu import Kernel
 from tests.ops.triton.test_grouped_linear import GroupedCase, random_groups
 from tests.ops.triton.test_linear import PARTS

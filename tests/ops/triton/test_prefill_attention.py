@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo_kernels.triton.prefill_attention import CONFIGS, WIDE_HEADS, Config, prefill_attention
+from octavo_kernels.triton.attention.prefill_attention import CONFIGS, WIDE_HEADS, Config, prefill_attention
 from tests.ops.triton.paged_cases import Batch, Heads, make_batch
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -10,18 +10,19 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from octavo.ops.grouped_linear import PackedGroups
-from octavo_kernels.triton import grouped_uses, linear_uses, product_tuning
 from octavo_kernels.triton.config_tables import ConfigTable
-from octavo_kernels.triton.gemv import GemvConfig
-from octavo_kernels.triton.grouped_gemm import GroupedGemmConfig
-from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig
-from octavo_kernels.triton.grouped_linear import grouped_linear_triton
-from octavo_kernels.triton.grouped_uses import GroupedUse
+from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
+from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig
+from octavo_kernels.triton.grouped.grouped_linear import grouped_linear_triton
 from octavo_kernels.triton.launch import counters, is_compiling
-from octavo_kernels.triton.linear import linear_triton
-from octavo_kernels.triton.linear_uses import LinearUse
-from octavo_kernels.triton.product_calls import Call, collecting
-from octavo_kernels.triton.product_tuning import (
+from octavo_kernels.triton.linear.gemv import GemvConfig
+from octavo_kernels.triton.linear.linear import linear_triton
+from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES, SkinnyConfig
+from octavo_kernels.triton.tuning import grouped_uses, linear_uses, product_tuning
+from octavo_kernels.triton.tuning.grouped_uses import GroupedUse
+from octavo_kernels.triton.tuning.linear_uses import LinearUse
+from octavo_kernels.triton.tuning.product_calls import Call, collecting
+from octavo_kernels.triton.tuning.product_tuning import (
     ProductTuner,
     Timed,
     Weight,
@@ -31,8 +32,7 @@ from octavo_kernels.triton.product_tuning import (
     use_entries,
     uses_of,
 )
-from octavo_kernels.triton.product_use import Operands, ProductUse
-from octavo_kernels.triton.skinny_gemm import MAX_TILES, SkinnyConfig
+from octavo_kernels.triton.tuning.tuning_target import Operands, ProductUse
 from tests.ops.triton.test_grouped_linear import random_groups
 from tests.triton_interpreter import quick_first
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from octavo.ops.moe import Routing
 from octavo.ops.norms import rms_norm
+from octavo_kernels.triton.experts.route import FEW_ROWS, route_triton
 from octavo_kernels.triton.launch import invariant
-from octavo_kernels.triton.route import FEW_ROWS, route_triton
 from tests.ops.test_route import EPS, ROUTINGS, D, X, check
 from tests.ops.triton.poison import poison_new_tensors
 

@@ -18,10 +18,10 @@ from octavo import ops
 from octavo.ops.noise import exponentials, token_hashes
 from octavo.ops.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN, SampleParams
 from octavo.ops.sampling import least_kept as least_kept_reference
-from octavo_kernels.triton import sample as kernels
-from octavo_kernels.triton.noise import minus_log_exponentials, row_key
-from octavo_kernels.triton.sample import CHUNK, GROUPS, SAME_BITS, sample_triton
-from octavo_kernels.triton.truncation import GROUP, least_kept
+from octavo_kernels.triton.sampling import sample as kernels
+from octavo_kernels.triton.sampling.noise import minus_log_exponentials, row_key
+from octavo_kernels.triton.sampling.sample import CHUNK, GROUPS, SAME_BITS, sample_triton
+from octavo_kernels.triton.sampling.truncation import GROUP, least_kept
 from tests.ops.sampling_cases import by_sampler, make_logits, mixed_params, part_of, uniform_params
 from tests.ops.triton.guards import Guarded
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.ops.scaled_linear import ScaledValues
 from octavo_kernels.triton.launch import invariant
-from octavo_kernels.triton.scaled_linear import scaled_linear_triton
+from octavo_kernels.triton.linear.scaled_linear import scaled_linear_triton
 from tests.ops.triton.test_linear import PARTS
 from tests.triton_interpreter import DEVICE
 

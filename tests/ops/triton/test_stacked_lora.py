@@ -8,9 +8,9 @@ from torch import Tensor
 
 from octavo.ops import stacked_lora as dispatched
 from octavo.ops.linear import NO_ADAPTER, LowRankStack
-from octavo_kernels.triton import stacked_lora as module
 from octavo_kernels.triton.launch import invariant
-from octavo_kernels.triton.stacked_lora import stacked_lora_triton
+from octavo_kernels.triton.linear import stacked_lora as module
+from octavo_kernels.triton.linear.stacked_lora import stacked_lora_triton
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 PLACES = 5

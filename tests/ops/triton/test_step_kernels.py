@@ -12,6 +12,7 @@ import torch
 from octavo import ops
 from octavo.ops.sampling import SampleParams
 from octavo.ops.stepping import LastResults, StagedRows
+from octavo_kernels.triton.attention.rotate_store import rotary_angles_triton
 from octavo_kernels.triton.drafting import (
     accept_by_chance_triton,
     accept_drafts_triton,
@@ -20,7 +21,6 @@ from octavo_kernels.triton.drafting import (
     keep_draft_triton,
     newest_tokens_triton,
 )
-from octavo_kernels.triton.rotate_store import rotary_angles_triton
 from octavo_kernels.triton.stepping import (
     next_tokens_triton,
     publish_tokens_triton,

@@ -11,7 +11,7 @@ from octavo import ops
 pytest.importorskip("triton")
 
 from octavo.ops.attention import HeadLayout, KVScales, LayerCache
-from octavo_kernels.triton.rotate_store import store_keys_triton, store_kv_triton
+from octavo_kernels.triton.attention.rotate_store import store_keys_triton, store_kv_triton
 from tests.triton_interpreter import DEVICE
 
 

@@ -18,9 +18,9 @@ from octavo_kernels.hopper.streamed_configs import (
     takes,
 )
 from octavo_kernels.triton.config_tables import ConfigTable
-from octavo_kernels.triton.grouped_configs import config_for, default_config
-from octavo_kernels.triton.grouped_gemv import GroupedGemvConfig
-from octavo_kernels.triton.grouped_product import GroupedProduct
+from octavo_kernels.triton.grouped.grouped_configs import config_for, default_config
+from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig
+from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from tests.ops.triton.on_hopper import SHARED_BYTES, as_on_hopper
 
 CPU = torch.device("cpu")

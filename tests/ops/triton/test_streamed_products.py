@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from octavo.ops.grouped_linear import PackedGroups
-from octavo_kernels.hopper import streamed_gemv, streamed_output_mlp, streamed_steps
+from octavo_kernels.hopper import streamed_gemv, streamed_output_mlp, streamed_tiles
 from octavo_kernels.hopper.streamed_configs import OutputMLPConfig, StreamedConfig
-from octavo_kernels.triton import grouped_numbers
-from octavo_kernels.triton.grouped_linear import run_grouped
+from octavo_kernels.triton.grouped import grouped_numbers
+from octavo_kernels.triton.grouped.grouped_linear import run_grouped
 from tests.ops.triton.gluon_on_cpu import Kernel
 from tests.ops.triton.test_grouped_linear import GroupedCase, after_attention, random_groups
 from tests.ops.triton.test_linear import PARTS
@@ -43,7 +43,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(grouped_numbers, "has_assembly", lambda device: True)
     for module in (streamed_gemv, streamed_output_mlp):
-        monkeypatch.setattr(module, "launch", Kernel(module, streamed_steps).launch)
+        monkeypatch.setattr(module, "launch", Kernel(module, streamed_tiles).launch)
         monkeypatch.setattr(module, "num_multiprocessors", lambda device: 1)
 
 

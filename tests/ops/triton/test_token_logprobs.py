@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octavo.ops.sampling import token_logprobs
-from octavo_kernels.triton import token_logprobs as kernels
-from octavo_kernels.triton.token_logprobs import token_logprobs_triton
+from octavo_kernels.triton.sampling import token_logprobs as kernels
+from octavo_kernels.triton.sampling.token_logprobs import token_logprobs_triton
 from tests.ops.sampling_cases import generator, make_logits
 from tests.ops.triton.guards import Guarded
 

@@ -1,0 +1,1 @@
+"""Building an engine: the one place that names every part."""

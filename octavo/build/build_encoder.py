@@ -1,0 +1,123 @@
+"""Build an engine for an encoder: texts are batched by the scheduler and never chunked; there is no KV cache.
+
+A text is one sequence with one block. The block is only an accounting unit: no storage is behind it.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from octavo.cache.kv_cache import KVCache
+from octavo.config import EngineConfig
+from octavo.engine.encoder_runner import EncoderRunner
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import ConfigError
+from octavo.models.bert import EncoderConfig
+from octavo.models.encoders import load_encoder
+from octavo.models.pooling import longest_text, read_pooling
+from octavo.ops import dispatch
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.executors.encoder_executor import EncoderExecutor
+from octavo.types import EngineInfo, Task
+from octavo.weights.checkpoint import Checkpoint
+
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 4096
+
+
+def build_encoder(
+    config: EngineConfig, path: Path, checkpoint: Checkpoint, model: EncoderConfig, form: WeightFormat
+) -> tuple[Engine, EngineInfo]:
+    """Load the encoder and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
+    if config.model.tensor_parallel_size > 1:
+        raise ConfigError("tensor_parallel_size: an encoder runs on one device")
+    max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)
+    pooling = read_pooling(path, config.model.pooling_type, is_encoder=True)
+    loaded = load_encoder(model, checkpoint, form)
+    gc.collect()
+    task: Task = "score" if model.is_cross_encoder else "embed"
+    runner = EncoderRunner(EncoderExecutor(loaded.model, pooling, form.device), task)
+    runner.warm_up()
+    num_blocks = 2 * max_num_seqs  # to admit a sequence, the scheduler needs a free block for each running one
+    scheduler = Scheduler(
+        KVCache(num_blocks, max_model_len, enable_prefix_caching=False),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        settings=config.scheduler,
+        chunked_prefill=False,
+    )
+    activations = activation_bytes(model, max_num_batched_tokens, form.dtype)
+    choices = dispatch.choices(form.device.type, form.dtype)
+    info = EngineInfo(
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=(),
+        block_size=max_model_len,
+        num_kv_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        architecture=model.architecture,
+        num_parameters=loaded.num_parameters,
+        dtype=str(form.dtype).removeprefix("torch."),
+        device=str(form.device),
+        memory={"weights": loaded.num_bytes, "activations": activations},
+        weight_bytes=dict(loaded.bytes_by_format),
+        kernels={choice.op: choice.kernel for choice in choices if choice.chosen},
+        tasks=(task,),
+        embedding_size=0 if model.is_cross_encoder else model.hidden_size,
+    )
+    return Engine(scheduler, runner), info
+
+
+def _check_settings(config: EngineConfig) -> None:
+    """Raise ``ConfigError`` for settings that concern generated tokens."""
+    for name in ("max_itl", "tpot_target"):
+        if getattr(config.scheduler, name) is not None:
+            raise ConfigError(f"{name}: does not apply to an encoder, which generates no tokens")
+    if config.speculative.speculative_config is not None:
+        raise ConfigError("speculative_config: does not apply to an encoder, which generates no tokens")
+
+
+class EncoderLimits(NamedTuple):
+    """The resolved limits of an encoder; names as in the settings."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def encoder_limits(config: EngineConfig, path: Path, model: EncoderConfig) -> EncoderLimits:
+    """Resolve the limits that the settings leave open. Raises ``ConfigError``."""
+    _check_settings(config)
+    requested = config.scheduler
+    max_model_len = _longest(config.model.max_model_len, model, path)
+    max_num_batched_tokens = requested.max_num_batched_tokens or max(
+        MAX_NUM_BATCHED_TOKENS, max_model_len, requested.max_num_seqs or 0
+    )
+    if max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens: an encoder cannot chunk texts, so it must be at least max_model_len, "
+            f"{max_model_len}; it is {max_num_batched_tokens}"
+        )
+    return EncoderLimits(
+        max_model_len, requested.max_num_seqs or min(MAX_NUM_SEQS, max_num_batched_tokens), max_num_batched_tokens
+    )
+
+
+def _longest(requested: int | None, model: EncoderConfig, path: Path) -> int:
+    """``max_model_len``: the setting, else the model's recommended length; at most the size of its position table."""
+    most = model.max_position_embeddings
+    if requested is not None and requested > most:
+        raise ConfigError(f"max_model_len: {requested} exceeds the model's maximum of {most} positions")
+    return requested or min(most, longest_text(path) or most)
+
+
+def activation_bytes(model: EncoderConfig, num_tokens: int, dtype: torch.dtype) -> int:
+    """Activation bytes of a step: the residual stream, plus the larger of attention and the feed-forward layer before
+    and after its GELU."""
+    return num_tokens * (model.hidden_size + max(4 * model.hidden_size, 2 * model.ffn_size)) * dtype.itemsize

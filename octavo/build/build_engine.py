@@ -1,0 +1,464 @@
+"""Build an engine: the only module that names every concrete class."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from octavo import ops, plugins
+from octavo.backend_settings import WITHOUT_MODEL
+from octavo.build.build_drafter import LoadedDrafter, Target, find_drafter, load_drafter, make_proposer
+from octavo.build.build_encoder import build_encoder
+from octavo.build.build_runner import make_grammars, make_runner
+from octavo.build.build_vision import Vision, connected, load_vision
+from octavo.build.device_settings import kernel_compilation, prepared_device, resolve_kv_dtype, weight_format
+from octavo.cache.group_cache import GroupSize
+from octavo.cache.kv_cache import KVCache
+from octavo.cache.kv_events import KVEvents
+from octavo.cache.offloading import make_offload
+from octavo.config import (
+    CacheSettings,
+    EngineConfig,
+    ModelSettings,
+    SchedulerSettings,
+    parse_hf_overrides,
+    parse_lora_modules,
+    to_flat,
+)
+from octavo.engine.adapters import LoadedAdapters
+from octavo.engine.draft_choice import DraftChoice
+from octavo.engine.engine import Engine
+from octavo.engine.kernel_tuning import TuningPlan
+from octavo.engine.protocols import EngineBackend
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.sequence_images import ImageSettings
+from octavo.engine.speculation import Speculation
+from octavo.engine.step_runner import BlockMessages, StepRunner
+from octavo.engine.step_times import logged
+from octavo.errors import ConfigError
+from octavo.models.adapters import Adapters, load_with_adapters
+from octavo.models.bert import EncoderConfig
+from octavo.models.config import ModelConfig
+from octavo.models.layer_cache import LayerCacheSpec, rank_cache
+from octavo.models.pooling import Pooling, read_pooling
+from octavo.models.registry import CausalLM, LoadedModel, read_config
+from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
+from octavo.models.text_part import text_config
+from octavo.ops import dispatch
+from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.ops.device_backend import backend_of, is_gpu
+from octavo.plugins import CPU, GPU
+from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
+from octavo.runtime import memory
+from octavo.runtime.drafting.acceptance import Verify, rule
+from octavo.runtime.drafting.drafter import Drafter
+from octavo.runtime.executors.embedding_pool import EmbeddingPool
+from octavo.runtime.executors.forward import make_forward, make_logits
+from octavo.runtime.executors.host_executor import LAST_TOKEN, HostExecutor
+from octavo.runtime.executors.stream_executor import StreamExecutor
+from octavo.runtime.kv_storage import ONE_STATE, KVStorage, StatePool
+from octavo.runtime.ranks.process_group import device_collective, visible_gpus
+from octavo.runtime.ranks.rank_group import RankGroup
+from octavo.runtime.ranks.rank_processes import RankProcesses
+from octavo.runtime.ranks.ranks import OneRank, OnLost, Ranks, check_divides
+from octavo.runtime.sharded_logits import part_of_vocabulary
+from octavo.speculative_config import Method, parse_speculative_config
+from octavo.steps.limits import StepLimits
+from octavo.steps.messages import Executor
+from octavo.telemetry.phases import Phases
+from octavo.types import EngineInfo
+from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.dtypes import DTYPES
+from octavo.weights.generation_config import check_token_ids, chosen_config, sampling_defaults
+from octavo.weights.hub import resolve_model
+
+DEPTH = {CPU: 1, GPU: 2}
+"""Steps in flight: on a GPU, the next step is scheduled while one is computed."""
+logger = logging.getLogger(__name__)
+
+
+class ModelBackend(Protocol):
+    """Loads models that run in the executors of octavo; a module."""
+
+    def read_model(self, config: EngineConfig, path: Path, form: WeightFormat) -> tuple[EngineConfig, ModelConfig]:
+        """The settings as they apply to a model, and its configuration. Raises ``ConfigError``, ``CheckpointError``."""
+        ...
+
+    def describe(self, config: EngineConfig, path: Path, form: WeightFormat) -> Iterator[str]:
+        """Lines about a model, for ``octavo models``."""
+        ...
+
+    def load_model(self, model: ModelConfig) -> LoadedModel:
+        """The model of a configuration that ``read_model`` returned."""
+        ...
+
+
+def build_engine(
+    config: EngineConfig,
+    on_lost: OnLost | None = None,
+    tuning: TuningPlan | None = None,
+    started: RankProcesses | None = None,
+    expects_grammars: bool = False,
+) -> tuple[Engine, EngineInfo]:
+    """Load the model and wire the engine; ``tuning``: see ``make_runner``. Raises ``ConfigError``, ``CheckpointError``.
+
+    ``on_lost`` is called when another process that computes for this engine ends; steps then raise ``RanksLost`` or
+    ``WorkerLost``. ``started`` are the processes of the other ranks, where they were started before. With
+    ``expects_grammars`` the first grammar finds the vocabulary loaded.
+    """
+    if config.model.backend in plugins.parts(plugins.ENGINE_BACKENDS) and config.model.backend not in WITHOUT_MODEL:
+        backend: EngineBackend = plugins.load(plugins.ENGINE_BACKENDS, config.model.backend)
+        return backend.build(config, on_lost)
+    phases = Phases()
+    device = prepared_device(config.model)
+    path, checkpoint = _open(config.model, device)
+    config, model_config, form = _read_model(config, path, checkpoint, device)
+    eos_ids, defaults = _generation(config.model, checkpoint, path, model_config)
+    grammars = make_grammars(config.model, path, eos_ids)
+    if expects_grammars:
+        grammars.start_loading()
+    phases.done("device and checkpoint")
+    if isinstance(model_config, EncoderConfig):
+        return build_encoder(config, path, checkpoint, model_config, form)
+    pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
+    method = parse_speculative_config(config.speculative.speculative_config)
+    found = find_drafter(method, config, model_config, checkpoint, device)
+    with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
+        collective = device_collective(ranks.collective, device)
+        loaded, adapters = load_any(config.model, model_config, checkpoint, form, collective)
+        drafting = load_drafter(method, config, Target(loaded, model_config, form), found)
+        vision = load_vision(config, path, checkpoint, model_config, form)
+        phases.done("weights")
+        limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting, vision)
+        storage = _storage(model_config, loaded, limits, config.cache, form, collective.size, drafting.cache)
+        drafter, vocab_size = drafting.start(storage), model_config.vocab_size
+        most = step_limits(limits, method, drafter, vision)
+        pool, images = connected(vision, loaded.model)
+        parts = pooling, adapters, collective, drafter, _rule(method), pool
+        executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, *parts))
+        numbers = None if adapters is None else dict[str, int]()
+        runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers, tuning, images)
+        phases.done("memory")
+        warm_up()
+        phases.done("kernels and graphs")
+    info = _info(model_config, loaded, form, limits, budget, collective.size, eos_ids, defaults, images)
+    scheduler = _scheduler(config, limits, method, images)
+    _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
+    lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
+    depth = _depth(config.scheduler, device, limits, method)
+    ranks.report_to(on_lost)
+    timed, sleeper = logged(runner, config.scheduler.step_log), runner if info.sleeps_in_host_memory else None
+    if expects_grammars:
+        grammars.finish_loading()
+        phases.done("vocabulary of grammars")
+    return Engine(scheduler, timed, grammars=grammars, adapters=lora, sleeper=sleeper, depth=depth), info
+
+
+def _depth(settings: SchedulerSettings, device: torch.device, limits: memory.Limits, method: Method | None) -> int:
+    """Steps in flight: one if drafts can be rejected and there is recurrent state, as the next begins with it."""
+    waits = limits.states is not None and method is not None
+    return DEPTH[device.type] if settings.async_scheduling and not waits else 1
+
+
+def _info(
+    model: ModelConfig,
+    loaded: LoadedModel,
+    form: WeightFormat,
+    limits: memory.Limits,
+    budget: memory.MemoryBudget,
+    num_ranks: int,
+    eos_token_ids: tuple[int, ...],
+    defaults: dict[str, int | float],
+    images: ImageSettings | None = None,
+) -> EngineInfo:
+    choices = dispatch.choices(form.device.type, form.dtype)
+    return EngineInfo(
+        max_model_len=limits.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=eos_token_ids,
+        block_size=limits.block_size,
+        num_kv_blocks=limits.num_kv_blocks,
+        kv_groups=limits.kv_groups,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        architecture=model.architecture,
+        num_parameters=loaded.num_parameters,
+        dtype=dtype_name(form.dtype),
+        device=str(form.device),
+        memory=budget.as_dict(),
+        weight_bytes=dict(loaded.bytes_by_format),
+        kernels={choice.op: choice.kernel for choice in choices if choice.chosen},
+        tasks=("generate", "embed"),
+        embedding_size=model.hidden_size,
+        sampling_defaults=defaults,
+        tensor_parallel_size=num_ranks,
+        sleeps_in_host_memory=is_gpu(form.device) and num_ranks == 1,
+        num_image_slots=0 if images is None else images.num_slots,
+    )
+
+
+def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], memory.Limits]) -> Executor:
+    """Load the part of a rank but the first, and make its executor; errors as for ``build_engine``.
+
+    ``host`` is the collective of the ranks' hosts. ``settle`` is given the free bytes when the weights are loaded, and
+    returns the limits for which to allocate memory.
+    """
+    device = prepared_device(config.model)
+    path, checkpoint = _open(config.model, device)
+    config, model_config, form = _read_model(config, path, checkpoint, device)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
+    pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
+    with kernel_compilation(form, kv_dtype):
+        collective = device_collective(host, device)
+        loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
+        gc.collect()
+        vision = load_vision(config, path, checkpoint, model_config, form)
+        limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
+        storage = _storage(model_config, loaded, limits, config.cache, form, collective.size)
+        vocab_size = model_config.vocab_size
+        method = parse_speculative_config(config.speculative.speculative_config)
+        parts = pooling, adapters, collective, None, _rule(method), connected(vision, loaded.model)[0]
+        most = step_limits(limits, method, None, vision)
+        return make_executor(config.model, loaded.model, storage, vocab_size, most, *parts)
+
+
+@contextlib.contextmanager
+def _started_ranks(
+    config: EngineConfig, path: Path, model: ModelConfig, device: torch.device, started: RankProcesses | None
+) -> Iterator[Ranks]:
+    """The ranks of the engine, which are ended if this block fails. Raises ``ConfigError``."""
+    size = config.model.tensor_parallel_size
+    if size == 1:
+        yield OneRank()
+        return
+    has_kernels = ops.linear.chosen(CPU, torch.float32) != dispatch.REFERENCE
+    shared = backend_of(CPU).shared_memory() if has_kernels and hasattr(os, "memfd_create") else None
+    if shared is None:
+        raise ConfigError("tensor_parallel_size: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
+    check_divides(model, size)
+    settings = dataclasses.replace(config.model, model=str(path))
+    gpus = visible_gpus() if is_gpu(device) else []
+    if 0 < len(gpus) < size:
+        logger.warning("%d ranks share %d GPUs, which is slow: it is for tests", size, len(gpus))
+    processes = started or RankProcesses(size)
+    ranks = RankGroup(to_flat(dataclasses.replace(config, model=settings), EngineConfig), processes, shared, gpus)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.end()
+        raise
+
+
+def _settle(
+    config: EngineConfig,
+    model: ModelConfig,
+    form: WeightFormat,
+    kv_dtype: torch.dtype,
+    weights: Mapping[str, int],
+    ranks: Ranks,
+    drafting: LoadedDrafter,
+    vision: Vision | None,
+) -> tuple[memory.Limits, memory.MemoryBudget]:
+    """The limits of all ranks, each of which has so many bytes of weights, and as many of a drafter."""
+    gc.collect()
+    free = ranks.least_free(memory.free_memory(form.device, config.cache.gpu_memory_utilization))
+    both = Counter(weights) + Counter({dtype_name(form.dtype): drafting.num_bytes})
+    if vision is not None:
+        both, free = both + vision.weight_bytes, free - vision.num_bytes
+    sizes = both, free, ranks.collective.size
+    limits, budget = memory.settle(config, model, kv_dtype, form.dtype, form.device.type, *sizes, drafting.cache)
+    logger.info("memory budget, with contexts of %d tokens:\n%s", limits.max_model_len, budget.table())
+    ranks.settle(limits)
+    return limits, budget
+
+
+def _generation(
+    settings: ModelSettings, checkpoint: Checkpoint, path: Path, model: ModelConfig
+) -> tuple[tuple[int, ...], dict[str, int | float]]:
+    """The ids that end a text, and default sampling parameters."""
+    generation = chosen_config(settings.generation_config, checkpoint.generation_config, path)
+    check_token_ids(checkpoint.config, generation, model.vocab_size)
+    return eos_token_ids(model, generation), sampling_defaults(settings.generation_config, generation)
+
+
+def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[str, int]) -> LoadedAdapters:
+    adapters = LoadedAdapters(runner, numbers, settings.max_loras)
+    for name, folder in parse_lora_modules(settings.lora_modules).items():
+        adapters.load(name, folder)
+    return adapters
+
+
+def _connect_blocks(
+    cache: KVCache,
+    config: EngineConfig,
+    runner: StepRunner,
+    storage: KVStorage,
+    model: Path,
+    form: WeightFormat,
+    info: EngineInfo,
+) -> None:
+    """Connect partial block reuse and KV offloading to the cache, if the settings enable them."""
+    settings, forms = config.cache, _forms(form, info, storage, config)
+    blocks = BlockMessages(runner, storage.bytes_per_block * info.tensor_parallel_size)
+    if settings.enable_partial_reuse:
+        cache.copy_slots = blocks.copy_slots
+    if cache.states is not None:
+        cache.states.copy = blocks.copy_state
+    if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
+        cache.use_offload(offload)
+
+
+def _read_model(
+    config: EngineConfig, path: Path, checkpoint: Checkpoint, device: torch.device
+) -> tuple[EngineConfig, ModelConfig, WeightFormat]:
+    """The settings as they apply to the model, its configuration, checked, and the format of its weights."""
+    form = weight_format(config.model, device, checkpoint)
+    if (backend := model_backend(config.model)) is not None:
+        return *backend.read_model(config, path, form), form
+    values = {**text_config(checkpoint.config), **parse_hf_overrides(config.model.hf_overrides)}
+    model = read_config(values, config.model.max_model_len)
+    check_sizes(model, checkpoint)
+    if checkpoint.is_dummy:
+        free = memory.free_memory(device, config.cache.gpu_memory_utilization)
+        check_dummy(model, checkpoint, form, config.model.tensor_parallel_size, free)
+    return config, model, form
+
+
+def model_backend(settings: ModelSettings) -> ModelBackend | None:
+    """That of the settings; ``None`` for models of octavo's own."""
+    if settings.backend not in plugins.parts(plugins.MODEL_BACKENDS):
+        return None
+    backend: ModelBackend = plugins.load(plugins.MODEL_BACKENDS, settings.backend)
+    return backend
+
+
+def load_any(
+    settings: ModelSettings, model: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, collective: Collective
+) -> tuple[LoadedModel, Adapters | None]:
+    if (backend := model_backend(settings)) is not None:
+        return backend.load_model(model), None
+    return load_with_adapters(settings, model, checkpoint, form, collective)
+
+
+def _storage(
+    model: ModelConfig,
+    loaded: LoadedModel,
+    limits: memory.Limits,
+    settings: CacheSettings,
+    form: WeightFormat,
+    num_ranks: int,
+    draft_specs: Sequence[LayerCacheSpec] = (),
+) -> KVStorage:
+    dtype, device = resolve_kv_dtype(settings.kv_cache_dtype, form, form.device), form.device
+    specs = *rank_cache(model.cache, num_ranks), *draft_specs
+    sizes = limits.groups, limits.num_blocks, limits.block_size
+    is_fp8 = dtype == torch.float8_e4m3fn
+    if loaded.kv_scales and not is_fp8:
+        logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype fp8 uses")
+    scales = loaded.kv_scales if is_fp8 else {}
+    states = ONE_STATE
+    if limits.states is not None:
+        states = StatePool(limits.states.num_slots, form.dtype, DTYPES[settings.state_dtype])
+    return KVStorage(specs, *sizes, dtype, device, num_draft_layers=len(draft_specs), scales=scales, states=states)
+
+
+def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
+    groups = zip(limits.groups, limits.num_blocks, strict=True)
+    return KVCache(
+        [GroupSize(num_blocks, group.window) for group, num_blocks in groups],
+        limits.block_size,
+        settings.enable_prefix_caching,
+        eviction=settings.eviction_policy,
+        watermark=settings.kv_watermark,
+        events=KVEvents() if settings.enable_kv_events else None,
+        states=limits.states,
+    )
+
+
+def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: EngineConfig) -> str:
+    """What cached keys and values depend on besides the checkpoint, as a string that is equal in every process."""
+    drafter = f"\n{config.speculative.speculative_config}" if storage.draft_layers else ""
+    ranks = f" {info.tensor_parallel_size} ranks" if info.tensor_parallel_size > 1 else ""
+    scaled = " scaled" if storage.is_scaled else ""
+    weights = f"{form.dtype} {form.packs} {form.quantization} {form.quantizes_head}"
+    overrides = f"\n{config.model.hf_overrides}" if config.model.hf_overrides else ""
+    return f"{weights} {info.kernels}\n{storage.dtype}{scaled}\n{storage.device.type}{ranks}{drafter}{overrides}"
+
+
+def _scheduler(
+    config: EngineConfig, limits: memory.Limits, method: Method | None, images: ImageSettings | None
+) -> Scheduler:
+    return Scheduler(
+        _cache(config.cache, limits),
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        settings=config.scheduler,
+        speculation=None if method is None else _speculation(method),
+        images=images,
+    )
+
+
+def _rule(method: Method | None) -> Verify | None:
+    if method is None:
+        return None
+    return rule(method.acceptance, method.synthetic_acceptance_length, method.num_speculative_tokens)
+
+
+def _speculation(method: Method) -> Speculation:
+    most = method.num_speculative_tokens
+    proposer = make_proposer(method)
+    choice = DraftChoice(most, proposer.num_lookahead > 0) if method.adaptive else None
+    return Speculation(proposer, most, choice)
+
+
+def make_executor(
+    settings: ModelSettings,
+    model: CausalLM,
+    storage: KVStorage,
+    vocab_size: int,
+    most: StepLimits,
+    pooling: Pooling = LAST_TOKEN,
+    adapters: Adapters | None = None,
+    collective: Collective = SINGLE_RANK,
+    drafter: Drafter | None = None,
+    verify: Verify | None = None,
+    pool: EmbeddingPool | None = None,
+) -> Executor:
+    """The executor for the storage's device. Results on a CPU never depend on the batch."""
+    if storage.device.type == "cpu":
+        forward = make_forward(model, storage.layers, storage.device, settings.enforce_eager)
+        vocabulary = part_of_vocabulary(vocab_size, collective)
+        logits = make_logits(model, storage.device, settings.enforce_eager)
+        parts = forward, pooling, adapters, vocabulary, drafter, verify, logits, pool
+        return HostExecutor(model, storage, vocab_size, most, *parts)
+    vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False)
+    own = settings.batch_invariant, settings.enforce_eager, pooling, adapters, vocabulary, drafter, verify, pool
+    return StreamExecutor(model, storage, vocab_size, most, *own)
+
+
+def step_limits(
+    limits: memory.Limits, method: Method | None = None, drafter: Drafter | None = None, vision: Vision | None = None
+) -> StepLimits:
+    """Upper bounds of a step: sequences, tokens, and blocks and drafts per sequence."""
+    max_drafts = 0 if method is None else method.num_speculative_tokens
+    num_drafts = 0 if drafter is None else drafter.num_drafts
+    max_blocks = -(-limits.max_model_len // limits.block_size)
+    most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts, num_drafts)
+    return most if vision is None else vision.limited(most)
+
+
+def _open(settings: ModelSettings, device: torch.device) -> tuple[Path, Checkpoint]:
+    if settings.backend in WITHOUT_MODEL:
+        raise ConfigError(f"backend: {settings.backend} is for `octavo serve`")
+    path = resolve_model(settings)
+    return path, open_checkpoint(path, settings.load_format, settings.seed, str(device))

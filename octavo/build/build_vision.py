@@ -1,0 +1,99 @@
+"""Builds the part of an engine that takes images: the tower, the pool of embeddings, and what the scheduler knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from pathlib import Path
+
+from octavo.config import EngineConfig
+from octavo.engine.sequence_images import ImageSettings
+from octavo.errors import CheckpointError
+from octavo.images.processors import ImageProcessor, read_processor
+from octavo.models.config import ModelConfig
+from octavo.models.registry import CausalLM
+from octavo.models.vision.tower import VisionConfig
+from octavo.models.vision.towers import LoadedTower, connect, load_tower, read_vision
+from octavo.plugins import GPU
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.executors.embedding_pool import EmbeddingPool, pool_bytes
+from octavo.steps.limits import StepLimits
+from octavo.weights.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+MOST_SLOTS = {"cpu": 8192, GPU: 16_384}
+"""Slots of the pool by default, if contexts are as long: all images of a request must fit."""
+
+
+class Vision:
+    """The loaded tower of an engine.
+
+    It is loaded before the memory is divided, so that its weights and the pool are counted; the pool is made, and the
+    decoder connected to it, once the decoder's own cache is there.
+    """
+
+    def __init__(self, loaded: LoadedTower, processor: ImageProcessor, num_slots: int, form: WeightFormat) -> None:
+        self.loaded = loaded
+        self._processor, self._form = processor, form
+        config = loaded.config
+        self.settings = ImageSettings(num_slots, config.num_axes, config.is_bidirectional, config.longest)
+        self.num_bytes = pool_bytes(config, num_slots, form)
+        """Bytes of the pool."""
+
+    @property
+    def weight_bytes(self) -> Counter[str]:
+        """Bytes of the tower's weights, by format."""
+        return Counter(self.loaded.bytes_by_format)
+
+    def connect(self, model: CausalLM) -> EmbeddingPool:
+        """The pool, and a decoder that knows the positions of images."""
+        connect(model, self.loaded.config, self._form)
+        scaling = self._processor.mean, self._processor.deviation
+        return EmbeddingPool(self.loaded.config, self.loaded.tower, self.settings.num_slots, self._form, scaling)
+
+    def limited(self, limits: StepLimits) -> StepLimits:
+        """The limits of steps that may have images."""
+        settings = self.settings
+        longest = settings.longest if settings.is_bidirectional else 0
+        return limits._replace(longest_image=longest, num_axes=settings.num_axes, num_image_slots=settings.num_slots)
+
+
+def load_vision(
+    config: EngineConfig, path: Path, checkpoint: Checkpoint, model: ModelConfig, form: WeightFormat
+) -> Vision | None:
+    """Load the tower of a checkpoint; ``None`` if the model is to read text alone, or has none that is known.
+
+    Raises ``CheckpointError``.
+    """
+    if config.model.language_model_only or config.model.backend != "octavo":
+        return None
+    found = read_vision(checkpoint.config)
+    processor = None if found is None else read_processor(path)
+    if found is None or processor is None:
+        return None
+    check(found, model)
+    known = tuple(token for token in found.placeholders if token < model.vocab_size)
+    found = dataclasses.replace(found, placeholders=known)
+    loaded = load_tower(checkpoint.config, found, checkpoint, form)
+    longest = config.model.max_model_len or model.max_position_embeddings
+    num_slots = max(found.longest, min(longest, MOST_SLOTS[form.device.type]))
+    logger.info("the model takes images: %d M parameters, %d slots", loaded.num_parameters // 1_000_000, num_slots)
+    return Vision(loaded, processor, num_slots, form)
+
+
+def connected(vision: Vision | None, model: CausalLM) -> tuple[EmbeddingPool | None, ImageSettings | None]:
+    """The pool of embeddings and what the scheduler knows of it; ``None`` for a model that takes no images."""
+    return (None, None) if vision is None else (vision.connect(model), vision.settings)
+
+
+def check(found: VisionConfig, model: ModelConfig) -> None:
+    """Raise ``CheckpointError`` if tower and decoder do not fit together."""
+    if found.hidden_size != model.hidden_size:
+        raise CheckpointError(
+            f"vision_config: embeddings of images have {found.hidden_size} numbers, those of tokens {model.hidden_size}"
+        )
+    windows = [window for window in model.windows if window]
+    if found.is_bidirectional and windows and min(windows) < found.longest:
+        raise CheckpointError(f"sliding_window: {min(windows)} is less than an image's {found.longest} tokens")

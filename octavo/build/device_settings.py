@@ -1,0 +1,116 @@
+"""The device of an engine, and its data types, as the settings ask for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from contextlib import AbstractContextManager
+
+import torch
+
+from octavo import ops
+from octavo.config import STORED_METHODS, ModelSettings
+from octavo.errors import ConfigError
+from octavo.models.text_part import text_config
+from octavo.ops import dispatch
+from octavo.ops.device_backend import backend_of
+from octavo.plugins import CPU, GPU
+from octavo.quant.methods import weights_method
+from octavo.quant.stored.blocks import without_kernel
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.memory import release_unused
+from octavo.system.cpus import default_num_threads
+from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.dtypes import DTYPES, stated_dtype
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""Makes torch ask for transparent huge pages, of 2 MiB, for tensors at least as large: Linux as usually set up
+("madvise") gives them to those alone who ask. Reading weights then misses the TLB less often. torch reads this variable
+once, at its first tensor."""
+
+
+def prepared_device(settings: ModelSettings) -> torch.device:
+    """The device, with the number of CPU threads set; or with GPU kernels being loaded while the model is, and all
+    memory free that is not in use."""
+    device = resolve_device(settings.device)
+    if device.type == "cpu":
+        os.environ.setdefault(HUGE_PAGES, "1")
+        _share_cores(max(1, default_num_threads() // settings.tensor_parallel_size))
+    else:
+        release_unused(device)
+        backend_of(device.type).start_loading()
+    return device
+
+
+def _share_cores(count: int) -> None:
+    """Assign the cores to the threads of compiled kernels, if any: torch's spinning threads would occupy them."""
+    if ops.linear.chosen("cpu", torch.float32) == dispatch.REFERENCE:
+        torch.set_num_threads(count)
+        return
+    backend_of(CPU).set_num_threads(count)
+
+
+def resolve_kv_dtype(name: str, form: WeightFormat, device: torch.device) -> torch.dtype:
+    """The data type of cached keys and values; "auto" follows the weights. Raises ``ConfigError``."""
+    if name == "fp8":
+        if device.type == "cpu":
+            raise ConfigError("kv_cache_dtype: fp8 is for GPUs; on a CPU use bfloat16 or float16")
+        return torch.float8_e4m3fn
+    return DTYPES.get(name, form.kv_dtype)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a setting; "auto" uses a GPU if there is one. Raises ``ConfigError``."""
+    if name == GPU and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was requested, but torch finds no CUDA device")
+    return torch.device(GPU if name == GPU or (name == "auto" and torch.cuda.is_available()) else CPU)
+
+
+def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Checkpoint) -> WeightFormat:
+    """The format of weights and activations. Raises ``ConfigError`` for weights that cannot be quantised as asked,
+    and ``CheckpointError``.
+
+    "auto" is float32 on a CPU; on a GPU it is float16 for a float16 checkpoint, else bfloat16. Weights of fewer bits
+    stay so if there is a kernel for them, which an explicit dtype on a CPU rules out.
+    """
+    method = quant_method(checkpoint)
+    quantization = settings.quantization if method != settings.quantization else None
+    if quantization in STORED_METHODS:
+        found = "not quantised" if method is None else f"quantised by {method}"
+        raise ConfigError(
+            f"quantization: {quantization} names how a checkpoint is quantised, and the weights of this one are "
+            f"{found}; leave it out, or quantise unquantised ones by fp8, int8 or int4"
+        )
+    if quantization is not None and method is not None:
+        raise ConfigError(
+            f"quantization: {quantization} is for unquantised checkpoints, and the weights of this one are quantised "
+            f"already ({method}); leave it out, the format is read from the checkpoint"
+        )
+    at_load = quantization, settings.quantize_lm_head
+    if settings.dtype != "auto":
+        if device.type == "cpu" and any(at_load):
+            name = "quantize_lm_head" if quantization is None else "quantization"
+            raise ConfigError(f"{name}: needs dtype auto on a CPU, where {settings.dtype} would make all weights dense")
+        return WeightFormat(DTYPES[settings.dtype], device, device.type != "cpu", *at_load)
+    if device.type == "cpu":
+        is_quantised = method is not None or any(at_load)
+        return WeightFormat(torch.float32, device, without_kernel("cpu") is None, *at_load, is_quantised)
+    is_float16 = stated_dtype(checkpoint.config) == torch.float16
+    return WeightFormat(torch.float16 if is_float16 else torch.bfloat16, device, True, *at_load)
+
+
+def kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
+    """A context in which CPU kernels are compiled on two cores; no effect without kernels to compile."""
+    if form.device.type != "cpu" or ops.attention.chosen("cpu", form.dtype) == dispatch.REFERENCE:
+        return contextlib.nullcontext()
+    return backend_of(CPU).compiling_in_background(kv_dtype)
+
+
+def quant_method(checkpoint: Checkpoint) -> str | None:
+    """How the checkpoint's weights are quantised: its ``quant_method``, or "gguf"; ``None`` if they are not.
+
+    Raises ``CheckpointError``.
+    """
+    if checkpoint.has_blocks:
+        return "gguf"
+    return weights_method(text_config(checkpoint.config).get("quantization_config"))

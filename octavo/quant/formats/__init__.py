@@ -1,0 +1,1 @@
+"""Formats of quantised checkpoints, a module each; see ``octavo.quant.methods``."""

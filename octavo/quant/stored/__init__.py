@@ -1,0 +1,1 @@
+"""Matrices as they are stored, and their packing for kernels."""

@@ -1,0 +1,159 @@
+"""Block-quantised weights of GGUF files; Q4_0 to Q8_0 and Q4_K to Q6_K are repacked once for ``ops.block_linear``.
+
+Shapes: T tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.ops.block_linear import FOUR_BIT_KINDS, KINDS, PANEL, PackedBlocks, block_linear
+from octavo.ops.dispatch import REFERENCE
+from octavo.ops.grouped_linear import Number, PackedGroups
+from octavo.ops.linear import Activation
+from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups
+from octavo.quant.stored.stored_weight import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, shard_range
+from octavo.weights.gguf.blocks import BLOCK_KINDS, BlockTensor, dequantize, split_groups
+
+NUMBERS: dict[str, Number] = {kind: "uint4" if kind in FOUR_BIT_KINDS else "int8" for kind in KINDS}
+NUMBERS |= {"Q4_0": "int4"}
+"""Numbers as which blocks are packed for GPUs."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWeight:
+    """A weight repacked into panels for ``ops.block_linear``; activations must be float32."""
+
+    packed: PackedBlocks
+
+    @property
+    def format(self) -> str:
+        return self.packed.kind
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.num_bytes
+
+    @property
+    def dense_NK(self) -> Tensor | None:
+        return None
+
+    def apply(
+        self,
+        x_TK: Tensor,
+        bias_N: Tensor | None = None,
+        norm_K: Tensor | None = None,
+        eps: float = 0.0,
+        residual_TN: Tensor | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        return block_linear(x_TK, self.packed, bias_N, norm_K, eps, residual_TN, activation)
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        x_TK = ops.block_embedding(ids_T, self.packed)
+        order = self.packed.order
+        return x_TK if order is None else torch.empty_like(x_TK).index_copy_(1, order.long(), x_TK)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockStored:
+    """A matrix in blocks of one kind: the concatenated rows of one or more tensors."""
+
+    parts: tuple[BlockTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def layout(self) -> Hashable:
+        return self._kind
+
+    def rows(self, order: Order) -> BlockStored:
+        one = self._one()
+        return BlockStored((replace(one, shape=(len(order), one.shape[1]), data=one.data[order]),))
+
+    def join(self, others: Sequence[BlockStored]) -> BlockStored:
+        return BlockStored(tuple(itertools.chain(self.parts, *(other.parts for other in others))))
+
+    def shard(self, dim: int, rank: int, size: int) -> BlockStored:
+        one, kind = self._one(), BLOCK_KINDS[self._kind]
+        own = shard_range(self.shape, dim, rank, size, unit=(1, kind.length)[dim])
+        if dim == 0:
+            return BlockStored((replace(one, shape=(len(own), one.shape[1]), data=one.data[own.start : own.stop]),))
+        start, stop = kind.row_bytes(own.start), kind.row_bytes(own.stop)
+        return BlockStored((replace(one, shape=(one.shape[0], len(own)), data=one.data[:, start:stop]),))
+
+    def fill(self, out_NK: Tensor) -> None:
+        for rows, part in zip(out_NK.split_with_sizes([part.shape[0] for part in self.parts]), self.parts, strict=True):
+            rows.copy_(torch.from_numpy(dequantize(part)))
+
+    def dense(self, form: WeightFormat) -> Tensor:
+        if len(self.parts) > 1:
+            return filled([self], form)
+        return torch.from_numpy(dequantize(self.parts[0])).to(device=form.device, dtype=form.dtype)
+
+    def pack(self, form: WeightFormat) -> LinearWeight | None:
+        if packs_groups(form):
+            packed = self.packed_groups(form.device)
+            return None if packed is None else GroupedWeight(packed, form.dtype)
+        if not form.packs or self._kind not in KINDS or without_kernel(form.device.type) is not None:
+            return None
+        return BlockWeight(PackedBlocks.pack(self._one()))
+
+    def packed_groups(self, device: torch.device) -> PackedGroups | None:
+        """For ``ops.grouped_linear``, on this device; ``None`` for kinds that it does not take."""
+        number = NUMBERS.get(self._kind)
+        if number is None:
+            return None
+        groups = split_groups(self._one())
+        codes_NK = torch.from_numpy(groups.numbers.astype(np.int16) - groups.zero_point).to(torch.int8)
+        scales_NG, minima_NG = (
+            None if part is None else torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32))
+            for part in (groups.scales, groups.minima)
+        )
+        assert scales_NG is not None
+        group = self.shape[1] // scales_NG.shape[1]
+        return pack_groups(number, codes_NK, scales_NG, group, device, minima_NG=minima_NG)
+
+    @property
+    def _kind(self) -> str:
+        return self.parts[0].kind
+
+    def _one(self) -> BlockTensor:
+        if len(self.parts) == 1:
+            return self.parts[0]
+        names = " or ".join(part.name for part in self.parts)
+        return BlockTensor(self._kind, self.shape, np.concatenate([part.data for part in self.parts]), names)
+
+
+def packs_blocks(form: WeightFormat) -> bool:
+    """Whether ``ops.block_linear`` has a kernel for this format."""
+    return form.packs and form.kernel_device == "cpu" and without_kernel("cpu") is None
+
+
+def outlined_blocks(kind: str, shape: tuple[int, int], bits: int, length: int, scale_bytes: int) -> OutlinedWeight:
+    """A ``BlockWeight`` without content, of groups of ``length`` inputs, whose scales and minima take ``scale_bytes``
+    together. That is about: scales take two bytes or four, by their values."""
+    N, K = shape
+    rows = -(-N // PANEL) * PANEL
+    return OutlinedWeight(shape, kind, rows * (K * bits // 8 + K // length * scale_bytes))
+
+
+def without_kernel(device: str) -> str | None:
+    """Why blocks are dequantised on this device type; ``None`` if ``block_linear`` has a kernel for it.
+
+    The reference implementation is not used instead: it would dequantise the complete weight at every call.
+    """
+    if block_linear.chosen(device, torch.float32) != REFERENCE:
+        return None
+    choices = block_linear.choices(device, torch.float32)
+    reasons = [f"{choice.kernel}: {choice.reason}" for choice in choices if not choice.chosen]
+    return "; ".join(reasons) or f"block_linear has no kernel for {device}"

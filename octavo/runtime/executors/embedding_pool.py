@@ -1,0 +1,61 @@
+"""The pool of image embeddings on the device, and the tower that fills it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from octavo.errors import CANCELLATIONS, RunnerError
+from octavo.models.vision.tower import Pixels, Tower, VisionConfig
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.executors.replies import Done, Failed
+from octavo.steps.messages import EncodeImages, ImageToEncode, Reply
+
+logger = logging.getLogger(__name__)
+
+
+def pool_bytes(config: VisionConfig, num_slots: int, form: WeightFormat) -> int:
+    """Bytes of the pool."""
+    return num_slots * (1 + config.num_deep) * config.hidden_size * form.dtype.itemsize
+
+
+class EmbeddingPool:
+    """Embeddings by slot. Which slot holds what is decided elsewhere."""
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        tower: Tower,
+        num_slots: int,
+        form: WeightFormat,
+        scaling: tuple[Sequence[float], Sequence[float]],
+    ) -> None:
+        """``scaling``: mean and deviation of each colour, by which pixels are normalised."""
+        width = (1 + config.num_deep) * config.hidden_size
+        self.table = torch.zeros(num_slots, width, dtype=form.dtype, device=form.device)
+        self._tower, self._scaling = tower, scaling
+        self.placeholders = config.placeholders
+
+    def execute(self, message: EncodeImages) -> Reply[None]:
+        """Compute the embeddings of images."""
+        try:
+            with torch.inference_mode():
+                for image in message.images:
+                    self._encode(image)
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:
+            logger.exception("the vision tower failed")
+            return Failed(RunnerError(f"the vision tower failed: {type(error).__name__}: {error}"))
+        return Done(None)
+
+    def _encode(self, image: ImageToEncode) -> None:
+        slots = torch.from_numpy(np.frombuffer(image.slots, np.int64).copy()).to(self.table.device)
+        pixels = torch.from_numpy(np.frombuffer(image.pixels, np.uint8).copy().reshape(*image.shape, 3))
+        rows = self._tower(Pixels(pixels.to(self.table.device), image.details, *self._scaling))
+        if len(rows) != len(slots):
+            raise ValueError(f"the tower made {len(rows)} embeddings of an image that has {len(slots)} tokens")
+        self.table[slots] = rows.to(self.table.dtype)

@@ -1,0 +1,158 @@
+"""The executor for CPUs: each message is executed before ``send`` returns.
+
+Shapes: S sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.errors import CANCELLATIONS, CheckpointError, RunnerError, WorkerLost
+from octavo.models.adapters import Adapters
+from octavo.models.pooling import Pooling
+from octavo.models.registry import CausalLM
+from octavo.ops.attention import PagedRows
+from octavo.runtime.drafting.acceptance import Verify
+from octavo.runtime.drafting.drafter import Drafter
+from octavo.runtime.executors.block_copies import HostBlockCopies
+from octavo.runtime.executors.embedding_pool import EmbeddingPool
+from octavo.runtime.executors.pooler import ChunkPooler
+from octavo.runtime.executors.replies import Done, Failed
+from octavo.runtime.executors.sampling_state import SamplingState
+from octavo.runtime.executors.step_program import Forward, Logits, RowReader, StepProgram
+from octavo.runtime.executors.step_views import StepBuffers, batch_indices
+from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.sharded_logits import WHOLE, Vocabulary
+from octavo.steps.limits import StepLimits
+from octavo.steps.messages import (
+    Compile,
+    CopySlots,
+    CopyState,
+    EncodeImages,
+    LoadAdapter,
+    Message,
+    ReadBlock,
+    Reply,
+    Step,
+    StepResult,
+    UnloadAdapter,
+    WriteBlock,
+)
+
+logger = logging.getLogger(__name__)
+
+LAST_TOKEN = Pooling("last")
+
+
+class HostExecutor:
+    """Runs a model over a paged KV cache in host memory."""
+
+    runs_ahead = False
+
+    def __init__(
+        self,
+        model: CausalLM,
+        storage: KVStorage,
+        vocab_size: int,
+        limits: StepLimits,
+        forward: Forward | None = None,
+        pooling: Pooling = LAST_TOKEN,
+        adapters: Adapters | None = None,
+        vocabulary: Vocabulary = WHOLE,
+        drafter: Drafter | None = None,
+        verify: Verify | None = None,
+        logits: Logits | None = None,
+        embeddings: EmbeddingPool | None = None,
+    ) -> None:
+        """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers, used for steps without
+        adapters, and ``logits`` one of ``model.logits``. ``embeddings``: those of images, if the model takes any."""
+        device = storage.device
+        max_len = limits.max_blocks * storage.block_size
+        self._state = SamplingState(
+            limits.max_num_seqs,
+            max_len,
+            limits.largest().num_samples,
+            vocab_size,
+            device,
+            limits.num_drafts,
+            vocabulary,
+        )
+        self.adapters = adapters
+        self._forward = forward
+        self._model, self._layers = model, storage.layers
+        self._embeddings = embeddings
+        rows = None if adapters is None else adapters.rows
+        self._program = StepProgram(model, self._compute, self._state, rows, drafter, verify, logits, embeddings)
+        self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
+        self._copies = HostBlockCopies(storage)
+        self._buffers = StepBuffers(storage.num_groups)
+        self._num_groups, self._block_size = storage.num_groups, storage.block_size
+
+    def send(self, message: Message) -> Reply[Any]:
+        """See ``Executor``."""
+        match message:
+            case Step():
+                return self._step(message)
+            case EncodeImages():
+                assert self._embeddings is not None, "the model takes no images"
+                return self._embeddings.execute(message)
+            case CopySlots(group, source, target, num_tokens):
+                self._copies.copy_slots(group, source, target, num_tokens)
+            case CopyState(source, target):
+                self._copies.copy_state(source, target)
+            case ReadBlock(block):
+                return self._copies.read(block)
+            case WriteBlock(block, content):
+                self._copies.write(block, content)
+            case LoadAdapter() | UnloadAdapter():
+                return change_adapters(self.adapters, message)
+            case Compile():  # kernels are compiled when they are first called
+                pass
+        return Done(None)
+
+    def _step(self, message: Step) -> Reply[StepResult]:
+        try:
+            with torch.inference_mode():
+                return Done(self._run(message))
+        except WorkerLost:
+            raise  # with all blocks: there is nothing to go on with
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:
+            logger.exception("a forward pass of %d sequences failed", message.num_seqs)
+            self._state.forget_results(batch_indices(message, self._num_groups))
+            return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
+
+    def _run(self, message: Step) -> StepResult:
+        self._state.update(message.histories, message.lists)
+        step, token_ids_T = self._buffers.filled(message)
+        if message.num_seqs and token_ids_T.min() < 0:
+            self._state.stage(step, self._block_size)
+        computed = self._program(step, message.shape, message)
+        if computed.tokens_R is not None:
+            self._state.keep(step, computed.tokens_R, computed.num_accepted_S)
+        return self._reader.result(message, computed)
+
+    def _compute(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
+        has_adapters = self.adapters is not None and bool(self.adapters.rows.by_number)
+        if self._forward is not None and not has_adapters:
+            return self._forward(token_ids_T, positions_T, rows)
+        return self._model.forward(token_ids_T, positions_T, self._layers, rows)
+
+
+def change_adapters(adapters: Adapters | None, message: LoadAdapter | UnloadAdapter) -> Reply[None]:
+    """Load or unload an adapter; the reply raises ``CheckpointError`` if that fails."""
+    try:
+        if adapters is None:
+            raise CheckpointError("this engine does not accept adapters; set enable_lora")
+        if isinstance(message, LoadAdapter):
+            adapters.load(message.number, message.path)
+        else:
+            adapters.unload(message.number)
+    except CheckpointError as error:
+        return Failed(error)
+    return Done(None)

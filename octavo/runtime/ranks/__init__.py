@@ -1,0 +1,1 @@
+"""Ranks: the processes among which tensor parallelism divides a model."""

@@ -1,0 +1,1 @@
+"""Processes, threads, processors and files of the host."""

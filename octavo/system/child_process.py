@@ -1,0 +1,135 @@
+"""A child process for work that may hang or exhaust memory: its time and memory are limited, and it can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import Unavailable
+from octavo.system.child_worker import LENGTH, MAX_ERROR_BYTES, OUT_OF_MEMORY, READY
+
+START_SECONDS = 60.0
+"""Timeout of the child's start; its imports are slow on a loaded machine."""
+RETRY_SECONDS = 1
+SIGNALS_OF_LIMITS = (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGABRT)
+"""Exit statuses of a process that used up what it may use; libraries in Rust abort where there is no memory."""
+_PACKAGE_PARENT = str(Path(__file__).parents[2])
+_ENVIRONMENT = ("PATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
+"""Environment variables that the child inherits: enough to start, no secrets."""
+
+
+class ChildLost(Exception):
+    """The process timed out or ended, and is no longer running. The message gives the cause."""
+
+
+class ChildProcess:
+    """A process that runs ``module``, which follows the protocol of ``ChildWorker``. Not thread-safe."""
+
+    def __init__(self, module: str, settings: dict[str, Any], more: bytes | None = None) -> None:
+        """``more`` is a second message, if the module reads one.
+
+        Raises ``Unavailable`` if this machine cannot start a process now, ``ChildLost`` if the process ends at once.
+        """
+        self._settings = settings
+        try:
+            self._connection, self._process = _start(module)
+        except OSError as error:  # such as too many open files: not the fault of what the process is for
+            reason = f"A process for this request could not be started ({error.strerror}). Try again in a moment."
+            raise Unavailable(reason, retry_after=RETRY_SECONDS) from None
+        self.id = self._process.pid
+        self.close = weakref.finalize(self, _end, self._process, self._connection)
+        """Ends the process; also called when this object is collected or the interpreter exits."""
+        messages = [json.dumps(settings).encode()] if more is None else [json.dumps(settings).encode(), more]
+        if self._exchange(messages, START_SECONDS)[:1] != READY:
+            raise ChildLost("its process did not start")
+
+    @property
+    def is_alive(self) -> bool:
+        return self.close.alive and self._process.poll() is None
+
+    def ask(self, question: Any) -> tuple[bytes, str]:
+        """Send ``question``; return the kind of the answer and its text.
+
+        Raises ``ChildLost`` without an answer, ``TypeError`` if ``question`` cannot be encoded as JSON.
+        """
+        kind, body = self.ask_bytes(json.dumps(question).encode())
+        return kind, body.decode("utf-8", "replace")
+
+    def ask_bytes(self, question: bytes) -> tuple[bytes, bytes]:
+        """Send ``question``; return the kind of the answer and its bytes. Raises ``ChildLost`` without an answer."""
+        answer = self._exchange([question], self._settings["max_seconds"])
+        return answer[:1], answer[1:]
+
+    def _exchange(self, messages: list[bytes], seconds: float) -> bytes:
+        try:
+            return self._exchange_until(messages, time.monotonic() + seconds)
+        except TimeoutError:
+            problem = f"it took more than {seconds:g} seconds"
+        except OSError:
+            problem = self._cause_of_death()
+        self.close()
+        raise ChildLost(problem)
+
+    def _exchange_until(self, messages: list[bytes], deadline: float) -> bytes:
+        for message in messages:
+            self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            self._connection.sendall(LENGTH.pack(len(message)) + message)
+        (size,) = LENGTH.unpack(self._receive(LENGTH.size, deadline))
+        if size > 1 + max(self._settings["max_output"], MAX_ERROR_BYTES):
+            raise ConnectionError("message exceeds the size limit")
+        return self._receive(size, deadline)
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            piece = self._connection.recv(min(size - len(data), 1 << 20))
+            if not piece:
+                raise ConnectionError("closed by the child")
+            data += piece
+        return bytes(data)
+
+    def _cause_of_death(self) -> str:
+        status = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(timeout=1)
+        if status == OUT_OF_MEMORY:
+            return f"it needed more than {self._settings['max_memory'] >> 20} MiB of memory"
+        if status is None or status in SIGNALS_OF_LIMITS:
+            return "it used up its memory or processor time"
+        return f"its process ended with {status}"
+
+
+def _start(module: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """The process, and a connection to it."""
+    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    paths = [_PACKAGE_PARENT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+            )
+        except OSError:
+            ours.close()
+            raise
+    return ours, process
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    process.kill()
+    process.wait()

@@ -1,0 +1,384 @@
+"""Translates GGUF architectures to Hugging Face configurations and parameter names.
+
+Metadata keys are defined by the GGUF specification; tensor names and weight transformations by llama.cpp's converter.
+An unknown key or tensor may change what the model computes, so it is refused rather than ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from octavo.errors import CheckpointError
+from octavo.weights.gguf.gguf_metadata import Metadata
+from octavo.weights.gguf.gguf_reader import GGUFFile
+from octavo.weights.gguf.gguf_rope import FACTOR_TENSORS, read_rope
+
+Config = dict[str, Any]
+
+OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+LLAMA = {**ATTENTION, **GATED, "ffn_norm": "post_attention_layernorm"}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+"""A star stands for the index of an expert; the tensor stacks all experts."""
+FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+
+
+class Place(NamedTuple):
+    """A parameter's location: the tensor, and the index of its part if the tensor stacks several."""
+
+    tensor: str
+    part: int | None = None
+    values: str | None = None
+    """The tensor of the value projection, if key and value projections of a latent are stored separately."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to read one GGUF architecture."""
+
+    architecture: str
+    """Its name in ``config.json``."""
+    layer: Mapping[str, str]
+    """Tensor name in a layer to parameter name in a layer."""
+    configure: Callable[[Metadata, Config], None]
+    """Adds the architecture's keys to a configuration."""
+    outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
+    layer_prefix: str = "model.layers."
+    is_permuted: bool = False
+    """Whether rows of query and key projections are permuted."""
+
+
+def translate(file: GGUFFile) -> tuple[Family, Config, dict[str, Place]]:
+    """The file's family, its configuration, and the location of each parameter. Raises ``CheckpointError``."""
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise CheckpointError(
+            f"{file.path}: architecture {str(name)[:100]!r} is not supported in GGUF files, "
+            f"supported are {', '.join(FAMILIES)}"
+        )
+    data = Metadata(file, name + ".")
+    family = FAMILIES[name]
+    if name == "llama" and data.count("expert_count", 0, low=0):
+        family = MIXTRAL
+    config = _common(data, family)
+    family.configure(data, config)
+    data.finish()
+    return family, config, _places(file, name, family, config)
+
+
+def _common(data: Metadata, family: Family) -> Config:
+    file, config = data.file, Config(architectures=[family.architecture])
+    config["num_hidden_layers"] = data.count("block_count")
+    config["hidden_size"] = data.count("embedding_length")
+    config["vocab_size"] = _vocab_size(data, config["hidden_size"])
+    config["num_attention_heads"] = data.count("attention.head_count")
+    config["max_position_embeddings"] = data.count("context_length")
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    if config["num_hidden_layers"] > len(file.tensors):
+        data.fail("block_count", f"{config['num_hidden_layers']}, but there are only {len(file.tensors)} tensors")
+    return config
+
+
+def _llama(data: Metadata, config: Config) -> None:
+    """Keys common to the Llama family; biases are detected by their tensors."""
+    heads, tensors = config["num_attention_heads"], data.file.tensors
+    config["hidden_act"] = "silu"
+    config["intermediate_size"] = data.count("feed_forward_length")
+    config["num_key_value_heads"] = data.count("attention.head_count_kv", heads)
+    config["rms_norm_eps"] = data.real("attention.layer_norm_rms_epsilon")
+    config["head_dim"] = _head_dim(data, config["hidden_size"] // heads)
+    config.update(read_rope(data, config["head_dim"]))
+    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+
+
+def _head_dim(data: Metadata, default: int) -> int:
+    """The width of a head, which must be the same for keys and values."""
+    width = data.count("attention.key_length", data.count("rope.dimension_count", default))
+    if (other := data.count("attention.value_length", width)) != width:
+        data.fail("attention.value_length", f"is {other}, but must equal attention.key_length, {width}")
+    return width
+
+
+def _experts(data: Metadata, config: Config) -> None:
+    config["num_local_experts"] = data.count("expert_count")
+    config["num_experts_per_tok"] = data.count("expert_used_count")
+
+
+def _mixtral(data: Metadata, config: Config) -> None:
+    _llama(data, config)
+    _experts(data, config)
+
+
+def _qwen_moe(data: Metadata, config: Config) -> None:
+    _llama(data, config)
+    _experts(data, config)
+    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    config["norm_topk_prob"] = data.flag("expert_weights_norm", config["architectures"] == ["Qwen3MoeForCausalLM"])
+
+
+def _qwen2_moe(data: Metadata, config: Config) -> None:
+    _qwen_moe(data, config)
+    config["qkv_bias"] = config["attention_bias"]
+    config["shared_expert_intermediate_size"] = data.count("expert_shared_feed_forward_length")
+
+
+def _phi3(data: Metadata, config: Config) -> None:
+    _llama(data, config)
+    window = data.count("attention.sliding_window", 0, low=0)
+    config["sliding_window"] = window or None
+
+
+def _glm4(data: Metadata, config: Config) -> None:
+    _llama(data, config)
+    config.setdefault("partial_rotary_factor", 1.0)
+
+
+def _gemma(data: Metadata, config: Config) -> None:
+    """The converter has already added 1 to the norm weights."""
+    _llama(data, config)
+    del config["hidden_act"]
+    config["hidden_activation"] = "gelu_pytorch_tanh"
+    config["norms_include_one"] = True
+
+
+def _gemma2(data: Metadata, config: Config) -> None:
+    _gemma(data, config)
+    config["sliding_window"] = data.count("attention.sliding_window", 4096)
+    config["attn_logit_softcapping"] = data.real("attn_logit_softcapping", 50.0)
+    config["final_logit_softcapping"] = data.real("final_logit_softcapping", 30.0)
+    config["query_pre_attn_scalar"] = _gemma_scalar(config, largest=46)
+
+
+def _gemma3(data: Metadata, config: Config) -> None:
+    _gemma(data, config)
+    config["sliding_window"] = data.count("attention.sliding_window", 1024)
+    config["sliding_window_pattern"] = data.count("attention.sliding_window_pattern", 6)
+    config["rope_local_base_freq"] = data.real("rope.freq_base_swa", 10_000.0)
+    config["rope_theta"] = data.real("rope.freq_base", 1_000_000.0)
+    if data.has("final_logit_softcapping"):
+        config["final_logit_softcapping"] = data.real("final_logit_softcapping")
+    config["query_pre_attn_scalar"] = _gemma_scalar(config, largest=62)
+
+
+def _gemma_scalar(config: Config, largest: int) -> float:
+    """``query_pre_attn_scalar``, which files omit: the head dimension, except in the model with ``largest`` layers."""
+    if config["num_hidden_layers"] == largest:
+        return float(config["hidden_size"] / config["num_attention_heads"])
+    return float(config["head_dim"])
+
+
+def _gpt2(data: Metadata, config: Config) -> None:
+    names = {
+        "num_hidden_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    }
+    for name, own in names.items():
+        config[own] = config.pop(name)
+    config["n_inner"] = data.count("feed_forward_length")
+    config["layer_norm_epsilon"] = data.real("attention.layer_norm_epsilon")
+    config["has_transposed_weights"] = False
+    data.count("attention.head_count_kv", config["n_head"])
+    data.get("rope.dimension_count")  # some converters write it, although GPT-2 has no rotary embedding
+
+
+def _gpt_oss(data: Metadata, config: Config) -> None:
+    _llama(data, config)
+    _experts(data, config)
+    config["intermediate_size"] = data.count("expert_feed_forward_length")
+    config["sliding_window"] = data.count("attention.sliding_window")
+    if config["rope_scaling"] is None or config["rope_scaling"]["rope_type"] != "yarn":
+        data.fail("rope.scaling.type", "must be yarn")
+    config["rope_scaling"]["truncate"] = False
+
+
+def _deepseek2(data: Metadata, config: Config) -> None:
+    """Expert groups are used only if the file has their number."""
+    sigmoid, softmax = 2, 1
+    gating = data.count("expert_gating_func", softmax)
+    if gating not in (sigmoid, softmax):
+        data.fail("expert_gating_func", f"is {gating}, supported are 1, softmax, and 2, sigmoid")
+    if gating == sigmoid:
+        config["architectures"] = ["DeepseekV3ForCausalLM"]
+    rotated = data.count("rope.dimension_count")
+    config["qk_rope_head_dim"] = rotated
+    config.update(read_rope(data, rotated))
+    for own, key in (("key_length", "qk_nope_head_dim"), ("value_length", "v_head_dim")):
+        config[key] = data.count(f"attention.{own}_mla", data.count(f"attention.{own}"))
+    config["qk_nope_head_dim"] -= rotated
+    data.get("attention.head_count_kv")  # 1 in newer files, the number of heads in older ones
+    config["hidden_act"] = "silu"
+    config["rms_norm_eps"] = data.real("attention.layer_norm_rms_epsilon")
+    config["q_lora_rank"] = data.count("attention.q_lora_rank", 0, low=0) or None
+    config["kv_lora_rank"] = data.count("attention.kv_lora_rank")
+    config["intermediate_size"] = data.count("feed_forward_length")
+    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    config["n_routed_experts"] = data.count("expert_count")
+    config["num_experts_per_tok"] = data.count("expert_used_count")
+    config["n_shared_experts"] = data.count("expert_shared_count")
+    config["first_k_dense_replace"] = data.count("leading_dense_block_count", 0, low=0)
+    config["routed_scaling_factor"] = data.real("expert_weights_scale", 1.0)
+    config["norm_topk_prob"] = data.flag("expert_weights_norm", False)
+    config["n_group"] = data.count("expert_group_count", 1)
+    config["topk_group"] = data.count("expert_group_used_count", 1)
+    if gating == softmax and config["n_group"] > 1:
+        config["topk_method"] = "group_limited_greedy"
+
+
+def _vocab_size(data: Metadata, hidden_size: int) -> int:
+    """The number of rows of the embedding; the optional metadata key must agree."""
+    path, embedding = data.file.path, data.file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{path}: there is no tensor 'token_embd.weight'")
+    rows = data.count("vocab_size", embedding.shape[0])
+    if embedding.shape != (rows, hidden_size):
+        raise CheckpointError(
+            f"{path}: tensor 'token_embd.weight': has shape {embedding.shape}, expected {(rows, hidden_size)}"
+        )
+    return rows
+
+
+WITHOUT_SUFFIX = ("_bias", ".sinks")
+"""Suffixes of parameter names that are not followed by ".weight"."""
+_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z0-9_]+)(?:\.(weight|bias))?")
+
+
+def _places(file: GGUFFile, architecture: str, family: Family, config: Config) -> dict[str, Place]:
+    """Hugging Face name to location of each parameter; tensors of rotary factors are not parameters."""
+    places: dict[str, Place] = {}
+    num_experts = config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    for name, tensor in file.tensors.items():
+        if name in FACTOR_TENSORS:
+            continue
+        stem, _, kind = name.rpartition(".")
+        layer = _LAYER_NAME.fullmatch(name)
+        if stem in family.outer:
+            places[f"{family.outer[stem]}.{kind}"] = Place(name)
+        elif layer and layer[2] in SPLIT_MAPS and family.layer is DEEPSEEK:
+            own = f"{family.layer_prefix}{layer[1]}.self_attn.kv_b_proj.weight"
+            places[own] = Place(f"blk.{layer[1]}.attn_k_b.weight", values=f"blk.{layer[1]}.attn_v_b.weight")
+        elif layer and layer[2] in family.layer:
+            own = f"{family.layer_prefix}{layer[1]}.{family.layer[layer[2]]}"
+            own += "" if layer[3] is None or own.endswith(WITHOUT_SUFFIX) else f".{layer[3]}"
+            if "*" not in own:
+                places[own] = Place(name)
+            elif len(tensor.shape) > 1 and tensor.shape[0] == num_experts:
+                places |= {own.replace("*", str(i)): Place(name, i) for i in range(num_experts)}
+            else:
+                raise CheckpointError(
+                    f"{file.path}: tensor {name!r}: has shape {tensor.shape}, expected those of {num_experts} experts"
+                )
+        else:
+            raise CheckpointError(f"{file.path}: tensor {name[:100]!r} has no place in the {architecture} architecture")
+    return places
+
+
+SANDWICH = {**ATTENTION, "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm"}
+SANDWICH["post_ffw_norm"] = "post_feedforward_layernorm"
+MIXTRAL = Family(
+    "MixtralForCausalLM",
+    {
+        **ATTENTION,
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+    },
+    _mixtral,
+    is_permuted=True,
+)
+SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+DEEPSEEK = {
+    **LLAMA,
+    **EXPERTS,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+SPLIT_MAPS = {"attn_k_b", "attn_v_b"}
+"""Newer files have these instead of ``attn_kv_b``: for each head, keys [latent, P] and values [V, latent]."""
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", LLAMA, _llama, is_permuted=True),
+    "qwen2": Family("Qwen2ForCausalLM", LLAMA, _llama),
+    "qwen3": Family("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}, _llama),
+    "qwen2moe": Family("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, **SHARED}, _qwen2_moe),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen_moe),
+    "phi3": Family("Phi3ForCausalLM", {**LLAMA, **FUSED, "attn_qkv": "self_attn.qkv_proj"}, _phi3),
+    "olmo2": Family("Olmo2ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, _llama),
+    "gemma": Family("GemmaForCausalLM", LLAMA, _gemma),
+    "gemma2": Family("Gemma2ForCausalLM", {**SANDWICH, **GATED}, _gemma2),
+    "gemma3": Family("Gemma3ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, _gemma3),
+    "deepseek2": Family("DeepseekV2ForCausalLM", DEEPSEEK, _deepseek2),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        {
+            **ATTENTION,
+            **FUSED,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        _glm4,
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {
+            "attn_norm": "ln_1",
+            "attn_qkv": "attn.c_attn",
+            "attn_output": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn_up": "mlp.c_fc",
+            "ffn_down": "mlp.c_proj",
+        },
+        _gpt2,
+        {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"},
+        "h.",
+    ),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        {
+            **ATTENTION,
+            **EXPERTS,
+            "attn_sinks": "self_attn.sinks",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        _gpt_oss,
+    ),
+}

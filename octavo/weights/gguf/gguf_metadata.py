@@ -1,0 +1,71 @@
+"""Reads a GGUF file's metadata under its architecture's prefix key by key, so that none is silently ignored."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+from octavo.errors import CheckpointError
+from octavo.weights.gguf.gguf_reader import GGUFFile
+
+WITHOUT_EFFECT = {"tensor_data_layout", "rope.scaling.finetuned", "attention.causal"}
+
+
+class Metadata:
+    """Keys are given without the prefix. Every method raises ``CheckpointError`` naming the full key."""
+
+    def __init__(self, file: GGUFFile, prefix: str) -> None:
+        self.file = file
+        self.prefix = prefix
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether the key is present."""
+        return self.prefix + key in self.file.metadata
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The raw value."""
+        self._read.add(key)
+        return self.file.metadata.get(self.prefix + key, default)
+
+    def count(self, key: str, default: int | None = None, low: int = 1) -> int:
+        """An integer from ``low`` to 2**31 - 1; required if there is no default."""
+        value = self.get(key, default)
+        if type(value) is not int or not low <= value < 1 << 31:
+            self.fail(key, f"is {str(value)[:100]}, expected an integer from {low} to 2**31 - 1")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A positive number; required if there is no default."""
+        value = self.get(key, default)
+        if type(value) is not float or not 0 < value < math.inf:
+            self.fail(key, f"is {str(value)[:100]}, expected a positive number")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key, default)
+        if type(value) is not bool:
+            self.fail(key, f"is {str(value)[:100]}, expected true or false")
+        return value
+
+    def floats(self, tensor: str, count: int) -> list[float]:
+        """The numbers of a float32 tensor of this length, such as the factors of a rotary embedding."""
+        found = self.file.tensors[tensor]
+        if found.kind != "F32" or found.shape != (count,):
+            raise CheckpointError(
+                f"{self.file.path}: tensor {tensor!r}: is {found.kind} {found.shape}, expected F32 {(count,)}"
+            )
+        numbers: list[float] = self.file.data(tensor).view("<f4").tolist()
+        return numbers
+
+    def fail(self, key: str, problem: str) -> NoReturn:
+        """Raise the error for a key."""
+        raise CheckpointError(f"{self.file.path}: metadata {self.prefix + key!r}: {problem}")
+
+    def finish(self) -> None:
+        """Refuse an unread key, because it may change what the model computes."""
+        for key in self.file.metadata:
+            name = key.removeprefix(self.prefix)
+            if key.startswith(self.prefix) and name not in self._read | WITHOUT_EFFECT:
+                self.fail(name[:100], "this key is not known, and may change what the model computes")

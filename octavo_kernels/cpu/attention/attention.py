@@ -1,0 +1,320 @@
+"""Attention over the paged cache, and what stores keys and values in it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention, axis_angles, rotary_angles, store_keys
+from octavo.ops.latent_attention import LatentHeads, latent_attention, store_latents
+from octavo.ops.linear import head_linear
+from octavo_kernels.cpu.attention.attention_passes import PART, first_seen
+from octavo_kernels.cpu.attention.attention_rows import STEP, prepare_task
+from octavo_kernels.cpu.attention.attention_tiles import STATE, TILE, TILE_ROWS, attend_task
+from octavo_kernels.cpu.background import in_background
+from octavo_kernels.cpu.calls import call
+from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, inlined, is_missing
+from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
+from octavo_kernels.cpu.memory import fields, keep, read, view
+from octavo_kernels.cpu.task_driver import task_driver
+from octavo_kernels.cpu.tensors import FORMATS, address, declines_floats, whole_vectors
+from octavo_kernels.cpu.threads import run
+from octavo_kernels.cpu.vector_ir import LANES
+
+# ---- attention: ``attention`` in one call, straight from the block table; prefill and decode rows by the same code.
+
+
+NUMBERS_A_PIECE = 2048
+MULTIPLICATIONS_A_PIECE = 50_000
+"""One or two microseconds for a single row, which waits for memory."""
+PLAN = fields(num_tiles=int, num_slots=int, work=int)
+
+
+@inlined
+def _fits(a: Any, starts: Any, lengths: Any, slots: Any) -> bool:
+    """Whether the step's lengths, slots and block numbers stay within its tensors."""
+    if starts[0] != 0 or starts[a.S] > a.T:
+        return False
+    for s in range(a.S):
+        blocks = (lengths[s] + a.block_size - 1) // a.block_size
+        if not 0 <= starts[s + 1] - starts[s] <= lengths[s] or blocks > a.table_width:
+            return False
+        table = view(a.tables + 4 * s * a.table_width, a.table_width, np.int32)
+        for i in range(blocks):
+            if not 0 <= table[i] < a.num_blocks:
+                return False
+    num_slots = a.num_blocks * a.block_size
+    fits = True
+    for slot in slots:
+        fits &= slot < num_slots
+    return fits
+
+
+@inlined
+def _cut(a: Any, starts: Any, lengths: Any, tiles: Any, plan: Any) -> None:
+    """Split the step into tiles and count them; they are stored while there is room."""
+    tile_tokens, n, slots, work = max(1, TILE_ROWS // (a.N // a.K)), 0, 0, 0
+    for s in range(a.S):
+        begin, end = starts[s], starts[s + 1]
+        is_single = end - begin == 1
+        for row in range(begin, end, tile_tokens):
+            tokens = min(tile_tokens, end - row)
+            start = lengths[s] - end + row
+            first_part, last_part = first_seen(a, start) // PART, (start + tokens - 1) // PART + 1
+            is_cut = is_single and last_part - first_part > 1
+            for i in range(last_part - first_part if is_cut else 1):
+                if n < len(tiles):
+                    tile = tiles[n]
+                    tile.sequence, tile.row, tile.num_tokens, tile.start = s, row, tokens, start
+                    tile.first_part, tile.last_part = first_part + i, first_part + i + 1 if is_cut else last_part
+                    tile.slot, tile.first_slot = slots if is_cut else -1, slots - i
+                    tile.num_slots = last_part - first_part
+                n += 1
+                slots += is_cut
+            work += (start + tokens - first_seen(a, start)) * tokens * a.N * a.H * 2
+    plan.num_tiles, plan.num_slots, plan.work = n, slots, work
+
+
+@functools.cache
+def _attention_driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, STEP)
+        starts, lengths = view(a.starts, a.S + 1, np.int32), view(a.lengths, a.S, np.int32)
+        if not _fits(a, starts, lengths, view(a.slots, a.T, np.int64)):
+            return 1
+        q, plans = np.empty(a.T * a.N * a.width, np.float32), np.empty(1, PLAN)
+        a.q = q.ctypes.data
+        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // ((a.N + 2 * a.stored) * a.H)))
+        plan = plans[0]
+        _cut(a, starts, lengths, np.empty(0, TILE), plan)
+        tiles = np.empty(plan.num_tiles, TILE)
+        parts = np.empty(plan.num_slots * a.N * (STATE + a.width), np.float32)
+        counts = np.zeros(plan.num_slots * a.K, np.int64)
+        _cut(a, starts, lengths, tiles, plan)
+        a.counts = counts.ctypes.data
+        a.tiles, a.num_tiles, a.parts = tiles.ctypes.data, plan.num_tiles, parts.ctypes.data
+        items = plan.num_tiles * a.K
+        run(pool, a.attend, arguments, items, max(1, items * MULTIPLICATIONS_A_PIECE // max(1, plan.work)))
+        keep((q, tiles, parts, counts, plans))
+        return 0
+
+    return compiled_driver(drive)
+
+
+def compiling_in_background(kv_dtype: torch.dtype) -> AbstractContextManager[None]:
+    """While the block runs, another process compiles the slowest kernels for caches of ``kv_dtype``, if missing."""
+    if kv_dtype not in FORMATS or not is_missing(attend_task.__name__):
+        return contextlib.nullcontext()
+    return in_background(lambda: (attend_task(FORMATS[kv_dtype]), _attention_driver()))
+
+
+def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, slot_mapping_T: Tensor) -> None:
+    N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    shape = cache.keys.shape
+    if N % K or qkv_TW.shape[1] != sum(heads.sizes) or shape[1] != K or shape[3] != H or cache.values.shape != shape:
+        sizes = f"{N} heads and {K} kv heads of {H}"
+        raise ValueError(f"attention: {sizes}, rows of {qkv_TW.shape[1]}, caches {list(shape)}")
+    if cache.keys.dtype != cache.values.dtype or cache.keys.dtype not in FORMATS:
+        raise ValueError(f"attention: caches of {cache.keys.dtype} and {cache.values.dtype}")
+    if not (cache.keys.is_contiguous() and cache.values.is_contiguous()):
+        raise ValueError("attention: the caches must be contiguous")
+    if len(slot_mapping_T) != len(qkv_TW):
+        raise ValueError(f"attention: {len(slot_mapping_T)} slots for {len(qkv_TW)} rows")
+
+
+@attention.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
+def attention_numba(
+    qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor | None, sin_TR: Tensor | None, cache: LayerCache, rows: PagedRows
+) -> Tensor:
+    """See ``ops.attention``; the caches must be contiguous, of float32, bfloat16 or float16.
+
+    Raises ``IndexError`` when lengths, slots or block numbers do not fit the tensors.
+    """
+    slots, tables = rows.of(cache)
+    _check(qkv_TW, heads, cache, slots)
+    N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    qkv, T = qkv_TW.float().contiguous(), len(qkv_TW)
+    R = 0
+    if cos_TR is not None and sin_TR is not None:
+        R = cos_TR.shape[1]
+        if cos_TR.shape != sin_TR.shape or {cos_TR.dtype, sin_TR.dtype} != {torch.float32} or 2 * R > H:
+            raise ValueError(f"attention: cos and sin must be float32 [T, at most {H // 2}]")
+        cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
+    norms = [None if norm is None else whole_vectors(norm.float()) for norm in (heads.q_norm_H, heads.k_norm_H)]
+    ints = tables, rows.cu_seqlens_q, rows.seq_lens_S
+    tables, starts, lengths = (x.to(torch.int32).contiguous() for x in ints)
+    slots = slots.contiguous()
+    out_TW = torch.empty(T, N * H)
+    number_format, num_blocks, block_size = FORMATS[cache.keys.dtype], cache.keys.shape[0], cache.keys.shape[2]
+    arguments = np.empty(1, STEP)
+    arguments[0] = (
+        *(prepare_task(number_format), attend_task(number_format)),
+        *(qkv.data_ptr(), T, N, K, 0 if heads.shares_cache else K, H, -(-H // LANES) * LANES, heads.scale),
+        *(address(norms[0]), address(norms[1]), heads.norm_eps, address(cos_TR), address(sin_TR), R),
+        *(slots.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), num_blocks, block_size),
+        *(tables.data_ptr(), tables.shape[1], starts.data_ptr(), lengths.data_ptr(), len(lengths)),
+        *(heads.window, heads.softcap, address(heads.sinks_N), out_TW.data_ptr(), *[0] * 5),
+    )
+    call(_attention_driver(), arguments, "attention: lengths, slots or block numbers do not fit the caches and tables")
+    return out_TW.to(qkv_TW.dtype)
+
+
+# ---- rotary_angles: ``rotary_angles``: products in float32 as the contract defines them, cosines and sines rounded
+# once.
+
+
+ANGLES_A_PIECE = 64
+ARGUMENTS = fields(task=int, T=int, piece=int, positions=int, frequencies=int, cos=int, sin=int, R=int, factor=float)
+
+
+@functools.cache
+def _task() -> int:
+    """Task over rows."""
+
+    def turn(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, ARGUMENTS)
+        positions, frequencies = view(a.positions, a.T, np.int64), view(a.frequencies, a.R, np.float32)
+        cos, sin = view(a.cos, a.T * a.R, np.float32), view(a.sin, a.T * a.R, np.float32)
+        for t in range(begin, end):
+            position = np.float32(positions[t])
+            for i in range(a.R):
+                angle = np.float64(position * frequencies[i])
+                cos[t * a.R + i] = np.float32(np.cos(angle)) * np.float32(a.factor)
+                sin[t * a.R + i] = np.float32(np.sin(angle)) * np.float32(a.factor)
+
+    return compiled_task(turn)
+
+
+def _supports(dtype: torch.dtype) -> str | None:
+    return missing(FLOAT_FEATURES) if dtype == torch.int64 else f"positions must be int64, got {dtype}"
+
+
+@rotary_angles.kernel(device="cpu", name="numba", preference=10, supports=_supports)
+def rotary_angles_numba(positions_T: Tensor, frequencies_R: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """See ``ops.rotary_angles``."""
+    positions, frequencies = positions_T.contiguous(), frequencies_R.float().contiguous()
+    T, R = len(positions), len(frequencies)
+    cos_TR, sin_TR = torch.empty(T, R), torch.empty(T, R)
+    arguments = np.empty(1, ARGUMENTS)
+    addresses = positions.data_ptr(), frequencies.data_ptr(), cos_TR.data_ptr(), sin_TR.data_ptr()
+    arguments[0] = (_task(), T, max(1, ANGLES_A_PIECE // max(1, R)), *addresses, R, factor)
+    call(task_driver(), arguments)
+    return cos_TR, sin_TR
+
+
+AXIS_ARGUMENTS = fields(
+    task=int,
+    T=int,
+    piece=int,
+    positions=int,
+    shifts=int,
+    axes=int,
+    frequencies=int,
+    cos=int,
+    sin=int,
+    R=int,
+    A=int,
+    factor=float,
+)
+
+
+@functools.cache
+def _axis_task() -> int:
+    """Task over rows, whose position depends on the pair."""
+
+    def turn(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, AXIS_ARGUMENTS)
+        positions, frequencies = view(a.positions, a.T, np.int64), view(a.frequencies, a.R, np.float32)
+        shifts, axes = view(a.shifts, a.A * a.T, np.int64), view(a.axes, a.R, np.int64)
+        cos, sin = view(a.cos, a.T * a.R, np.float32), view(a.sin, a.T * a.R, np.float32)
+        for t in range(begin, end):
+            for i in range(a.R):
+                position = np.float32(positions[t] + shifts[axes[i] * a.T + t])
+                angle = np.float64(position * frequencies[i])
+                cos[t * a.R + i] = np.float32(np.cos(angle)) * np.float32(a.factor)
+                sin[t * a.R + i] = np.float32(np.sin(angle)) * np.float32(a.factor)
+
+    return compiled_task(turn)
+
+
+@axis_angles.kernel(device="cpu", name="numba", preference=10, supports=_supports)
+def axis_angles_numba(
+    positions_T: Tensor, shifts_AT: Tensor, axes_R: Tensor, frequencies_R: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.axis_angles``."""
+    positions, shifts, axes = positions_T.contiguous(), shifts_AT.contiguous(), axes_R.contiguous()
+    frequencies = frequencies_R.float().contiguous()
+    T, R = len(positions), len(frequencies)
+    cos_TR, sin_TR = torch.empty(T, R), torch.empty(T, R)
+    arguments = np.empty(1, AXIS_ARGUMENTS)
+    inputs = positions.data_ptr(), shifts.data_ptr(), axes.data_ptr(), frequencies.data_ptr()
+    outputs = cos_TR.data_ptr(), sin_TR.data_ptr()
+    piece = max(1, ANGLES_A_PIECE // max(1, R))
+    arguments[0] = (_axis_task(), T, piece, *inputs, *outputs, R, len(shifts), factor)
+    call(task_driver(), arguments)
+    return cos_TR, sin_TR
+
+
+# ---- store_keys: ``store_keys``: the first half of ``attention``, by the same task.
+
+
+@functools.cache
+def _store_keys_driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, STEP)
+        for slot in view(a.slots, a.T, np.int64):
+            if slot >= a.num_blocks * a.block_size:
+                return 1
+        q = np.empty(a.T * a.N * a.width, np.float32)
+        a.q = q.ctypes.data
+        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // ((a.N + 2 * a.K) * a.H)))
+        keep(q)
+        return 0
+
+    return compiled_driver(drive)
+
+
+@store_keys.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
+def store_keys_numba(
+    qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, slot_mapping_T: Tensor
+) -> None:
+    """See ``ops.store_keys``; the caches must be contiguous. Raises ``IndexError`` for slots that are not in them."""
+    K, H, dtype = heads.num_kv_heads, heads.head_dim, cache.keys.dtype
+    (T, W), (num_blocks, _, block_size, _) = qkv_TW.shape, cache.keys.shape
+    N = W // H - 2 * K
+    assert cache.keys.is_contiguous(), "the caches must be contiguous"
+    assert cache.values.is_contiguous(), "the caches must be contiguous"
+    assert W == (N + 2 * K) * H, f"rows of {W} numbers are not heads of {H}"
+    qkv, slots = qkv_TW.float().contiguous(), slot_mapping_T.contiguous()
+    cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
+    norm = None if heads.k_norm_H is None else whole_vectors(heads.k_norm_H.float())
+    values = {"prepare": prepare_task(FORMATS[dtype]), "qkv": qkv.data_ptr(), "T": T, "N": N, "K": K, "stored": K}
+    values |= {"H": H, "width": -(-H // LANES) * LANES, "k_norm": address(norm), "cos": cos_TR.data_ptr()}
+    values |= {"sin": sin_TR.data_ptr(), "R": cos_TR.shape[1], "slots": slots.data_ptr(), "num_blocks": num_blocks}
+    values |= {"k_cache": cache.keys.data_ptr(), "v_cache": cache.values.data_ptr(), "block_size": block_size}
+    arguments = np.zeros(1, STEP)
+    for name, value in values.items():
+        arguments[name] = value
+    arguments["eps"] = heads.norm_eps
+    call(_store_keys_driver(), arguments, "store_keys: slots do not fit the caches")
+
+
+# ---- latent_attention: ``latent_attention`` for the CPU: the kernel of ``attention``, over a cache whose keys are
+# the values, too.
+
+
+@latent_attention.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
+def latent_attention_numba(
+    q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
+) -> Tensor:
+    """See ``ops.latent_attention``; the cache must be contiguous, of float32, bfloat16 or float16."""
+    q_TNH = store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
+    layout = HeadLayout(q_TNH.shape[1], 1, q_TNH.shape[2], heads.scale, shares_cache=True)
+    out_TW = attention_numba(q_TNH.flatten(1), layout, None, None, cache, rows)
+    return head_linear(out_TW.view(q_TNH.shape)[..., 2 * cos_TR.shape[1] :], heads.value_map_NVL)

@@ -1,0 +1,109 @@
+"""Preparation of a step's rows for attention: heads are normed and rotated, keys and values stored in the cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from octavo_kernels.cpu.compiled import compiled_task, inlined
+from octavo_kernels.cpu.half import narrow
+from octavo_kernels.cpu.memory import fields, keep, read, view
+from octavo_kernels.cpu.rows.rms_norm import normalise_row
+from octavo_kernels.cpu.vector_ir import FORMAT_BYTES
+
+STEP = fields(
+    prepare=int,
+    attend=int,
+    qkv=int,
+    T=int,
+    N=int,
+    K=int,
+    stored=int,
+    H=int,
+    width=int,
+    scale=float,
+    q_norm=int,
+    k_norm=int,
+    eps=float,
+    cos=int,
+    sin=int,
+    R=int,
+    slots=int,
+    k_cache=int,
+    v_cache=int,
+    num_blocks=int,
+    block_size=int,
+    tables=int,
+    table_width=int,
+    starts=int,
+    lengths=int,
+    S=int,
+    window=int,
+    softcap=float,
+    sinks=int,
+    out=int,
+    q=int,
+    tiles=int,
+    num_tiles=int,
+    parts=int,
+    counts=int,
+)
+"""Arguments of the tasks of one call; addresses are 0 for absent tensors. ``width`` is H rounded up to a multiple of
+16; ``stored`` is K, or 0 where another layer has stored the keys and values.
+
+The last five are set by the driver: queries float32 [T, N, width], the tiles, scratch for their parts, and how many
+parts of a row are stored, int64 [slots, K] of which each row uses the first of its slots.
+"""
+
+
+@inlined
+def _turn(x: Any, cos: Any, sin: Any) -> None:
+    R = len(cos)
+    for i in range(R):
+        first, second = x[i], x[R + i]
+        x[i] = first * cos[i] - second * sin[i]
+        x[R + i] = second * cos[i] + first * sin[i]
+
+
+@inlined
+def _prepare_head(a: Any, t: int, head: int, norm: int, x: Any) -> None:
+    """Write head ``head`` of row t's queries or keys to ``x``, whose padding stays zero."""
+    source = view(a.qkv + 4 * (t * (a.N + 2 * a.stored) + head) * a.H, a.H, np.float32)
+    for i in range(a.H):
+        x[i] = source[i]
+    if norm:
+        normalise_row(x.ctypes.data, norm, x.ctypes.data, a.width, a.H, a.eps)
+    if a.cos:
+        at = 4 * t * a.R
+        _turn(x, view(a.cos + at, a.R, np.float32), view(a.sin + at, a.R, np.float32))
+
+
+@functools.cache
+def prepare_task(number_format: int) -> int:
+    """Task over rows."""
+    item = FORMAT_BYTES[number_format]
+
+    def prepare(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, STEP)
+        x, scale = np.zeros(a.width, np.float32), np.float32(a.scale)
+        for t in range(begin, end):
+            for head in range(a.N):
+                _prepare_head(a, t, head, a.q_norm, x)
+                query = view(a.q + 4 * (t * a.N + head) * a.width, a.width, np.float32)
+                for i in range(a.width):
+                    query[i] = x[i] * scale
+            slot = view(a.slots, a.T, np.int64)[t]
+            if slot < 0:
+                continue
+            block, place = slot // a.block_size, slot % a.block_size
+            for head in range(a.stored):
+                at = item * ((block * a.K + head) * a.block_size + place) * a.H
+                _prepare_head(a, t, a.N + head, a.k_norm, x)
+                narrow(number_format, x.ctypes.data, a.k_cache + at, a.H)
+                value = a.qkv + 4 * (t * (a.N + 2 * a.stored) + a.N + a.stored + head) * a.H
+                narrow(number_format, value, a.v_cache + at, a.H)
+        keep(x)
+
+    return compiled_task(prepare)

@@ -1,0 +1,1 @@
+"""Products with dense weights, and with weights of fewer bits."""

@@ -1,0 +1,375 @@
+"""The inner loops of ``block_linear``: sixteen or 32 output rows times a few tokens, over all groups of K.
+
+Activations are a term for each group, and a few large parts of four numbers; see ``quantize``. ``block_dot``
+multiplies the terms, a few tokens at a time; ``add_large_parts`` adds the large parts, token by token.
+
+A panel is 16 rows of the weight, group by group, in the order in which they are used::
+
+    values   4 bit: [group][step][16 rows][4 bytes]     8 bit: [group][step][16 rows][4 bytes]
+             low  nibbles: k = 8 step + 0..3            byte:  k = 4 step + 0..3
+             high nibbles: k = 8 step + 4..7
+             5 and 6 bit: the same, then the upper bits of all k, see ``PackedBlocks``
+    scales   [group][16 rows]  or, for formats with minima,  [group][scale, minimum][16 rows]; or see ``block_scales``
+
+so that one 64-byte load is one operand of ``vpdpbusd``: lane r gets row r's next four k. The other operand is
+four quantised activations of one token, broadcast to every lane. A few tokens are multiplied with a packed panel. For
+more, ``take_apart`` unpacks two panels into scratch memory, as a *pair*: a byte for each weight, float32 scales, so
+that each broadcast activation serves two panels, and only multiplications are left to do for each token::
+
+    pair     [group][panel][steps of 8 bit, then scale, minimum]      all of 64 bytes
+
+For each term, and then for each large part without minima, in this order and no other::
+
+    total  = sum of weight * activation over the group, exact in int32 (starting from the correction for the
+             formats' zero point)
+    result = fma(minimum, activation_sum, result)                       formats with minima
+    result = fma(float(total) * activation_scale, weight_scale, result)
+
+A token's result is computed by the same instructions on the same numbers whatever the number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from octavo_kernels.cpu.compiled import emitted, inlined
+from octavo_kernels.cpu.host import is_zen
+from octavo_kernels.cpu.linear.block_scales import load_scales, scale_bytes
+from octavo_kernels.cpu.linear.quantize import OFFSET, PART_WORDS, ROUNDER_BITS, SIDE_BYTES, START, TOKENS_TOGETHER
+from octavo_kernels.cpu.vector_ir import (
+    BROADCASTS_EACH_TIME,
+    F32,
+    FLOAT32,
+    HAS_VNNI,
+    I32,
+    I64,
+    LANES,
+    Dot4,
+    F32x16,
+    I32x16,
+    Loop,
+    ask_for,
+    constant,
+    fma,
+    hidden,
+    i64,
+    load,
+    offset,
+    splat,
+    store,
+)
+
+STEP_BYTES = 4 * LANES
+TOKEN_COUNTS = ((6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 2, 1), (2, 1))
+"""Tokens multiplied at once with a panel and with a pair: with the largest, all sums just fit the registers."""
+PAIR_FROM = 24 if is_zen() else 12
+"""Fewest tokens for which panels are unpacked to pairs. On Zen 5 products of 16 are faster without, by 6 % in Q4_0 and
+20 % with minima."""
+
+Scales = tuple[ir.Value, ir.Value | None]
+"""A group's scales, and its minima if there are any."""
+
+
+@inlined
+def tokens_at_once(row: int, end: int, is_pair: int) -> Any:
+    """How many tokens to process from ``row`` on: their terms are adjacent."""
+    left = min(end, (row // TOKENS_TOGETHER + 1) * TOKENS_TOGETHER) - row
+    for count in TOKEN_COUNTS[is_pair]:
+        if count <= left:
+            return count
+    return 1
+
+
+class _Form:
+    """Number format and sizes in bytes of a panel."""
+
+    def __init__(self, bits: int, group: int, has_minima: int, scale_format: int) -> None:
+        self.bits, self.group, self.parts, self.scale_format = bits, group, 1 + has_minima, scale_format
+        self.number_bits = bits
+        """Of the numbers, in whatever they are stored."""
+        self.value_bytes = group * bits // 8 * LANES
+        self.scale_bytes = scale_bytes(scale_format, group, self.parts)
+        self.pair_bytes = 2 * (group + 4 * self.parts) * LANES
+        self.term_bytes = group + SIDE_BYTES
+
+    def weights(self, b: ir.IRBuilder, values: ir.Value) -> Iterator[ir.Value]:
+        """A group's unsigned weights, four k at a time; loaded one by one, to use few registers."""
+        if self.bits == 8:
+            for step in range(self.group // 4):
+                yield load(b, I32x16, values, step * STEP_BYTES)
+            return
+        nibble, width = constant(I32x16, 0x0F0F0F0F), self.bits - 4
+        high = load(b, I32x16, values, self.group // 8 * STEP_BYTES) if width else None
+        for step in range(self.group // 8):
+            packed = load(b, I32x16, values, step * STEP_BYTES)
+            for half in range(2):
+                low = b.and_(b.lshr(packed, constant(I32x16, 4)) if half else packed, nibble)
+                yield low if high is None else b.or_(low, _fifth_and_sixth(b, high, width, 2 * step + half))
+
+    def weight(self, b: ir.IRBuilder, values: ir.Value, i: ir.Value) -> ir.Value:
+        """The ``i``th of ``weights``."""
+        if self.bits == 8:
+            return load(b, I32x16, offset(b, values, (i, STEP_BYTES)))
+        packed = load(b, I32x16, offset(b, values, (b.lshr(i, i64(1)), STEP_BYTES)))
+        half = splat(b, b.trunc(b.shl(b.and_(i, i64(1)), i64(2)), I32))
+        low = b.and_(b.lshr(packed, half), constant(I32x16, 0x0F0F0F0F))
+        if self.bits == 4:
+            return low
+        width = self.bits - 4
+        high = load(b, I32x16, values, self.group // 8 * STEP_BYTES)
+        field = b.lshr(high, splat(b, b.trunc(b.mul(i, i64(width)), I32)))
+        return b.or_(low, b.shl(b.and_(field, constant(I32x16, _in_bytes((1 << width) - 1))), constant(I32x16, 4)))
+
+    def scales(self, b: ir.IRBuilder, base: ir.Value, g: ir.Value) -> Scales:
+        """The scales of group g of those at ``base``, and minima if any."""
+        found = load_scales(b, self.scale_format, self.group, self.parts, base, g)
+        return found[0], found[1] if self.parts > 1 else None
+
+    def start(self, b: ir.IRBuilder, term: ir.Value) -> ir.Value:
+        """Initial value of a total with a term."""
+        if self.parts > 1:
+            return constant(I32x16, ROUNDER_BITS)
+        return splat(b, load(b, I32, term, self.group + OFFSET))
+
+    def add(
+        self, b: ir.IRBuilder, term: ir.Value, totals: list[ir.Value], scales: list[Scales], results: list[ir.Value]
+    ) -> list[ir.Value]:
+        """``results`` of each panel with a term's totals added."""
+        if self.parts > 1:
+            x_sum = splat(b, load(b, F32, term, self.group + OFFSET))
+            results = [fma(b, minimum, x_sum, result) for (_, minimum), result in zip(scales, results, strict=True)]
+        return _add_products(b, b.add(term, i64(self.group)), totals, scales, results)
+
+
+def _add_products(
+    b: ir.IRBuilder, side: ir.Value, totals: list[ir.Value], scales: list[Scales], results: list[ir.Value]
+) -> list[ir.Value]:
+    """``results`` of each panel with totals times scales added; ``side`` is the address of the activations' scales."""
+    x_scale, start = (splat(b, load(b, F32, side, place)) for place in (0, START))
+    products = [fma(b, b.bitcast(total, F32x16), x_scale, start) for total in totals]
+    triples = zip(products, scales, results, strict=True)
+    return [fma(b, scale, product, result) for product, (scale, _), result in triples]
+
+
+def _in_bytes(value: int) -> int:
+    """The same in each byte of a word."""
+    return 0x01010101 * value
+
+
+def _fifth_and_sixth(b: ir.IRBuilder, high: ir.Value, width: int, i: int) -> ir.Value:
+    """The upper bits of the ``i``th four k, ``width`` of them, in their place: bits 4 on of each byte."""
+    right = width * i - 4
+    moved = b.lshr(high, constant(I32x16, right)) if right > 0 else b.shl(high, constant(I32x16, -right))
+    return b.and_(moved, constant(I32x16, _in_bytes(((1 << width) - 1) << 4)))
+
+
+class _Panel(_Form):
+    """One packed panel: the addresses of its values and scales."""
+
+    count = 1
+
+    def __init__(self, form: tuple[int, int, int, int], values: ir.Value, scales: ir.Value) -> None:
+        super().__init__(*form)
+        self._values, self._scales = values, scales
+
+    def steps(self, b: ir.IRBuilder, g: ir.Value) -> Iterator[list[ir.Value]]:
+        """A group's weights of each panel, four k at a time."""
+        return ([weights] for weights in self.weights(b, offset(b, self._values, (g, self.value_bytes))))
+
+    def step(self, b: ir.IRBuilder, g: ir.Value, i: ir.Value) -> list[ir.Value]:
+        """The ``i``th of ``steps``."""
+        return [self.weight(b, offset(b, self._values, (g, self.value_bytes)), i)]
+
+    def factors(self, b: ir.IRBuilder, g: ir.Value) -> list[Scales]:
+        """A group's scales and minima, of each panel."""
+        return [self.scales(b, self._scales, g)]
+
+
+class _Pair(_Form):
+    """Two unpacked panels in scratch memory."""
+
+    count = 2
+
+    def __init__(self, form: tuple[int, int, int, int], pair: ir.Value) -> None:
+        bits, group, has_minima, _ = form
+        super().__init__(8, group, has_minima, FLOAT32)
+        self.number_bits = bits
+        self._pair = pair
+
+    def steps(self, b: ir.IRBuilder, g: ir.Value) -> Iterator[list[ir.Value]]:
+        """See ``_Panel``."""
+        here = offset(b, self._pair, (g, self.pair_bytes))
+        both = (self.weights(b, b.add(here, i64(at))) for at in (0, self.pair_bytes // 2))
+        return (list(weights) for weights in zip(*both, strict=True))
+
+    def step(self, b: ir.IRBuilder, g: ir.Value, i: ir.Value) -> list[ir.Value]:
+        """See ``_Panel``."""
+        here = offset(b, self._pair, (g, self.pair_bytes))
+        return [self.weight(b, b.add(here, i64(at)), i) for at in (0, self.pair_bytes // 2)]
+
+    def factors(self, b: ir.IRBuilder, g: ir.Value) -> list[Scales]:
+        """See ``_Panel``."""
+        here = offset(b, self._pair, (g, self.pair_bytes))
+        places = (self.value_bytes, self.value_bytes + self.pair_bytes // 2)
+        return [self.scales(b, b.add(here, i64(place)), i64(0)) for place in places]
+
+
+def _form(*constants: Any) -> tuple[Any, ...] | None:
+    if all(isinstance(value, types.IntegerLiteral) for value in constants):
+        return tuple(value.literal_value for value in constants)
+    return None
+
+
+@emitted
+def take_apart(
+    context: Any, bits: Any, group: Any, has_minima: Any, scale_format: Any, values: Any, scales: Any, out: Any, G: Any
+) -> Any:
+    """Unpack a panel of ``G`` groups into its half of a pair at ``out``. The first four arguments are constants."""
+    constants = (bits, group, has_minima, scale_format)
+    if (form := _form(*constants)) is None:
+        return None
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        values, scales, out, num_groups = args[4:]
+        panel = _Panel(form, values, scales)
+        with Loop(b, num_groups, []) as loop:
+            place = offset(b, out, (loop.index, panel.pair_bytes))
+            numbers = [weights for (weights,) in panel.steps(b, loop.index)]
+            (factors,) = panel.factors(b, loop.index)
+            for i, vector in enumerate([*numbers, *factors]):
+                if vector is not None:
+                    store(b, vector, place, STEP_BYTES * i)
+        return c.get_dummy_value()
+
+    return types.void(*constants, *([types.intp] * 4)), emit
+
+
+@emitted
+def block_dot(
+    context: Any,
+    is_pair: Any,
+    bits: Any,
+    group: Any,
+    has_minima: Any,
+    scale_format: Any,
+    values: Any,
+    scales: Any,
+    ahead: Any,
+    scales_ahead: Any,
+    terms: Any,
+    out: Any,
+    out_stride: Any,
+    num_groups: Any,
+    num_tokens: Any,
+) -> Any:
+    """First terms: a panel or a pair times ``num_tokens`` adjacent rows of terms, one of TOKEN_COUNTS.
+
+    A pair is at ``values``. ``out`` is float32 [tokens, 16] of the first panel; the second's is ``out_stride`` bytes
+    further. A panel's values and scales are prefetched from ``ahead`` and ``scales_ahead`` on. All these are
+    addresses; the first five arguments are constants.
+    """
+    constants = (is_pair, bits, group, has_minima, scale_format)
+    if (form := _form(*constants)) is None:
+        return None
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        values, scales, ahead, scales_ahead, terms, out, out_stride, num_groups, num_tokens = args[5:]
+        packed = _Panel(form[1:], values, scales)
+        panels = _Pair(form[1:], values) if form[0] else packed
+        outs = [offset(b, out, (out_stride, i)) for i in range(panels.count)]
+
+        def ask(g: ir.Value) -> None:
+            for base, num_bytes in ((ahead, packed.value_bytes), (scales_ahead, packed.scale_bytes)):
+                ask_for(b, offset(b, base, (g, num_bytes)), num_bytes)
+
+        for count in TOKEN_COUNTS[form[0]]:
+            with b.if_then(b.icmp_signed("==", num_tokens, i64(count))):
+                _emit_block_dot(b, count, panels, terms, outs, num_groups, ask)
+        return c.get_dummy_value()
+
+    return types.void(*constants, *([types.intp] * 9)), emit
+
+
+def _emit_block_dot(
+    b: ir.IRBuilder,
+    num_tokens: int,
+    panels: _Panel | _Pair,
+    terms: ir.Value,
+    outs: list[ir.Value],
+    num_groups: ir.Value,
+    ask: Callable[[ir.Value], None],
+) -> None:
+    with Loop(b, num_groups, [constant(F32x16, 0.0)] * (num_tokens * panels.count)) as loop:
+        g = loop.index
+        at = offset(b, terms, (g, panels.term_bytes * TOKENS_TOGETHER))
+        here = [b.add(at, i64(panels.term_bytes * token)) for token in range(num_tokens)]
+        # With an address for each panel, the multiplications broadcast from memory.
+        places = [at, hidden(b, at) if BROADCASTS_EACH_TIME else at][: panels.count]
+        dots = [[Dot4(start, panels.number_bits) for _ in outs] for start in (panels.start(b, term) for term in here)]
+        for i, weights in enumerate(panels.steps(b, g)):
+            for token in range(num_tokens):
+                xs = [splat(b, load(b, I32, place, panels.term_bytes * token + 4 * i)) for place in places]
+                for dot, weight, x in zip(dots[token], weights, xs, strict=True):
+                    dot.add(b, weight, x)
+        ask(g)
+        scales = panels.factors(b, g)
+        results = []
+        for token, term in enumerate(here):
+            before = loop.carried[token * panels.count : (token + 1) * panels.count]
+            results += panels.add(b, term, [dot.total(b) for dot in dots[token]], scales, before)
+        loop.carried = results
+    for i, result in enumerate(loop.results):
+        store(b, result, outs[i % panels.count], STEP_BYTES * (i // panels.count))
+
+
+@emitted
+def add_large_parts(
+    context: Any,
+    is_pair: Any,
+    bits: Any,
+    group: Any,
+    has_minima: Any,
+    scale_format: Any,
+    values: Any,
+    scales: Any,
+    out: Any,
+    out_stride: Any,
+    num_tokens: Any,
+    parts: Any,
+    row_bytes: Any,
+    counts: Any,
+) -> Any:
+    """Add the products of large parts with a panel or a pair to the results of ``block_dot`` for all tokens.
+
+    A token's parts are adjacent, ``row_bytes`` behind the previous token's; ``counts`` int32 [num_tokens] of them.
+    """
+    constants = (is_pair, bits, group, has_minima, scale_format)
+    if (form := _form(*constants)) is None:
+        return None
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        values, scales, out, out_stride, num_tokens, parts, row_bytes, counts = args[5:]
+        panels = _Pair(form[1:], values) if form[0] else _Panel(form[1:], values, scales)
+        with Loop(b, num_tokens, []) as tokens:
+            token = tokens.index
+            count, first = b.sext(load(b, I32, offset(b, counts, (token, 4))), I64), b.mul(token, row_bytes)
+            places = [offset(b, out, (token, STEP_BYTES), (out_stride, i)) for i in range(panels.count)]
+            with Loop(b, count, [load(b, F32x16, place) for place in places]) as loop:
+                part = offset(b, b.add(parts, first), (loop.index, 4 * PART_WORDS))
+                x, start, g, i = (load(b, I32, part, 4 * word) for word in (0, 3, 4, 5))
+                weights = panels.step(b, b.sext(g, I64), b.sext(i, I64))
+                dots = [Dot4(splat(b, start), panels.number_bits) for _ in weights]
+                for dot, weight in zip(dots, weights, strict=True):
+                    dot.add(b, weight, splat(b, x))
+                factors = panels.factors(b, b.sext(g, I64))
+                totals = [dot.total(b) for dot in dots]
+                loop.carried = _add_products(b, b.add(part, i64(4)), totals, factors, loop.carried)
+            for result, place in zip(loop.results, places, strict=True):
+                store(b, result, place)
+        return c.get_dummy_value()
+
+    return types.void(*constants, *([types.intp] * 8)), emit

@@ -1,0 +1,299 @@
+"""``block_linear``: quantises activations to int8, then multiplies panels of 16 outputs, divided among threads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
+from octavo.ops.linear import Activation, compose
+from octavo_kernels.cpu.calls import call
+from octavo_kernels.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
+from octavo_kernels.cpu.linear.block_dot import PAIR_FROM, add_large_parts, block_dot, take_apart, tokens_at_once
+from octavo_kernels.cpu.linear.block_scales import format_of, scale_bytes
+from octavo_kernels.cpu.linear.epilogue import EPILOGUE, GATES, TILE_BYTES, finish
+from octavo_kernels.cpu.linear.quantize import PART_WORDS, SIDE_BYTES, TOKENS_TOGETHER, quantize_row, room_for_parts
+from octavo_kernels.cpu.memory import fields, keep, read, view, whole_lines
+from octavo_kernels.cpu.rows.rms_norm import normalise_row
+from octavo_kernels.cpu.tensors import address, check_linear, declines_activations
+from octavo_kernels.cpu.threads import run, width
+from octavo_kernels.cpu.vector_ir import AHEAD
+
+TOKENS_AT_ONCE = 258
+"""Rows of activations that stay in the second-level cache while all panels are multiplied with them."""
+LEAST_TOKENS = 48
+"""Fewest rows for which a product of few panels is divided by rows too: unpacking a pair costs as much as a few."""
+WORK_A_PIECE = 200_000
+"""Multiplications, and as many for unpacking as for one row: almost a microsecond, less is not worth another thread."""
+ITEMS_A_THREAD = 6
+NUMBERS_A_PIECE = 2048
+ROWS_TO_FINISH = 8
+
+ARGUMENTS = fields(
+    **EPILOGUE,
+    prepare=int,
+    multiply=int,
+    x=int,
+    norm=int,
+    eps=float,
+    order=int,
+    values=int,
+    scales=int,
+    zero_point=int,
+    has_minima=int,
+    group=int,
+    G=int,
+    terms=int,
+    parts=int,
+    counts=int,
+    is_pair=int,
+    columns=int,
+    rows=int,
+)
+"""The last six are set by the driver: terms [T, G], large parts [T, ``room_for_parts``], and their counts int32 [T];
+whether panels are unpacked in pairs; and the form of the items of ``multiply``: ``rows`` rows of activations times one
+of ``columns`` columns of panels.
+"""
+
+
+@inlined
+def _first_term(a: Any, t: int) -> Any:
+    """Byte offset of the terms of row t."""
+    together, within = t // TOKENS_TOGETHER, t % TOKENS_TOGETHER
+    return (together * a.G * TOKENS_TOGETHER + within) * (a.group + SIDE_BYTES)
+
+
+@inlined
+def _part_bytes(a: Any) -> Any:
+    """Bytes of a row's large parts."""
+    return 4 * PART_WORDS * room_for_parts(a.G)
+
+
+@functools.cache
+def _prepare_task() -> int:
+    """Task over the rows that are interleaved: normalise, put in the order of the weight's columns, quantise."""
+
+    def prepare(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, ARGUMENTS)
+        K = a.G * a.group
+        counts = view(a.counts, a.T, np.int32)
+        normed, scales, rest = whole_lines(1, K), np.empty(2 * a.G, np.float32), whole_lines(2, a.group)
+        ordered, order = whole_lines(1, K * (a.order != 0)), view(a.order, K * (a.order != 0), np.int32)
+        for t in range(begin * TOKENS_TOGETHER, min(a.T, end * TOKENS_TOGETHER)):
+            x = a.x + 4 * K * t
+            if a.norm:
+                normalise_row(x, a.norm, normed.ctypes.data, K, K, a.eps)
+                x = normed.ctypes.data
+            if a.order:
+                given = view(x, K, np.float32)
+                for k in range(K):
+                    ordered[0, k] = given[order[k]]
+                x = ordered.ctypes.data
+            places = x, a.terms + _first_term(a, t), a.parts + t * _part_bytes(a)
+            room = scales.ctypes.data, rest.ctypes.data
+            counts[t] = quantize_row(a.group, a.has_minima, *places, a.zero_point, a.G, *room)
+        keep((normed, scales, rest, ordered))
+
+    return compiled_task(prepare)
+
+
+@inlined
+def _panels_of(a: Any, item: int) -> Any:
+    """The panels of an item of ``multiply``: gates and their ups, a single one twice, or neighbours likewise."""
+    panels, column = (a.N + PANEL - 1) // PANEL, item % a.columns
+    if a.gate:
+        return column, column + panels // 2
+    if not a.is_pair:
+        return column, column
+    return 2 * column, min(2 * column + 1, panels - 1)
+
+
+@inlined
+def _panel_at(a: Any, panel: int, value_bytes: int, scale_bytes: int) -> Any:
+    """Addresses of a panel's values and scales."""
+    return a.values + panel * a.G * value_bytes, a.scales + panel * a.G * scale_bytes
+
+
+@inlined
+def _sum_up(
+    is_pair: Constant,
+    bits: Constant,
+    group: Constant,
+    has_minima: Constant,
+    scale_format: Constant,
+    a: Any,
+    first: int,
+    count: int,
+    weights: Any,
+    ahead: Any,
+    out: int,
+    stride: int,
+) -> None:
+    """Products of ``count`` rows from ``first`` on with a panel or a pair; see ``block_dot``.
+
+    ``weights`` are the addresses of values and scales; ``ahead`` are those of two panels to prefetch.
+    """
+    values, scales = weights
+    row, turn = 0, 0
+    while row < count:
+        n = tokens_at_once(row, count, is_pair)
+        terms, sums = a.terms + _first_term(a, first + row), out + TILE_BYTES * row
+        near, scales_near = ahead[0] if turn == 0 else ahead[1]
+        if turn > 1:  # both have been prefetched already
+            near, scales_near = values, values
+        block_dot(
+            is_pair,
+            bits,
+            group,
+            has_minima,
+            scale_format,
+            values,
+            scales,
+            near,
+            scales_near,
+            terms,
+            sums,
+            stride,
+            a.G,
+            n,
+        )
+        row, turn = row + n, turn + 1
+    parts, counts, row_bytes = a.parts + first * _part_bytes(a), a.counts + 4 * first, _part_bytes(a)
+    add_large_parts(
+        is_pair, bits, group, has_minima, scale_format, values, scales, out, stride, count, parts, row_bytes, counts
+    )
+
+
+@inlined
+def _finish_item(a: Any, first: int, count: int, panels: Any, sums: int, stride: int) -> None:
+    """Write a few rows of both panels at a time, so that adjacent outputs are written together."""
+    if a.gate:
+        finish(a, sums, sums + stride, first, count, panels[0] * PANEL)
+        return
+    for row in range(0, count, ROWS_TO_FINISH):
+        rows = min(ROWS_TO_FINISH, count - row)
+        for half in range(1 + (panels[1] > panels[0])):
+            out = sums + half * stride + TILE_BYTES * row
+            finish(a, out, out, first + row, rows, (panels[0] + half) * PANEL)
+
+
+@functools.cache
+def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) -> int:
+    """Task over pairs of panels of the output."""
+    value_bytes, factor_bytes = group * bits // 8 * PANEL, scale_bytes(scale_format, group, 1 + has_minima)
+    half_bytes, scales_ahead = (group + 4 * (1 + has_minima)) * PANEL, AHEAD * factor_bytes // value_bytes
+
+    def multiply(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, ARGUMENTS)
+        tiles, pair = whole_lines(2 * a.rows, PANEL), whole_lines(a.G * a.is_pair, half_bytes // 2)
+        sums, apart, stride = tiles.ctypes.data, pair.ctypes.data, a.rows * TILE_BYTES
+        for item in range(begin, end):
+            first = item // a.columns * a.rows
+            count, panels, later = min(a.rows, a.T - first), _panels_of(a, item), _panels_of(a, item + 1)
+            for half in range(2 if a.is_pair or a.gate else 1):
+                weights = _panel_at(a, panels[half], value_bytes, factor_bytes)
+                if a.is_pair:
+                    out = apart + half * half_bytes
+                    take_apart(bits, group, has_minima, scale_format, weights[0], weights[1], out, a.G)
+                else:
+                    near = weights[0] + AHEAD, weights[1] + scales_ahead
+                    _sum_up(
+                        0,
+                        bits,
+                        group,
+                        has_minima,
+                        scale_format,
+                        a,
+                        first,
+                        count,
+                        weights,
+                        (near, near),
+                        sums + half * stride,
+                        stride,
+                    )
+            if a.is_pair:
+                near = (
+                    _panel_at(a, later[0], value_bytes, factor_bytes),
+                    _panel_at(a, later[1], value_bytes, factor_bytes),
+                )
+                _sum_up(1, bits, group, has_minima, scale_format, a, first, count, (apart, 0), near, sums, stride)
+            _finish_item(a, first, count, panels, sums, stride)
+        keep((tiles, pair))
+
+    return compiled_task(multiply)
+
+
+@inlined
+def _divide(a: Any, threads: int) -> Any:
+    """Choose the form of items; returns their number and how many are worth giving to a thread."""
+    pairs = (a.N + 2 * PANEL - 1) // (2 * PANEL)
+    a.is_pair = a.T >= PAIR_FROM and (a.T >= LEAST_TOKENS or pairs >= 2 * threads)
+    a.columns = pairs if a.is_pair or a.gate else (a.N + PANEL - 1) // PANEL
+    blocks = (a.T + TOKENS_AT_ONCE - 1) // TOKENS_AT_ONCE
+    blocks = max(1, blocks, min(a.T // LEAST_TOKENS, ITEMS_A_THREAD * threads // pairs))
+    together = blocks * TOKENS_TOGETHER
+    a.rows = max(1, (a.T + together - 1) // together) * TOKENS_TOGETHER
+    work = (min(a.T, a.rows) + 1) * a.G * a.group * ((a.N + a.columns - 1) // a.columns)
+    return (a.T + a.rows - 1) // a.rows * a.columns, max(1, WORK_A_PIECE // work)
+
+
+@functools.cache
+def _driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        terms = np.empty((a.T + TOKENS_TOGETHER) * a.G * (a.group + SIDE_BYTES), np.int8)
+        parts, counts = np.empty(a.T * _part_bytes(a), np.int8), np.empty(a.T, np.int32)
+        a.terms, a.parts, a.counts = terms.ctypes.data, parts.ctypes.data, counts.ctypes.data
+        items = (a.T + TOKENS_TOGETHER - 1) // TOKENS_TOGETHER  # two threads would write to the same cache lines
+        run(pool, a.prepare, arguments, items, max(1, NUMBERS_A_PIECE // (a.G * a.group * TOKENS_TOGETHER)))
+        items, piece = _divide(a, width(pool))
+        run(pool, a.multiply, arguments, items, piece)
+        keep((terms, parts, counts))
+        return 0
+
+    return compiled_driver(drive)
+
+
+@block_linear.kernel(device="cpu", name="numba", preference=10, supports=declines_activations)
+def block_linear_numba(
+    x_TK: Tensor,
+    packed: PackedBlocks,
+    bias_N: Tensor | None = None,
+    norm_K: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    activation: Activation | None = None,
+) -> Tensor:
+    """See ``ops.block_linear``; activations become terms of 8 bits, with the error that its contract states."""
+    (T, K), N, G = x_TK.shape, packed.shape[0], packed.values.shape[1]
+    if activation not in GATES or (activation and N % (2 * PANEL)):
+
+        def multiply(normed_TK: Tensor) -> Tensor:
+            return block_linear_numba(normed_TK, packed, bias_N)
+
+        return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
+    width = N // 2 if activation else N
+    check_linear("block_linear", K, packed.shape, bias_N, norm_K, residual_TN, (T, width))
+    x = x_TK.contiguous()
+    out_TN = residual_TN if residual_TN is not None else torch.empty(T, width)
+    has_minima = int(packed.has_minima)
+    arguments = np.empty(1, ARGUMENTS)
+    arguments[0] = (
+        *(address(bias_N), address(residual_TN), out_TN.data_ptr(), GATES[activation], T, N),
+        *(_prepare_task(), _multiply_task(packed.bits, packed.group, has_minima, format_of(packed))),
+        *(
+            x.data_ptr(),
+            address(norm_K),
+            eps,
+            address(packed.order),
+            packed.values.data_ptr(),
+            packed.scales.data_ptr(),
+        ),
+        *(packed.zero_point, has_minima, packed.group, G, *[0] * 6),
+    )
+    call(_driver(), arguments)
+    return out_TN

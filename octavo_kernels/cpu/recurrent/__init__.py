@@ -1,0 +1,1 @@
+"""Layers with recurrent state: convolutions and recurrences along sequences."""

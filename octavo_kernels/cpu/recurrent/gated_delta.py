@@ -1,0 +1,163 @@
+"""``gated_delta`` in one call: queries, keys and decays are prepared by rows, then the recurrence by blocks of columns,
+then the outputs' norms by rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.ops.gated_delta import L2_EPS, DeltaHeads, gated_delta
+from octavo.ops.recurrence import StateRows
+from octavo_kernels.cpu.calls import call
+from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, inlined
+from octavo_kernels.cpu.memory import fields, keep, read, view
+from octavo_kernels.cpu.recurrent.gated_norm import GATES, normalise_group, squares
+from octavo_kernels.cpu.recurrent.recurrence import (
+    DELTA,
+    DELTA_BY_CHANNEL,
+    STATE,
+    decay_row,
+    fits,
+    recur_all,
+    recur_task,
+    rows_of,
+    state_arguments,
+)
+from octavo_kernels.cpu.tensors import FORMATS, declines_activations
+from octavo_kernels.cpu.threads import run
+from octavo_kernels.cpu.vector_ir import LANES
+
+NUMBERS_A_PIECE = 4096
+ARGUMENTS = fields(
+    **STATE,
+    num_decays=int,
+    prepare=int,
+    finish=int,
+    qkv=int,
+    qkv_stride=int,
+    G=int,
+    dt=int,
+    dt_stride=int,
+    raw_beta=int,
+    beta_stride=int,
+    gate=int,
+    gate_stride=int,
+    a_log=int,
+    dt_bias=int,
+    norm=int,
+    eps=float,
+    kind=int,
+    beta_scale=float,
+    result=int,
+)
+"""Fields of STATE that are addresses of inputs and outputs of the recurrence are set by the driver; ``G`` key heads."""
+
+
+@inlined
+def _unit(source: int, out: Any, scale: Any, padded: Any) -> None:
+    """A query or a key, divided by its L2 norm, times a scale; ``padded`` is scratch with zeros behind the numbers."""
+    x, total = view(source, len(out), np.float32), np.empty(1, np.float32)
+    for i in range(len(out)):
+        padded[i] = x[i]
+    squares(padded.ctypes.data, len(padded) // LANES, total.ctypes.data)
+    factor = scale / np.sqrt(total[0] + np.float32(L2_EPS))
+    for i in range(len(out)):
+        out[i] = x[i] * factor
+
+
+@functools.cache
+def _prepare_task() -> int:
+    """Task over rows."""
+
+    def prepare(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, ARGUMENTS)
+        count = a.N * a.num_decays
+        padded, key = (
+            np.zeros((5, (count + LANES - 1) // LANES * LANES), np.float32),
+            np.zeros((a.K + LANES - 1) // LANES * LANES, np.float32),
+        )
+        a_log, bias = view(a.a_log, a.N, np.float32), view(a.dt_bias, count, np.float32)
+        limits, steps, scale = np.array([0, np.inf], np.float32), np.empty(count, np.float32), np.float32(a.K) ** -0.5
+        for t in range(begin, end):
+            for head in range(a.G):
+                at, source = 4 * (t * a.G + head) * a.K, a.qkv + t * a.qkv_stride + 4 * head * a.K
+                _unit(source, view(a.q + at, a.K, np.float32), np.float32(scale), key)
+                _unit(source + 4 * a.G * a.K, view(a.k + at, a.K, np.float32), np.float32(1), key)
+            decays = view(a.decay + 4 * t * count, count, np.float32)
+            decay_row(a.dt + t * a.dt_stride, bias, a_log, limits, padded, steps, decays)
+            source, beta = (
+                view(a.raw_beta + t * a.beta_stride, a.N, np.float32),
+                view(a.beta + 4 * t * a.N, a.N, np.float32),
+            )
+            for n in range(a.N):
+                beta[n] = np.float32(a.beta_scale) / (np.float32(1) + np.exp(-source[n]))
+        keep((padded, key, limits, steps))
+
+    return compiled_task(prepare)
+
+
+@functools.cache
+def _finish_task() -> int:
+    """Task over rows and heads."""
+
+    def finish(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, ARGUMENTS)
+        padded = np.zeros((2, (a.V + LANES - 1) // LANES * LANES), np.float32)
+        for index in range(begin, end):
+            gate = a.gate + index // a.N * a.gate_stride + 4 * (index % a.N) * a.V
+            at = 4 * index * a.V
+            normalise_group(a.out + at, gate, a.norm, a.result + at, a.V, a.eps, a.kind, 0, padded)
+        keep(padded)
+
+    return compiled_task(finish)
+
+
+@functools.cache
+def _driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ARGUMENTS)
+        if not fits(a):
+            return 1
+        keys, decays = np.empty((2, a.T * a.G * a.K), np.float32), np.empty(a.T * a.N * a.num_decays, np.float32)
+        betas, outputs = np.empty(a.T * a.N, np.float32), np.empty(a.T * a.N * a.V, np.float32)
+        a.q, a.k, a.key_stride, a.share = keys[0].ctypes.data, keys[1].ctypes.data, 4 * a.G * a.K, a.N // a.G
+        a.v, a.value_stride = a.qkv + 8 * a.G * a.K, a.qkv_stride
+        a.decay, a.beta, a.out = decays.ctypes.data, betas.ctypes.data, outputs.ctypes.data
+        run(pool, a.prepare, arguments, a.T, max(1, NUMBERS_A_PIECE // (2 * a.G * a.K + a.N * a.num_decays)))
+        recur_all(pool, arguments)
+        run(pool, a.finish, arguments, a.T * a.N, max(1, NUMBERS_A_PIECE // a.V))
+        keep((keys, decays, betas, outputs))
+        return 0
+
+    return compiled_driver(drive)
+
+
+@gated_delta.kernel(device="cpu", name="numba", preference=10, supports=declines_activations)
+def gated_delta_numba(
+    qkv_TC: Tensor, dt: Tensor, beta_TN: Tensor, gate_TM: Tensor, heads: DeltaHeads, state: Tensor, rows: StateRows
+) -> Tensor:
+    """See ``ops.gated_delta``. Raises ``IndexError`` when rows or slots do not fit the tensors."""
+    T, G, N, K, V = len(qkv_TC), heads.num_key_heads, heads.num_heads, heads.key_dim, heads.value_dim
+    num_decays = heads.dt_bias.numel() // N
+    shapes = [list(x.shape[1:]) for x in (qkv_TC, dt, beta_TN, gate_TM, state)]
+    if shapes != [[sum(heads.sizes)], [N * num_decays], [N], [N * V], [N, K, V]] or state.dtype not in FORMATS:
+        raise ValueError(
+            f"gated_delta: {G} key heads of {K}, {N} heads of {V}; columns and state {shapes}, {state.dtype}"
+        )
+    qkv, dt, beta, gate = (rows_of(x.float()) for x in (qkv_TC, dt, beta_TN, gate_TM))
+    statics = [x.float().contiguous() for x in (heads.a_log_N, heads.dt_bias, heads.norm_V)]
+    out, rule = torch.empty(T, N * V), DELTA if num_decays == 1 else DELTA_BY_CHANNEL
+    arguments = np.zeros(1, ARGUMENTS)
+    arguments[0] = (
+        *(*state_arguments(rows, T, state), recur_task(FORMATS[state.dtype], rule), N, K, V, *[0] * 10),
+        *(num_decays, _prepare_task(), _finish_task()),
+        *(qkv.data_ptr(), 4 * qkv.stride(0), G, dt.data_ptr(), 4 * dt.stride(0), beta.data_ptr(), 4 * beta.stride(0)),
+        *(gate.data_ptr(), 4 * gate.stride(0), *(x.data_ptr() for x in statics), heads.norm_eps),
+        *(GATES[heads.gate], heads.beta_scale, out.data_ptr()),
+    )
+    call(_driver(), arguments, "gated_delta: rows or slots do not fit the tensors")
+    return out

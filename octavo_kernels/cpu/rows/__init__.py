@@ -1,0 +1,1 @@
+"""What is done row by row: lookups, norms, gates, and the ends of a step."""

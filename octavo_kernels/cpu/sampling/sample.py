@@ -1,0 +1,113 @@
+"""The draw of tokens, and log-probabilities."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from octavo.ops.noise import hashes_of, token_hashes
+from octavo.ops.sampling import GREEDY_BELOW, Logprobs, SampleParams, sample, token_logprobs
+from octavo_kernels.cpu.calls import call
+from octavo_kernels.cpu.compiled import compiled_task
+from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
+from octavo_kernels.cpu.memory import fields, read, view
+from octavo_kernels.cpu.sampling.best_tokens import best_tokens
+from octavo_kernels.cpu.sampling.sample_row import key_of, sample_row
+from octavo_kernels.cpu.task_driver import task_driver
+
+# ---- sample: ``sample`` in compiled code, a row at a time on each thread. Shapes: R rows, V columns.
+
+
+ARGUMENTS = fields(
+    task=int, R=int, piece=int, V=int, logits=int, hashes=int, tokens=int, temperature=int, min_p=int, top_k=int,
+    top_p=int, seed=int, position=int,
+)  # fmt: skip
+
+
+@functools.cache
+def _task() -> int:
+    """Task over rows. ``tokens`` are the greedy ones, or error codes, and those of other rows are replaced."""
+
+    def sample_rows(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, ARGUMENTS)
+        tokens, hashes = view(a.tokens, a.R, np.int32), view(a.hashes, a.V, np.uint32)
+        temperature, min_p = view(a.temperature, a.R, np.float32), view(a.min_p, a.R, np.float32)
+        top_k, top_p = view(a.top_k, a.R, np.int32), view(a.top_p, a.R, np.float32)
+        seed, position = view(a.seed, a.R, np.int64), view(a.position, a.R, np.int32)
+        for r in range(begin, end):
+            if tokens[r] >= 0 and temperature[r] >= GREEDY_BELOW:
+                logits = view(a.logits + 4 * r * a.V, a.V, np.float32)
+                key = key_of(seed[r], position[r])
+                tokens[r] = sample_row(logits, hashes, tokens[r], temperature[r], min_p[r], top_k[r], top_p[r], key)
+
+    return compiled_task(sample_rows)
+
+
+@sample.kernel(device="cpu", name="numba", preference=10, supports=lambda dtype: missing(FLOAT_FEATURES))
+def sample_numba(logits_RV: Tensor, params: SampleParams, token_ids_V: Tensor | None = None) -> Tensor:
+    """See ``ops.sample``."""
+    logits_RV = logits_RV.float().contiguous()
+    tokens_R, (R, V) = best_tokens(logits_RV), logits_RV.shape
+    if bool((params.temperature >= GREEDY_BELOW).any()):
+        hashes_V = _hashes(V) if token_ids_V is None else _hashes_of(token_ids_V)
+        columns, arguments = [column.contiguous() for column in params], np.empty(1, ARGUMENTS)
+        places = (logits_RV.data_ptr(), hashes_V.ctypes.data, tokens_R.data_ptr(), *(c.data_ptr() for c in columns))
+        arguments[0] = _task(), R, 1, V, *places
+        call(task_driver(), arguments)
+    if token_ids_V is not None:
+        tokens_R = torch.where(tokens_R >= 0, token_ids_V[tokens_R.clamp(min=0)].int(), tokens_R)
+    return tokens_R
+
+
+@functools.lru_cache(maxsize=4)
+def _hashes(vocab_size: int) -> npt.NDArray[np.uint32]:
+    return token_hashes(vocab_size, torch.device("cpu")).numpy().astype(np.uint32)
+
+
+@functools.lru_cache(maxsize=4)
+def _hashes_of(token_ids_V: Tensor) -> npt.NDArray[np.uint32]:
+    """``token_ids`` are the same tensor in every step."""
+    return hashes_of(token_ids_V).numpy().astype(np.uint32)
+
+
+# ---- token_logprobs: ``token_logprobs`` of the rows that request it, by top-k selection instead of a sort. Shapes: R
+# rows, A requesting rows, V vocabulary, C tokens at least as likely as the n-th, n likeliest tokens.
+
+
+@token_logprobs.kernel(device="cpu", name="top-k", preference=10, supports=lambda dtype: None)
+def token_logprobs_by_top_k(logits_RV: Tensor, tokens_R: Tensor, n: int) -> Logprobs:
+    """See ``ops.token_logprobs``."""
+    R, tokens = len(logits_RV), tokens_R.numpy()
+    asks_A = np.flatnonzero(tokens >= 0)
+    logits_AV = logits_RV if len(asks_A) == R else logits_RV[torch.from_numpy(asks_A)]
+    logprobs_AV = logits_AV.float().log_softmax(dim=1)
+    ids_An, values_An = _likeliest(logprobs_AV, n)
+    array_AV = logprobs_AV.numpy()
+    chosen_A = array_AV[np.arange(len(asks_A)), tokens[asks_A]]
+    ranks_A = np.count_nonzero(array_AV > chosen_A[:, None], axis=1) + 1
+    if len(asks_A) == R:
+        return Logprobs(torch.from_numpy(chosen_A), torch.from_numpy(ranks_A).int(), ids_An.int(), values_An)
+    found = Logprobs(
+        torch.zeros(R),
+        torch.zeros(R, dtype=torch.int32),
+        torch.zeros(R, n, dtype=torch.int32),
+        torch.zeros(R, n),
+    )
+    for column, values in zip(found, (chosen_A, ranks_A, ids_An.numpy(), values_An.numpy()), strict=True):
+        column.numpy()[asks_A] = values
+    return found
+
+
+def _likeliest(logprobs_AV: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The ids and log-probabilities of the ``n`` likeliest tokens of each row, ties in order of ids."""
+    values_AC, ids_AC = logprobs_AV.topk(min(n + 1, logprobs_AV.shape[1]), dim=1)
+    array_AC = values_AC.numpy()
+    for row in np.flatnonzero((array_AC[:, 1:] == array_AC[:, :-1]).any(axis=1)):
+        ids_C = (logprobs_AV[row] >= values_AC[row, -1]).nonzero()[:, 0]
+        order_C = logprobs_AV[row][ids_C].sort(descending=True, stable=True).indices
+        ids_AC[row] = ids_C[order_C][: ids_AC.shape[1]]
+    return ids_AC[:, :n], values_AC[:, :n]

@@ -1,0 +1,343 @@
+"""Attention of sequences that have one row each, over the paged cache.
+
+Shapes: T rows, S sequences, K kv heads, G query heads for each of them, H head dim, W columns of a row.
+
+A program processes a run of tiles of positions of one sequence, for the G query heads of one kv head, so that keys and
+values are read once (split-KV: Dao et al., "Flash-Decoding", 2023; sums: Milakov and Gimelshein, arXiv 1805.02867).
+The last program of a pair (sequence, kv head) to finish combines the runs, in the order of their positions. All
+bounds are read on the device and the host chooses by shapes alone, so that a captured graph serves every length.
+
+With the prologue, query, key and value come from the projection: they are normed and rotated here, and the program of
+the last run writes key and value to their slot and puts them into its last tile. A run's last tile is taken first, and
+loaded before the wait for the predecessor, since what else it holds is of earlier steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo_kernels.triton.attention.decode_qkv import divided, load_angles, load_heads, load_norm, load_scales, turned
+from octavo_kernels.triton.configs.decode_attention import DecodeConfig, config_for
+from octavo_kernels.triton.launch import after_predecessor, counters, launch
+from octavo_kernels.triton.split_sums import LOG2_E, add_parts, leave_part, store_heads
+
+MAX_HEAD_DIM = 256
+MAX_PAIRS = 2**17
+
+_COMBINED_AT_ONCE = 64
+"""Partial results that a thread of the combining program holds in registers."""
+
+
+class Prologue(NamedTuple):
+    """Inputs that turn a row of projections into a query, a key and a value."""
+
+    cos_TR: Tensor | None
+    sin_TR: Tensor | None
+    slot_mapping_T: Tensor
+
+
+def decode_attention(
+    qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor | None, sin_TR: Tensor | None, cache: LayerCache, rows: PagedRows
+) -> Tensor:
+    """``ops.attention`` for steps in which row s is the one row of sequence s."""
+    out_TW = qkv_TW.new_empty(qkv_TW.shape[0], heads.sizes[0])
+    run_decode_attention(qkv_TW, heads, Prologue(cos_TR, sin_TR, rows.of(cache).slot_mapping_T), cache, rows, out_TW)
+    return out_TW
+
+
+def attend_single_rows(q_TNH: Tensor, heads: HeadLayout, cache: LayerCache, rows: PagedRows, out_TNH: Tensor) -> None:
+    """Fill the rows of ``out`` that are the only row of their sequence, or every row if ``rows.single`` is given; the
+    others are left as they are.
+
+    Queries are rotated, and the step's keys and values stored already.
+    """
+    run_decode_attention(q_TNH.flatten(1), heads, None, cache, rows, out_TNH.view(len(out_TNH), -1))
+
+
+def run_decode_attention(
+    x_TW: Tensor,
+    heads: HeadLayout,
+    prologue: Prologue | None,
+    cache: LayerCache,
+    rows: PagedRows,
+    out_TW: Tensor,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Launch the kernel on projections, or on queries where there is no prologue. ``config`` overrides the table's."""
+    single = None if prologue else rows.single
+    S, K, H = len(rows.seq_lens_S) if single is None else len(x_TW), heads.num_kv_heads, heads.head_dim
+    keys, values, block_tables_SB = cache.keys, cache.values, rows.of(cache).block_tables_SB
+    assert H <= MAX_HEAD_DIM, f"head_dim {H} is more than {MAX_HEAD_DIM}"
+    assert S * K <= MAX_PAIRS, f"{S} sequences of {K} kv heads are more than {MAX_PAIRS} pairs"
+    assert keys.stride() == values.stride(), "keys and values must be laid out alike"
+    assert 1 == keys.stride(3) == x_TW.stride(1) == out_TW.stride(1) == block_tables_SB.stride(1)
+    if prologue and prologue.cos_TR is not None and prologue.sin_TR is not None:
+        assert prologue.cos_TR.stride() == prologue.sin_TR.stride() == (prologue.cos_TR.stride(0), 1)
+    if config is None:
+        sizes = S * K, heads.num_heads // K, H, x_TW.element_size(), keys.shape[2]
+        config = config_for(*sizes, has_long_context=rows.has_long_context)
+    constants = _constants(heads, prologue, config)
+    partial_shape = (S, K, config.splits, constants["GP"])
+    launch(
+        _decode_kernel,
+        (config.splits, K, S),
+        x_TW,
+        *(prologue or (None, None, None)),
+        *((heads.q_norm_H, heads.k_norm_H) if prologue else (None, None)),
+        keys,
+        values,
+        *(cache.scales or (None, None)),
+        block_tables_SB,
+        *((rows.cu_seqlens_q, rows.seq_lens_S) if single is None else single),
+        heads.sinks_N,
+        out_TW,
+        torch.empty(*partial_shape, H, dtype=torch.float32, device=x_TW.device),
+        torch.empty(partial_shape, dtype=torch.float32, device=x_TW.device),
+        counters(x_TW.device, MAX_PAIRS),
+        heads.scale / heads.softcap if heads.softcap else heads.scale * LOG2_E.value,
+        heads.softcap * LOG2_E.value,
+        heads.norm_eps,
+        x_TW.stride(0),
+        out_TW.stride(0),
+        prologue.cos_TR.stride(0) if prologue and prologue.cos_TR is not None else 0,
+        block_tables_SB.stride(0),
+        keys.stride(0),
+        config.splits,
+        config.min_tiles,
+        HEAD_STRIDE=keys.stride(1),
+        SLOT_STRIDE=keys.stride(2),
+        BLOCK_SIZE=keys.shape[2],
+        BY_ROW=single is not None,
+        **constants,
+    )
+
+
+def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfig) -> dict[str, Any]:
+    """Compile-time constants of the kernel: as few as can be, since each of their values is a kernel to compile."""
+    G, H = heads.num_heads // heads.num_kv_heads, heads.head_dim
+    padded_G, padded_H = triton.next_power_of_2(G), max(16, triton.next_power_of_2(H))  # tensor cores add up 16
+    dot = config.dot or padded_G >= 16  # Triton turns sums of so many rows' products into a dot of its own, in TF32
+    at_once = max(1, _COMBINED_AT_ONCE * 32 * config.warps // (padded_G * padded_H))
+    return {
+        "K": heads.num_kv_heads,
+        "G": G,
+        "H": H,
+        "R": 0 if prologue is None or prologue.cos_TR is None else prologue.cos_TR.shape[1],
+        "GP": padded_G,
+        "HP": padded_H,
+        "ROWS": max(16, padded_G) if dot else padded_G,
+        "WINDOW": heads.window,
+        "CAPPED": heads.softcap > 0,
+        "PROLOGUE": prologue is not None,
+        "TILE": config.tile,
+        "SPLIT": config.splits > 1,
+        "AT_ONCE": min(at_once, triton.next_power_of_2(config.splits)),
+        "DOT": dot,
+        "STAGES": config.stages,
+        "num_warps": config.warps,
+        "maxnreg": config.registers,
+    }
+
+
+@triton.jit(do_not_specialize=["table_stride", "max_splits", "min_tiles"])
+def _decode_kernel(
+    x: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor,
+    k_cache: tl.tensor, v_cache: tl.tensor, k_scales: tl.tensor, v_scales: tl.tensor, tables: tl.tensor,
+    cu_seqlens: tl.tensor, seq_lens: tl.tensor, sinks: tl.tensor, out: tl.tensor, parts: tl.tensor, logs: tl.tensor,
+    counters: tl.tensor, scale: tl.tensor, cap: tl.tensor, eps: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor,
+    angle_stride: tl.tensor, table_stride: tl.tensor, block_stride: tl.tensor, max_splits: tl.tensor,
+    min_tiles: tl.tensor, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BY_ROW: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr,
+    HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PROLOGUE: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile."""
+    split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    d, g, t = tl.arange(0, HP), tl.arange(0, GP), tl.arange(0, TILE)
+    if not PROLOGUE:
+        after_predecessor(PDL)  # it stored the step's keys and values
+    row, length, own = _row(seq, cu_seqlens, seq_lens, PROLOGUE, BY_ROW)
+    seen_from, num_runs, begin, last = _run(length, split, max_splits, min_tiles, WINDOW, TILE)
+    is_active = split < num_runs
+    tile = kv_head * HEAD_STRIDE + t[:, None] * SLOT_STRIDE + d
+    tables += own * table_stride
+    at = _tile_start(tables, last, is_active, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
+    position = last * TILE + t
+    is_own = ((position == length - 1) & PROLOGUE)[:, None] & (d < H)
+    is_stored = ((position >= seen_from) & (position < length) & is_active)[:, None] & (d < H) & ~is_own
+    k = tl.load(k_cache + at + tile, mask=is_stored, other=0.0)
+    v = tl.load(v_cache + at + tile, mask=is_stored, other=0.0)
+    d_GD, d_TD = tl.broadcast_to(d[None, :], [GP, HP]), tl.broadcast_to(d[None, :], [TILE, HP])
+    k_scale, v_scale = load_scales(k_scales, v_scales, kv_head)
+    q_weights, k_weights = load_norm(q_norm, d_GD, H, R), load_norm(k_norm, d, H, R)
+    if PROLOGUE:
+        after_predecessor(PDL)
+    x += row * x_stride
+    q_heads = load_heads(x + ((kv_head * G + g) * H)[:, None], (g < G)[:, None] & is_active, d_GD, H, R)
+    if PROLOGUE:
+        k_head = load_heads(x + (K * G + kv_head) * H, is_active, d, H, R)
+        v_own = tl.load(x + (K * G + K + kv_head) * H + d_TD, mask=is_own & is_active, other=0.0)
+        q_angles = load_angles(cos, sin, row * angle_stride, is_active, d_GD, R)
+        k_angles = load_angles(cos, sin, row * angle_stride, is_active, d, R)
+        slot = tl.load(slots + row, mask=is_active, other=-1)
+    if not is_active:  # from here on loads are waited for: all of them are on their way
+        return
+
+    q = turned(q_heads, q_norm, q_weights, q_angles, eps, H, 1) if PROLOGUE else q_heads[0]
+    q, g = _repeated(q.to(x.dtype.element_ty), g, ROWS)
+    if PROLOGUE:
+        k_own = divided(turned(k_head, k_norm, k_weights, k_angles, eps, H, 0), k_scales, k_scale).to(k.dtype)
+        k, v = tl.where(is_own, k_own, k), tl.where(is_own, divided(v_own, v_scales, v_scale).to(v.dtype), v)
+        to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SLOT_STRIDE + kv_head * HEAD_STRIDE
+        tl.store(k_cache + to + d, k_own, mask=(d < H) & (slot >= 0) & (split == num_runs - 1))
+        tl.store(v_cache + to + d_TD, v, mask=is_own & (slot >= 0))
+    peak, total, acc = _walk(
+        q, k, v, k_cache + tile, v_cache + tile, tables, begin, last, seen_from, length,
+        scale * k_scale, cap, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, WINDOW, CAPPED, DOT, STAGES,
+    )  # fmt: skip
+    _finish(
+        out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), sinks, split, num_runs,
+        seq.to(tl.int64) * K + kv_head, kv_head * G, g, d, max_splits, G, GP, H, HP, SPLIT, AT_ONCE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _row(
+    seq: tl.tensor, cu_seqlens: tl.tensor, seq_lens: tl.tensor, PROLOGUE: tl.constexpr, BY_ROW: tl.constexpr
+) -> tl.tensor:
+    """The sequence's row, the length of its context, which is 0 if it has no row, or several, and the sequence.
+
+    With ``BY_ROW``, each row is computed like the only row of a sequence; ``cu_seqlens`` and ``seq_lens`` are then the
+    sequence and the position of each row.
+    """
+    row, own = seq.to(tl.int64), seq.to(tl.int64)
+    length = tl.load(seq_lens + seq).to(tl.int32)
+    if BY_ROW:
+        own = tl.load(cu_seqlens + seq).to(tl.int64)
+        length = tl.where(own >= 0, length + 1, 0)
+        own = tl.maximum(own, 0)
+    elif not PROLOGUE:
+        row = tl.load(cu_seqlens + seq).to(tl.int64)
+        length = tl.where(tl.load(cu_seqlens + seq + 1) == row + 1, length, 0)
+    return row, length, own
+
+
+@triton.jit
+def _run(
+    length: tl.tensor, split: tl.tensor, max_splits: tl.tensor, min_tiles: tl.tensor, WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The first visible position, the number of runs, and the first and last tile of this program's run."""
+    seen_from = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
+    first = seen_from // TILE
+    num_tiles = tl.cdiv(length, TILE) - first
+    tiles_each = tl.maximum(tl.cdiv(num_tiles, max_splits), min_tiles)
+    begin = first + split * tiles_each
+    last = tl.minimum(begin + tiles_each, first + num_tiles) - 1
+    return seen_from, tl.cdiv(num_tiles, tiles_each), begin, last
+
+
+@triton.jit
+def _tile_start(
+    tables: tl.tensor, index: tl.tensor, is_tile: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Where the tile of this index starts in a head's part of the cache; tiles do not cross blocks."""
+    block = tl.load(tables + index * TILE // BLOCK_SIZE, mask=is_tile, other=0)
+    return block.to(tl.int64) * block_stride + index * TILE % BLOCK_SIZE * SLOT_STRIDE
+
+
+@triton.jit
+def _repeated(q: tl.tensor, g: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """Queries as often as fill the rows that tensor cores take, and which of them a row is; the repeated ones are none
+    of them, and their results are not stored."""
+    GP: tl.constexpr = q.shape[0]
+    if ROWS > GP:
+        q = tl.reshape(tl.broadcast_to(q[:, None, :], [GP, ROWS // GP, q.shape[1]]), [ROWS, q.shape[1]])
+        r = tl.arange(0, ROWS)
+        g = tl.where(r % (ROWS // GP) == 0, r // (ROWS // GP), GP)
+    return q, g
+
+
+@triton.jit
+def _walk(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, k_tile: tl.tensor, v_tile: tl.tensor, tables: tl.tensor,
+    begin: tl.tensor, last: tl.tensor, seen_from: tl.tensor, length: tl.tensor, scale: tl.tensor, cap: tl.tensor,
+    block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, H: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The sums of a run: its last tile, which is loaded, then the others from the first on.
+
+    Tiles come through shared memory, ahead of their use; where one starts is looked up a round before it is asked for.
+    """
+    t, d = tl.arange(0, k.shape[0]), tl.arange(0, k.shape[1])
+    TILE: tl.constexpr = k.shape[0]
+    peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    sums = peak, tl.zeros_like(peak), tl.zeros([q.shape[0], q.shape[1]], tl.float32)
+    at = _tile_start(tables, begin, begin < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
+    position = last * TILE + t
+    sums = _attend(q, k, v, (position >= seen_from) & (position < length), sums, scale, cap, CAPPED, DOT)
+    for i in tl.range(begin, last, num_stages=STAGES):
+        position = i * TILE + t
+        is_stored = (d < H)[None, :]
+        if WINDOW > 0:  # slots before the window hold arbitrary values
+            is_stored &= (position >= seen_from)[:, None]
+        tile_k = tl.load(k_tile + at, mask=is_stored, other=0.0)
+        tile_v = tl.load(v_tile + at, mask=is_stored, other=0.0)
+        at = _tile_start(tables, i + 1, i + 1 < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
+        sums = _attend(q, tile_k, tile_v, position >= seen_from, sums, scale, cap, CAPPED, DOT)
+    return sums
+
+
+@triton.jit
+def _attend(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, is_seen: tl.tensor, sums: tl.tensor, scale: tl.tensor, cap: tl.tensor,
+    CAPPED: tl.constexpr, DOT: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Add a tile to the sums: each query's largest score, its sum of weights, its weighted sum of values."""
+    peak, total, acc = sums
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if DOT:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        scores = tl.sum(q[:, None, :].to(tl.float32) * k[None, :, :].to(tl.float32), 2)
+    scores *= scale
+    if CAPPED:
+        small = tl.exp2(tl.abs(scores) * (-2 * LOG2_E))
+        scores = cap * tl.where(scores < 0, -1.0, 1.0) * (1 - small) / (1 + small)
+    scores = tl.where(is_seen[None, :], scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    fade = tl.exp2(peak - higher)
+    weights = tl.exp2(scores - higher[:, None])
+    total = total * fade + tl.sum(weights, 1)
+    if DOT:
+        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    else:
+        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * v[None, :, :].to(tl.float32), 1)
+    return higher, total, acc
+
+
+@triton.jit
+def _finish(
+    out: tl.tensor, parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, sums: tl.tensor, sinks: tl.tensor,
+    split: tl.tensor, num_runs: tl.tensor, pair: tl.tensor, first_head: tl.tensor, g: tl.tensor, d: tl.tensor,
+    max_splits: tl.tensor, G: tl.constexpr, GP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write a pair's result: this run's if it is the only one, or that of all runs if this is the last to finish."""
+    if SPLIT and num_runs > 1:
+        parts += pair * max_splits * GP * H
+        logs += pair * max_splits * GP
+        if leave_part(parts, logs, counters + pair, sums, split, num_runs, g, d, GP, H):
+            head = tl.arange(0, GP)
+            all_sums = add_parts(parts, logs, num_runs, d, GP, H, HP, AT_ONCE)
+            store_heads(out, all_sums, first_head + head, head < G, d, sinks, H)
+    else:
+        store_heads(out, sums, first_head + g, g < G, d, sinks, H)

@@ -1,0 +1,248 @@
+"""Causal attention of runs of rows over the paged cache: prompts, chunks of them, and any mixture with single rows.
+
+A program computes a tile of rows for one kv head: some tokens, each with the G query heads that share the kv head, so
+that a key is loaded once for all of them. The softmax is taken while walking over the keys (Dao et al., arXiv
+2205.14135; running maximum and sum after Milakov and Gimelshein, arXiv 1805.02867), in powers of two.
+
+Shapes: T tokens, S sequences, N heads, K kv heads, G = N / K, H head dim, M rows of a tile, C keys of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.attention import KVScales
+from octavo_kernels.triton.attention.decode_qkv import load_scales
+from octavo_kernels.triton.launch import after_predecessor, launch, shared_bytes
+from octavo_kernels.triton.split_sums import LOG2_E
+
+MAX_HEAD_DIM = 256
+NO_SCORE = tl.constexpr(-1.0e30)
+"""The running maximum before the first key: finite, so that no difference of maxima is NaN."""
+
+
+class Config(NamedTuple):
+    """How a tile is computed: its rows and keys, the warps that do it, and how many key tiles are in flight."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    """Most of a thread, so that more programs share a multiprocessor."""
+
+
+CONFIGS: dict[tuple[int, int], Config] = {
+    (2, 64): Config(64, 64, 4, 3),
+    (2, 128): Config(64, 64, 4, 3),
+    (2, 256): Config(128, 32, 8, 3),
+    (4, 64): Config(32, 32, 4, 2),
+    (4, 128): Config(32, 32, 4, 2),
+    (4, 256): Config(16, 32, 4, 2),
+}
+"""By bytes of a query's element and head dim rounded up to a power of two, at least 64."""
+WIDE_HEADS, LEAST_SHARED = Config(64, 32, 8, 3), 200 * 1024
+"""For heads of 256 in 16 bits where a program may have less shared memory than on Hopper: 128 rows take 104 KiB there,
+more than most GPUs have (99), and more registers than there are. These take 68 KiB."""
+
+MAX_SPARE = 16
+"""Programs beyond those for full tiles, for the last tiles of as many sequences; more sequences share programs."""
+
+
+def prefill_attention(
+    q_TNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_SB: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens_S: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_N: Tensor | None = None,
+    scales: KVScales | None = None,
+    skip_single: bool = False,
+    out: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """``ops.paged_attention`` for any numbers of rows; ``out`` (or a new tensor) [T, N, H] of q's dtype.
+
+    With ``skip_single`` the rows of sequences that have exactly one are not written. Rows of no sequence never are.
+    Keys are processed in tiles that begin at multiples of their size, and masked keys contribute exactly zero: with one
+    ``config`` a row's result is bitwise the same wherever its chunk begins and whatever the other rows are.
+    """
+    T, N, H = q_TNH.shape
+    K, block_size = k_cache.shape[1:3]
+    assert H <= MAX_HEAD_DIM, f"head_dim {H} is more than {MAX_HEAD_DIM}"
+    assert scale > 0, "the scale of scores must be positive"
+    out_TNH = torch.empty_like(q_TNH) if out is None else out
+    assert q_TNH.stride()[1:] == out_TNH.stride()[1:] == (H, 1), "the heads of a row must lie side by side"
+    assert k_cache.stride()[2:] == v_cache.stride()[2:] == (H, 1), "the slots of a block must lie side by side"
+    S, group, head_block = seq_lens_S.shape[0], N // K, max(16, triton.next_power_of_2(H))
+    config = config or config_for(q_TNH.element_size(), head_block, shared_bytes(q_TNH.device))
+    rows = max(config.rows, triton.next_power_of_2(group))
+    cap_in = 2 * LOG2_E.value * scale / softcap if softcap else 0.0  # capped scores need no further scale
+    # fmt: off
+    launch(
+        _prefill_kernel, (K, T // (rows // group) + min(S, MAX_SPARE)),
+        q_TNH, k_cache, v_cache, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, sinks_N,
+        *(scales or (None, None)),
+        1.0 if softcap else LOG2_E.value * scale, cap_in, LOG2_E.value * softcap, window, S,
+        q_TNH.stride(0), out_TNH.stride(0), block_tables_SB.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
+        GROUP=group, H=H, HEAD_BLOCK=head_block, BLOCK_SIZE=block_size, ROWS=rows, KEYS=config.keys,
+        SEQUENCES=max(128, triton.next_power_of_2(S)), SKIP_SINGLE=skip_single, HAS_WINDOW=window > 0,
+        HAS_SOFTCAP=softcap > 0, STAGES=config.stages, num_warps=config.warps, maxnreg=config.registers,
+    )
+    # fmt: on
+    return out_TNH
+
+
+def config_for(element: int, head_block: int, room: int) -> Config:
+    """The tile for queries of ``element`` bytes a number on a GPU with ``room`` bytes of shared memory a program."""
+    width = max(64, head_block)
+    return WIDE_HEADS if (element, width) == (2, 256) and room < LEAST_SHARED else CONFIGS[element, width]
+
+
+@triton.jit(do_not_specialize=["S", "table_stride"])
+def _prefill_kernel(
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor,
+    cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, sinks_ptr: tl.tensor, k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor, scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, window: tl.tensor, S: tl.tensor,
+    q_stride: tl.tensor, out_stride: tl.tensor, table_stride: tl.tensor, k_block_stride: tl.tensor,
+    k_head_stride: tl.tensor, v_block_stride: tl.tensor, v_head_stride: tl.tensor, GROUP: tl.constexpr,
+    H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Compute the tiles of one kv head, those of a sequence from its last rows, which see most keys, to its first."""
+    TOKENS: tl.constexpr = ROWS // GROUP
+    kv_head = tl.program_id(0)
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
+    row_M = tl.arange(0, ROWS)
+    h_H = tl.arange(0, HEAD_BLOCK)
+    head_M = kv_head * GROUP + row_M % GROUP
+    at_MH = head_M[:, None] * H + h_H[None, :]
+    k_scale, v_scale = load_scales(k_scale_ptr, v_scale_ptr, kv_head)
+    scale, cap_in = (scale, cap_in * k_scale) if HAS_SOFTCAP else (scale * k_scale, cap_in)
+    after_predecessor(PDL)
+    first_peak_M = tl.full([ROWS], NO_SCORE, tl.float32)
+    first_sum_M = tl.zeros([ROWS], tl.float32)
+    if sinks_ptr is not None:  # a sink is a key whose value is 0
+        sink_M = tl.load(sinks_ptr + head_M, mask=row_M < TOKENS * GROUP, other=0.0)
+        first_peak_M = tl.maximum(sink_M * LOG2_E, NO_SCORE)
+        first_sum_M += 1.0
+
+    s_S = tl.arange(0, SEQUENCES)
+    start_S = tl.load(cu_seqlens_ptr + s_S, mask=s_S < S, other=0)
+    query_len_S = tl.load(cu_seqlens_ptr + s_S + 1, mask=s_S < S, other=0) - start_S
+    if SKIP_SINGLE:
+        query_len_S = tl.where(query_len_S == 1, 0, query_len_S)
+    num_tiles_S = tl.cdiv(query_len_S, TOKENS)
+    end_tile_S = tl.cumsum(num_tiles_S)
+    num_tiles = tl.sum(num_tiles_S)
+    for done in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1), num_stages=1, disable_licm=True):
+        tile = num_tiles - 1 - done
+        s = tl.sum((end_tile_S <= tile).to(tl.int32))
+        start = tl.load(cu_seqlens_ptr + s)
+        stop = tl.load(cu_seqlens_ptr + s + 1)
+        first = start + (tile - tl.sum(tl.where(s_S < s, num_tiles_S, 0))) * TOKENS
+        shift = tl.load(seq_lens_ptr + s) - stop  # from a row to its position
+        token_M = first + row_M // GROUP
+        is_in_MH = ((token_M < stop) & (row_M < TOKENS * GROUP))[:, None] & (h_H < H)[None, :]
+        q_MH = tl.load(q_ptr + token_M[:, None].to(tl.int64) * q_stride + at_MH, mask=is_in_MH, other=0.0)
+        # fmt: off
+        acc_MH, sum_M = _attend(
+            q_MH, first_peak_M, first_sum_M, shift + token_M,
+            shift + first + 1, shift + tl.minimum(first + TOKENS, stop), k_ptr, v_ptr,
+            tables_ptr + s.to(tl.int64) * table_stride, k_block_stride, v_block_stride, scale, cap_in, cap_out, window,
+            H, HEAD_BLOCK, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, STAGES)
+        # fmt: on
+        out_MH = (acc_MH / sum_M[:, None] * v_scale).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + token_M[:, None].to(tl.int64) * out_stride + at_MH, out_MH, mask=is_in_MH)
+
+
+@triton.jit
+def _attend(
+    q_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, position_M: tl.tensor, first_end: tl.tensor, end: tl.tensor,
+    k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor, k_block_stride: tl.tensor, v_block_stride: tl.tensor,
+    scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, window: tl.tensor, H: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Weighted values and sum of weights, for rows of which the first sees keys to ``first_end``, the last to ``end``.
+
+    Tiles fully visible to all rows come first, without a mask; with a window there are none.
+    """
+    seen_from, begin, whole_end = 0, 0, first_end // KEYS * KEYS
+    if HAS_WINDOW:
+        seen_from = tl.maximum(first_end - window, 0)
+        begin = seen_from // KEYS * KEYS
+        whole_end = begin
+    acc_MH = tl.zeros([q_MH.shape[0], HEAD_BLOCK], tl.float32)
+    tile_CH = tl.arange(0, KEYS)[:, None] % BLOCK_SIZE * H + tl.arange(0, HEAD_BLOCK)[None, :]
+    # fmt: off
+    for at in tl.range(begin, whole_end, KEYS, num_stages=STAGES):
+        acc_MH, peak_M, sum_M = _fold(
+            at, acc_MH, peak_M, sum_M, q_MH, position_M, seen_from, end, k_ptr, v_ptr, table_ptr, k_block_stride,
+            v_block_stride, tile_CH, scale, cap_in, cap_out, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP,
+            MASKED=False)
+    for at in tl.range(whole_end, end, KEYS, num_stages=STAGES if HAS_WINDOW else 1):
+        acc_MH, peak_M, sum_M = _fold(
+            at, acc_MH, peak_M, sum_M, q_MH, position_M, seen_from, end, k_ptr, v_ptr, table_ptr, k_block_stride,
+            v_block_stride, tile_CH, scale, cap_in, cap_out, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP,
+            MASKED=True)
+    # fmt: on
+    return acc_MH, sum_M
+
+
+@triton.jit
+def _fold(
+    at: tl.tensor, acc_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, q_MH: tl.tensor, position_M: tl.tensor,
+    seen_from: tl.tensor, end: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor,
+    k_block_stride: tl.tensor, v_block_stride: tl.tensor, tile_CH: tl.tensor, scale: tl.tensor, cap_in: tl.tensor,
+    cap_out: tl.tensor, window: tl.tensor, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Add the tile of keys from ``at`` on to the sums (Milakov and Gimelshein, arXiv 1805.02867)."""
+    key_C = at + tl.arange(0, KEYS)
+    is_in_CH = (tl.arange(0, acc_MH.shape[1]) < H)[None, :]
+    block_C = key_blocks(table_ptr, at, end, BLOCK_SIZE, KEYS).to(tl.int64)
+    at_CH = at % BLOCK_SIZE * H + tile_CH
+    k_CH = tl.load(k_ptr + block_C * k_block_stride + at_CH, mask=is_in_CH, other=0.0)
+    if MASKED:  # slots behind the last row's hold anything, also NaN, which a weight of 0 would not undo
+        is_in_CH = is_in_CH & (key_C < end)[:, None]
+    if HAS_WINDOW:  # and so do those before the first row's window
+        is_in_CH = is_in_CH & (key_C >= seen_from)[:, None]
+    v_CH = tl.load(v_ptr + block_C * v_block_stride + at_CH, mask=is_in_CH, other=0.0)
+    scores_MC = tl.dot(q_MH, tl.trans(k_CH.to(q_MH.dtype)), input_precision="ieee")
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        scores_MC = cap_out - 2 * cap_out / (tl.exp2(scores_MC * cap_in) + 1)
+    if MASKED:
+        is_seen_MC = key_C[None, :] <= position_M[:, None]
+        if HAS_WINDOW:
+            is_seen_MC = is_seen_MC & (key_C[None, :] > position_M[:, None] - window)
+        scores_MC = tl.where(is_seen_MC, scores_MC, float("-inf"))
+    top_M = tl.maximum(peak_M, tl.max(scores_MC, 1) * scale)
+    weights_MC = tl.exp2(tl.fma(scores_MC, scale, -top_M[:, None]))
+    shrink_M = tl.exp2(peak_M - top_M)
+    acc_MH = tl.dot(weights_MC.to(q_MH.dtype), v_CH.to(q_MH.dtype), acc_MH * shrink_M[:, None], input_precision="ieee")
+    return acc_MH, top_M, sum_M * shrink_M + tl.sum(weights_MC, 1)
+
+
+@triton.jit
+def key_blocks(
+    table_ptr: tl.tensor, at: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The block of the tile of keys from ``at`` on; where a tile is larger than a block, that of each key [C, 1]."""
+    if KEYS <= BLOCK_SIZE:
+        blocks = tl.load(table_ptr + at // BLOCK_SIZE, mask=at < end, other=0)
+    else:
+        key_C = at + tl.arange(0, KEYS)
+        blocks = tl.load(table_ptr + key_C // BLOCK_SIZE, mask=key_C < end, other=0)[:, None]
+    return blocks

@@ -1,0 +1,1 @@
+"""Mixtures of experts: the router, and products with the selected experts."""

@@ -1,0 +1,125 @@
+"""``grouped_moe`` for CUDA devices: as ``moe``, with the products of ``grouped_gemv`` and ``grouped_gemm``.
+
+Shapes: T tokens, S chosen for each, P = T S pairs of a token and an expert, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.moe import GroupedExperts, grouped_moe
+from octavo_kernels.hopper.pipelined_moe import expert_configs, pipelined_moe
+from octavo_kernels.triton.activation import activation_of
+from octavo_kernels.triton.experts.expert_tiles import Tiles, sort_into_tiles, tile_rows
+from octavo_kernels.triton.experts.grouped_expert_gemv import grouped_pairs
+from octavo_kernels.triton.experts.moe import are_few, sum_experts
+from octavo_kernels.triton.grouped.grouped_gemm import parts_of, sum_chunks
+from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig
+from octavo_kernels.triton.grouped.grouped_linear import declines_grouped
+from octavo_kernels.triton.grouped.grouped_numbers import entry_assembly
+from octavo_kernels.triton.launch import after_predecessor, launch
+from octavo_kernels.triton.linear.tile_epilogue import finish
+
+BLOCK_N, STAGES, MAX_ROWS = 64, 3, 64
+PAIRS = GroupedGemvConfig(16, split=4, warps=4, stages=3)
+
+
+@triton.jit(do_not_specialize=["T"])
+def grouped_expert_kernel(
+    x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, minima_ptr: tl.tensor,
+    bias_ptr: tl.tensor, share_ptr: tl.tensor, out_ptr: tl.tensor, order_ptr: tl.tensor, expert_ptr: tl.tensor,
+    first_ptr: tl.tensor, rows_ptr: tl.tensor, T: tl.tensor, N: tl.tensor, K: tl.tensor, num_rows: tl.tensor,
+    group_size: tl.tensor, num_groups: tl.tensor, pairs_a_row: tl.tensor,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PER_ROW: tl.constexpr,
+    NUMBER: tl.constexpr, CHUNK: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """BLOCK_N outputs of a tile's pairs; pair p reads row p / pairs_a_row of x and writes row p of the result."""
+    GATED: tl.constexpr = ACTIVATION is not None
+    after_predecessor(PDL)
+    tile = tl.program_id(1)
+    num_pairs = tl.load(rows_ptr + tile)
+    if num_pairs > 0:
+        first_row = tl.load(expert_ptr + tile) * N
+        if GATED:
+            first_row *= 2
+        m, n = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        pair = tl.load(order_ptr + tl.load(first_ptr + tile) + m, mask=m < num_pairs, other=0).to(tl.int64)
+        row = tl.where(m < num_pairs, pair // pairs_a_row, T)  # rows beyond the last are not read
+        own = first_row + tl.minimum(n, N - 1)
+        acc, up = sum_chunks(
+            x_ptr, words_ptr, scales_ptr, zeros_ptr, minima_ptr, row, own, T, N, num_rows, K, group_size, num_groups,
+            0, tl.cdiv(K, CHUNK),
+            BLOCK_M, BLOCK_N, WIDTH, PARTS, PER_ROW, NUMBER, CHUNK, GATED, EVEN_K, STAGES, ASSEMBLY,
+        )  # fmt: skip
+        if PER_ROW:
+            acc *= tl.load(scales_ptr + own).to(tl.float32)[:, None]
+            if GATED:
+                up *= tl.load(scales_ptr + N + own).to(tl.float32)[:, None]
+        own_bias = bias_ptr
+        if bias_ptr is not None:
+            own_bias = bias_ptr + first_row
+        acc = finish(acc, up, 0.0, n, N, own_bias, ACTIVATION, ALPHA, LIMIT)
+        if share_ptr is not None:
+            acc *= tl.load(share_ptr + pair, mask=m < num_pairs, other=0.0)[None, :]
+        is_inside = (m < num_pairs)[None, :] & (n < N)[:, None]
+        tl.store(out_ptr + pair[None, :] * N + n[:, None], acc.to(out_ptr.dtype.element_ty), mask=is_inside)
+
+
+def _expert_linear(
+    x: Tensor,
+    packed: PackedGroups,
+    bias: Tensor | None,
+    share: Tensor | None,
+    activation: dict[str, Any],
+    out_PN: Tensor,
+    tiles: Tiles,
+) -> Tensor:
+    (num_rows, K), groups, N = packed.shape, len(packed.scales_GN), out_PN.shape[1]
+    launch(
+        grouped_expert_kernel,
+        (triton.cdiv(N, BLOCK_N), len(tiles.expert)),
+        *(x, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN, bias, share, out_PN),
+        *(tiles.order_P, tiles.expert, tiles.first, tiles.rows),
+        *(len(x), N, K, num_rows, packed.group, groups, len(tiles.order_P) // len(x)),
+        BLOCK_M=tiles.block,
+        BLOCK_N=BLOCK_N,
+        **parts_of(packed),
+        STAGES=STAGES,
+        **activation,
+        ASSEMBLY=entry_assembly(packed, x.dtype),
+        num_warps=4,
+    )
+    return out_PN
+
+
+@grouped_moe.kernel(device="cuda", name="triton", preference=10, supports=declines_grouped)
+def grouped_moe_triton(
+    x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: GroupedExperts, residual_TD: Tensor | None = None
+) -> Tensor:
+    """See ``ops.grouped_moe``; a row's sum is taken in the order in which its experts were chosen."""
+    (T, D), P = x_TD.shape, ids_TS.numel()
+    if not T:
+        return torch.empty_like(x_TD)
+    x_TD, ids_TS, shares_TS = x_TD.contiguous(), ids_TS.contiguous(), shares_TS.contiguous()
+    residual_TD = None if residual_TD is None else residual_TD.contiguous()
+    gated_PF = x_TD.new_empty(P, experts.down.shape[1])
+    parts_PD = x_TD.new_empty(P, D, dtype=torch.float32)
+    activation, plain = activation_of(experts.activation), activation_of(None)
+    configs = expert_configs(x_TD, ids_TS, experts)
+    if configs is not None:
+        pipelined_moe(x_TD, ids_TS, shares_TS, experts, configs, gated_PF, parts_PD)
+    elif are_few(ids_TS, experts.num_experts):
+        grouped_pairs(x_TD, experts.gate_up, experts.gate_up_bias, ids_TS, None, activation, gated_PF, PAIRS)
+        grouped_pairs(gated_PF, experts.down, experts.down_bias, ids_TS, shares_TS, plain, parts_PD, PAIRS)
+    else:
+        tiles = sort_into_tiles(ids_TS, experts.num_experts, tile_rows(P, experts.num_experts, MAX_ROWS))
+        _expert_linear(x_TD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles)
+        _expert_linear(gated_PF, experts.down, experts.down_bias, shares_TS, plain, parts_PD, tiles)
+    return sum_experts(parts_PD, x_TD, residual_TD)

@@ -1,0 +1,205 @@
+"""``route`` for CUDA devices: selection without sorting, by counting for each expert how many are better.
+
+Of a few rows one launch computes all: each program normalises one row and computes the logits of some experts, and the
+last one of a row selects. Of many rows the logits are a matrix product, with a launch before it for the norm and one
+behind it that selects.
+
+Shapes: T tokens, D model, X experts, S experts selected per token, G groups of experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.moe import SMALLEST_SUM, Routing, route
+from octavo_kernels.triton.launch import (
+    after_predecessor,
+    counters,
+    declines_floats,
+    is_invariant,
+    launch,
+)
+from octavo_kernels.triton.linear.gemv import column_chunk, row_starts, weight_chunk
+from octavo_kernels.triton.linear.invariant_linear import BLOCK_T, invariant_config
+from octavo_kernels.triton.linear.linear import linear_triton
+from octavo_kernels.triton.linear.skinny_gemm import skinny_gemm
+from octavo_kernels.triton.norms import rms_norm_triton
+
+FEW_ROWS = 8
+"""So many rows may each read the weight, which is in the second-level cache after the first."""
+ROWS, BLOCK_D, WARPS = 2, 2048, 4
+"""Experts and columns at a time of a program that computes logits."""
+
+
+@triton.jit
+def _sort_key(worth: tl.tensor, is_allowed: tl.tensor) -> tl.tensor:
+    """Integers in the order of floats, NaN among them; experts that are not allowed come last."""
+    bits = worth.to(tl.int32, bitcast=True)
+    key = tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x7FFFFFFE)
+    return tl.where(is_allowed, key, -0x7FFFFFFF)
+
+
+@triton.jit
+def _place(key: tl.tensor, i: tl.tensor) -> tl.tensor:
+    """How many entries come before each one; of equals the first comes first, so that places are distinct."""
+    j = tl.arange(0, key.shape[0])
+    is_before = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (j[None, :] < i[:, None]))
+    return tl.sum(is_before.to(tl.int32), 1)
+
+
+@triton.jit
+def _is_in_best_group(
+    worth: tl.tensor, e: tl.tensor, X: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Whether each expert is in a group that is selected; a group is worth its best expert or its two best."""
+    WIDE: tl.constexpr = triton.next_power_of_2(GROUPS)
+    g = tl.arange(0, WIDE)
+    is_own = (e // (X // GROUPS))[None, :] == g[:, None]
+    own = tl.where(is_own & (e < X)[None, :], worth[None, :], float("-inf"))
+    worth_G, best_G = tl.max(own, 1, return_indices=True)
+    if HAS_CORRECTION:
+        worth_G += tl.max(tl.where(e[None, :] == best_G[:, None], float("-inf"), own), 1)
+    is_chosen = _place(_sort_key(worth_G, g < GROUPS), g) < CHOSEN_GROUPS
+    return tl.max((is_own & is_chosen[:, None]).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _choose(
+    logits: tl.tensor, e: tl.tensor, t: tl.tensor, bias_ptr: tl.tensor, correction_ptr: tl.tensor, ids_ptr: tl.tensor,
+    shares_ptr: tl.tensor, scale: tl.tensor, X: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr,
+    NORMALISES: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, SMALLEST: tl.constexpr,
+) -> None:  # fmt: skip
+    """Select the experts of token t, and store them from the best on."""
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + e, mask=e < X, other=0.0)
+    logits = tl.where(e < X, logits, float("-inf"))
+    if SCORING == "softmax":
+        scores = tl.exp(logits - tl.max(logits, 0))
+        if not NORMALISES or correction_ptr is not None:
+            scores /= tl.sum(scores, 0)
+    else:
+        scores = tl.sigmoid(logits)
+    worth = logits
+    if correction_ptr is not None:
+        worth = scores + tl.load(correction_ptr + e, mask=e < X, other=0.0)
+    is_allowed = e < X
+    if GROUPS > 1:
+        is_allowed &= _is_in_best_group(worth, e, X, GROUPS, CHOSEN_GROUPS, correction_ptr is not None)
+    place = _place(_sort_key(worth, is_allowed), e)
+    is_chosen = (place < CHOSEN) & (e < X)
+    if NORMALISES:
+        scores /= tl.sum(tl.where(is_chosen, scores, 0.0), 0) + SMALLEST
+    at = t.to(tl.int64) * CHOSEN + place
+    tl.store(ids_ptr + at, e.to(tl.int64), mask=is_chosen)
+    tl.store(shares_ptr + at, scores * scale, mask=is_chosen)
+
+
+@triton.jit(do_not_specialize=["scale"])
+def route_kernel(
+    x_ptr: tl.tensor, norm_ptr: tl.tensor, eps: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor,
+    correction_ptr: tl.tensor, logits_ptr: tl.tensor, counters_ptr: tl.tensor, normed_ptr: tl.tensor,
+    ids_ptr: tl.tensor, shares_ptr: tl.tensor, scale: tl.tensor,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, X: tl.constexpr, CHOSEN: tl.constexpr,
+    SCORING: tl.constexpr, NORMALISES: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
+    SMALLEST: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """ROWS logits of a token; the program that completes a token's logits selects its experts."""
+    CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    start, t = tl.program_id(0) * ROWS, tl.program_id(1)
+    rows = weight_ptr + row_starts(start, X, D, ROWS, False, X % ROWS == 0)
+    weights = weight_chunk(rows, 0, True, D, BLOCK_D)
+    norm = column_chunk(norm_ptr, 0, D, BLOCK_D)
+    after_predecessor(PDL)
+    row = t.to(tl.int64) * D
+    x = column_chunk(x_ptr + row, 0, D, BLOCK_D)
+    squares = x * x
+    for c in tl.static_range(1, CHUNKS):
+        other = column_chunk(x_ptr + row, c, D, BLOCK_D)
+        squares += other * other
+    factor = tl.rsqrt(tl.sum(squares, 0) / D + eps)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for c in tl.static_range(CHUNKS):
+        following = weights
+        if c + 1 < CHUNKS:
+            following = weight_chunk(rows, c + 1, True, D, BLOCK_D)
+        if c > 0:
+            x, norm = column_chunk(x_ptr + row, c, D, BLOCK_D), column_chunk(norm_ptr, c, D, BLOCK_D)
+        normed = (x * factor * norm).to(normed_ptr.dtype.element_ty)
+        k = c * BLOCK_D + tl.arange(0, BLOCK_D)
+        tl.store(normed_ptr + row + k, normed, mask=(k < D) & (start == 0))
+        acc += weights.to(tl.float32) * normed.to(tl.float32)[None, :]
+        weights = following
+    own = start + tl.arange(0, ROWS)
+    tl.store(logits_ptr + t * X + own, tl.sum(acc, 1), mask=own < X)
+    tl.debug_barrier()  # all threads have stored before one of them releases
+    if tl.atomic_add(counters_ptr + t, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(counters_ptr + t, 0)
+        e = tl.arange(0, triton.next_power_of_2(X))
+        logits = tl.load(logits_ptr + t * X + e, mask=e < X, other=0.0, cache_modifier=".cg")
+        _choose(
+            logits, e, t, bias_ptr, correction_ptr, ids_ptr, shares_ptr, scale,
+            X, CHOSEN, SCORING, NORMALISES, GROUPS, CHOSEN_GROUPS, SMALLEST,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["scale"])
+def choose_kernel(
+    logits_ptr: tl.tensor, bias_ptr: tl.tensor, correction_ptr: tl.tensor, ids_ptr: tl.tensor, shares_ptr: tl.tensor,
+    scale: tl.tensor, X: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr, NORMALISES: tl.constexpr,
+    GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, SMALLEST: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """The experts of one token."""
+    t, e = tl.program_id(0), tl.arange(0, triton.next_power_of_2(X))
+    after_predecessor(PDL)
+    logits = tl.load(logits_ptr + t.to(tl.int64) * X + e, mask=e < X, other=0.0)
+    _choose(
+        logits, e, t, bias_ptr, correction_ptr, ids_ptr, shares_ptr, scale,
+        X, CHOSEN, SCORING, NORMALISES, GROUPS, CHOSEN_GROUPS, SMALLEST,
+    )  # fmt: skip
+
+
+@route.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def route_triton(
+    x_TD: Tensor, norm_D: Tensor, eps: float, weight_XD: Tensor, routing: Routing
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``ops.route``; of experts of equal worth the first is selected."""
+    (T, D), X, S = x_TD.shape, len(weight_XD), routing.num_chosen
+    ids_TS = torch.empty(T, S, dtype=torch.int64, device=x_TD.device)
+    shares_TS = torch.empty(T, S, dtype=torch.float32, device=x_TD.device)
+    if not T:
+        return torch.empty_like(x_TD), ids_TS, shares_TS
+    vectors, results = (routing.bias_X, routing.correction_X), (ids_TS, shares_TS, routing.scale)
+    rule = (X, S, routing.scoring, routing.normalises, *routing.groups, SMALLEST_SUM)
+    if T > FEW_ROWS or is_invariant():
+        normed_TD = rms_norm_triton(x_TD, norm_D, eps)
+        logits_TX = _logits(normed_TD, weight_XD)
+        launch(choose_kernel, (T,), logits_TX, *vectors, *results, *rule, num_warps=_warps(X))
+        return normed_TD, ids_TS, shares_TS
+    normed_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    logits_TX = torch.empty(T, X, dtype=torch.float32, device=x_TD.device)
+    launch(
+        route_kernel, (triton.cdiv(X, ROWS), T), x_TD.contiguous(), norm_D, eps, weight_XD, *vectors,
+        logits_TX, counters(x_TD.device, FEW_ROWS), normed_TD, *results,
+        D, ROWS, min(BLOCK_D, triton.next_power_of_2(D)), *rule, num_warps=max(WARPS, _warps(X)),
+    )  # fmt: skip
+    return normed_TD, ids_TS, shares_TS
+
+
+def _logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
+    """Float32 [T, X]; products of 16-bit numbers are exact, so that tensor cores round no more than float32 does."""
+    if weight_XD.dtype != x_TD.dtype:
+        return linear_triton(x_TD.float(), weight_XD.float())
+    (T, D), X = x_TD.shape, len(weight_XD)
+    config, in_turn = invariant_config(T, X, D, x_TD.dtype)
+    return skinny_gemm(
+        x_TD, weight_XD, None, None, 0.0, None, None, config, BLOCK_T, in_turn, out_dtype=torch.float32
+    )  # fmt: skip
+
+
+def _warps(num_experts: int) -> int:
+    """Of a program that compares all experts with each other."""
+    return max(1, min(int(triton.next_power_of_2(num_experts)) // 32, 16))

@@ -1,0 +1,1 @@
+"""Products with dense weights and with numbers of 8 bits."""

@@ -1,0 +1,1 @@
+"""Which kernel a product has: cost models, and measurements on the device."""
