@@ -64,7 +64,7 @@ def test_only_where_there_may_be_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_each_gpu_has_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     counts: list[int] = []
     monkeypatch.setattr(kernel_compiler, "DEVICES", tmp_path)
-    monkeypatch.setattr(kernel_compiler, "Compilers", lambda count: counts.append(count))
+    monkeypatch.setattr(kernel_compiler, "Compilers", lambda count, module: counts.append(count))
     for num_cpus, num_gpus in ((32, 0), (32, 2), (8, 8), (400, 4)):
         for i in range(num_gpus):
             (tmp_path / f"nvidia{i}").touch()
