@@ -102,6 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Grammar of the output, as written by ``octavo.grammar.forms``; ``None``: unconstrained."""
     repetition_detection: RepetitionDetectionParams | None = None
     """Ends a text that repeats a pattern of tokens, with the stop reason ``"repetition"``; ``None``: never."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning before the answer, where a model marks its reasoning; ``None``: no bound."""
     extra_args: dict[str, Any] | None = None
     """Arguments for installed logits processors (``octavo.engine.logits_processors``)."""
     num_speculative_tokens: int | None = None
@@ -142,6 +144,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 _integer(self, name, 0, MAX_LOGPROBS)
         if self.num_speculative_tokens is not None:
             _integer(self, "num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS)
+        if self.thinking_token_budget is not None:
+            _integer(self, "thinking_token_budget", 0, MAX_TOKEN_ID)
         _check_repetition(self)
         if self.extra_args is not None and not (isinstance(self.extra_args, dict) and self.extra_args):
             raise InvalidParameter("extra_args", "'extra_args' must be a dict that is not empty.")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -60,6 +61,30 @@ Order = tuple[float, ...]
 """Sort key of a sequence: smaller goes first."""
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """Most tokens of reasoning; the tokens that end it are forced then."""
+
+    num_tokens: int
+    opens: tuple[int, ...]
+    """Tokens with which an output begins that has reasoning; empty if the prompt has them."""
+    closes: tuple[int, ...]
+    """Tokens that end the reasoning."""
+    forced: tuple[int, ...]
+    """Tokens that are forced when the budget is used up: ``closes``, and what may have to follow."""
+
+    def next_token(self, output: Several[int | None]) -> int | None:
+        """The only token that may follow ``output``, if there is one. Costs O(1) but for the forced tokens."""
+        end = len(self.opens) + self.num_tokens
+        place = len(output) - end
+        if not 0 <= place < len(self.forced) or tuple(output[: len(self.opens)]) != self.opens:
+            return None
+        return None if self._is_closed(output[:end]) else self.forced[place]
+
+    def _is_closed(self, output: Several[int | None]) -> bool:
+        size = len(self.closes)
+        return any(tuple(output[i : i + size]) == self.closes for i in range(len(self.opens), len(output) - size + 1))
+
+
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One continuation to compute, with all defaults resolved.
 
@@ -78,6 +103,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Ids that end the text; empty with ``ignore_eos``."""
     banned_sequences: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the output must not contain; prompt tokens do not count towards a match."""
+    thinking: ThinkingBudget | None = None
+    """Bound on the reasoning in the output."""
     output_tokens: list[int] = []
     priority: int = 0
     """Smaller is served first, under the priority policy."""

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 
 import msgspec
@@ -28,11 +29,12 @@ from octavo.sampling_params import SamplingParams, choice_key, resolve_max_token
 from octavo.server_settings import ServerSettings
 from octavo.system.cpus import num_cpus
 from octavo.text.conversation import ChatPrompt, ImageText
+from octavo.text.message_format import MessageFormat
 from octavo.text.reasoning import AnswerMarks, answer_start
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import Request, Task
+from octavo.types import Request, Task, ThinkingBudget
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import Choice, Generation, Prompt
 from octavo_server.http.errors import RETRY_AFTER_SECONDS
@@ -91,6 +93,8 @@ class ClientRequest:
     """Special tokens to keep in the output text because the message parser needs them."""
     read_file: ReadFile | None = None
     """Reads a file that the caller has uploaded."""
+    message_format: MessageFormat | None = None
+    """That of the model's messages, by which a bound on reasoning holds."""
     answer_marks: AnswerMarks | None = None
     """Marks of the answer in a message that may begin with reasoning; stop strings count in the answer only."""
 
@@ -245,6 +249,7 @@ class Admission:
         adapter = client_request.model if client_request.model in adapters.paths else ""
         arrival = time.monotonic()
         for prompt, max_tokens in prompts:
+            thinking = self._thinking_budget(client_request, prompt)
             seed = self._seed if client_request.params.seed is None else client_request.params.seed
             if seed is None:
                 seed = int.from_bytes(os.urandom(8), "little")
@@ -257,6 +262,7 @@ class Admission:
                     seed=choice_key(seed, index),
                     eos_token_ids=self.eos_token_ids(client_request.params),
                     banned_sequences=banned,
+                    thinking=thinking,
                     priority=client_request.priority,
                     arrival=arrival,
                     cache_salt=adapters.salted(adapter, client_request.cache_salt),
@@ -285,6 +291,14 @@ class Admission:
         self.engine.metrics.observe_choices(client_request.params.n)
         client_request.caller.account.charge(sum(len(prompt.tokens) for prompt, _ in prompts))
         return generation
+
+    def _thinking_budget(self, client_request: ClientRequest, prompt: Prompt) -> ThinkingBudget | None:
+        budget, format = client_request.params.thinking_token_budget, client_request.message_format
+        if budget is None or format is None or self.tokenizer is None or prompt.text is None:
+            return None
+        marks = client_request.answer_marks
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        return format.thinking_budget(budget, prompt.text, encode, marks is not None and marks.is_begun)
 
     def eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The tokens that end a text."""

@@ -143,6 +143,7 @@ def is_masked(seq: Sequence) -> bool:
     params: SamplingParams = seq.request.params
     return (
         params.grammar is not None
+        or seq.request.thinking is not None
         or params.allowed_token_ids is not None
         or params.extra_args is not None
         or any(len(sequence) > 1 for sequence in seq.request.banned_sequences)

@@ -27,12 +27,24 @@ def masks_of(item: Scheduled, grammar_masks: Masks, vocab_size: int) -> Iterator
     for i in range(1 + len(drafts)):
         output = tokens[: len(tokens) - len(drafts) + i]
         mask = _everything(vocab_size) if given is None else _of_width(given[i], vocab_size)
+        if (forced := _forced(seq, output, mask)) is not None:
+            yield forced
+            continue
         if given is None or not _must_stop(mask, seq.stop_token_ids):
             mask = _restricted(mask, seq, output)
             if seq.processors is not None:
                 known = [token for token in output if token is not None]
                 mask = mask & np.packbits(seq.processors.allowed(known, vocab_size), bitorder="little")
         yield mask
+
+
+def _forced(seq: Text, output: Sequence[int | None], mask: Mask) -> Mask | None:
+    """The mask of the one token that ends reasoning whose budget is used up, if ``mask`` allows it."""
+    token = None if seq.request.thinking is None else seq.request.thinking.next_token(output)
+    if token is None:
+        return None
+    forced = mask & _only((token,), len(mask))
+    return forced if forced.any() else None
 
 
 def _restricted(mask: Mask, seq: Text, output: Sequence[int | None]) -> Mask:

@@ -71,6 +71,7 @@ class LiveRequests:
                 seed=choice_key(seed, index),
                 eos_token_ids=prompt.eos_token_ids,
                 banned_sequences=prompt.banned_sequences,
+                thinking=prompt.thinking,
                 priority=priority,
                 arrival=time.monotonic(),
                 adapter=adapter.name,

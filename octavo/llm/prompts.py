@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from octavo.engine.protocols import Grammars
@@ -10,9 +11,10 @@ from octavo.errors import CANCELLATIONS, InvalidParameter, RequestError
 from octavo.images.preparer import ImagePreparer, placed
 from octavo.llm.image_inputs import file_of, images_of
 from octavo.sampling_params import SamplingParams, resolve_max_tokens
+from octavo.text.message_format import find_format
 from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import EngineInfo, ImageInput, Request, Task
+from octavo.types import EngineInfo, ImageInput, Request, Task, ThinkingBudget
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
@@ -30,6 +32,10 @@ WITH_IMAGES = ("detail", "images", "multi_modal_data")
 """Keys of a prompt with images."""
 
 
+MOST_OF_A_MARK = 64
+"""Tokens at the end of a prompt that may have the mark with which reasoning begins."""
+
+
 class Checked(NamedTuple):
     """A validated and encoded prompt."""
 
@@ -40,6 +46,7 @@ class Checked(NamedTuple):
     eos_token_ids: tuple[int, ...]
     banned_sequences: Sequences
     images: Sequence[ImageInput] = ()
+    thinking: ThinkingBudget | None = None
 
 
 def check_all(
@@ -62,8 +69,21 @@ def check_all(
         ends = _eos_token_ids(own, tokenizer, info)
         banned = () if tokenizer is None else banned_sequences(own.bad_words, tokenizer)
         check_something_is_left(own, banned, {*ends, *own.stop_token_ids})
-        checked.append(Checked(text, tokens, own, max_tokens, ends, banned, images))
+        thinking = _thinking_budget(own.thinking_token_budget, tokens, tokenizer)
+        checked.append(Checked(text, tokens, own, max_tokens, ends, banned, images, thinking))
     return checked
+
+
+def _thinking_budget(num_tokens: int | None, prompt: list[int], tokenizer: Tokenizer | None) -> ThinkingBudget | None:
+    """The bound on reasoning. Raises ``InvalidParameter`` for a model whose messages have no marks of it."""
+    if num_tokens is None:
+        return None
+    format = None if tokenizer is None else find_format("auto", "auto", tokenizer.chat_template, {})
+    if tokenizer is None or format is None or not format.can_reason:
+        message = "'thinking_token_budget' needs a model whose chat template marks reasoning."
+        raise InvalidParameter("thinking_token_budget", message)
+    end = tokenizer.decode(prompt[-MOST_OF_A_MARK:], skip_special_tokens=False)
+    return format.thinking_budget(num_tokens, end, partial(tokenizer.encode, add_special_tokens=False))
 
 
 def check_task(task: Task, info: EngineInfo) -> None:

@@ -29,6 +29,7 @@ from octavo.text.tool_calls.tool_format import Marks, ToolFormat, talk_rule
 from octavo.text.tool_calls.values import Functions
 from octavo.text.tool_calls.xml_formats import DEEPSEEK_V4, DEEPSEEK_V32, GLM, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 from octavo.text.tools_in_text import WriteCalls
+from octavo.types import ThinkingBudget
 
 TOOL_FORMATS = (
     *(HERMES, LLAMA3, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4, HARMONY, PYTHONIC, QWEN3_CODER),
@@ -107,6 +108,23 @@ class MessageFormat:
         """Special tokens that are decoded to text for the reader although special tokens are skipped otherwise."""
         thinking = () if self.thinking is None else self.thinking.marks
         return self.marks.ids((*thinking, *(self.tools or LLAMA3).marks))
+
+    def thinking_budget(
+        self, num_tokens: int, prompt: str, encode: Callable[[str], Sequence[int]], is_begun: bool = False
+    ) -> ThinkingBudget | None:
+        """A bound on the reasoning in a message that follows ``prompt``; ``None`` if there are no marks of it.
+
+        ``encode`` gives the tokens of marks.
+        """
+        if self.is_harmony:
+            opens, closes, forced = harmony.REASONING
+        elif self.thinking is not None:
+            is_inside = reasoning.begins_inside(prompt, self.thinking, is_begun)
+            opens, closes = "" if is_inside else self.thinking.opens, self.thinking.closes
+            forced = closes
+        else:
+            return None
+        return ThinkingBudget(num_tokens, tuple(encode(opens)), tuple(encode(closes)), tuple(encode(forced)))
 
     def answer_marks(self, is_begun: bool = False) -> AnswerMarks | None:
         """Marks of the answer, in which alone stop strings count; ``None`` when all of a message is the answer."""

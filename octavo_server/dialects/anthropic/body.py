@@ -112,11 +112,13 @@ def translated(body: Counted, services: Services) -> Translated:
         chat_template_kwargs=_thinking(body.thinking, services),
         response_format=_response_format(body),
         reasoning_effort=_effort(body),
+        thinking_token_budget=_budget(body.thinking),
     )
     names = {
         "stop": "stop_sequences",
         "user": "metadata.user_id",
         "reasoning_effort": "output_config.effort",
+        "thinking_token_budget": "thinking.budget_tokens",
         "response_format": "output_config.format" if body.output_config.get("format") else "output_format",
     }
     list_places = {"messages": places, "tools": list(tools.functions)}
@@ -158,6 +160,14 @@ def _thinking(thinking: dict[str, Any] | None, services: Services) -> dict[str, 
     if "enable_thinking" in (services.chat_template.source or ""):
         return {"enable_thinking": kind != "disabled"}
     return {}
+
+
+def _budget(thinking: dict[str, Any] | None) -> int | None:
+    """Most tokens of reasoning. Raises ``InvalidParameter``."""
+    budget = (thinking or {}).get("budget_tokens")
+    if not isinstance(budget, int | None) or isinstance(budget, bool):
+        raise InvalidParameter("thinking", "'thinking.budget_tokens' must be a whole number.")
+    return budget
 
 
 def _effort(body: Counted) -> str | None:

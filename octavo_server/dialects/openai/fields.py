@@ -60,7 +60,6 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "store": (),
     "stream_interval": (1,),
-    "thinking_token_budget": (),
 }
 """Fields without which an answer is no less right: what concerns where and how it is computed, or what comes with it.
 Values other than these are reported in a response header."""
@@ -119,6 +118,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
     repetition_detection: RepetitionDetectionFields | None = None
+    thinking_token_budget: int | None = None
     priority: int = 0
     cache_salt: str = ""
     user: str | None = None
@@ -166,9 +166,11 @@ def check_labels(services: Services, model: str, priority: int, user: str | None
 def without_effect(body: GenerationFields, services: Services) -> list[str]:
     """Fields that are ignored in this request."""
     options = body.stream_options
+    is_bounded = body.thinking_token_budget is not None and not services.message_format.can_reason
+    named = ["thinking_token_budget"] if is_bounded else []
     if options is None or not body.stream:
-        return [] if options is None else ["stream_options"]
-    return [f"stream_options.{name}" for name, value in options.items() if value and name not in STREAM_OPTIONS]
+        return named if options is None else [*named, "stream_options"]
+    return named + [f"stream_options.{name}" for name, value in options.items() if value and name not in STREAM_OPTIONS]
 
 
 def check_generation_fields(body: GenerationFields, services: Services) -> None:
@@ -208,6 +210,7 @@ def scheduling_fields(body: GenerationFields, services: Services, request: Reque
         "session": body.prompt_cache_key or "",
         "cache_ttl": body.cache_ttl,
         "timeout": body.timeout,
+        "message_format": services.message_format,
         "report": lambda names: services.report(request, names),
     }
 
@@ -250,6 +253,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         num_speculative_tokens=body.num_speculative_tokens,
         repetition_detection=_repetition(body.repetition_detection),
+        thinking_token_budget=body.thinking_token_budget,
     )
 
 

@@ -41,6 +41,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "thinking_token_budget": "reasoning.max_tokens",
 }
 """Fields of chat completions, and what they are called here."""
 TOOL_MEMBERS = {
@@ -54,6 +55,7 @@ class Reasoning(msgspec.Struct, kw_only=True, frozen=True):
     """Options for reasoning."""
 
     effort: str | None = None
+    max_tokens: int | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -119,6 +121,8 @@ decoder = BodyDecoder(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | 
 def without_effect(body: ResponseBody, services: Services) -> list[str]:
     """Fields that are ignored in this request."""
     named = [] if effort(body.reasoning.effort, services) is not None else ["reasoning.effort"]
+    if body.reasoning.max_tokens is not None and not services.message_format.can_reason:
+        named.append("reasoning.max_tokens")
     named += [f"include.{name}" for name in body.include if name not in INCLUDED]
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         named.append("stream_options.include_obfuscation")
@@ -170,6 +174,7 @@ def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0, ta
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text.format),
         reasoning_effort=body.reasoning.effort,
+        thinking_token_budget=body.reasoning.max_tokens,
         stream=body.stream,
         prompt_cache_key=body.prompt_cache_key,
         user=body.user,

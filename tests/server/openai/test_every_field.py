@@ -46,6 +46,7 @@ PARAMS: dict[str, tuple[Any, Any]] = {
     "bad_words": (["x"], ("x",)),
     "allowed_token_ids": ([5, 6], (5, 6)),
     "stop": (["x", "yz"], ("x", "yz")),
+    "thinking_token_budget": (9, 9),
     "stop_token_ids": ([5, 299], (5, 299)),
     "include_stop_str_in_output": (True, True),
     "ignore_eos": (True, True),

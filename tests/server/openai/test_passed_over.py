@@ -49,6 +49,7 @@ PASSED_OVER: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"text": {"verbosity": "high"}}, "text.verbosity"),
     ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning.effort"),
     ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    ("/v1/responses", {"reasoning": {"max_tokens": 7}}, "reasoning.max_tokens"),
     (
         "/v1/messages",
         {"output_config": {"effort": "low", "task_budget": {}}},
