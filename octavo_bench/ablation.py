@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import random
 import statistics
 import time
@@ -92,7 +93,7 @@ class Visit:
     def figures(self, arrivals: dict[int, float]) -> dict[str, float]:
         """Output tokens per second, and milliseconds to the first token and between deliveries."""
         waits = [1e3 * (self.first[number] - arrival) for number, arrival in arrivals.items()]
-        gaps = sorted(1e3 * gap for gap in self.gaps)
+        gaps = sorted(1e3 * gap for gap in self.gaps) or [math.nan]  # answers of one token have none
         return {
             "output_tok_s": sum(map(len, self.tokens.values())) / self.seconds,
             "ttft_ms": statistics.median(waits),
@@ -162,8 +163,10 @@ def make_requests(work: Work, path: Path, vocab_size: int, first_id: int, seed: 
     return [Request(first_id + i, [*shared, *part], GREEDY, work.output_len) for i, part in enumerate(parts)]
 
 
-def serve(engine: Engine, requests: list[Request], gap: float) -> tuple[Visit, dict[str, float]]:
-    """Serve requests that come one by one. Raises ``ConfigError`` when one fails."""
+def serve(
+    engine: Engine, requests: list[Request], gap: float, after_step: Callable[[], None] = lambda: None
+) -> tuple[Visit, dict[str, float]]:
+    """Serve requests that come one by one, ``gap`` seconds apart. Raises ``ConfigError`` when one fails."""
     visit = Visit()
     start = time.perf_counter()
     arrivals = {request.id: start + gap * number for number, request in enumerate(requests)}
@@ -177,6 +180,7 @@ def serve(engine: Engine, requests: list[Request], gap: float) -> tuple[Visit, d
             continue
         outputs = checked_step(engine)
         now = time.perf_counter()
+        after_step()
         for output in outputs:
             if output.request_id in visit.last:
                 visit.gaps.append(now - visit.last[output.request_id])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,8 @@ from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
+from octavo.types import Request
+from octavo_bench.ablation import serve
 from octavo_bench.offline import check_fit, checked_step, random_requests, time_decode, time_prefill
 from octavo_bench.report import spread
 
@@ -20,27 +21,44 @@ WARM_UP_TOKENS = 4
 
 
 class Work(NamedTuple):
-    """Requests that are all there at the start."""
+    """Requests that come ``gap`` seconds apart. Their prompts begin with the same ``shared_len`` tokens."""
 
     num_prompts: int
     input_len: int
     output_len: int
+    shared_len: int = 0
+    gap: float = 0.0
+
+    def requests(self, vocab_size: int) -> list[Request]:
+        own = random_requests(
+            self.num_prompts, self.input_len - self.shared_len, self.output_len, vocab_size, 1, seed=2
+        )
+        (shared,) = random_requests(1, self.shared_len, 1, vocab_size, 1, seed=3)
+        return [Request(one.id, [*shared.prompt_tokens, *one.prompt_tokens], one.params, one.max_tokens) for one in own]
 
 
-LENGTHS = ("input_len", "output_len")
+LENGTHS = ("input_len", "output_len", "shared_len")
 """What can vary besides the settings of an engine."""
+OF_PREFIXES = ("enable_prefix_caching", "enable_partial_reuse")
+"""Settings that change nothing where prompts share nothing."""
 
 
 def sweep(
     config: EngineConfig, work: Work, vary: str, values: Sequence[Any], rounds: int, report: Report
 ) -> Iterator[dict[str, Any]]:
-    """A row for each value: throughput, preemptions, blocks, and the most tokens of context that they held at once.
+    """A row for each value: throughput and latency, preemptions, blocks, and the most tokens of context held at once.
 
     In turns, each time with a fresh engine.
 
     Raises ``ConfigError`` for a setting that there is not, and for lengths that are none.
     """
     flat = to_flat(config)
+    if not work.shared_len < work.input_len:
+        raise ConfigError(f"shared_len: must be below input_len, {work.input_len}")
+    if vary in OF_PREFIXES and not work.shared_len:
+        raise ConfigError(
+            f"vary: {vary} changes nothing for prompts that share nothing; --shared-len says how much they do"
+        )
     if vary not in flat and vary not in LENGTHS:
         raise ConfigError(f"vary: {vary!r} is neither a setting of the engine nor one of {', '.join(LENGTHS)}")
     if vary in LENGTHS and not all(isinstance(value, int) and value > 0 for value in values):
@@ -64,31 +82,32 @@ def _served(config: EngineConfig, work: Work) -> Figures:
         engine.add(request)
     while engine.has_work:
         checked_step(engine)
-    for request in random_requests(*work, info.vocab_size, 1, seed=2):
-        engine.add(request)
-    tokens, most_blocks, empty_share, most_context = 0, 0, 0.0, 0
-    start = time.perf_counter()
-    while engine.has_work:
-        tokens += sum(len(output.tokens) for output in checked_step(engine))
+    most_blocks, empty_share, most_context = 0, 0.0, 0
+
+    def look() -> None:
+        nonlocal most_blocks, empty_share, most_context
         stats = engine.stats()
         most_context = max(most_context, stats.num_used_blocks * info.block_size - stats.num_empty_slots)
         if stats.num_used_blocks > most_blocks:
             most_blocks = stats.num_used_blocks
             empty_share = stats.num_empty_slots / (most_blocks * info.block_size)
-    seconds = time.perf_counter() - start
+
+    visit, figures = serve(engine, work.requests(info.vocab_size), work.gap, look)
+    stats = engine.stats()
     return {
-        "preemptions": engine.stats().num_preemptions,
+        "preemptions": stats.num_preemptions,
+        "prefix_hits": stats.prefix_hits,
         "blocks": info.num_kv_blocks,
         "most_used_blocks": most_blocks,
         "empty_slots_percent": 100 * empty_share,
         "context_tokens": most_context,
-        "output_tok_s": tokens / seconds,
-        "total_tok_s": work.num_prompts * (work.input_len + work.output_len) / seconds,
+        **figures,
+        "total_tok_s": work.num_prompts * (work.input_len + work.output_len) / visit.seconds,
     }
 
 
 def without_cache(config: EngineConfig, lengths: Sequence[int], tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """A row for each length of context: milliseconds a token with a KV cache, and without, when all is computed again.
+    """A row for each length of context: time of a token with a KV cache, and without, when all is computed again.
 
     Raises ``ConfigError`` if a length does not fit.
     """
@@ -96,6 +115,8 @@ def without_cache(config: EngineConfig, lengths: Sequence[int], tokens: int, rou
     check_fit(info, 1, max(lengths) + tokens + 2)
     for length in lengths:
         runs = [_both_ways(engine, info.vocab_size, length, tokens) for _ in range(rounds + 1)][1:]
+        for run in runs:
+            run |= {name.replace("_ms", "_tok_s"): 1e3 / ms for name, ms in run.items()}
         figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
         slower = figures["recomputed_ms"]["median"] / figures["cached_ms"]["median"]
         yield {"context": length, **figures, "times_slower": round(slower, 2)}

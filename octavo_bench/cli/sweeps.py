@@ -10,6 +10,7 @@ from typing import Any
 from octavo.cli.settings import (
     above_zero,
     add_settings,
+    at_least_0,
     load_config,
     positive,
     refuse_settings,
@@ -32,6 +33,10 @@ def add_kinds(kinds: Any) -> None:
     sweep.add_argument("--num-prompts", type=positive, default=32)
     sweep.add_argument("--input-len", type=positive, default=128, help="prompt tokens of each")
     sweep.add_argument("--output-len", type=positive, default=64, help="output tokens of each")
+    sweep.add_argument(
+        "--shared-len", type=at_least_0, default=0, help="tokens with which every prompt begins, of these"
+    )
+    sweep.add_argument("--gap", type=float, default=0.0, help="seconds between two requests; default: all at once")
     sweep.add_argument("--rounds", type=positive, default=3, help="visits to each value, in turns")
     add_results(sweep)
     sweep.set_defaults(run=_sweep)
@@ -72,7 +77,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
     begin(args)
     config = engine_config(args)
-    work = Work(args.num_prompts, args.input_len, args.output_len)
+    work = Work(args.num_prompts, args.input_len, args.output_len, args.shared_len, args.gap)
     vary, values = args.vary.replace("-", "_"), [_value(text) for text in args.values.split(",")]
     rows = list(sweep(config, work, vary, values, args.rounds, _say))
     return finish(args, {"model": Path(config.model.model).name, **work._asdict(), "rows": rows})

@@ -41,6 +41,17 @@ def test_a_setting_and_a_length_are_swept(tmp_path: Path) -> None:
     ]
 
 
+def test_a_prefix_cache_is_tried_with_prompts_that_share_something(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("sweep", "--vary", "enable_prefix_caching", "--values", "true,false", *WORK, "--block-size", "4")
+    on, off = run(tmp_path, *command, "--shared-len", "16", "--gap", "0.01")
+    assert (on["prefix_hits"]["median"], off["prefix_hits"]["median"]) == (32, 0)
+    assert on["ttft_ms"]["median"] > 0 < on["itl_p99_ms"]["median"]
+    assert main(["bench", *command, str(tmp_path / "model"), "--load-format", "dummy"]) == 2
+    assert "changes nothing for prompts that share nothing; --shared-len" in capsys.readouterr().err
+
+
 def test_what_cannot_vary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write_model("tiny", tmp_path / "model"))
     assert main(["bench", "sweep", folder, "--load-format", "dummy", "--vary", "colour", "--values", "1"]) == 2
@@ -53,6 +64,7 @@ def test_decoding_without_a_cache_takes_longer_with_the_context(tmp_path: Path) 
     short, long = run(tmp_path, *command)
     assert (short["context"], long["context"]) == (16, 400)
     assert long["recomputed_ms"]["min"] > long["cached_ms"]["min"]
+    assert long["recomputed_tok_s"]["max"] == pytest.approx(1e3 / long["recomputed_ms"]["min"], rel=0.01)
     assert {"record.json", "command.txt", "packages.txt"} <= {file.name for file in evidence.iterdir()}
     assert json.loads((evidence / "record.json").read_text())["result"]["rows"] == [short, long]
 
