@@ -66,7 +66,8 @@ class Panel(NamedTuple):
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
     """Write the plot of a record as SVG or PNG. Raises ``ConfigError`` if there is nothing to draw."""
-    if record["benchmark"] == "serve" and len(record["result"]["rows"]) > 1 and "load" in record["result"]["rows"][0]:
+    rows = record["result"].get("rows", [])
+    if record["benchmark"] == "serve" and len(rows) > 1 and "workload" not in rows[0]:
         _loads(record, path)
     elif record["benchmark"] == "first-minute":
         first_minute.draw(record["result"], _note(record), path)

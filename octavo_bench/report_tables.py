@@ -173,8 +173,9 @@ def _loads(result: Mapping[str, Any]) -> str:
     """One row for each load on a server."""
     rows = result["rows"]
     columns = {name: title for name, title in LOAD_COLUMNS.items() if any(name in row for row in rows)}
-    lines = [[row["load"], *(number(row.get(name, "-")) for name in columns)] for row in rows]
-    return markdown_table(["load", *columns.values()], lines)
+    kinds = [name for name in ("workload", "load") if name in rows[0]]
+    lines = [[*(row[kind] for kind in kinds), *(number(row.get(name, "-")) for name in columns)] for row in rows]
+    return markdown_table([*kinds, *columns.values()], lines)
 
 
 def _profile(result: Mapping[str, Any]) -> str:

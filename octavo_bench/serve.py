@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo_bench.http_client import Answer, HttpClient
+from octavo_bench.infer_workloads import SERVING
 from octavo_bench.prompts import Prompts
 from octavo_bench.serve_figures import PERCENTILES, errors, figures
 from octavo_bench.serve_load import Load, Send, Target, Work, apply, next_load
@@ -31,6 +32,8 @@ class Wanted:
     percentiles: Sequence[float] = PERCENTILES
     goodput: dict[str, float] = field(default_factory=dict)
     """Milliseconds by metric."""
+    serving: Sequence[str] = ()
+    """Workloads that have loads of their own, in place of ``loads``."""
 
 
 async def measure(target: Target, work: Work, wanted: Wanted, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -50,17 +53,20 @@ async def measure(target: Target, work: Work, wanted: Wanted, keep: Callable[[di
             "goodput": wanted.goodput,
             "rows": [],
         }
-        pending = list(wanted.loads)
+        pending = [(work, load) for load in wanted.loads] or [
+            (replace(work, workload=name), SERVING[name].load) for name in wanted.serving
+        ]
         done: list[Load] = []
         while pending:
-            load = pending.pop(0)
-            result["rows"].append(await _row(client, target, model, work, load, wanted))
+            own, load = pending.pop(0)
+            row = await _row(client, target, model, own, load, wanted)
+            result["rows"].append({"workload": own.workload, **row} if wanted.serving else row)
             done.append(load)
             keep(result)
             if wanted.is_sweep and not pending:
                 throughputs = [row["output_tok_s"] for row in result["rows"]]
                 following = next_load(done, throughputs, work.num_prompts)
-                pending += [following] if following is not None else []
+                pending += [(work, following)] if following is not None else []
     finally:
         client.close()
     return result

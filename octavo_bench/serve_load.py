@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo_bench.http_client import Answer, Endpoint
+from octavo_bench.infer_workloads import SERVING, Arrivals, Load
 from octavo_fleet.sim.closed_loops import WORKLOADS as CLOSED
 from octavo_fleet.sim.jobs import Job, Workload
 from octavo_fleet.sim.workloads import Sessions, WithinContext, find_profile, make_workload
@@ -37,25 +38,12 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Load:
-    """``concurrency`` clients that each send their next request after an answer, or ``rate`` requests a second."""
-
-    concurrency: int | None = None
-    rate: float | None = None
-
-    def __str__(self) -> str:
-        return f"concurrency {self.concurrency}" if self.rate is None else f"{self.rate:g} req/s"
-
-    def doubled(self) -> Load:
-        return Load(rate=2 * self.rate) if self.rate is not None else Load(2 * (self.concurrency or 1))
-
-
-@dataclass(frozen=True)
 class Work:
     """What is sent under each load. Equal seeds give equal lengths and times."""
 
     workload: str
     num_prompts: int
+    """Of the workloads in ``SERVING``, 0 stands for their own numbers."""
     burstiness: float = 1.0
     input_len: int | None = None
     output_len: int | None = None
@@ -68,6 +56,8 @@ class Work:
         In a closed loop a client has one conversation after the other, without pauses.
         """
         made: Workload
+        if self.workload in SERVING:
+            return WithinContext(Arrivals(SERVING[self.workload], self.num_prompts, self.seed), self.max_model_len)
         if self.workload in CLOSED:
             if load.rate is not None:
                 raise ConfigError(f"workload: {self.workload} is a closed loop; --request-rate needs another")

@@ -152,10 +152,15 @@ class Services:
         """Valid values of ``model`` in requests: the model's names, and the adapters."""
         return [*self.model_names, *self.engine.adapters.paths]
 
+    @property
+    def accepts_any_model(self) -> bool:
+        """By the setting; the backend toy has no model whose name could matter."""
+        return self.config.server.accept_any_model or self.config.model.backend == "toy"
+
     def check_model(self, name: str) -> None:
         """Raise ``ModelNotFound`` unless ``name`` is this server's model, an adapter, or empty, or any is accepted."""
         self.engine.adapters.check(name)
-        if self.config.server.accept_any_model:
+        if self.accepts_any_model:
             return
         if name and name not in self.model_names and name not in self.engine.adapters.paths:
             names = [each for model in self.every for each in model.served_names]
@@ -170,7 +175,7 @@ class Services:
 
         Where any name is accepted, it is the requested one.
         """
-        if requested and self.config.server.accept_any_model:
+        if requested and self.accepts_any_model:
             return requested
         return requested if requested in self.engine.adapters.paths else self.model_name
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo_bench.serve_load import Target, Work
 
 OF_SEARCH = ("search_seconds", "probe_seconds", "clients")
+DEFAULT_PROMPTS = 100
 NOT_OF_SEARCH = ("csv", "num_warmups", "metric_percentiles", "num_prompts")
 
 
@@ -36,7 +37,9 @@ def add_kinds(kinds: Any) -> None:
         metavar="N,...",
         help="closed loop: clients with one request at a time each",
     )
-    one.add_argument("--request-rate", type=reals, metavar="R,...", help="open loop: requests a second")
+    one.add_argument(
+        "--request-rate", type=reals, metavar="R,...", help="open loop: requests a second; inf: all at once"
+    )
     load.add_argument("--burstiness", type=float, default=1.0, help="of arrivals: 1 is Poisson, less is burstier")
     load.add_argument("--sweep", action="store_true", help="double the load until the throughput stops growing")
     load.add_argument(
@@ -49,9 +52,10 @@ def add_kinds(kinds: Any) -> None:
     work.add_argument(
         "--workload",
         help="fixed (default), sharegpt, assistant (default of --search), shared-prefix, multi-turn, single, chat, "
-        "agent, summary, or W1 to W8",
+        "agent, summary, W1 to W8; with loads of their own: baseline, continuous_batching, paged_attention, "
+        "chunked_prefill, prefix_caching, or all of these five",
     )
-    work.add_argument("--num-prompts", type=positive, default=100, help="requests of each load, later turns included")
+    work.add_argument("--num-prompts", type=positive, help="requests of each load, later turns included (default: 100)")
     work.add_argument("--num-warmups", type=int, default=1, help="requests before each load that do not count")
     work.add_argument("--input-len", type=positive, help="mean prompt tokens; default: the workload's")
     work.add_argument("--output-len", type=positive, help="mean output tokens; default: the workload's")
@@ -74,6 +78,7 @@ def add_kinds(kinds: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    from octavo_bench.infer_workloads import SERVING
     from octavo_bench.report import keep
     from octavo_bench.serve import Wanted, run
     from octavo_bench.serve_figures import parse_goodput, write_csv
@@ -85,8 +90,13 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         refuse_unused(parser, args, NOT_OF_SEARCH, "has no effect on --search")
     else:
         refuse_unused(parser, args, OF_SEARCH, "is for --search")
+    names = list(SERVING) if args.workload == "all" else [args.workload] if args.workload in SERVING else []
+    if names and (args.search or args.sweep or args.concurrency or args.request_rate):
+        raise ConfigError(f"workload: {args.workload} has a load of its own; leave the other flags of the load out")
     loads = [Load(rate=rate) for rate in args.request_rate or ()]
-    loads = loads or [Load(concurrency=count) for count in args.concurrency or [1 if args.sweep else 16]]
+    loads = (
+        [] if names else loads or [Load(concurrency=count) for count in args.concurrency or [1 if args.sweep else 16]]
+    )
     target = Target(
         args.url,
         args.endpoint,
@@ -98,7 +108,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     )
     work = Work(
         args.workload or ("assistant" if args.search else "fixed"),
-        args.num_prompts,
+        args.num_prompts or (0 if names else DEFAULT_PROMPTS),
         args.burstiness,
         args.input_len,
         args.output_len,
@@ -106,14 +116,14 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     )
     if args.search:
         return finish(args, _search(args, target, work))
-    wanted = Wanted(loads, args.sweep, args.num_warmups, args.metric_percentiles, parse_goodput(args.goodput))
+    wanted = Wanted(loads, args.sweep, args.num_warmups, args.metric_percentiles, parse_goodput(args.goodput), names)
 
     def keep_row(result: dict[str, Any]) -> None:
         row = result["rows"][-1]
         words = ", ".join(
             f"{row[name]} {name}" for name in ("output_tok_s", "ttft_p50_ms", "itl_p50_ms") if name in row
         )
-        print(f"octavo: {row['load']}: {words}, {row['failed']} failed", file=sys.stderr)
+        print(f"octavo: {row.get('workload', '')} {row['load']}: {words}, {row['failed']} failed", file=sys.stderr)
         keep("serve", result, args.output)
         if args.csv is not None:
             write_csv(result["rows"], args.csv)
@@ -136,7 +146,7 @@ def _search(args: argparse.Namespace, target: Target, work: Work) -> dict[str, A
 def _check(args: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for a number that is out of range."""
     for name in ("request_rate", "concurrency"):
-        if any(not 0 < value < float("inf") for value in getattr(args, name) or ()):
+        if not all(value > 0 for value in getattr(args, name) or ()):
             raise ConfigError(f"{name}: must be above 0")
     for name in ("burstiness", "timeout", "search_seconds", "probe_seconds"):
         if not getattr(args, name) > 0:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.protocols import OnLost
 from octavo.engine.scheduler import Scheduler
-from octavo.types import EngineInfo, Request, Sequence
+from octavo.types import EngineInfo, Output, Request, Sequence
 from octavo_fleet.backends.certain import make_info, refuse_what_needs_a_model
 from octavo_fleet.backends.toy_models import WORDS, FakeRunner, next_word
 from octavo_fleet.backends.vocabulary import FIRST_WORD, VOCAB_SIZE, prompt_text, word_tokenizer
@@ -22,8 +24,17 @@ BLOCK_SIZE = 16
 NUM_KV_BLOCKS = 4096
 
 
+STEP_SECONDS = 0.002
+"""A step takes at least so long, as one of a small model does: the front process reads each token before the next one
+comes, so that streams have a chunk for each."""
+
+
 class ToyEngine(Engine):
     """An engine that refuses what needs a model."""
+
+    def step(self) -> list[Output]:
+        time.sleep(STEP_SECONDS)
+        return super().step()
 
     def add(self, request: Request) -> None:
         """Accept ``request``; raises ``RequestError`` if it could never be served."""

@@ -116,12 +116,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _simulate(spec: Any, engine: EngineConfig, targets: Any) -> dict[str, Any]:
+    from octavo_fleet.sim import search
     from octavo_fleet.sim.workers import num_processes, simulate
 
     fleet, workload = spec.fleet(engine), spec.clients()
     figures, took = simulate(fleet, workload, targets, num_processes(fleet, workload, spec.num_requests))
+    if spec is not (spec := spec.at_its_rate(figures)):
+        return _simulate(spec, engine, targets)
     words = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in took.items())
     print(f"octavo: simulated in {words}", file=sys.stderr)
+    least = search.TIMES_ANSWER * figures["e2el"]["mean"]
+    if spec.rate is not None and figures["arriving_seconds"] < least:
+        print(
+            f"octavo: warning: requests come for {figures['arriving_seconds']:.1f} s, and an answer takes "
+            f"{figures['e2el']['mean']:.1f} s: the fleet does not get as full as it would; "
+            f"--num-prompts {round(least * spec.rate)} shows it",
+            file=sys.stderr,
+        )
     return {"spec": _plain(spec), **figures, "took": took}
 
 

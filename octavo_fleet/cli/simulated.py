@@ -56,7 +56,8 @@ def _totals(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     refused, failed = result["refused"], result["failed"]
     lost = f" ({refused:,} refused, {failed:,} failed)" if refused or failed else ""
     yield "requests", f"{result['requests']:,} in {result['seconds']:,.1f} s{lost}"
-    yield "throughput", f"{result['requests_per_second']:,.2f} requests/s"
+    yield "offered", f"{result['offered_per_second']:,.2f} requests/s"
+    yield "throughput", f"{result['requests_per_second']:,.2f} requests/s, until the last answer"
     yield (
         "",
         f"{result['output_tokens_per_second']:,.0f} output tokens/s, {result['total_tokens_per_second']:,.0f} in all",

@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 
-from octavo_fleet.routing.routers import Router
+from octavo_fleet.routing.routers import BLIND, Router
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.jobs import Awaits, Job, Workload
 from octavo_fleet.sim.replica import Arrival, Replica
@@ -58,6 +58,13 @@ class Events:
         return coming
 
     def _send(self, job: Job, now: float) -> None:
+        if job.is_past:  # of which routers that look at loads know nothing
+            is_blind = isinstance(self.router, tuple(BLIND.values()))
+            index = job.session % len(self.replicas)
+            past = self.router.choose(Arrival(job), self.replicas) if is_blind else self.replicas[index]
+            past.remember(job)
+            self._follow(job, now)
+            return
         replica = self.router.choose(Arrival(job), self.replicas)
         self._num_requests += 1
         if not replica.add(self._num_requests, job, now):

@@ -29,6 +29,8 @@ class Job(msgspec.Struct, gc=False):
     session: int = 0
     turns_left: int = 0
     tenant: str = ""
+    is_past: bool = False
+    """Whether it was answered before the start: it only fills the cache, and its conversation goes on."""
 
     def tokens(self) -> list[int]:
         """The prompt."""

@@ -25,7 +25,7 @@ def plot(figures: Mapping[str, Any], path: Path) -> None:
     queue.set(xlabel="seconds", ylabel="requests", title="queue")
     queue.legend()
     for percent in ("p50", "p90", "p99"):
-        latency.plot(LATENCIES, [figures[name][percent] for name in LATENCIES], "o-", label=percent)
+        latency.plot(LATENCIES, [figures[name][percent] for name in LATENCIES], "o", label=percent)
     latency.set(yscale="log", ylabel="seconds", title="latency")
     latency.legend()
     figure.savefig(path, format="png")

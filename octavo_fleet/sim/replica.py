@@ -13,7 +13,7 @@ from octavo.config import CacheSettings, SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import RequestError
-from octavo.types import EngineStats, Output
+from octavo.types import EngineStats, Output, Sequence
 from octavo_fleet.sim.clock import Clock
 from octavo_fleet.sim.cost_model import CostModel
 from octavo_fleet.sim.jobs import Job
@@ -108,6 +108,7 @@ class Replica:
     def add(self, request_id: int, job: Job, now: float) -> bool:
         """Accept a job that arrives at ``now``; returns False if it can never be served."""
         self._note_queue(now)
+        self.ledger.note_arrival(now)
         if not self.is_awake:
             self.clock.now = max(self.clock.now, now)
         try:
@@ -118,6 +119,19 @@ class Replica:
         self.live[request_id] = RequestProgress(job, now)
         self._num_live_of[job.tenant] += 1
         return True
+
+    def remember(self, job: Job) -> None:
+        """Cache the keys and values of a conversation that has come to the end of ``job``, if there is room."""
+        tokens = [*job.tokens(), *[job.output_token] * job.output_len]
+        seq, cache = Sequence(job.request(0, 0.0, tokens)), self.cache
+        ends = cache.match(seq)
+        if not cache.admits(seq, ends, len(tokens)):
+            return
+        cache.start(seq, ends, True, len(tokens))
+        cache.note_filled(len(tokens) - seq.num_computed_tokens)
+        seq.num_computed_tokens = len(tokens)
+        cache.publish(seq, len(tokens))
+        cache.release(seq)
 
     # --- what routers ask ---
 

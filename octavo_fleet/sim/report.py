@@ -32,6 +32,14 @@ class Targets:
 
     ttft: float = float("inf")
     itl: float = float("inf")
+    settled: float = 0.0
+    """Seconds from the start; requests that arrive later are judged."""
+    most_bad: float = float("inf")
+    """A simulation with more requests outside of the targets than these ends."""
+
+
+class Overloaded(Exception):
+    """More requests are outside of the targets than ``Targets.most_bad``."""
 
 
 ANY = Targets()
@@ -81,6 +89,10 @@ class Ledger:
         self.num_failed = 0
         self.num_refused = 0
         self.num_good = 0
+        self.num_judged = 0
+        self.num_bad = 0
+        self.num_arrived = 0
+        self.last_arrival = START
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.ended_at = START
@@ -114,6 +126,8 @@ class Ledger:
         else:
             progress.first = now
             self.ttft.add(now - progress.arrival)
+            if now - progress.arrival > self.targets.ttft and self._is_judged(progress):
+                self._count_bad()
 
     def _finish(self, progress: RequestProgress, output: Output) -> None:
         self.ended_at = max(self.ended_at, progress.last)
@@ -128,7 +142,24 @@ class Ledger:
         per_token = (progress.last - progress.first) / (num_tokens - 1) if num_tokens > 1 else 0.0
         if num_tokens > 1:
             self.tpot.add(per_token)
-        self.num_good += progress.first - progress.arrival <= self.targets.ttft and per_token <= self.targets.itl
+        if self._is_judged(progress):
+            is_soon = progress.first - progress.arrival <= self.targets.ttft
+            self.num_judged += 1
+            self.num_good += is_soon and per_token <= self.targets.itl
+            if is_soon and per_token > self.targets.itl:
+                self._count_bad()
+
+    def _is_judged(self, progress: RequestProgress) -> bool:
+        return progress.arrival - START >= self.targets.settled
+
+    def _count_bad(self) -> None:
+        self.num_bad += 1
+        if self.num_bad > self.targets.most_bad:
+            raise Overloaded
+
+    def note_arrival(self, now: float) -> None:
+        self.num_arrived += 1
+        self.last_arrival = max(self.last_arrival, now)
 
     def merge(self, other: Ledger) -> None:
         """Add the metrics of another replica."""
@@ -138,6 +169,10 @@ class Ledger:
         self.num_failed += other.num_failed
         self.num_refused += other.num_refused
         self.num_good += other.num_good
+        self.num_judged += other.num_judged
+        self.num_bad += other.num_bad
+        self.num_arrived += other.num_arrived
+        self.last_arrival = max(self.last_arrival, other.last_arrival)
         self.num_prompt_tokens += other.num_prompt_tokens
         self.num_output_tokens += other.num_output_tokens
         self.ended_at = max(self.ended_at, other.ended_at)
@@ -154,11 +189,13 @@ class Ledger:
             "requests": self.num_finished,
             "failed": self.num_failed,
             "seconds": seconds,
+            "arriving_seconds": self.last_arrival - START,
+            "offered_per_second": self.num_arrived / max(1e-9, self.last_arrival - START),
             "requests_per_second": self.num_finished * rate,
             "output_tokens_per_second": self.num_output_tokens * rate,
             "total_tokens_per_second": (self.num_output_tokens + self.num_prompt_tokens) * rate,
             "goodput_per_second": self.num_good * rate,
-            "good_share": self.num_good / max(1, self.num_finished + self.num_failed),
+            "good_share": self.num_good / max(1, self.num_judged + self.num_failed),
             "ttft": self.ttft.summary(),
             "itl": self.itl.summary(),
             "tpot": self.tpot.summary(),

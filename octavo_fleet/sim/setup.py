@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class SimulationSpec:
     cost_log: Path | None = None
     depth: int = DEPTH
     seed: int = 0
+    answer_seconds: float = 0.0
+    """What an answer takes, for the number of conversations at the start."""
 
     def fleet(self, engine: EngineConfig) -> Fleet:
         """The engines. Raises ``ConfigError``."""
@@ -68,6 +70,12 @@ class SimulationSpec:
             scheduler,
         )
 
+    def at_its_rate(self, figures: Mapping[str, Any]) -> SimulationSpec:
+        """The same if its rate was reached; else with the time of its answers, which delay turns of conversations."""
+        if self.answer_seconds or self.rate is None or figures["offered_per_second"] >= 0.95 * self.rate:
+            return self
+        return replace(self, answer_seconds=figures["e2el"]["mean"])
+
     def _cost(self, shape: Shape, device: Device, weight_bytes: float) -> CostModel:
         if self.cost_log is None:
             return Roofline(shape, device, self.tensor_parallel, weight_bytes)
@@ -90,6 +98,8 @@ class SimulationSpec:
             input_len=self.input_len,
             output_len=self.output_len,
             seed=self.seed,
+            is_steady=True,
+            answer_seconds=self.answer_seconds,
         )
         return WithinContext(made, limit)
 

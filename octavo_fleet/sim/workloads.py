@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 from typing import NamedTuple
 
 from octavo.errors import ConfigError
@@ -51,13 +53,27 @@ class Sessions:
 
     Times between first turns are gamma distributed: ``burstiness`` 1 is Poisson, less is burstier, more is evener.
     The content of a conversation does not depend on when it is answered, so that fleets can be compared.
+
+    With ``is_steady``, ``rate`` holds from the start on: there are conversations that began before, each of which
+    has had an answer and pauses, or waits for the next one, which takes ``answer_seconds``. Without them, turns
+    after pauses are missing at first, and with few requests the rate is never reached. Requests then come for
+    ``num_requests / rate`` seconds, so that there are about ``num_requests``.
     """
 
     def __init__(
-        self, profile: Profile, rate: float, num_requests: int, burstiness: float = 1.0, seed: int = 0
+        self,
+        profile: Profile,
+        rate: float,
+        num_requests: int,
+        burstiness: float = 1.0,
+        seed: int = 0,
+        is_steady: bool = False,
+        answer_seconds: float = 0.0,
     ) -> None:
         self.profile = profile
-        self.num_left = num_requests
+        self.mean_past_pause = profile.pause + answer_seconds
+        self.until = num_requests / rate if is_steady and profile.turns > 1 else math.inf
+        self.num_left = sys.maxsize if self.until < math.inf else num_requests
         self.mean_gap = profile.turns / rate
         self.burstiness = burstiness
         self.seed = seed
@@ -66,18 +82,29 @@ class Sessions:
         self.next_text = 1 + profile.applications
         """Next unused token; each text has its own. A session's are consecutive: user, answer, user, answer."""
         self.num_sessions = 0
+        self.num_past = 0
+        if self.until < math.inf:  # by Little's law, and Poisson's number of them
+            mean_paused = (profile.turns - 1) * self.mean_past_pause / self.mean_gap
+            while (mean_paused := mean_paused - self.rng.expovariate(1.0)) > 0:
+                self.num_past += 1
 
     @property
     def awaits(self) -> Awaits:
         return "session" if self.profile.turns > 1 else "none"
 
     def next_job(self) -> Job | None:
-        if self.num_left <= 0:
+        if self.num_past:
+            self.num_past -= 1
+            return self._past()
+        if self.num_left <= 0 or self.now > self.until:
             return None
         num_later = min(self._turns(), self.num_left - 1)
         self.num_left -= 1 + num_later
         rng, profile = self.rng, self.profile
-        self.now += rng.gammavariate(self.burstiness, self.mean_gap / self.burstiness)
+        if self.mean_gap:  # else all come at once
+            self.now += rng.gammavariate(self.burstiness, self.mean_gap / self.burstiness)
+        if self.now > self.until:
+            return None
         application = rng.randrange(profile.applications)
         shared = ((1 + application, profile.shared),) if profile.shared else ()
         text = self.next_text
@@ -86,6 +113,22 @@ class Sessions:
         prompt = (*shared, (text, profile.first.draw(rng)))
         output = profile.output.draw(rng)
         return Job(self.now, prompt, output, text + 1, self.num_sessions, num_later, f"app{application}")
+
+    def _past(self) -> Job:
+        """The last answered turn of a conversation that pauses at the start. How many turns it has had, and will have
+        after the next one, is geometric, whenever one looks."""
+        rng, profile = self.rng, self.profile
+        application, text = rng.randrange(profile.applications), self.next_text
+        num_before, num_later = self._turns(), 1 + self._turns()
+        self.next_text += 2 * (1 + num_before + num_later)
+        self.num_sessions += 1
+        prompt = ((1 + application, profile.shared),) if profile.shared else ()
+        prompt = (*prompt, (text, profile.first.draw(rng)))
+        for turn in range(num_before):
+            answer = text + 2 * turn + 1
+            prompt = (*prompt, (answer, profile.output.draw(rng)), (answer + 1, profile.later.draw(rng)))
+        last, session = text + 2 * num_before + 1, self.num_sessions
+        return Job(0.0, prompt, profile.output.draw(rng), last, session, num_later, f"app{application}", is_past=True)
 
     def _turns(self) -> int:
         """How many turns follow the first."""
@@ -101,8 +144,11 @@ class Sessions:
         rng = random.Random(f"{self.seed} {job.session} {job.turns_left}")
         text = job.output_token + 1
         prompt = (*job.prompt, (job.output_token, job.output_len), (text, profile.later.draw(rng)))
-        pause = rng.expovariate(1 / profile.pause) if profile.pause else 0.0
+        mean = self.mean_past_pause if job.is_past else profile.pause
+        pause = rng.expovariate(1 / mean) if mean else 0.0
         output = profile.output.draw(rng)
+        if now + pause > self.until:
+            return None
         return Job(now + pause, prompt, output, text + 1, job.session, job.turns_left - 1, job.tenant)
 
 
@@ -188,6 +234,8 @@ def make_workload(
     input_len: int | None = None,
     output_len: int | None = None,
     seed: int = 0,
+    is_steady: bool = False,
+    answer_seconds: float = 0.0,
 ) -> Workload:
     """The workload ``name``; given lengths override its own.
 
@@ -204,4 +252,4 @@ def make_workload(
         return ClosedLoop(num_requests, *sizes, 0.5, concurrency, seed)
     if rate is None:
         raise ConfigError(f"workload {name} needs --rate, in requests per second, or --concurrency")
-    return Sessions(profile, rate, num_requests, burstiness, seed)
+    return Sessions(profile, rate, num_requests, burstiness, seed, is_steady, answer_seconds)
