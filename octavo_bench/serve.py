@@ -10,10 +10,10 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo_bench.http_client import Answer, HttpClient
-from octavo_bench.infer_workloads import SERVING
+from octavo_bench.infer_workloads import SERVING, Load
 from octavo_bench.prompts import Prompts
 from octavo_bench.serve_figures import PERCENTILES, errors, figures
-from octavo_bench.serve_load import Load, Send, Target, Work, apply, next_load
+from octavo_bench.serve_load import Send, Target, Work, apply, next_load
 from octavo_fleet.sim.jobs import Job
 
 CHAT_SHARE = 0.75

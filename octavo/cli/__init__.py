@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol, cast
 
 from octavo import __version__, plugins
+from octavo.cli.aliases import translated
 from octavo.cli.parser import EXIT_ERROR, Parser
 from octavo.cli.settings import environment_warnings
 from octavo.errors import OctavoError
@@ -85,9 +86,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [command.NAME for command in commands()]
     if not argv[0].startswith("-") and argv[0] not in names:
         parser.error(f"there is no command {argv[0]!r}; {_instead(argv[0], names)}")
+    argv, notes = translated(argv)
     args, rest = parser.parse_known_args(argv)
     if rest:
-        args.parser.refuse(rest[0])
+        args.parser.refuse(rest)
+    for note in notes:
+        print(f"octavo: {note}", file=sys.stderr)
     return args
 
 

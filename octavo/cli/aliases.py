@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 FLAGS_OF_OTHERS = {
     "--max-seq-len": "max_model_len",  # infer
     "--context-length": "max_model_len",  # SGLang
@@ -52,11 +55,12 @@ ADVICE = {
     "--kv-cache-backend": "the KV cache is always paged; --block-size sets the tokens of a block",
     "--chunked-prefill": "prompts are always computed in chunks, of at most --max-num-batched-tokens",
     "--enable-chunked-prefill": "prompts are always computed in chunks, of at most --max-num-batched-tokens",
+    "--max-waiting-requests": "--max-num-queued-reqs limits waiting requests",
+    "--batch-wait-timeout": "requests join the batch at the next step, none waits for a batch to fill",
     "--max-num-mixed-tokens": _PROMPT_TOKENS,
     "--decode-interval": _PROMPT_TOKENS,
     "--cuda-graphs": "CUDA graphs are used unless --enforce-eager is given",
     "--speculative-decoding": _DRAFTS,
-    "--draft-model": _DRAFTS,
     "--speculative-model": _DRAFTS,
     "--spec-length": "--speculative-config has the key num_speculative_tokens",
     "--num-speculative-tokens": "--speculative-config has the key num_speculative_tokens",
@@ -85,3 +89,45 @@ ADVICE = {
     "--swap-space": "--kv-offload-memory keeps evicted blocks in host memory",
 }
 """What to use in place of a flag of another server, or of an earlier version, that is none here."""
+
+AS_ALWAYS = {
+    ("--batching-mode", "continuous"): "batching is always continuous",
+    ("--kv-cache-backend", "paged"): "the KV cache is always paged",
+    ("--chunked-prefill", ""): "prompts are always computed in chunks",
+    ("--enable-chunked-prefill", ""): "prompts are always computed in chunks",
+    ("--cuda-graphs", ""): "CUDA graphs are used where there is a GPU",
+}
+"""Flags with their values that ask for what Octavo does anyway: accepted, with a line that says so."""
+DRAFT_MODEL = {"--draft-model": "model", "--spec-length": "num_speculative_tokens"}
+"""Of infer, with the keys of ``--speculative-config``."""
+
+
+def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments with flags of ``infer`` that are no single setting here replaced, and a line for each that asks for
+    what is so anyway."""
+    kept: list[str] = []
+    notes: list[str] = []
+    drafts: dict[str, str | int] = {}
+    has_drafts = any(part.partition("=")[0] == "--draft-model" for part in argv)
+    parts = iter(argv)
+    for part in parts:
+        flag, equals, value = part.partition("=")
+        if (part, "") in AS_ALWAYS:
+            notes.append(f"{part}: {AS_ALWAYS[part, '']}")
+        elif has_drafts and part == "--speculative-decoding":
+            pass
+        elif flag in ("--batching-mode", "--kv-cache-backend") or (has_drafts and flag in DRAFT_MODEL):
+            value = value if equals else next(parts, "")
+            if (flag, value) in AS_ALWAYS:
+                notes.append(f"{flag} {value}: {AS_ALWAYS[flag, value]}")
+            elif (flag, value) == ("--batching-mode", "static"):
+                kept += ["--scheduling-policy", "static"]
+            elif flag in DRAFT_MODEL:
+                drafts[DRAFT_MODEL[flag]] = int(value) if value.isdecimal() and flag == "--spec-length" else value
+            else:
+                kept.append(f"{flag}={value}")
+        else:
+            kept.append(part)
+    if drafts:
+        kept += ["--speculative-config", json.dumps({"method": "draft_model", **drafts})]
+    return kept, notes

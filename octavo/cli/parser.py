@@ -13,6 +13,8 @@ from octavo.cli.aliases import ADVICE
 EXIT_ERROR = 2
 SETTINGS = "settings"
 """Last word of the titles of groups of settings, and the title of all in short help."""
+CLOSE = 0.8
+"""How alike an unknown flag and the one that is suggested are; less alike ones mean something else."""
 WIDEST = 110
 """Columns of help on a wide terminal."""
 
@@ -57,13 +59,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_ERROR, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
 
-    def refuse(self, argument: str) -> NoReturn:
-        """Exit with an error about an unknown argument."""
+    def refuse(self, arguments: Sequence[str]) -> NoReturn:
+        """Exit with an error about all unknown arguments; words behind an unknown flag are its values."""
+        flags = [argument for argument in arguments if argument.startswith("-")]
+        self.error("; ".join(map(self._refusal, flags or arguments[:1])))
+
+    def _refusal(self, argument: str) -> str:
         flag = argument.partition("=")[0]
         if flag in ADVICE:
-            self.error(f"there is no flag {flag}: {ADVICE[flag]}")
-        close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        self.error(f"unknown argument {argument!r}" + (f"; did you mean {close[0]}?" if close else ""))
+            return f"there is no flag {flag}: {ADVICE[flag]}"
+        close = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=CLOSE)
+        return f"unknown argument {argument!r}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 class _Help(argparse.Action):

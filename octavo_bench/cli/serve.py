@@ -78,11 +78,11 @@ def add_kinds(kinds: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    from octavo_bench.infer_workloads import SERVING
+    from octavo_bench.infer_workloads import SERVING, Load
     from octavo_bench.report import keep
     from octavo_bench.serve import Wanted, run
     from octavo_bench.serve_figures import parse_goodput, write_csv
-    from octavo_bench.serve_load import Load, Target, Work
+    from octavo_bench.serve_load import Target, Work
 
     begin(args)
     _check(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo.cli import build_parser, main
+from octavo.cli import build_parser, main, parse_arguments
 from octavo.cli.aliases import ADVICE, FLAGS_OF_OTHERS
 from octavo.cli.reference import page
 from octavo.cli.settings import environment_warnings, flag_name, load_config, secret_warnings, variable_name
@@ -154,6 +155,45 @@ def test_what_other_servers_have_and_octavo_has_not(flag: str, capsys: pytest.Ca
     assert f"there is no flag {flag}: " in error
     advised = re.findall(r"--(?:no-)?([a-z-]+)", error.partition(f"no flag {flag}: ")[2].partition("Try")[0])
     assert {item.replace("-", "_") for item in advised} <= {item.name for item in SETTINGS}
+
+
+SERVE_OF_INFER = "--batching-mode continuous --kv-cache-backend paged --max-batch-size 24 --num-gpu-blocks 2048"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        SERVE_OF_INFER,
+        f"{SERVE_OF_INFER} --chunked-prefill --prefill-chunk-size 512",
+        f"{SERVE_OF_INFER} --chunked-prefill --prefill-chunk-size 512 --prefix-caching",
+        f"{SERVE_OF_INFER} --speculative-decoding --draft-model a/draft --spec-length 5",
+        "--batching-mode=static --cuda-graphs",
+    ],
+)
+def test_the_commands_of_infer_start(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse_arguments(["serve", "--model", "some/model", *flags.split()])
+    flat = to_flat(load_config(ServeConfig, args, {}))
+    said = capsys.readouterr().err
+    assert ("--batching-mode continuous: batching is always continuous" in said) == ("mode continuous" in flags)
+    assert ("prompts are always computed in chunks" in said) == ("--chunked" in flags)
+    assert flat["scheduling_policy"] == ("static" if "static" in flags else None)
+    if "--draft-model" in flags:
+        assert json.loads(flat["speculative_config"]) == {
+            "method": "draft_model",
+            "model": "a/draft",
+            "num_speculative_tokens": 5,
+        }
+
+
+def test_all_wrong_flags_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--kv-cache-backend", "contiguous", "--max-waiting-requests", "3", "--colour", "red", "--hots", "::"]
+    with pytest.raises(SystemExit):
+        main(["serve", *wrong])
+    said = capsys.readouterr().err
+    assert "no flag --kv-cache-backend: the KV cache is always paged" in said
+    assert "no flag --max-waiting-requests: --max-num-queued-reqs limits" in said
+    assert "unknown argument '--colour'; unknown argument '--hots'; did you mean --host?" in said
 
 
 def test_a_short_flag_of_another_server_with_its_value(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,11 +15,12 @@ import pytest
 from octavo.cli import main
 from octavo.errors import ConfigError
 from octavo_bench.http_client import Answer, HttpClient
+from octavo_bench.infer_workloads import Load
 from octavo_bench.prompts import FIRST_TOKEN, WORDS, Prompts
 from octavo_bench.report import keep
 from octavo_bench.report_tables import render
 from octavo_bench.serve_figures import errors, figures, parse_goodput
-from octavo_bench.serve_load import MAX_LOADS, Load, Work, apply, next_load
+from octavo_bench.serve_load import MAX_LOADS, Work, apply, next_load
 from octavo_fleet.sim.jobs import Job
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
