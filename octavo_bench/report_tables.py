@@ -74,7 +74,7 @@ def render(file: Path) -> str:
     elif record["benchmark"] == "serve":
         tables = _loads(result)
     else:
-        tables = _plain(result)
+        tables = plain(result)
     return f"{title}\n\n{tables}"
 
 
@@ -192,7 +192,7 @@ def _profile(result: Mapping[str, Any]) -> str:
     return markdown_table(header, lines)
 
 
-def _plain(result: Mapping[str, Any]) -> str:
+def plain(result: Mapping[str, Any]) -> str:
     """A table for each list of rows, and one of what is there once: a column for each name, parts of a sum apart."""
     tables = []
     for section, rows in _sections(result):

@@ -101,6 +101,20 @@ AS_ALWAYS = {
 DRAFT_MODEL = {"--draft-model": "model", "--spec-length": "num_speculative_tokens"}
 """Of infer, with the keys of ``--speculative-config``."""
 
+VARIABLES_OF_OTHERS = {
+    "INFERENGINE_MODEL": "model",
+    "INFERENGINE_BACKEND": "backend",
+    "INFERENGINE_MAX_BATCH_SIZE": "max_num_seqs",
+    "INFERENGINE_MAX_PAGES": "num_kv_blocks",
+    "INFERENGINE_PAGE_SIZE": "block_size",
+    "INFERENGINE_EVICTION_POLICY": "eviction_policy",
+    "INFERENGINE_MAX_MODEL_LEN": "max_model_len",
+    "INFERENGINE_TORCH_DTYPE": "dtype",
+    "INFERENGINE_DEVICE_MAP": "device",
+    "INFERENGINE_MAX_MEMORY": "gpu_memory_utilization",
+}
+"""Variables of InferEngine, with the setting that each stands for. They are named and not read, as values differ."""
+
 
 def translated(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments with flags of ``infer`` that are no single setting here replaced, and a line for each that asks for

@@ -14,12 +14,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from octavo.cli.aliases import FLAGS_OF_OTHERS
+from octavo.cli.aliases import FLAGS_OF_OTHERS, VARIABLES_OF_OTHERS
 from octavo.cli.parser import SETTINGS, Parser
 from octavo.config import EngineConfig, ServeConfig, settings, to_flat
 from octavo.errors import ConfigError
 from octavo.setting import SECRETS, Setting
 
+PREFIX_OF_INFERENGINE = "INFERENGINE_"
 PREFIX = "OCTAVO_"
 OTHER_VARIABLES = frozenset({"OCTAVO_CACHE_DIR"})
 """Variables that Octavo reads and that are not settings."""
@@ -212,6 +213,9 @@ def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in known and variable not in OTHER_VARIABLES:
             yield f"{variable} is not a setting{_suggestion(variable, known, PREFIX)}"
+        elif variable.startswith(PREFIX_OF_INFERENGINE):
+            name = VARIABLES_OF_OTHERS.get(variable)
+            yield f"{variable} is not read; " + (f"use {variable_name(name)}" if name else "nothing here stands for it")
 
 
 def secret_warnings(args: argparse.Namespace) -> Iterator[str]:

@@ -384,21 +384,19 @@ class Scheduler:
             self.waiting.push(seq)
 
     def _match_if_it_fits(self, seq: Sequence, num_spare: int | None = None) -> list[Node] | None:
-        """Last node of the cached prefix in each KV group; ``None`` if there are not enough blocks for the rest, with
-        ``num_spare`` left: one for each running sequence that may need another unless given."""
+        """Last node of the cached prefix in each KV group; ``None`` without blocks for the rest and ``num_spare``."""
         ends = self.cache.match(seq) if may_share(seq) else self.cache.roots
-        least = len(self.running) if num_spare is None else num_spare
-        has_room = self.cache.admits(seq, ends, self.max_num_batched_tokens, least)
-        if not has_room and num_spare is None:  # what takes longer to know
-            has_room = self.cache.admits(seq, ends, self.max_num_batched_tokens, self._count_growing())
+        budget, least = self.max_num_batched_tokens, len(self.running) if num_spare is None else num_spare
+        has_room = self.cache.admits(seq, ends, budget, least)
+        if not has_room and num_spare is None:
+            has_room = self.cache.admits(seq, ends, budget, self._count_growing())
         if seq.images is not None and self.images is not None:
             has_room = has_room and self.images.admits(seq, ends[0].depth * self.cache.block_size)
         return ends if has_room else None
 
     def _count_growing(self) -> int:
-        """Running sequences that may still need another block: none, if a block holds a context."""
-        size = self.cache.block_size
-        return sum(len(seq.groups[0].block_table) * size < seq.max_computed_tokens for seq in self.running.values())
+        """Running sequences that may need another block, for which one is left: none, if a block holds a context."""
+        return sum(seq.capacity < seq.max_computed_tokens for seq in self.running.values())
 
     def _adopt_and_reserve(self, seq: Sequence) -> bool:
         """Adopt the cached prefix of a waiting sequence and reserve blocks for the rest, or change nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 from octavo.cli.settings import above_zero, positive
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import counts, numbers
-from octavo_bench.cli.results import add_results, begin, check_results, conclude, finish
+from octavo_bench.cli.results import EXIT_WORSE, add_results, begin, check_results, conclude, finish
 
 
 def add_kinds(kinds: Any) -> None:
     """Add each sub-command; these print what they make themselves."""
     _add_shape(kinds)
+    _add_sanity(kinds)
 
     roofline = kinds.add_parser("roofline", help="the least time of a decode step, from bytes and arithmetic")
     roofline.add_argument("model", help="a shape's name, or a folder with a config.json")
@@ -74,6 +76,14 @@ def add_kinds(kinds: Any) -> None:
     gpu.set_defaults(run=_gpu)
 
 
+def _add_sanity(kinds: Any) -> None:
+    sanity = kinds.add_parser("sanity", help="every native family, tiny: the same tokens at once, in chunks and cached")
+    sanity.add_argument("--families", type=lambda text: text.split(","), default=[], help="some of them; default: all")
+    sanity.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    add_results(sanity)
+    sanity.set_defaults(run=_sanity)
+
+
 def _add_shape(kinds: Any) -> None:
     shape = kinds.add_parser("shape", help="write a model folder of a public model's shape")
     shape.add_argument("name")
@@ -109,6 +119,20 @@ def _roofline(args: argparse.Namespace) -> int:
         )
     print(markdown_table(["sequences", "GB", "GFLOP", "least ms", "most tok/s"], rows))
     return 0
+
+
+def _sanity(args: argparse.Namespace) -> int:
+    import tempfile
+
+    from octavo_bench.report_tables import plain
+    from octavo_bench.sanity import check
+
+    begin(args)
+    with tempfile.TemporaryDirectory() as folder:
+        say = functools.partial(print, file=sys.stderr)
+        result = {"device": args.device, "rows": list(check(Path(folder), args.device, args.families, say))}
+    code = finish(args, result, shown=plain(result))
+    return EXIT_WORSE if any("failed" in row for row in result["rows"]) else code
 
 
 def _lora(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.cli import build_parser, main, parse_arguments
-from octavo.cli.aliases import ADVICE, FLAGS_OF_OTHERS
+from octavo.cli.aliases import ADVICE, FLAGS_OF_OTHERS, VARIABLES_OF_OTHERS
 from octavo.cli.reference import page
 from octavo.cli.settings import environment_warnings, flag_name, load_config, secret_warnings, variable_name
 from octavo.config import OWNERS, STORED_METHODS, EngineConfig, ServeConfig, settings, to_flat
@@ -155,6 +155,15 @@ def test_what_other_servers_have_and_octavo_has_not(flag: str, capsys: pytest.Ca
     assert f"there is no flag {flag}: " in error
     advised = re.findall(r"--(?:no-)?([a-z-]+)", error.partition(f"no flag {flag}: ")[2].partition("Try")[0])
     assert {item.replace("-", "_") for item in advised} <= {item.name for item in SETTINGS}
+
+
+def test_variables_of_inferengine_are_named() -> None:
+    given = {"INFERENGINE_MAX_PAGES": "64", "INFERENGINE_DECODE_INTERVAL_MS": "0"}
+    assert [*environment_warnings(given)] == [
+        "INFERENGINE_DECODE_INTERVAL_MS is not read; nothing here stands for it",
+        "INFERENGINE_MAX_PAGES is not read; use OCTAVO_NUM_KV_BLOCKS",
+    ]
+    assert set(VARIABLES_OF_OTHERS.values()) <= {item.name for item in SETTINGS}
 
 
 SERVE_OF_INFER = "--batching-mode continuous --kv-cache-backend paged --max-batch-size 24 --num-gpu-blocks 2048"

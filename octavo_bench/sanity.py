@@ -1,0 +1,178 @@
+"""Every native family of models, tiny and with random weights: whether it computes, and the same in each way.
+
+A family's shape is that of a published model where there is one, with each size cut down, so that its own keys
+(scalings of positions, windows, biases, experts) stay.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.build.build_engine import build_engine
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, OctavoError
+from octavo.models.registry import ARCHITECTURES
+from octavo.sampling_params import SamplingParams
+from octavo.types import Request
+from octavo_bench.offline import checked_step
+from octavo_fleet.sim.shapes import SHAPES
+
+SIZES: Mapping[str, int] = {
+    "hidden_size": 64,
+    "n_embd": 64,
+    "intermediate_size": 96,
+    "n_inner": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "n_ctx": 512,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "experts_per_token": 2,
+    "n_shared_experts": 1,
+    "shared_expert_intermediate_size": 32,
+    "sliding_window": 16,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""What replaces a size of the same name; of latent attention all heads have their own keys."""
+_PLAIN: Mapping[str, Any] = {**SHAPES["llama-3.1-8b"], "rope_scaling": None}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16, "tie_word_embeddings": True}
+_LATENT: Mapping[str, Any] = {**SHAPES["deepseek-v2-lite"], "rope_scaling": None}
+UNPUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "GemmaForCausalLM": {**_PLAIN, **_GEMMA, "model_type": "gemma"},
+    "Gemma2ForCausalLM": {
+        **_PLAIN,
+        **_GEMMA,
+        "model_type": "gemma2",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 16,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "GlmForCausalLM": {**SHAPES["glm-4-9b"], "model_type": "glm"},
+    "Olmo2ForCausalLM": {**_PLAIN, "model_type": "olmo2"},
+    "Qwen2MoeForCausalLM": {
+        **SHAPES["qwen2.5-7b"],
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+    },
+    "DeepseekV3ForCausalLM": {
+        **_LATENT,
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+}
+"""Families of which no shape is kept: keys of their own over those of a like one."""
+PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12, 13, 14] * 4, [20, 21, 22])
+OUTPUT = 8
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "at once": {"max_num_batched_tokens": 256, "block_size": 16},
+    "in chunks": {"max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 16},
+    "not recorded": {"max_num_batched_tokens": 256, "block_size": 16, "enforce_eager": True},
+}
+"""Settings that change no token."""
+
+
+def tiny_config(architecture: str) -> dict[str, Any] | None:
+    """The ``config.json`` of a family, cut down; ``None`` if there is no shape of it."""
+    published = next((shape for shape in SHAPES.values() if shape["architectures"] == [architecture]), None)
+    found = UNPUBLISHED.get(architecture, published)
+    if found is None:
+        return None
+    config = {name: SIZES.get(name, value) if value is not None else None for name, value in found.items()}
+    if "layer_types" in config:
+        config["layer_types"] = sorted(set(config["layer_types"] or ()))[: SIZES["num_hidden_layers"]]
+    if "kv_lora_rank" in config:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    return {**config, "architectures": [architecture], "torch_dtype": "float32"}
+
+
+def check(folder: Path, device: str, names: Sequence[str], report: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """A row for each family: whether its tokens are the same in each way, or why it failed.
+
+    Raises ``ConfigError`` for a name that is none.
+    """
+    if unknown := [name for name in names if name not in ARCHITECTURES]:
+        raise ConfigError(f"families: {unknown[0]!r} is not one of {', '.join(ARCHITECTURES)}")
+    for architecture in names or ARCHITECTURES:
+        started = time.perf_counter()
+        try:
+            row = _checked(architecture, folder, device)
+        except OctavoError as error:
+            row = {"failed": str(error)}
+        seconds = time.perf_counter() - started
+        report(f"{architecture}: {row.get('failed', 'the same tokens in each way')} ({seconds:.1f} s)")
+        yield {"model": architecture, **row}
+
+
+def _checked(architecture: str, folder: Path, device: str) -> dict[str, Any]:
+    config = tiny_config(architecture)
+    if config is None:
+        return {"failed": "there is no shape of it"}
+    path = folder / architecture
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    found: dict[str, list[list[int]]] = {}
+    parameters = 0
+    for way, settings in WAYS.items():
+        sizes = {"model": str(path), "load_format": "dummy", "device": device, "dtype": "float32", "num_kv_blocks": 32}
+        engine, info = build_engine(EngineConfig.from_flat({**sizes, **settings}))
+        parameters, found[way] = info.num_parameters, _tokens(engine)
+        found[f"{way}, again"] = _tokens(engine)  # from the prefix cache
+        engine.close()
+    different = [way for way, tokens in found.items() if tokens != found["at once"]]
+    failed = {"failed": f"other tokens {', '.join(different)}"} if different else {}
+    return {"num_parameters": parameters, "same_tokens": not different, **failed}
+
+
+def _tokens(engine: Any) -> list[list[int]]:
+    """Greedy answers. Raises ``OctavoError`` where a log-probability is no number."""
+    params = SamplingParams(temperature=0, ignore_eos=True, logprobs=1)
+    first = engine.stats().num_steps * len(PROMPTS) + 1
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(Request(first + number, list(prompt), params, OUTPUT))
+    answers: list[list[int]] = [[] for _ in PROMPTS]
+    while engine.has_work:
+        for output in checked_step(engine):
+            answers[output.request_id - first] += output.tokens
+            if not all(math.isfinite(one.logprob) for one in output.logprobs or ()):
+                raise OctavoError("a log-probability is no number")
+    return answers
