@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import ConfigError, InvalidParameter
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.sse import json_response
 from octavo_server.services import common_services_of
 
 

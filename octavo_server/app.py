@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,7 +33,6 @@ from octavo_server.dialects.native import completions, generate, infer, tgi, tok
 from octavo_server.dialects.ollama import endpoints as ollama
 from octavo_server.dialects.ollama import models as ollama_models
 from octavo_server.dialects.openai import adapters, chat, embeddings, models, scoring, tokenize
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.dialects.responses import conversations
 from octavo_server.dialects.responses import endpoints as responses
 from octavo_server.dialects.responses.background import BackgroundResponses
@@ -45,14 +45,17 @@ from octavo_server.front.takeover import Predecessor
 from octavo_server.http.allowed_hosts import AllowedHosts, AllowedOrigins
 from octavo_server.http.body_receiver import BodyReceiver
 from octavo_server.http.endpoint import Endpoint, openapi_document
-from octavo_server.http.errors import on_http_exception, on_request_error
+from octavo_server.http.errors import ErrorForm, on_http_exception, on_request_error
 from octavo_server.http.middleware import RequestMiddleware
+from octavo_server.http.sse import json_response
 from octavo_server.model_name import served_model_names
 from octavo_server.observe import probes
 from octavo_server.observe import timeline_routes as explanations
-from octavo_server.services import Services
+from octavo_server.services import ModelServices, ServerServices
 from octavo_server.tenants.api_keys import Keys
 
+GROUP = "octavo.endpoints"
+"""Entry points of other packages: each is a list of ``Endpoint``."""
 PARTS = (
     completions,
     chat,
@@ -106,7 +109,8 @@ def create_app(
     ``group`` is what the monitoring endpoints of a server of several models report on. What ``predecessor`` leaves
     unfinished is continued once it has ended. Raises ``ConfigError`` for an unreadable chat template.
     """
-    endpoints = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
+    endpoints = all_endpoints()
+    error_forms = forms_of(endpoints)
     endpoints += console.ENDPOINTS if config.server.console else []
     endpoints.append(Endpoint("GET", "/openapi.json", _document, "This document"))
     keys = Keys(config.server)
@@ -114,35 +118,50 @@ def create_app(
     app = Starlette(
         routes=endpoints,
         middleware=outer_middleware(
-            config.server, keys, (group or engine).metrics, is_open=console.is_open if config.server.console else None
+            config.server,
+            keys,
+            (group or engine).metrics,
+            error_forms,
+            is_open=console.is_open if config.server.console else None,
         ),
         lifespan=_life,
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
     # The redirect's target would contain the Host header, which the client controls.
     app.router.redirect_slashes = False
-    siblings: list[Services] = []
-    shared = {
-        "body_receiver": BodyReceiver(config.server.max_request_bytes),
-        "store": _store(config.server),
-        "jobs": BackgroundJobs(),
-        "keys": keys,
-        "group": group,
-        "siblings": siblings,
-    }
-    every = [
-        _services(each, shared, bool(others), predecessor) for each in (Served(config, engine, tokenizer), *others)
-    ]
-    siblings += every if others else []
-    app.state.services = every[0]
+    server = ServerServices(
+        config=config,
+        body_receiver=BodyReceiver(config.server.max_request_bytes),
+        store=_store(config.server),
+        jobs=BackgroundJobs(),
+        keys=keys,
+        group=group,
+    )
+    for each in (Served(config, engine, tokenizer), *others):
+        server.models.append(_model_services(each, server, bool(others), predecessor))
+    app.state.services = server
+    app.state.error_forms = error_forms
     app.state.predecessor = predecessor
-    app.state.live_views = {each.model_name: live.LiveView(each.engine) for each in every}
+    app.state.live_views = {each.model_name: live.LiveView(each.engine) for each in server.models}
     return app
 
 
-def _services(
-    served: Served, shared: dict[str, Any], is_one_of_several: bool, predecessor: Predecessor | None
-) -> Services:
+def all_endpoints() -> list[Endpoint]:
+    """The endpoints of every application, with those of installed packages, which come last."""
+    found = [endpoint for part in PARTS for endpoint in part.ENDPOINTS]
+    for point in entry_points(group=GROUP):
+        found += point.load()
+    return found
+
+
+def forms_of(endpoints: Iterable[Endpoint]) -> tuple[ErrorForm, ...]:
+    """The forms in which endpoints write errors, besides ``ERROR``."""
+    return tuple({endpoint.errors.name: endpoint.errors for endpoint in endpoints if endpoint.errors.paths}.values())
+
+
+def _model_services(
+    served: Served, server: ServerServices, is_one_of_several: bool, predecessor: Predecessor | None
+) -> ModelServices:
     config, engine, tokenizer = served
     settings, names = config.server, served_model_names(config)
     chat_template = load_chat_template(config.model, tokenizer)
@@ -151,7 +170,8 @@ def _services(
     if journal is not None and is_one_of_several:
         journal /= names[0].replace("/", "--")
     parts = settings.journal_retention, config, engine, tokenizer, predecessor
-    return Services(
+    return ModelServices(
+        server=server,
         config=config,
         engine=engine,
         tokenizer=tokenizer,
@@ -162,18 +182,17 @@ def _services(
         admission=Admission(engine, tokenizer, settings, config.model),
         journal=None if journal is None else Journal(journal, *parts),
         model_names=names,
-        **shared,
     )
 
 
 @contextlib.asynccontextmanager
 async def _life(app: Starlette) -> AsyncIterator[None]:
     """Resume what an earlier process left unfinished; delete what expires."""
-    services: Services = app.state.services
-    for each in services.every:
+    services: ServerServices = app.state.services
+    for each in services.models:
         each.expect_grammars()
     services.jobs.start("deletion of what has expired", services.store.keep_tidy())
-    app.state.batches = batches.Batches(app, [endpoint for part in PARTS for endpoint in part.ENDPOINTS])
+    app.state.batches = batches.Batches(app, [route for route in app.routes if isinstance(route, Endpoint)])
     for journal in services.journals:
         await journal.resume()
     app.state.background_responses = BackgroundResponses(app)
@@ -200,7 +219,11 @@ async def _take_over(app: Starlette, predecessor: Predecessor) -> None:
 
 
 def outer_middleware(
-    settings: ServerSettings, keys: Keys, metrics: Metrics, is_open: Callable[[str, str], bool] | None = None
+    settings: ServerSettings,
+    keys: Keys,
+    metrics: Metrics,
+    error_forms: tuple[ErrorForm, ...],
+    is_open: Callable[[str, str], bool] | None = None,
 ) -> list[Middleware]:
     """The middleware of every application: request ids, hosts, origins, API keys and CORS."""
     origins = AllowedOrigins(settings)
@@ -212,6 +235,7 @@ def outer_middleware(
         metrics=metrics,
         is_logged=settings.access_log,
         is_traced=settings.otlp_traces_endpoint is not None,
+        error_forms=error_forms,
         is_open=is_open,
     )
     if settings.allowed_origins is None:

@@ -13,9 +13,12 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from starlette.requests import Request
+
 from octavo.errors import CANCELLATIONS, RequestError, RequestFailed
 from octavo.text.text_stream import TextStream
-from octavo.types import FinishReason, ImageInput, Output, Request, TokenLogprobs
+from octavo.types import FinishReason, ImageInput, Output, TokenLogprobs
+from octavo.types import Request as EngineRequest
 from octavo_server.engines.engine_client import FIRST_WEIGHTS
 from octavo_server.http.errors import UnexpectedError
 from octavo_server.tenants.quotas import Account
@@ -45,6 +48,18 @@ def ignore_updates() -> None:
     """No-op listener."""
 
 
+class EventWriter(Protocol):
+    """Renders new output as frames; each API has its own."""
+
+    def frames(self, choice: Choice) -> bytes:
+        """The frames of a choice's new output, including its end once finished."""
+        ...
+
+    def last_frames(self) -> bytes:
+        """Frames after the end of all choices, before the stream's end marker."""
+        ...
+
+
 class ClientGone(Exception):
     """The client closed the connection."""
 
@@ -55,8 +70,12 @@ class Aborts(Protocol):
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None: ...
 
 
+IDEMPOTENCY_KEY = "idempotency-key"
+"""Header that makes a request durable, if there is a journal."""
+
+
 class OutputReader(Protocol):
-    """The part of a durable request's reader that responses are made from."""
+    """Gives a generation the output of a durable request, on which connections do not depend."""
 
     @property
     def unique(self) -> str:
@@ -66,6 +85,21 @@ class OutputReader(Protocol):
     @property
     def created(self) -> int:
         """Unix time in the response."""
+        ...
+
+    def begin(self, writer: EventWriter | None, *, is_by_token: bool = False) -> None:
+        """Let the output arrive; the events of a stream come from ``writer``.
+
+        With ``is_by_token``, no more than one token is given to a choice at once, so that the output comes in the same
+        parts each time.
+        """
+        ...
+
+    def begin_stream(self, writer: EventWriter, request: Request) -> EventWriter:
+        """Let the output arrive; returns ``writer`` with ids for its events, from the client's position on.
+
+        Raises ``InvalidParameter`` for an invalid position.
+        """
         ...
 
 
@@ -93,7 +127,7 @@ class Choice:
         generation: Generation,
         index: int,
         prompt: Prompt,
-        request: Request,
+        request: EngineRequest,
         text_stream: TextStream,
         weight_version: str = FIRST_WEIGHTS,
     ) -> None:
@@ -207,7 +241,7 @@ class Generation:
     def __init__(self, engine: Aborts, account: Account | None = None) -> None:
         self.engine = engine
         self.reader: OutputReader | None = None
-        """Gives it the output of a durable request; see ``octavo_server.durable.serve``."""
+        """Of a durable request; its output arrives once the reader has begun."""
         self.account = account
         self.choices: list[Choice] = []
         self.num_unfinished = 0

@@ -14,7 +14,7 @@ from octavo.types import Task
 from octavo_server.admission import ClientRequest, PromptSource
 from octavo_server.generation import Choice
 from octavo_server.http.sse import finished_choices
-from octavo_server.services import Services
+from octavo_server.services import ModelServices
 from octavo_server.tenants.api_keys import caller_of
 
 MAX_TEXTS = 2048
@@ -22,7 +22,7 @@ MAX_TEXTS = 2048
 
 
 async def ask(
-    services: Services,
+    services: ModelServices,
     request: Request,
     task: Task,
     model: str,

@@ -1,4 +1,4 @@
-"""The services that endpoints share, and helpers that need several of them."""
+"""What the endpoints of an application share: the services of the server, and those of each of its models."""
 
 from __future__ import annotations
 
@@ -49,38 +49,110 @@ class CommonServices(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Services:
-    """The shared services of one application."""
+class ServerServices:
+    """What the models of a server share."""
 
     config: ServeConfig
-    engine: EngineClient
-    tokenizer: Tokenizer | None
-    chat_template: ChatTemplate
-    message_format: MessageFormat
-    admission: Admission
     body_receiver: BodyReceiver
     store: Store
     jobs: BackgroundJobs
     keys: Keys
-    journal: Journal | None
-    """Of durable requests, if there shall be any."""
-    model_names: tuple[str, ...]
-    """API names of the model; responses contain the first."""
     group: Monitored | None = None
     """All models of a server of several."""
-    siblings: list[Services] = field(default_factory=list)
-    """On a server of several models, the services of each, these included."""
-    created: int = field(default_factory=lambda: int(time.time()))
+    models: list[ModelServices] = field(default_factory=list)
+    """The services of each model; the first one's answer requests that name none."""
+
+    @property
+    def first(self) -> ModelServices:
+        return self.models[0]
+
+    @property
+    def monitored(self) -> Monitored:
+        """What the monitoring endpoints read."""
+        return self.group or self.first.engine
+
+    @property
+    def journals(self) -> list[Journal]:
+        """The journals of all models."""
+        return [each.journal for each in self.models if each.journal is not None]
 
     def warm_up(self) -> None:
         """Do one-time work of all models before the first request.
 
         Raises ``ConfigError`` for an invalid configured chat template; an invalid one of a model only disables chat.
         """
-        for each in self.every:
-            each._warm_up_model()
+        for each in self.models:
+            each.warm_up()
 
-    def _warm_up_model(self) -> None:
+    def close(self) -> None:
+        """Stop the child processes, and close the database."""
+        for each in self.models:
+            each.chat_template.close()
+            each.admission.grammars.close()
+            each.admission.images.close()
+        for journal in self.journals:
+            journal.close()
+        self.store.close()
+
+    def of_model(self, name: str) -> ModelServices:
+        """The services of the model or adapter of this name; the first model's if there is none, or no name.
+
+        The tag ``:latest``, which Ollama's clients add, may be missing.
+        """
+        if len(self.models) == 1:
+            return self.first
+        names = (name, name.removesuffix(":latest"))
+        return next((each for each in self.models if not set(names).isdisjoint(each.served_names)), self.first)
+
+    def check_room(self, request: Request) -> None:
+        """Raise ``QueueFull`` if no model has room for a request of this caller."""
+        caller = caller_of(request)
+        if not any(each.admission.has_room(caller) for each in self.models):
+            self.first.admission.check_room(caller)
+
+    async def read(
+        self,
+        request: Request,
+        decoder: BodyDecoder[Body],
+        without_effect: Callable[[Body, ModelServices], list[str]] = lambda body, services: [],
+    ) -> tuple[ModelServices, Body, dict[str, str]]:
+        """The services of the body's model, the validated body, and response headers that report ignored fields.
+
+        ``without_effect`` returns the fields of a body that have no effect for this model or request. Raises
+        ``RequestError``.
+        """
+        services, body, ignored_fields = await self.decoded(request, decoder)
+        names = [*ignored_fields, *without_effect(body, services)]
+        request.state.headers = headers = services.headers_for(names)
+        return services, body, headers
+
+    async def decoded(self, request: Request, decoder: BodyDecoder[Body]) -> tuple[ModelServices, Body, list[str]]:
+        """The services of the body's model, the body, and the names of ignored fields. Raises ``RequestError``."""
+        longest = max(each.engine.info.max_model_len for each in self.models)
+        body, ignored_fields = await self.body_receiver.read_json(request, decoder, longest)
+        name = getattr(body, "model", "") or getattr(body, "name", "")  # Ollama's older name
+        return self.of_model(name), body, ignored_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelServices:
+    """What the endpoints need of one model."""
+
+    server: ServerServices
+    config: ServeConfig
+    engine: EngineClient
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate
+    message_format: MessageFormat
+    admission: Admission
+    journal: Journal | None
+    """Of durable requests, if there shall be any."""
+    model_names: tuple[str, ...]
+    """API names of the model; responses contain the first."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def warm_up(self) -> None:
+        """Do one-time work before the first request. Raises ``ConfigError`` for an invalid configured template."""
         if self.tokenizer is not None:
             Detokenizer(self.tokenizer)
             _ = self.tokenizer.packed_tokens
@@ -96,47 +168,6 @@ class Services:
         """Start a process for grammars if an earlier server had some; the engine must be ready."""
         if self.tokenizer is not None and had_grammars(self.config.server):
             self.admission.grammars.start_process()
-
-    def close(self) -> None:
-        """Stop the child processes, and close the database."""
-        for each in self.every:
-            each.chat_template.close()
-            each.admission.grammars.close()
-            each.admission.images.close()
-        for journal in self.journals:
-            journal.close()
-        self.store.close()
-
-    @property
-    def monitored(self) -> Monitored:
-        """What the monitoring endpoints read."""
-        return self.group or self.engine
-
-    @property
-    def every(self) -> list[Services]:
-        """The services of each model of this server."""
-        return self.siblings or [self]
-
-    @property
-    def journals(self) -> list[Journal]:
-        """The journals of all models of this server."""
-        return [each.journal for each in self.every if each.journal is not None]
-
-    def of_model(self, name: str) -> Services:
-        """The services of the model or adapter of this name; the first model's if there is none, or no name.
-
-        The tag ``:latest``, which Ollama's clients add, may be missing.
-        """
-        for each in self.siblings:
-            if name in each.served_names or name.removesuffix(":latest") in each.served_names:
-                return each
-        return self
-
-    def check_room(self, request: Request) -> None:
-        """Raise ``QueueFull`` if no model of this server has room for a request of this caller."""
-        caller = caller_of(request)
-        if not any(each.admission.has_room(caller) for each in self.every):
-            self.admission.check_room(caller)
 
     @property
     def takes_images(self) -> bool:
@@ -163,7 +194,7 @@ class Services:
         if self.accepts_any_model:
             return
         if name and name not in self.model_names and name not in self.engine.adapters.paths:
-            names = [each for model in self.every for each in model.served_names]
+            names = [each for model in self.server.models for each in model.served_names]
             served = ", ".join(f"`{printable(each)}`" for each in names[:MAX_SHOWN_MODELS])
             message = f"The model `{printable(name)}` does not exist. This server serves {served}."
             if name.lower() in (each.lower() for each in names):
@@ -203,38 +234,16 @@ class Services:
             raise InvalidParameter(field, f"This model has no tokenizer, so '{field}' cannot be used.")
         return self.tokenizer
 
-    async def read(
-        self,
-        request: Request,
-        decoder: BodyDecoder[Body],
-        without_effect: Callable[[Body, Services], list[str]] = lambda body, services: [],
-    ) -> tuple[Services, Body, dict[str, str]]:
-        """The services of the body's model, the validated body, and response headers that report ignored fields.
-
-        ``without_effect`` returns the fields of a body that have no effect for this model or request. Raises
-        ``RequestError``.
-        """
-        services, body, ignored_fields = await self.decoded(request, decoder)
-        request.state.headers = headers = self._headers_for([*ignored_fields, *without_effect(body, services)])
-        return services, body, headers
-
     def report(self, request: Request, names: Sequence[str]) -> None:
         """Add parts of the body that have no effect to the headers that ``read`` returned for ``request``.
 
         Raises ``UnknownParameter`` if the policy rejects them.
         """
         headers: dict[str, str] = getattr(request.state, "headers", {})
-        for header, value in self._headers_for(list(names)).items():
+        for header, value in self.headers_for(list(names)).items():
             headers[header] = ", ".join(filter(None, [headers.get(header), value]))
 
-    async def decoded(self, request: Request, decoder: BodyDecoder[Body]) -> tuple[Services, Body, list[str]]:
-        """The services of the body's model, the body, and the names of ignored fields. Raises ``RequestError``."""
-        longest = max(each.engine.info.max_model_len for each in self.every)
-        body, ignored_fields = await self.body_receiver.read_json(request, decoder, longest)
-        name = getattr(body, "model", "") or getattr(body, "name", "")  # Ollama's older name
-        return self.of_model(name), body, ignored_fields
-
-    def _headers_for(self, ignored_fields: list[str]) -> dict[str, str]:
+    def headers_for(self, ignored_fields: list[str]) -> dict[str, str]:
         """Response headers that report ignored fields. Raises ``UnknownParameter`` if the policy rejects them."""
         policy = self.config.server.unknown_fields
         if not ignored_fields or policy == "ignore":
@@ -244,16 +253,16 @@ class Services:
         return {"x-octavo-unknown-fields": ", ".join(printable(name) for name in ignored_fields[:MAX_SHOWN_FIELDS])}
 
 
-def services_of(request: Request) -> Services:
-    services: Services = request.app.state.services
-    return services
+def server_of(request: Request) -> ServerServices:
+    server: ServerServices = request.app.state.services
+    return server
 
 
-def asked_services_of(request: Request) -> Services:
+def asked_services_of(request: Request) -> ModelServices:
     """The services of the model that the query parameter ``model`` names, or of the first. Raises ``ModelNotFound``."""
-    name = request.query_params.get("model", "")
-    services = services_of(request).of_model(name)
-    if services.siblings:
+    name, server = request.query_params.get("model", ""), server_of(request)
+    services = server.of_model(name)
+    if len(server.models) > 1:
         services.check_model(name)
     return services
 

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.engines.engine_client import EngineClient, SleepMode
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import MissingParameter, UnsupportedParameter
-from octavo_server.services import asked_services_of, services_of
+from octavo_server.http.sse import json_response
+from octavo_server.services import asked_services_of, server_of
 
 LEVELS = ("1", "2")
 MODES: tuple[SleepMode, ...] = typing.get_args(SleepMode)
@@ -40,8 +40,7 @@ async def wake_up(request: Request) -> Response:
 
 
 async def is_sleeping(request: Request) -> Response:
-    services = services_of(request)
-    asked = [asked_services_of(request)] if "model" in request.query_params else services.every
+    asked = [asked_services_of(request)] if "model" in request.query_params else server_of(request).models
     return json_response({"is_sleeping": all(each.engine.sleep_level > 0 for each in asked)}, {})
 
 
@@ -58,6 +57,6 @@ def _engine(request: Request) -> EngineClient:
     services = asked_services_of(request)
     if not services.config.server.enable_sleep_mode:
         raise UnsupportedParameter("level", f"{request.url.path} is for a server started with --enable-sleep-mode.")
-    if services.siblings and "model" not in request.query_params:
+    if len(services.server.models) > 1 and "model" not in request.query_params:
         raise MissingParameter("model")
     return services.engine

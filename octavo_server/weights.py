@@ -17,13 +17,13 @@ from starlette.responses import Response
 
 from octavo.errors import ConfigError, InvalidParameter
 from octavo.server_settings import ServerSettings
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.engines.engine_client import SleepMode
 from octavo_server.http.allowed_hosts import LOOPBACK
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter, printable
-from octavo_server.services import Services, asked_services_of
+from octavo_server.http.sse import json_response
+from octavo_server.services import ModelServices, asked_services_of
 from octavo_server.tenants.api_keys import Keys
 
 MODES: tuple[SleepMode, ...] = typing.get_args(SleepMode)
@@ -78,7 +78,7 @@ async def pause_generation(request: Request) -> Response:
     """SGLang's ``retract`` and ``in_place`` both continue later from where the requests are."""
     services, body = _services(request), PauseBody()
     if request.headers.get("content-length", "0") != "0":
-        _, body, _ = await services.read(request, pause_decoder)
+        _, body, _ = await services.server.read(request, pause_decoder)
     await services.engine.pause("abort" if body.mode == "abort" else "keep")
     return json_response({"status": "ok", "message": "Generation paused successfully."}, {})
 
@@ -95,7 +95,7 @@ async def is_paused(request: Request) -> Response:
 
 async def update_weights(request: Request) -> Response:
     services = _services(request)
-    _, body, headers = await services.read(request, update_decoder)
+    _, body, headers = await services.server.read(request, update_decoder)
     mode = _mode(body.mode)
     version = await _update(services, "weight_dir", body.weight_dir, body.weight_version, mode)
     return json_response({"status": "updated", "weight_version": version}, headers)
@@ -103,7 +103,7 @@ async def update_weights(request: Request) -> Response:
 
 async def update_weights_from_disk(request: Request) -> Response:
     services = _services(request)
-    _, body, headers = await services.read(request, disk_decoder)
+    _, body, headers = await services.server.read(request, disk_decoder)
     mode: SleepMode = "abort" if body.abort_all_requests else "keep"
     version = await _update(services, "model_path", body.model_path, body.weight_version, mode)
     answer = {"success": True, "message": "Succeeded to update model weights.", "weight_version": version}
@@ -152,7 +152,7 @@ ENDPOINTS = [
 ]
 
 
-def _services(request: Request) -> Services:
+def _services(request: Request) -> ModelServices:
     services = asked_services_of(request)
     if services.config.server.weight_updates_dir is None:
         message = f"{request.url.path} is for a server started with --weight-updates-dir."
@@ -167,7 +167,7 @@ def _mode(value: str) -> SleepMode:
     raise InvalidParameter("mode", f"'mode' must be one of {', '.join(MODES)}.")
 
 
-async def _update(services: Services, field: str, folder: str, version: str | None, mode: SleepMode) -> str:
+async def _update(services: ModelServices, field: str, folder: str, version: str | None, mode: SleepMode) -> str:
     """Have the engine take the weights of a folder; return their version. Raises ``InvalidParameter``."""
     path = _allowed(services, field, folder)
     name = path.name if version is None else version
@@ -178,7 +178,7 @@ async def _update(services: Services, field: str, folder: str, version: str | No
     return name
 
 
-def _allowed(services: Services, field: str, folder: str) -> Path:
+def _allowed(services: ModelServices, field: str, folder: str) -> Path:
     base = Path(services.config.server.weight_updates_dir or "").expanduser().resolve()
     try:
         path = (base / folder).resolve()  # an absolute one replaces the base

@@ -16,7 +16,7 @@ from octavo.errors import InvalidParameter, RequestError
 from octavo_fleet.proxy.relay import Relay, outgoing
 from octavo_fleet.proxy.upstream import Upstream
 from octavo_server import admin
-from octavo_server.app import outer_middleware
+from octavo_server.app import all_endpoints, forms_of, outer_middleware
 from octavo_server.http.body_receiver import BodyReceiver
 from octavo_server.http.errors import on_http_exception, on_request_error
 from octavo_server.observe import probes
@@ -70,7 +70,7 @@ class ProxyServices:
 def create_proxy_app(config: ServeConfig, upstream: Upstream) -> Starlette:
     """The application in front of ``upstream``, which may be started later. Raises ``ConfigError`` for a key file that
     cannot be read."""
-    keys = Keys(config.server)
+    keys, error_forms = Keys(config.server), forms_of(all_endpoints())
     app = Starlette(
         routes=[
             *probes.COMMON_ENDPOINTS,
@@ -81,12 +81,13 @@ def create_proxy_app(config: ServeConfig, upstream: Upstream) -> Starlette:
                 for path in paths
             ),
         ],
-        middleware=outer_middleware(config.server, keys, upstream.metrics),
+        middleware=outer_middleware(config.server, keys, upstream.metrics, error_forms),
         exception_handlers={RequestError: on_request_error, HTTPException: on_http_exception},
     )
     # The redirect's target would contain the Host header, which the client controls.
     app.router.redirect_slashes = False
     receiver = BodyReceiver(config.server.max_request_bytes)
+    app.state.error_forms = error_forms
     app.state.services = ProxyServices(config=config, engine=upstream, keys=keys, body_receiver=receiver)
     return app
 

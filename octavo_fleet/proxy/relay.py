@@ -22,8 +22,9 @@ from octavo.errors import DeadlineExceeded, RequestError, Unavailable
 from octavo_fleet.proxy.connections import ConnectionFailed, Headers, InvalidResponse
 from octavo_fleet.proxy.metering import Meter
 from octavo_fleet.proxy.upstream import Answer, Upstream, failure_of
+from octavo_server.dialects.anthropic.answer import ERRORS as ANTHROPIC
 from octavo_server.generation import ClientGone
-from octavo_server.http.errors import ANTHROPIC_PATH, anthropic_error, error_object
+from octavo_server.http.errors import error_object
 from octavo_server.http.server import WRITE_PIECE, WritePiece
 from octavo_server.http.sse import DONE
 from octavo_server.tenants.quotas import Account
@@ -193,8 +194,8 @@ class Relay(Response):
     def _error_frames(self, error: RequestError, last: bytes) -> bytes:
         """The events that end a stream; ``last`` may have ended inside an event, which is then ended first."""
         end = b"" if last.endswith(b"\n\n") else b"\n\n"
-        if self.request.path == ANTHROPIC_PATH:
-            return end + b"event: error\ndata: " + msgspec.json.encode(anthropic_error(error)) + b"\n\n"
+        if self.request.path in ANTHROPIC.paths:
+            return end + b"event: error\ndata: " + msgspec.json.encode(ANTHROPIC.body(error)) + b"\n\n"
         return end + b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n" + DONE
 
 

@@ -289,11 +289,11 @@ async def answer_all(
     """Have ``app`` answer the requests, and ``keep`` each result's line and status."""
     from octavo_server.app import PARTS
     from octavo_server.dialects.batches.runner import Line, LineRunner
-    from octavo_server.durable.serve import end_with_key
+    from octavo_server.durable.own_requests import end_with_key
     from octavo_server.tenants.api_keys import Caller
 
     endpoints = {each.path: each for part in PARTS for each in part.ENDPOINTS if each.method == "POST"}
-    at_once = 2 * app.state.services.engine.info.max_num_seqs
+    at_once = 2 * app.state.services.first.engine.info.max_num_seqs
     runner, left, caller = LineRunner(app, endpoints, at_once), iter(todo), Caller()
 
     async def work() -> None:

@@ -17,10 +17,9 @@ from starlette.responses import Response, StreamingResponse
 
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.histogram import Histogram
-from octavo_server.dialects.openai.rendering import encode_line
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.sse import HEADERS
+from octavo_server.http.sse import HEADERS, encode_line
 from octavo_server.services import asked_services_of
 
 INTERVAL = 0.5

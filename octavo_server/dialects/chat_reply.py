@@ -1,4 +1,4 @@
-"""A chat reply for APIs other than chat completions (Anthropic messages, OpenAI responses).
+"""A chat reply for APIs other than chat completions (Anthropic messages, OpenAI responses, Ollama).
 
 They convert their body to a chat completion's, so that each field is validated in one place, and render the parsed
 pieces of the reply in their own format.
@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,9 +23,10 @@ from octavo.text.reader import Call, Piece, Text
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.openai.chat import ChatBody, client_request, tools_of
 from octavo_server.dialects.openai.chat_message import chat_message
-from octavo_server.durable.serve import admit_inner
 from octavo_server.generation import Choice, Generation
-from octavo_server.services import Services
+from octavo_server.http.sse import EventStream
+from octavo_server.pipeline import Answer, Submission
+from octavo_server.services import ModelServices
 
 _PATH = re.compile(r"([a-z_]+)(\[(\d+)\])?([^' ]*)")
 _QUOTED = re.compile(f"'({_PATH.pattern})'")
@@ -68,6 +69,9 @@ class FieldNames:
         return places[int(place)] + self.members.get(known, "") + rest.removeprefix(known)
 
 
+NO_NAMES = FieldNames({})
+
+
 class Translated(NamedTuple):
     """A body of another API as a chat completion."""
 
@@ -80,7 +84,7 @@ class Translated(NamedTuple):
 class ChatReply:
     """The single choice of a generation, parsed into pieces: content, reasoning and tool calls."""
 
-    def __init__(self, services: Services, body: ChatBody, generation: Generation) -> None:
+    def __init__(self, services: ModelServices, body: ChatBody, generation: Generation) -> None:
         self.generation = generation
         self.choice: Choice = generation.choices[0]
         tools = tools_of(body, services)
@@ -116,37 +120,41 @@ def _value_of(text: str) -> Any:
         return from_json(text[: error.pos] or "{}", allow_partial=True)
 
 
-async def begin_reply(
-    services: Services,
-    body: ChatBody,
-    request: Request,
-    id: str,
-    names: FieldNames | None = None,
-    is_durable: bool = False,
-) -> ChatReply:
-    """Submit a conversation; its timeline is registered under ``id``. Raises ``RequestError``, in the words of
-    ``names``; nothing has been started then.
+def chat_request(services: ModelServices, chat: ChatBody, request: Request, names: FieldNames) -> ClientRequest:
+    """The request for admission. Raises ``RequestError``, in the words of ``names``.
 
-    A token limit beyond the context is lowered to what fits. With ``is_durable``, and if there is a journal, ``id`` is
-    the request's key there.
+    A token limit beyond the context is lowered to what fits.
     """
-    names = names or FieldNames({})
     with names.in_errors():
-        tools = tools_of(body, services)
+        tools = tools_of(chat, services)
         if tools is not None:
             services.report(request, [names.of(place) for place in tools.unbound])
-        submitted = _with_limit_that_fits(client_request(body, services, request, tools))
-        submitted = dataclasses.replace(
-            submitted,
-            prompt_field=names.of("messages"),
-            report=lambda paths: services.report(request, [names.of(path) for path in paths]),
-        )
-        if is_durable:
-            generation = await admit_inner(services, request, id, submitted)
-        else:
-            generation = await services.admission.admit(submitted)
-    services.engine.timelines.name(id, [choice.request.id for choice in generation.choices])
-    return ChatReply(services, body, generation)
+        submitted = _with_limit_that_fits(client_request(chat, services, request, tools))
+    return dataclasses.replace(
+        submitted,
+        prompt_field=names.of("messages"),
+        report=lambda paths: services.report(request, [names.of(path) for path in paths]),
+    )
+
+
+def submission(
+    services: ModelServices,
+    chat: ChatBody,
+    request: Request,
+    answer: Callable[[ChatReply], Answer],
+    stream: Callable[[Generation, Any, Mapping[str, str]], EventStream],
+    names: FieldNames = NO_NAMES,
+    keep: Callable[[], Awaitable[None]] | None = None,
+) -> Submission:
+    """A conversation, answered in the form of another API. Raises ``RequestError``, in the words of ``names``."""
+    return Submission(
+        request=chat_request(services, chat, request, names),
+        answer=lambda generation: answer(ChatReply(services, chat, generation)),
+        is_streamed=chat.stream,
+        stream=stream,
+        in_words=names.in_errors,
+        keep=keep,
+    )
 
 
 def _with_limit_that_fits(submitted: ClientRequest) -> ClientRequest:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo_server.dialects.openai.rendering import json_response
-from octavo_server.durable.journal import HEADER
+from octavo_server.generation import IDEMPOTENCY_KEY
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import MissingParameter, NotFound, printable
-from octavo_server.services import services_of
+from octavo_server.http.sse import json_response
+from octavo_server.services import server_of
 from octavo_server.tenants.api_keys import caller_of
 
 
 async def delete_request(request: Request) -> Response:
     """End the caller's request with the header's key, or forget its answer; the key can be used again."""
-    key = request.headers.get(HEADER)
+    key = request.headers.get(IDEMPOTENCY_KEY)
     if key is None:
         raise MissingParameter("Idempotency-Key")
-    found = [await journal.cancel_of_client(caller_of(request), key) for journal in services_of(request).journals]
+    found = [await journal.cancel_of_client(caller_of(request), key) for journal in server_of(request).journals]
     if not any(found):
         raise NotFound(f"There is no request with the Idempotency-Key '{printable(key)}'.", param="Idempotency-Key")
     return json_response({"id": key, "object": "request", "deleted": True}, {})

@@ -28,10 +28,9 @@ from octavo_server.durable.requests import DurableRequest, begin_of, head_of
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.engines.request_table import GRAMMARS
 from octavo_server.front.takeover import Predecessor
-from octavo_server.generation import Generation
+from octavo_server.generation import IDEMPOTENCY_KEY, Generation
 from octavo_server.tenants.api_keys import Caller, caller_of
 
-HEADER = "idempotency-key"
 MAX_KEY = 255
 ROLL_BYTES = 64 << 20
 """A file that is larger, and larger than twice what it must hold, is replaced by a new one."""
@@ -215,7 +214,7 @@ class Journal:
 
         The caller must call ``Reader.begin`` of the result's ``reader``. Raises ``RequestError``.
         """
-        key = _checked(request.headers[HEADER])
+        key = _checked(request.headers[IDEMPOTENCY_KEY])
         content = request.url.path.encode() + b"\0" + msgspec.json.encode(body)
         digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         is_resumed = reader.HEADER in request.headers

@@ -14,12 +14,12 @@ from array import array
 from typing import NamedTuple, Protocol
 
 import msgspec
+from starlette.requests import Request
 
 from octavo.errors import InvalidParameter, RequestError
 from octavo.types import FinishReason, Output
 from octavo_server.durable.records import Begin
-from octavo_server.generation import Choice, Generation
-from octavo_server.http.sse import EventWriter
+from octavo_server.generation import Choice, EventWriter, Generation
 
 HEADER = "last-event-id"
 _POINT = r"(\d{1,9})\.([0-9a-f]{8})"
@@ -106,7 +106,17 @@ class Reader:
         self._writer: EventWriter | None = None
         self._is_by_token = False
 
-    def begin(self, writer: EventWriter | None, position: Position | None = None, is_by_token: bool = False) -> None:
+    def begin_stream(self, writer: EventWriter, request: Request) -> EventWriter:
+        """``begin`` for a stream, from the client's position on; returns ``writer`` with ids for its events.
+
+        Raises ``InvalidParameter`` for an invalid position.
+        """
+        last = request.headers.get(HEADER)
+        position = None if last is None else parse_position(last, len(self._views))
+        self.begin(writer, position)
+        return self
+
+    def begin(self, writer: EventWriter | None, position: Position | None = None, *, is_by_token: bool = False) -> None:
         """Take all output so far, and receive what follows; a stream's events come from ``writer``.
 
         With ``is_by_token``, no more than one token is given to a choice at once.

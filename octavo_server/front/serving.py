@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     # Imported at run time while the engine process starts, which takes longer.
     from octavo_server.http.server import HTTPServer
-    from octavo_server.services import Services
+    from octavo_server.services import ServerServices
 
 MAX_OPEN_FILES = 65536
 HAND_OVER_SECONDS = 0.02
@@ -129,9 +129,9 @@ class EngineFront:
         self._app: Starlette | None = None
 
     @property
-    def _services(self) -> Services:
+    def _services(self) -> ServerServices:
         assert self._app is not None
-        services: Services = self._app.state.services
+        services: ServerServices = self._app.state.services
         return services
 
     def load(self, predecessor: Predecessor | None) -> Starlette:
@@ -377,18 +377,18 @@ def _url(listener: socket.socket, is_secure: bool) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _startup_message(services: Services, url: str) -> str:
+def _startup_message(server: ServerServices, url: str) -> str:
     """The startup message with an example request."""
-    model, tokenizer = services.model_name, services.tokenizer
-    if tokenizer is not None and (tokenizer.chat_template or services.config.model.chat_template):
+    model, tokenizer = server.first.model_name, server.first.tokenizer
+    if tokenizer is not None and (tokenizer.chat_template or server.config.model.chat_template):
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is 2+2?"}]}
     else:
         prompt = "Once upon a time" if tokenizer is not None else [1, 2, 3]
         path, asked = "/v1/completions", {"prompt": prompt}  # type: ignore[dict-item]
     body = json.dumps({"model": model, **asked, "max_tokens": 50})
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if services.keys.are_asked_for else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if server.keys.are_asked_for else ""
     curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
-    names = ", ".join(each.model_name for each in services.every)
+    names = ", ".join(each.model_name for each in server.models)
     return f"Serving {names} on {url}\nTry:\n  {curl}"
 
 

@@ -13,54 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from octavo_server.http.errors import TGI_PATHS
+from octavo_server.http.errors import ERROR, ErrorForm
 
 _SCHEMAS = "#/components/schemas/"
-
-_ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
-
-_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
-
-_TGI_ERROR = {
-    "type": "object",
-    "required": ["error", "error_type"],
-    "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
-}
-
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-
-_ERRORS = {
-    "Error": _ERROR,
-    "AnthropicError": _ANTHROPIC_ERROR,
-    "OllamaError": _OLLAMA_ERROR,
-    "TGIError": _TGI_ERROR,
-}
 
 _FAILURES = {
     400: "The request is refused; `param` names the field",
@@ -82,15 +37,19 @@ class Endpoint(Route):
         answer: Callable[[Request], Awaitable[Response]],
         summary: str,
         body: type[msgspec.Struct] | None = None,
+        name: str | None = None,
+        errors: ErrorForm = ERROR,
     ) -> None:
-        super().__init__(path, answer, methods=[method])
+        """``name`` is the id of the operation; by default, the name of ``answer``."""
+        super().__init__(path, answer, methods=[method], name=name)
         self.method = method
         self.summary = summary
         self.body = body
+        self.errors = errors
 
     def operation(self) -> dict[str, Any]:
         """The OpenAPI operation object."""
-        failure = _json(_error_of(self.path))
+        failure = _json(self.errors.name)
         responses: dict[str, Any] = {"200": {"description": "Done"}}
         if self.body is not None:
             responses |= {str(status): {"description": text, **failure} for status, text in _FAILURES.items()}
@@ -109,8 +68,9 @@ class Endpoint(Route):
 def openapi_document(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
     """The OpenAPI document of a server with these endpoints."""
     paths: dict[str, dict[str, Any]] = {}
-    bodies = []
+    bodies, errors = [], dict[str, Any]()
     for endpoint in endpoints:
+        errors[endpoint.errors.name] = endpoint.errors.schema
         paths.setdefault(endpoint.path_format, {})[endpoint.method.lower()] = endpoint.operation()
         if endpoint.body is not None:
             bodies.append(endpoint.body)
@@ -121,17 +81,8 @@ def openapi_document(endpoints: Iterable[Endpoint], version: str) -> dict[str, A
         "openapi": "3.1.0",
         "info": {"title": "Octavo", "version": version, "description": "An OpenAI-compatible LLM server."},
         "paths": paths,
-        "components": {"schemas": {**schemas, **_ERRORS}},
+        "components": {"schemas": {**schemas, **errors}},
     }
-
-
-def _error_of(path: str) -> str:
-    """The schema of errors of the API that the path belongs to."""
-    if path.startswith("/v1/messages"):
-        return "AnthropicError"
-    if path in TGI_PATHS:
-        return "TGIError"
-    return "OllamaError" if path.startswith("/api/") else "Error"
 
 
 def _let_be_null(schema: dict[str, Any]) -> None:

@@ -7,8 +7,8 @@ can reach a client.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -33,19 +33,6 @@ _REJECTIONS: dict[type[RequestError], str] = {
     Unavailable: "unavailable",
     RequestTooLarge: "too_large",
     AuthenticationError: "unauthorized",
-}
-
-ANTHROPIC_PATH = "/v1/messages"
-OLLAMA_PATH = "/api"
-TGI_PATHS = ("/", "/generate_stream")
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
 }
 
 RETRY_AFTER_SECONDS = 1
@@ -134,45 +121,56 @@ def printable(text: str) -> str:
     return "".join(char if " " <= char <= "~" else "?" for char in text[:MAX_SHOWN_LENGTH])
 
 
-def error_object(error: RequestError) -> dict[str, dict[str, str | None]]:
-    """The body of an error response; all four keys are always present."""
+def error_object(error: RequestError) -> dict[str, Any]:
+    """The body of an error response in the OpenAI API's format; all four keys are always present."""
     return {
         "error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code},
     }
 
 
-def anthropic_error(error: RequestError) -> dict[str, Any]:
-    """The body of an Anthropic API error response; the type is derived from the status."""
-    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+class ErrorForm(NamedTuple):
+    """How the endpoints of an API write errors."""
+
+    name: str
+    """In the OpenAPI document."""
+    schema: dict[str, Any]
+    body: Callable[[RequestError], dict[str, Any]]
+    paths: tuple[str, ...] = ()
+    """Paths of the API; what is below them is part of it, also where there is no endpoint."""
 
 
-def ollama_error(error: RequestError) -> dict[str, str]:
-    """The body of an Ollama API error response."""
-    return {"error": error.message}
+ERROR = ErrorForm(
+    "Error",
+    {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                },
+            }
+        },
+    },
+    error_object,
+)
 
 
-def tgi_error(error: RequestError) -> dict[str, str]:
-    """The body of a Text Generation Inference error response."""
-    if isinstance(error, QueueFull | Unavailable):
-        kind = "overloaded"
-    else:
-        kind = "validation" if error.status < 500 else "generation"
-    return {"error": error.message, "error_type": kind}
-
-
-def _body_of(error: RequestError, path: str) -> dict[str, Any]:
+def _body_of(error: RequestError, path: str, forms: Iterable[ErrorForm]) -> dict[str, Any]:
     """The body of an error response in the format of the API that the path belongs to."""
-    for prefix, body in ((ANTHROPIC_PATH, anthropic_error), (OLLAMA_PATH, ollama_error)):
-        if path == prefix or path.startswith(prefix + "/"):
-            return dict(body(error))
-    if path in TGI_PATHS:
-        return dict(tgi_error(error))
-    return dict(error_object(error))
+    for form in forms:
+        if any(path == own or path.startswith(f"{own}/") for own in form.paths):
+            return form.body(error)
+    return error_object(error)
 
 
-def error_response(error: RequestError, path: str = "") -> Response:
-    """The response to a rejected or failed request to ``path``."""
+def error_response(error: RequestError, path: str = "", forms: Iterable[ErrorForm] = ()) -> Response:
+    """The response to a rejected or failed request to ``path``, in the one of ``forms`` that it belongs to."""
     headers: dict[str, str] = {}
     retry_after = error.retry_after
     if isinstance(error, QueueFull | Unavailable):
@@ -187,7 +185,7 @@ def error_response(error: RequestError, path: str = "") -> Response:
     if isinstance(error, DeadlineExceeded):
         # The client chose the deadline, so its library must not retry automatically.
         headers["x-should-retry"] = "false"
-    body = msgspec.json.encode(_body_of(error, path))
+    body = msgspec.json.encode(_body_of(error, path, forms))
     return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
 
@@ -199,11 +197,17 @@ def rejection_of(error: RequestError) -> str:
     return "invalid" if error.status < 500 else "other"
 
 
+def _forms_of(request: Request) -> tuple[ErrorForm, ...]:
+    """The forms of errors of an application's endpoints, besides ``ERROR``."""
+    forms: tuple[ErrorForm, ...] = getattr(request.app.state, "error_forms", ())
+    return forms
+
+
 async def on_request_error(request: Request, error: Exception) -> Response:
     """Exception handler for ``RequestError``."""
     assert isinstance(error, RequestError)
-    request.app.state.services.engine.metrics.observe_rejection(rejection_of(error))
-    return error_response(error, request.scope["path"])
+    request.app.state.services.monitored.metrics.observe_rejection(rejection_of(error))
+    return error_response(error, request.scope["path"], _forms_of(request))
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -216,7 +220,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         refusal = HTTPRefusal(405, f"Invalid method for URL ({where}).", "method_not_allowed")
     else:
         refusal = HTTPRefusal(error.status_code, f"Invalid URL ({where}).", "unknown_url")
-    response = error_response(refusal, request.scope["path"])
+    response = error_response(refusal, request.scope["path"], _forms_of(request))
     if error.status_code == 405:
         response.headers["Allow"] = _methods(request)
     return response

@@ -21,7 +21,7 @@ from octavo.telemetry.metrics import Metrics
 from octavo_server.generation import ClientGone
 from octavo_server.http.access_log import log_access
 from octavo_server.http.allowed_hosts import AllowedHosts, AllowedOrigins
-from octavo_server.http.errors import HTTPRefusal, UnexpectedError, error_response, rejection_of
+from octavo_server.http.errors import ErrorForm, HTTPRefusal, UnexpectedError, error_response, rejection_of
 from octavo_server.http.pacing import RequestPacer
 from octavo_server.http.server import WRITE_PIECE
 from octavo_server.observe.tracing import TRACE_HEADERS
@@ -56,11 +56,13 @@ class RequestMiddleware:
         metrics: Metrics,
         is_logged: bool,
         is_traced: bool,
+        error_forms: tuple[ErrorForm, ...] = (),
         is_open: Callable[[str, str], bool] | None = None,
     ) -> None:
         """``is_open`` says of a method and a path whether they need no API key; by default, none is without."""
         self.app = app
         self._is_open = is_open or (lambda method, path: False)
+        self._error_forms = error_forms
         self._metrics = metrics
         self._keys = keys
         self._hosts = hosts
@@ -103,13 +105,13 @@ class RequestMiddleware:
             status = status or CLIENT_CLOSED_REQUEST
         except RequestError as error:
             self._metrics.observe_rejection(rejection_of(error))
-            await error_response(error, scope["path"])(scope, receive, send_named)
+            await error_response(error, scope["path"], self._error_forms)(scope, receive, send_named)
         except CANCELLATIONS:
             raise
         except BaseException:
             logger.exception("%s: unexpected error", request_id)
             if not status:
-                await error_response(UnexpectedError(), scope["path"])(scope, receive, send_named)
+                await error_response(UnexpectedError(), scope["path"], self._error_forms)(scope, receive, send_named)
         scope.pop(WRITE_PIECE, None)  # breaks a reference cycle: it refers to the connection, which refers to the scope
         # The route's pattern, not the path: clients must not be able to create metric labels.
         handler = getattr(scope.get("route"), "path", "other")

@@ -1,4 +1,4 @@
-"""Responses of a generation, as server-sent events or unstreamed, with detection of client disconnects.
+"""Responses: JSON, and server-sent events of a generation, with detection of client disconnects.
 
 Format: https://html.spec.whatwg.org/multipage/server-sent-events.html, with the OpenAI API's conventions: frames of one
 ``data:`` line, ``data: [DONE]`` at the end, comments as keep-alives.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -17,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import CANCELLATIONS, RequestError
-from octavo_server.generation import Choice, ClientGone, Generation, ignore_updates
+from octavo_server.generation import Choice, ClientGone, EventWriter, Generation, ignore_updates
 from octavo_server.http.errors import error_object
 from octavo_server.http.server import WRITE_PIECE, WritePiece
 
@@ -27,17 +26,23 @@ KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
+encode = msgspec.json.encode
 
-class EventWriter(Protocol):
-    """Renders new output as frames; each API has its own."""
+_LINE_BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+"""Characters that JSON does not escape and that some event stream readers treat as line breaks."""
 
-    def frames(self, choice: Choice) -> bytes:
-        """The frames of a choice's new output, including its end once finished."""
-        ...
 
-    def last_frames(self) -> bytes:
-        """Frames after the end of all choices, before the stream's end marker."""
-        ...
+def encode_line(value: object) -> bytes:
+    """``value`` as JSON on a single line for all event stream readers."""
+    data = encode(value)
+    if not data.isascii():
+        for line_break, escape in _LINE_BREAKS:
+            data = data.replace(line_break, escape)
+    return data
+
+
+def json_response(body: object, headers: Mapping[str, str]) -> Response:
+    return Response(encode(body), headers=headers, media_type="application/json")
 
 
 @contextlib.asynccontextmanager
@@ -108,7 +113,7 @@ class EventStream(Response):
 
     def error_frames(self, error: RequestError) -> bytes:
         """The events that report an error."""
-        return b"data: " + msgspec.json.encode(error_object(error)) + b"\n\n"
+        return b"data: " + encode(error_object(error)) + b"\n\n"
 
 
 def _leave_all(data: bytes) -> bool:

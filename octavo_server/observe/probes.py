@@ -14,9 +14,9 @@ from octavo.errors import Unavailable
 from octavo.setting import SECRETS
 from octavo.telemetry.metrics import CONTENT_TYPE
 from octavo.types import EngineInfo
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.services import Services, asked_services_of, common_services_of
+from octavo_server.http.sse import json_response
+from octavo_server.services import ModelServices, asked_services_of, common_services_of
 
 
 def version() -> str:
@@ -67,7 +67,7 @@ async def stats(request: Request) -> Response:
     )
 
 
-def _short_stats(services: Services) -> dict[str, Any]:
+def _short_stats(services: ModelServices) -> dict[str, Any]:
     """A summary under alternative names; ``used_pages`` is 0 while idle."""
     engine, stats, info = services.engine, services.engine.stats, services.engine.info
     used = stats.num_used_blocks
@@ -99,7 +99,7 @@ def _short_stats(services: Services) -> dict[str, Any]:
     }
 
 
-def _given(services: Services) -> dict[str, Any]:
+def _given(services: ModelServices) -> dict[str, Any]:
     """The settings, without secrets; ``None``: chosen by the engine or absent."""
     return {name: value for name, value in to_flat(services.config).items() if name not in SECRETS}
 

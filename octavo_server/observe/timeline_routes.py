@@ -6,17 +6,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import HTTPRefusal, UnsupportedParameter, printable
-from octavo_server.services import asked_services_of, services_of
+from octavo_server.http.sse import json_response
+from octavo_server.services import asked_services_of, server_of
 from octavo_server.tenants.api_keys import caller_of
 
 
 async def timeline(request: Request) -> Response:
     """The timeline of each choice of a response; readable by the response's own API key and by the admin."""
     name, caller = request.path_params["request_id"], caller_of(request)
-    report = services_of(request).engine.timelines.report(name, None if caller.sees_all else caller.name)
+    owner = None if caller.sees_all else caller.name
+    reports = (each.engine.timelines.report(name, owner) for each in server_of(request).models)
+    report = next((found for found in reports if found is not None), None)
     if report is None:
         raise HTTPRefusal(404, f"Nothing is known of a request with the id '{printable(name)}'.", "not_found")
     return json_response({"id": name, "choices": report}, {})

@@ -105,7 +105,7 @@ def test_a_prompt_and_a_limit_that_do_not_fit_are_refused_not_clamped(served: Se
 
 def test_text_beyond_all_measure_is_refused_without_tokenising(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served = serve_app()
-    admitting = served.app.state.services.admission
+    admitting = served.app.state.services.first.admission
     longest = admitting.tokenizer.longest_token_bytes
 
     class NeverCalled:
@@ -120,7 +120,7 @@ def test_text_beyond_all_measure_is_refused_without_tokenising(serve_app: Any, m
 @pytest.mark.parametrize("kind", ["text", "conversation"])
 def test_short_texts_do_not_wait_for_long_ones(serve_app: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     served = serve_app()
-    admitting = served.app.state.services.admission
+    admitting = served.app.state.services.first.admission
     began, may_end, encode = threading.Event(), threading.Event(), admitting.tokenizer.encode
 
     def slow(text: str, add_special_tokens: bool = True) -> list[int]:
@@ -150,7 +150,7 @@ def test_long_texts_and_conversations_are_tokenised_in_a_thread(
     serve_app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve_app()
-    admitting = served.app.state.services.admission
+    admitting = served.app.state.services.first.admission
     seen: list[bool] = []
     encode = admitting.tokenizer.encode
 
@@ -170,7 +170,7 @@ def test_long_texts_and_conversations_are_tokenised_in_a_thread(
 def test_long_texts_leave_cores_to_the_event_loop(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission.os, "cpu_count", lambda: 4)
     served = serve_app()
-    admitting = served.app.state.services.admission
+    admitting = served.app.state.services.first.admission
     encode, lock, together = admitting.tokenizer.encode, threading.Lock(), threading.Semaphore(2)
     seen = []
 

@@ -38,7 +38,7 @@ def served(default_model_path: Path) -> Iterator[Served]:
 
 
 def test_pieces_of_200_random_answers_add_up(served: Served) -> None:
-    tokenizer = served.app.state.services.tokenizer
+    tokenizer = served.app.state.services.first.tokenizer
     rng = random.Random(7)
     text_tokens = [token for sample in SAMPLES for token in tokenizer.encode(sample)]
     for number in range(200):

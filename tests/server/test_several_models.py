@@ -212,6 +212,6 @@ def test_lists_and_reports_know_every_model(served: AppServer) -> None:
 
 
 def test_a_full_queue_of_one_model_leaves_room_for_the_others(served: AppServer) -> None:
-    served.app.state.services.admission._reserved[""] = 1000
+    served.app.state.services.first.admission._reserved[""] = 1000
     assert served.complete(model="first").status_code == 429
     assert served.complete(model="second").status_code == 200

@@ -149,7 +149,7 @@ def test_a_place_that_was_given_to_a_cancelled_request_goes_on() -> None:
 
 def test_a_long_text_of_one_key_leaves_a_place_to_tokenise_for_another(serve_app: Any, tmp_path: Path) -> None:
     served = with_keys(serve_app, tmp_path)
-    admission, held = served.app.state.services.admission, threading.Event()
+    admission, held = served.app.state.services.first.admission, threading.Event()
 
     def slow() -> ChatPrompt:
         held.wait(20)
@@ -333,7 +333,7 @@ def test_the_table_of_shares_has_the_bounds_of_the_code() -> None:
     assert found["grammars that wait"][1] == str(compiler.MAX_WAITING)
     assert found["batches worked on at a time"][1] == str(batches.MAX_AT_ONCE)
     assert f", and {LEAST_SHARE} at least" in (ROOT / "docs/security.md").read_text()
-    services = create_app(ServeConfig.from_flat({}), InProcessEngine(), None).state.services
+    services = create_app(ServeConfig.from_flat({}), InProcessEngine(), None).state.services.first
     num_each = max(1, num_cpus() // 2)
     assert (services.admission.tokenising.num_places, services.admission.tokenising.num_each) == (
         num_each + 1,

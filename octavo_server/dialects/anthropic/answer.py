@@ -12,16 +12,51 @@ from typing import Any
 from octavo.errors import RequestError
 from octavo.text.reader import Call, CallProgress, Piece, Text
 from octavo_server.dialects.chat_reply import ChatReply, members_of
-from octavo_server.dialects.openai.rendering import encode_line
 from octavo_server.generation import Choice
-from octavo_server.http.errors import anthropic_error
-from octavo_server.http.sse import EventStream
+from octavo_server.http.errors import ErrorForm
+from octavo_server.http.sse import EventStream, encode_line
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 OPEN: dict[str, str | None] = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
 """Fields of an unfinished message. The API includes every key in every message, also those that are always null without
 server-side tools."""
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    """The body of an error response; the type is derived from the status."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+ERRORS = ErrorForm(
+    "AnthropicError",
+    {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            },
+        },
+    },
+    anthropic_error,
+    ("/v1/messages",),
+)
 
 
 class MessageAnswer:
@@ -33,7 +68,7 @@ class MessageAnswer:
         self._model = model
         self._shows_thinking = shows_thinking
         self._max_tokens = max_tokens
-        self._id = id
+        self.id = id
         self._has_calls = False
         self._kind = ""
         """Type of the open block, or ""."""
@@ -43,7 +78,7 @@ class MessageAnswer:
 
     # --- unstreamed ---
 
-    def unstreamed(self) -> dict[str, Any]:
+    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
         """The message, once its choice is finished."""
         blocks: list[dict[str, Any]] = []
         for piece in self._pieces():
@@ -69,7 +104,7 @@ class MessageAnswer:
         return pieces if self._shows_thinking else [p for p in pieces if isinstance(p, Call) or p.kind != "reasoning"]
 
     def _message(self) -> dict[str, Any]:
-        return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
 
     def _end(self, choice: Choice) -> dict[str, str | None]:
         """The fields that say why the message ended."""

@@ -18,7 +18,7 @@ from octavo_server.dialects.history import LeftOut
 from octavo_server.dialects.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.errors import UnsupportedParameter, printable
-from octavo_server.services import Services
+from octavo_server.services import ModelServices
 
 ACCEPTED = frozenset({"service_tier", "cache_control", "anthropic_version", "anthropic_beta", "betas"})
 """Where a request is computed, and caching hints, which are ignored because caching is automatic."""
@@ -72,7 +72,7 @@ counted_decoder = BodyDecoder(Counted, {}, ACCEPTED, IGNORED)
 message_decoder = BodyDecoder(MessageBody, refused_elsewhere(MessageBody, ACCEPTED), ACCEPTED, IGNORED)
 
 
-def without_effect(body: Counted, services: Services) -> list[str]:
+def without_effect(body: Counted, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
     named = [f"output_config.{name}" for name in body.output_config if name not in CONFIG_KEYS]
     if effort(_effort(body), services) is None:
@@ -90,7 +90,7 @@ def _edits(given: dict[str, Any]) -> Iterator[str]:
             yield str(edit.get("type"))
 
 
-def translated(body: Counted, services: Services) -> Translated:
+def translated(body: Counted, services: ModelServices) -> Translated:
     """Convert the conversation to a chat completion. Raises ``InvalidParameter``."""
     left_out = LeftOut()
     system = system_text(body.system)
@@ -125,7 +125,7 @@ def translated(body: Counted, services: Services) -> Translated:
     return Translated(chat, FieldNames(names, list_places, TOOL_MEMBERS), left_out.names)
 
 
-def translated_message(body: MessageBody, services: Services) -> Translated:
+def translated_message(body: MessageBody, services: ModelServices) -> Translated:
     """Convert the request to a chat completion. Raises ``InvalidParameter``."""
     if not 1 <= body.max_tokens <= MAX_TOKEN_ID:
         raise InvalidParameter("max_tokens", f"'max_tokens' must be a whole number from 1 to {MAX_TOKEN_ID}.")
@@ -152,7 +152,7 @@ def wants_thinking(body: Counted) -> bool:
     return body.thinking is not None and body.thinking.get("type") != "disabled"
 
 
-def _thinking(thinking: dict[str, Any] | None, services: Services) -> dict[str, Any]:
+def _thinking(thinking: dict[str, Any] | None, services: ModelServices) -> dict[str, Any]:
     """Template variables for the ``thinking`` field. Raises ``InvalidParameter``."""
     kind = "disabled" if thinking is None else thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):

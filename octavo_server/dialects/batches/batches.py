@@ -26,14 +26,14 @@ from octavo.errors import CANCELLATIONS, InvalidParameter
 from octavo_server.dialects.batches.files import StoredFile, content_of, find, new_file
 from octavo_server.dialects.batches.runner import BadLine, Line, LineReader, LineRunner, Outcome, digest_of
 from octavo_server.dialects.openai.pages import page
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.durable.background_jobs import retry_while_unavailable
-from octavo_server.durable.serve import end_all, end_with_key
+from octavo_server.durable.own_requests import end_all, end_with_key
 from octavo_server.durable.store import Row, StoredItem, decode, decoded
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import NotFound, UnexpectedError, printable
-from octavo_server.services import Services, services_of
+from octavo_server.http.sse import json_response
+from octavo_server.services import ServerServices, server_of
 from octavo_server.tenants.api_keys import caller_of
 from octavo_server.tenants.places import Places
 
@@ -92,14 +92,14 @@ decoder = BodyDecoder(BatchBody, {}, frozenset())
 
 
 async def create_batch(request: Request) -> Response:
-    services, owner = services_of(request), caller_of(request).name
-    services, body, headers = await services.read(request, decoder)
+    server, owner = server_of(request), caller_of(request).name
+    _, body, headers = await server.read(request, decoder)
     served = request.app.state.batches.endpoints
     if body.endpoint not in served:
         raise InvalidParameter("endpoint", f"'endpoint' must be one of {', '.join(served)}.")
     if body.completion_window != WINDOW:
         raise InvalidParameter("completion_window", f"'completion_window' must be '{WINDOW}'.")
-    if await find(services.store, body.input_file_id, owner) is None:
+    if await find(server.store, body.input_file_id, owner) is None:
         raise InvalidParameter("input_file_id", f"There is no file '{printable(body.input_file_id)}'.")
     batch = _begun(body)
     await request.app.state.batches.begin(batch, owner)
@@ -107,7 +107,7 @@ async def create_batch(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    kept = await services_of(request).store.list(KIND, caller_of(request).name)
+    kept = await server_of(request).store.list(KIND, caller_of(request).name)
     live = request.app.state.batches.live
     return json_response(page(request, [live.get(row.id) or batch for row, batch in _read(kept)]), {})
 
@@ -133,7 +133,7 @@ ENDPOINTS = [
 
 async def _batch(request: Request) -> Batch:
     name, owner = request.path_params["batch_id"], caller_of(request).name
-    value = await services_of(request).store.get(KIND, name, owner)
+    value = await server_of(request).store.get(KIND, name, owner)
     if value is None:
         raise NotFound(f"There is no batch '{printable(name)}'.", param="batch_id")
     live: Batch | None = request.app.state.batches.live.get(name)
@@ -171,15 +171,15 @@ class Batches:
     def __init__(self, app: Starlette, endpoints: list[Endpoint]) -> None:
         self.endpoints = {each.path: each for each in endpoints if each.method == "POST" and each.path in SERVED}
         self.live: dict[str, Batch] = {}
-        self._services: Services = app.state.services
+        self._server: ServerServices = app.state.services
         # The other half of the places is reserved for clients.
-        self._runner = LineRunner(app, self.endpoints, max(1, self._services.engine.info.max_num_seqs // 2))
+        self._runner = LineRunner(app, self.endpoints, max(1, self._server.first.engine.info.max_num_seqs // 2))
         self._turns = Places(sys.maxsize, MAX_AT_ONCE)
 
     async def resume(self) -> None:
         """Resume batches that an earlier process left unfinished."""
         own = set(self.live)  # before the list is read: they may end meanwhile
-        for row, batch in _read(await self._services.store.list(KIND)):
+        for row, batch in _read(await self._server.store.list(KIND)):
             if batch["status"] not in DONE and batch["id"] not in own | self.live.keys():
                 is_cancelled = batch["status"] == "cancelling"
                 self._start(self._finish_cancelled if is_cancelled else self._work, batch, row.owner)
@@ -187,24 +187,24 @@ class Batches:
     async def stop(self) -> None:
         """Leave the batches to the next process."""
         for id in list(self.live):
-            await self._services.jobs.cancel(id)
+            await self._server.jobs.cancel(id)
 
     async def begin(self, batch: Batch, owner: str) -> None:
         """Store a new batch, and start its job. Raises ``QueueFull``."""
-        self._services.jobs.check_room(owner)
-        await self._services.store.put_all(owner, [_item(batch)])
+        self._server.jobs.check_room(owner)
+        await self._server.store.put_all(owner, [_item(batch)])
         self._start(self._work, batch, owner)
 
     async def cancel(self, batch: Batch, owner: str) -> None:
         """Cancel a batch; results so far are kept."""
         _mark(batch, "cancelling")
-        await self._services.jobs.cancel(batch["id"])
+        await self._server.jobs.cancel(batch["id"])
         if batch["status"] == "cancelling":
-            await self._services.jobs.settle(batch["id"], self._do(self._finish_cancelled, batch, owner), owner)
+            await self._server.jobs.settle(batch["id"], self._do(self._finish_cancelled, batch, owner), owner)
 
     def _start(self, work: Work, batch: Batch, owner: str) -> None:
         self.live[batch["id"]] = batch
-        self._services.jobs.start(batch["id"], self._do(work, batch, owner), owner)
+        self._server.jobs.start(batch["id"], self._do(work, batch, owner), owner)
 
     async def _do(self, work: Work, batch: Batch, owner: str) -> None:
         """Run ``work`` on a batch; if it raises, the batch fails with that reason."""
@@ -253,13 +253,13 @@ class Batches:
             await self._finish(batch, owner, "completed")
 
     async def _work_off(self, todo: _Todo, batch: Batch, owner: str) -> None:
-        caller = self._services.keys.caller(owner)
+        caller = self._server.keys.caller(owner)
         while (line := await todo.next()) is not None:
             key = f"{batch['id']}.{digest_of(line.custom_id).hex()}"
             outcome = await self._runner.run(line, caller, key)
             await self._put(owner, [StoredItem(_lines_kind(batch), line.custom_id, msgspec.json.encode(outcome))])
             _count(batch, outcome)
-            end_with_key(self._services, caller, key)
+            end_with_key(self._server, caller, key)
 
     def _lines(self, reader: LineReader, batch: Batch, owner: str) -> AsyncIterator[Line]:
         return reader.read(content_of(self._get, batch["input_file_id"], owner))
@@ -267,13 +267,13 @@ class Batches:
     async def _outcomes(self, batch: Batch, owner: str) -> AsyncIterator[tuple[bytes, Outcome]]:
         """Stored and decoded results, oldest first; those that cannot be read are left out."""
         kind = _lines_kind(batch)
-        for id in await retry_while_unavailable(lambda: self._services.store.ids(kind, owner)):
+        for id in await retry_while_unavailable(lambda: self._server.store.ids(kind, owner)):
             value = await self._get(kind, id, owner)
             for row, outcome in decoded(kind, [] if value is None else [Row(id, owner, value)], Outcome):
                 yield row.value, outcome
 
     async def _get(self, kind: str, id: str, owner: str) -> bytes | None:
-        return await retry_while_unavailable(lambda: self._services.store.get(kind, id, owner))
+        return await retry_while_unavailable(lambda: self._server.store.get(kind, id, owner))
 
     async def _finish(self, batch: Batch, owner: str, status: str) -> None:
         """Write the result files, and mark the batch as done."""
@@ -309,13 +309,13 @@ class Batches:
         ended: Batch = {**batch, **names}
         _mark(ended, status)
         await self._put(owner, _Joined([*files, [_item(ended)]]), instead_of=_lines_kind(batch))
-        end_all(self._services, self._services.keys.caller(owner), f"{batch['id']}.")
+        end_all(self._server, self._server.keys.caller(owner), f"{batch['id']}.")
         batch.update(ended)
         self.live.pop(batch["id"], None)
 
     async def _put(self, owner: str, items: Iterable[StoredItem], instead_of: str | None = None) -> None:
         is_large = instead_of is not None
-        await retry_while_unavailable(lambda: self._services.store.put_all(owner, items, instead_of, is_large))
+        await retry_while_unavailable(lambda: self._server.store.put_all(owner, items, instead_of, is_large))
 
 
 class _Joined:

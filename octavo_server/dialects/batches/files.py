@@ -22,11 +22,11 @@ from starlette.responses import Response, StreamingResponse
 
 from octavo.errors import InvalidParameter
 from octavo_server.dialects.openai.pages import page
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.durable.store import Store, StoredItem, decode, decoded
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import HTTPRefusal, MissingParameter, NotFound, printable
-from octavo_server.services import services_of
+from octavo_server.http.sse import json_response
+from octavo_server.services import server_of
 from octavo_server.tenants.api_keys import caller_of
 
 KIND = "file"
@@ -61,13 +61,13 @@ class FileObject(msgspec.Struct, kw_only=True):
 
 
 async def create_file(request: Request) -> Response:
-    services = services_of(request)
+    server = server_of(request)
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         message = "A file must be sent with 'Content-Type: multipart/form-data'."
         raise HTTPRefusal(400, message, "unsupported_media_type")
     with tempfile.TemporaryFile() as content:  # without a name, readable by this process only
         form = _Form(request.headers["content-type"], content)
-        await services.body_receiver.spool(request, form.take)
+        await server.body_receiver.spool(request, form.take)
         form.finish()
         if form.file_name is None:
             raise MissingParameter("file")
@@ -75,7 +75,7 @@ async def create_file(request: Request) -> Response:
         if purpose not in PURPOSES:
             raise InvalidParameter("purpose", f"'purpose' must be one of {', '.join(PURPOSES)}.")
         file = new_file(form.file_name, content, purpose)
-        await services.store.put_all(caller_of(request).name, StoredFile(file, content), is_large=True)
+        await server.store.put_all(caller_of(request).name, StoredFile(file, content), is_large=True)
     return json_response(msgspec.to_builtins(file), {})
 
 
@@ -139,7 +139,7 @@ def _piece_id(number: int) -> str:
 
 
 async def list_files(request: Request) -> Response:
-    kept = await services_of(request).store.list(KIND, caller_of(request).name)
+    kept = await server_of(request).store.list(KIND, caller_of(request).name)
     purpose = request.query_params.get("purpose")
     files: list[dict[str, Any]] = [msgspec.to_builtins(file) for _, file in decoded(KIND, kept, FileObject)]
     return json_response(page(request, [file for file in files if purpose in (None, file["purpose"])]), {})
@@ -151,13 +151,13 @@ async def retrieve_file(request: Request) -> Response:
 
 async def file_content(request: Request) -> Response:
     file = await _file(request)
-    content = content_of(services_of(request).store.get, file.id, caller_of(request).name)
+    content = content_of(server_of(request).store.get, file.id, caller_of(request).name)
     headers = {"content-length": str(file.bytes)}
     return StreamingResponse(content, headers=headers, media_type="application/octet-stream")
 
 
 async def delete_file(request: Request) -> Response:
-    store, owner, name = services_of(request).store, caller_of(request).name, request.path_params["file_id"]
+    store, owner, name = server_of(request).store, caller_of(request).name, request.path_params["file_id"]
     if not await store.delete(KIND, name, owner):
         raise _not_found(name)
     await store.delete(CONTENT, name, owner)
@@ -183,7 +183,7 @@ async def find(store: Store, id: str, owner: str) -> FileObject | None:
 async def _file(request: Request) -> FileObject:
     """The file that the path names. Raises ``RequestError``."""
     name = request.path_params["file_id"]
-    file = await find(services_of(request).store, name, caller_of(request).name)
+    file = await find(server_of(request).store, name, caller_of(request).name)
     if file is None:
         raise _not_found(name)
     return file

@@ -15,12 +15,12 @@ from starlette.responses import Response
 
 from octavo.errors import CANCELLATIONS, QueueFull, RequestError, Unavailable
 from octavo_server.durable.background_jobs import inner_request, retry_while_unavailable
-from octavo_server.durable.serve import key_headers
+from octavo_server.durable.own_requests import key_headers
 from octavo_server.http.body_decoder import BYTE_ORDER_MARK
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnexpectedError, error_object
 from octavo_server.http.json_size import num_members
-from octavo_server.services import Services
+from octavo_server.services import ServerServices
 from octavo_server.tenants.api_keys import Caller
 from octavo_server.tenants.places import Places
 
@@ -146,7 +146,7 @@ class LineRunner:
     """Runs lines, at most ``num_places`` at a time. API keys have turns, however many batches one has."""
 
     def __init__(self, app: Starlette, endpoints: Mapping[str, Endpoint], num_places: int) -> None:
-        self._services: Services = app.state.services
+        self._server: ServerServices = app.state.services
         self._app = app
         self._endpoints = endpoints
         self.num_places = num_places
@@ -165,7 +165,7 @@ class LineRunner:
         status, body = 200, b""
         request_id = uuid.uuid4().hex
         try:
-            headers = key_headers(self._services, caller, key)
+            headers = key_headers(self._server, caller, key)
             request = inner_request(self._app, line.url, bytes(line.body), caller, headers)
             response: Response = await self._endpoints[line.url].endpoint(request)
             body = bytes(response.body)

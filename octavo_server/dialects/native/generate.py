@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
-from octavo_server.dialects.native.dialect import with_statuses
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.generation import Choice
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.sse import finished_choices
-from octavo_server.services import Services, services_of
+from octavo_server.pipeline import Dialect, Submission
+from octavo_server.services import ModelServices
 
 MAX_PROMPT_CHARACTERS = 8000
 MAX_NEW_TOKENS = 512
@@ -43,14 +41,7 @@ class PlainBody(msgspec.Struct, kw_only=True):
     timeout: float | None = None
 
 
-generate_decoder = BodyDecoder(GenerateBody, {}, frozenset())
-plain_decoder = BodyDecoder(PlainBody, {}, frozenset())
-
-
-async def generate(request: Request) -> Response:
-    services, start = services_of(request), time.monotonic()
-    services.check_room(request)
-    services, body, headers = await services.read(request, generate_decoder)
+async def _exactly(body: GenerateBody, services: ModelServices, request: Request) -> Submission:
     if not 1 <= len(body.prompt) <= MAX_PROMPT_CHARACTERS:
         raise InvalidParameter("prompt", f"'prompt' must have 1 to {MAX_PROMPT_CHARACTERS} characters.")
     if not 1 <= body.max_new_tokens <= MAX_NEW_TOKENS:
@@ -62,64 +53,85 @@ async def generate(request: Request) -> Response:
         temperature=body.temperature,
         timeout=body.timeout,
     )
-    choice = await _finished(services, completion, request)
-    result = {
-        "request_id": str(uuid.uuid4()),
-        "text": choice.take().text,
-        "generated_tokens": choice.num_tokens,
-        "latency_ms": round((time.monotonic() - start) * 1000, 3),
-        "finish_reason": choice.finish_reason,
-        "model": services.model_name,
-    }
-    return json_response(result, headers)
+
+    def shown(choice: Choice) -> dict[str, Any]:
+        return {
+            "request_id": str(uuid.uuid4()),
+            "text": choice.take().text,
+            "generated_tokens": choice.num_tokens,
+            "latency_ms": round((time.monotonic() - request.state.started) * 1000, 3),
+            "finish_reason": choice.finish_reason,
+            "model": services.model_name,
+        }
+
+    return _submission(completion, services, request, shown)
 
 
-async def generate_plainly(request: Request) -> Response:
-    services = services_of(request)
-    services.check_room(request)
-    services, body, headers = await services.read(request, plain_decoder)
+async def _at_most(body: PlainBody, services: ModelServices, request: Request) -> Submission:
     for field, is_bad in (("prompt", not body.prompt.strip()), ("max_tokens", body.max_tokens < 1)):
         if is_bad:
             raise BadValue(field, f"'{field}' must not be empty." if field == "prompt" else f"'{field}' is below 1.")
     completion = CompletionBody(
         prompt=body.prompt, max_tokens=body.max_tokens, temperature=body.temperature, timeout=body.timeout
     )
-    choice = await _finished(services, completion, request)
-    is_cut = choice.finish_reason == "length"
-    result = {
-        "request_id": str(uuid.uuid4()),
-        "prompt": body.prompt,
-        "generated_text": body.prompt + choice.take().text,
-        "token_count": choice.num_tokens,
-        "stop_reason": f"Reached max_tokens limit of {body.max_tokens}." if is_cut else STOPPED,
-    }
-    return json_response(result, headers)
+
+    def shown(choice: Choice) -> dict[str, Any]:
+        is_cut = choice.finish_reason == "length"
+        return {
+            "request_id": str(uuid.uuid4()),
+            "prompt": body.prompt,
+            "generated_text": body.prompt + choice.take().text,
+            "token_count": choice.num_tokens,
+            "stop_reason": f"Reached max_tokens limit of {body.max_tokens}." if is_cut else STOPPED,
+        }
+
+    return _submission(completion, services, request, shown)
 
 
 class BadValue(InvalidParameter):
     """A value of the right type that is out of range."""
 
 
-async def _finished(services: Services, body: CompletionBody, request: Request) -> Choice:
-    choices = await finished_choices(await services.admission.admit(client_request(body, services, request)), request)
-    return choices[0]
+class PlainAnswer:
+    """Shows one choice as a JSON object; there are no streams."""
+
+    id = ""
+
+    def __init__(self, shown: Callable[[Choice], dict[str, Any]]) -> None:
+        self._shown = shown
+
+    def unstreamed(self, choices: list[Choice]) -> object:
+        return self._shown(choices[0])
+
+    def frames(self, choice: Choice) -> bytes:
+        raise NotImplementedError
+
+    def last_frames(self) -> bytes:
+        raise NotImplementedError
+
+
+def _submission(
+    body: CompletionBody, services: ModelServices, request: Request, shown: Callable[[Choice], dict[str, Any]]
+) -> Submission:
+    return Submission(
+        request=client_request(body, services, request),
+        answer=lambda generation: PlainAnswer(shown),
+        is_streamed=False,
+    )
 
 
 _STATUSES: dict[Any, int] = {BadValue: 400, ContextLengthExceeded: 400, InvalidParameter: 422, MalformedJSON: 422}
 
+GENERATE = Dialect(BodyDecoder(GenerateBody, {}, frozenset()), _exactly, statuses=_STATUSES)
+PLAIN = Dialect(BodyDecoder(PlainBody, {}, frozenset()), _at_most, statuses={**_STATUSES, QueueFull: 503})
 ENDPOINTS = [
     Endpoint(
         "POST",
         "/v1/generate",
-        with_statuses(generate, _STATUSES),
+        GENERATE.serve,
         f"Continue a text of at most {MAX_PROMPT_CHARACTERS:,} characters by exactly 1 to {MAX_NEW_TOKENS} tokens",
         GenerateBody,
+        name="generate",
     ),
-    Endpoint(
-        "POST",
-        "/generate",
-        with_statuses(generate_plainly, {**_STATUSES, QueueFull: 503}),
-        "Continue a text",
-        PlainBody,
-    ),
+    Endpoint("POST", "/generate", PLAIN.serve, "Continue a text", PlainBody, name="generate_plainly"),
 ]

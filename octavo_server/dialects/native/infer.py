@@ -6,18 +6,17 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, QueueFull, RequestError
-from octavo_server.dialects.native.dialect import with_statuses
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
-from octavo_server.dialects.openai.rendering import encode_line, usage
+from octavo_server.dialects.openai.rendering import usage
 from octavo_server.generation import Choice
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnknownParameter
-from octavo_server.http.sse import EventStream
-from octavo_server.services import services_of
+from octavo_server.http.sse import EventStream, encode_line
+from octavo_server.pipeline import Dialect, Submission
+from octavo_server.services import ModelServices
 
 
 class InferBody(msgspec.Struct, kw_only=True):
@@ -42,15 +41,18 @@ class EmptyPrompt(InvalidParameter):
     """The prompt is empty."""
 
 
-decoder = BodyDecoder(InferBody, {}, frozenset())
+class StrictDecoder(BodyDecoder[InferBody]):
+    """Refuses unknown fields, whatever the setting."""
+
+    def read(self, body: bytes, max_model_len: int = 0) -> tuple[InferBody, list[str]]:
+        """The value. Raises ``RequestError``."""
+        value, unknown = super().read(body, max_model_len)
+        if unknown:
+            raise UnknownParameter(unknown)
+        return value, []
 
 
-async def infer(request: Request) -> Response:
-    services = services_of(request)
-    services.check_room(request)
-    services, body, unknown = await services.decoded(request, decoder)
-    if unknown:
-        raise UnknownParameter(unknown)
+async def _translate(body: InferBody, services: ModelServices, request: Request) -> Submission:
     if not body.prompt:
         raise EmptyPrompt("prompt", "'prompt' must not be empty.")
     if body.max_tokens < 1:
@@ -70,8 +72,12 @@ async def infer(request: Request) -> Response:
         timeout=body.timeout,
         **_constraint(body.response_format),
     )
-    generation = await services.admission.admit(client_request(completion, services, request))
-    return InferStream(generation, InferEvents(), {})
+    return Submission(
+        request=client_request(completion, services, request),
+        answer=lambda generation: InferEvents(),
+        is_streamed=True,
+        stream=InferStream,
+    )
 
 
 _STATUSES: dict[type[RequestError], int] = {
@@ -82,17 +88,6 @@ _STATUSES: dict[type[RequestError], int] = {
     MalformedJSON: 422,
     QueueFull: 503,
 }
-
-answer_infer = with_statuses(infer, _STATUSES)
-ENDPOINTS = [
-    Endpoint(
-        "POST",
-        "/infer/v1/completions",
-        answer_infer,
-        "Continue text or token ids, an event for each token",
-        InferBody,
-    )
-]
 
 
 def _constraint(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -111,6 +106,8 @@ def _constraint(given: dict[str, Any] | None) -> dict[str, Any]:
 
 class InferEvents:
     """Renders the events of one choice."""
+
+    id = ""
 
     def frames(self, choice: Choice) -> bytes:
         """One event per token; text that several tokens produce together is in the last one's."""
@@ -134,6 +131,9 @@ class InferEvents:
     def last_frames(self) -> bytes:
         return b""
 
+    def unstreamed(self, choices: list[Choice]) -> object:
+        raise NotImplementedError("this dialect always streams")
+
 
 class InferStream(EventStream):
     """Named events; the last one is ``done`` or ``error``."""
@@ -146,3 +146,16 @@ class InferStream(EventStream):
 
 def _event(name: str, data: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_line(data))
+
+
+INFER = Dialect(StrictDecoder(InferBody, {}, frozenset()), _translate, statuses=_STATUSES)
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        "/infer/v1/completions",
+        INFER.serve,
+        "Continue text or token ids, an event for each token",
+        InferBody,
+        name="infer",
+    )
+]

@@ -13,26 +13,46 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import ContextLengthExceeded, InvalidParameter, RequestError
+from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull, RequestError, Unavailable
 from octavo.sampling_params import MAX_STOP_STRINGS
 from octavo.text.tokenizer import Tokenizer
-from octavo_server.dialects.native.dialect import with_statuses
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
-from octavo_server.dialects.openai.rendering import encode_line, json_response
 from octavo_server.generation import Choice, ChoiceUpdate
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnsupportedParameter, tgi_error
-from octavo_server.http.sse import EventStream, finished_choices
+from octavo_server.http.errors import ErrorForm, UnsupportedParameter
+from octavo_server.http.sse import EventStream, encode_line, json_response
 from octavo_server.image_files import MARKDOWN_IMAGE, MarkedText
 from octavo_server.observe.probes import version
-from octavo_server.services import Services, asked_services_of, services_of
+from octavo_server.pipeline import Dialect, Submission
+from octavo_server.services import ModelServices, asked_services_of
 
 DEFAULT_NEW_TOKENS = 100
 SAMPLING = ("temperature", "top_k", "top_p", "typical_p")
 """Parameters that ask for random tokens; without them and ``do_sample`` the most likely ones are taken."""
 REFUSED = ("decoder_input_details", "top_n_tokens", "truncate", "typical_p", "watermark")
 GRAMMARS = {"json": "guided_json", "json_schema": "guided_json", "regex": "guided_regex"}
+
+
+def tgi_error(error: RequestError) -> dict[str, Any]:
+    """The body of an error response."""
+    if isinstance(error, QueueFull | Unavailable):
+        kind = "overloaded"
+    else:
+        kind = "validation" if error.status < 500 else "generation"
+    return {"error": error.message, "error_type": kind}
+
+
+ERRORS = ErrorForm(
+    "TGIError",
+    {
+        "type": "object",
+        "required": ["error", "error_type"],
+        "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
+    },
+    tgi_error,
+    ("/", "/generate_stream"),
+)
 
 
 class Parameters(msgspec.Struct, kw_only=True):
@@ -69,36 +89,23 @@ class TGIBody(msgspec.Struct, kw_only=True):
     stream: bool = False
 
 
-decoder = BodyDecoder(TGIBody, {}, frozenset({"options"}))
-
-
-async def continue_text(request: Request) -> Response:
-    services = services_of(request)
-    services.check_room(request)
-    services, body, headers = await services.read(request, decoder)
-    return await _answer(body, services, request, headers)
-
-
-async def stream_text(request: Request) -> Response:
-    services = services_of(request)
-    services.check_room(request)
-    services, body, headers = await services.read(request, decoder)
-    return await _answer(msgspec.structs.replace(body, stream=True), services, request, headers)
-
-
-async def _answer(body: TGIBody, services: Services, request: Request, headers: dict[str, str]) -> Response:
+async def _translate(body: TGIBody, services: ModelServices, request: Request) -> Submission:
     tokenizer = services.need_tokenizer("inputs")
     submitted = client_request(_completion(body, services), services, request)
     image_text = services.admission.image_text
     if image_text is not None and MARKDOWN_IMAGE.search(body.inputs):
         text = MarkedText(body.inputs, image_text, "inputs")
         submitted = dataclasses.replace(submitted, prompts=[text], prompt_field="inputs")
-    generation = await services.admission.admit(submitted)
-    answer = TGIAnswer(body, tokenizer)
-    if body.stream:
-        return TGIStream(generation, answer, headers)
-    choices = await finished_choices(generation, request)
-    return Response(encode_line([answer.unstreamed(choices[0])]), headers=headers, media_type="application/json")
+    return Submission(
+        request=submitted,
+        answer=lambda generation: TGIAnswer(body, tokenizer),
+        is_streamed=body.stream,
+        stream=TGIStream,
+    )
+
+
+async def _translate_stream(body: TGIBody, services: ModelServices, request: Request) -> Submission:
+    return await _translate(msgspec.structs.replace(body, stream=True), services, request)
 
 
 _STATUSES: dict[type[RequestError], int] = {
@@ -126,20 +133,7 @@ async def info(request: Request) -> Response:
     return json_response(members, {})
 
 
-ENDPOINTS = [
-    Endpoint("GET", "/info", info, "Model and limits, as TGI says them"),
-    Endpoint("POST", "/", with_statuses(continue_text, _STATUSES), "Continue a text, as TGI does", TGIBody),
-    Endpoint(
-        "POST",
-        "/generate_stream",
-        with_statuses(stream_text, _STATUSES),
-        "Continue a text, an event for each token, as TGI does",
-        TGIBody,
-    ),
-]
-
-
-def _completion(body: TGIBody, services: Services) -> CompletionBody:
+def _completion(body: TGIBody, services: ModelServices) -> CompletionBody:
     """The request as a completion body. Raises ``InvalidParameter``."""
     given = body.parameters
     for name in REFUSED:
@@ -179,6 +173,8 @@ def _constraint(grammar: dict[str, Any] | None) -> dict[str, Any]:
 class TGIAnswer:
     """Renders one choice, unstreamed or as events."""
 
+    id = ""
+
     def __init__(self, body: TGIBody, tokenizer: Tokenizer) -> None:
         self._body = body
         self._tokenizer = tokenizer
@@ -186,13 +182,14 @@ class TGIAnswer:
         self._texts: list[str] = [body.inputs] if body.parameters.return_full_text and not body.stream else []
         self._num_events = 0
 
-    def unstreamed(self, choice: Choice) -> dict[str, Any]:
+    def unstreamed(self, choices: list[Choice]) -> list[dict[str, Any]]:
         """The answer, once its choice is finished."""
+        (choice,) = choices
         update = choice.take()
         answer: dict[str, Any] = {"generated_text": "".join([*self._texts, update.text])}
         if self._body.parameters.details:
             answer["details"] = {**self._details(choice), "prefill": [], "tokens": self._tokens(update)}
-        return answer
+        return [answer]
 
     def frames(self, choice: Choice) -> bytes:
         """An event for each token; the last one has the whole text."""
@@ -244,3 +241,21 @@ class TGIStream(EventStream):
 
     def error_frames(self, error: RequestError) -> bytes:
         return b"data:" + encode_line(tgi_error(error)) + b"\n\n"
+
+
+_decoder = BodyDecoder(TGIBody, {}, frozenset({"options"}))
+TEXT = Dialect(_decoder, _translate, statuses=_STATUSES)
+STREAM = Dialect(_decoder, _translate_stream, statuses=_STATUSES)
+ENDPOINTS = [
+    Endpoint("GET", "/info", info, "Model and limits, as TGI says them"),
+    Endpoint("POST", "/", TEXT.serve, "Continue a text, as TGI does", TGIBody, name="continue_text", errors=ERRORS),
+    Endpoint(
+        "POST",
+        "/generate_stream",
+        STREAM.serve,
+        "Continue a text, an event for each token, as TGI does",
+        TGIBody,
+        name="stream_text",
+        errors=ERRORS,
+    ),
+]

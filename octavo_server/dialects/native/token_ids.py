@@ -7,25 +7,23 @@ token on: more than one if they were updated meanwhile.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.types import TokenLogprobs
-from octavo_server.dialects.openai.completions import client_request
+from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.completions import decoder as completion_decoder
 from octavo_server.dialects.openai.logprobs import TokenNames, finite, prompt_logprobs
-from octavo_server.dialects.openai.rendering import json_response, usage
+from octavo_server.dialects.openai.rendering import usage
 from octavo_server.generation import Choice, ChoiceUpdate
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.sse import finished_choices
-from octavo_server.services import services_of
+from octavo_server.pipeline import Dialect, Submission
+from octavo_server.services import ModelServices
 
 OWN_FIELDS = frozenset(("echo", "model", "prompt", "stream", "stream_options", "use_beam_search"))
 """Fields of a completion that are not sampling parameters."""
@@ -44,13 +42,7 @@ class TokenIdsBody(msgspec.Struct, kw_only=True):
     session_id: str | None = None
 
 
-decoder = BodyDecoder(TokenIdsBody, {"stream": (), "features": ()}, frozenset(("stream_options",)))
-
-
-async def generate_tokens(request: Request) -> Response:
-    services = services_of(request)
-    services.check_room(request)
-    services, body, headers = await services.read(request, decoder)
+async def _translate(body: TokenIdsBody, services: ModelServices, request: Request) -> Submission:
     foreign = sorted(OWN_FIELDS & body.sampling_params.keys())
     if foreign:
         raise InvalidParameter("sampling_params", f"'{foreign[0]}' is no sampling parameter.")
@@ -60,34 +52,45 @@ async def generate_tokens(request: Request) -> Response:
     fields |= {} if session is None else {"prompt_cache_key": session}
     completion, ignored = completion_decoder.read(msgspec.json.encode(fields), services.engine.info.max_model_len)
     services.report(request, [f"sampling_params.{name}" for name in ignored])
-    generation = await services.admission.admit(client_request(completion, services, request))
-    choices = await finished_choices(generation, request)
-    names = TokenNames(services.tokenizer, as_ids=True)
+    return Submission(
+        request=client_request(completion, services, request),
+        answer=lambda generation: TokenIdsAnswer(services, body, completion),
+        is_streamed=False,
+        is_large=completion.logprobs is not None or completion.prompt_logprobs is not None,
+    )
 
-    def answer() -> Response:
+
+class TokenIdsAnswer:
+    """Renders the choices; there are no streams."""
+
+    id = ""
+
+    def __init__(self, services: ModelServices, body: TokenIdsBody, completion: CompletionBody) -> None:
+        self._services = services
+        self._body = body
+        self._completion = completion
+
+    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
+        """The answer, once its choices are finished."""
+        names = TokenNames(self._services.tokenizer, as_ids=True)
         taken = [(choice, choice.take()) for choice in choices]
         result: dict[str, Any] = {
-            "request_id": body.request_id or uuid.uuid4().hex,
-            "model": services.answering_name(body.model),
-            "choices": [_choice(choice, update, names, completion.logprobs) for choice, update in taken],
+            "request_id": self._body.request_id or uuid.uuid4().hex,
+            "model": self._services.answering_name(self._body.model),
+            "choices": [_choice(choice, update, names, self._completion.logprobs) for choice, update in taken],
             "usage": usage(choices),
             "weight_version": choices[0].weight_versions[-1][0],
         }
-        if completion.prompt_logprobs is not None:
-            result["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, names, completion.prompt_logprobs)
-        return json_response(result, headers)
+        if self._completion.prompt_logprobs is not None:
+            found = choices[0].prompt_logprobs
+            result["prompt_logprobs"] = prompt_logprobs(found, names, self._completion.prompt_logprobs)
+        return result
 
-    if completion.logprobs is None and completion.prompt_logprobs is None:
-        return answer()
-    return await asyncio.to_thread(answer)
+    def frames(self, choice: Choice) -> bytes:
+        raise NotImplementedError
 
-
-ENDPOINTS = [
-    Endpoint(
-        *("POST", "/inference/v1/generate", generate_tokens),
-        *("Continue token ids by token ids, as trainers do", TokenIdsBody),
-    )
-]
+    def last_frames(self) -> bytes:
+        raise NotImplementedError
 
 
 def _choice(choice: Choice, update: ChoiceUpdate, names: TokenNames, num_top: int | None) -> dict[str, Any]:
@@ -113,3 +116,18 @@ def _entry(entry: TokenLogprobs, names: TokenNames, num_top: int) -> dict[str, A
             {"token": names.name(token), "token_id": token, "logprob": finite(logprob)} for token, logprob in top
         ],
     }
+
+
+TOKEN_IDS = Dialect(
+    BodyDecoder(TokenIdsBody, {"stream": (), "features": ()}, frozenset(("stream_options",))), _translate
+)
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        "/inference/v1/generate",
+        TOKEN_IDS.serve,
+        "Continue token ids by token ids, as trainers do",
+        TokenIdsBody,
+        name="generate_tokens",
+    )
+]

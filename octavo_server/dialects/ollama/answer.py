@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,22 @@ from octavo.errors import RequestError
 from octavo.text.reader import Call, Piece, Text
 from octavo.text.tool_calls.tool_format import long_id
 from octavo_server.dialects.chat_reply import members_of
-from octavo_server.dialects.openai.rendering import encode_line
 from octavo_server.generation import Choice
-from octavo_server.http.errors import ollama_error
-from octavo_server.http.sse import EventStream
+from octavo_server.http.errors import ErrorForm
+from octavo_server.http.sse import EventStream, encode_line
+
+
+def ollama_error(error: RequestError) -> dict[str, Any]:
+    """The body of an error response."""
+    return {"error": error.message}
+
+
+ERRORS = ErrorForm(
+    "OllamaError",
+    {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}},
+    ollama_error,
+    ("/api",),
+)
 
 
 class OllamaAnswer:
@@ -32,8 +45,9 @@ class OllamaAnswer:
         self._wrapped = wrapped
         self._started = started
         """Of the request, in seconds of ``time.monotonic``."""
+        self.id = f"ollama-{uuid.uuid4().hex}"
 
-    def unstreamed(self, choice: Choice) -> dict[str, Any]:
+    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
         """The whole answer, once its choice is finished."""
         parts = {"content": "", "thinking": ""}
         calls = []
@@ -43,7 +57,7 @@ class OllamaAnswer:
             elif isinstance(piece, Text):
                 parts[_key(piece)] += piece.text
         shown: dict[str, Any] = {name: text for name, text in parts.items() if text or name == "content"}
-        return self._object({**shown, "tool_calls": calls} if calls else shown, choice)
+        return self._object({**shown, "tool_calls": calls} if calls else shown, choices[0])
 
     def frames(self, choice: Choice) -> bytes:
         """A line for each new piece, and a last one once finished."""

@@ -14,7 +14,7 @@ from octavo_server.dialects.openai.chat import ChatBody, effort, passed_over
 from octavo_server.dialects.openai.fields import NO_LIMIT
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.errors import UnsupportedParameter
-from octavo_server.services import Services
+from octavo_server.services import ModelServices
 
 LATEST = ":latest"
 """The tag that clients add to a name without one."""
@@ -76,7 +76,7 @@ chat_decoder = BodyDecoder(OllamaChatBody, REFUSED, ACCEPTED)
 generate_decoder = BodyDecoder(OllamaGenerateBody, REFUSED_IN_GENERATE, ACCEPTED)
 
 
-def without_effect(body: Common, services: Services) -> list[str]:
+def without_effect(body: Common, services: ModelServices) -> list[str]:
     """Options, and parts of the messages, that are ignored in this request. Raises ``InvalidParameter``."""
     known = {*SAMPLING, *ABOUT_LOADING, "num_predict"}
     named = [f"options.{name}" for name, value in body.options.items() if name not in known and value]
@@ -84,12 +84,12 @@ def without_effect(body: Common, services: Services) -> list[str]:
     return [*named, *passed_over(_messages(messages, services), services)] if messages else named
 
 
-def served_name(name: str, services: Services) -> str:
+def served_name(name: str, services: ModelServices) -> str:
     """The name as the server has it: without the tag ``latest``, unless it has that."""
     return name if name in services.served_names else name.removesuffix(LATEST)
 
 
-def chat_body(body: OllamaChatBody, services: Services) -> ChatBody:
+def chat_body(body: OllamaChatBody, services: ModelServices) -> ChatBody:
     """The request as a chat completion body; a last message of the assistant is the beginning of the answer. Raises
     ``InvalidParameter``."""
     chat = _chat_body(body, _messages(body.messages, services), body.tools, services)
@@ -97,7 +97,7 @@ def chat_body(body: OllamaChatBody, services: Services) -> ChatBody:
     return msgspec.structs.replace(chat, add_generation_prompt=not is_begun, continue_final_message=is_begun)
 
 
-def generate_chat_body(body: OllamaGenerateBody, services: Services) -> ChatBody:
+def generate_chat_body(body: OllamaGenerateBody, services: ModelServices) -> ChatBody:
     """The request as a conversation of one message. Raises ``InvalidParameter``."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     content = with_images(body.prompt, body.images, "images", services)
@@ -105,7 +105,7 @@ def generate_chat_body(body: OllamaGenerateBody, services: Services) -> ChatBody
 
 
 def _chat_body(
-    body: Common, messages: list[dict[str, Any]], tools: list[dict[str, Any]], services: Services
+    body: Common, messages: list[dict[str, Any]], tools: list[dict[str, Any]], services: ModelServices
 ) -> ChatBody:
     fields = generation_fields(body, services)
     return msgspec.convert(
@@ -113,7 +113,7 @@ def _chat_body(
     )
 
 
-def generation_fields(body: Common, services: Services) -> dict[str, Any]:
+def generation_fields(body: Common, services: ModelServices) -> dict[str, Any]:
     """The fields that completions and chat completions share. Raises ``InvalidParameter``."""
     fields: dict[str, Any] = {}
     for option, name in SAMPLING.items():
@@ -154,7 +154,7 @@ def _limit(limit: Any) -> int:
     return limit if limit > 0 else NO_LIMIT
 
 
-def _thinking(think: bool | str | None, services: Services) -> dict[str, Any]:
+def _thinking(think: bool | str | None, services: ModelServices) -> dict[str, Any]:
     """Fields of a chat completion body for ``think``. Raises ``InvalidParameter`` if the model cannot reason."""
     if think is None or think == "":
         return {}
@@ -169,7 +169,7 @@ def _thinking(think: bool | str | None, services: Services) -> dict[str, Any]:
     return {}
 
 
-def with_images(content: Any, images: Any, where: str, services: Services) -> Any:
+def with_images(content: Any, images: Any, where: str, services: ModelServices) -> Any:
     """The content of a message with images, which come first. Raises ``InvalidParameter``."""
     if not images:
         return content
@@ -183,7 +183,7 @@ def with_images(content: Any, images: Any, where: str, services: Services) -> An
     return [*parts, {"type": "text", "text": content}] if isinstance(content, str) and content else parts
 
 
-def _messages(given: list[dict[str, Any]], services: Services) -> list[dict[str, Any]]:
+def _messages(given: list[dict[str, Any]], services: ModelServices) -> list[dict[str, Any]]:
     """Messages as chat completions have them. Raises ``InvalidParameter``."""
     found = []
     for place, message in enumerate(given):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.text.reader import Piece, Text
-from octavo_server.dialects.chat_reply import begin_reply
-from octavo_server.dialects.ollama.answer import LineStream, OllamaAnswer, as_message, as_response, now
+from octavo_server.admission import ClientRequest
+from octavo_server.dialects.chat_reply import ChatReply, submission
+from octavo_server.dialects.ollama.answer import ERRORS, LineStream, OllamaAnswer, as_message, as_response, now
 from octavo_server.dialects.ollama.body import (
     Common,
     OllamaChatBody,
@@ -27,58 +27,53 @@ from octavo_server.dialects.ollama.body import (
 )
 from octavo_server.dialects.openai import completions
 from octavo_server.dialects.openai.fields import NO_LIMIT
-from octavo_server.dialects.openai.rendering import json_response
-from octavo_server.generation import Choice, Generation
+from octavo_server.generation import Choice
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
-from octavo_server.http.sse import finished_choices
-from octavo_server.services import Services, services_of
+from octavo_server.http.sse import json_response
+from octavo_server.pipeline import Dialect, Submission
+from octavo_server.services import ModelServices
 
 
-async def chat(request: Request) -> Response:
-    services, started = services_of(request), time.monotonic()
-    services.check_room(request)
-    services, body, headers = await services.read(request, chat_decoder, without_effect)
+async def _translate_chat(body: OllamaChatBody, services: ModelServices, request: Request) -> Submission | Response:
     if not body.messages:
         return await _loaded(body, services, as_message({"content": ""}))
-    reply = await begin_reply(services, chat_body(body, services), request, f"ollama-{uuid.uuid4().hex}")
-    answer = OllamaAnswer(reply.pieces, body.model, as_message, started)
-    return await _answered(reply.generation, answer, body, headers, request)
+
+    def answer(reply: ChatReply) -> OllamaAnswer:
+        return OllamaAnswer(reply.pieces, body.model, as_message, request.state.started)
+
+    return submission(services, chat_body(body, services), request, answer, LineStream)
 
 
-async def generate(request: Request) -> Response:
-    services, started = services_of(request), time.monotonic()
-    services.check_room(request)
-    services, body, headers = await services.read(request, generate_decoder, without_effect)
+async def _translate_generate(
+    body: OllamaGenerateBody, services: ModelServices, request: Request
+) -> Submission | Response:
     if not body.prompt and not body.images:
         return await _loaded(body, services, as_response({"content": ""}))
-    is_plain = body.raw or services.chat_template.source is None
-    if is_plain and body.images:
-        raise UnsupportedParameter("images", "'images' need a chat template, and no 'raw'.")
-    if is_plain:
-        generation = await _continuation(body, services, request)
-        pieces = _plain_pieces(generation.choices[0])
-    else:
-        id = f"ollama-{uuid.uuid4().hex}"
-        reply = await begin_reply(services, generate_chat_body(body, services), request, id)
-        generation, pieces = reply.generation, reply.pieces
-    answer = OllamaAnswer(pieces, body.model, as_response, started)
-    return await _answered(generation, answer, body, headers, request)
+
+    def answer(pieces: Callable[[], list[Piece]]) -> OllamaAnswer:
+        return OllamaAnswer(pieces, body.model, as_response, request.state.started)
+
+    if body.raw or services.chat_template.source is None:
+        if body.images:
+            raise UnsupportedParameter("images", "'images' need a chat template, and no 'raw'.")
+        return Submission(
+            request=_continuation(body, services, request),
+            answer=lambda generation: answer(_plain_pieces(generation.choices[0])),
+            is_streamed=body.stream,
+            stream=LineStream,
+        )
+    chat = generate_chat_body(body, services)
+    return submission(services, chat, request, lambda reply: answer(reply.pieces), LineStream)
 
 
-ENDPOINTS = [
-    Endpoint("POST", "/api/chat", chat, "Answer a conversation, as Ollama does", OllamaChatBody),
-    Endpoint("POST", "/api/generate", generate, "Answer or continue a text, as Ollama does", OllamaGenerateBody),
-]
-
-
-async def _continuation(body: OllamaGenerateBody, services: Services, request: Request) -> Generation:
+def _continuation(body: OllamaGenerateBody, services: ModelServices, request: Request) -> ClientRequest:
     fields = {"max_tokens": NO_LIMIT, **generation_fields(body, services), "prompt": body.prompt}
     completion = msgspec.convert(fields, type=completions.CompletionBody)
-    return await services.admission.admit(completions.client_request(completion, services, request))
+    return completions.client_request(completion, services, request)
 
 
-def _plain_pieces(choice: Choice) -> Any:
+def _plain_pieces(choice: Choice) -> Callable[[], list[Piece]]:
     """A function that returns the choice's new text as pieces."""
 
     def pieces() -> list[Piece]:
@@ -88,17 +83,32 @@ def _plain_pieces(choice: Choice) -> Any:
     return pieces
 
 
-async def _loaded(body: Common, services: Services, nothing: dict[str, Any]) -> Response:
+async def _loaded(body: Common, services: ModelServices, nothing: dict[str, Any]) -> Response:
     """The answer to a request without a prompt, which only asks for the model to be loaded."""
     services.check_model(served_name(body.model, services))
     await services.engine.wake_up()
     return json_response({"model": body.model, "created_at": now(), **nothing, "done": True, "done_reason": "load"}, {})
 
 
-async def _answered(
-    generation: Generation, answer: OllamaAnswer, body: Common, headers: dict[str, str], request: Request
-) -> Response:
-    if body.stream:
-        return LineStream(generation, answer, headers)
-    choices = await finished_choices(generation, request)
-    return json_response(answer.unstreamed(choices[0]), headers)
+CHAT = Dialect(chat_decoder, _translate_chat, without_effect)
+GENERATE = Dialect(generate_decoder, _translate_generate, without_effect)
+ENDPOINTS = [
+    Endpoint(
+        "POST",
+        "/api/chat",
+        CHAT.serve,
+        "Answer a conversation, as Ollama does",
+        OllamaChatBody,
+        name="chat",
+        errors=ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        "/api/generate",
+        GENERATE.serve,
+        "Answer or continue a text, as Ollama does",
+        OllamaGenerateBody,
+        name="generate",
+        errors=ERRORS,
+    ),
+]

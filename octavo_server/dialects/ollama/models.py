@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.text.vectors import check_dimensions, shortened
-from octavo_server.dialects.ollama.answer import LineStream
+from octavo_server.dialects.ollama.answer import ERRORS, LineStream
 from octavo_server.dialects.ollama.body import ACCEPTED, served_name
 from octavo_server.dialects.openai.completions import prompts_of
-from octavo_server.dialects.openai.rendering import encode, json_response
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.sse import encode, json_response
 from octavo_server.pooling import ask, num_tokens, numbers
-from octavo_server.services import Services, services_of
+from octavo_server.services import ModelServices, server_of
 
 API_VERSION = "0.12.6"
 """The release of Ollama whose API this is; clients ask for it to know what they may use."""
@@ -74,24 +74,23 @@ async def version(request: Request) -> Response:
 
 
 async def list_tags(request: Request) -> Response:
-    every = services_of(request).every
+    every = server_of(request).models
     return json_response({"models": [_model(each, name) for each in every for name in each.served_names]}, {})
 
 
 async def list_loaded(request: Request) -> Response:
-    awake = [each for each in services_of(request).every if not each.engine.sleep_level]
+    awake = [each for each in server_of(request).models if not each.engine.sleep_level]
     return json_response({"models": [_loaded(each, name) for each in awake for name in each.served_names]}, {})
 
 
-def _loaded(services: Services, name: str) -> dict[str, Any]:
+def _loaded(services: ModelServices, name: str) -> dict[str, Any]:
     on_gpu = {} if services.engine.info.device == "cpu" else {"size_vram": _num_bytes(services)}
     loaded = {"expires_at": FOREVER, "size_vram": 0, **on_gpu, "context_length": services.engine.info.max_model_len}
     return {**_model(services, name), **loaded}
 
 
 async def show(request: Request) -> Response:
-    services = services_of(request)
-    services, body, headers = await services.read(request, show_decoder)
+    services, body, headers = await server_of(request).read(request, show_decoder)
     services.check_model(served_name(body.model or body.name, services))
     info, template = services.engine.info, services.chat_template.source or ""
     can_generate = "generate" in info.tasks
@@ -120,8 +119,7 @@ async def show(request: Request) -> Response:
 
 async def pull(request: Request) -> Response:
     """The served model is there; others cannot be downloaded into a running server."""
-    services = services_of(request)
-    services, body, headers = await services.read(request, pull_decoder)
+    services, body, headers = await server_of(request).read(request, pull_decoder)
     services.check_model(served_name(body.model or body.name, services))
     done = {"status": "success"}
     if not body.stream:
@@ -131,9 +129,9 @@ async def pull(request: Request) -> Response:
 
 
 async def embed(request: Request) -> Response:
-    services, started = services_of(request), time.monotonic_ns()
-    services.check_room(request)
-    services, body, headers = await services.read(request, embed_decoder)
+    server, started = server_of(request), time.monotonic_ns()
+    server.check_room(request)
+    services, body, headers = await server.read(request, embed_decoder)
     check_dimensions(body.dimensions, services.engine.info.embedding_size)
     model = served_name(body.model, services)
     services.check_model(model)
@@ -150,9 +148,9 @@ async def embed(request: Request) -> Response:
 
 
 async def embeddings(request: Request) -> Response:
-    services = services_of(request)
-    services.check_room(request)
-    services, body, headers = await services.read(request, embeddings_decoder)
+    server = server_of(request)
+    server.check_room(request)
+    services, body, headers = await server.read(request, embeddings_decoder)
     model = served_name(body.model, services)
     services.check_model(model)
     choices = await ask(services, request, "embed", model, prompts_of(body.prompt, "prompt"), "prompt")
@@ -160,17 +158,19 @@ async def embeddings(request: Request) -> Response:
 
 
 ENDPOINTS = [
-    Endpoint("GET", "/api/version", version, "The release of Ollama whose API this is"),
-    Endpoint("GET", "/api/tags", list_tags, "List the models, as Ollama does"),
-    Endpoint("GET", "/api/ps", list_loaded, "List the loaded models, as Ollama does"),
-    Endpoint("POST", "/api/show", show, "Describe a model, as Ollama does", ShowBody),
-    Endpoint("POST", "/api/pull", pull, "Download a model: the served one is there already", PullBody),
-    Endpoint("POST", "/api/embed", embed, "Turn texts into vectors, as Ollama does", EmbedBody),
-    Endpoint("POST", "/api/embeddings", embeddings, "Turn a text into a vector, as Ollama did", EmbeddingsBody),
+    Endpoint("GET", "/api/version", version, "The release of Ollama whose API this is", errors=ERRORS),
+    Endpoint("GET", "/api/tags", list_tags, "List the models, as Ollama does", errors=ERRORS),
+    Endpoint("GET", "/api/ps", list_loaded, "List the loaded models, as Ollama does", errors=ERRORS),
+    Endpoint("POST", "/api/show", show, "Describe a model, as Ollama does", ShowBody, errors=ERRORS),
+    Endpoint("POST", "/api/pull", pull, "Download a model: the served one is there already", PullBody, errors=ERRORS),
+    Endpoint("POST", "/api/embed", embed, "Turn texts into vectors, as Ollama does", EmbedBody, errors=ERRORS),
+    Endpoint(
+        "POST", "/api/embeddings", embeddings, "Turn a text into a vector, as Ollama did", EmbeddingsBody, errors=ERRORS
+    ),
 ]
 
 
-def _model(services: Services, name: str) -> dict[str, Any]:
+def _model(services: ModelServices, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
@@ -181,7 +181,7 @@ def _model(services: Services, name: str) -> dict[str, Any]:
     }
 
 
-def _details(services: Services) -> dict[str, Any]:
+def _details(services: ModelServices) -> dict[str, Any]:
     info = services.engine.info
     most_bytes = max(info.weight_bytes, key=lambda name: info.weight_bytes[name], default=info.dtype)
     return {
@@ -194,9 +194,9 @@ def _details(services: Services) -> dict[str, Any]:
     }
 
 
-def _num_bytes(services: Services) -> int:
+def _num_bytes(services: ModelServices) -> int:
     return services.engine.info.memory.get("weights", 0)
 
 
-def _created(services: Services) -> str:
+def _created(services: ModelServices) -> str:
     return datetime.datetime.fromtimestamp(services.created, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

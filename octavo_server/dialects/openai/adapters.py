@@ -13,11 +13,11 @@ from starlette.responses import Response
 
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.weights.adapter_files import digest
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter, printable
-from octavo_server.services import Services, services_of
+from octavo_server.http.sse import json_response
+from octavo_server.services import ModelServices, server_of
 
 MAX_NAME = 256
 
@@ -40,8 +40,7 @@ unload_decoder = BodyDecoder(UnloadBody, {}, frozenset({"lora_int_id"}))
 
 
 async def load(request: Request) -> Response:
-    services = services_of(request)
-    services, body, headers = await services.read(request, load_decoder)
+    services, body, headers = await server_of(request).read(request, load_decoder)
     _check_allowed(services)
     name, path = body.lora_name, body.lora_path
     if not 1 <= len(name) <= MAX_NAME or name != name.strip() or set(name) & set(",=") or not name.isprintable():
@@ -63,8 +62,7 @@ async def load(request: Request) -> Response:
 
 
 async def unload(request: Request) -> Response:
-    services = services_of(request)
-    services, body, headers = await services.read(request, unload_decoder)
+    services, body, headers = await server_of(request).read(request, unload_decoder)
     _check_allowed(services)
     if body.lora_name not in services.engine.adapters.known:
         raise ModelNotFound(f"There is no adapter '{printable(body.lora_name)}'.", param="lora_name")
@@ -78,7 +76,7 @@ ENDPOINTS = [
 ]
 
 
-def _check_allowed(services: Services) -> None:
+def _check_allowed(services: ModelServices) -> None:
     """Reject the request unless clients may name folders of the server."""
     if not (services.config.server.allow_runtime_lora_updating and services.engine.adapters.is_enabled):
         message = "Adapters can be changed on a server with --enable-lora and --allow-runtime-lora-updating."

@@ -5,13 +5,11 @@ https://platform.openai.com/docs/api-reference/chat
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_LOGPROBS
@@ -34,15 +32,15 @@ from octavo_server.dialects.openai.fields import (
     scheduling_fields,
 )
 from octavo_server.dialects.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from octavo_server.dialects.openai.rendering import ChunkFrame, encode, encode_line, identity_of, json_response, usage
+from octavo_server.dialects.openai.rendering import ChunkFrame, identity_of, usage
 from octavo_server.dialects.openai.tools import ToolUse, message_constraints, tool_use
-from octavo_server.durable.serve import admit, begin_unstreamed, numbered
 from octavo_server.generation import Choice, ChoiceUpdate, Generation
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
-from octavo_server.http.sse import EventStream, finished_choices
-from octavo_server.services import Services, services_of
+from octavo_server.http.sse import encode, encode_line
+from octavo_server.pipeline import Dialect, Submission
+from octavo_server.services import ModelServices
 from octavo_server.tenants.api_keys import caller_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -109,30 +107,20 @@ def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> di
     return {name: nothing for name, nothing in (defaults | REFUSED_IN_CHAT).items() if name not in own_names}
 
 
-async def create_chat_completion(request: Request) -> Response:
-    services = services_of(request)
-    services.check_room(request)
-    services, body, headers = await services.read(request, decoder, without_effect)
+async def _translate(body: ChatBody, services: ModelServices, request: Request) -> Submission:
     tools = tools_of(body, services)
     if tools is not None:
         services.report(request, tools.unbound)
-    generation = await admit(services, request, body, client_request(body, services, request, tools))
-    answer = ChatAnswer(services, body, generation, tools)
-    services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
-    if body.stream:
-        return EventStream(generation, numbered(generation, answer, request), headers)
-    begin_unstreamed(generation)
-    choices = await finished_choices(generation, request)
-    if not body.logprobs and body.prompt_logprobs is None:
-        return json_response(answer.unstreamed(choices), headers)
-    # Log-probabilities of long texts are megabytes of JSON.
-    return await asyncio.to_thread(lambda: json_response(answer.unstreamed(choices), headers))
+    return Submission(
+        request=client_request(body, services, request, tools),
+        answer=lambda generation: ChatAnswer(services, body, generation, tools),
+        is_streamed=body.stream,
+        is_large=body.logprobs or body.prompt_logprobs is not None,
+        is_resumable=True,
+    )
 
 
-ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", create_chat_completion, "Answer a conversation", ChatBody)]
-
-
-def tools_of(body: ChatBody, services: Services) -> ToolUse | None:
+def tools_of(body: ChatBody, services: ModelServices) -> ToolUse | None:
     """The tools and tool choice of a body. Raises ``InvalidParameter``."""
     is_parallel = body.parallel_tool_calls
     return tool_use(
@@ -143,7 +131,7 @@ def tools_of(body: ChatBody, services: Services) -> ToolUse | None:
 def conversation(
     messages: list[dict[str, Any]],
     options: TemplateOptions,
-    services: Services,
+    services: ModelServices,
     tools: ToolUse | None = None,
     **template_kwargs: Any,
 ) -> Conversation:
@@ -162,7 +150,7 @@ def conversation(
     )
 
 
-def passed_over(messages: list[dict[str, Any]], services: Services) -> list[str]:
+def passed_over(messages: list[dict[str, Any]], services: ModelServices) -> list[str]:
     """What of the messages has no meaning here. Raises ``InvalidParameter``."""
     check_roles(messages)
     named: list[str] = []
@@ -179,13 +167,13 @@ def check_roles(messages: list[dict[str, Any]]) -> None:
             raise InvalidParameter("messages", f"'messages[{place}].role' must be one of {', '.join(ROLES)}.")
 
 
-def prompt_of(body: ChatBody, services: Services, tools: ToolUse | None) -> Conversation:
+def prompt_of(body: ChatBody, services: ModelServices, tools: ToolUse | None) -> Conversation:
     """The conversation of a body, which renders its prompt. Raises ``InvalidParameter``."""
     variables = {**(effort(body.reasoning_effort, services) or {}), **_documents(body, services)}
     return conversation(body.messages, body, services, tools, **variables)
 
 
-def client_request(body: ChatBody, services: Services, request: Request, tools: ToolUse | None) -> ClientRequest:
+def client_request(body: ChatBody, services: ModelServices, request: Request, tools: ToolUse | None) -> ClientRequest:
     """The body as a request for admission. Raises ``RequestError``."""
     check_generation_fields(body, services)
     field, grammar = _grammar(body, services, tools)
@@ -199,13 +187,13 @@ def client_request(body: ChatBody, services: Services, request: Request, tools: 
         add_special_tokens=body.add_special_tokens,
         grammar=grammar,
         grammar_field=field,
-        read_file=file_reader(services.store, caller_of(request).name) if prompt.images else None,
+        read_file=file_reader(services.server.store, caller_of(request).name) if prompt.images else None,
         shown_ids=services.message_format.shown_ids,
         answer_marks=services.message_format.answer_marks(body.continue_final_message),
     )
 
 
-def _grammar(body: ChatBody, services: Services, tools: ToolUse | None) -> tuple[str, Callable[[str], str] | None]:
+def _grammar(body: ChatBody, services: ModelServices, tools: ToolUse | None) -> tuple[str, Callable[[str], str] | None]:
     """The field that constrains the message, and a function from the prompt to the message's grammar, if any."""
     format, asked_for = services.message_format, constraint(body)
     reads_calls = format.tools is not None and services.config.server.enable_auto_tool_choice
@@ -222,7 +210,7 @@ def _grammar(body: ChatBody, services: Services, tools: ToolUse | None) -> tuple
     return field, lambda prompt: format.grammar(expected, prompt, body.continue_final_message)
 
 
-def effort(requested: str | None, services: Services) -> dict[str, Any] | None:
+def effort(requested: str | None, services: ModelServices) -> dict[str, Any] | None:
     """Template variables for a reasoning effort; ``None`` if the model has no such variable."""
     template, format = services.chat_template.source or "", services.message_format
     if requested is None:
@@ -234,14 +222,14 @@ def effort(requested: str | None, services: Services) -> dict[str, Any] | None:
     return {} if requested == "none" and not format.can_reason else None
 
 
-def without_effect(body: ChatBody, services: Services) -> list[str]:
+def without_effect(body: ChatBody, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
     named = fields.without_effect(body, services)
     named += passed_over(body.messages, services)
     return named if effort(body.reasoning_effort, services) is not None else [*named, "reasoning_effort"]
 
 
-def _documents(body: ChatBody, services: Services) -> dict[str, Any]:
+def _documents(body: ChatBody, services: ModelServices) -> dict[str, Any]:
     """The template variable for ``documents``. Raises ``UnsupportedParameter``."""
     if body.documents and "documents" not in (services.chat_template.source or ""):
         message = "'documents' is not supported: this model's chat template does not know them."
@@ -268,7 +256,7 @@ def _logprobs(body: ChatBody) -> int | None:
 class ChatAnswer:
     """Renders the choices of one request, unstreamed or as chunks."""
 
-    def __init__(self, services: Services, body: ChatBody, generation: Generation, tools: ToolUse | None) -> None:
+    def __init__(self, services: ModelServices, body: ChatBody, generation: Generation, tools: ToolUse | None) -> None:
         choices = generation.choices
         self.body = body
         self._services = services
@@ -284,6 +272,11 @@ class ChatAnswer:
         self._starts = [self._frame.start + b'"index":%d,"delta":{"content":' % choice.index for choice in choices]
         self._empty_starts = [self._frame.start + b'"index":%d,"delta":{' % choice.index for choice in choices]
         self._unopened = set(range(len(choices)))
+
+    @property
+    def id(self) -> str:
+        """Names the timeline."""
+        return self.identity.id
 
     # --- unstreamed ---
 
@@ -382,3 +375,11 @@ class ChatAnswer:
 
     def last_frames(self) -> bytes:
         return self._frame.usage_chunk()
+
+
+CHAT = Dialect(decoder, _translate, without_effect)
+ENDPOINTS = [
+    Endpoint(
+        "POST", "/v1/chat/completions", CHAT.serve, "Answer a conversation", ChatBody, name="create_chat_completion"
+    )
+]

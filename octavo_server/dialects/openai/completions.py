@@ -6,7 +6,6 @@ them: the lists cover an echoed prompt too, and ``max_tokens`` 0 only scores it.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -32,20 +31,12 @@ from octavo_server.dialects.openai.fields import (
     without_effect,
 )
 from octavo_server.dialects.openai.logprobs import CompletionLogprobs, TokenNames, finite, prompt_logprobs
-from octavo_server.dialects.openai.rendering import (
-    ChunkFrame,
-    Identity,
-    encode,
-    encode_line,
-    identity_of,
-    json_response,
-    usage,
-)
-from octavo_server.durable.serve import admit, begin_unstreamed, numbered
+from octavo_server.dialects.openai.rendering import ChunkFrame, Identity, identity_of, usage
 from octavo_server.generation import Choice, ChoiceUpdate, Generation
 from octavo_server.http.body_decoder import BodyDecoder
-from octavo_server.http.sse import EventStream, finished_choices
-from octavo_server.services import Services, services_of
+from octavo_server.http.sse import encode, encode_line, json_response
+from octavo_server.pipeline import Dialect, Submission
+from octavo_server.services import ModelServices
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -69,27 +60,20 @@ _REFUSED = {name: neutral for name, neutral in REFUSED.items() if name != "use_b
 decoder = BodyDecoder(CompletionBody, _REFUSED | {"early_stopping": (), "suffix": ()}, ACCEPTED, IGNORED)
 
 
-async def create_completion(request: Request) -> Response:
-    services = services_of(request)
-    services.check_room(request)
-    services, body, headers = await services.read(request, decoder, _without_effect)
+async def _translate(body: CompletionBody, services: ModelServices, request: Request) -> Submission | Response:
     submitted = client_request(body, services, request)
     if body.use_beam_search:
-        return json_response(await _found_by_beams(body, services, submitted, request), headers)
-    generation = await admit(services, request, body, submitted)
-    answer = CompletionAnswer(services, body, generation)
-    services.engine.timelines.name(answer.identity.id, [choice.request.id for choice in generation.choices])
-    if body.stream:
-        return EventStream(generation, numbered(generation, answer, request), headers)
-    begin_unstreamed(generation)
-    choices = await finished_choices(generation, request)
-    if submitted.params.logprobs is None and submitted.params.prompt_logprobs is None:
-        return json_response(answer.unstreamed(choices), headers)
-    # Log-probabilities of long texts are megabytes of JSON.
-    return await asyncio.to_thread(lambda: json_response(answer.unstreamed(choices), headers))
+        return json_response(await _found_by_beams(body, services, submitted, request), request.state.headers)
+    return Submission(
+        request=submitted,
+        answer=lambda generation: CompletionAnswer(services, body, generation),
+        is_streamed=body.stream,
+        is_large=submitted.params.logprobs is not None or submitted.params.prompt_logprobs is not None,
+        is_resumable=True,
+    )
 
 
-def _without_effect(body: CompletionBody, services: Services) -> list[str]:
+def _without_effect(body: CompletionBody, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
     if not body.use_beam_search:
         return [*without_effect(body, services), *(["length_penalty"] if body.length_penalty != 1.0 else ())]
@@ -97,7 +81,7 @@ def _without_effect(body: CompletionBody, services: Services) -> list[str]:
 
 
 async def _found_by_beams(
-    body: CompletionBody, services: Services, submitted: ClientRequest, request: Request
+    body: CompletionBody, services: ModelServices, submitted: ClientRequest, request: Request
 ) -> dict[str, Any]:
     """The response to a beam search: ``n`` choices for each prompt, best first."""
     limits = (submitted.timeout, services.config.server.request_timeout)
@@ -121,7 +105,7 @@ async def _found_by_beams(
     return {**identity, "choices": choices, "usage": {**counts, "total_tokens": sum(counts.values())}}
 
 
-def client_request(body: CompletionBody, services: Services, request: Request) -> ClientRequest:
+def client_request(body: CompletionBody, services: ModelServices, request: Request) -> ClientRequest:
     """The body as a request for admission. Raises ``RequestError``."""
     check_generation_fields(body, services)
     if body.use_beam_search:
@@ -188,7 +172,7 @@ def prompts_of(prompt: str | list[int | str | list[int]], field: str) -> list[st
 class CompletionAnswer:
     """Renders the choices of one request, unstreamed or as chunks."""
 
-    def __init__(self, services: Services, body: CompletionBody, generation: Generation) -> None:
+    def __init__(self, services: ModelServices, body: CompletionBody, generation: Generation) -> None:
         choices = generation.choices
         self.body = body
         self.identity = identity_of(generation, "cmpl", "text_completion", services.answering_name(body.model))
@@ -204,6 +188,11 @@ class CompletionAnswer:
             hidden = services.tokenizer.special_token_ids
         self._logprobs = [CompletionLogprobs(self._names, hidden, body.logprobs or 0) for _ in choices]
         self._unopened = set(range(len(choices)))
+
+    @property
+    def id(self) -> str:
+        """Names the timeline."""
+        return self.identity.id
 
     # --- unstreamed ---
 
@@ -279,3 +268,6 @@ class CompletionAnswer:
 
     def last_frames(self) -> bytes:
         return self._frame.usage_chunk()
+
+
+COMPLETION = Dialect(decoder, _translate, _without_effect)

@@ -16,12 +16,12 @@ from starlette.responses import Response
 from octavo.text.vectors import check_dimensions, shortened
 from octavo_server.dialects.openai.completions import prompts_of
 from octavo_server.dialects.openai.fields import ACCEPTED, check_labels
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.generation import Choice
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.sse import json_response
 from octavo_server.pooling import ask, num_tokens, numbers
-from octavo_server.services import services_of
+from octavo_server.services import server_of
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
@@ -40,9 +40,9 @@ decoder = BodyDecoder(EmbeddingBody, {"truncate_prompt_tokens": (), "messages": 
 
 
 async def create_embeddings(request: Request) -> Response:
-    services = services_of(request)
-    services.check_room(request)
-    services, body, headers = await services.read(request, decoder)
+    server = server_of(request)
+    server.check_room(request)
+    services, body, headers = await server.read(request, decoder)
     check_labels(services, body.model, body.priority, body.user)
     check_dimensions(body.dimensions, services.engine.info.embedding_size)
     choices = await ask(

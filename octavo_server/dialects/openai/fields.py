@@ -14,7 +14,7 @@ from octavo.config import SchedulerSettings
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import MAX_TOKEN_ID, RepetitionDetectionParams, SamplingParams
 from octavo_server.http.errors import UnsupportedParameter
-from octavo_server.services import Services
+from octavo_server.services import ModelServices
 from octavo_server.tenants.api_keys import caller_of
 
 MAX_CACHE_SALT = 256
@@ -152,7 +152,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
         return bool((self.stream_options or {}).get("continuous_usage_stats"))
 
 
-def check_labels(services: Services, model: str, priority: int, user: str | None) -> None:
+def check_labels(services: ModelServices, model: str, priority: int, user: str | None) -> None:
     """Validate the fields that all endpoints share. Raises ``RequestError``."""
     services.check_model(model)
     if abs(priority) > MAX_TOKEN_ID:
@@ -163,7 +163,7 @@ def check_labels(services: Services, model: str, priority: int, user: str | None
         raise InvalidParameter("user", f"'user' must have at most {MAX_USER} characters.")
 
 
-def without_effect(body: GenerationFields, services: Services) -> list[str]:
+def without_effect(body: GenerationFields, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
     options = body.stream_options
     is_bounded = body.thinking_token_budget is not None and not services.message_format.can_reason
@@ -173,7 +173,7 @@ def without_effect(body: GenerationFields, services: Services) -> list[str]:
     return named + [f"stream_options.{name}" for name, value in options.items() if value and name not in STREAM_OPTIONS]
 
 
-def check_generation_fields(body: GenerationFields, services: Services) -> None:
+def check_generation_fields(body: GenerationFields, services: ModelServices) -> None:
     """Validate what ``SamplingParams`` does not. Raises ``RequestError``."""
     check_labels(services, body.model, body.priority, body.user)
     if body.prompt_logprobs is not None and body.stream:
@@ -197,7 +197,7 @@ def check_generation_fields(body: GenerationFields, services: Services) -> None:
             services.need_tokenizer(name)
 
 
-def scheduling_fields(body: GenerationFields, services: Services, request: Request) -> dict[str, Any]:
+def scheduling_fields(body: GenerationFields, services: ModelServices, request: Request) -> dict[str, Any]:
     """The fields of ``ClientRequest`` that every endpoint fills from the same fields of its body."""
     return {
         "caller": caller_of(request),
@@ -224,7 +224,7 @@ def _check_target(name: str, seconds: float, scheduler: SchedulerSettings) -> No
 
 def sampling_params(
     body: GenerationFields,
-    services: Services,
+    services: ModelServices,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
@@ -274,7 +274,7 @@ def check_max_tokens(name: str, value: int | None) -> None:
         raise InvalidParameter(name, message)
 
 
-def default_max_tokens(services: Services, requested: int | None) -> int | None:
+def default_max_tokens(services: ModelServices, requested: int | None) -> int | None:
     """The default token limit of a message: the one in the model's generation config, if any."""
     recommended = services.engine.info.sampling_defaults.get("max_tokens")
     return None if recommended is None or requested == NO_LIMIT else int(recommended)

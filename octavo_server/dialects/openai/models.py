@@ -12,13 +12,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.services import Services, services_of
+from octavo_server.http.sse import json_response
+from octavo_server.services import ModelServices, server_of
 
 
 async def list_models(request: Request) -> Response:
-    models = [(services, name) for services in services_of(request).every for name in services.served_names]
+    models = [(services, name) for services in server_of(request).models for name in services.served_names]
     if _is_anthropic(request):
         names = [name for _, name in models]
         # Always one page, regardless of 'limit': the operator's configuration bounds the number.
@@ -36,7 +36,7 @@ async def list_models(request: Request) -> Response:
 
 async def retrieve_model(request: Request) -> Response:
     name = request.path_params["name"]
-    services = services_of(request).of_model(name)
+    services = server_of(request).of_model(name)
     services.check_model(name)
     return json_response(_anthropic_model(services, name) if _is_anthropic(request) else _model(services, name), {})
 
@@ -52,7 +52,7 @@ def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def _model(services: Services, name: str) -> dict[str, Any]:
+def _model(services: ModelServices, name: str) -> dict[str, Any]:
     path = services.engine.adapters.paths.get(name)
     return {
         "id": name,
@@ -67,7 +67,7 @@ def _model(services: Services, name: str) -> dict[str, Any]:
     }
 
 
-def _anthropic_model(services: Services, name: str) -> dict[str, Any]:
+def _anthropic_model(services: ModelServices, name: str) -> dict[str, Any]:
     created = datetime.datetime.fromtimestamp(services.created, datetime.UTC)
     return {
         "type": "model",

@@ -8,24 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-from starlette.responses import Response
-
 from octavo_server.generation import Choice, Generation
-
-encode = msgspec.json.encode
-
-_LINE_BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
-"""Characters that JSON does not escape and that some event stream readers treat as line breaks."""
-
-
-def encode_line(value: object) -> bytes:
-    """``value`` as JSON on a single line for all event stream readers."""
-    data = encode(value)
-    if not data.isascii():
-        for line_break, escape in _LINE_BREAKS:
-            data = data.replace(line_break, escape)
-    return data
+from octavo_server.http.sse import encode
 
 
 def identity_of(generation: Generation, prefix: str, kind: str, model: str) -> Identity:
@@ -73,10 +57,6 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in firsts)},
         "completion_tokens_details": details,
     }
-
-
-def json_response(body: dict[str, Any], headers: dict[str, str]) -> Response:
-    return Response(encode(body), headers=headers, media_type="application/json")
 
 
 class ChunkFrame:

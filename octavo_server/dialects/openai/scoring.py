@@ -17,11 +17,12 @@ from octavo.errors import InvalidParameter
 from octavo.text.vectors import Floats, cosine, pairs_of
 from octavo_server.admission import PromptSource
 from octavo_server.dialects.openai.fields import ACCEPTED, check_labels
-from octavo_server.dialects.openai.rendering import Identity, json_response
+from octavo_server.dialects.openai.rendering import Identity
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.sse import json_response
 from octavo_server.pooling import ask, num_tokens, numbers
-from octavo_server.services import Services, services_of
+from octavo_server.services import ModelServices, server_of
 
 
 class ScoreBody(msgspec.Struct, kw_only=True):
@@ -58,9 +59,9 @@ rerank_decoder = BodyDecoder(RerankBody, REFUSED, ACCEPTED)
 
 
 async def score(request: Request) -> Response:
-    services = services_of(request)
-    services.check_room(request)
-    services, body, headers = await services.read(request, score_decoder)
+    server = server_of(request)
+    server.check_room(request)
+    services, body, headers = await server.read(request, score_decoder)
     check_labels(services, body.model, body.priority, body.user)
     pairs = pairs_of(body.text_1, body.text_2)
     scores, count = await _scores(services, request, pairs, ("text_1", "text_2"), body)
@@ -73,9 +74,9 @@ async def score(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    services = services_of(request)
-    services.check_room(request)
-    services, body, headers = await services.read(request, rerank_decoder)
+    server = server_of(request)
+    server.check_room(request)
+    services, body, headers = await server.read(request, rerank_decoder)
     check_labels(services, body.model, body.priority, body.user)
     if not body.documents:
         raise InvalidParameter("documents", "'documents' must not be empty.")
@@ -105,7 +106,7 @@ ENDPOINTS = [
 
 
 async def _scores(
-    services: Services,
+    services: ModelServices,
     request: Request,
     pairs: list[tuple[str, str]],
     fields: tuple[str, str],

@@ -14,12 +14,12 @@ from octavo_server.admission import PromptSource
 from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.openai.chat import conversation, passed_over
 from octavo_server.dialects.openai.fields import ACCEPTED
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.dialects.openai.tools import tool_use
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import MissingParameter
-from octavo_server.services import Services, asked_services_of, services_of
+from octavo_server.http.sse import json_response
+from octavo_server.services import ModelServices, asked_services_of, server_of
 from octavo_server.tenants.api_keys import caller_of
 
 
@@ -50,15 +50,14 @@ detokenize_decoder = BodyDecoder(DetokenizeBody, {}, ACCEPTED | {"user"})
 
 
 async def tokenize(request: Request) -> Response:
-    services = services_of(request)
-    services, body, headers = await services.read(request, tokenize_decoder, _without_effect)
+    services, body, headers = await server_of(request).read(request, tokenize_decoder, _without_effect)
     services.check_model(body.model)
     tokenizer = services.need_tokenizer("prompt" if body.messages is None else "messages")
     source, field, adds_special = _source(body, services)
     if body.add_special_tokens is not None:
         adds_special = body.add_special_tokens
     caller = caller_of(request)
-    read_file = file_reader(services.store, caller.name)
+    read_file = file_reader(services.server.store, caller.name)
     prompt = await services.admission.encode(source, field, adds_special, caller, read_file)
     result: dict[str, Any] = {
         "count": len(prompt.tokens),
@@ -71,11 +70,11 @@ async def tokenize(request: Request) -> Response:
     return json_response(result, headers)
 
 
-def _without_effect(body: TokenizeBody, services: Services) -> list[str]:
+def _without_effect(body: TokenizeBody, services: ModelServices) -> list[str]:
     return [] if body.messages is None else passed_over(body.messages, services)
 
 
-def _source(body: TokenizeBody, services: Services) -> tuple[PromptSource, str, bool]:
+def _source(body: TokenizeBody, services: ModelServices) -> tuple[PromptSource, str, bool]:
     """The text, its field's name, and the default of ``add_special_tokens``."""
     if body.messages is not None and body.prompt is not None:
         raise InvalidParameter("messages", "'prompt' and 'messages' cannot both be given.")
@@ -88,8 +87,7 @@ def _source(body: TokenizeBody, services: Services) -> tuple[PromptSource, str, 
 
 
 async def detokenize(request: Request) -> Response:
-    services = services_of(request)
-    services, body, headers = await services.read(request, detokenize_decoder)
+    services, body, headers = await server_of(request).read(request, detokenize_decoder)
     services.check_model(body.model)
     tokenizer = services.need_tokenizer("tokens")
     services.admission.check_in_vocabulary(body.tokens, "tokens")

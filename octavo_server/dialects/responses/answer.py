@@ -15,7 +15,7 @@ from octavo_server.dialects.chat_reply import ChatReply
 from octavo_server.dialects.responses.body import ResponseBody
 from octavo_server.dialects.responses.events import ResponseEvents
 from octavo_server.dialects.responses.records import Record
-from octavo_server.generation import Choice
+from octavo_server.generation import Choice, Generation
 from octavo_server.http.sse import EventStream
 
 
@@ -106,7 +106,13 @@ class ResponseAnswer:
         self._events = ResponseEvents(record.response)
         record.deltas = self._events.deltas
 
-    def finish(self) -> dict[str, Any]:
+    @property
+    def id(self) -> str:
+        """Names the timeline."""
+        name: str = self.response["id"]
+        return name
+
+    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
         """The final response object, once the choice is finished."""
         self.frames(self._reply.choice)
         return self.response
@@ -135,11 +141,15 @@ class ResponseStream(EventStream):
     END = b""
 
     def __init__(
-        self, reply: ChatReply, answer: ResponseAnswer, headers: Mapping[str, str], keep: Callable[[], Awaitable[None]]
+        self,
+        generation: Generation,
+        answer: ResponseAnswer,
+        headers: Mapping[str, str],
+        keep: Callable[[], Awaitable[None]],
     ) -> None:
         """``keep`` stores the response before the final event is sent, which reports a failure if ``keep`` raises
         ``RequestError``."""
-        super().__init__(reply.generation, answer, headers)
+        super().__init__(generation, answer, headers)
         self._answer = answer
         self._keep = keep
 

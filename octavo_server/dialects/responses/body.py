@@ -16,7 +16,7 @@ from octavo_server.dialects.responses.items import ItemMessages
 from octavo_server.dialects.responses.tools import Item, chat_choice, offered_tools
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.errors import UnsupportedParameter
-from octavo_server.services import Services
+from octavo_server.services import ModelServices
 
 PATH = "/v1/responses"
 
@@ -118,7 +118,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
 decoder = BodyDecoder(ResponseBody, refused_elsewhere(ResponseBody, ACCEPTED) | REFUSED, ACCEPTED, IGNORED)
 
 
-def without_effect(body: ResponseBody, services: Services) -> list[str]:
+def without_effect(body: ResponseBody, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
     named = [] if effort(body.reasoning.effort, services) is not None else ["reasoning.effort"]
     if body.reasoning.max_tokens is not None and not services.message_format.can_reason:

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo_server.dialects.history import LeftOut
 from octavo_server.dialects.openai.pages import page_of_items
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.dialects.responses.body import check_metadata
 from octavo_server.dialects.responses.items import REFERENCE, ItemMessages, input_items, new_items
 from octavo_server.dialects.responses.tools import Item
@@ -26,7 +25,8 @@ from octavo_server.durable.store import decode
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import NotFound, printable
-from octavo_server.services import Services, services_of
+from octavo_server.http.sse import json_response
+from octavo_server.services import ServerServices, server_of
 from octavo_server.tenants.api_keys import Caller, caller_of
 
 CONVERSATION = "conversation"
@@ -78,14 +78,13 @@ _items = BodyDecoder(ItemsBody, {}, frozenset())
 
 
 async def create_conversation(request: Request) -> Response:
-    services = services_of(request)
-    services, body, headers = await services.read(request, _conversations)
+    services, body, headers = await server_of(request).read(request, _conversations)
     check_metadata(body.metadata)
     items = _checked(body.items) if body.items else []
     conversation = Conversation(f"conv_{uuid.uuid4().hex}", int(time.time()), body.metadata, items)
     _check_size(b"", items)
     value = msgspec.json.encode(conversation)
-    await services.store.put(CONVERSATION, conversation.id, caller_of(request).name, value)
+    await services.server.store.put(CONVERSATION, conversation.id, caller_of(request).name, value)
     return json_response(conversation.shown(), headers)
 
 
@@ -94,7 +93,7 @@ async def retrieve_conversation(request: Request) -> Response:
 
 
 async def update_conversation(request: Request) -> Response:
-    _, body, headers = await services_of(request).read(request, _metadata)
+    _, body, headers = await server_of(request).read(request, _metadata)
     check_metadata(body.metadata)
     changed = await _change(request, partial(_with_metadata, _name(request), metadata=body.metadata))
     return json_response(changed.shown(), headers)
@@ -102,7 +101,7 @@ async def update_conversation(request: Request) -> Response:
 
 async def delete_conversation(request: Request) -> Response:
     name = _name(request)
-    if not await services_of(request).store.delete(CONVERSATION, name, caller_of(request).name):
+    if not await server_of(request).store.delete(CONVERSATION, name, caller_of(request).name):
         raise not_found(name)
     return json_response({"id": name, "object": "conversation.deleted", "deleted": True}, {})
 
@@ -112,7 +111,7 @@ async def list_items(request: Request) -> Response:
 
 
 async def add_items(request: Request) -> Response:
-    _, body, headers = await services_of(request).read(request, _items)
+    _, body, headers = await server_of(request).read(request, _items)
     items = _checked(body.items)
 
     def change(value: bytes) -> bytes:
@@ -153,9 +152,9 @@ ENDPOINTS = [
 # --- the store ---
 
 
-async def items_of(services: Services, caller: Caller, name: str) -> list[Item]:
+async def items_of(server: ServerServices, caller: Caller, name: str) -> list[Item]:
     """The items of the conversation that a response follows. Raises ``RequestError``."""
-    value = await services.store.get(CONVERSATION, name, caller.name)
+    value = await server.store.get(CONVERSATION, name, caller.name)
     if value is None:
         raise not_found(name, "conversation")
     if len(value) > MAX_BYTES:
@@ -199,7 +198,7 @@ def _no_item(name: str) -> NotFound:
 
 async def _requested(request: Request) -> Conversation:
     name = _name(request)
-    value = await services_of(request).store.get(CONVERSATION, name, caller_of(request).name)
+    value = await server_of(request).store.get(CONVERSATION, name, caller_of(request).name)
     if value is None:
         raise not_found(name)
     return _decode(name, value)
@@ -208,7 +207,7 @@ async def _requested(request: Request) -> Conversation:
 async def _change(request: Request, change: Callable[[bytes], bytes]) -> Conversation:
     """The conversation that the path names, after ``change`` of its stored form. Raises ``RequestError``."""
     name = _name(request)
-    value = await services_of(request).store.update(CONVERSATION, name, caller_of(request).name, change)
+    value = await server_of(request).store.update(CONVERSATION, name, caller_of(request).name, change)
     if value is None:
         raise not_found(name)
     return _decode(name, value)

@@ -8,9 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter, Unavailable
-from octavo_server.dialects.chat_reply import begin_reply
+from octavo_server.dialects.chat_reply import submission
 from octavo_server.dialects.openai.pages import page_of_items
-from octavo_server.dialects.openai.rendering import json_response
 from octavo_server.dialects.responses.answer import ResponseAnswer, ResponseStream, begun
 from octavo_server.dialects.responses.background import BackgroundResponses
 from octavo_server.dialects.responses.body import PATH, ResponseBody, check, decoder, translated, without_effect
@@ -23,8 +22,9 @@ from octavo_server.dialects.responses.tools import Item, with_added
 from octavo_server.durable.background_jobs import RETRY_SECONDS
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import printable
-from octavo_server.http.sse import finished_choices
-from octavo_server.services import Services, services_of
+from octavo_server.http.sse import json_response
+from octavo_server.pipeline import Dialect, Submission
+from octavo_server.services import ModelServices, ServerServices, server_of
 from octavo_server.tenants.api_keys import Caller, caller_of
 
 
@@ -34,14 +34,12 @@ class PreviousResponseNotFound(InvalidParameter):
     code = "previous_response_not_found"
 
 
-async def create_response(request: Request) -> Response:
-    services, caller = services_of(request), caller_of(request)
-    services.check_room(request)
-    services, body, headers = await services.read(request, decoder, without_effect)
+async def _translate(body: ResponseBody, services: ModelServices, request: Request) -> Submission | Response:
+    caller, headers = caller_of(request), request.state.headers
     check(body)
     services.check_model(body.model)
-    earlier = await _earlier(services, caller, body)
-    inputs = await _without_references(services, caller, input_items(body.input))
+    earlier = await _earlier(services.server, caller, body)
+    inputs = await _without_references(services.server, caller, input_items(body.input))
     body.tools = with_added(body.tools, [*earlier, *inputs])
     chat, names, left_out = translated(body, [*earlier, *inputs], len(earlier), services.takes_images)
     services.report(request, left_out)
@@ -55,15 +53,9 @@ async def create_response(request: Request) -> Response:
         if body.stream:
             return event_stream(live, services.journal, headers=headers)
         return json_response(record.response, headers)
-
-    reply = await begin_reply(services, chat, request, record.id, names)
-    answer = ResponseAnswer(record, reply)
-    if body.stream:
-        return ResponseStream(reply, answer, headers, partial(keep, services, caller, record))
-    await finished_choices(reply.generation, request)
-    answer.finish()
-    await keep(services, caller, record)
-    return json_response(record.response, headers)
+    stored = partial(keep, services.server, caller, record)
+    stream = partial(ResponseStream, keep=stored)
+    return submission(services, chat, request, partial(ResponseAnswer, record), stream, names, keep=stored)
 
 
 async def retrieve_response(request: Request) -> Response:
@@ -76,7 +68,7 @@ async def retrieve_response(request: Request) -> Response:
         if not record.is_finished:
             raise Unavailable("The response is not computed now; try again.", retry_after=RETRY_SECONDS)
         live = LiveResponse.finished(record)
-    return event_stream(live, services_of(request).of_model(record.response["model"]).journal, after)
+    return event_stream(live, server_of(request).of_model(record.response["model"]).journal, after)
 
 
 async def list_input_items(request: Request) -> Response:
@@ -99,30 +91,21 @@ async def cancel_response(request: Request) -> Response:
     return json_response((await _background(request).cancel(caller_of(request), record)).response, {})
 
 
-ENDPOINTS = [
-    Endpoint("POST", PATH, create_response, "Answer a conversation, and keep the answer", ResponseBody),
-    Endpoint("GET", PATH + "/{response_id}", retrieve_response, "A response that was kept, whole or as a stream"),
-    Endpoint("DELETE", PATH + "/{response_id}", delete_response, "Forget a response"),
-    Endpoint("GET", PATH + "/{response_id}/input_items", list_input_items, "The items that a response follows"),
-    Endpoint("POST", PATH + "/{response_id}/cancel", cancel_response, "End a response in the background"),
-]
-
-
-async def _earlier(services: Services, caller: Caller, body: ResponseBody) -> list[Item]:
+async def _earlier(server: ServerServices, caller: Caller, body: ResponseBody) -> list[Item]:
     """The items that the input follows: those of a conversation, or up to and including an earlier response."""
     if body.conversation_id is not None:
-        return await items_of(services, caller, body.conversation_id)
+        return await items_of(server, caller, body.conversation_id)
     name = body.previous_response_id
     if name is None:
         return []
-    record = await find(services, caller, name)
+    record = await find(server, caller, name)
     if record is None:
         message = f"There is no response '{printable(name)}' to follow up."
         raise PreviousResponseNotFound("previous_response_id", message)
     return [*record.history, *record.response["output"]]
 
 
-async def _without_references(services: Services, caller: Caller, items: list[Item]) -> list[Item]:
+async def _without_references(server: ServerServices, caller: Caller, items: list[Item]) -> list[Item]:
     """``items`` with output items of stored responses in the place of references to them, where they are known."""
     outputs: dict[str, list[Item]] = {}
     found: list[Item] = []
@@ -132,7 +115,7 @@ async def _without_references(services: Services, caller: Caller, items: list[It
             found.append(item)
             continue
         if name not in outputs:
-            record = await find(services, caller, name)
+            record = await find(server, caller, name)
             outputs[name] = [] if record is None else record.response["output"]
         found.append(next((output for output in outputs[name] if output["id"] == item["id"]), item))
     return found
@@ -141,3 +124,15 @@ async def _without_references(services: Services, caller: Caller, items: list[It
 def _background(request: Request) -> BackgroundResponses:
     responses: BackgroundResponses = request.app.state.background_responses
     return responses
+
+
+RESPONSE = Dialect(decoder, _translate, without_effect)
+ENDPOINTS = [
+    Endpoint(
+        "POST", PATH, RESPONSE.serve, "Answer a conversation, and keep the answer", ResponseBody, name="create_response"
+    ),
+    Endpoint("GET", PATH + "/{response_id}", retrieve_response, "A response that was kept, whole or as a stream"),
+    Endpoint("DELETE", PATH + "/{response_id}", delete_response, "Forget a response"),
+    Endpoint("GET", PATH + "/{response_id}/input_items", list_input_items, "The items that a response follows"),
+    Endpoint("POST", PATH + "/{response_id}/cancel", cancel_response, "End a response in the background"),
+]

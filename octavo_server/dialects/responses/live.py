@@ -21,7 +21,6 @@ from octavo_server.dialects.responses.events import ResponseEvents, pieces_of
 from octavo_server.dialects.responses.records import Record
 from octavo_server.durable.journal import Journal
 from octavo_server.durable.reader import StreamChanged
-from octavo_server.durable.serve import begin_by_token
 from octavo_server.http.sse import HEADERS, KEEP_ALIVE, KEEP_ALIVE_SECONDS
 
 UNFINISHED: dict[str, Any] = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}
@@ -71,7 +70,8 @@ class LiveResponse:
             self.pieces = pieces
         self.notify()
         generation.listen(take)
-        begin_by_token(generation)
+        if generation.reader is not None:
+            generation.reader.begin(None, is_by_token=True)
         take()
         await ended.wait()
         if generation.error is not None:

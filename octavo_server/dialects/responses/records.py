@@ -13,7 +13,7 @@ from octavo_server.dialects.responses.conversations import CONVERSATION, with_it
 from octavo_server.dialects.responses.tools import Item
 from octavo_server.durable.store import StoredItem, decode
 from octavo_server.http.errors import NotFound, Unreadable, printable
-from octavo_server.services import Services, services_of
+from octavo_server.services import ServerServices, server_of
 from octavo_server.tenants.api_keys import Caller, caller_of
 
 KIND = "response"
@@ -50,7 +50,7 @@ class Pending(msgspec.Struct):
     record: Record
 
 
-async def keep(services: Services, caller: Caller, record: Record) -> None:
+async def keep(server: ServerServices, caller: Caller, record: Record) -> None:
     """Store ``record``, if it is to be stored, and once it has ended, add input and output to its conversation, unless
     that cannot be read.
 
@@ -59,30 +59,30 @@ async def keep(services: Services, caller: Caller, record: Record) -> None:
     items = [item_of(record)] if record.response["store"] else []
     conversation = record.response.get("conversation")
     if conversation is None or record.response["status"] not in ("completed", "incomplete"):
-        await services.store.put_all(caller.name, items)
+        await server.store.put_all(caller.name, items)
         return
     inputs = record.history[len(record.history) - record.num_inputs :]
     added = partial(with_items, conversation["id"], items=[*inputs, *record.response["output"]])
     try:
-        await services.store.update(CONVERSATION, conversation["id"], caller.name, added, also=items)
+        await server.store.update(CONVERSATION, conversation["id"], caller.name, added, also=items)
     except Unreadable:
-        await services.store.put_all(caller.name, items)
+        await server.store.put_all(caller.name, items)
 
 
 def item_of(record: Record) -> StoredItem:
     return StoredItem(KIND, record.id, msgspec.json.encode(record))
 
 
-async def find(services: Services, caller: Caller, name: str) -> Record | None:
+async def find(server: ServerServices, caller: Caller, name: str) -> Record | None:
     """The caller's response of this id. Raises ``Unreadable``."""
-    value = await services.store.get(KIND, name, caller.name)
+    value = await server.store.get(KIND, name, caller.name)
     return None if value is None else decode(KIND, name, value, Record)
 
 
 async def requested(request: Request) -> Record:
     """The response that the path names. Raises ``NotFound`` or ``Unreadable``."""
     name = request.path_params["response_id"]
-    record = await find(services_of(request), caller_of(request), name)
+    record = await find(server_of(request), caller_of(request), name)
     if record is None:
         raise not_found(name)
     return record

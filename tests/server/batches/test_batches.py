@@ -350,7 +350,7 @@ def test_with_a_journal_lines_continue_where_they_were(tmp_path: Path, change: d
         assert [line["body"]["choices"][0]["text"] for line in found.values()] == [ANSWER[:8]] * 2
         known = [] if change else list(ANSWER[:3].encode())
         assert [request.output_tokens for request in second.engine.requests] == [known] * 2
-        assert not second.app.state.services.journal._by_key
+        assert not second.app.state.services.first.journal._by_key
     finally:
         second.stop()
 
@@ -362,7 +362,7 @@ def test_cancelling_ends_lines_of_the_journal(serve_app: Any, tmp_path: Path) ->
     assert engine.num_live
     assert client(served).batches.cancel(batch.id).status == "cancelled"
     assert engine.num_live == 0
-    assert not served.app.state.services.journal._by_key
+    assert not served.app.state.services.first.journal._by_key
 
 
 def test_cancelling_outlives_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

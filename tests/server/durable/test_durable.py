@@ -201,7 +201,7 @@ def test_ended_requests_are_forgotten(tmp_path: Path) -> None:
         for _ in range(2):
             assert send(served, stream=False, stream_options=None).status_code == 200
         assert len(served.engine.requests) == 2
-        assert not served.app.state.services.journal._requests
+        assert not served.app.state.services.first.journal._requests
 
 
 def test_one_server_at_a_time(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_long_prompts_do_not_make_every_step_begin_a_file(tmp_path: Path, monkey
     monkeypatch.setattr(journal, "ROLL_BYTES", 100)
     with serving(tmp_path) as served:
         begin_unfinished(served, 0, prompt=[1] * 400)
-        log = served.app.state.services.journal
+        log = served.app.state.services.first.journal
         for _ in range(20):
             steps(served, 1)
             asyncio.run_coroutine_threadsafe(log.synced(), served.loop).result(10)
@@ -259,7 +259,7 @@ def test_a_snapshot_that_does_not_fit_makes_no_wrong_text(tmp_path: Path, monkey
         begin_unfinished(served, 3)
     disk = FullDisk(monkeypatch)
     with serving(tmp_path, runs=False) as served:
-        writer = served.app.state.services.journal._writer
+        writer = served.app.state.services.first.journal._writer
         until(lambda: writer.num_failures)
         disk.is_full = False
         steps(served, 5)
@@ -273,7 +273,7 @@ def test_what_a_full_disk_left_out_is_written_later(tmp_path: Path, monkeypatch:
     disk = FullDisk(monkeypatch)
     with serving(tmp_path) as served:
         begin_unfinished(served, 3)
-        writer = served.app.state.services.journal._writer
+        writer = served.app.state.services.first.journal._writer
         until(lambda: writer.is_incomplete)
         disk.is_full = False
         until(lambda: not writer.is_incomplete)
@@ -391,7 +391,7 @@ def test_background_responses_continue(tmp_path: Path) -> None:
         (again,) = served.engine.requests
         assert again.seed == first.seed
         assert again.output_tokens == list(ANSWER[:3].encode())
-        until(lambda: not served.app.state.services.journal._requests)
+        until(lambda: not served.app.state.services.first.journal._requests)
         answer = served.client.get(f"/v1/responses/{name}").json()
         assert answer["output"][0]["content"][0]["text"] == ANSWER[:8]
 
@@ -416,12 +416,12 @@ def test_a_restarted_server_is_ready_for_grammars_if_there_were_some(
 ) -> None:
     with serving(tmp_path) as served:
         send(served)
-        assert not had_grammars(served.app.state.services.config.server)
+        assert not had_grammars(served.app.state.services.first.config.server)
     started: list[bool] = []
     monkeypatch.setattr(GrammarCompiler, "start_process", lambda compiler: started.append(True))
     with serving(tmp_path) as served:
         assert not started
         send(served, key="b", structured_outputs={"regex": "[a-z]+"})
-        assert had_grammars(served.app.state.services.config.server)
+        assert had_grammars(served.app.state.services.first.config.server)
     with serving(tmp_path):
         assert started

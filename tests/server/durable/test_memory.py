@@ -31,7 +31,7 @@ def memory() -> int:
 @pytest.mark.slow
 def test_an_ended_request_takes_what_is_counted_for_it(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
-        journal = served.app.state.services.journal
+        journal = served.app.state.services.first.journal
         tracemalloc.start(1)
         try:
             ask(served, NUM_REQUESTS, "first")
@@ -53,7 +53,7 @@ def test_the_time_of_their_retention_goes_on_over_restarts(tmp_path: Path, monke
     for minutes in (5, 9, 14.9, 15.1):  # the second server finds the end in the journal, and begins to count
         later[0] = 60 * minutes
         with serving(tmp_path) as served:
-            journal = served.app.state.services.journal
+            journal = served.app.state.services.first.journal
             until(lambda journal=journal: journal._is_complete.is_set())
             time.sleep(0.1)
             num_kept.append(len(journal._requests))
@@ -62,7 +62,7 @@ def test_the_time_of_their_retention_goes_on_over_restarts(tmp_path: Path, monke
 
 def test_requests_are_forgotten_one_after_the_other(tmp_path: Path) -> None:
     with serving(tmp_path, journal_retention=2.0) as served:
-        journal = served.app.state.services.journal
+        journal = served.app.state.services.first.journal
         ask(served, 2, "early")
         time.sleep(1)
         ask(served, 2, "late")

@@ -103,7 +103,7 @@ def test_records_of_other_content_do_not_keep_a_server_from_starting(tmp_path: P
     frames = [file.frame(msgspec.msgpack.encode(changed(rng.choice(wholes), rng))) for _ in range(500)]
     file.path.write_bytes(b"".join([file.frame(NOT_UTF8), *frames]))
     with serving(tmp_path, runs=False) as served:
-        assert served.app.state.services.journal._counts["damage"] > 100
+        assert served.app.state.services.first.journal._counts["damage"] > 100
 
 
 def test_what_cannot_be_read_of_a_request_is_left_out(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_what_cannot_be_read_of_a_request_is_left_out(tmp_path: Path) -> None:
     file = LogFile.next(tmp_path, 1)
     file.path.write_bytes(b"".join(map(file.frame, (no_begin, no_output.replace(b"why", b"w\xffy")))))
     with serving(tmp_path, runs=False) as served:
-        journal = served.app.state.services.journal
+        journal = served.app.state.services.first.journal
         assert journal._counts["damage"] == 2
         (request,) = journal._requests.values()
         assert (request.head.number, request._live.outputs) == (FIRST + 1, [])

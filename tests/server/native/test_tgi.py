@@ -40,7 +40,7 @@ def test_a_text_and_its_stream(server: Served, client: InferenceClient) -> None:
 
 def test_the_server_describes_itself(server: Served) -> None:
     info = server.client.get("/info").json()
-    assert info["model_id"] == server.app.state.services.model_name
+    assert info["model_id"] == server.app.state.services.first.model_name
     assert info["max_input_tokens"] + 1 == info["max_total_tokens"] == server.engine.info.max_model_len
 
 

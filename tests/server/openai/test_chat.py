@@ -18,7 +18,7 @@ def prompt_of(served: Served, **body: Any) -> str:
     response = served.chat(**body)
     assert response.status_code == 200, response.text
     tokens = served.engine.requests[-1].prompt_tokens
-    text: str = served.app.state.services.tokenizer.decode(tokens, skip_special_tokens=False)
+    text: str = served.app.state.services.first.tokenizer.decode(tokens, skip_special_tokens=False)
     return text
 
 

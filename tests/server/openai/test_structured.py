@@ -205,7 +205,7 @@ def test_without_a_tokenizer_there_is_no_structured_output(serve_app: Any) -> No
 def test_others_are_answered_while_a_grammar_is_tried_out(writer: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial cannot end before they have their answers, however busy the machine is: its process is stopped."""
     assert writer.complete(guided_regex="warm").status_code == 200
-    compiler = writer.app.state.services.admission.grammars
+    compiler = writer.app.state.services.first.admission.grammars
     assert compiler.process_id is not None
     monkeypatch.setitem(compiler._processes[0]._settings, "max_seconds", 60)
     os.kill(compiler.process_id, signal.SIGSTOP)
@@ -222,7 +222,7 @@ def test_others_are_answered_while_a_grammar_is_tried_out(writer: Served, monkey
 
 def test_a_grammar_that_hangs_is_given_up(writer: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     assert writer.complete(guided_regex="warm").status_code == 200
-    compiler = writer.app.state.services.admission.grammars
+    compiler = writer.app.state.services.first.admission.grammars
     os.kill(compiler.process_id, signal.SIGSTOP)
     hung = writer.complete(guided_regex="[xy]+")
     assert hung.status_code == 400

@@ -298,7 +298,7 @@ SIGNS = {
 @pytest.mark.parametrize(("signs", "name"), SIGNS.items())
 def test_the_format_is_seen_in_the_template(serve_app: Any, signs: str, name: str) -> None:
     served = serve_app(tokenizer=byte_tokenizer("{# " + signs.replace("{", "(").replace("}", ")") + " #}" + TEMPLATE))
-    assert served.app.state.services.message_format.tools.name == name
+    assert served.app.state.services.first.message_format.tools.name == name
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -280,10 +280,10 @@ def test_the_background_waits_while_the_disk_is_full(serve_app: Any, monkeypatch
 
 
 def test_what_a_job_does_not_foresee_ends_the_response(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def boom(*args: Any) -> Any:
+    def boom(*args: Any) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(background, "begin_reply", boom)
+    monkeypatch.setattr(background, "chat_request", boom)
     served = serve_app()
     ended = until_done(served, post(served, background=True).json()["id"])
     assert (ended["status"], ended["error"]["code"]) == ("failed", "server_error")
