@@ -14,8 +14,8 @@ from starlette.requests import Request
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, InvalidParameter, ModelNotFound
 from octavo.text.chat_template import ChatTemplate
-from octavo.text.detokenizer import Detokenizer
 from octavo.text.message_format import MessageFormat
+from octavo.text.text_stream import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 from octavo_server.admission import Admission
 from octavo_server.durable.background_jobs import BackgroundJobs

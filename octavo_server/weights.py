@@ -18,10 +18,10 @@ from starlette.responses import Response
 from octavo.errors import ConfigError, InvalidParameter
 from octavo.server_settings import ServerSettings
 from octavo_server.engines.engine_client import SleepMode
-from octavo_server.http.allowed_hosts import LOOPBACK
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter, printable
+from octavo_server.http.middleware import LOOPBACK
 from octavo_server.http.sse import json_response
 from octavo_server.services import ModelServices, asked_services_of
 from octavo_server.tenants.api_keys import Keys

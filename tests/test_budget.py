@@ -48,7 +48,7 @@ BOUNDS = {
     "lines of octavo_fleet": Bound(8_500, 3_000),
     "lines of octavo_bench": Bound(15_500, 4_000),
     "small modules with one importer, in their own folder": Bound(68, 6),
-    "files that a chat request enters": Bound(47, 6),
+    "files that a chat request enters": Bound(38, 4),
     "folders with many loose files": Bound(6, 1),
     "names of several modules": Bound(64, 6),
 }

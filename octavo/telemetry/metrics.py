@@ -11,8 +11,7 @@ from prometheus_client.registry import Collector
 
 from octavo.config import EngineConfig
 from octavo.telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS
-from octavo.telemetry.counts import Counts
-from octavo.telemetry.histogram import Histogram
+from octavo.telemetry.counts import Counts, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

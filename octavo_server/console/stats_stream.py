@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from octavo.telemetry.cache_view import CacheView
-from octavo.telemetry.histogram import Histogram
+from octavo.telemetry.counts import Histogram
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.sse import HEADERS, encode_line

@@ -1,4 +1,4 @@
-"""The journal of live requests: what is delivered to a client is recorded first, so that it can be replayed."""
+"""The table of live requests: what is delivered to a client is recorded first, so that it can be replayed."""
 
 from __future__ import annotations
 

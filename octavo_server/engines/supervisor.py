@@ -14,19 +14,50 @@ The supervisor does not handle requests: its owner resubmits them in ``on_up``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from octavo.errors import CANCELLATIONS, OctavoError
 from octavo.types import EngineInfo
 from octavo_server.engines import wire
-from octavo_server.engines.descriptors import DescriptorReserve
 from octavo_server.engines.engine_link import EngineLink
 from octavo_server.engines.process_exit import processor_time
+
+NUM_RESERVED = 8
+"""Starting a process takes a socket pair and the ends of two pipes."""
+
+
+class DescriptorReserve:
+    """File descriptors held open so that connections cannot use them."""
+
+    def __init__(self) -> None:
+        self._held: list[int] = []
+
+    def fill(self) -> None:
+        """Reopen missing descriptors, as far as available."""
+        with contextlib.suppress(OSError):
+            while len(self._held) < NUM_RESERVED:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    def close(self) -> None:
+        while self._held:
+            os.close(self._held.pop())
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Free the reserve within a block. The block must not await, or another task could take the descriptors."""
+        self.close()
+        try:
+            yield
+        finally:
+            self.fill()
+
 
 MAX_FIRST_STARTS = 5
 FIRST_PAUSE = 0.1

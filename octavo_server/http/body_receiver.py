@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from octavo.errors import RequestTooLarge, Unavailable
 from octavo_server.http.body_decoder import SMALL_BYTES, BodyDecoder
-from octavo_server.http.byte_budget import ByteBudget, Share
+from octavo_server.http.connection import ByteBudget, Share
 from octavo_server.http.errors import RETRY_AFTER_SECONDS, HTTPRefusal, printable
 from octavo_server.tenants.api_keys import caller_of
 from octavo_server.tenants.places import Places

@@ -1,4 +1,5 @@
-"""The outermost ASGI middleware: normalises paths, assigns request ids, checks headers and keys, handles exceptions.
+"""The outermost ASGI middleware: normalises paths, assigns request ids, checks hosts, origins, headers and keys, starts
+requests in turn, handles exceptions, writes the access log.
 
 Only the paths in ``OPEN_PATHS`` are exempt from the checks of API key and host name, and the console's files from that
 of the key. The checked path is the one that
@@ -7,25 +8,160 @@ the router uses, so the two cannot disagree.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import re
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import CANCELLATIONS, RequestError
+from octavo.server_settings import ServerSettings
 from octavo.telemetry.metrics import Metrics
 from octavo_server.generation import ClientGone
-from octavo_server.http.access_log import log_access
-from octavo_server.http.allowed_hosts import AllowedHosts, AllowedOrigins
-from octavo_server.http.errors import ErrorForm, HTTPRefusal, UnexpectedError, error_response, rejection_of
-from octavo_server.http.pacing import RequestPacer
+from octavo_server.http.errors import ErrorForm, HTTPRefusal, UnexpectedError, error_response, printable, rejection_of
 from octavo_server.http.server import WRITE_PIECE
 from octavo_server.observe.tracing import TRACE_HEADERS
 from octavo_server.tenants.api_keys import CALLER, Caller, Keys
+from octavo_server.tenants.places import TurnQueue
+
+
+class RequestPacer:
+    """Starts at most one request per event loop iteration: API keys in turn, each first come, first served.
+
+    The synchronous start of a request, from its headers until its prompt goes to the tokenizer, takes a fraction of a
+    millisecond. Fifty at once would make one long iteration and delay the tokens of all streams.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: TurnQueue[asyncio.Future[None]] = TurnQueue()
+        self._is_taken = False
+        """Whether a request was started in this iteration."""
+
+    async def enter(self, owner: str) -> None:
+        """Wait for this request's turn; returns at once without contention."""
+        loop = asyncio.get_running_loop()
+        if not self._is_taken:
+            self._is_taken = True
+            loop.call_soon(self._turn)
+            return
+        turn = loop.create_future()
+        self._waiting.push(owner, turn)
+        await turn
+
+    def _turn(self) -> None:
+        while (found := self._waiting.pop()) is not None:
+            _, turn = found
+            if not turn.done():  # skip cancelled requests
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._turn)
+                return
+        self._is_taken = False
+
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+CONTAINER_NAMES = frozenset({"host.docker.internal", "host.containers.internal"})
+"""Names of the host inside its containers. They resolve only there, so no web page can own them."""
+LOCAL = LOOPBACK | CONTAINER_NAMES
+WITHOUT_EFFECT = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change nothing, whatever the path: any page may send them, and read no response."""
+OTHER_SITES = frozenset({"cross-site", "same-site"})
+"""Values of ``Sec-Fetch-Site`` that a browser sends for a page of another origin."""
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s/@:\[\]]+))(?::\d{1,5})?")
+
+
+class AllowedHosts:
+    """Checks ``Host`` against ``allowed``, a set of lower-case names; ``None`` allows any name.
+
+    A web page can point its own host name at this server's address, so that a browser on the local network sends
+    requests and lets the page read the responses (DNS rebinding). Such requests carry the page's name in ``Host``.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.allowed: frozenset[str] | None = LOCAL if settings.host in LOOPBACK else None
+        if settings.allowed_hosts is not None:
+            names = frozenset(name.strip().lower() for name in settings.allowed_hosts.split(","))
+            self.allowed = None if "*" in names else names | LOCAL
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raises ``HTTPRefusal`` for a name that is not allowed."""
+        if self.allowed is None:
+            return
+        found = _HOST.fullmatch(headers.get("host", "").lower())
+        name = (found.group(1) or found.group(2)) if found else ""
+        if name.rstrip(".") not in self.allowed:
+            raise HTTPRefusal(421, "This server has no such name: see --allowed-hosts.", "host_not_allowed")
+
+
+class AllowedOrigins:
+    """Refuses what a page of another origin makes a browser send, unless ``names`` has its origin or ``*``.
+
+    A page can make a browser send some requests to any server without asking it first: forms, plain text, bodies of no
+    type. It cannot read the responses, but the requests have an effect (cross-site request forgery). A browser names
+    the page's origin in ``Origin``, and its relation to the server in ``Sec-Fetch-Site``:
+    https://www.w3.org/TR/fetch-metadata/. Other clients send neither.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.names = [origin.strip() for origin in (settings.allowed_origins or "").split(",") if origin.strip()]
+
+    def check(self, method: str, headers: Mapping[str, str]) -> None:
+        """Raises ``HTTPRefusal`` for a request that may have an effect."""
+        if method in WITHOUT_EFFECT or "*" in self.names:
+            return
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "")
+        if origin in self.names:
+            return
+        is_own = origin is None or _is_of(origin.lower(), headers.get("host", "").lower())
+        if not is_own or site.lower() in OTHER_SITES:
+            what = f"The web page's origin {printable(origin)}" if origin else "The web page's origin"
+            message = f"{what} may not use this server: see --allowed-origins."
+            raise HTTPRefusal(403, message, "origin_not_allowed")
+
+
+def _is_of(origin: str, host: str) -> bool:
+    """Whether an origin has the host and port of ``Host``. The scheme does not count, as a proxy may terminate TLS."""
+    scheme, separator, own = origin.partition("://")
+    for port in DEFAULT_PORTS.values():
+        host = host.removesuffix(port)
+    return bool(separator and host) and own.removesuffix(DEFAULT_PORTS.get(scheme, "/")) == host
+
+
+PROBE_PATHS = frozenset({"/health", "/ready", "/metrics", "/load", "/ping", "/is_sleeping"})
+"""Paths that monitoring requests every few seconds; they are logged at level debug."""
+
+access_logger = logging.getLogger("octavo.access")
+
+
+def log_access(scope: Scope, status: int, seconds: float, request_id: str) -> None:
+    """Log an answered request, when its response is complete: neither body nor query string nor headers, so neither
+    prompts nor keys. ``status`` is 499 for a client that left before the response began."""
+    level = logging.DEBUG if scope["path"] in PROBE_PATHS else logging.INFO
+    if not access_logger.isEnabledFor(level):
+        return
+    client, path = (scope.get("client") or ("-",))[0], printable(scope["path"])
+    fields = {
+        "client": client,
+        "method": scope["method"],
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 6),
+        "request_id": request_id,
+    }
+    if caller := getattr(scope.get(CALLER), "name", ""):
+        fields["key"] = caller
+    access_logger.log(
+        level,
+        "%s %s %s %d %.3f s %s",
+        *(client, scope["method"], path, status, seconds, request_id),
+        extra={"fields": fields},
+    )
+
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Health probes have no key, and often use the address as the host name."""

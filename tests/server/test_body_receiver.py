@@ -16,9 +16,8 @@ import httpx
 import pytest
 
 from octavo_server.http import body_receiver
-from octavo_server.http.body_decoder import BodyDecoder
-from octavo_server.http.byte_budget import ByteBudget, Share
-from octavo_server.http.json_size import PIECE_BYTES, measure
+from octavo_server.http.body_decoder import PIECE_BYTES, BodyDecoder, measure
+from octavo_server.http.connection import ByteBudget, Share
 from tests.server.conftest import Served
 from tests.server.in_process import MAX_MODEL_LEN
 from tests.server.raw import request_bytes
@@ -173,7 +172,7 @@ def anything(rng: random.Random, level: int = 0) -> Any:
 @pytest.mark.parametrize("seed", range(40))
 def test_sizes_are_those_of_what_is_built(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr("octavo_server.http.json_size.PIECE_BYTES", rng.choice([1, 2, 3, 7, 64]))
+    monkeypatch.setattr("octavo_server.http.body_decoder.PIECE_BYTES", rng.choice([1, 2, 3, 7, 64]))
     value = [anything(rng) for _ in range(8)]
     text = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
     num_containers, depth = reference(value)

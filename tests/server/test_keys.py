@@ -15,7 +15,7 @@ import pytest
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, QueueFull
 from octavo.server_settings import ServerSettings
-from octavo_server.http.allowed_hosts import AllowedHosts
+from octavo_server.http.middleware import AllowedHosts
 from octavo_server.http.server import HTTPServer
 from octavo_server.tenants import quotas
 from octavo_server.tenants.api_keys import Keys

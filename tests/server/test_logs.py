@@ -26,7 +26,7 @@ from octavo.telemetry.logs import (
     has_colours,
     log_to_stderr,
 )
-from octavo_server.http.access_log import logger as access_logger
+from octavo_server.http.middleware import access_logger
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo_server.http.allowed_hosts import WITHOUT_EFFECT
+from octavo_server.http.middleware import WITHOUT_EFFECT
 from tests.server.conftest import Served
 
 PAGES: tuple[dict[str, str], ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from octavo_server.http.pacing import RequestPacer
+from octavo_server.http.middleware import RequestPacer
 
 
 def test_one_enters_in_each_round_and_others_run_in_between() -> None:

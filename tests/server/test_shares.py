@@ -27,7 +27,7 @@ from octavo_server.dialects.responses import conversations
 from octavo_server.durable import background_jobs, journal, store
 from octavo_server.http import body_receiver
 from octavo_server.http import server as http
-from octavo_server.http.byte_budget import ByteBudget
+from octavo_server.http.connection import ByteBudget
 from octavo_server.observe import timelines
 from octavo_server.tenants.api_keys import Caller
 from octavo_server.tenants.places import Places, TurnQueue

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.telemetry.histogram import FIRST_TOKEN_BUCKETS, LATENCY_BUCKETS, PER_TOKEN_BUCKETS, Histogram, decades
+from octavo.telemetry.counts import FIRST_TOKEN_BUCKETS, LATENCY_BUCKETS, PER_TOKEN_BUCKETS, Histogram, decades
 
 BOUNDS = (1.0, 2.5, 10.0)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.text.detokenizer import Detokenizer
+from octavo.text.text_stream import Detokenizer
 from octavo.text.tokenizer import Tokenizer
 
 from .conftest import build, byte_level_metadata

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from octavo.text.stop_strings import StopStrings
+from octavo.text.text_stream import StopStrings
 
 words = st.text("ab", min_size=1, max_size=5)
 stop_lists = st.lists(words, min_size=1, max_size=4)

@@ -17,8 +17,7 @@ from octavo.errors import InvalidParameter
 from octavo.types import TokenLogprobs
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.completions import decoder as completion_decoder
-from octavo_server.dialects.openai.logprobs import TokenNames, finite, prompt_logprobs
-from octavo_server.dialects.openai.rendering import usage
+from octavo_server.dialects.openai.rendering import TokenNames, finite, prompt_logprobs, usage
 from octavo_server.generation import Choice, ChoiceUpdate
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint

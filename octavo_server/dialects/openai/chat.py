@@ -19,7 +19,7 @@ from octavo_server.admission import ClientRequest
 from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.openai import fields
 from octavo_server.dialects.openai.chat_message import ChatMessage, chat_message
-from octavo_server.dialects.openai.constraints import constraint
+from octavo_server.dialects.openai.constraints import ToolUse, constraint, message_constraints, tool_use
 from octavo_server.dialects.openai.fields import (
     ACCEPTED,
     IGNORED,
@@ -31,9 +31,14 @@ from octavo_server.dialects.openai.fields import (
     sampling_params,
     scheduling_fields,
 )
-from octavo_server.dialects.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from octavo_server.dialects.openai.rendering import ChunkFrame, identity_of, usage
-from octavo_server.dialects.openai.tools import ToolUse, message_constraints, tool_use
+from octavo_server.dialects.openai.rendering import (
+    ChunkFrame,
+    TokenNames,
+    chat_logprobs,
+    identity_of,
+    prompt_logprobs,
+    usage,
+)
 from octavo_server.generation import Choice, ChoiceUpdate, Generation
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint

@@ -9,7 +9,7 @@ from octavo.text import reasoning
 from octavo.text.chat_messages import ANSWER_REASONING_KEYS
 from octavo.text.message_format import MessageFormat
 from octavo.text.reader import Call, CallProgress, MessageParser, Piece, Text
-from octavo_server.dialects.openai.tools import ToolUse, arguments_of, input_of
+from octavo_server.dialects.openai.constraints import ToolUse, arguments_of, input_of
 
 
 class ChatMessage:

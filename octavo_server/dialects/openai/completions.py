@@ -30,8 +30,16 @@ from octavo_server.dialects.openai.fields import (
     scheduling_fields,
     without_effect,
 )
-from octavo_server.dialects.openai.logprobs import CompletionLogprobs, TokenNames, finite, prompt_logprobs
-from octavo_server.dialects.openai.rendering import ChunkFrame, Identity, identity_of, usage
+from octavo_server.dialects.openai.rendering import (
+    ChunkFrame,
+    CompletionLogprobs,
+    Identity,
+    TokenNames,
+    finite,
+    identity_of,
+    prompt_logprobs,
+    usage,
+)
 from octavo_server.generation import Choice, ChoiceUpdate, Generation
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.sse import encode, encode_line, json_response

@@ -13,8 +13,8 @@ from octavo.errors import InvalidParameter
 from octavo_server.admission import PromptSource
 from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.openai.chat import conversation, passed_over
+from octavo_server.dialects.openai.constraints import tool_use
 from octavo_server.dialects.openai.fields import ACCEPTED
-from octavo_server.dialects.openai.tools import tool_use
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import MissingParameter

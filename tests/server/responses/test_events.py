@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.text.reader import Call, Piece, Text
-from octavo_server.dialects.openai.tools import arguments_of
+from octavo_server.dialects.openai.constraints import arguments_of
 from octavo_server.dialects.responses.events import ResponseEvents, add_output, pieces_of
 
 TEXTS = st.builds(Text, st.sampled_from(("content", "reasoning")), st.text(min_size=1, max_size=4))
