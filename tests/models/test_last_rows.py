@@ -13,7 +13,7 @@ from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops.attention import GroupRows, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.kv_storage import KVStorage, StatePool
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.families import FIRST_ROWS, VOCAB_SIZE, make_checkpoint
 
@@ -35,10 +35,12 @@ def test_wanted_rows_come_out_as_among_all(row: str, tmp_path: Path) -> None:
     slots = positions + torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)) * BLOCK
     tables = torch.arange(len(LENGTHS), dtype=torch.int32)[:, None]
     lengths = torch.tensor([0, *ends.tolist()], dtype=torch.int32), torch.tensor(LENGTHS, dtype=torch.int32)
-    rows = PagedRows((GroupRows(slots, tables),), *lengths, max(LENGTHS))
+    state_slots = torch.arange(len(LENGTHS), dtype=torch.int32)
+    rows = PagedRows((GroupRows(slots, tables),), *lengths, max(LENGTHS), state_slots_S=state_slots)
 
     def forward(indices_R: torch.Tensor | None) -> torch.Tensor:
-        storage = KVStorage(config.cache, kv_groups(config.cache), [len(LENGTHS)], BLOCK, torch.float32, cpu)
+        sizes, states = ([len(LENGTHS)], BLOCK, torch.float32, cpu), StatePool(len(LENGTHS))
+        storage = KVStorage(config.cache, kv_groups(config.cache), *sizes, states=states)
         return model.forward(tokens, positions, storage.layers, replace(rows, logits_indices_R=indices_R))
 
     every = forward(None)

@@ -1,0 +1,188 @@
+"""Slots of recurrent state and their snapshots, with what other engines got wrong about them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from octavo.cache.kv_cache import KVCache
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.steps.limits import StateSize
+from octavo.types import Request
+from tests.engine.making import make_request, run_to_end, serve
+from tests.oracle import OracleRunner, Trouble, expected_output
+
+BLOCK = 16
+
+
+def made(
+    num_snapshots: int = 50, num_seqs: int = 4, tokens: int = 256, *, every: int = 100_000, depth: int = 1, **cache: int
+) -> tuple[Engine, OracleRunner]:
+    size = StateSize(num_seqs + num_snapshots, num_seqs, every)
+    found = KVCache(cache.get("num_blocks", 2000), cache.get("block_size", BLOCK), states=size)
+    runner = OracleRunner(found.block_size, Trouble())
+    assert found.states is not None
+    found.states.copy = runner.copy_state
+    scheduler = Scheduler(found, max_num_seqs=num_seqs, max_num_batched_tokens=tokens)
+    return Engine(scheduler, runner, depth=depth), runner
+
+
+def answer(engine: Engine, request: Request) -> int:
+    """Serve a request, whose text the oracle checks; returns the tokens that came from the cache."""
+    outputs = serve(engine, [request])[request.id]
+    assert [token for output in outputs for token in output.tokens] == expected_output(request)[0]
+    return outputs[-1].num_cached_tokens
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(50), k=count)
+
+
+def snapshots(engine: Engine) -> list[int]:
+    """Positions of all snapshots."""
+    cache = engine.scheduler.cache
+    return sorted(node.depth * cache.block_size for node in cache.groups[0].tree.walk() if node.snapshot is not None)
+
+
+def test_a_turn_begins_where_the_last_one_ended_less_an_interval() -> None:
+    engine, _ = made()
+    prompt = words(200)
+    assert answer(engine, make_request(0, prompt, 150)) == 0
+    assert snapshots(engine) == [192, 320]  # 192 ends the prompt; of those in the output only the newest is left
+    turn = [*prompt, *expected_output(make_request(0, prompt, 150))[0], *words(30, 1)]
+    assert answer(engine, make_request(1, turn, 5)) == 320
+    assert answer(engine, make_request(2, [*prompt, *words(90, 2)], 5)) == 192  # another answer to the same prompt
+
+
+def test_a_shared_prefix_is_found_from_the_third_request_on() -> None:
+    engine, _ = made()
+    shared = words(1500)
+    hits = [answer(engine, make_request(i, [*shared, *words(700, 7 + i)], 4)) for i in range(4)]
+    assert hits == [0, 0, 1472, 1472]
+
+
+def test_a_long_prompt_has_snapshots_within() -> None:
+    engine, _ = made(every=300)
+    prompt = words(1000)
+    answer(engine, make_request(0, prompt, 2))
+    assert snapshots(engine) == [320, 640, 960]
+    assert answer(engine, make_request(1, [*prompt[:700], *words(200, 3)], 2)) == 640
+
+
+def test_the_same_prompt_again_leaves_less_than_an_interval_and_one_token() -> None:
+    engine, _ = made()
+    for index, length in enumerate((65, 128, 129, 250)):
+        assert answer(engine, make_request(2 * index, words(length, index), 1)) == 0
+        assert answer(engine, make_request(2 * index + 1, words(length, index), 1)) == (length - 1) // 64 * 64
+
+
+def test_prompts_shorter_than_an_interval_are_found_with_their_answers() -> None:
+    engine, _ = made()
+    first = make_request(0, words(40), 60)
+    answer(engine, first)
+    assert answer(engine, make_request(1, [*words(40), *expected_output(first)[0], 1, 2], 1)) == 64
+
+
+def test_a_hit_needs_no_block_as_large_as_a_state() -> None:
+    engine, _ = made(every=4096)
+    answer(engine, make_request(0, words(130), 1))
+    assert answer(engine, make_request(1, words(130), 1)) == 128
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32, 64, 96, 128])
+def test_snapshots_lie_at_ends_of_blocks_of_any_size(block_size: int) -> None:
+    engine, _ = made(block_size=block_size)
+    answer(engine, make_request(0, words(900), 1))
+    interval = {96: 192, 128: 128}.get(block_size, 64)
+    assert answer(engine, make_request(1, words(900), 1)) == 899 // interval * interval
+
+
+def test_what_was_not_computed_is_not_found() -> None:
+    """The blocks and the state of a prompt that was aborted in a chunk are not in the cache."""
+    engine, _ = made(tokens=64)
+    engine.add(make_request(0, words(500), 4))
+    for _ in range(3):
+        engine.step()
+    engine.abort(0)
+    engine.check()
+    assert answer(engine, make_request(1, words(500), 4)) <= 192
+    assert all(position % 64 == 0 for position in snapshots(engine))
+
+
+def test_keys_and_values_without_a_state_are_computed_again() -> None:
+    engine, _ = made(num_snapshots=1, num_seqs=1)
+    answer(engine, make_request(0, words(300), 1))
+    answer(engine, make_request(1, words(300, 1), 1))  # takes the only snapshot
+    assert answer(engine, make_request(2, words(300), 1)) == 0
+
+
+def test_without_memory_for_snapshots_all_is_computed() -> None:
+    engine, _ = made(num_snapshots=0)
+    answer(engine, make_request(0, words(300), 1))
+    assert answer(engine, make_request(1, words(300), 1)) == 0
+    assert snapshots(engine) == []
+
+
+def test_a_snapshot_goes_with_its_block() -> None:
+    engine, _ = made(num_blocks=30)
+    answer(engine, make_request(0, words(300), 1))
+    assert snapshots(engine) == [256]
+    answer(engine, make_request(1, words(470, 1), 1))
+    assert snapshots(engine) == [448]
+    engine.scheduler.cache.clear()
+    engine.check()
+    assert snapshots(engine) == []
+
+
+def test_what_saves_most_stays() -> None:
+    engine, _ = made(num_snapshots=2)
+    long, short = words(2000), words(200, 1)
+    answer(engine, make_request(0, long, 1))
+    for index in range(5):
+        answer(engine, make_request(10 + index, words(200, 20 + index), 1))
+        answer(engine, make_request(20 + index, short, 1))
+    assert answer(engine, make_request(1, long, 1)) == 1984
+
+
+def test_a_sequence_beside_the_limit_of_the_pool_is_served() -> None:
+    engine, _ = made(num_blocks=32)
+    answer(engine, make_request(0, words(500), 12))
+    assert answer(engine, make_request(1, words(500), 12)) == 448
+
+
+def test_every_slot_is_accounted_for_in_a_long_churn() -> None:
+    """Conversations of which some are aborted, with hardly room for their states."""
+    engine, _ = made(num_snapshots=6, num_seqs=3, tokens=40, every=128, num_blocks=90)
+    rng, histories = random.Random(1), [words(90, seed) for seed in range(5)]
+    for request_id in range(150):
+        history = rng.choice(histories)
+        request = make_request(request_id, [*history, *words(rng.randrange(1, 20), request_id)], rng.randrange(1, 90))
+        engine.add(request)
+        for _ in range(rng.randrange(12)):
+            engine.step()
+        if rng.random() < 0.2:
+            engine.abort(request_id)
+        elif len(history) < 500:
+            history += [*request.prompt_tokens[len(history) :], *expected_output(request)[0]]
+    run_to_end(engine)
+    states = engine.scheduler.cache.states
+    assert states is not None
+    assert states.num_pending == 0
+    assert states.num_evicted > 20
+    engine.scheduler.cache.clear()
+    engine.check()
+    assert states.num_snapshots == 0
+
+
+def test_a_preempted_sequence_goes_on_from_its_last_snapshot() -> None:
+    engine, runner = made(num_blocks=40, num_seqs=2)
+    requests = [make_request(i, words(200, i), 200) for i in range(2)]
+    outputs = serve(engine, requests)
+    for request in requests:
+        assert [t for output in outputs[request.id] for t in output.tokens] == expected_output(request)[0]
+    stats = engine.stats()
+    assert stats.num_preemptions
+    plain = sum(len(request.prompt_tokens) + request.max_tokens - 1 for request in requests)
+    assert runner.num_computed - plain < 2 * 64 * stats.num_preemptions
