@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from octavo.cli import reference as flags
-from octavo_bench.reference import endpoints, models, python_api
+from octavo_bench.reference import endpoints, models, python_api, structure
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "endpoints.md": endpoints.page,
     "flags.md": flags.page,
     "models.md": models.page,
     "python_reference.md": python_api.page,
+    "structure.md": structure.page,
 }
 
 if __name__ == "__main__":
