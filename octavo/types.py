@@ -254,6 +254,8 @@ class Sequence:
     """Incremented when computed positions are discarded or the sequence ends; older steps in flight are stale."""
     num_preemptions: int = 0
     """How often it was preempted."""
+    num_overtaken: int = 0
+    """Tokens of shorter prompts that were computed before its own, though it came first."""
     num_faults: int = 0
     """Failed forward passes that this sequence was part of."""
     first_scheduled: float = 0.0

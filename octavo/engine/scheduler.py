@@ -28,6 +28,8 @@ from octavo.types import EngineStats, FinishReason, Output, Plan, Request, Sampl
 
 RUNNING = Status.RUNNING
 DEFAULTS = SchedulerSettings()
+OVERTAKEN = 0.1
+"""Tokens of shorter prompts that a prompt lets go before it, as a share of its own tokens."""
 
 
 class Scheduler:
@@ -46,7 +48,11 @@ class Scheduler:
        sequence always advances, and each becomes the oldest eventually.
     5. A policy may preempt running sequences for waiting ones, and chooses which of several unfinished prompts is
        computed first; the first waiting sequence may be one of these.
-    6. After a failed forward pass its sequences are retried in smaller groups, each alone: see ``Suspects``.
+    6. Of several unfinished prompts the first one is overtaken by shorter ones, the shortest first, if the policy
+       ``overtakes``: by at most ``OVERTAKEN`` times as many tokens as it has itself. So a short prompt does not wait
+       for a long one, and a long one takes at most a tenth longer. The first and the shortest waiting sequence are
+       among these, as long as both have a place and blocks.
+    7. After a failed forward pass its sequences are retried in smaller groups, each alone: see ``Suspects``.
 
     No cost grows with the number of requests waiting or ever seen, except the logarithm of a heap.
     """
@@ -171,8 +177,10 @@ class Scheduler:
             drafts_of = self.speculation.choose(self.running.values(), room)
             num_drafts = min(room.num_drafts, sum(map(len, drafts_of.values()))) if room is not None else 0
         total_budget = min(total_budget + num_drafts, max(total_budget, self.step_budget.most_mixed))
-        shares = self._share_budget(total_budget - num_drafts) if self.cut else {}
-        budget, self.cut, states = total_budget - sum(shares.values()), [], self.cache.states
+        shares, prompt_budget = self._share_budget(total_budget - num_drafts) if self.cut else ({}, total_budget)
+        total_budget = min(total_budget, prompt_budget + num_drafts)
+        budget, self.cut, num_behind = total_budget - sum(shares.values()), [], len(self.running)
+        states = self.cache.states
         for seq in list(self.running.values()):
             num_behind -= 1
             start = seq.num_computed_tokens
@@ -317,21 +325,59 @@ class Scheduler:
             return None
         return first if self._match_if_it_fits(first := waiting.first()) is not None else None
 
-    def _share_budget(self, budget: int) -> dict[Sequence, int]:
-        """The tokens of the budget reserved for each unfinished prompt, in the policy's order, while they last.
+    def _share_budget(self, budget: int) -> tuple[dict[Sequence, int], int]:
+        """The tokens of the budget reserved for each unfinished prompt, in the policy's order, while they last; and the
+        budget, which is less on a slow device when a prompt overtakes.
 
         These are the prompts of the sequences in ``cut`` and of the first waiting one, if it can be admitted.
         """
         pending = [seq for seq in self.cut if seq.status is RUNNING]
         if (first := self._next_admissible()) is not None:
             pending.append(first)
+        if not pending:
+            return {}, budget
+        leader, *others = sorted(pending, key=self.waiting.prefill_rank)
+        overtaking = self._overtaking(leader, others, first) if self.waiting.overtakes else []
+        if overtaking:
+            brief = self.step_budget.brief(budget, len(self.running))
+            budget = min(budget, max(brief, len(self.running) + sum(map(_num_uncomputed, overtaking))))
         shares, left = dict[Sequence, int](), budget - len(self.running)
-        for seq in sorted(pending, key=self.waiting.prefill_rank):
+        for seq in [*overtaking, leader, *[seq for seq in others if seq not in overtaking]]:
             if left <= 0:
                 break
-            shares[seq] = min(len(seq.tokens) - seq.num_computed_tokens, left)
+            shares[seq] = min(_num_uncomputed(seq), left)
             left -= shares[seq]
-        return shares
+        if left <= 0:
+            leader.num_overtaken += sum([shares.get(seq, 0) for seq in overtaking])
+        return shares, budget
+
+    def _overtaking(self, leader: Sequence, others: list[Sequence], first: Sequence | None) -> list[Sequence]:
+        """The sequences of ``others`` and the shortest waiting ones that overtake ``leader``; the latter run from now
+        on."""
+        left = int(OVERTAKEN * len(leader.tokens)) - leader.num_overtaken
+        overtaking = []
+        for seq in sorted(others, key=_num_uncomputed):
+            if (count := _num_uncomputed(seq)) > left:
+                break
+            overtaking.append(seq)
+            left -= count
+        while first is not None and (seq := self.waiting.shortest()) is not first and len(seq.tokens) <= left:
+            if not self._fit_both(seq, first) or not self._adopt_and_reserve(seq):
+                break
+            self.waiting.admit(seq)
+            self._run(seq)
+            self.running = dict(sorted(self.running.items(), key=lambda entry: entry[1].order))
+            overtaking.append(seq)
+            left -= len(seq.tokens)
+        return overtaking
+
+    def _fit_both(self, seq: Sequence, first: Sequence) -> bool:
+        """Whether there are a place and blocks for ``first`` even if ``seq`` is admitted before it."""
+        if len(self.running) + len(self.leaving) + len(self.yielding) + 2 > self.max_num_seqs:
+            return False
+        ends = self.cache.match(first) if may_share(first) else self.cache.roots
+        num_spare = len(self.running) + 1 + -(-len(seq.tokens) // self.cache.block_size)
+        return self.cache.admits(first, ends, self.max_num_batched_tokens, num_spare=num_spare)
 
     def _preempt_for_waiting(self) -> None:
         """Preempt what the policy chooses, one for each of the first waiting sequences, which run in their places.
@@ -589,6 +635,10 @@ class Scheduler:
         for seq in self.leaving:
             assert seq.status is Status.FINISHED, "a leaving sequence has not ended"
             assert seq.num_in_flight, "a finished sequence keeps its blocks"
+
+
+def _num_uncomputed(seq: Sequence) -> int:
+    return len(seq.tokens) - seq.num_computed_tokens
 
 
 def may_share(seq: Sequence) -> bool:

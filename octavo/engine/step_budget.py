@@ -34,6 +34,13 @@ NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS = 2, 2
 """Each budget is tried so often at first, in every so many steps."""
 DECODES_BETWEEN_SAMPLES = 4
 """Steps of decodes alone are alike: each so many-th is learned from, which saves the host time."""
+BEARABLE_SECONDS, LONG_SECONDS = 0.25, 0.5
+"""A step with prompts that would take longer than the second is made so small that it takes the first: four tokens a
+second are about as fast as people read, and a request that comes meanwhile waits no longer for its first step."""
+SLICING_COST = 0.03
+"""But no smaller than that its fixed cost is this share of what its prompt tokens cost."""
+LEAST_TELLING = 32
+"""Prompt tokens of a step, at least, that tells what a prompt token costs."""
 STEPS_BETWEEN_TRIALS = 32
 """Later the next smaller and the next larger budget are tried in turn, once in so many steps."""
 
@@ -78,6 +85,8 @@ class StepBudget:
         self._most_rows = 0
         """Rows of the largest step so far."""
         self._anyone_waits_for_tokens = False
+        self._seconds_of_prompt_token = 0.0
+        """In the last step that had enough of them, beyond those of its decodes or of one."""
         self._num_steps = 0
         self._num_choices = 0
         self._num_trials = Counter[int]()
@@ -88,18 +97,42 @@ class StepBudget:
         ``num_cut`` of the running sequences are still in prefill, and ``num_free`` more sequences may run.
         """
         if not num_running or not self._anyone_waits_for_tokens:
-            return self.most
+            return self._bearable(self.most, 0)
         limit = MARGIN * min([self.max_itl, *self.waiting.seconds_left()])
         num_pending = num_cut + min(len(self.waiting), num_free)
         chooses = num_pending > 0 and num_cut < num_running and self.model.is_ready
         if not chooses and limit == inf:
-            return self.most_mixed
+            return self._bearable(self.most_mixed, num_running - num_cut) if num_pending > 0 else self.most_mixed
         curve = self.model.curve(num_running, self._context, self._position, self._num_proposed)
         budget = self._cheapest(curve, num_running, num_running - num_cut, num_pending) if chooses else self.most_mixed
+        if num_pending > 0:
+            budget = self._bearable(budget, num_running - num_cut)
         if limit < inf:
             num_rows = min(int(np.interp(limit, curve, self.model.knots)), MOST_GROWTH * self._most_rows)
             budget = min(budget, max(num_rows, num_running + LEAST_CHUNK))
         return budget
+
+    def _bearable(self, budget: int, num_decoding: int) -> int:
+        """``budget``, or less if a step of so many tokens would take long, ``num_decoding`` of them of decodes."""
+        if not (seconds_each := self._seconds_of_prompt_token):
+            return budget
+        cheap = self._seconds_of_decodes(1) / (SLICING_COST * seconds_each)
+        return min(budget, max(self.brief(budget, num_decoding), num_decoding + int(cheap)))
+
+    def brief(self, budget: int, num_decoding: int) -> int:
+        """The same at any cost, for a single step in which a short prompt is computed."""
+        fixed, seconds_each = self._seconds_of_decodes(max(1, num_decoding)), self._seconds_of_prompt_token
+        if not seconds_each or fixed + seconds_each * (budget - num_decoding) <= LONG_SECONDS:
+            return budget
+        bearable = (BEARABLE_SECONDS - fixed) / seconds_each
+        return min(budget, num_decoding + max(int(bearable), LEAST_CHUNK))
+
+    def _seconds_of_decodes(self, num_decoding: int) -> float:
+        """Predicted seconds of a step in which so many sequences decode and nothing else is computed."""
+        if not self.model.is_ready:
+            return 0.0
+        drafts = max(0, self._num_proposed)
+        return self.model.seconds(Load(num_decoding, num_decoding, self._decode_context, num_proposed=drafts))
 
     def _cheapest(self, curve: Array, num_running: int, num_decoding: int, num_pending: int) -> int:
         """The budget with the least cost of a prompt token, by the predicted seconds at each knot; or one to try."""
@@ -108,8 +141,7 @@ class StepBudget:
         budgets, seconds = knots[is_enough], curve[is_enough]
         if len(budgets) < 2:
             return self.most_mixed
-        drafts = max(0, self._num_proposed)
-        alone = self.model.seconds(Load(num_decoding, num_decoding, self._decode_context, num_proposed=drafts))
+        alone = self._seconds_of_decodes(num_decoding)
         delay = WAITING_WEIGHT * alone * num_pending / (num_decoding + num_pending)
         costs = (np.maximum(seconds - alone, 0) + delay) / (budgets - num_decoding)
         best = int(np.argmax(costs <= (1 + TOLERANCE) * costs.min()))
@@ -161,6 +193,10 @@ class StepBudget:
         self._num_proposed = load.num_proposed if load.drafted_rows else NO_DRAFTER
         self._decode_context = sum([item.start for item in plan if len(item.tokens) == 1])
         self._most_rows = max(self._most_rows, load.rows)
+        num_decoding = sum([len(item.tokens) == 1 for item in plan])
+        if load.rows - num_decoding >= LEAST_TELLING:
+            seconds_of_prompts = seconds - self._seconds_of_decodes(max(1, num_decoding))
+            self._seconds_of_prompt_token = max(0.0, seconds_of_prompts) / (load.rows - num_decoding)
         if load.has_prompt:
             self._position = max([item.start + len(item.tokens) for item in plan if len(item.tokens) > 1])
         self.model.learn(load, seconds)

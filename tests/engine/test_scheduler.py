@@ -310,3 +310,39 @@ def test_a_contiguous_cache_runs_as_many_sequences_as_it_has_blocks() -> None:
     assert len(engine.scheduler.running) == 8, "a block holds all that a sequence can become, so none is kept spare"
     run_to_end(engine)
     assert engine.stats().num_preemptions == 0
+
+
+def test_a_short_prompt_overtakes_long_ones_by_a_tenth_of_the_first() -> None:
+    """Those that wait behind another long one, too; all the others keep their order."""
+    engine, runner = make_engine(num_blocks=1000, max_num_seqs=16, max_num_batched_tokens=20)
+    first_token: dict[int, int] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            first_token.setdefault(output.request_id, len(runner.plans))
+        engine.check()
+
+    engine.add(make_request(0, prompt=400, max_tokens=1))
+    step()
+    engine.add(make_request(1, prompt=300, max_tokens=1))
+    for number in range(2, 8):
+        engine.add(make_request(number, prompt=12, max_tokens=1))
+    while engine.has_work:
+        step()
+    assert [*first_token] == [2, 3, 4, 0, 5, 6, 1, 7]
+    assert first_token[2] == 2
+    assert first_token[0] <= 1.1 * 400 / 20 + 1
+    assert 0 < runner.plans[0][0].seq.num_overtaken <= 40
+
+
+def test_a_short_prompt_overtakes_only_where_the_first_has_a_place_and_blocks_left() -> None:
+    for num_blocks, max_num_seqs in ((200, 2), (176, 16)):
+        engine, runner = make_engine(num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=20)
+        engine.add(make_request(0, prompt=400, max_tokens=1))
+        engine.step()
+        engine.add(make_request(1, prompt=296, max_tokens=1))
+        engine.add(make_request(2, prompt=12, max_tokens=1))
+        engine.step()
+        engine.check()
+        assert 2 not in planned(runner), (num_blocks, max_num_seqs)
+        run_to_end(engine)

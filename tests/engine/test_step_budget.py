@@ -134,3 +134,23 @@ def test_with_nobody_decoding_steps_are_full() -> None:
     engine.serve([Request(n, [n] * 4096, SamplingParams(), 1, arrival=1.0) for n in range(8)])
     assert not engine.sizes
     assert engine.engine.stats().num_steps == 8 * 4096 // MOST
+
+
+@pytest.mark.parametrize(("base", "longest_gap"), [(0.005, 0.6), (0.02, 1.4)])
+def test_a_short_question_does_not_wait_for_a_long_prompt_on_a_slow_device(base: float, longest_gap: float) -> None:
+    """Steps as of a small model on two cores. Others came before, so that it is known what steps take."""
+
+    def served(*more: Request) -> dict[int, RequestProgress]:
+        cost = StepCost(base, 0.005, 0.001)
+        engine = VirtualEngine(SchedulerSettings(), cost=cost, num_blocks=1024, max_num_seqs=8)
+        early = [Request(n, [n] * 60, SamplingParams(), 20, arrival=1.0 + n) for n in range(3)]
+        prompt = Request(10, list(range(9000)), SamplingParams(), 20, arrival=20.0)
+        return engine.serve([*early, prompt, *more])
+
+    alone = served()[10].ttft
+    short = [Request(20 + n, [7000 + n] * 40, SamplingParams(), 30, arrival=22.03 + 5.1 * n) for n in range(5)]
+    told = served(*short)
+    assert max(told[request.id].ttft for request in short) < 1.3
+    assert max(gap for request in short for gap in told[request.id].gaps) < longest_gap
+    assert told[10].ttft < 1.1 * alone
+    assert alone < 1.05 * (9000 * 0.005 + 18 * base)

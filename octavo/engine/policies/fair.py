@@ -69,6 +69,7 @@ class Fair(Policy):
     name = "fair"
     preempts_for_waiting = True
     charges = True
+    overtakes = True
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
@@ -129,6 +130,10 @@ class Fair(Policy):
             else:
                 self.floor = max(self.floor, tenant.counter)
                 return tenant.waiting.first()
+
+    def shortest(self) -> Sequence:
+        """Of the tenant that is next."""
+        return self._tenant_of[self.first().id].waiting.shortest()
 
     def remove(self, request_id: int) -> Sequence:
         return self._tenant_of.pop(request_id).waiting.remove(request_id)

@@ -7,3 +7,4 @@ from octavo.engine.policies.policy import Policy
 
 class FirstCome(Policy):
     name = "fcfs"
+    overtakes = True

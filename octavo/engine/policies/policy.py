@@ -44,6 +44,9 @@ class Policy(WaitingQueue):
     charges: ClassVar[bool] = False
     """Whether ``charge`` must be called for every step."""
 
+    overtakes: ClassVar[bool] = False
+    """Whether a short prompt may be computed before a long one that comes first, see ``Scheduler``."""
+
     has_targets: ClassVar[bool] = False
     """Whether ``seconds_left`` and ``targets`` can yield values."""
 
