@@ -1,12 +1,14 @@
 """A hundred API keys, one of which floods the server with every kind of request, and what becomes of the others.
 
-``python -m tests.server.test_tenants [SECONDS]`` starts a server whose steps take 20 ms, measures the others' time to
-the first token without a flood and beside each kind of one, and prints the percentiles and what was refused. The
+``python -m tests.server.test_tenants [SECONDS] [KIND ...] [NAME=VALUE ...] [--output FILE]`` starts a server whose
+steps take 20 ms, with these settings, measures the others' time to the first token without a flood and next to each
+kind of one, and prints the percentiles and what was refused. FILE is a record, and keeps the rows of other kinds. The
 flood's client runs with ``os.nice(10)``, as it is on the server's own cores.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -32,6 +34,7 @@ import pytest
 from octavo.config import EngineConfig, ServeConfig
 from octavo.types import EngineInfo
 from octavo_bench.paced_engine import PacedRunner
+from octavo_bench.report import keep
 from octavo_fleet.backends.toy import ToyEngine
 from octavo_fleet.backends.toy import build as build_toy
 from octavo_server.engines.engine_process import main as serve_engine
@@ -265,14 +268,23 @@ def run_flood(port: int, names: list[str], seconds: float) -> None:
     asyncio.run(run())
 
 
-def shown(answers: list[Answer]) -> tuple[str, float]:
+def figures(answers: list[Answer]) -> dict[str, Any]:
     times = sorted(answer.ttft * 1e3 for answer in answers if answer.status == 200)
     p99 = times[int(0.99 * (len(times) - 1))]
-    refused = Counter(answer.status for answer in answers if answer.status != 200)
-    return f"p50 {statistics.median(times):7.1f}  p99 {p99:7.1f} ms  answers {len(times)}  others {dict(refused)}", p99
+    refused = Counter(str(answer.status) for answer in answers if answer.status != 200)
+    return {"p50_ms": round(statistics.median(times), 1), "p99_ms": round(p99, 1), "answers": len(times)} | {
+        "refused": dict(refused)
+    }
 
 
-def main(seconds: float, *settings: str) -> None:
+def keep_rows(rows: dict[str, Any], path: Path) -> None:
+    """Write the record, with the rows of other kinds that the file holds."""
+    earlier = json.loads(path.read_text())["result"] if path.is_file() else {}
+    keep("tenants", earlier | rows, path)
+
+
+def main(seconds: float, names: list[str], settings: list[str], output: Path | None) -> None:
+    rows: dict[str, Any] = {}
     rounds = math.ceil(seconds / PERIOD)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -287,16 +299,19 @@ def main(seconds: float, *settings: str) -> None:
                         break
                 time.sleep(0.2)
             asyncio.run(others(port, 2))
-            text, alone = shown(asyncio.run(others(port, rounds)))
-            print(f"{'none':12}{text}")
-            for names in [[kind.__name__] for kind in KINDS] + [[kind.__name__ for kind in KINDS]]:
+            alone = figures(asyncio.run(others(port, rounds)))
+            print(f"{'none':12}{alone}", flush=True)
+            for name in names:
+                kinds = [kind.__name__ for kind in KINDS if name in (kind.__name__, "all")]
                 spawn = multiprocessing.get_context("spawn")
-                flooding = spawn.Process(target=run_flood, args=(port, names, seconds + 2))
+                flooding = spawn.Process(target=run_flood, args=(port, kinds, seconds + 2))
                 flooding.start()
                 time.sleep(2)
-                text, beside = shown(asyncio.run(others(port, rounds)))
-                print(f"{names[0] if len(names) == 1 else 'all':12}{text}  x {beside / alone:.2f}", flush=True)
+                found = rows[name] = figures(asyncio.run(others(port, rounds))) | {"p99_ms_without": alone["p99_ms"]}
+                print(f"{name:12}{found}  x {found['p99_ms'] / alone['p99_ms']:.2f}", flush=True)
                 flooding.join()
+            if output is not None:
+                keep_rows(rows, output)
         finally:
             server.terminate()
             server.wait(60)
@@ -308,4 +323,10 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["serve"]:
         sys.exit(run_server(*sys.argv[2:]))
     else:
-        main(float(sys.argv[1]) if len(sys.argv) > 1 else 60.0, *sys.argv[2:])
+        parser = argparse.ArgumentParser()
+        parser.add_argument("seconds", nargs="?", type=float, default=60.0)
+        parser.add_argument("rest", nargs="*")
+        parser.add_argument("--output", type=Path)
+        given = parser.parse_args()
+        asked = [word for word in given.rest if "=" not in word] or [*[kind.__name__ for kind in KINDS], "all"]
+        main(given.seconds, asked, [word for word in given.rest if "=" in word], given.output)
