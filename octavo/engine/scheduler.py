@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from octavo.cache.kv_cache import KVCache
-from octavo.cache.node import Node
 from octavo.config import SchedulerSettings
+from octavo.engine.admission import Admission, may_share
 from octavo.engine.gauges import snapshot
 from octavo.engine.outcomes import apply_result, error_output
 from octavo.engine.policies import make_policy
@@ -28,11 +28,9 @@ from octavo.types import EngineStats, FinishReason, Output, Plan, Request, Sampl
 
 RUNNING = Status.RUNNING
 DEFAULTS = SchedulerSettings()
-OVERTAKEN = 0.1
-"""Tokens of shorter prompts that a prompt lets go before it, as a share of its own tokens."""
 
 
-class Scheduler:
+class Scheduler(Admission):
     """Divides the token budget and the blocks among the sequences.
 
     The rules:
@@ -49,7 +47,7 @@ class Scheduler:
     5. A policy may preempt running sequences for waiting ones, and chooses which of several unfinished prompts is
        computed first; the first waiting sequence may be one of these.
     6. Of several unfinished prompts the first one is overtaken by shorter ones, the shortest first, if the policy
-       ``overtakes``: by at most ``OVERTAKEN`` times as many tokens as it has itself. So a short prompt does not wait
+       ``overtakes``: by at most a tenth of its own tokens (``admission.py``). So a short prompt does not wait
        for a long one, and a long one takes at most a tenth longer. The first and the shortest waiting sequence are
        among these, as long as both have a place and blocks.
     7. After a failed forward pass its sequences are retried in smaller groups, each alone: see ``Suspects``.
@@ -87,16 +85,7 @@ class Scheduler:
         """The policy, which is also the queue of waiting sequences."""
         self.choose_victim = VICTIMS.get(settings.preemption_victim, self.waiting.choose_victim)
         self.step_budget = StepBudget(settings, max_num_batched_tokens, self.waiting)
-        self.running: dict[int, Sequence] = {}
-        """By id, always sorted by ``Sequence.order``."""
-        self.leaving: set[Sequence] = set()
-        """Finished, but still in flight: the device may still write to their blocks."""
-        self.yielding: dict[Sequence, Sequence] = {}
-        """Preempted by the policy, and still in flight: each with the sequence that gets its place."""
-        self.promised: dict[int, Sequence] = {}
-        """Sequences for which others yield, by id: they run as soon as there is room."""
-        self.cut: list[Sequence] = []
-        """Sequences whose tokens the last plan computed only in part, and those that run since."""
+        self.running, self.leaving, self.yielding, self.promised, self.cut = {}, set(), {}, {}, []
         self.suspects = Suspects()
         self.stats = EngineStats(num_blocks=cache.num_blocks)
         """The counters; ``snapshot`` fills in the gauges."""
@@ -163,7 +152,7 @@ class Scheduler:
         if self.suspects.is_active:
             return self._schedule_trial()
         if self.waiting.preempts_for_waiting:
-            self._preempt_for_waiting()
+            self.preempt_for_waiting()
         plan: Plan = []
         if self.images is not None:
             self.images.begin_step()
@@ -172,12 +161,12 @@ class Scheduler:
         total_budget = self.step_budget.of_step(num_behind, len(self.cut), num_free)
         drafts_of, num_drafts = NO_DRAFTS, 0
         if self.speculation is not None:
-            is_mixed = self.speculation.on_device and (self.cut or self._next_admissible() is not None)
+            is_mixed = self.speculation.on_device and (self.cut or self.next_admissible() is not None)
             room = self.step_budget.draft_room(total_budget, num_behind) if is_mixed else None
             drafts_of = self.speculation.choose(self.running.values(), room)
             num_drafts = min(room.num_drafts, sum(map(len, drafts_of.values()))) if room is not None else 0
         total_budget = min(total_budget + num_drafts, max(total_budget, self.step_budget.most_mixed))
-        shares, prompt_budget = self._share_budget(total_budget - num_drafts) if self.cut else ({}, total_budget)
+        shares, prompt_budget = self.share_budget(total_budget - num_drafts) if self.cut else ({}, total_budget)
         total_budget = min(total_budget, prompt_budget + num_drafts)
         budget, self.cut, num_behind = total_budget - sum(shares.values()), [], len(self.running)
         states = self.cache.states
@@ -261,18 +250,7 @@ class Scheduler:
         """End the run of ``seq``, which is idle, for ``by``, and queue it again."""
         del self.running[seq.id]
         self.waiting.leave(seq)
-        self._queue_again(seq, by)
-
-    def _queue_again(self, seq: Sequence, by: Sequence) -> None:
-        """Release the blocks of ``seq`` for ``by``; those that are published may still be matched."""
-        self.events.note(seq.id, "preempted", tokens=seq.num_computed_tokens, by=by.id)
-        self._release(seq)
-        seq.status = Status.WAITING
-        seq.decodes = False
-        seq.epoch += 1
-        seq.num_preemptions += 1
-        self.waiting.push(seq)
-        self.stats.num_preemptions += 1
+        self.queue_again(seq, by)
 
     def _admit(self, plan: Plan, budget: int) -> int:
         """Admit waiting sequences in the policy's order, while token budget, batch indices and blocks last.
@@ -280,16 +258,16 @@ class Scheduler:
         Returns the unused part of the budget.
         """
         waiting = self.waiting
-        if self.promised or not (self._can_admit and waiting) or waiting.is_closed(self.running):
+        if self.promised or not (self.can_admit and waiting) or waiting.is_closed(self.running):
             return budget
         newest = next(reversed(self.running.values()), None)
         is_sorted = True
-        while budget and waiting and self._can_admit:
+        while budget and waiting and self.can_admit:
             seq = waiting.first()
-            if (not self.chunked_prefill and len(seq.tokens) > budget) or not self._adopt_and_reserve(seq):
+            if (not self.chunked_prefill and len(seq.tokens) > budget) or not self.adopt_and_reserve(seq):
                 break
             waiting.admit(seq)
-            self._run(seq)
+            self.run(seq)
             num_tokens = len(seq.tokens) - seq.num_computed_tokens
             most = min(budget, seq.capacity - seq.num_computed_tokens, self.cache.room(seq))
             if num_tokens > most:
@@ -307,158 +285,6 @@ class Scheduler:
         if not is_sorted:
             self.running = dict(sorted(self.running.items(), key=lambda entry: entry[1].order))
         return budget
-
-    def _run(self, seq: Sequence) -> None:
-        """Let an admitted sequence, which has its blocks, run from now on."""
-        self.running[seq.id] = seq
-        seq.status = RUNNING
-
-    @property
-    def _can_admit(self) -> bool:
-        is_free = len(self.running) + len(self.leaving) + len(self.yielding) < self.max_num_seqs
-        return is_free and self.step_budget.admits(len(self.running))
-
-    def _next_admissible(self) -> Sequence | None:
-        """The first waiting sequence, if it can be admitted now."""
-        waiting = self.waiting
-        if self.promised or not (waiting and self._can_admit) or waiting.is_closed(self.running):
-            return None
-        return first if self._match_if_it_fits(first := waiting.first()) is not None else None
-
-    def _share_budget(self, budget: int) -> tuple[dict[Sequence, int], int]:
-        """The tokens of the budget reserved for each unfinished prompt, in the policy's order, while they last; and the
-        budget, which is less on a slow device when a prompt overtakes.
-
-        These are the prompts of the sequences in ``cut`` and of the first waiting one, if it can be admitted.
-        """
-        pending = [seq for seq in self.cut if seq.status is RUNNING]
-        if (first := self._next_admissible()) is not None:
-            pending.append(first)
-        if not pending:
-            return {}, budget
-        leader, *others = sorted(pending, key=self.waiting.prefill_rank)
-        overtaking = self._overtaking(leader, others, first) if self.waiting.overtakes else []
-        if overtaking:
-            brief = self.step_budget.brief(budget, len(self.running))
-            budget = min(budget, max(brief, len(self.running) + sum(map(_num_uncomputed, overtaking))))
-        shares, left = dict[Sequence, int](), budget - len(self.running)
-        for seq in [*overtaking, leader, *[seq for seq in others if seq not in overtaking]]:
-            if left <= 0:
-                break
-            shares[seq] = min(_num_uncomputed(seq), left)
-            left -= shares[seq]
-        if left <= 0:
-            leader.num_overtaken += sum([shares.get(seq, 0) for seq in overtaking])
-        return shares, budget
-
-    def _overtaking(self, leader: Sequence, others: list[Sequence], first: Sequence | None) -> list[Sequence]:
-        """The sequences of ``others`` and the shortest waiting ones that overtake ``leader``; the latter run from now
-        on."""
-        left = int(OVERTAKEN * len(leader.tokens)) - leader.num_overtaken
-        overtaking = []
-        for seq in sorted(others, key=_num_uncomputed):
-            if (count := _num_uncomputed(seq)) > left:
-                break
-            overtaking.append(seq)
-            left -= count
-        while first is not None and (seq := self.waiting.shortest()) is not first and len(seq.tokens) <= left:
-            if not self._fit_both(seq, first) or not self._adopt_and_reserve(seq):
-                break
-            self.waiting.admit(seq)
-            self._run(seq)
-            self.running = dict(sorted(self.running.items(), key=lambda entry: entry[1].order))
-            overtaking.append(seq)
-            left -= len(seq.tokens)
-        return overtaking
-
-    def _fit_both(self, seq: Sequence, first: Sequence) -> bool:
-        """Whether there are a place and blocks for ``first`` even if ``seq`` is admitted before it."""
-        if len(self.running) + len(self.leaving) + len(self.yielding) + 2 > self.max_num_seqs:
-            return False
-        ends = self.cache.match(first) if may_share(first) else self.cache.roots
-        num_spare = len(self.running) + 1 + -(-len(seq.tokens) // self.cache.block_size)
-        return self.cache.admits(first, ends, self.max_num_batched_tokens, num_spare=num_spare)
-
-    def _preempt_for_waiting(self) -> None:
-        """Preempt what the policy chooses, one for each of the first waiting sequences, which run in their places.
-
-        A sequence in flight cannot release its blocks: it is left out of further plans until it is idle, and its place
-        is promised to the waiting one. A waiting one that the policy would preempt another for runs from now on also
-        where a place is free, as those behind it need places, too. The others are admitted later, within the token
-        budget.
-        """
-        self._keep_promises()
-        waiting, num_tokens = self.waiting, sum([len(seq.tokens) for seq in self.promised.values()])
-        while waiting and self.running:
-            seq = waiting.first()
-            if (victim := waiting.preempt_for(seq, self.running)) is None:
-                break
-            has_place = not self.promised and self._can_admit and self._match_if_it_fits(seq) is not None
-            num_tokens += len(seq.tokens)
-            is_too_much = num_tokens > self.max_num_batched_tokens or not self.chunked_prefill
-            if is_too_much and (has_place or self.promised):
-                break
-            if not has_place:
-                del self.running[victim.id]
-                waiting.leave(victim)
-                victim.status = Status.YIELDING
-                self.yielding[victim] = seq
-            waiting.admit(seq)
-            self.promised[seq.id] = seq
-            self._keep_promises()
-
-    def _keep_promises(self) -> None:
-        """Preempt the yielding sequences that are idle, and let as many promised ones run as there is room for.
-
-        When nothing yields any more, the others wait again.
-        """
-        for seq, by in [(seq, by) for seq, by in self.yielding.items() if not seq.num_in_flight]:
-            del self.yielding[seq]
-            self._queue_again(seq, by)
-        is_sorted = True
-        for seq in list(self.promised.values()):
-            if not (self._can_admit and self.chunked_prefill and self._adopt_and_reserve(seq)):
-                break
-            self._run(self.promised.pop(seq.id))
-            self.cut.append(seq)
-            is_sorted = False
-        if not is_sorted:
-            self.running = dict(sorted(self.running.items(), key=lambda entry: entry[1].order))
-        while self.promised and not self.yielding:
-            _, seq = self.promised.popitem()
-            self.waiting.leave(seq)
-            self.waiting.push(seq)
-
-    def _match_if_it_fits(self, seq: Sequence, num_spare: int | None = None) -> list[Node] | None:
-        """Last node of the cached prefix in each KV group; ``None`` without blocks for the rest and ``num_spare``."""
-        ends = self.cache.match(seq) if may_share(seq) else self.cache.roots
-        budget, least = self.max_num_batched_tokens, len(self.running) if num_spare is None else num_spare
-        has_room = self.cache.admits(seq, ends, budget, least)
-        if not has_room and num_spare is None:
-            has_room = self.cache.admits(seq, ends, budget, self._count_growing())
-        if seq.images is not None and self.images is not None:
-            has_room = has_room and self.images.admits(seq, ends[0].depth * self.cache.block_size)
-        return ends if has_room else None
-
-    def _count_growing(self) -> int:
-        """Running sequences that may need another block, for which one is left: none, if a block holds a context."""
-        return sum(seq.capacity < seq.max_computed_tokens for seq in self.running.values())
-
-    def _adopt_and_reserve(self, seq: Sequence) -> bool:
-        """Adopt the cached prefix of a waiting sequence and reserve blocks for the rest, or change nothing."""
-        ends = self._match_if_it_fits(seq)
-        if ends is None:
-            return False
-        self.cache.start(seq, ends, may_share(seq), self.max_num_batched_tokens)
-        if self.images is not None:
-            self.images.hold(seq)
-        self.events.note(seq.id, "admitted", tokens=seq.num_computed_tokens, others=len(self.running))
-        if not seq.first_scheduled:
-            seq.first_scheduled = self.clock()
-            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
-            self.stats.prefix_queries += seq.num_prompt_tokens
-            self.stats.prefix_hits += seq.num_cached_tokens
-        return True
 
     def _schedule_trial(self) -> Plan:
         """Plan a retry of part of a failed plan. Its blocks are still held, so none are reserved."""
@@ -479,11 +305,11 @@ class Scheduler:
         for seq in lost:
             self.cache.release(seq)
         for seq in lost:
-            ends = self._match_if_it_fits(seq, num_spare=0)
+            ends = self.match_if_it_fits(seq, num_spare=0)
             if ends is not None:
                 self.cache.start(seq, ends, may_share(seq), self.max_num_batched_tokens)
             elif self.yielding.pop(seq, None) is not None:
-                self._queue_again(seq, by=seq)
+                self.queue_again(seq, by=seq)
             else:
                 self._preempt(seq, by=seq)
 
@@ -577,14 +403,8 @@ class Scheduler:
     def _let_go(self, seq: Sequence) -> None:
         """Release the blocks of ``seq`` if it has finished and no step in flight can still write to them."""
         if seq.status is Status.FINISHED and not seq.num_in_flight:
-            self._release(seq)
+            self.release(seq)
             self.leaving.remove(seq)
-
-    def _release(self, seq: Sequence) -> None:
-        """Release what ``seq`` holds."""
-        self.cache.release(seq)
-        if self.images is not None:
-            self.images.release(seq)
 
     def clear(self) -> None:
         """Forget what no sequence holds: cached blocks and embeddings."""
@@ -635,16 +455,3 @@ class Scheduler:
         for seq in self.leaving:
             assert seq.status is Status.FINISHED, "a leaving sequence has not ended"
             assert seq.num_in_flight, "a finished sequence keeps its blocks"
-
-
-def _num_uncomputed(seq: Sequence) -> int:
-    return len(seq.tokens) - seq.num_computed_tokens
-
-
-def may_share(seq: Sequence) -> bool:
-    """Whether ``seq`` can start from cached blocks.
-
-    Logits and hidden states of cached positions are not kept, so prompt log-probabilities and the tasks other than
-    generate compute the entire prompt.
-    """
-    return seq.request.params.prompt_logprobs is None and seq.request.task == "generate"

@@ -16,12 +16,13 @@ class Mutant(NamedTuple):
 
 
 SCHEDULER = "engine/scheduler.py"
+ADMISSION = "engine/admission.py"
 POLICIES = "engine/policies/"
 
 MUTANTS = [
     # Token budget of a step.
-    Mutant(SCHEDULER, "num_tokens = min(num_tokens, budget - num_behind)", "num_tokens = min(num_tokens, budget)"),
-    Mutant(SCHEDULER, "budget -= num_taken", "budget -= num_tokens"),
+    Mutant(SCHEDULER, "most = budget - num_behind", "most = budget"),
+    Mutant(SCHEDULER, "budget -= min(num_taken, asked + len(drafts))", "budget -= num_tokens"),
     Mutant(SCHEDULER, "self._reserve_blocks(seq, start + num_taken)", "self._reserve_blocks(seq, start + num_tokens)"),
     Mutant(SCHEDULER, "len(self.running) + len(self.leaving) < self.max", "len(self.running) < self.max"),
     Mutant(SCHEDULER, "num_spare=len(self.running)", "num_spare=0"),
@@ -55,7 +56,11 @@ MUTANTS = [
     Mutant("engine/suspects.py", "for items in (members[half:], members[:half]):", "for items in (members[:half],):"),
     Mutant("engine/suspects.py", "if is_trial and self._tried.failed_alone:", "if is_trial:"),
     # Prefill priority, and drafts.
-    Mutant(SCHEDULER, "if not (waiting and self._can_admit) or waiting.is_closed(self.running):", "if not waiting:"),
+    Mutant(
+        "engine/admission.py",
+        "if self.promised or not (waiting and self.can_admit) or waiting.is_closed(self.running):",
+        "if not waiting:",
+    ),
     Mutant(
         "engine/ngram.py",
         "for length in self.lengths:\n            start",
@@ -70,7 +75,7 @@ MUTANTS = [
     Mutant(
         "engine/waiting.py", "return self._entry_of.get(entry[2].id) is entry", "return entry[2].id in self._entry_of"
     ),
-    Mutant("engine/waiting.py", "if len(self._heap) > 2 * len(self._entry_of):", "if False:"),
+    Mutant("engine/waiting.py", "if len(self._heap) > 2 * len(entries):", "if False:"),
     Mutant(POLICIES + "priority.py", "seq.request.priority * self.ageing", "seq.request.priority * 1e9"),
     Mutant(POLICIES + "shortest_first.py", "len(seq.tokens) / 1000", "-len(seq.tokens) / 1000"),
     Mutant(POLICIES + "longest_prefix.py", "arrival - num_cached / 1000", "arrival + num_cached / 1000"),
@@ -84,8 +89,10 @@ MUTANTS = [
         "(own.num_running + 1) / own.weight > (other.num_running - 1)",
         "own.num_running / own.weight >= other.num_running",
     ),
-    Mutant(POLICIES + "fair.py", "if counter != tenant.counter or load != tenant.load:", "if False:"),
-    Mutant(POLICIES + "fair.py", "key=lambda seq: (seq.account.counter, -seq.order[0])", "key=lambda seq: seq.order"),
+    Mutant(POLICIES + "fair.py", "if self._by_rank[0] != tenant.rank:", "if False:"),
+    Mutant(POLICIES + "fair.py", "return (seq.account.counter, *seq.order)", "return seq.order"),
+    Mutant(ADMISSION, "if (count := _num_uncomputed(seq)) > left:", "if (count := _num_uncomputed(seq)) < left:"),
+    Mutant(ADMISSION, "if not has_place:", "if True:"),
     Mutant(POLICIES + "round_robin.py", "if self._had_its_turn(seq):", "if False:"),
     Mutant("engine/victims.py", "return min(candidates, key", "return max(candidates, key"),
     Mutant("engine/step_budget.py", "num_pending > 0 and num_cut < num_running and ", "num_cut < num_running and "),
