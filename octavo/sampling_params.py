@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -57,6 +58,82 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True)
             if all(tokens[-back] == tokens[-back - size] for back in compared):
                 return True
         return False
+
+
+@dataclass(frozen=True)
+class Option:
+    """A number or a switch among the sampling parameters. Checks, flags of commands, fields of HTTP bodies with their
+    refusals in other APIs, defaults of a model and documentation follow from it."""
+
+    kind: type[int] | type[float] | type[bool]
+    low: float = 0
+    high: float = 0
+    is_open: bool = False
+    """Whether ``low`` itself is not allowed."""
+    help: str = ""
+    """Of the flag that commands have for it; "": none has one."""
+    model_key: str = ""
+    """Name in a checkpoint's generation config, which then gives the default."""
+    gguf_key: str = ""
+    ollama: str = ""
+    """Name in Ollama's API."""
+
+
+OPTIONS: dict[str, Option] = {
+    "min_tokens": Option(int, 0, MAX_TOKEN_ID),
+    "temperature": Option(
+        *(float, 0.0, 100.0),
+        help="sampling temperature; 0 is greedy",
+        model_key="temperature",
+        gguf_key="general.sampling.temp",
+        ollama="temperature",
+    ),
+    "top_p": Option(
+        *(float, 0.0, 1.0),
+        is_open=True,
+        help="sample from the smallest set of most likely tokens with this total probability",
+        model_key="top_p",
+        gguf_key="general.sampling.top_p",
+        ollama="top_p",
+    ),
+    "top_k": Option(
+        *(int, 0, MAX_TOKEN_ID),
+        help="sample from the K most likely tokens; 0 or -1: all",
+        model_key="top_k",
+        gguf_key="general.sampling.top_k",
+        ollama="top_k",
+    ),
+    "min_p": Option(
+        *(float, 0.0, 1.0),
+        help="drop tokens less likely than this fraction of the most likely token's probability",
+        model_key="min_p",
+        gguf_key="general.sampling.min_p",
+        ollama="min_p",
+    ),
+    "repetition_penalty": Option(
+        *(float, MIN_REPETITION_PENALTY, 100.0),
+        help="above 1 makes tokens of the prompt and the output less likely",
+        model_key="repetition_penalty",
+        gguf_key="general.sampling.penalty_repeat",
+        ollama="repeat_penalty",
+    ),
+    "presence_penalty": Option(
+        *(float, -2.0, 2.0),
+        help="above 0 makes tokens of the output less likely",
+        ollama="presence_penalty",
+    ),
+    "frequency_penalty": Option(
+        *(float, -2.0, 2.0),
+        help="above 0 makes tokens less likely in proportion to their count in the output",
+        ollama="frequency_penalty",
+    ),
+    "seed": Option(int, -(2**63), 2**64 - 1, ollama="seed"),
+    "num_speculative_tokens": Option(int, 0, MAX_SPECULATIVE_TOKENS),
+    "thinking_token_budget": Option(int, 0, MAX_TOKEN_ID),
+    "ignore_eos": Option(bool),
+    "include_stop_str_in_output": Option(bool),
+}
+"""By the name of the parameter."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -124,28 +201,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _integer(self, "n", 1, MAX_N)
         if self.max_tokens is not None:
             _integer(self, "max_tokens", 0, MAX_TOKEN_ID)
-        _integer(self, "min_tokens", 0, MAX_TOKEN_ID)
+        for name, option in OPTIONS.items():
+            _check_option(self, name, option)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 "min_tokens",
                 f"'min_tokens' ({self.min_tokens}) must not be above 'max_tokens' ({self.max_tokens}).",
             )
-        _number(self, "temperature", 0.0, 100.0)
-        _number(self, "top_p", 0.0, 1.0, open_low=True)
-        _integer(self, "top_k", 0, MAX_TOKEN_ID)
-        _number(self, "min_p", 0.0, 1.0)
-        _number(self, "repetition_penalty", MIN_REPETITION_PENALTY, 100.0)
-        _number(self, "presence_penalty", -2.0, 2.0)
-        _number(self, "frequency_penalty", -2.0, 2.0)
-        if self.seed is not None:
-            _integer(self, "seed", -(2**63), 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(self, name, 0, MAX_LOGPROBS)
-        if self.num_speculative_tokens is not None:
-            _integer(self, "num_speculative_tokens", 0, MAX_SPECULATIVE_TOKENS)
-        if self.thinking_token_budget is not None:
-            _integer(self, "thinking_token_budget", 0, MAX_TOKEN_ID)
         _check_repetition(self)
         if self.extra_args is not None and not (isinstance(self.extra_args, dict) and self.extra_args):
             raise InvalidParameter("extra_args", "'extra_args' must be a dict that is not empty.")
@@ -160,6 +225,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         """Whether to take the most likely token; dividing by a temperature this low would overflow."""
         return self.temperature < 1e-5
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+MAY_BE_ABSENT = frozenset(name for name in OPTIONS if DEFAULTS[name] is None)
+"""Options for which ``None`` has a meaning of its own."""
 
 
 def choice_key(seed: int, index: int) -> int:
@@ -216,12 +286,22 @@ def _integer(params: msgspec.Struct, name: str, low: int, high: int) -> None:
         raise InvalidParameter(name, f"'{name}' must be a whole number from {low} to {high}, not {_shown(value)}.")
 
 
-def _number(params: SamplingParams, name: str, low: float, high: float, open_low: bool = False) -> None:
+def _check_option(params: SamplingParams, name: str, option: Option) -> None:
     value = getattr(params, name)
+    if option.kind is bool or (value is None and name in MAY_BE_ABSENT):
+        return
+    if option.kind is int:
+        _integer(params, name, int(option.low), int(option.high))
+    else:
+        _number(params, name, option)
+
+
+def _number(params: SamplingParams, name: str, option: Option) -> None:
+    value, low, high = getattr(params, name), option.low, option.high
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidParameter(name, f"'{name}' must be a number, not {_shown(value)}.")
-    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
-        bound = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+    if not math.isfinite(value) or value < low or value > high or (option.is_open and value == low):
+        bound = f"above {low:g} and at most {high:g}" if option.is_open else f"from {low:g} to {high:g}"
         raise InvalidParameter(name, f"'{name}' must be {bound}, not {_shown(value)}.")
     force_setattr(params, name, float(value))
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from octavo.sampling_params import OPTIONS
+
 FLAGS: tuple[tuple[str, type, str], ...] = (
     ("max_tokens", int, "maximum tokens to generate"),
-    ("temperature", float, "sampling temperature; 0 is greedy"),
-    ("top_p", float, "sample from the smallest set of most likely tokens with this total probability"),
-    ("top_k", int, "sample from the K most likely tokens; 0 or -1: all"),
-    ("min_p", float, "drop tokens less likely than this fraction of the most likely token's probability"),
-    ("repetition_penalty", float, "above 1 makes tokens of the prompt and the output less likely"),
-    ("presence_penalty", float, "above 0 makes tokens of the output less likely"),
-    ("frequency_penalty", float, "above 0 makes tokens less likely in proportion to their count in the output"),
+    *((name, option.kind, option.help) for name, option in OPTIONS.items() if option.help),
 )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError, ConfigError, InvalidParameter
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import OPTIONS, SamplingParams
 from octavo.weights.folder import read_json
 
 FILE = "generation_config.json"
@@ -20,11 +20,7 @@ OWN, NEUTRAL = "auto", "vllm"
 PUBLISHED = {"SmolLM2-135M-Instruct": {"temperature": 0.2, "top_p": 0.9}}
 """Parameters recommended by the authors of a model whose files omit them, by prefix of the file or folder name."""
 FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+    **{option.model_key: name for name, option in OPTIONS.items() if option.model_key},
     "max_new_tokens": "max_tokens",
 }
 """Supported keys, and their names in ``SamplingParams``."""

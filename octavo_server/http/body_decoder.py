@@ -114,6 +114,9 @@ SCHEMA_FIELDS = frozenset(
 ) | {"structured_outputs", "text", "tools"}
 """Fields that may hold a JSON schema, whose numbers must not be rounded."""
 
+GATHERED = "sampling"
+"""Field of bodies with the values of options."""
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 _raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -132,6 +135,7 @@ class BodyDecoder(Generic[T]):
     ``refused`` names API fields that this server does not implement, each with its values that have no effect (null,
     false, "", [] and {} never have one); any other value is an error. ``accepted`` names fields without an effect on
     the answer. ``ignored`` names fields that are ignored and reported to the client, with their neutral values.
+    ``options`` names further fields with types and defaults; their values are together in the field ``sampling``.
     """
 
     def __init__(
@@ -140,12 +144,17 @@ class BodyDecoder(Generic[T]):
         refused: Mapping[str, tuple[Any, ...]],
         accepted: frozenset[str],
         ignored: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+        options: Mapping[str, tuple[type[int] | type[float] | type[bool], Any]] = MappingProxyType({}),
     ) -> None:
         self.kind = kind
         self.refused = refused
         self.accepted = accepted
         self.ignored = ignored
-        hints = get_type_hints(kind, include_extras=True)
+        self.options = options
+        own = get_type_hints(kind, include_extras=True)
+        hints: dict[str, Any] = {name: hint for name, hint in own.items() if name != GATHERED}
+        hints |= {name: kind for name, (kind, _) in options.items()}
+        self._hints = hints
         self.decoders = {
             name: msgspec.json.Decoder(hint | None, float_hook=exact_float if name in SCHEMA_FIELDS else None)
             for name, hint in hints.items()
@@ -166,6 +175,7 @@ class BodyDecoder(Generic[T]):
             raise _too_deep(next(name for name, raw in fields.items() if measure(bytes(raw)).depth > MAX_DEPTH))
         _check_names(body, fields, None if size is None else size.num_members)
         values: dict[str, Any] = {}
+        gathered: dict[str, Any] = {}
         ignored_fields: list[str] = []
         for name, raw in fields.items():
             decoder = self.decoders.get(name)
@@ -175,7 +185,7 @@ class BodyDecoder(Generic[T]):
             elif decoder is not None:
                 value = _decode(name, raw, decoder)
                 if value is not None:
-                    values[name] = value
+                    (gathered if name in self.options else values)[name] = value
             elif name not in self.accepted and (
                 name not in self.ignored or _asks(_decode(name, raw, _any_value), self.ignored[name])
             ):
@@ -183,7 +193,32 @@ class BodyDecoder(Generic[T]):
         for name in self.required:
             if name not in values:
                 raise MissingParameter(name)
+        if gathered:
+            # In an order of its own, as a body's digest must not depend on that of the client.
+            values[GATHERED] = {name: gathered[name] for name in self.options if name in gathered}
         return self.kind(**values), ignored_fields
+
+    @property
+    def documented(self) -> type[msgspec.Struct]:
+        """``kind`` with ``options`` as fields of their own."""
+        if not self.options:
+            return self.kind
+        fields: list[Any] = [
+            (field.name, self._hints[field.name], *_default_of(field))
+            for field in msgspec.structs.fields(self.kind)
+            if field.name != GATHERED
+        ]
+        fields += [(name, kind | None, default) for name, (kind, default) in self.options.items()]
+        return msgspec.defstruct(self.kind.__name__, fields, kw_only=True)
+
+
+def _default_of(field: msgspec.structs.FieldInfo) -> tuple[Any, ...]:
+    """Nothing for a required field, else its default as ``msgspec.defstruct`` takes it."""
+    if field.required:
+        return ()
+    if field.default_factory is not msgspec.NODEFAULT:
+        return (msgspec.field(default_factory=field.default_factory),)
+    return (field.default,)
 
 
 def exact_float(digits: str) -> float:

@@ -58,7 +58,7 @@ class ParrotStream(EventStream):
 
 
 async def translate(body: ParrotBody, services: ModelServices, request: Request) -> Submission:
-    completion = CompletionBody(prompt=body.said, max_tokens=body.words, temperature=0)
+    completion = CompletionBody(prompt=body.said, max_tokens=body.words, sampling={"temperature": 0})
     return Submission(
         request=client_request(completion, services, request),
         answer=ParrotAnswer,

@@ -22,8 +22,7 @@ import httpx
 import pytest
 
 import octavo
-from octavo_server.dialects.openai.chat import ChatBody
-from octavo_server.dialects.openai.completions import CompletionBody
+from octavo_server.dialects.openai import chat, completions
 from tests.conftest import Server, start_server
 from tests.llm.tiny import write_checkpoint
 from tests.server.canary import Canary
@@ -58,8 +57,8 @@ BASES: dict[str, dict[str, Any]] = {
     "/infer/v1/completions": {"model": "test", "prompt": "Hi", "max_tokens": 2},
 }
 FIELDS = {
-    "/v1/completions": list(CompletionBody.__struct_fields__),
-    "/v1/chat/completions": list(ChatBody.__struct_fields__),
+    "/v1/completions": list(completions.decoder.decoders),
+    "/v1/chat/completions": list(chat.decoder.decoders),
     "/v1/messages": [
         "messages",
         "system",

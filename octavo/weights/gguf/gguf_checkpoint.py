@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from octavo.errors import CheckpointError
+from octavo.sampling_params import OPTIONS
 from octavo.weights.generation_config import in_vocabulary, token_ids
 from octavo.weights.gguf.blocks import BlockTensor, dequantize
 from octavo.weights.gguf.gguf_families import Place, translate
@@ -17,13 +18,7 @@ from octavo.weights.gguf.gguf_reader import GGUFFile
 
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-SAMPLING_KEYS = {
-    "temperature": "general.sampling.temp",
-    "top_p": "general.sampling.top_p",
-    "top_k": "general.sampling.top_k",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-}
+SAMPLING_KEYS = {option.model_key: option.gguf_key for option in OPTIONS.values() if option.gguf_key}
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Metadata keys of the token ids that end a text, a turn, and a message to a tool."""
 

@@ -16,6 +16,7 @@ from octavo_server.dialects.anthropic.blocks import chat_messages, system_text
 from octavo_server.dialects.chat_reply import FieldNames, Translated
 from octavo_server.dialects.history import LeftOut
 from octavo_server.dialects.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
+from octavo_server.dialects.openai.fields import sampling
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.errors import UnsupportedParameter, printable
 from octavo_server.services import ModelServices
@@ -112,7 +113,7 @@ def translated(body: Counted, services: ModelServices) -> Translated:
         chat_template_kwargs=_thinking(body.thinking, services),
         response_format=_response_format(body),
         reasoning_effort=_effort(body),
-        thinking_token_budget=_budget(body.thinking),
+        sampling=sampling(thinking_token_budget=_budget(body.thinking)),
     )
     names = {
         "stop": "stop_sequences",
@@ -138,9 +139,8 @@ def translated_message(body: MessageBody, services: ModelServices) -> Translated
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
         stream=body.stream,
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
+        sampling=conversation.chat.sampling
+        | sampling(temperature=body.temperature, top_k=body.top_k, top_p=body.top_p),
         user=user,
         timeout=body.timeout,
     )

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from octavo.errors import InvalidParameter
 from octavo.server_settings import DIALECTS
 from octavo_server.dialects.native.infer import INFER
-from octavo_server.dialects.openai.completions import COMPLETION, CompletionBody
+from octavo_server.dialects.openai.completions import COMPLETION, decoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.services import server_of
 
@@ -24,5 +24,5 @@ async def complete(request: Request) -> Response:
 
 
 ENDPOINTS = [
-    Endpoint("POST", "/v1/completions", complete, "Continue text or token ids", CompletionBody),
+    Endpoint("POST", "/v1/completions", complete, "Continue text or token ids", decoder.documented),
 ]

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
+from octavo_server.dialects.openai.fields import sampling
 from octavo_server.generation import Choice
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
@@ -49,8 +50,7 @@ async def _exactly(body: GenerateBody, services: ModelServices, request: Request
     completion = CompletionBody(
         prompt=body.prompt,
         max_tokens=body.max_new_tokens,
-        ignore_eos=True,
-        temperature=body.temperature,
+        sampling=sampling(ignore_eos=True, temperature=body.temperature),
         timeout=body.timeout,
     )
 
@@ -72,7 +72,10 @@ async def _at_most(body: PlainBody, services: ModelServices, request: Request) -
         if is_bad:
             raise BadValue(field, f"'{field}' must not be empty." if field == "prompt" else f"'{field}' is below 1.")
     completion = CompletionBody(
-        prompt=body.prompt, max_tokens=body.max_tokens, temperature=body.temperature, timeout=body.timeout
+        prompt=body.prompt,
+        max_tokens=body.max_tokens,
+        sampling=sampling(temperature=body.temperature),
+        timeout=body.timeout,
     )
 
     def shown(choice: Choice) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, QueueFull, RequestError
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
+from octavo_server.dialects.openai.fields import sampling
 from octavo_server.dialects.openai.rendering import usage
 from octavo_server.generation import Choice
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
@@ -63,12 +64,14 @@ async def _translate(body: InferBody, services: ModelServices, request: Request)
         model=body.model,
         prompt=body.prompt if isinstance(body.prompt, str) else list(body.prompt),
         max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=0 if body.top_k is None else body.top_k,
-        repetition_penalty=body.repetition_penalty,
+        sampling=sampling(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=0 if body.top_k is None else body.top_k,
+            repetition_penalty=body.repetition_penalty,
+            seed=body.seed,
+        ),
         stop=body.stop,
-        seed=body.seed,
         timeout=body.timeout,
         **_constraint(body.response_format),
     )

@@ -17,6 +17,7 @@ from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull, Re
 from octavo.sampling_params import MAX_STOP_STRINGS
 from octavo.text.tokenizer import Tokenizer
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
+from octavo_server.dialects.openai.fields import sampling
 from octavo_server.generation import Choice, ChoiceUpdate
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
@@ -146,14 +147,16 @@ def _completion(body: TGIBody, services: ModelServices) -> CompletionBody:
         model=given.adapter_id or "",
         prompt=body.inputs,
         max_tokens=DEFAULT_NEW_TOKENS if given.max_new_tokens is None else given.max_new_tokens,
-        temperature=given.temperature if is_random else 0.0,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        repetition_penalty=given.repetition_penalty,
-        frequency_penalty=given.frequency_penalty or 0.0,
-        seed=given.seed,
+        sampling=sampling(
+            temperature=given.temperature if is_random else 0.0,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            repetition_penalty=given.repetition_penalty,
+            frequency_penalty=given.frequency_penalty,
+            seed=given.seed,
+            include_stop_str_in_output=True,
+        ),
         stop=[*(given.stop or ()), *(given.stop_sequences or ())],
-        include_stop_str_in_output=True,
         logprobs=0,
         **_constraint(given.grammar),
     )

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from octavo.errors import InvalidParameter
+from octavo.sampling_params import OPTIONS
 from octavo_server.dialects.openai.chat import ChatBody, effort, passed_over
 from octavo_server.dialects.openai.fields import NO_LIMIT
 from octavo_server.http.body_decoder import BodyDecoder
@@ -18,18 +19,8 @@ from octavo_server.services import ModelServices
 
 LATEST = ":latest"
 """The tag that clients add to a name without one."""
-SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repeat_penalty": "repetition_penalty",
-}
-"""Sampling options, and the fields of a chat completion body that they are."""
+SAMPLING = {option.ollama: name for name, option in OPTIONS.items() if option.ollama}
+"""Names of options here, and those of ``SamplingParams``."""
 ABOUT_LOADING = frozenset(
     {
         *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
@@ -78,7 +69,7 @@ generate_decoder = BodyDecoder(OllamaGenerateBody, REFUSED_IN_GENERATE, ACCEPTED
 
 def without_effect(body: Common, services: ModelServices) -> list[str]:
     """Options, and parts of the messages, that are ignored in this request. Raises ``InvalidParameter``."""
-    known = {*SAMPLING, *ABOUT_LOADING, "num_predict"}
+    known = {*SAMPLING, *ABOUT_LOADING, "stop", "num_predict"}
     named = [f"options.{name}" for name, value in body.options.items() if name not in known and value]
     messages = body.messages if isinstance(body, OllamaChatBody) else []
     return [*named, *passed_over(_messages(messages, services), services)] if messages else named
@@ -116,9 +107,12 @@ def _chat_body(
 def generation_fields(body: Common, services: ModelServices) -> dict[str, Any]:
     """The fields that completions and chat completions share. Raises ``InvalidParameter``."""
     fields: dict[str, Any] = {}
-    for option, name in SAMPLING.items():
-        if (value := body.options.get(option)) is not None:
-            fields[name] = _checked(option, value)
+    if (stop := body.options.get("stop")) is not None:
+        if not (isinstance(stop, str) or (isinstance(stop, list) and all(isinstance(text, str) for text in stop))):
+            raise InvalidParameter("options", "'options.stop' must be a string or a list of strings.")
+        fields["stop"] = stop
+    values = {name: (here, body.options.get(here)) for here, name in SAMPLING.items()}
+    given = {name: _checked(name, *pair) for name, pair in values.items() if pair[1] is not None}
     limit = body.options.get("num_predict")
     if limit is not None:
         fields["max_tokens"] = _limit(limit)
@@ -129,21 +123,16 @@ def generation_fields(body: Common, services: ModelServices) -> dict[str, Any]:
         fields["response_format"] = {"type": "json_object"}
     elif body.format:
         raise InvalidParameter("format", "'format' must be 'json' or a JSON schema, an object.")
-    return {"model": served_name(body.model, services), "stream": body.stream, **fields}
+    return {"model": served_name(body.model, services), "stream": body.stream, "sampling": given, **fields}
 
 
-def _checked(option: str, value: Any) -> Any:
+def _checked(name: str, here: str, value: Any) -> Any:
     """The value of an option if it has the right type. Raises ``InvalidParameter``."""
-    if option == "stop":
-        is_right = isinstance(value, str) or (isinstance(value, list) and all(isinstance(text, str) for text in value))
-        wanted = "a string or a list of strings"
-    elif option in ("top_k", "seed"):
-        value = int(value) if isinstance(value, float) and value.is_integer() else value
-        is_right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
-    else:
-        is_right, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
-    if not is_right:
-        raise InvalidParameter("options", f"'options.{option}' must be {wanted}.")
+    is_whole = OPTIONS[name].kind is int
+    if is_whole and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
+        raise InvalidParameter("options", f"'options.{here}' must be {'a whole number' if is_whole else 'a number'}.")
     return value
 
 

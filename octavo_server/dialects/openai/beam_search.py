@@ -12,8 +12,11 @@ from starlette.requests import Request
 
 from octavo.engine.beam_search import MAX_BEAM_WIDTH, BeamSearchParams, BeamSearchSequence, Search
 from octavo.errors import DeadlineExceeded, InvalidParameter
+from octavo.sampling_params import DEFAULTS
 from octavo_server.admission import Admission, ClientRequest
+from octavo_server.dialects.openai.fields import GenerationFields
 from octavo_server.generation import Choice, Prompt
+from octavo_server.http.body_decoder import GATHERED
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import finished_choices
 from octavo_server.tenants.quotas import Account
@@ -41,14 +44,21 @@ class Candidate(NamedTuple):
     logprob: float
 
 
-def check_fields(body: msgspec.Struct) -> None:
+def check_fields(body: GenerationFields) -> None:
     """Raise ``UnsupportedParameter`` for a field of a completion that a beam search does not honour."""
     for field in msgspec.structs.fields(body):
-        if field.name in _HONOURED or field.name in IRRELEVANT:
+        if field.name in _HONOURED or field.name in IRRELEVANT or field.name == GATHERED:
             continue
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         if getattr(body, field.name) != default:
-            raise UnsupportedParameter(field.name, f"'{field.name}' is not supported with 'use_beam_search'.")
+            raise _unsupported(field.name)
+    for name, value in body.sampling.items():
+        if name not in _HONOURED and name not in IRRELEVANT and value != DEFAULTS[name]:
+            raise _unsupported(name)
+
+
+def _unsupported(name: str) -> UnsupportedParameter:
+    return UnsupportedParameter(name, f"'{name}' is not supported with 'use_beam_search'.")
 
 
 async def search_beams(

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 
 from octavo.errors import InvalidParameter
-from octavo.sampling_params import MAX_LOGPROBS
+from octavo.sampling_params import DEFAULTS, MAX_LOGPROBS, OPTIONS
 from octavo.text.chat_messages import ImageMarks, normalise_messages
 from octavo.text.conversation import Conversation
 from octavo_server.admission import ClientRequest
@@ -24,6 +24,7 @@ from octavo_server.dialects.openai.fields import (
     ACCEPTED,
     IGNORED,
     REFUSED,
+    SAMPLING,
     GenerationFields,
     check_generation_fields,
     check_max_tokens,
@@ -40,7 +41,7 @@ from octavo_server.dialects.openai.rendering import (
     usage,
 )
 from octavo_server.generation import Choice, ChoiceUpdate, Generation
-from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.body_decoder import GATHERED, BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import encode, encode_line
@@ -93,7 +94,7 @@ class ChatBody(GenerationFields, kw_only=True):
     reasoning_effort: str | None = None
 
 
-decoder = BodyDecoder(ChatBody, REFUSED_IN_CHAT, ACCEPTED, IGNORED_IN_CHAT)
+decoder = BodyDecoder(ChatBody, REFUSED_IN_CHAT, ACCEPTED, IGNORED_IN_CHAT, SAMPLING)
 
 
 class TemplateOptions(Protocol):
@@ -108,6 +109,8 @@ def refused_elsewhere(own: type[msgspec.Struct], accepted: frozenset[str]) -> di
     """Chat completion fields that a body of type ``own`` lacks: they are rejected by name, not ignored."""
     plain = [field for field in msgspec.structs.fields(ChatBody) if not field.required]
     defaults = {field.name: () if field.default is msgspec.NODEFAULT else (field.default,) for field in plain}
+    del defaults[GATHERED]
+    defaults |= {name: () if option.model_key else (DEFAULTS[name],) for name, option in OPTIONS.items()}
     own_names = {*own.__struct_fields__, *accepted, *IGNORED_IN_CHAT}
     return {name: nothing for name, nothing in (defaults | REFUSED_IN_CHAT).items() if name not in own_names}
 
@@ -385,6 +388,11 @@ class ChatAnswer:
 CHAT = Dialect(decoder, _translate, without_effect)
 ENDPOINTS = [
     Endpoint(
-        "POST", "/v1/chat/completions", CHAT.serve, "Answer a conversation", ChatBody, name="create_chat_completion"
+        "POST",
+        "/v1/chat/completions",
+        CHAT.serve,
+        "Answer a conversation",
+        decoder.documented,
+        name="create_chat_completion",
     )
 ]

@@ -24,6 +24,7 @@ from octavo_server.dialects.openai.fields import (
     IGNORED,
     NO_LIMIT,
     REFUSED,
+    SAMPLING,
     GenerationFields,
     check_generation_fields,
     sampling_params,
@@ -65,7 +66,7 @@ class CompletionBody(GenerationFields, kw_only=True):
 
 
 _REFUSED = {name: neutral for name, neutral in REFUSED.items() if name != "use_beam_search"}
-decoder = BodyDecoder(CompletionBody, _REFUSED | {"early_stopping": (), "suffix": ()}, ACCEPTED, IGNORED)
+decoder = BodyDecoder(CompletionBody, _REFUSED | {"early_stopping": (), "suffix": ()}, ACCEPTED, IGNORED, SAMPLING)
 
 
 async def _translate(body: CompletionBody, services: ModelServices, request: Request) -> Submission | Response:
@@ -85,7 +86,7 @@ def _without_effect(body: CompletionBody, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
     if not body.use_beam_search:
         return [*without_effect(body, services), *(["length_penalty"] if body.length_penalty != 1.0 else ())]
-    return [name for name in beam_search.IRRELEVANT if getattr(body, name) is not None]
+    return [name for name in beam_search.IRRELEVANT if getattr(body, name, body.sampling.get(name)) is not None]
 
 
 async def _found_by_beams(

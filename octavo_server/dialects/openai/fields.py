@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from octavo.config import SchedulerSettings
 from octavo.errors import InvalidParameter
-from octavo.sampling_params import MAX_TOKEN_ID, RepetitionDetectionParams, SamplingParams
+from octavo.sampling_params import DEFAULTS, MAX_TOKEN_ID, OPTIONS, RepetitionDetectionParams, SamplingParams
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.services import ModelServices
 from octavo_server.tenants.api_keys import caller_of
@@ -75,8 +75,13 @@ NO_LIMIT = -1
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 """What a stream may include besides text."""
 
-OPEN_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields whose default comes from the model's generation config."""
+SAMPLING = {name: (option.kind, None if option.model_key else DEFAULTS[name]) for name, option in OPTIONS.items()}
+"""Fields that are options of ``SamplingParams``, with types and defaults; ``None``: the model's."""
+
+
+def sampling(**values: float | None) -> dict[str, Any]:
+    """The field ``sampling`` of a body, of the options that are given."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class RepetitionDetectionFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -88,37 +93,24 @@ class RepetitionDetectionFields(msgspec.Struct, kw_only=True, forbid_unknown_fie
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """Fields common to completions and chat completions. Ranges are those of ``SamplingParams``.
-
-    ``None`` in a field of ``OPEN_FIELDS`` is the value in the model's generation config, or else OpenAI's default.
-    """
+    """Fields common to completions and chat completions. Ranges are those of ``SamplingParams``."""
 
     model: str = ""
     max_tokens: int | None = None
     n: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
     bad_words: list[str] = []
     allowed_token_ids: list[int] | None = None
     stop: str | list[str] = []
-    seed: int | None = None
+    sampling: dict[str, Any] = {}
+    """Options that are given, by their names in ``OPTIONS``; for others, the model's generation config or else OpenAI's
+    default counts."""
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
     stop_token_ids: list[int] = []
-    include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
-    num_speculative_tokens: int | None = None
     repetition_detection: RepetitionDetectionFields | None = None
-    thinking_token_budget: int | None = None
     priority: int = 0
     cache_salt: str = ""
     user: str | None = None
@@ -166,7 +158,7 @@ def check_labels(services: ModelServices, model: str, priority: int, user: str |
 def without_effect(body: GenerationFields, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
     options = body.stream_options
-    is_bounded = body.thinking_token_budget is not None and not services.message_format.can_reason
+    is_bounded = "thinking_token_budget" in body.sampling and not services.message_format.can_reason
     named = ["thinking_token_budget"] if is_bounded else []
     if options is None or not body.stream:
         return named if options is None else [*named, "stream_options"]
@@ -230,30 +222,23 @@ def sampling_params(
     prompt_logprobs: int | None,
 ) -> SamplingParams:
     """Sampling parameters from the body and from the endpoint's own fields. Raises ``InvalidParameter``."""
-    given = {name: value for name in OPEN_FIELDS if (value := getattr(body, name)) is not None}
-    recommended = services.engine.info.sampling_defaults
-    chosen: dict[str, Any] = {name: recommended[name] for name in OPEN_FIELDS if name in recommended} | given
+    defaults = {name: value for name, value in services.engine.info.sampling_defaults.items() if name in OPTIONS}
+    chosen: dict[str, Any] = defaults | body.sampling
+    if "seed" in chosen:
+        chosen["seed"] %= 2**64
     return SamplingParams(
         n=body.n,
         max_tokens=None if max_tokens == NO_LIMIT else max_tokens,
-        min_tokens=body.min_tokens,
         **chosen,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
         logit_bias=_logit_bias(body.logit_bias),
         bad_words=tuple(body.bad_words),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
         stop_token_ids=tuple(body.stop_token_ids),
-        include_stop_str_in_output=body.include_stop_str_in_output,
-        ignore_eos=body.ignore_eos,
         skip_special_tokens=body.skip_special_tokens,
-        seed=None if body.seed is None else body.seed % 2**64,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        num_speculative_tokens=body.num_speculative_tokens,
         repetition_detection=_repetition(body.repetition_detection),
-        thinking_token_budget=body.thinking_token_budget,
     )
 
 

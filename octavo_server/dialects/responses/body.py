@@ -11,7 +11,7 @@ from octavo.sampling_params import MAX_LOGPROBS
 from octavo_server.dialects.chat_reply import FieldNames, Translated
 from octavo_server.dialects.history import LeftOut
 from octavo_server.dialects.openai.chat import IGNORED_IN_CHAT, ChatBody, effort, refused_elsewhere
-from octavo_server.dialects.openai.fields import check_max_tokens
+from octavo_server.dialects.openai.fields import check_max_tokens, sampling
 from octavo_server.dialects.responses.items import ItemMessages
 from octavo_server.dialects.responses.tools import Item, chat_choice, offered_tools
 from octavo_server.http.body_decoder import BodyDecoder
@@ -167,14 +167,14 @@ def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0, ta
         model=body.model,
         messages=messages,
         max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
+        sampling=sampling(
+            temperature=body.temperature, top_p=body.top_p, thinking_token_budget=body.reasoning.max_tokens
+        ),
         tools=[tool.for_chat() for tool in tools],
         tool_choice=chat_choice(body.tool_choice, tools, len(body.tools)),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text.format),
         reasoning_effort=body.reasoning.effort,
-        thinking_token_budget=body.reasoning.max_tokens,
         stream=body.stream,
         prompt_cache_key=body.prompt_cache_key,
         user=body.user,
