@@ -108,9 +108,13 @@ class WeightLoader:
 
     def exact_part(self, name: str, section: Section) -> Tensor:
         """This device's part of a vector, in float32."""
-        column = DenseStored((self._numbers(name, (section.num_rows,)).unsqueeze(1),))
+        return self.exact_parts(name, [section])
+
+    def exact_parts(self, name: str, sections: Sequence[Section]) -> Tensor:
+        """This device's parts of a vector whose sections are divided one by one, in float32."""
+        column = DenseStored((self._numbers(name, (sum(section.num_rows for section in sections),)).unsqueeze(1),))
         exact = dataclasses.replace(self.form, dtype=torch.float32)
-        return self._counted(self._shard.sections(name, column, [section]).dense(exact).squeeze(1))
+        return self._counted(self._shard.sections(name, column, sections).dense(exact).squeeze(1))
 
     def conv(self, name: str, sections: Sequence[Section], width: int) -> Tensor:
         """This device's channels of a convolution of each channel: [width, channels]."""

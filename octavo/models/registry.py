@@ -21,6 +21,7 @@ from octavo.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from octavo.models.gpt2 import GPT2LMHeadModel
 from octavo.models.gpt_oss import GptOssForCausalLM
 from octavo.models.keys import ConfigKeys
+from octavo.models.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.loader import WeightLoader
 from octavo.models.map_part import MapPart
@@ -74,6 +75,8 @@ ARCHITECTURES: dict[str, Family] = {
     "GlmForCausalLM": GlmForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "GptOssForCausalLM": GptOssForCausalLM,
+    "Lfm2ForCausalLM": Lfm2ForCausalLM,
+    "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,

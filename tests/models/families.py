@@ -167,6 +167,21 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5/dense": ("qwen3_5_text", DELTA),
     "qwen3_5/biases": ("qwen3_5_text", {**DELTA, "attention_bias": True, "linear_num_key_heads": 1}),
     "qwen3_5_moe/experts": ("qwen3_5_moe_text", {**DELTA, **QWEN_MOE, **SHARED}),
+    "lfm2/conv": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}),
+    "lfm2/biases": (
+        "lfm2",
+        {
+            "layer_types": ["full_attention", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2_moe/experts": (
+        "lfm2_moe",
+        {**QWEN_MOE, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
+    ),
     "gpt_oss/sinks": ("gpt_oss", GPT_OSS),
     "gpt_oss/tight": (
         "gpt_oss",

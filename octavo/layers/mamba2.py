@@ -1,0 +1,57 @@
+"""Layers of Mamba-2 (arXiv 2405.21060).
+
+Shapes: T tokens, D model, C channels of the convolution, W its width, N heads, P numbers of a head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from octavo import ops
+from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
+from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.state_space import StateSpaceHeads
+
+
+class GatedNorm(NamedTuple):
+    """RMSNorm of groups of ``width`` columns, with gates that multiply its input, or its output."""
+
+    weight_C: Tensor
+    eps: float
+    width: int
+    is_gated_first: bool = True
+
+    def __call__(self, x_TC: Tensor, gate_TC: Tensor) -> Tensor:
+        return ops.gated_norm(
+            x_TC, gate_TC, self.weight_C, self.eps, self.width, "silu", is_gated_first=self.is_gated_first
+        )
+
+
+class Mamba2:
+    """``gated_norm(ssm(conv(x, b, c), dt), z)``, where ``z, x, b, c, dt`` are the columns of the projections."""
+
+    def __init__(
+        self,
+        norm: RMSNorm,
+        projections: Linear,
+        conv: tuple[Tensor, Tensor | None],
+        heads: StateSpaceHeads,
+        gated_norm: GatedNorm,
+    ) -> None:
+        self.norm = norm
+        self.projections = projections
+        self.conv_WC, self.bias_C = conv
+        self.heads = heads
+        self.gated_norm = gated_norm
+        self.sizes = [heads.num_heads * heads.head_dim, sum(heads.sizes), heads.num_heads]
+
+    def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
+        """A new tensor [T, N P]."""
+        parts = self.projections(x_TD, norm=self.norm).split_with_sizes(self.sizes, dim=-1)
+        gate_TM, xbc_TC, dt_TN = parts
+        conv_state, state = cache.states
+        xbc_TC = ops.causal_conv(xbc_TC, self.conv_WC, self.bias_C, conv_state, rows.states, "silu")
+        return self.gated_norm(ops.state_space(xbc_TC, dt_TN, self.heads, state, rows.states), gate_TM)

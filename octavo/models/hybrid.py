@@ -1,0 +1,147 @@
+"""What models share whose layers differ in kind: recurrent layers, attention, feed-forward layers alone.
+
+Shapes: T tokens of the step, D model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.layers.mamba2 import GatedNorm, Mamba2
+from octavo.layers.norm import RMSNorm
+from octavo.layers.rotary import Rotary
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.layer_cache import LayerCacheSpec, conv_state, recurrent_state, state_layer
+from octavo.models.llama import LlamaConfig, LlamaForCausalLM
+from octavo.models.loader import WeightLoader
+from octavo.models.map_part import Rows
+from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.state_space import StateSpaceHeads
+from octavo.quant.stored.shard import Section
+
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(LlamaConfig):
+    kinds: tuple[str, ...]
+    """The kind of each layer, by the family's own names."""
+    caches: tuple[LayerCacheSpec, ...]
+    has_rope: bool = True
+    embedding_scale: float = 1.0
+    """Factor of the embeddings."""
+    residual_scale: float = 1.0
+    """Factor of what each part of a layer adds to the residual stream."""
+    logit_scale: float = 1.0
+
+    @property
+    def cache(self) -> tuple[LayerCacheSpec, ...]:
+        return self.caches
+
+
+def of_llama(config: LlamaConfig) -> dict[str, Any]:
+    """The fields of Llama's configuration, to make another one of."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(LlamaConfig)}
+
+
+def layer_kinds(keys: ConfigKeys, key: str, allowed: Sequence[str], count: int) -> tuple[str, ...]:
+    """The kinds of the layers, which the configuration must have."""
+    kinds = keys.choices(key, allowed, count)
+    if kinds is None:
+        raise wrong(key, None, f"a list of {count}, each one of {', '.join(allowed)}")
+    return kinds
+
+
+class HybridForCausalLM(LlamaForCausalLM):
+    """Layers of several kinds between an embedding and a head; ``names`` are theirs in the checkpoint."""
+
+    names = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+    config: HybridConfig
+
+    def __init__(self, config: HybridConfig, weights: WeightLoader) -> None:
+        self.config = config
+        shape, is_tied = (config.vocab_size, config.hidden_size), config.tie_word_embeddings
+        embedding, layers, norm, head = self.names
+        self.embedding = weights.embedding(embedding, *shape, is_tied)
+        self.rotary = Rotary(config.rope, config.rotary_width, weights.form.device)
+        self.layers = [self.layer_class(config, weights, f"{layers}.{i}", i) for i in range(config.num_layers)]
+        self.norm = weights.norm(norm, config.hidden_size, config.norm_eps)
+        self.head = weights.head(head, self.embedding, shape, is_tied)
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+    ) -> Tensor:
+        x_TD = self.embedding(token_ids_T)
+        if self.config.embedding_scale != 1.0:
+            x_TD = x_TD * self.config.embedding_scale
+        angles: Any = self.rotary(positions_T) if self.config.has_rope else (None, None)
+        for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
+            x_TD = layer(x_TD, angles, cache, own_rows)
+        return x_TD
+
+    def logits(self, x_RD: Tensor) -> Tensor:
+        logits_RV = self.head(x_RD, norm=self.norm)
+        return logits_RV if self.config.logit_scale == 1.0 else logits_RV * self.config.logit_scale
+
+
+class MambaSizes(NamedTuple):
+    """Sizes of a layer of Mamba-2."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    width: int
+    """Of the convolution."""
+    has_conv_bias: bool
+    has_bias: bool
+    """Whether projections have biases."""
+    limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def inner(self) -> int:
+        """Numbers of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> list[Section]:
+        """Those of the convolution, which ranks divide by groups."""
+        shared = self.num_groups * self.state_size
+        return [Section(size, self.num_groups) for size in (self.inner, shared, shared)]
+
+    @property
+    def cache(self) -> LayerCacheSpec:
+        channels = sum(section.num_rows for section in self.channels)
+        return state_layer(
+            conv_state(self.width, channels, self.num_groups),
+            recurrent_state(self.num_heads, self.state_size, self.head_dim, self.num_groups),
+        )
+
+
+def load_mamba2(
+    weights: WeightLoader, name: str, sizes: MambaSizes, hidden_size: int, norm: RMSNorm, eps: float
+) -> Mamba2:
+    """The layer with weights ``name``, without its output projection."""
+    heads, gates = Section(sizes.num_heads, sizes.num_groups), Section(sizes.inner, sizes.num_groups)
+    a_log_N, dt_bias_N, d_N = (weights.exact_part(f"{name}.{part}", heads) for part in ("A_log", "dt_bias", "D"))
+    projections = weights.fused([Rows(f"{name}.in_proj", [gates, *sizes.channels, heads])], hidden_size, sizes.has_bias)
+    bias_C = weights.exact_parts(f"{name}.conv1d.bias", sizes.channels) if sizes.has_conv_bias else None
+    layout = StateSpaceHeads(
+        *(len(a_log_N), sizes.head_dim, weights.num_own(sizes.num_groups), sizes.state_size),
+        *(a_log_N, dt_bias_N, d_N, sizes.limits),
+    )
+    conv = weights.conv(f"{name}.conv1d", sizes.channels, sizes.width), bias_C
+    gated_norm = GatedNorm(weights.exact_part(f"{name}.norm.weight", gates), eps, sizes.inner // sizes.num_groups)
+    return Mamba2(norm, projections, conv, layout, gated_norm)
+
+
+def add_scaled(x_TD: Tensor, part_TD: Tensor, scale: float) -> Tensor:
+    """``x + scale * part``; x may be overwritten."""
+    return torch.add(x_TD, part_TD, alpha=scale)
