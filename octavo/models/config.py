@@ -84,9 +84,10 @@ def read_common(
     head_dim: int | None = None,
     eps: float = 1e-6,
     ffn_size: int | None = None,
+    num_layers: int | None = None,
 ) -> Common:
-    """Read the common fields, with a family's defaults for tied embeddings, head dimension, norm epsilon and the width
-    of feed-forward layers."""
+    """Read the common fields, with a family's defaults for tied embeddings, head dimension, norm epsilon, the width
+    of feed-forward layers and the number of layers."""
     hidden_size, num_heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     num_kv_heads = keys.size("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -101,7 +102,7 @@ def read_common(
         "vocab_size": keys.size("vocab_size"),
         "hidden_size": hidden_size,
         "ffn_size": keys.size("intermediate_size", ffn_size),
-        "num_layers": keys.size("num_hidden_layers"),
+        "num_layers": keys.size("num_hidden_layers", num_layers),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from octavo.layers.mamba2 import GatedNorm, Mamba2
@@ -125,6 +124,35 @@ class MambaSizes(NamedTuple):
         )
 
 
+INFINITY = {"__float__": "Infinity"}
+"""How transformers writes it into JSON."""
+
+
+def read_limits(keys: ConfigKeys, key: str = "time_step_limit") -> tuple[float, float]:
+    """The smallest and the largest time step."""
+    given = keys.get(key, (0.0, math.inf))
+    values = [math.inf if value == INFINITY else value for value in given] if isinstance(given, list | tuple) else []
+    if [type(value) in (int, float) for value in values] != [True, True] or not 0 <= values[0] <= values[1]:
+        raise wrong(key, given, "a list of two numbers, the first not larger than the second")
+    return float(values[0]), float(values[1])
+
+
+def read_bamba_sizes(keys: ConfigKeys, hidden_size: int) -> MambaSizes:
+    """The sizes of Mamba-2 layers by the names of Bamba and Granite."""
+    heads, inner = keys.size("mamba_n_heads", 128), keys.size("mamba_expand", 2) * hidden_size
+    head_dim = keys.get("mamba_d_head", "auto")
+    if inner % heads or head_dim not in ("auto", inner // heads):
+        raise wrong("mamba_d_head", head_dim, f"such that {heads} heads have {inner} numbers")
+    groups = keys.size("mamba_n_groups", 1)
+    if heads % groups:
+        raise wrong("mamba_n_groups", groups, f"a divisor of mamba_n_heads, {heads}")
+    keys.get("mamba_chunk_size")
+    return MambaSizes(
+        *(heads, inner // heads, groups, keys.size("mamba_d_state", 256), keys.size("mamba_d_conv", 4, low=2)),
+        *(keys.flag("mamba_conv_bias", True), keys.flag("mamba_proj_bias"), read_limits(keys)),
+    )
+
+
 def load_mamba2(
     weights: WeightLoader, name: str, sizes: MambaSizes, hidden_size: int, norm: RMSNorm, eps: float
 ) -> Mamba2:
@@ -140,8 +168,3 @@ def load_mamba2(
     conv = weights.conv(f"{name}.conv1d", sizes.channels, sizes.width), bias_C
     gated_norm = GatedNorm(weights.exact_part(f"{name}.norm.weight", gates), eps, sizes.inner // sizes.num_groups)
     return Mamba2(norm, projections, conv, layout, gated_norm)
-
-
-def add_scaled(x_TD: Tensor, part_TD: Tensor, scale: float) -> Tensor:
-    """``x + scale * part``; x may be overwritten."""
-    return torch.add(x_TD, part_TD, alpha=scale)

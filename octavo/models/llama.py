@@ -62,14 +62,15 @@ def read_llama(
     windows: tuple[Sequence[str], int | None] | None = None,
     rope: dict[str, Any] | None = None,
     ffn_size: int | None = None,
+    num_layers: int | None = None,
 ) -> LlamaConfig:
     """Read Llama's configuration, with a family's own defaults; biases follow ``attention_bias`` and ``mlp_bias``.
 
     ``windows`` holds the type of each layer and the sliding window; without it all layers have full attention.
     ``rope`` holds the rotary keys if they are not in the usual place, ``ffn_size`` is the default of
-    ``intermediate_size``.
+    ``intermediate_size``, ``num_layers`` that of ``num_hidden_layers``.
     """
-    common = read_common(keys, tied=tied, head_dim=head_dim, eps=eps, ffn_size=ffn_size)
+    common = read_common(keys, tied=tied, head_dim=head_dim, eps=eps, ffn_size=ffn_size, num_layers=num_layers)
     given, most = rope or rope_values(keys), common["max_position_embeddings"]
     longest = max_len or most
     width = rotary_width(given, common["head_dim"], rotary)

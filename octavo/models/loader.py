@@ -314,14 +314,21 @@ class WeightLoader:
             [biases(shape.gate, F), biases(shape.up, F), biases(shape.down, D)] if has_bias else None,
         )
 
-    def stacked_experts(self, prefix: str, shape: ExpertShape, order: Order, has_bias: bool = False) -> Mixture:
-        """Experts that the checkpoint stacks in ``prefix.gate_up_proj`` and ``prefix.down_proj``.
+    def stacked_experts(
+        self,
+        prefix: str,
+        shape: ExpertShape,
+        order: Order,
+        has_bias: bool = False,
+        names: tuple[str, str] = ("gate_up_proj", "down_proj"),
+    ) -> Mixture:
+        """Experts that the checkpoint stacks in two tensors, ``names`` behind the prefix.
 
         Unquantised matrices are stored as [inputs, outputs], or the other way round where their shapes say so.
         ``order`` is the index of the stored row for each row of gates, then ups.
         """
         X, D, F = shape.num_experts, shape.hidden_size, shape.ffn_size
-        gate_up_name, down_name = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
+        gate_up_name, down_name = (f"{prefix}.{name}" for name in names)
         is_transposed = self.tensors.shape(down_name) != (X, D, F) or D == F
         gate_ups = self._method.stack(gate_up_name, (X, 2 * F, D), self.tensors, is_transposed)
         downs = self._method.stack(down_name, (X, D, F), self.tensors, is_transposed)
@@ -340,6 +347,20 @@ class WeightLoader:
             lambda i: [self._shard.part(down_name, quantized(down_name, downs[i], self.form), 1)],
             biases,
         )
+
+    def ungated_experts(self, prefix: str, count: int, hidden_size: int, ffn_size: int) -> list[tuple[Linear, Linear]]:
+        """The up and down projections of experts without gates, ``prefix.0`` and so on."""
+
+        def part(index: int, name: str, size: tuple[int, int], dim: int) -> Linear:
+            module = f"{prefix}.{index}.{name}"
+            stored = quantized(module, self._method.matrix(module, size, self.tensors, False), self.form)
+            [weight] = make_weights([self._shard.part(module, stored, dim)], self.form)
+            self.bytes_by_format += bytes_by_format([weight])
+            self.num_parameters += math.prod(size)
+            return Linear([weight])
+
+        up, down = (ffn_size, hidden_size), (hidden_size, ffn_size)
+        return [(part(i, "up_proj", up, 0), part(i, "down_proj", down, 1)) for i in range(count)]
 
     def _mixture(
         self,

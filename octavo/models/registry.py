@@ -20,14 +20,17 @@ from octavo.models.gemma3 import Gemma3ForCausalLM
 from octavo.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from octavo.models.gpt2 import GPT2LMHeadModel
 from octavo.models.gpt_oss import GptOssForCausalLM
+from octavo.models.granite_hybrid import BambaForCausalLM, GraniteMoeHybridForCausalLM
 from octavo.models.keys import ConfigKeys
 from octavo.models.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.loader import WeightLoader
+from octavo.models.mamba2 import Mamba2ForCausalLM
 from octavo.models.map_part import MapPart
 from octavo.models.mistral import MistralForCausalLM
 from octavo.models.mixtral import MixtralForCausalLM
 from octavo.models.mtp_names import mtp_prefixes
+from octavo.models.nemotron_h import NemotronHForCausalLM
 from octavo.models.olmo2 import Olmo2ForCausalLM
 from octavo.models.phi3 import Phi3ForCausalLM
 from octavo.models.qwen2 import Qwen2ForCausalLM
@@ -66,6 +69,7 @@ class Family(Protocol):
 
 
 ARCHITECTURES: dict[str, Family] = {
+    "BambaForCausalLM": BambaForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
@@ -75,11 +79,14 @@ ARCHITECTURES: dict[str, Family] = {
     "GlmForCausalLM": GlmForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "GptOssForCausalLM": GptOssForCausalLM,
+    "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
     "Lfm2ForCausalLM": Lfm2ForCausalLM,
     "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
+    "Mamba2ForCausalLM": Mamba2ForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
+    "NemotronHForCausalLM": NemotronHForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,

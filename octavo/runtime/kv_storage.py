@@ -86,13 +86,13 @@ class KVStorage:
         for i, spec in enumerate(specs):
             for place, tensor in enumerate(spec.state):
                 places.setdefault(tensor, []).append((i, place))
-        views: dict[int, dict[int, Tensor]] = {}
+        views: dict[int, dict[int, Tensor]] = {i: {} for i, spec in enumerate(specs) if spec.kind == "state"}
         for tensor, found in places.items():
             dtype = pool.recurrent_dtype if tensor.is_recurrent else pool.dtype
             shape = len(found), pool.num_slots, *tensor.shape
             self.state_pools.append(torch.empty(shape, dtype=dtype, device=self.device))
             for (i, place), view in zip(found, self.state_pools[-1], strict=True):
-                views.setdefault(i, {})[place] = view
+                views[i][place] = view
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         return {
             i: LayerCache(nothing, nothing, states=tuple(own[place] for place in sorted(own)))

@@ -78,6 +78,18 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12}
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "head_dim": 8,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+}
 GPT2 = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -182,6 +194,64 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2_moe",
         {**QWEN_MOE, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
     ),
+    "mamba2/alone": ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 12}),
+    "mamba2/biases": (
+        "mamba2",
+        {
+            "num_heads": 4,
+            "head_dim": 16,
+            "n_groups": 1,
+            "state_size": 8,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron_h/experts": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        },
+    ),
+    "nemotron_h/latent_experts": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["full_attention", "linear_attention", "moe"],
+            "moe_latent_size": 16,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "granitemoehybrid/experts": (
+        "granitemoehybrid",
+        {
+            **MAMBA,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "attention_multiplier": 0.2,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+        },
+    ),
+    "granitemoehybrid/dense_with_rope": (
+        "granitemoehybrid",
+        {
+            **MAMBA,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention", "linear_attention"],
+        },
+    ),
+    "bamba/one_of_two": ("bamba", {**MAMBA, "attn_layer_indices": [1]}),
     "gpt_oss/sinks": ("gpt_oss", GPT_OSS),
     "gpt_oss/tight": (
         "gpt_oss",
@@ -238,7 +308,7 @@ def make_checkpoint(folder: Path, row: str, **changes: Any) -> PreTrainedModel:
             if name.endswith("A_log"):  # states decay so slowly that the first tokens matter to the last
                 weight.copy_((torch.rand_like(weight) * 0.01 + 0.0005).log())
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model.eval().save_pretrained(folder)
     if row == "phi3/long":  # transformers takes the short factors for short prompts, an engine one list for all

@@ -1,0 +1,245 @@
+"""Nemotron-H (arXiv 2504.03624) and Nemotron 3 (NVIDIA, 2025): each layer is Mamba-2, attention without positions, a
+feed-forward layer or a mixture of experts, whose activation is the square of ReLU.
+
+Shapes: T tokens of the step, D model, X experts, F the width of an expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from octavo.errors import CheckpointError
+from octavo.layers.linear import Linear
+from octavo.layers.moe import Router
+from octavo.layers.norm import RMSNorm
+from octavo.layers.row_parallel import RowParallelLinear
+from octavo.models.config import FULL
+from octavo.models.hybrid import (
+    LINEAR,
+    HybridConfig,
+    HybridForCausalLM,
+    MambaSizes,
+    layer_kinds,
+    load_mamba2,
+    of_llama,
+    read_limits,
+)
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.layer_cache import LayerCacheSpec, state_layer
+from octavo.models.llama import LlamaLayer, read_llama
+from octavo.models.loader import WeightLoader
+from octavo.models.moe import MoESettings, read_experts
+from octavo.ops.attention import LayerCache, PagedRows, attention
+from octavo.ops.collective import Collective
+from octavo.ops.moe import sum_over_experts
+from octavo.ops.route import Routing
+
+DENSE, SPARSE = "mlp", "moe"
+LETTERS = {"M": LINEAR, "*": FULL, "-": DENSE, "E": SPARSE}
+OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NemotronHConfig(HybridConfig):
+    mamba: MambaSizes
+    latent_size: int
+    """Width of the inputs and outputs of experts; 0: that of the model."""
+    groups: tuple[int, int]
+    """Groups of experts, and of those that a token may use."""
+    share_scale: float
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """The square of ReLU (arXiv 2109.08668); x may be overwritten."""
+    return x.relu_().square_()
+
+
+class UngatedMLP:
+    """``down(relu(up(x))^2)``"""
+
+    def __init__(self, up: Linear, down: Linear | RowParallelLinear, norm: RMSNorm | None = None) -> None:
+        self.up, self.down, self.norm = up, down, norm
+
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        """Its result, plus the residual, which may be overwritten."""
+        return self.down(squared_relu(self.up(x_TD, norm=self.norm)), residual=residual_TD)
+
+
+class LatentMoE:
+    """``x + from_latent(experts(to_latent(h))) + shared(h)`` with ``h = norm(x)``; the maps may be absent."""
+
+    def __init__(
+        self,
+        router: Router,
+        experts: list[UngatedMLP],
+        shared: UngatedMLP,
+        latent: tuple[Linear, Linear] | None,
+        collective: Collective,
+    ) -> None:
+        self.router, self.experts, self.shared = router, experts, shared
+        self.latent, self.collective = latent, collective
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        h_TD, ids_TS, shares_TS = self.router(x_TD)
+        inputs = h_TD if self.latent is None else self.latent[0](h_TD)
+
+        def expert(index: int, rows: Tensor) -> Tensor:
+            return self.experts[index](rows)
+
+        sum_TD = sum_over_experts(inputs, ids_TS, shares_TS, len(self.experts), expert)
+        sum_TD = sum_TD if self.latent is None else self.latent[1](sum_TD)
+        return self.collective.all_reduce(self.shared(h_TD, sum_TD), residual_TD=x_TD)
+
+
+class NemotronHLayer(LlamaLayer):
+    """One of the four parts with its norm; adds to the residual stream."""
+
+    def __init__(self, config: NemotronHConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        D, name, self.kind = config.hidden_size, f"{prefix}.mixer", config.kinds[index]
+        self.input_norm = norm = weights.norm(f"{prefix}.norm", D, config.norm_eps)
+        self.feed: Callable[[Tensor], Tensor] | None = None
+        if self.kind == LINEAR:
+            self.mamba = load_mamba2(weights, name, config.mamba, D, norm, config.norm_eps)
+            self.o_proj = weights.row(f"{name}.out_proj", D, config.mamba.inner, config.mamba.has_bias)
+        elif self.kind == FULL:
+            self.heads = self.head_layout(config, weights, name, index)
+            self.qkv_proj = self.qkv(config, weights, name)
+            self.o_proj = weights.row(f"{name}.o_proj", D, self.heads.sizes[0], config.output_bias)
+            self.heads = weights.own_heads(self.heads)
+        elif self.kind == DENSE:
+            own = _mlp(weights, name, D, config.dense_size, config.mlp_bias, norm)
+            self.feed = lambda x_TD: own(x_TD, x_TD)
+        else:
+            assert config.moe is not None
+            self.feed = _mixture(config, config.moe, weights, name, norm)
+
+    def __call__(self, x_TD: Tensor, angles: Any, cache: LayerCache, rows: PagedRows) -> Tensor:
+        if self.feed is not None:
+            return self.feed(rows.pick(x_TD, x_TD)[1])
+        if self.kind == LINEAR:
+            mixed = self.mamba(x_TD, cache, rows)
+        else:
+            mixed = attention(self.qkv_proj(x_TD, norm=self.input_norm), self.heads, None, None, cache, rows)
+        mixed, x_TD = rows.pick(mixed, x_TD)
+        return self.o_proj(mixed, residual=x_TD)
+
+
+def _mlp(
+    weights: WeightLoader, name: str, hidden_size: int, size: int, has_bias: bool, norm: RMSNorm | None = None
+) -> UngatedMLP:
+    up = weights.column(f"{name}.up_proj", size, hidden_size, has_bias)
+    load_down = weights.partial_row if norm is None else weights.row
+    return UngatedMLP(up, load_down(f"{name}.down_proj", hidden_size, size, has_bias), norm)
+
+
+def _mixture(config: NemotronHConfig, moe: MoESettings, weights: WeightLoader, name: str, norm: RMSNorm) -> LatentMoE:
+    if weights.form.device.type == "cuda" or weights.form.outlined_for == "cuda":
+        raise CheckpointError(f"{name}: experts without gates are computed on CPUs only")
+    D, X, L, has_bias = config.hidden_size, moe.num_experts, config.latent_size, config.mlp_bias
+    if has_bias:
+        raise wrong("mlp_bias", True, "false, as layers_block_type has layers with experts")
+    routing = Routing(
+        *(moe.num_chosen, moe.normalises, "sigmoid", config.share_scale, config.groups),
+        correction_X=weights.exact(f"{name}.gate.e_score_correction_bias", X),
+    )
+    router = Router(norm, weights.router(f"{name}.gate", X, D), routing)
+    experts = [UngatedMLP(*maps) for maps in weights.ungated_experts(f"{name}.experts", X, L or D, moe.expert_size)]
+    shared = _mlp(weights, f"{name}.shared_experts", D, moe.shared_size, has_bias)
+    latent = None
+    if L:
+        down, up = f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj"
+        latent = weights.replicated(down, L, D), weights.replicated(up, D, L)
+    return LatentMoE(router, experts, shared, latent, weights.collective)
+
+
+def _kinds(keys: ConfigKeys) -> tuple[str, ...]:
+    pattern, listed = keys.get("hybrid_override_pattern"), keys.get("layers_block_type") or keys.get("layer_types")
+    if listed is None and isinstance(pattern, str) and set(pattern) <= set(LETTERS):
+        return tuple(LETTERS[letter] for letter in pattern)
+    if not isinstance(listed, list | tuple):
+        raise wrong("layers_block_type", listed, "a list of the kinds of the layers")
+    kinds = [OLD_NAMES.get(str(kind), kind) for kind in listed]
+    allowed = (LINEAR, FULL, DENSE, SPARSE)
+    return layer_kinds(ConfigKeys({"layers_block_type": kinds}), "layers_block_type", allowed, len(kinds))
+
+
+class NemotronHForCausalLM(HybridForCausalLM):
+    layer_class = NemotronHLayer
+    names = ("backbone.embeddings", "backbone.layers", "backbone.norm_f", "lm_head")
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> NemotronHConfig:
+        kinds = _kinds(keys)
+        eps = keys.number("layer_norm_epsilon", keys.number("norm_eps", 1e-5))
+        plain = read_llama(
+            keys, max_len, eps=eps, head_dim=128, windows=((FULL,) * len(kinds), None), num_layers=len(kinds)
+        )
+        keys.choice("mlp_hidden_act", {"relu2": None}, "relu2")
+        keys.choice("mamba_hidden_act", {"silu": None}, "silu")
+        mamba = MambaSizes(
+            *(keys.size("mamba_num_heads", 128), keys.size("mamba_head_dim", 64), keys.size("n_groups", 8)),
+            *(keys.size("ssm_state_size", 128), keys.size("conv_kernel", 4, low=2)),
+            *(keys.flag("use_conv_bias", True), keys.flag("use_bias")),
+            (keys.get("time_step_min", 0.001), read_limits(keys)[1]),
+        )
+        moe = None
+        if SPARSE in kinds:
+            moe = read_experts(
+                keys,
+                len(kinds),
+                plain.ffn_size,
+                plain.activation,
+                count_keys=("n_routed_experts",),
+                num_chosen=2,
+                expert_size=keys.size("moe_intermediate_size", 7688),
+                normalises=keys.flag("norm_topk_prob", True),
+                is_sparse=tuple(kind == SPARSE for kind in kinds),
+                shared_size=keys.size("moe_shared_expert_intermediate_size", 7688) * keys.size("n_shared_experts", 1),
+            )
+        for key in UNUSED:
+            keys.get(key)
+        of_attention = LayerCacheSpec(plain.num_kv_heads, plain.head_dim)
+        caches = {LINEAR: mamba.cache, FULL: of_attention}
+        fields = of_llama(plain) | {"moe": moe, "ffn_size": moe.widest if moe else plain.ffn_size}
+        return NemotronHConfig(
+            **fields,
+            kinds=kinds,
+            caches=tuple(caches.get(kind, state_layer()) for kind in kinds),
+            has_rope=False,
+            mamba=mamba,
+            latent_size=keys.get("moe_latent_size", 0),
+            groups=(keys.size("n_group", 1), keys.size("topk_group", 1)),
+            share_scale=keys.number("routed_scaling_factor", 1.0),
+        )
+
+
+UNUSED = (
+    "n_routed_experts",
+    "n_shared_experts",
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_overlap",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "num_logits_to_keep",
+    "use_mamba_kernels",
+    "expand",
+    "time_step_max",
+    "time_step_floor",
+    "chunk_size",
+    "mamba_proj_bias",
+    "mamba_ssm_cache_dtype",
+    "residual_in_fp32",
+    "rescale_prenorm_residual",
+    "num_nextn_predict_layers",
+    "mtp_layers_block_type",
+    "sliding_window",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "layer_types",
+)
+"""Keys of experts where a model has none, of training, and of other implementations."""
