@@ -23,12 +23,15 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows
 from octavo.ops.collective import Collective
+from octavo.ops.gated_delta import DeltaHeads
 from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads
 from octavo.ops.linear import LowRankStack
 from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, Routing
+from octavo.ops.recurrence import StateRows
 from octavo.ops.sampling import Adjustments, SampleParams
 from octavo.ops.scaled_linear import ScaledValues
+from octavo.ops.state_space import StateSpaceHeads
 from octavo.ops.stepping import LastResults, StagedRows
 from octavo_kernels.triton.attention.latent_prompts import Expanded, expand
 from octavo_kernels.triton.experts.gather_rows import gather_rows
@@ -83,6 +86,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
             _packed(make, dtype),
             _attentions(make, dtype),
             _layers(make, dtype),
+            _recurrences(make, dtype),
             _logits(make, dtype),
         ):
             yield f"{what} {name}", call
@@ -264,6 +268,37 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             ops.stacked_lora, make.floats(T, 60, dtype=dtype), make.floats(T, 80, dtype=dtype), places, stack
         )
         yield f"stacked_lora {T}", lora
+
+
+def _recurrences(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Ops with recurrent state, for single rows and for prompts."""
+    N, K, V, W = 2, 24, 40, 4
+    for counts, lengths in (SINGLE, RAGGED):
+        starts = make.ints([0, *itertools.accumulate(counts)])
+        rows = StateRows(starts, make.ints(lengths), make.ints([2, 0, -1, 1]), max(counts))
+        T, name = sum(counts), f"of up to {max(counts)} rows"
+        window, state = make.floats(3, W - 1, V, dtype=dtype), make.floats(3, N, K, V)
+        x, weight = make.floats(T, 3 * V, dtype=dtype), make.floats(W, V, dtype=dtype)
+        conv = functools.partial(ops.causal_conv, x[:, :V], weight, make.floats(V), window, rows, "silu")
+        yield f"causal_conv {name}", conv
+        yield f"gated_conv {name}", functools.partial(ops.gated_conv, x, weight, None, window, rows)
+        for num_decays in (N, N * K):
+            heads = DeltaHeads(1, N, K, V, make.floats(N), make.floats(num_decays), make.floats(V, dtype=dtype), 1e-6)
+            qkv, dt, beta, gate = (
+                make.floats(T, size, dtype=dtype) for size in (sum(heads.sizes), num_decays, N, N * V)
+            )
+            delta = functools.partial(ops.gated_delta, qkv, dt, beta, gate, heads, state, rows)
+            yield f"gated_delta {num_decays} {name}", delta
+        space = StateSpaceHeads(N, V, 1, K, make.floats(N), make.floats(N), make.floats(N))
+        xbc, dt = make.floats(T, sum(space.sizes), dtype=dtype), make.floats(T, N, dtype=dtype)
+        yield f"state_space {name}", functools.partial(ops.state_space, xbc, dt, space, state, rows)
+        square, qkv = make.floats(3, N, K, K), make.floats(T, 3 * N * K, dtype=dtype)
+        yield (
+            f"linear_attention {name}",
+            functools.partial(ops.linear_attention, qkv, make.floats(N), square, rows, "silu"),
+        )
+    norm = functools.partial(ops.gated_norm, x, x, make.floats(3 * V), 1e-6, V, "silu", is_gated_first=True)
+    yield "gated_norm", norm
 
 
 def _logits(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -31,7 +31,7 @@ from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
-from octavo.ops.route import Routing
+from octavo.ops.moe import Routing
 
 OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 STACKED = ("input_linear.weight", "output_linear.weight")

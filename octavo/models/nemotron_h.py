@@ -35,8 +35,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.ops.attention import LayerCache, PagedRows, attention
 from octavo.ops.collective import Collective
-from octavo.ops.moe import sum_over_experts
-from octavo.ops.route import Routing
+from octavo.ops.moe import Routing, sum_over_experts
 
 DENSE, SPARSE = "mlp", "moe"
 LETTERS = {"M": LINEAR, "*": FULL, "-": DENSE, "E": SPARSE}

@@ -1,0 +1,1 @@
+"""Attention: single rows and prompts, over keys and values or over latents."""

@@ -1,0 +1,90 @@
+"""Kernels with recurrent state against float64, and the same bits in any chunks and batch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from octavo import ops
+from octavo.ops.gated_norm import Gate
+from octavo_kernels.triton.recurrent.gated_norm import gated_norm_triton
+from tests.ops.recurrent_cases import CASES, Case, in_chunks, step
+from tests.ops.triton.poison import poison_new_tensors
+from tests.triton_interpreter import quick_first
+
+NAMES = ("causal_conv", "gated_conv", "gated_delta", "state_space", "linear_attention")
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The ops run these kernels, whichever device the tensors are on."""
+    torch.manual_seed(0)
+    poison_new_tensors(monkeypatch)
+    for name in NAMES:
+        run = getattr(importlib.import_module(f"octavo_kernels.triton.recurrent.{name}"), f"{name}_triton")
+        monkeypatch.setattr(getattr(ops, name), "_choose", lambda *_, run=run: run)
+        getattr(ops, name)._chosen.clear()
+    yield
+    for name in NAMES:
+        getattr(ops, name)._chosen.clear()
+
+
+def exact(case: Case, x: torch.Tensor, state: torch.Tensor, rows: object) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in NAMES:
+            op = getattr(ops, name)
+            patch.setattr(op, "_chosen", {("cpu", torch.float64): op.reference})
+        patch.setattr(ops.gated_norm, "_chosen", {("cpu", torch.float64): ops.gated_norm.reference})
+        return case.run(x.double(), state, rows)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", quick_first(1, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize("lengths", [[(3, 3), (1, 9), (7, 12), (0, 4), (1, 1), (2, 2)], [(1, 1), (1, 9), (1, 4)]])
+def test_close_to_float64(device: str, name: str, dtype: torch.dtype, lengths: list[tuple[int, int]]) -> None:
+    case, slots = CASES[name](), [4, 0, 3, 6, 2, -1][: len(lengths)]
+    num_rows = sum(rows for rows, _ in lengths)
+    x = case.inputs(num_rows).to(dtype)
+    state = torch.randn(7, *case.state_shape).to(dtype if "conv" in name else torch.float32)
+    state[[slot for (rows, length), slot in zip(lengths, slots, strict=True) if rows == length and slot >= 0]] = float(
+        "nan"
+    )
+    before, exact_state = state.clone(), state.double()
+    right = exact(case, x, exact_state, step(lengths, slots))
+    found = case.run(x, state, step(lengths, slots))
+    used = [slot for (rows, _), slot in zip(lengths, slots, strict=True) if rows and slot >= 0]
+    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    known = num_rows - (2 if len(lengths) > 3 else 0)
+    for numbers, wanted in ((found[:known], right[:known]), (state[used], exact_state[used])):
+        assert (numbers.double() - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=1)
+    others = [slot for slot in range(7) if slot not in used]
+    assert torch.equal(state[others].nan_to_num(7), before[others].nan_to_num(7))
+
+
+@pytest.mark.parametrize("name", quick_first(5, ["conv", "gated conv", "delta", "state space", "linear"]))
+def test_same_bits_in_any_chunks_and_batch(device: str, name: str) -> None:
+    case = CASES[name]()
+    x, state = case.inputs(9), torch.randn(5, *case.state_shape)
+    states = [state.clone() for _ in range(3)]
+    whole = in_chunks(case, x, states[0], 2, [9])
+    assert torch.equal(in_chunks(case, x, states[1], 2, [1, 1, 4, 1, 2]), whole)
+    other = case.inputs(4)
+    both = case.run(torch.cat((other[:3], x, other[3:])), states[2], step([(3, 8), (9, 9), (1, 1)], [4, 2, 0]))
+    assert torch.equal(both[3:12], whole)
+    assert torch.equal(states[0][2], states[1][2])
+    assert torch.equal(states[0][2], states[2][2])
+
+
+@pytest.mark.parametrize("is_gated_first", [False, True])
+@pytest.mark.parametrize("gate", ["silu", "sigmoid"])
+def test_gated_norm(device: str, gate: Gate, is_gated_first: bool) -> None:
+    wide, weight = torch.randn(3, 100, device=device), torch.randn(40, device=device)
+    x, gates = wide[:, :40], wide[:, 50:90]
+    run = functools.partial(ops.gated_norm.reference, is_gated_first=is_gated_first)
+    right = run(x.double(), gates.double(), weight.double(), 1e-5, 20, gate)
+    found = gated_norm_triton(x, gates, weight, 1e-5, 20, gate, is_gated_first=is_gated_first)
+    torch.testing.assert_close(found.double(), right, rtol=2e-6, atol=2e-6)
