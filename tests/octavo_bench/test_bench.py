@@ -82,6 +82,7 @@ def test_offline(measured: Measure, tiny: tuple[str, ...]) -> None:
         assert row["decode_tok_s"]["median"] > 0
 
 
+@pytest.mark.nightly
 def test_full_collections_leave_out_an_engine_until_the_next_one(tiny: tuple[str, ...]) -> None:
     config = EngineConfig.from_flat({"model": tiny[0], "load_format": "dummy", "device": "cpu"})
     try:
@@ -95,6 +96,7 @@ def test_full_collections_leave_out_an_engine_until_the_next_one(tiny: tuple[str
         gc.unfreeze()
 
 
+@pytest.mark.nightly
 def test_runs_that_would_wait_for_room_are_refused(tiny: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--max-model-len", "64", "--num-kv-blocks", "3", "--block-size", "32")
     for work, said in (("--prompt=40", "need 4 blocks"), ("--prompt=70", "max_model_len")):

@@ -25,6 +25,7 @@ def test_no_answer_is_lost_or_changed(tmp_path: Path) -> None:
     assert sum(result["faults"].values()) == 5
 
 
+@pytest.mark.nightly
 def test_a_supervised_server_loses_nothing(tmp_path: Path) -> None:
     output = tmp_path / "chaos.json"
     command = ["bench", "chaos", "--seed", "1", "--num-faults", "3", "--clients", "4", "--num-requests", "20"]

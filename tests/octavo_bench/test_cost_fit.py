@@ -35,6 +35,7 @@ def test_choices_are_nearly_the_fastest_that_were_measured(measured: list[Measur
     assert max(found.values()) < 0.15
 
 
+@pytest.mark.nightly
 def test_so_are_those_for_matrices_left_out_of_the_fit(measured: list[Measured]) -> None:
     """A short fit; the one that is documented has twenty times the trials."""
     found = left_out(measured, trials=30)

@@ -41,6 +41,7 @@ def bench(capsys: pytest.CaptureFixture[str], output: Path, *args: str) -> dict[
     return found
 
 
+@pytest.mark.nightly
 def test_speculation_is_measured_by_kind_and_batch(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +58,7 @@ def test_speculation_is_measured_by_kind_and_batch(
         assert row["plain_tok_s"] > 0 < row["drafts_tok_s"]
 
 
+@pytest.mark.nightly
 def test_a_head_is_trained_and_drafts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = tmp_path / "head"
     sizes = ["--num-answers", "24", "--answer-tokens", "32", "--text-length", "96", "--batch-size", "4"]

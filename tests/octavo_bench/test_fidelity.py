@@ -114,6 +114,7 @@ def test_nothing_to_compare_is_refused(count: int, rounds: int) -> None:
         compared(lambda now: 1.0, count, rounds)
 
 
+@pytest.mark.nightly
 def test_noise_of_single_steps_is_drawn_as_it_was() -> None:
     rng = random.Random(1)
     result = compared(lambda now: rng.lognormvariate(0, 0.1) * (8 if rng.random() < 0.002 else 1), 40, 3)

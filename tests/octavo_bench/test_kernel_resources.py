@@ -14,6 +14,7 @@ from tests.triton_interpreter import DEVICE
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="there its own kernels are compiled")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_kernels_of_wide_heads_fit_gpus_with_little_shared_memory(tmp_path: Path) -> None:
     """Of most GPUs of compute capability 8.6, 8.9 and 12.0 a program may have 99 KiB."""

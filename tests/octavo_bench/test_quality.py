@@ -48,6 +48,7 @@ def test_the_divergence_is_that_of_the_definition() -> None:
     assert quality.divergences(exact, exact).abs().max() == 0
 
 
+@pytest.mark.nightly
 @needs_float_kernels
 def test_each_format_is_a_row(tmp_path: Path) -> None:
     model, parts = make_checkpoint(tmp_path, "gqa"), windows(3, 80)

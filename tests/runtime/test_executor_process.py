@@ -43,6 +43,7 @@ from tests.runtime.executor_process import (
 from tests.runtime.making import make_runner
 from tests.runtime.test_restricted_rows import EveryThird
 from tests.speculating import last_known, speculating
+from tests.tiers import nightly_after
 
 NUM_STEPS = 500
 KINDS: list[dict[str, Any]] = [
@@ -92,7 +93,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", EXECUTORS)
+@pytest.mark.parametrize("kind", nightly_after(1, EXECUTORS))
 def test_recorded_messages_give_the_same_bytes_in_another_process(kind: str, tmp_path: Path) -> None:
     home, rng = tmp_path / "model", random.Random(3)
     make_checkpoint(home, "qwen2/windows")

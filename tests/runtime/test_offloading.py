@@ -165,6 +165,7 @@ print(json.dumps([said, stats.num_offload_restored, stats.num_offload_bad_files,
 
 
 @needs_float_kernels
+@pytest.mark.nightly
 def test_another_process_finds_what_one_with_block_weights_left(tmp_path: Path) -> None:
     """And of damaged files, nothing but the time is lost."""
     path, folder = tmp_path / "tiny.gguf", tmp_path / "kv"

@@ -53,6 +53,7 @@ def test_ctrl_c_does_not_reach_the_engine() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.nightly
 def test_twenty_kills_in_a_row() -> None:
     rng = random.Random(5)
 

@@ -30,7 +30,6 @@ from octavo_server.engines.async_engine import AsyncEngine
 from tests.llm.tiny import write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.server.child_engine import Recorder, until
-from tests.tiers import nightly_after
 
 NUM_KILLS = int(os.environ.get("OCTAVO_RANK_KILLS", "4"))
 NUM_STREAMS = 16
@@ -133,7 +132,8 @@ def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(tmp_path: Path
     print(f"{NUM_KILLS} kills: median {sorted(recoveries)[NUM_KILLS // 2]:.1f} s, longest {max(recoveries):.1f} s")
 
 
-@pytest.mark.parametrize("moments", nightly_after(1, ([0.0], [0.0, 1.5])))
+@pytest.mark.nightly
+@pytest.mark.parametrize("moments", [[0.0], [0.0, 1.5]])
 def test_a_rank_that_is_killed_while_idle_or_while_it_starts_is_started_again(
     tmp_path: Path, moments: list[float]
 ) -> None:
