@@ -96,10 +96,11 @@ async def _forward(request: Request) -> Response:
     services: ProxyServices = request.app.state.services
     _check_path(request.scope["path"], request.scope["raw_path"])
     upstream, settings = services.engine, services.config.server
-    upstream.check_room()  # before the body is read
+    caller = caller_of(request)
+    upstream.check_room(caller.name)  # before the body is read
     body = await services.body_receiver.read(request, bytes)
     sent = outgoing(request.scope, body, settings.upstream_api_key, keeps_key=not services.keys.are_asked_for)
-    return Relay(upstream, sent, caller_of(request).account, settings.request_timeout)
+    return Relay(upstream, sent, caller, settings.request_timeout)
 
 
 def _check_path(path: str, raw_path: bytes) -> None:

@@ -27,7 +27,7 @@ from octavo_server.generation import ClientGone
 from octavo_server.http.errors import error_object
 from octavo_server.http.server import WRITE_PIECE, WritePiece
 from octavo_server.http.sse import DONE
-from octavo_server.tenants.quotas import Account
+from octavo_server.tenants.api_keys import Caller
 
 HOP_BY_HOP = frozenset(
     {
@@ -89,12 +89,12 @@ def _named_by_connection(headers: Headers) -> frozenset[bytes]:
 
 
 class Relay(Response):
-    """The response to one request, for which ``account`` is charged; it has ``timeout`` seconds."""
+    """The response to one request of ``caller``, who is charged; it has ``timeout`` seconds."""
 
-    def __init__(self, upstream: Upstream, request: Outgoing, account: Account, timeout: float | None) -> None:
+    def __init__(self, upstream: Upstream, request: Outgoing, caller: Caller, timeout: float | None) -> None:
         self.upstream = upstream
         self.request = request
-        self.account = account
+        self.caller = caller
         self.timeout = timeout
         self.background = None
 
@@ -116,16 +116,16 @@ class Relay(Response):
     async def _exchange(self, scope: Scope, send: Send) -> None:
         upstream, request = self.upstream, self.request
         arrival = time.monotonic()
-        upstream.check_room(len(request.body))
+        upstream.check_room(self.caller.name, len(request.body))
         if request.method == "POST":
-            self.account.admit()
+            self.caller.account.admit()
         try:
             async with (
                 asyncio.timeout(self.timeout) as limit,
-                upstream.place(len(request.body)),
+                upstream.place(self.caller.name, len(request.body)),
                 upstream.open(request.method, request.target, request.headers, request.body) as answer,
             ):
-                with contextlib.closing(Meter(upstream.metrics, self.account, arrival)) as meter:
+                with contextlib.closing(Meter(upstream.metrics, self.caller.account, arrival)) as meter:
                     await self._relay(answer, meter, limit, scope, send)
         except TimeoutError:
             assert self.timeout is not None

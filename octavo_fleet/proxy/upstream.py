@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
@@ -23,6 +24,8 @@ from octavo_fleet.proxy.connections import (
 )
 from octavo_fleet.proxy.upstream_process import UpstreamProcess
 from octavo_server.http.errors import RETRY_AFTER_SECONDS
+from octavo_server.tenants.places import Places
+from octavo_server.tenants.quotas import has_share
 
 MAX_NUM_SEQS = 1024
 """Requests that the upstream has at once, if ``max_num_seqs`` is not set."""
@@ -39,7 +42,7 @@ MAX_HEALTH_BYTES = 1 << 20
 """Longest answer to a health check that is read."""
 DRAIN_POLL_SECONDS = 0.02
 MAX_REQUEST_BYTES = 256 << 20
-"""Of the bodies of all requests that have not ended. One is always accepted."""
+"""Of the bodies of all requests that have not ended. One of each API key is always accepted."""
 MAX_HELD_BYTES = 256 << 10
 """A body that is no stream is relayed as a whole up to this size, so that it can be requested again; else in pieces."""
 
@@ -120,12 +123,12 @@ class Upstream:
         self.metrics = Metrics(urlsplit(self.url).netloc, config)
         self.metrics.condition = lambda: Condition(self.num_live, self.is_ready, self.seconds_since_progress)
         self.failure: str | None = None
-        self.num_live = 0
-        """Accepted requests that have not ended."""
-        self._num_request_bytes = 0
+        self._live: Counter[str] = Counter()
+        """Accepted requests that have not ended, by API key."""
+        self._num_request_bytes: Counter[str] = Counter()
         """Of their bodies."""
         self._room = (config.scheduler.max_num_seqs or MAX_NUM_SEQS) + settings.max_num_queued_reqs
-        self._slots = asyncio.Semaphore(config.scheduler.max_num_seqs or MAX_NUM_SEQS)
+        self._slots = Places(config.scheduler.max_num_seqs or MAX_NUM_SEQS)
         self._exchanges: set[asyncio.Task[None]] = set()
         self._process = None
         if settings.upstream_command is not None:
@@ -176,6 +179,11 @@ class Upstream:
     # --- state ---
 
     @property
+    def num_live(self) -> int:
+        """Accepted requests that have not ended."""
+        return self._live.total()
+
+    @property
     def is_ready(self) -> bool:
         return self._is_up and not self.is_draining
 
@@ -220,42 +228,45 @@ class Upstream:
     # --- requests ---
 
     @contextlib.asynccontextmanager
-    async def place(self, num_bytes: int) -> AsyncIterator[None]:
+    async def place(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
         """Count a request with a body of ``num_bytes`` until it ends, and wait until fewer than ``max_num_seqs`` are at
-        the upstream."""
+        the upstream; API keys come in turn."""
         task = asyncio.current_task()
         assert task is not None
-        self.num_live += 1
-        self._num_request_bytes += num_bytes
+        self._live[owner] += 1
+        self._num_request_bytes[owner] += num_bytes
         self._exchanges.add(task)
         try:
-            async with self._slots:
+            async with self._slots.place(owner):
                 self.metrics.stats.num_running += 1
                 try:
                     yield
                 finally:
                     self.metrics.stats.num_running -= 1
         finally:
-            self.num_live -= 1
-            self._num_request_bytes -= num_bytes
+            self._live[owner] -= 1
+            self._num_request_bytes[owner] -= num_bytes
+            if not self._live[owner]:
+                del self._live[owner], self._num_request_bytes[owner]
             self._exchanges.discard(task)
 
-    def check_room(self, num_bytes: int = 0) -> None:
+    def check_room(self, owner: str, num_bytes: int = 0) -> None:
         """Raise ``Unavailable`` while the server drains or the upstream is down, and ``QueueFull`` for a full queue, or
-        for a body of ``num_bytes`` in addition to too many others."""
+        for a body of ``num_bytes`` in addition to too many others, unless the API key has not had its share."""
         if self.is_draining:
             raise Unavailable("The server takes no requests now.", retry_after=5)
         if not self._is_up:
             raise UpstreamUnavailable
-        if self.num_live >= self._room:
+        if not has_share(self._live, owner, 1, self._room):
             raise QueueFull(
-                f"The queue is full: {self._room} requests are unfinished. Try again shortly.",
+                f"The queue is full: {self._room} requests are unfinished, and this API key has its share of them. "
+                "Try again shortly.",
                 retry_after=RETRY_AFTER_SECONDS,
             )
-        if self.num_live and self._num_request_bytes + num_bytes > MAX_REQUEST_BYTES:
+        if self._live[owner] and not has_share(self._num_request_bytes, owner, num_bytes, MAX_REQUEST_BYTES):
+            total = self._num_request_bytes.total()
             raise QueueFull(
-                f"The queue is full: the bodies of unfinished requests have {self._num_request_bytes:,} bytes. "
-                "Try again shortly.",
+                f"The queue is full: the bodies of unfinished requests have {total:,} bytes. Try again shortly.",
                 retry_after=RETRY_AFTER_SECONDS,
             )
 

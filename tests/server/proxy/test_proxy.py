@@ -25,6 +25,7 @@ from octavo_fleet.proxy.upstream import Upstream
 from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
 from tests.server.proxy.proxied import HEAD, Proxy, Raw, chunk
+from tests.server.test_keys import bearer, key_file, line
 from tests.timing import undisturbed
 
 PROMPT: dict[str, Any] = {"prompt": "Hi", "max_tokens": 4}
@@ -120,6 +121,36 @@ def test_a_full_queue(start: Callable[..., Proxy]) -> None:
             return sorted([(await post).status_code for post in posts])
 
     assert asyncio.run(run()) == [200, 200, 429, 429, 429]
+
+
+def test_a_queue_that_one_key_has_filled_has_room_for_another_which_comes_in_turn(
+    start: Callable[..., Proxy], tmp_path: Path
+) -> None:
+    engine = InProcessEngine(runs=False)
+    inner = Served(engine, byte_tokenizer(), {})
+    keys = key_file(tmp_path, line("one", "flood"), line("two", "quiet"))
+    proxy = start(inner, max_num_seqs=1, max_num_queued_reqs=9, api_key_file=keys)
+    ended: list[str] = []
+
+    async def post(client: httpx.AsyncClient, key: str) -> int:
+        status = (await client.post("/v1/completions", json=PROMPT, headers=bearer(key))).status_code
+        ended.append(key)
+        return status
+
+    async def run() -> tuple[list[int], int]:
+        async with httpx.AsyncClient(base_url=proxy.url, timeout=20) as client:
+            flood = [asyncio.create_task(post(client, "flood")) for _ in range(12)]
+            while len(ended) < 2:
+                await asyncio.sleep(0.01)
+            quiet = asyncio.create_task(post(client, "quiet"))
+            while proxy.upstream.num_live < 11:
+                await asyncio.sleep(0.01)
+            engine.runs = True
+            inner.call(engine._schedule)
+            return sorted([await one for one in flood]), await quiet
+
+    assert asyncio.run(run()) == ([*[200] * 10, 429, 429], 200)
+    assert ended.index("quiet") <= 2 + 3, "it waited for the whole flood"
 
 
 def test_a_client_that_leaves_ends_the_request_upstream(start: Callable[..., Proxy]) -> None:
