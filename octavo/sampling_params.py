@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr
 
 from octavo.errors import ContextLengthExceeded, InvalidParameter
 
-MAX_N = 16
+MAX_N = 128
 MAX_SPECULATIVE_TOKENS = 32
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16

@@ -63,12 +63,12 @@ def test_each_prompt_has_its_own_best_and_all_texts_are_counted(serve_app: Any) 
 @pytest.mark.parametrize(
     ("body", "field", "words"),
     [
-        ({"n": 3, "best_of": 2}, "best_of", "from 'n' (3) to 16"),
-        ({"best_of": 0}, "best_of", "from 'n' (1) to 16"),
-        ({"best_of": 17}, "best_of", "to 16"),
-        ({"best_of": 10**30}, "best_of", "to 16"),
+        ({"n": 3, "best_of": 2}, "best_of", "from 'n' (3) to 128"),
+        ({"best_of": 0}, "best_of", "from 'n' (1) to 128"),
+        ({"best_of": 129}, "best_of", "to 128"),
+        ({"best_of": 10**30}, "best_of", "to 128"),
         ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
-        ({"n": 17, "best_of": 17}, "n", "1 to 16"),
+        ({"n": 129, "best_of": 129}, "n", "1 to 128"),
         ({"best_of": True}, "best_of", "int"),
     ],
 )

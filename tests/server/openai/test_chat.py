@@ -212,7 +212,7 @@ def test_defaults_that_ask_for_nothing_are_fine(served: Served) -> None:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
-        ({"n": 17}, "n"),
+        ({"n": 129}, "n"),
     ],
 )
 def test_bad_values(served: Served, body: dict[str, Any], field: str) -> None:
