@@ -31,6 +31,7 @@ COMMANDS = {
     "/save FILE": "keep the conversation in a JSON file",
     "/load FILE": "continue the conversation of such a file",
     "/model [NAME]": "show the models of the server, or go on with another one",
+    "/image FILE": "send an image with the next message; several may be given",
     "/reset": "clear the conversation, except the system prompt",
     "/exit": "quit; so do /quit and the end of the input (Ctrl-D)",
 }
@@ -55,7 +56,7 @@ class Partner(Protocol):
     @property
     def name(self) -> str: ...
 
-    def reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+    def reply(self, messages: list[dict[str, Any]]) -> Generator[str, None, None]:
         """Stream the answer to a conversation; raise ``RequestError`` on failure."""
         ...
 
@@ -83,8 +84,8 @@ class LocalChat:
         )
         self.name = config.model.model
 
-    def reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        prompt = self._llm.render_chat(messages)
+    def reply(self, messages: list[dict[str, Any]]) -> Generator[str, None, None]:
+        prompt = self._llm.chat_prompt(messages)
         for piece in self._llm.stream(prompt, self._params):
             yield piece.text
 
@@ -134,7 +135,7 @@ def converse(partner: Partner, system: str | None) -> None:
         if text.startswith("/"):
             _obey(text, conversation, partner)
         elif content := text.removeprefix(QUOTES).strip("\n"):
-            conversation.turns.append({"role": "user", "content": content})
+            conversation.turns.append({"role": "user", "content": conversation.with_images(content)})
             answer = _answer(partner, conversation.messages)
             if answer is None:
                 conversation.turns.pop()
@@ -159,6 +160,9 @@ def _obey(line: str, conversation: Conversation, partner: Partner) -> None:
                 if rest:
                     partner.choose(rest)
                 note(f"talking to {partner.name}; there are {', '.join(partner.models())}")
+            case "/image":
+                conversation.add_image(rest)
+                note(f"{len(conversation.images)} images go with the next message")
             case "/reset":
                 conversation.turns.clear()
                 note("conversation cleared")
@@ -199,7 +203,7 @@ def _read_line(prompt: str) -> str | None:
         return None
 
 
-def _answer(partner: Partner, messages: list[dict[str, str]]) -> str | None:
+def _answer(partner: Partner, messages: list[dict[str, Any]]) -> str | None:
     """Write the answer as it arrives and return it; partial after Ctrl-C, ``None`` after an error."""
     answer, began, times = "", time.perf_counter(), list[float]()
     with _output() as show:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
+from typing import Any
 
 from octavo.errors import ConfigError
 
 ROLES = ("system", "user", "assistant")
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class Conversation:
@@ -18,12 +20,30 @@ class Conversation:
         self.system = system or ""
         self.turns: list[Message] = []
         """Messages of user and assistant in turn."""
+        self.images: list[str] = []
+        """data: URLs of images that go with the next message."""
 
     @property
     def messages(self) -> list[Message]:
         """What a model gets: the system prompt, if there is one, and the turns."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
         return [*opening, *self.turns]
+
+    def add_image(self, path: str) -> None:
+        """Let the image in a file go with the next message. Raises ``ConfigError``."""
+        if not path:
+            raise ConfigError("/image needs the name of a file")
+        try:
+            data = Path(path).expanduser().read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        self.images.append(f"data:;base64,{base64.b64encode(data).decode()}")
+
+    def with_images(self, text: str) -> str | list[Message]:
+        """The content of a message: its text, behind the images that were added."""
+        images, self.images = self.images, []
+        parts: list[Message] = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+        return [*parts, {"type": "text", "text": text}] if parts else text
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON. Raises ``ConfigError``, also for an existing file that holds no conversation."""
@@ -40,7 +60,7 @@ class Conversation:
     def load(self, path: Path) -> None:
         """Replace the conversation by that of a file. Raises ``ConfigError``, and then nothing has changed."""
         messages = _read(path)
-        self.system = "\n".join(message["content"] for message in messages if message["role"] == "system")
+        self.system = "\n".join(str(message["content"]) for message in messages if message["role"] == "system")
         self.turns = [message for message in messages if message["role"] != "system"]
 
 
@@ -59,4 +79,10 @@ def _read(path: Path) -> list[Message]:
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
+    return isinstance(value, dict) and value.get("role") in ROLES and _is_content(value.get("content"))
+
+
+def _is_content(value: object) -> bool:
+    """Whether this is a text, or parts as a message with images has them."""
+    is_list = isinstance(value, list) and all(isinstance(part, dict) and "type" in part for part in value)
+    return isinstance(value, str) or is_list

@@ -48,6 +48,7 @@ def families() -> Iterator[tuple[str, str, str, str, str]]:
     from octavo.models.features import features
     from octavo.models.registry import ARCHITECTURES
     from octavo.models.text_part import TEXT_MODELS, TEXT_PARTS
+    from octavo.models.vision.towers import TOWERS
     from octavo.weights.gguf.gguf_families import FAMILIES, MIXTRAL
 
     in_gguf = {family.architecture: name for name, family in FAMILIES.items()}
@@ -62,7 +63,12 @@ def families() -> Iterator[tuple[str, str, str, str, str]]:
     for name, kind in TEXT_PARTS.items():
         text = TEXT_MODELS[kind][0]
         maps, windows, _ = shown[text]
-        yield name, "-", maps, windows, f"Its text model only, by default {text}."
+        reads = (
+            f"Text and images, by default with {text}."
+            if name in TOWERS
+            else f"Its text model only, by default {text}."
+        )
+        yield name, "-", maps, windows, reads
     for name, encoder in ENCODERS.items():
         yield name, "-", "-", "-", _about(encoder)
 

@@ -23,7 +23,7 @@ class RemoteChat:
     def name(self) -> str:
         return f"{self.model} at {self._client.base_url}/v1"
 
-    def reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+    def reply(self, messages: list[dict[str, Any]]) -> Generator[str, None, None]:
         """Stream the answer's text; closing the iterator disconnects, which aborts the request at the server."""
         stream = self._client.stream_chat(messages, model=self.model, **self._values)
         with contextlib.closing(stream) as pieces:

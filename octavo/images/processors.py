@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,9 @@ from octavo.types import ImageInput
 
 CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
+TOKENS = "added_tokens"
+"""Where a family finds the ids of added tokens next to the configuration."""
+LOW_SIDE = 512
 LOW_PIXELS = 512 * 512
 """Most pixels of an image with ``detail`` low, where the model takes images of any size."""
 MOST_PIXELS = 40_000_000
@@ -48,8 +53,14 @@ class ImageProcessor:
     """Id of the token at each embedding's position."""
     token_text: str
     """Its text in the vocabulary."""
-    merge: int = 0
-    """Pixels of the side of an embedding, for models with a grid of rotary positions."""
+    side: int = 0
+    """Pixels of the side of an embedding, where images differ in size."""
+    has_grid: bool = False
+    """Whether rotary positions count rows and columns."""
+    row_end: int | None = None
+    """Id of a token behind each row of embeddings but the last."""
+    end: int | None = None
+    """Id of a token behind the last row."""
     num_tokens: int = 0
     """Embeddings of an image, where all have as many."""
 
@@ -68,29 +79,39 @@ class ImageProcessor:
         settings = dict(self.settings)
         if detail == "low" and settings["rule"] == "area":
             settings["most"] = max(settings["least"], min(settings["most"], LOW_PIXELS))
+        if detail == "low" and settings["rule"] == "longest":
+            settings["longest"] = min(settings["longest"], LOW_SIDE)
         return settings
 
     def limited(self, most_tokens: int) -> ImageProcessor:
         """A processor whose images have no more than so many tokens, as far as their size can be chosen."""
-        if self.settings["rule"] != "area":
-            return self
-        most = min(self.settings["most"], most_tokens * self.settings["factor"] ** 2)
-        return ImageProcessor(**{**self.__dict__, "settings": {**self.settings, "most": most}})
+        settings = dict(self.settings)
+        if settings["rule"] == "area":
+            settings["most"] = min(settings["most"], most_tokens * settings["factor"] ** 2)
+        elif settings["rule"] == "longest":
+            settings["longest"] = min(settings["longest"], math.isqrt(most_tokens) * settings["factor"])
+        return dataclasses.replace(self, settings=settings)
 
     def tokens(self, image: PreparedImage) -> list[int]:
         """The ids that stand for an image."""
-        return [self.token] * (self.num_tokens or self._side(image, 1) * self._side(image, 2))
+        if self.num_tokens:
+            return [self.token] * self.num_tokens
+        rows, columns = self._grid(image)
+        if self.row_end is None or self.end is None:
+            return [self.token] * (rows * columns)
+        return [*([*[self.token] * columns, self.row_end] * rows)[:-1], self.end]
 
     def placed(self, image: PreparedImage, start: int) -> ImageInput:
         """An image whose first token is at ``start``."""
-        grid = (self._side(image, 1), self._side(image, 2)) if self.merge else None
+        grid = self._grid(image) if self.has_grid else None
         known = json.dumps([dict(self.settings), self.mean, self.deviation, image.shape, image.details], sort_keys=True)
         digest = hashlib.sha256(known.encode() + b"\0" + image.pixels).digest()
         num_tokens = len(self.tokens(image))
         return ImageInput(start, num_tokens, self.token, digest, image.shape, image.pixels, image.details, grid)
 
-    def _side(self, image: PreparedImage, axis: int) -> int:
-        return image.shape[axis] // self.merge
+    def _grid(self, image: PreparedImage) -> tuple[int, int]:
+        """Rows and columns of embeddings."""
+        return image.shape[1] // self.side, image.shape[2] // self.side
 
 
 def read_processor(folder: Path) -> ImageProcessor | None:
@@ -105,9 +126,15 @@ def read_processor(folder: Path) -> ImageProcessor | None:
         return None
     given = _read(folder / "processor_config.json").get("image_processor") or _read(folder / "preprocessor_config.json")
     try:
-        return make(config, given)
+        return make({**config, TOKENS: _added_tokens(folder)}, given)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: the image processor cannot be read: {error!r}") from None
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Ids of added tokens by their text."""
+    given = _read(folder / "tokenizer.json").get("added_tokens")
+    return {token["content"]: token["id"] for token in given} if isinstance(given, list) else {}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -140,7 +167,8 @@ def _qwen(config: Mapping[str, Any], given: Mapping[str, Any], patch: int, scali
         around=("<|vision_start|>", "<|vision_end|>"),
         token=int(config.get("image_token_id", 151_655)),
         token_text="<|image_pad|>",
-        merge=side,
+        side=side,
+        has_grid=True,
         **scaling,
     )
 
@@ -169,8 +197,26 @@ def _gemma3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
     )
 
 
+def _mistral3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    inner = config["vision_config"]
+    side = int(inner.get("patch_size", 14)) * int(config.get("spatial_merge_size", 2))
+    longest = int((given.get("size") or {}).get("longest_edge") or inner.get("image_size", 1540))
+    return ImageProcessor(
+        settings={"rule": "longest", "longest": longest, "factor": side, "resample": int(given.get("resample", 3))}
+        | {"most_pixels": MOST_PIXELS},
+        placeholder="[IMG]",
+        token=int(config.get("image_token_id", config.get("image_token_index", 10))),
+        token_text="[IMG]",
+        side=side,
+        row_end=int(config[TOKENS].get("[IMG_BREAK]", 12)),
+        end=int(config[TOKENS].get("[IMG_END]", 13)),
+        **_scaling(given, CLIP_MEAN, CLIP_DEVIATION),
+    )
+
+
 PROCESSORS = {
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Mistral3ForConditionalGeneration": _mistral3,
     "Qwen2_5_VLForConditionalGeneration": _qwen25,
     "Qwen3VLForConditionalGeneration": _qwen3,
     "Qwen3VLMoeForConditionalGeneration": _qwen3,

@@ -38,4 +38,13 @@ def fixed(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
     return settings["height"], settings["width"]
 
 
-RULES = {"area": by_area, "fixed": fixed}
+def by_longest(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """No side longer than ``longest``, then up to the next multiples of ``factor`` (Pixtral)."""
+    longest, factor = settings["longest"], settings["factor"]
+    ratio = max(height, width) / longest
+    if ratio > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    return max(1, -(-height // factor)) * factor, max(1, -(-width // factor)) * factor
+
+
+RULES = {"area": by_area, "fixed": fixed, "longest": by_longest}

@@ -184,7 +184,7 @@ class LLM:
         is_one = not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         ends = add_generation_prompt, continue_final_message
-        prompts = [self._chat_prompt(each, chat_template_kwargs, tools, *ends) for each in conversations]
+        prompts = [self.chat_prompt(each, chat_template_kwargs, tools, *ends) for each in conversations]
         return self.generate(prompts, sampling_params, use_progress=use_progress, adapter=adapter)
 
     def render_chat(
@@ -202,18 +202,18 @@ class LLM:
         ``InvalidParameter`` if the model has no chat template or the template rejects the messages.
         """
         ends = add_generation_prompt, continue_final_message
-        tokens: list[int] = self._chat_prompt(messages, chat_template_kwargs, tools, *ends)["prompt_token_ids"]
+        tokens: list[int] = self.chat_prompt(messages, chat_template_kwargs, tools, *ends)["prompt_token_ids"]
         return tokens
 
-    def _chat_prompt(
+    def chat_prompt(
         self,
         messages: Sequence[Message],
-        chat_template_kwargs: Mapping[str, Any] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> dict[str, Any]:
-        """A conversation as a prompt for ``generate``."""
+        """A conversation, with its images, as a prompt for ``generate`` and ``stream``; errors as ``render_chat``."""
         tokenizer = self.get_tokenizer()
         conversation = Conversation(
             messages,

@@ -68,6 +68,19 @@ def test_reset_keeps_only_the_system_prompt_and_exit_ends(fake: FakeServer, say:
     assert len(fake.bodies) == 2
 
 
+def test_an_image_goes_with_the_next_message(
+    fake: FakeServer, say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.png").write_bytes(b"pixels")
+    fake.answers = [[event(content=str(number)), DONE] for number in range(2)]
+    lines = ["/image", f"/image {tmp_path}/none", f"/image {tmp_path}/a.png", "What is this?", "And now?"]
+    assert say(lines, fake.url) == 0
+    image = {"type": "image_url", "image_url": {"url": "data:;base64,cGl4ZWxz"}}
+    assert fake.bodies[0]["messages"][0]["content"] == [image, {"type": "text", "text": "What is this?"}]
+    assert fake.bodies[1]["messages"][-1]["content"] == "And now?"
+    assert "cannot read" in capsys.readouterr().err
+
+
 def test_an_unknown_command_is_not_sent(fake: FakeServer, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(["/hlep me"], fake.url) == 0
     assert "/hlep is not a command; /help" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -14,8 +15,9 @@ from transformers import PreTrainedModel
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.engine.sequence_images import rope_shifts
 from octavo.errors import InvalidParameter
-from octavo.types import ImageInput
-from tests.models.vision import FAMILIES, IMAGE, expected_logprobs, make, picture
+from octavo.images.preparer import placed
+from octavo.types import ImageInput, Request
+from tests.models.vision import FAMILIES, IMAGE, as_png, expected_logprobs, make, picture
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 120}
 SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=3, logprobs=3)
@@ -141,6 +143,48 @@ def test_preempted_sequences_and_several_continuations(family: tuple[str, Path, 
         (both,) = llm.generate(as_inputs(prompts[:1]), SamplingParams(temperature=1, seed=1, n=2, max_tokens=3))
         assert len(both.outputs) == 2
         llm.engine.check()
+
+
+def test_a_request_goes_on_in_another_engine(family: tuple[str, Path, PreTrainedModel], llm: LLM) -> None:
+    """As after the death of an engine process: prompt, images and the tokens so far are sent again."""
+    tokens, images = PROMPTS[0]
+    (whole,) = llm.generate(as_inputs([PROMPTS[0]]), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    expected = whole.outputs[0].token_ids
+    assert llm._images is not None
+    prepared = [llm._images.prepare(as_png(image), "auto", "") for image in images]
+    expanded, inputs = placed(tokens, prepared, llm._images.processor)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    request = Request(7, expanded, params, 8, output_tokens=expected[:3], images=inputs)
+    with LLM(family[1], **SETTINGS) as other:
+        other.engine.add(request)
+        found: list[int] = []
+        while other.engine.has_work:
+            found += [token for output in other.engine.step() for token in output.tokens]
+    assert found == expected[3:]
+
+
+def test_a_tower_that_fails_ends_its_own_request(llm: LLM) -> None:
+    runner: Any = llm.engine.runner
+    pool = runner.executor._embeddings
+    tower, bad = pool._tower, picture(90, 90, 11)
+
+    def failing(image: Any) -> torch.Tensor:
+        if image.pixels.float().mean().item() == pytest.approx(mean, abs=1e-2):
+            raise RuntimeError("no memory")
+        rows: torch.Tensor = tower(image)
+        return rows
+
+    assert llm._images is not None
+    mean = float(np.frombuffer(llm._images.prepare(as_png(bad), "auto", "").pixels, np.uint8).mean())
+    pool._tower = failing
+    prompts = [([*words(3, seed=i), IMAGE], [image]) for i, image in enumerate((TALL, bad, SMALL))]
+    try:
+        outputs = llm.generate(as_inputs(prompts), GREEDY)
+    finally:
+        pool._tower = tower
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert "the vision tower failed" in str(outputs[1].outputs[0].error)
+    llm.engine.check()
 
 
 def test_placeholders_are_never_sampled(llm: LLM) -> None:

@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     Gemma3ImageProcessorPil,
+    PixtralImageProcessorPil,
     PreTrainedModel,
     Qwen2VLImageProcessorPil,
 )
@@ -42,13 +43,18 @@ class Family(NamedTuple):
     model_type: str
     config: dict[str, Any]
     processor: Callable[[], Any]
-    num_tokens: Callable[[Any], Sequence[int]]
-    """Embeddings of each image, from what the processor gives."""
-    processor_name: str = "preprocessor_config.json"
+    placeholders: Callable[[Any], Sequence[list[int]]]
+    """Tokens of each image, from what the processor gives."""
 
 
-def _of_grid(found: Any) -> Sequence[int]:
-    return [int(grid.prod()) // 4 for grid in found["image_grid_thw"]]
+def _of_grid(found: Any) -> Sequence[list[int]]:
+    return [[IMAGE] * (int(grid.prod()) // 4) for grid in found["image_grid_thw"]]
+
+
+def _in_rows(found: Any) -> Sequence[list[int]]:
+    """With Pixtral's tokens behind each row, and behind the last one."""
+    sizes = [(int(rows) // 28, int(columns) // 28) for rows, columns in found["image_sizes"]]
+    return [[*([*[IMAGE] * columns, 12] * rows)[:-1], 13] for rows, columns in sizes]
 
 
 QWEN_SIZE = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}
@@ -96,6 +102,25 @@ FAMILIES = {
         ),
         _of_grid,
     ),
+    "mistral3": Family(
+        "mistral3",
+        {
+            "text_config": {"model_type": "mistral", **TEXT},
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "patch_size": 14,
+            },
+            "spatial_merge_size": 2,
+            "image_token_id": IMAGE,
+            "image_token_index": IMAGE,
+        },
+        lambda: PixtralImageProcessorPil(size={"longest_edge": 112}, patch_size=28),
+        _in_rows,
+    ),
     "gemma3": Family(
         "gemma3",
         {
@@ -112,7 +137,7 @@ FAMILIES = {
             "image_token_id": IMAGE,
         },
         lambda: Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),
-        lambda found: [4] * len(found["pixel_values"]),
+        lambda found: [[IMAGE] * 4] * len(found["pixel_values"]),
     ),
 }
 
@@ -151,20 +176,17 @@ def as_png(image: Image.Image) -> bytes:
 def expected_logprobs(name: str, model: PreTrainedModel, prompt: list[int], images: list[Image.Image]) -> torch.Tensor:
     """Log-probabilities of the next token at each position of the expanded prompt."""
     family = FAMILIES[name]
-    found: dict[str, Any] = {}
-    counts: list[int] = []
-    if images:
-        found = dict(family.processor()(images, return_tensors="pt"))
-        counts = list(family.num_tokens(found))
-    left, tokens = iter(counts), list[int]()
+    found = dict(family.processor()(images, return_tensors="pt")) if images else {}
+    placeholders = iter(family.placeholders(found) if images else [])
+    tokens = list[int]()
     for token in prompt:
-        tokens += [token] * (next(left) if token == IMAGE else 1)
+        tokens += next(placeholders) if token == IMAGE else [token]
     ids = torch.tensor([tokens])
-    kinds = (ids == IMAGE).int()
-    kinds_name = "token_type_ids" if name == "gemma3" else "mm_token_type_ids"
+    more = {"gemma3": "token_type_ids", "mistral3": None}.get(name, "mm_token_type_ids")
+    kinds = {} if more is None else {more: (ids == IMAGE).int()}
     found = {key: value for key, value in found.items() if key in ("pixel_values", "image_grid_thw", "image_sizes")}
     with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=ids, **{kinds_name: kinds}, **found).logits[0]
+        logits: torch.Tensor = model(input_ids=ids, **kinds, **found).logits[0]
     return logits.float().log_softmax(dim=-1)
 
 

@@ -11,6 +11,7 @@ from octavo.models.config import architecture
 from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
+from octavo.models.vision.pixtral import Mistral3Tower
 from octavo.models.vision.qwen import Qwen3Tower, Qwen25Tower
 from octavo.models.vision.siglip import Gemma3Tower
 from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
@@ -28,6 +29,7 @@ class Family(Protocol):
 
 TOWERS: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Gemma3Tower,
+    "Mistral3ForConditionalGeneration": Mistral3Tower,
     "Qwen2_5_VLForConditionalGeneration": Qwen25Tower,
     "Qwen3VLForConditionalGeneration": Qwen3Tower,
     "Qwen3VLMoeForConditionalGeneration": Qwen3Tower,

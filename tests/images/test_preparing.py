@@ -1,0 +1,226 @@
+"""From files to resized pixels: next to the libraries' processors, over odd and damaged files, within limits."""
+
+from __future__ import annotations
+
+import io
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import Gemma3ImageProcessorPil, PixtralImageProcessorPil, Qwen2VLImageProcessorPil
+
+from octavo.errors import InvalidParameter
+from octavo.images.image_decoder import FORMATS, as_rgb, opened, prepared
+from octavo.images.preparer import ImagePreparer, placed
+from octavo.images.processors import HALF, ImageProcessor, PreparedImage
+from octavo.images.resizing import Refused
+from tests.tiers import nightly_after
+
+AREA = {"rule": "area", "factor": 28, "least": 56 * 56, "most": 28 * 28 * 40, "resample": 3, "most_pixels": 10**6}
+FIXED = {"rule": "fixed", "height": 56, "width": 56, "resample": 2, "most_pixels": 10**6}
+LONGEST = {"rule": "longest", "longest": 112, "factor": 28, "resample": 3, "most_pixels": 10**6}
+QWEN = ImageProcessor(
+    settings=AREA,
+    mean=HALF,
+    deviation=HALF,
+    placeholder="<i>",
+    token=7,
+    token_text="<i>",
+    side=28,
+    has_grid=True,
+)
+
+
+def noise(width: int, height: int, bands: int = 3, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    shape = (height, width) if bands == 1 else (height, width, bands)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def turned(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return saved(Image.fromarray(noise(60, 40)), "JPEG", exif=exif, quality=95)
+
+
+def palette(with_transparency: bool) -> bytes:
+    image = Image.fromarray(noise(50, 50)).quantize(20)
+    return saved(image, transparency=3) if with_transparency else saved(image)
+
+
+def animated(form: str) -> bytes:
+    frames = [Image.fromarray(noise(40, 30, seed=i)) for i in range(3)]
+    return saved(frames[0], form, save_all=True, append_images=frames[1:], duration=50)
+
+
+def sixteen_bits() -> bytes:
+    return saved(Image.fromarray((np.arange(80 * 60, dtype=np.uint32) * 13).astype(np.uint16).reshape(60, 80)))
+
+
+NASTY: dict[str, Callable[[], bytes]] = {
+    **{f"turned {i}": (lambda i=i: turned(i)) for i in range(1, 9)},
+    "plain": lambda: saved(Image.fromarray(noise(100, 80))),
+    "alpha": lambda: saved(Image.fromarray(noise(60, 60, 4))),
+    "grey": lambda: saved(Image.fromarray(noise(60, 60, 1))),
+    "grey with alpha": lambda: saved(Image.fromarray(noise(60, 60, 4)).convert("LA")),
+    "palette": lambda: palette(False),
+    "palette with transparency": lambda: palette(True),
+    "one bit": lambda: saved(Image.fromarray(noise(60, 60, 1)).convert("1")),
+    "transparent colour": lambda: saved(Image.fromarray(noise(30, 30)), transparency=(1, 2, 3)),
+    "transparent grey": lambda: saved(Image.fromarray(noise(30, 30, 1)), transparency=5),
+    "CMYK": lambda: saved(Image.fromarray(noise(60, 60)).convert("CMYK"), "JPEG"),
+    "grey JPEG": lambda: saved(Image.fromarray(noise(60, 60, 1)), "JPEG"),
+    "progressive": lambda: saved(Image.fromarray(noise(60, 60)), "JPEG", progressive=True),
+    "WebP": lambda: saved(Image.fromarray(noise(60, 60)), "WEBP", lossless=True),
+    "WebP with alpha": lambda: saved(Image.fromarray(noise(60, 60, 4)), "WEBP", lossless=True),
+    "animated GIF": lambda: animated("GIF"),
+    "animated WebP": lambda: animated("WEBP"),
+    "animated PNG": lambda: animated("PNG"),
+    "GIF with transparency": lambda: saved(Image.fromarray(noise(20, 20)).quantize(8), "GIF", transparency=2),
+    "BMP": lambda: saved(Image.fromarray(noise(33, 21)), "BMP"),
+    "one pixel": lambda: saved(Image.fromarray(noise(1, 1))),
+    "wide": lambda: saved(Image.fromarray(noise(300, 3))),
+    "tall": lambda: saved(Image.fromarray(noise(2, 180))),
+    "large": lambda: saved(Image.fromarray(noise(900, 700))),
+}
+
+
+def unnormalised(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """[C, H, W] of a processor without normalisation, as [H, W, C]."""
+    return np.moveaxis(np.asarray(pixels), 0, -1)
+
+
+def ours(data: bytes, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
+    shape, _, pixels = prepared(data, settings)
+    return np.frombuffer(pixels, np.uint8).reshape(*shape[1:], 3) / 255
+
+
+def theirs(data: bytes, rule: str) -> np.ndarray[Any, Any]:
+    """What the library's processor makes of the upright first frame."""
+    image = Image.open(io.BytesIO(data))
+    image.load()
+    from PIL import ImageOps  # only for its reading of the orientation
+
+    image = ImageOps.exif_transpose(image)
+    if rule == "fixed":
+        found = Gemma3ImageProcessorPil(size={"height": 56, "width": 56}, do_normalize=False, do_convert_rgb=True)
+        return unnormalised(found([image])["pixel_values"][0])
+    if rule == "longest":
+        size = {"longest_edge": 112}
+        found = PixtralImageProcessorPil(size=size, patch_size=28, do_normalize=False)
+        return unnormalised(found([image])["pixel_values"][0])
+    size = {"shortest_edge": AREA["least"], "longest_edge": AREA["most"]}
+    result = Qwen2VLImageProcessorPil(size=size, do_normalize=False)([image])
+    _, rows, columns = result["image_grid_thw"][0]
+    patches = np.asarray(result["pixel_values"]).reshape(rows // 2, columns // 2, 2, 2, 3, 2, 14, 14)[..., 0, :, :]
+    return patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * 14, columns * 14, 3)
+
+
+@pytest.mark.parametrize("rule", [AREA, FIXED, LONGEST], ids=lambda settings: settings["rule"])
+def test_pixels_are_those_of_the_library(rule: dict[str, Any]) -> None:
+    assert len(NASTY) >= 30
+    for name, make in NASTY.items():
+        data = make()
+        found, expected = ours(data, rule), theirs(data, rule["rule"])
+        assert found.shape == expected.shape, name
+        assert np.abs(found - expected).max() <= 1 / 255 + 1e-6, name
+
+
+def test_numbers_of_sixteen_bits_keep_their_meaning() -> None:
+    """Where the library clips all above 255."""
+    with Image.open(io.BytesIO(sixteen_bits())) as image:
+        exact = np.asarray(image) / 65_535
+    found = np.asarray(as_rgb(opened(sixteen_bits(), 10**6)))[..., 0] / 255
+    assert np.abs(found - exact).max() <= 1 / 255
+
+
+def test_bombs_are_refused_by_their_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: Image.Image) -> None:
+        raise AssertionError("it was decoded")
+
+    bomb = bytearray(saved(Image.new("RGB", (8, 8))))
+    monkeypatch.setattr(Image.Image, "load", load)
+    bomb[16:24] = (50_000).to_bytes(4) * 2
+    bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4)
+    with pytest.raises(Refused, match="has 50000 x 50000 pixels; at most 1000000 are allowed"):
+        prepared(bytes(bomb), AREA)
+
+
+@pytest.fixture(scope="module")
+def preparer() -> Iterator[ImagePreparer]:
+    preparer = ImagePreparer(QWEN)
+    yield preparer
+    preparer.close()
+
+
+def test_a_child_process_prepares_and_refuses(preparer: ImagePreparer) -> None:
+    image = preparer.prepare(saved(Image.fromarray(noise(100, 80))), "auto", "here")
+    assert image.shape == (1, 84, 112)
+    assert len(image.pixels) == 84 * 112 * 3
+    with pytest.raises(InvalidParameter, match="'here': the image is not a PNG"):
+        preparer.prepare(b"text", "auto", "here")
+    too_many = saved(Image.new("RGB", (2000, 1000)))
+    with pytest.raises(InvalidParameter, match="has 2000 x 1000 pixels"):
+        preparer.prepare(too_many, "auto", "here")
+
+
+def mutated(data: bytes, seed: int) -> bytes:
+    """Some bytes changed, a part cut out or repeated."""
+    rng, found = random.Random(seed), bytearray(data)
+    for _ in range(rng.randint(1, 12)):
+        found[rng.randrange(len(found))] = rng.randrange(256)
+    if seed % 3 == 0:
+        del found[rng.randrange(len(found)) :]
+    elif seed % 3 == 1:
+        start = rng.randrange(len(found))
+        found[start:start] = found[start : start + rng.randrange(200)]
+    return bytes(found)
+
+
+@pytest.mark.parametrize("count", nightly_after(1, [8, 300]))
+@pytest.mark.parametrize("form", FORMATS)
+def test_damaged_files_end_neither_process_nor_answer(form: str, count: int, preparer: ImagePreparer) -> None:
+    """Each gives pixels or a refusal; the process that decodes them is the same at the end."""
+    whole = saved(Image.fromarray(noise(64, 48)), form)
+    preparer.prepare(whole, "auto", "here")
+    num_prepared = 0
+    for seed in range(count):
+        try:
+            image = preparer.prepare(mutated(whole, seed), "auto", "here")
+        except InvalidParameter:
+            continue
+        else:
+            num_prepared += 1
+            assert len(image.pixels) == image.shape[1] * image.shape[2] * 3
+    assert num_prepared < count
+    assert preparer.prepare(whole, "auto", "here").shape == (1, 56, 56)
+
+
+def test_placeholders_are_expanded_by_their_place() -> None:
+    images = [PreparedImage((1, 56, 84), (), bytes(56 * 84 * 3)), PreparedImage((1, 28, 28), (), bytes(28 * 28 * 3))]
+    tokens, inputs = placed([1, 7, 2, 7], images, QWEN)
+    assert tokens == [1, *[7] * 6, 2, 7]
+    assert [(image.start, image.num_tokens, image.grid) for image in inputs] == [(1, 6, (2, 3)), (8, 1, (1, 1))]
+    assert inputs[0].digest != inputs[1].digest
+
+
+def test_digests_tell_pixels_shapes_and_settings_apart() -> None:
+    pixels = bytes(56 * 28 * 3)
+    digests = {
+        QWEN.placed(PreparedImage((1, 56, 28), (), pixels), 0).digest,
+        QWEN.placed(PreparedImage((1, 28, 56), (), pixels), 0).digest,
+        QWEN.placed(PreparedImage((1, 56, 28), (1,), pixels), 0).digest,
+        QWEN.placed(PreparedImage((1, 56, 28), (), pixels[:-1] + b"\1"), 0).digest,
+        QWEN.limited(20).placed(PreparedImage((1, 56, 28), (), pixels), 0).digest,
+    }
+    assert len(digests) == 5
+    assert {len(digest) for digest in digests} == {32}
