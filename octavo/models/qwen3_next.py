@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from octavo import ops
 from octavo.layers.gated_delta import GatedDelta
 from octavo.layers.linear import Linear
 from octavo.layers.output_mlp import output_mlp
@@ -29,7 +30,6 @@ from octavo.models.map_part import Rows
 from octavo.models.qwen_moe import qwen_mixture, read_qwen_experts
 from octavo.models.rope import rope_values
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
-from octavo.ops.elementwise import sigmoid
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.quant.stored.shard import Section
 
@@ -168,8 +168,8 @@ class Qwen3NextLayer(LlamaLayer):
             return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
         gated_TW = self.qkv_proj(x_TD, norm=self.input_norm)
         gate_TN, qkv_TW = gated_TW.split_with_sizes([self.heads.sizes[0], sum(self.heads.sizes)], dim=-1)
-        attended_TN = attention(qkv_TW, self.heads, *angles, cache, rows).mul_(sigmoid(gate_TN))
-        attended_TN, x_TD = rows.pick(attended_TN, x_TD)
+        attended_TN = attention(ops.concat(qkv_TW), self.heads, *angles, cache, rows)
+        attended_TN, x_TD = rows.pick(ops.sigmoid_and_mul(gate_TN, attended_TN), x_TD)
         return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
 
 

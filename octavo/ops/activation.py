@@ -41,3 +41,16 @@ def silu_and_mul(gate_up_T2F: Tensor) -> Tensor:
     """``silu(gate) * up`` of rows that hold F gates, then F ups; in float32 at least; a new tensor [T, F]."""
     gate_TF, up_TF = gate_up_T2F.to(torch.promote_types(gate_up_T2F.dtype, torch.float32)).chunk(2, dim=-1)
     return (functional.silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)
+
+
+# ---- sigmoid_and_mul: The output gate of attention. Shapes: T tokens, N columns.
+
+
+@op
+def sigmoid_and_mul(gate_TN: Tensor, x_TN: Tensor) -> Tensor:
+    """``sigmoid(gate) * x``, in float32 at least; a new tensor of x's dtype.
+
+    The gate may be some of the columns of a wider tensor.
+    """
+    wide = torch.promote_types(x_TN.dtype, torch.float32)
+    return (elementwise.sigmoid(gate_TN.to(wide)) * x_TN.to(wide)).to(x_TN.dtype)

@@ -128,6 +128,13 @@ def test_slots_that_were_used_and_those_of_padding_change_nothing(
         assert ask(llm, PROMPTS[1:4])[0] == expected
 
 
+def test_steps_of_dense_models_are_recorded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "octavo.runtime")
+    with LLM(folder, **SETTINGS) as llm:
+        ask(llm, PROMPTS[1:2])
+    assert "not recorded" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

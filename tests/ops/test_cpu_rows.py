@@ -52,6 +52,17 @@ def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert_close(found, gate / (1 + torch.exp(-gate)) * up)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 14), (5, 640), (0, 32)])
+def test_sigmoid_and_mul_of_some_columns(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    wider, x = (torch.randn(shape[0], shape[1] + 5) * 30).to(dtype), torch.randn(shape).to(dtype)
+    gate = wider[:, 3 : 3 + shape[1]]
+    found = ops.sigmoid_and_mul(gate, x)
+    assert found.dtype == dtype
+    assert_close(found, x.double() / (1 + torch.exp(-gate.double())))
+    assert torch.equal(ops.concat(gate), gate.contiguous())
+
+
 def test_silu_over_the_whole_range() -> None:
     gate = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([float("inf"), float("nan"), 1e38, -1e38])])
     found = ops.silu_and_mul(torch.cat([gate, torch.ones_like(gate)])[None])[0]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.ops.activation import sigmoid_and_mul
 from octavo.ops.linear import concat, put_columns
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver
@@ -17,7 +18,7 @@ from octavo_kernels.cpu.tensors import declines_floats
 # ---- put_columns: ``put_columns`` in float32, as a call that can be recorded.
 
 
-ARGUMENTS = fields(part=int, bias=int, out=int, T=int, M=int, N=int)
+ARGUMENTS = fields(part=int, stride=int, bias=int, out=int, T=int, M=int, N=int)
 
 
 def declines(dtype: torch.dtype) -> str | None:
@@ -30,7 +31,7 @@ def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
         for t in range(a.T):
-            part = view(a.part + 4 * t * a.M, a.M, np.float32)
+            part = view(a.part + t * a.stride, a.M, np.float32)
             out = view(a.out + 4 * t * a.N, a.M, np.float32)
             if a.bias == 0:
                 out[:] = part
@@ -43,16 +44,16 @@ def _driver() -> int:
 
 @put_columns.kernel(device="cpu", name="numba", preference=10, supports=declines)
 def put_columns_numba(part_TM: Tensor, out_TN: Tensor, start: int, bias_N: Tensor | None = None) -> None:
-    """See ``ops.put_columns``; a bias may have any float dtype."""
+    """See ``ops.put_columns``; a bias may have any float dtype, and the part may be some columns of a wider tensor."""
     (T, M), N = part_TM.shape, out_TN.shape[1]
     assert out_TN.dtype == torch.float32, f"the whole is {out_TN.dtype}, the part float32"
     assert out_TN.is_contiguous(), "the rows of the whole must follow one another"
     assert 0 <= start <= N - M, f"{M} columns from {start} on are not among {N}"
-    part_TM = part_TM.contiguous()
+    part_TM = part_TM if part_TM.stride(1) == 1 else part_TM.contiguous()
     bias = None if bias_N is None else bias_N[start : start + M].float().contiguous()
     arguments = np.empty(1, ARGUMENTS)
     at = 0 if bias is None else bias.data_ptr()
-    arguments[0] = (part_TM.data_ptr(), at, out_TN.data_ptr() + 4 * start, T, M, N)
+    arguments[0] = (part_TM.data_ptr(), 4 * part_TM.stride(0), at, out_TN.data_ptr() + 4 * start, T, M, N)
     call(_driver(), arguments)
 
 
@@ -68,4 +69,40 @@ def concat_numba(first_TM: Tensor, *others: Tensor) -> Tensor:
     for part in parts:
         put_columns_numba(part, out_TN, start)
         start += part.shape[1]
+    return out_TN
+
+
+# ---- sigmoid_and_mul: ``sigmoid_and_mul`` in float32, as a call that can be recorded.
+
+
+GATE = fields(gate=int, stride=int, x=int, out=int, T=int, N=int)
+
+
+@functools.cache
+def _gate_driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, GATE)
+        for t in range(a.T):
+            gate = view(a.gate + t * a.stride, a.N, np.float32)
+            x = view(a.x + 4 * t * a.N, a.N, np.float32)
+            out = view(a.out + 4 * t * a.N, a.N, np.float32)
+            for i in range(a.N):
+                out[i] = x[i] / (np.float32(1) + np.exp(-gate[i]))
+        return 0
+
+    return compiled_driver(drive)
+
+
+@sigmoid_and_mul.kernel(device="cpu", name="numba", preference=10, supports=declines)
+def sigmoid_and_mul_numba(gate_TN: Tensor, x_TN: Tensor) -> Tensor:
+    """See ``ops.sigmoid_and_mul``."""
+    gate_TN = gate_TN if gate_TN.stride(1) == 1 else gate_TN.contiguous()
+    x_TN = x_TN.contiguous()
+    assert gate_TN.shape == x_TN.shape, f"a gate for {list(gate_TN.shape)}, x is {list(x_TN.shape)}"
+    assert gate_TN.dtype == torch.float32, f"the gate is {gate_TN.dtype}, x float32"
+    T, N = x_TN.shape
+    out_TN = torch.empty(T, N)
+    arguments = np.empty(1, GATE)
+    arguments[0] = gate_TN.data_ptr(), 4 * gate_TN.stride(0), x_TN.data_ptr(), out_TN.data_ptr(), T, N
+    call(_gate_driver(), arguments)
     return out_TN
