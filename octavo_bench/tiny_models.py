@@ -65,7 +65,7 @@ SIZES = {
     "v_head_dim": 12,
 }
 """The most of each size."""
-LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types", "moe_layers", "per_layer_config")
+LISTS = ("layer_types", "layer_rope_theta", "no_rope_layers", "mlp_layer_types", "moe_layers", "per_layer_config")
 """Keys with an entry per layer."""
 ROPE = ("rope_parameters", "rope_scaling")
 MROPE = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl")

@@ -40,8 +40,13 @@ def tier_of(path: Path, marks: Container[str]) -> str:
     return "lab" if first in LABORATORY else "system"
 
 
+def nightly(*values: Any) -> Any:
+    """Values of parameters for `make nightly` alone."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 def nightly_after(count: int, values: Iterable[Any]) -> list[Any]:
     """Values of a parameter, or tuples of several, all but the first ``count`` for `make nightly` alone."""
     rest = iter(values)
     later = (value if type(value) is tuple else (value,) for value in rest)  # no named tuple
-    return [*islice(rest, count), *(pytest.param(*value, marks=pytest.mark.nightly) for value in later)]
+    return [*islice(rest, count), *(nightly(*value) for value in later)]

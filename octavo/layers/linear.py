@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import Norm, RMSNorm
 from octavo.ops.linear import Activation, compose
 from octavo.quant.stored.stored_weight import LinearWeight
 
@@ -39,6 +39,12 @@ class Linear:
         if len(self.weights) == 1:
             return self.weights[0].apply(x_TK, self.bias_N, norm_K, eps, residual, activation)
         return compose(x_TK, norm_K, eps, residual, activation, self._side_by_side)
+
+    def of_normed(self, x_TK: Tensor, norm: Norm | None, activation: Activation | None = None) -> Tensor:
+        """``act(norm(x) @ weight.T + bias)`` with any norm, or none."""
+        if norm is None or type(norm) is RMSNorm:
+            return self(x_TK, norm=norm, activation=activation)
+        return self(norm(x_TK), activation=activation)
 
     def _side_by_side(self, x_TK: Tensor) -> Tensor:
         parts = [weight.apply(x_TK) for weight in self.weights]

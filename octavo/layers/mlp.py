@@ -5,12 +5,48 @@ Shapes: T tokens, D model, F ffn.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
+from octavo import ops
 from octavo.layers.linear import Linear
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import Norm, RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.ops.linear import Activation
+
+PlainActivation = Callable[[Tensor], Tensor]
+"""An elementwise function [T, F], which may overwrite its argument."""
+
+
+def relu(x_TF: Tensor) -> Tensor:
+    """``max(x, 0)``."""
+    return x_TF.relu_()
+
+
+def squared_relu(x_TF: Tensor) -> Tensor:
+    """``max(x, 0)`` squared (arXiv 2109.08668)."""
+    return x_TF.relu_().square_()
+
+
+def gelu(x_TF: Tensor) -> Tensor:
+    return ops.gelu(x_TF, False)
+
+
+def gelu_tanh(x_TF: Tensor) -> Tensor:
+    return ops.gelu(x_TF, True)
+
+
+class XIELU:
+    """``beta x + positive x^2`` above zero, ``beta x + negative (e^x - 1 - x)`` below (xIELU, arXiv 2411.13010)."""
+
+    def __init__(self, positive: float, negative: float, beta: float, eps: float) -> None:
+        self.positive, self.negative, self.beta, self.eps = positive, negative, beta, eps
+
+    def __call__(self, x_TF: Tensor) -> Tensor:
+        x = x_TF.float()
+        below = (x.clamp(max=self.eps).exp() - 1 - x) * self.negative
+        return (x * self.beta + (x * x * self.positive).where(x > 0, below)).to(x_TF.dtype)
 
 
 class GatedMLP:
@@ -27,3 +63,29 @@ class GatedMLP:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """The next residual stream; ``x`` may be overwritten."""
         return self.down(self.gate_up(x_TD, norm=self.norm, activation=self.activation), residual=x_TD)
+
+
+class MLP:
+    """``x + after(down(act(up(before(x)))))``: any norms, or none, and gates or none.
+
+    With the name of an activation, ``up`` is a fused projection to gates and ups, as in ``GatedMLP``.
+    """
+
+    def __init__(
+        self,
+        before: Norm | None,
+        up: Linear,
+        down: Linear | RowParallelLinear,
+        activation: Activation | PlainActivation,
+        after: Norm | None,
+    ) -> None:
+        self.before, self.up, self.down, self.activation, self.after = before, up, down, activation, after
+
+    def __call__(self, x_TD: Tensor, of: Tensor | None = None) -> Tensor:
+        """See ``GatedMLP``. With ``of``, that is what the layer computes, and ``x`` what the result is added to."""
+        given_TD = x_TD if of is None else of
+        if isinstance(self.activation, str):
+            h_TF = self.up.of_normed(given_TD, self.before, self.activation)
+        else:
+            h_TF = self.activation(self.up.of_normed(given_TD, self.before))
+        return self.down(h_TF, residual=x_TD) if self.after is None else self.after(self.down(h_TF), x_TD)

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.experts import Mixture
 from octavo.layers.linear import Linear
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import Norm, RMSNorm
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.elementwise import sigmoid
 from octavo.ops.linear import Activation
@@ -18,21 +18,27 @@ from octavo.ops.moe import Routing
 
 
 class Router:
-    """Normalises rows, and selects experts for them and how much each counts; see ``ops.route``."""
+    """Normalises rows, if there is a norm, and selects experts for them and how much each counts; see ``ops.route``."""
 
-    def __init__(self, norm: RMSNorm, weight_XD: Tensor, routing: Routing) -> None:
+    def __init__(self, norm: Norm | None, weight_XD: Tensor, routing: Routing) -> None:
         self.norm = norm
         self.weight_XD = weight_XD
         self.routing = routing
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.route(x_TD, self.norm.weight_D, self.norm.eps, self.weight_XD, self.routing)
+        if isinstance(self.norm, RMSNorm):
+            return ops.route(x_TD, self.norm.weight_D, self.norm.eps, self.weight_XD, self.routing)
+        h_TD = x_TD if self.norm is None else self.norm(x_TD)
+        return ops.route(h_TD, None, 0.0, self.weight_XD, self.routing)
 
 
 class SharedExpert:
-    """``down(act(gate(x)) * up(x))`` for all tokens, times ``sigmoid(share(x))`` if there is a gate ``share``."""
+    """``scale * down(act(gate(x)) * up(x))`` for all tokens, times ``sigmoid(share(x))`` with a gate ``share``."""
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: Activation, share: Linear | None = None) -> None:
+    def __init__(
+        self, gate_up: Linear, down: Linear, activation: Activation, share: Linear | None = None, scale: float = 1.0
+    ) -> None:
+        self.scale = scale
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
@@ -41,13 +47,15 @@ class SharedExpert:
     def __call__(self, x_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """Its result, plus ``residual``, which may be overwritten."""
         gated_TF = self.gate_up(x_TD, activation=self.activation)
-        if self.share is None:
+        if self.share is None and self.scale == 1.0:
             return self.down(gated_TF, residual=residual_TD)
+        if self.share is None:
+            return residual_TD.add_(self.down(gated_TF), alpha=self.scale)
         return residual_TD.add_(self.down(gated_TF).mul_(sigmoid(self.share(x_TD))))
 
 
 class MoE:
-    """``x + experts(norm(x)) + shared(norm(x))``, the last term if there is a shared expert.
+    """``x + after(experts(norm(x)) + shared(norm(x)))``, with what there is of a shared expert and of norms.
 
     ``experts`` and ``shared`` give this rank's part of the sums.
     """
@@ -58,7 +66,9 @@ class MoE:
         experts: Mixture,
         shared: SharedExpert | None = None,
         collective: Collective = SINGLE_RANK,
+        after: Norm | None = None,
     ) -> None:
+        self.after = after
         self.router = router
         self.experts = experts
         self.shared = shared
@@ -67,8 +77,14 @@ class MoE:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """The next residual stream; ``x`` may be overwritten."""
         h_TD, ids_TS, shares_TS = self.router(x_TD)
+        if self.after is not None:
+            return self.after(self.collective.all_reduce(self._sum(h_TD, ids_TS, shares_TS, None)), x_TD)
         own_TD = x_TD if self.collective.size == 1 else None  # of several ranks, the sum over them takes it along
-        y_TD = self.experts(h_TD, ids_TS, shares_TS, own_TD)
-        if self.shared is not None:
-            y_TD = self.shared(h_TD, y_TD)
+        if h_TD is x_TD and own_TD is not None:  # without a norm, which experts must not overwrite
+            own_TD = x_TD.clone()
+        y_TD = self._sum(h_TD, ids_TS, shares_TS, own_TD)
         return y_TD if own_TD is not None else self.collective.all_reduce(y_TD, residual_TD=x_TD)
+
+    def _sum(self, h_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None) -> Tensor:
+        y_TD = self.experts(h_TD, ids_TS, shares_TS, residual_TD)
+        return y_TD if self.shared is None else self.shared(h_TD, y_TD)

@@ -41,12 +41,16 @@ class ParallelRMSNorm(RMSNorm):
 
 
 class LayerNorm:
-    """Layer normalisation with a weight and a bias for each element."""
+    """Layer normalisation with a weight and a bias for each element; a residual is added to the result."""
 
     def __init__(self, weight_D: Tensor, bias_D: Tensor, eps: float) -> None:
         self.weight_D = weight_D
         self.bias_D = bias_D
         self.eps = eps
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        return ops.layer_norm(x_TD, self.weight_D, self.bias_D, self.eps)
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        normed_TD = ops.layer_norm(x_TD, self.weight_D, self.bias_D, self.eps)
+        return normed_TD if residual_TD is None else normed_TD.add_(residual_TD)
+
+
+Norm = RMSNorm | LayerNorm

@@ -115,6 +115,19 @@ class FactorsRope(DefaultRope):
         return 1.0 / (torch.tensor(self.factors, dtype=torch.float32) * powers)
 
 
+@dataclass(frozen=True)
+class ProportionalRope(DefaultRope):
+    """The first ``share`` of the pairs rotate as in ``LinearRope``, the others not at all (Gemma 4)."""
+
+    share: float
+    factor: float = 1.0
+
+    def frequencies(self, width: int) -> Tensor:
+        plain = DefaultRope.frequencies(self, width) / self.factor
+        plain[int(self.share * width // 2) :] = 0.0
+        return plain
+
+
 class Rotary:
     """Computes cosines and sines for the positions of a step, once for all layers."""
 

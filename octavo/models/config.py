@@ -83,6 +83,7 @@ def read_common(
     tied: bool = False,
     head_dim: int | None = None,
     eps: float = 1e-6,
+    eps_key: str = "rms_norm_eps",
     ffn_size: int | None = None,
     num_layers: int | None = None,
 ) -> Common:
@@ -106,7 +107,7 @@ def read_common(
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "norm_eps": keys.number("rms_norm_eps", eps),
+        "norm_eps": keys.number(eps_key, eps),
         "max_position_embeddings": keys.size("max_position_embeddings"),
         "tie_word_embeddings": keys.flag("tie_word_embeddings", tied),
         "eos_token_ids": token_ids({"eos_token_id": keys.get("eos_token_id")}, "eos_token_id"),

@@ -22,7 +22,7 @@ from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import MoESettings, read_experts
+from octavo.models.moe import MoESettings, read_dense_first, read_experts
 from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_bytes, expanded_positions
@@ -85,7 +85,7 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> Deepse
         num_chosen=8,
         expert_size=expert_size,
         normalises=keys.flag("norm_topk_prob", scoring == "sigmoid"),
-        is_sparse=tuple(i >= first for i in range(common["num_layers"])),
+        is_sparse=read_dense_first(keys, common["num_layers"], first),
         shared_size=expert_size * keys.size("n_shared_experts", 2 if scoring == "softmax" else 1),
     )
     common["ffn_size"] = moe.widest

@@ -151,6 +151,17 @@ class ConfigKeys:
         self._values = values
         self._read: set[str] = set()
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """All keys and values."""
+        return self._values
+
+    def over(self, values: Mapping[str, Any]) -> ConfigKeys:
+        """The same object with other values, of which what is read counts as read here."""
+        other = ConfigKeys(values)
+        other._read = self._read
+        return other
+
     def has(self, key: str) -> bool:
         """Whether the key is present, even if null."""
         return key in self._values

@@ -21,10 +21,11 @@ from octavo.errors import CheckpointError
 from octavo.layers.embedding import Embedding, VocabParallelEmbedding
 from octavo.layers.experts import Mixture, StoredExperts, make_mixture
 from octavo.layers.linear import Linear
-from octavo.layers.norm import LayerNorm, ParallelRMSNorm, RMSNorm
+from octavo.layers.norm import LayerNorm, Norm, ParallelRMSNorm, RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.map_part import MapPart, Rows
+from octavo.models.parts import NormPart
 from octavo.ops.attention import HeadLayout, KVScales
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.linear import Activation
@@ -139,9 +140,19 @@ class WeightLoader:
         """The normalisation with ``name.weight``, to which ``offset`` is added."""
         return RMSNorm(self.norm_weight(f"{name}.weight", size, offset), eps)
 
-    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        """The normalisation with ``name.weight`` and ``name.bias``."""
-        return LayerNorm(self.dense(f"{name}.weight", size), self.dense(f"{name}.bias", size), eps)
+    def layer_norm(self, name: str, size: int, eps: float, part: NormPart | None = None) -> LayerNorm:
+        """The normalisation with ``name.weight`` and ``name.bias``, or with those that ``part`` says there are."""
+        part = part or NormPart()
+        ones = torch.ones(size, dtype=self.form.dtype, device=self.form.device)
+        weight_D = self.norm_weight(f"{name}.weight", size, part.offset) if part.has_weight else ones
+        bias_D = self.dense(f"{name}.bias", size) if part.has_bias else torch.zeros_like(ones)
+        return LayerNorm(weight_D, bias_D, eps)
+
+    def stream_norm(self, name: str, size: int, eps: float, part: NormPart) -> Norm:
+        """A normalisation of the residual stream."""
+        if part.is_layer_norm:
+            return self.layer_norm(name, size, eps, part)
+        return self.norm(name, size, eps, part.offset)
 
     def norm_weight(self, name: str, size: int, offset: float) -> Tensor:
         """The weight of a norm with ``offset`` added to it in float32."""
@@ -234,15 +245,22 @@ class WeightLoader:
         *,
         orders: Sequence[Order | None] = (None, None, None),
         is_transposed: bool = False,
+        value_dim: int = 0,
+        has_values: bool = True,
     ) -> Linear:
-        """Fused queries, keys and values, sharded by heads; stored as three matrices or one fused matrix.
+        """Fused queries, keys and values, sharded by heads; stored as three matrices or one fused matrix, whose order
+        is the first of ``orders``.
 
-        A layer that shares another layer's cache has queries alone.
+        A layer that shares another layer's cache has queries alone. ``value_dim``: the width of a value head, if it is
+        not that of the others.
         """
         if heads.shares_cache:
             names, orders = names[:1], orders[:1]
         counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
-        sections = [Section(size, count) for size, count in zip(heads.sizes, counts, strict=True) if size]
+        sizes = heads.sizes if not value_dim else [*heads.sizes[:2], heads.num_kv_heads * value_dim]
+        sections = [Section(size, count) for size, count in zip(sizes, counts, strict=True) if size]
+        if not has_values:
+            sections, orders = sections[:2], orders[:2]
         return self._linear(_rows(names, sections, orders), num_inputs, has_bias, is_transposed)
 
     def fused(self, parts: Sequence[Rows], num_inputs: int, has_bias: bool = False) -> Linear:
@@ -273,14 +291,20 @@ class WeightLoader:
         """A small embedding, replicated on every device."""
         return Embedding(DenseWeight(self.matrix(name, count, hidden_size)))
 
-    def head(self, name: str, embedding: Embedding, shape: tuple[int, int], is_tied: bool) -> Linear:
+    def head(
+        self, name: str, embedding: Embedding, shape: tuple[int, int], is_tied: bool, has_bias: bool = False
+    ) -> Linear:
         """The map from hidden states to logits, of shape [V, D]: separate, or tied to the embedding.
 
         If tied, a checkpoint may still contain a copy, which must equal the embedding.
         """
+        bias_V = None
+        if has_bias:
+            column = self._shard.vocabulary(DenseStored((self._numbers(f"{name}.bias", (shape[0],)).unsqueeze(1),)))
+            bias_V = self._counted(column.dense(self.form).squeeze(1))
         if not is_tied:
             rows = Rows(name, [Section(shape[0], shape[0])])
-            return self._made([(rows, self._shard.vocabulary(self._head_stored(name, shape)))], None)
+            return self._made([(rows, self._shard.vocabulary(self._head_stored(name, shape)))], bias_V)
         if self.tensors.has(f"{name}.weight"):
             own_VD = self._shard.vocabulary(self._head_stored(name, shape)).dense(self.form)
             self.num_parameters -= math.prod(shape)
@@ -291,7 +315,7 @@ class WeightLoader:
                 raise CheckpointError(
                     f"{name}.weight differs from the embedding, but the config says tie_word_embeddings"
                 )
-        return Linear([embedding.weight])
+        return Linear([embedding.weight], bias_V)
 
     # Experts: each is sharded like a feed-forward layer.
 
@@ -439,5 +463,5 @@ class WeightLoader:
 def _rows(names: Sequence[str], sections: Sequence[Section], orders: Sequence[Order | None]) -> list[Rows]:
     """One matrix per section, or one fused matrix with all sections."""
     if len(names) == 1:
-        return [Rows(names[0], sections)]
+        return [Rows(names[0], sections, orders[0])]
     return [Rows(name, [section], order) for name, section, order in zip(names, sections, orders, strict=True)]

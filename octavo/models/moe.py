@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.ops.linear import Activation
-from octavo.ops.moe import ClampedSwish
+from octavo.ops.moe import ClampedSwish, Routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,16 @@ def read_experts(
     normalises: bool,
     is_sparse: tuple[bool, ...] = (),
     shared_size: int = 0,
+    chosen_key: str = "num_experts_per_tok",
 ) -> MoESettings:
     """Read the expert settings; ``is_sparse`` marks the layers with experts (default: all).
 
     ``count_keys`` are the possible keys for the number of experts; other defaults are the family's.
     """
     count_key = next((key for key in count_keys if keys.get(key) is not None), count_keys[0])
-    num_experts, chosen = keys.size(count_key), keys.size("num_experts_per_tok", num_chosen)
+    num_experts, chosen = keys.size(count_key), keys.size(chosen_key, num_chosen)
     if chosen > num_experts:
-        raise wrong("num_experts_per_tok", chosen, f"at most {count_key}, {num_experts}")
+        raise wrong(chosen_key, chosen, f"at most {count_key}, {num_experts}")
     return MoESettings(
         num_experts=num_experts,
         num_chosen=chosen,
@@ -65,3 +66,20 @@ def read_experts(
         normalises=normalises,
         shared_size=shared_size,
     )
+
+
+def read_dense_first(keys: ConfigKeys, num_layers: int, first: int) -> tuple[bool, ...]:
+    """Whether each layer has experts: by ``mlp_layer_types``, or all but the ``first``."""
+    types = keys.choices("mlp_layer_types", ("dense", "sparse"), num_layers)
+    return tuple(i >= first if types is None else types[i] == "sparse" for i in range(num_layers))
+
+
+def read_sigmoid_routing(
+    keys: ConfigKeys, moe: MoESettings, *, groups: int = 1, chosen_groups: int = 1, scale: float = 1.0
+) -> Routing:
+    """Routing by sigmoids with a correction for the selection, within groups of experts (DeepSeek-V3)."""
+    count, chosen = keys.size("n_group", groups), keys.size("topk_group", chosen_groups)
+    if moe.num_experts % count or chosen > count or (count > 1 and moe.num_experts < 2 * count):
+        raise wrong("n_group", count, f"a divisor of the {moe.num_experts} experts and at least topk_group")
+    factor = keys.number("routed_scaling_factor", scale)
+    return Routing(moe.num_chosen, moe.normalises, "sigmoid", factor, (count, chosen))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -12,32 +13,66 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.layers.linear import Linear
 from octavo.layers.lora import AdapterRows
+from octavo.models.apertus import ApertusForCausalLM
+from octavo.models.arcee import ArceeForCausalLM, NemotronForCausalLM
+from octavo.models.cohere import Cohere2ForCausalLM, Cohere2MoeForCausalLM, CohereForCausalLM
 from octavo.models.config import ModelConfig, architecture
 from octavo.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from octavo.models.encoders import ENCODERS
+from octavo.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
+from octavo.models.exaone import Exaone4ForCausalLM, ExaoneMoeForCausalLM
 from octavo.models.gemma2 import Gemma2ForCausalLM, GemmaForCausalLM
 from octavo.models.gemma3 import Gemma3ForCausalLM
+from octavo.models.gemma4 import Gemma4ForCausalLM, Gemma4UnifiedForCausalLM
 from octavo.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
+from octavo.models.glm_moe import (
+    Dots1ForCausalLM,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteForCausalLM,
+    MiniMaxM2ForCausalLM,
+)
 from octavo.models.gpt2 import GPT2LMHeadModel
 from octavo.models.gpt_oss import GptOssForCausalLM
+from octavo.models.granite import (
+    GraniteForCausalLM,
+    GraniteMoeForCausalLM,
+    GraniteMoeSharedForCausalLM,
+    GraniteSWAForCausalLM,
+)
 from octavo.models.granite_hybrid import BambaForCausalLM, GraniteMoeHybridForCausalLM
+from octavo.models.hunyuan import HunYuanDenseV1ForCausalLM, HunYuanMoEV1ForCausalLM, HYV3ForCausalLM
 from octavo.models.keys import ConfigKeys
 from octavo.models.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from octavo.models.llama import LlamaForCausalLM
+from octavo.models.llama4 import Llama4ForCausalLM
 from octavo.models.loader import WeightLoader
 from octavo.models.mamba2 import Mamba2ForCausalLM
 from octavo.models.map_part import MapPart
+from octavo.models.mimo import MiMoV2FlashForCausalLM
+from octavo.models.ministral3 import Ministral3ForCausalLM
 from octavo.models.mistral import MistralForCausalLM
 from octavo.models.mixtral import MixtralForCausalLM
 from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.nemotron_h import NemotronHForCausalLM
+from octavo.models.older import (
+    FalconForCausalLM,
+    GPTNeoXForCausalLM,
+    OPTForCausalLM,
+    PhiForCausalLM,
+    StableLmForCausalLM,
+    Starcoder2ForCausalLM,
+)
+from octavo.models.olmo import Olmo3ForCausalLM, OlmoeForCausalLM, OlmoForCausalLM
 from octavo.models.olmo2 import Olmo2ForCausalLM
 from octavo.models.phi3 import Phi3ForCausalLM
+from octavo.models.phimoe import PhimoeForCausalLM
 from octavo.models.qwen2 import Qwen2ForCausalLM
 from octavo.models.qwen3 import Qwen3ForCausalLM
 from octavo.models.qwen3_5 import Qwen3p5ForCausalLM, Qwen3p5MoeForCausalLM
 from octavo.models.qwen3_next import Qwen3NextForCausalLM
 from octavo.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
+from octavo.models.seed_oss import SeedOssForCausalLM
+from octavo.models.smollm3 import SmolLM3ForCausalLM
 from octavo.models.text_part import TEXT_PARTS, TextPart, text_config
 from octavo.ops.attention import KVScales, LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
@@ -69,34 +104,77 @@ class Family(Protocol):
 
 
 ARCHITECTURES: dict[str, Family] = {
+    "ApertusForCausalLM": ApertusForCausalLM,
+    "ArceeForCausalLM": ArceeForCausalLM,
     "BambaForCausalLM": BambaForCausalLM,
+    "Cohere2ForCausalLM": Cohere2ForCausalLM,
+    "Cohere2MoeForCausalLM": Cohere2MoeForCausalLM,
+    "CohereForCausalLM": CohereForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
+    "Dots1ForCausalLM": Dots1ForCausalLM,
+    "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeForCausalLM,
+    "Ernie4_5ForCausalLM": Ernie4_5ForCausalLM,
+    "Exaone4ForCausalLM": Exaone4ForCausalLM,
+    "ExaoneMoeForCausalLM": ExaoneMoeForCausalLM,
+    "FalconForCausalLM": FalconForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma4ForCausalLM": Gemma4ForCausalLM,
+    "Gemma4UnifiedForCausalLM": Gemma4UnifiedForCausalLM,
     "GemmaForCausalLM": GemmaForCausalLM,
     "Glm4ForCausalLM": Glm4ForCausalLM,
+    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+    "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
     "GlmForCausalLM": GlmForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
+    "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,
+    "GraniteForCausalLM": GraniteForCausalLM,
+    "GraniteMoeForCausalLM": GraniteMoeForCausalLM,
     "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
+    "GraniteMoeSharedForCausalLM": GraniteMoeSharedForCausalLM,
+    "GraniteSWAForCausalLM": GraniteSWAForCausalLM,
+    "HunYuanDenseV1ForCausalLM": HunYuanDenseV1ForCausalLM,
+    "HunYuanMoEV1ForCausalLM": HunYuanMoEV1ForCausalLM,
+    "HYV3ForCausalLM": HYV3ForCausalLM,
     "Lfm2ForCausalLM": Lfm2ForCausalLM,
     "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
+    "Llama4ForCausalLM": Llama4ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "Mamba2ForCausalLM": Mamba2ForCausalLM,
+    "MiMoV2FlashForCausalLM": MiMoV2FlashForCausalLM,
+    "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
+    "Ministral3ForCausalLM": Ministral3ForCausalLM,
+    "MinistralForCausalLM": MistralForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
+    "NemotronForCausalLM": NemotronForCausalLM,
     "NemotronHForCausalLM": NemotronHForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
+    "Olmo3ForCausalLM": Olmo3ForCausalLM,
+    "OlmoeForCausalLM": OlmoeForCausalLM,
+    "OlmoForCausalLM": OlmoForCausalLM,
+    "OPTForCausalLM": OPTForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
+    "PhiForCausalLM": PhiForCausalLM,
+    "PhimoeForCausalLM": PhimoeForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3p5ForCausalLM,
+    "Qwen3_5MoeForCausalLM": Qwen3p5MoeForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
-    "Qwen3_5ForCausalLM": Qwen3p5ForCausalLM,
-    "Qwen3_5MoeForCausalLM": Qwen3p5MoeForCausalLM,
+    "SeedOssForCausalLM": SeedOssForCausalLM,
+    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
+    "StableLmForCausalLM": StableLmForCausalLM,
+    "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
 }
+
+
+ENTRY_POINTS = "octavo.models"
+"""Entry points of other packages: the name of an architecture, and its ``Family``."""
 
 
 class LoadedModel(NamedTuple):
@@ -165,7 +243,11 @@ def load_model(
 
 
 def _family(name: str) -> Family:
+    """The family of an architecture: one of these, or one that an installed package names by an entry point."""
     if name not in ARCHITECTURES:
+        for entry in entry_points(group=ENTRY_POINTS, name=name):
+            found: Family = entry.load()
+            return found
         known = ", ".join([*ARCHITECTURES, *TEXT_PARTS, *ENCODERS])
         raise CheckpointError(
             f"config: architecture {name} is not supported; supported are {known}; others, more slowly, with backend "

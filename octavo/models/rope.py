@@ -117,8 +117,12 @@ def _longrope(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRo
     factor = keys.number("factor", context.max_position_embeddings / original)
     natural = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     lists = {key: keys.numbers(key, context.width // 2) for key in ("short_factor", "long_factor")}
-    chosen = lists["long_factor" if context.max_len > original else "short_factor"]
-    return FactorsRope(theta, chosen, keys.number("attention_factor", natural))
+    kind = "long" if context.max_len > original else "short"
+    scales = {key: keys.get(f"{key}_attention_factor") for key in ("short", "long")}
+    scale = keys.number("attention_factor", natural)
+    if scales[kind] is not None:
+        scale = keys.number(f"{kind}_attention_factor")
+    return FactorsRope(theta, lists[f"{kind}_factor"], scale)
 
 
 def _factors(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:

@@ -33,15 +33,23 @@ QWEN2 = {
     "max_position_embeddings": 32_768,
 }
 TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "cohere2": ("Cohere2ForCausalLM", {}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
+    "exaone4": ("Exaone4ForCausalLM", {}),
     "gemma2": ("Gemma2ForCausalLM", {}),
     "gemma3_text": ("Gemma3ForCausalLM", GEMMA3),
     "glm4v_text": ("Glm4ForCausalLM", GLM),
+    "gemma4_text": ("Gemma4ForCausalLM", {}),
+    "gemma4_unified_text": ("Gemma4UnifiedForCausalLM", {}),
+    "glm4v_moe_text": ("Glm4MoeForCausalLM", {"partial_rotary_factor": 1.0}),
     "glm_ocr_text": ("Glm4ForCausalLM", GLM),
+    "granite": ("GraniteForCausalLM", {}),
     "gpt_oss": ("GptOssForCausalLM", {}),
     "kimi_k2": ("DeepseekV3ForCausalLM", {}),
+    "llama4_text": ("Llama4ForCausalLM", {}),
     "llama": ("LlamaForCausalLM", LLAMA),
+    "ministral3": ("Ministral3ForCausalLM", {}),
     "mistral": ("MistralForCausalLM", MISTRAL),
     "phi3": ("Phi3ForCausalLM", {}),
     "qwen2": ("Qwen2ForCausalLM", QWEN2),
@@ -59,9 +67,15 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 """``model_type`` of a text part to its architecture, and defaults that published configurations omit."""
 TEXT_PARTS: dict[str, str] = {
+    "AyaVisionForConditionalGeneration": "cohere2",
+    "Cohere2VisionForConditionalGeneration": "cohere2",
+    "Exaone4_5_ForConditionalGeneration": "exaone4",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "GlmOcrForConditionalGeneration": "glm_ocr_text",
     "GotOcr2ForConditionalGeneration": "qwen2",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "Glm46VForConditionalGeneration": "glm4v_text",
     "Glm4vForConditionalGeneration": "glm4v_text",
     "Idefics2ForConditionalGeneration": "mistral",
@@ -70,6 +84,7 @@ TEXT_PARTS: dict[str, str] = {
     "KimiK25ForConditionalGeneration": "kimi_k2",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "LightOnOcrForConditionalGeneration": "qwen3",
+    "Llama4ForConditionalGeneration": "llama4_text",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "llama",
     "LlavaNextVideoForConditionalGeneration": "llama",
@@ -133,7 +148,8 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(given.get(key), Mapping):
             given[key] = _plain_rope(given[key])
-    return {**defaults, **given, **_glm_heads(kind, given), "architectures": [name]}
+    unscaled = {"logit_scale": 1.0} if kind == "cohere2" else {}  # as the wrappers' classes leave it out
+    return {**defaults, **given, **_glm_heads(kind, given), **unscaled, "architectures": [name]}
 
 
 def _glm_heads(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,15 +44,16 @@ class Routing(NamedTuple):
 
 @op
 def route(
-    x_TD: Tensor, norm_D: Tensor, eps: float, weight_XD: Tensor, routing: Routing
+    x_TD: Tensor, norm_D: Tensor | None, eps: float, weight_XD: Tensor, routing: Routing
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised rows [T, D], as of ``rms_norm``; each one's experts, int64 [T, S]; and their shares, float32 [T, S].
+    """Normalised rows [T, D], as of ``rms_norm``, or x itself without ``norm_D``; each one's experts, int64 [T, S]; and
+    their shares, float32 [T, S].
 
     Experts are distinct and valid whatever the numbers are. Logits are ``rms_norm(x) @ weight.T`` with sums in float32
     that are not rounded to the dtype of x: rounding could change the selection. The weight is of float32 or of the
     dtype of x.
     """
-    normed_TD = rms_norm(x_TD, norm_D, eps)
+    normed_TD = x_TD if norm_D is None else rms_norm(x_TD, norm_D, eps)
     logits_TX = linear(normed_TD.float(), weight_XD)
     if routing.bias_X is not None:
         logits_TX = logits_TX + routing.bias_X

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.models import decoder_families
+from tests.tiers import nightly
+
 VOCAB_SIZE = 97
 MAX_LEN = 400
 SHAPE = {
@@ -287,8 +290,15 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2/scaled_by_layer": ("gpt2", {**GPT2, "n_inner": 40, "scale_attn_by_inverse_layer_idx": True}),
     "gpt2/unscaled_untied": ("gpt2", {**GPT2, "scale_attn_weights": False, "tie_word_embeddings": False}),
 }
+OWN_ROWS = list(ROWS)
+"""Of the families that have a model of their own."""
+ROWS |= decoder_families.ROWS
 FIRST_ROWS = list({row.partition("/")[0]: row for row in reversed(ROWS)}.values())
 """One of each family."""
+EVERY_ROW = [row if row in (*OWN_ROWS, *FIRST_ROWS) else nightly(row) for row in ROWS]
+"""As values of a parameter: further rows of families that are put together from parts are for `make nightly`."""
+TELLING = ("cohere/normed_heads", "granite_swa/sinks", "minimax_m2/partly_rotated", "mimo_v2_flash/narrow_values")
+"""Rows of such families that each have something of their own to divide among ranks."""
 RANDOM = ("norm.weight", ".bias", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "sinks", "_bias")
 """Parameters that begin as all ones or zeros, where mistakes would not show."""
 

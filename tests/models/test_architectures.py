@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.llm.outputs import Logprob
 from octavo.models.registry import ARCHITECTURES, read_config
-from tests.models.families import MAX_LEN, ROWS, VOCAB_SIZE, make_checkpoint
+from tests.models.families import EVERY_ROW, MAX_LEN, ROWS, VOCAB_SIZE, make_checkpoint
 
 LENGTHS = (300, 1, 2, 17, 130)
 NEW_TOKENS = 32
@@ -53,7 +53,7 @@ class Made:
         return self.logits(tokens).log_softmax(dim=-1)
 
 
-@pytest.fixture(scope="module", params=list(ROWS))
+@pytest.fixture(scope="module", params=EVERY_ROW)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("model"), request.param)
 
@@ -160,6 +160,33 @@ def test_every_key_that_transformers_writes_is_known(made: Made, caplog: pytest.
 def test_every_architecture_has_a_row() -> None:
     made = {AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(kind))] for kind, _ in ROWS.values()}
     assert {model.__name__ for model in made} == set(ARCHITECTURES)
+
+
+def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entry point is the name of the architecture; here it is Llama under another name."""
+    source = tmp_path / "site" / "doubled.py"
+    source.parent.mkdir()
+    source.write_text(
+        "from octavo.models.decoder import Decoder, read_decoder\n\n\n"
+        "class Doubled(Decoder):\n"
+        "    @classmethod\n"
+        "    def read_config(cls, keys, max_len):\n"
+        "        return read_decoder(keys, max_len)\n"
+    )
+    told = source.parent / "doubled-1.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: doubled\nVersion: 1\n")
+    (told / "entry_points.txt").write_text("[octavo.models]\nDoubledForCausalLM = doubled:Doubled\n")
+    monkeypatch.syspath_prepend(source.parent)
+    model = make_checkpoint(tmp_path / "model", "llama/biases")
+    values = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**values, "architectures": ["DoubledForCausalLM"]}))
+    prompt = PROMPTS[3]
+    with LLM(tmp_path / "model", dtype="float32", **SETTINGS) as llm:
+        found, _ = logits_of(llm, prompt)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt]), use_cache=False).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_the_table_knows_prompts_within_the_context() -> None:

@@ -28,6 +28,7 @@ from tests.ops.cpu_cases import random_blocks
 """Of such a matrix a device has its part of each section."""
 FORM = WeightFormat(torch.float32, torch.device("cpu"))
 ODD = {"vocab_size": 99, "num_hidden_layers": 2, "n_layer": 2, "attention_bias": True, "first_k_dense_replace": 1}
+ODD |= {"multi_query": False}  # of Falcon, whose one KV head would be on every device
 
 
 @dataclass(frozen=True)

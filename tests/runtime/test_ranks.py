@@ -37,7 +37,7 @@ from octavo.steps.shapes import exact_shape
 from octavo.types import Output, Request, Sequence
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.adapter_files import make_adapter
-from tests.models.families import FIRST_ROWS, VOCAB_SIZE, make_checkpoint
+from tests.models.families import FIRST_ROWS, TELLING, VOCAB_SIZE, make_checkpoint
 from tests.models.gguf_files import write_gguf
 from tests.models.test_quantised import FORMATS
 from tests.quant.writers import quantise
@@ -169,13 +169,16 @@ def sizes(row: str, size: int) -> dict[str, Any]:
         return {**heads, "num_key_value_heads": 12}
     kv_heads = 1 if "one_kv_head" in row else {2: 2, 3: 3, 4: 2}[size]
     shared = {"shared_expert_intermediate_size": 48} if row.startswith("qwen2_moe") else {}
-    return {**heads, "num_key_value_heads": kv_heads, **shared}
+    experts = {"moe_intermediate_size": 48} if "moe" in row or row.startswith("hy_v3") else {}
+    return {**heads, "num_key_value_heads": kv_heads, **shared, **experts}
 
 
 @pytest.mark.parametrize(
     ("row", "size"),
     [
-        *nightly_after(6, ((row, 2) for row in FIRST_ROWS)),
+        *nightly_after(6, ((row, 2) for row in FIRST_ROWS if row not in TELLING)),
+        *((row, 2) for row in TELLING[:2]),
+        *nightly_after(0, ((row, 2) for row in TELLING[2:])),
         *(("llama/gqa", 3), ("gpt2/small", 4), ("deepseek_v3/half_split", 4)),
         *nightly_after(0, (("llama/gqa", 4), ("qwen3/biases", 4))),
         *nightly_after(0, ((row, 3) for row in ("mixtral/two_of_five", "deepseek_v3/groups", "gpt_oss/sinks"))),

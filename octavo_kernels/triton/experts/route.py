@@ -164,18 +164,18 @@ def choose_kernel(
 
 @route.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
 def route_triton(
-    x_TD: Tensor, norm_D: Tensor, eps: float, weight_XD: Tensor, routing: Routing
+    x_TD: Tensor, norm_D: Tensor | None, eps: float, weight_XD: Tensor, routing: Routing
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ops.route``; of experts of equal worth the first is selected."""
     (T, D), X, S = x_TD.shape, len(weight_XD), routing.num_chosen
     ids_TS = torch.empty(T, S, dtype=torch.int64, device=x_TD.device)
     shares_TS = torch.empty(T, S, dtype=torch.float32, device=x_TD.device)
     if not T:
-        return torch.empty_like(x_TD), ids_TS, shares_TS
+        return (x_TD if norm_D is None else torch.empty_like(x_TD)), ids_TS, shares_TS
     vectors, results = (routing.bias_X, routing.correction_X), (ids_TS, shares_TS, routing.scale)
     rule = (X, S, routing.scoring, routing.normalises, *routing.groups, SMALLEST_SUM)
-    if T > FEW_ROWS or is_invariant():
-        normed_TD = rms_norm_triton(x_TD, norm_D, eps)
+    if norm_D is None or T > FEW_ROWS or is_invariant():
+        normed_TD = x_TD if norm_D is None else rms_norm_triton(x_TD, norm_D, eps)
         logits_TX = _logits(normed_TD, weight_XD)
         launch(choose_kernel, (T,), logits_TX, *vectors, *results, *rule, num_warps=_warps(X))
         return normed_TD, ids_TS, shares_TS

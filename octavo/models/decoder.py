@@ -1,0 +1,151 @@
+"""A decoder that is put together from parts (``parts.py``): most families are a configuration of it and nothing more.
+
+Shapes: T tokens of the step, R rows whose logits are needed, D model, N heads, H head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from octavo.layers.heads import StepAngles, query_scale
+from octavo.layers.mlp import PlainActivation, gelu, gelu_tanh, relu, squared_relu
+from octavo.layers.norm import Norm
+from octavo.layers.rotary import Rotary
+from octavo.models.config import ACTIVATIONS, FULL, layer_windows, read_common, read_layer_types
+from octavo.models.decoder_layer import DecoderLayer
+from octavo.models.keys import ConfigKeys
+from octavo.models.loader import WeightLoader
+from octavo.models.parts import LLAMA, RMS, AttentionPart, DecoderConfig, LayerPart, MLPPart, Names, NormPart
+from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width
+from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.linear import Activation
+
+PLAIN_ACTIVATIONS: dict[str, Activation | PlainActivation] = {
+    "gelu": gelu,
+    "gelu_fast": gelu_tanh,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": relu,
+    "relu2": squared_relu,
+}
+"""Activations of feed-forward layers without gates."""
+
+
+def read_decoder(
+    keys: ConfigKeys,
+    max_len: int | None,
+    *,
+    tied: bool = False,
+    eps: float = 1e-6,
+    eps_key: str = "rms_norm_eps",
+    head_dim: int | None = None,
+    activation_key: str = "hidden_act",
+    activation: str = "silu",
+    activations: Mapping[str, Activation | PlainActivation] = ACTIVATIONS,
+    rotary: float = 1.0,
+    theta: float = 10_000.0,
+    rope: Mapping[str, Any] | None = None,
+    windows: tuple[Sequence[str], int | None] | None = None,
+    has_bias: bool | None = None,
+    mlp_bias: bool | None = None,
+    names: Names | None = None,
+    norm: NormPart | None = None,
+) -> DecoderConfig:
+    """Read the keys that most families have, with a family's own defaults: equal layers with Llama's parts.
+
+    ``rope`` holds the rotary keys if they are not in the usual place, ``windows`` the type of each layer and the
+    sliding window. Biases follow ``attention_bias`` and ``mlp_bias`` unless given.
+    """
+    common = read_common(keys, tied=tied, head_dim=head_dim, eps=eps, eps_key=eps_key)
+    given = {"rope_theta": theta, **(rope_values(keys) if rope is None else rope)}
+    most, H = common["max_position_embeddings"], common["head_dim"]
+    longest = max_len or most
+    width = rotary_width(given, H, rotary)
+    types, window = windows or (read_layer_types(keys, (FULL,) * common["num_layers"]), None)
+    has_bias = keys.flag("attention_bias") if has_bias is None else has_bias
+    attention = AttentionPart(
+        num_heads=common["num_heads"],
+        num_kv_heads=common["num_kv_heads"],
+        head_dim=H,
+        scale=H**-0.5,
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+    )
+    mlp = MLPPart(
+        size=common["ffn_size"],
+        activation=keys.choice(activation_key, activations, activation),
+        has_bias=keys.flag("mlp_bias") if mlp_bias is None else mlp_bias,
+    )
+    spans = layer_windows(types, window, longest)
+    layers = [LayerPart(attention=dataclasses.replace(attention, window=span), mlp=mlp) for span in spans]
+    return DecoderConfig(
+        **common,
+        windows=spans,
+        layers=tuple(layers),
+        ropes=((read_rope(given, RopeContext(width, longest, most)), width),),
+        names=names or LLAMA,
+        norm=norm or RMS,
+    )
+
+
+EMBEDDING_NORM = "word_embeddings_layernorm"
+
+
+class Decoder:
+    """The complete model: embedding, layers, final norm and head. ``LlamaForCausalLM`` documents the methods."""
+
+    layer_class: type[DecoderLayer] = DecoderLayer
+
+    def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
+        self.config, names, D = config, config.names, config.hidden_size
+        shape, device = (config.vocab_size, D), weights.form.device
+        self.embedding = weights.embedding(names.embedding, *shape, config.tie_word_embeddings)
+        self.embedding_scale = config.embedding_scale / config.residual_scale
+        self.positions = None
+        if config.num_positions:
+            self.positions = weights.small_embedding(config.positions, config.num_positions, D)
+        self.embedding_norm: Norm | None = None
+        if config.has_embedding_norm:
+            name = f"{names.embedding.rpartition('.')[0]}.{EMBEDDING_NORM}"
+            self.embedding_norm = weights.stream_norm(name, D, config.norm_eps, config.norm)
+        self.rotaries = [Rotary(rope, width, device) for rope, width in config.ropes]
+        self.layers = [self.layer_class(config, weights, f"{names.layers}.{i}", i) for i in range(config.num_layers)]
+        self.norm = weights.stream_norm(names.norm, D, config.stream_eps, config.norm)
+        if config.logit_scale != 1.0:
+            self.norm.weight_D = (self.norm.weight_D.float() * config.logit_scale).to(weights.form.dtype)
+        self.head = weights.head(names.head, self.embedding, shape, config.tie_word_embeddings, config.has_head_bias)
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
+    ) -> Tensor:
+        x_TD = self.embedded(token_ids_T, positions_T)
+        step = self.step(token_ids_T, positions_T, x_TD)
+        for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
+            x_TD = layer(x_TD, step, cache, own_rows)
+        return x_TD
+
+    def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """The residual stream before the first layer, [T, D]."""
+        x_TD = self.embedding(token_ids_T)
+        if self.embedding_scale != 1.0:
+            x_TD = x_TD * self.embedding_scale
+        if self.positions is not None:
+            x_TD = x_TD + self.positions(positions_T + self.config.first_position)
+        return x_TD if self.embedding_norm is None else self.embedding_norm(x_TD)
+
+    def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor) -> StepAngles:
+        """What the layers need of the tokens and their positions."""
+        angles = tuple(rotary(positions_T) for rotary in self.rotaries)
+        if (scale := self.config.query_scale) is None:
+            return StepAngles(angles)
+        factors_T1 = query_scale(positions_T, scale.beta, scale.period, scale.offset)
+        return StepAngles(angles, factors_T1.to(x_TD.dtype))
+
+    def logits(self, x_RD: Tensor) -> Tensor:
+        logits_RV = self.head.of_normed(x_RD, self.norm)
+        cap = self.config.final_softcap
+        return logits_RV.div_(cap).tanh_().mul_(cap) if cap else logits_RV

@@ -1,0 +1,233 @@
+"""A layer of a decoder, built from its parts (``parts.py``).
+
+Shapes: T tokens of the step, R rows whose logits are needed, D model, N heads, K kv heads, H head dim, X experts,
+F the width of an expert.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.layers.heads import (
+    ClippedHeads,
+    JointNorms,
+    LateNorms,
+    OwnNorms,
+    Preparation,
+    ScaledQueries,
+    StepAngles,
+    WideValues,
+)
+from octavo.layers.linear import Linear
+from octavo.layers.mlp import MLP, GatedMLP
+from octavo.layers.moe import MoE, Router, SharedExpert
+from octavo.layers.norm import Norm, RMSNorm
+from octavo.layers.output_mlp import output_mlp
+from octavo.models.llama import FeedForward
+from octavo.models.loader import ExpertShape, WeightLoader
+from octavo.models.parts import AttentionPart, DecoderConfig, ExpertsPart, HeadNorm
+from octavo.models.rope import half_split_rows
+from octavo.ops import attention
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.elementwise import sigmoid
+from octavo.quant.stored.stored_weight import Order
+
+
+class DecoderLayer:
+    """Attention and a feed-forward layer, one after the other or both of the same input."""
+
+    def __init__(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        self.part = part = config.layers[index].attention
+        self.is_parallel = config.is_parallel
+        names, D = config.names, config.hidden_size
+        self.before_attention = self.stream_norm(config, weights, prefix, names.before_attention)
+        self.heads = self.head_layout(config, weights, prefix, part)
+        self.qkv_proj = self.qkv(config, weights, prefix)
+        width = part.num_heads * (part.value_dim or part.head_dim)
+        self.o_proj = weights.row(f"{prefix}.{names.output}", D, width, part.has_output_bias)
+        self.gate: Linear | None = None
+        if part.gate is not None:
+            count = part.num_heads if part.gate == "head" else width
+            self.gate = weights.column(f"{prefix}.{names.attention_gate}", count, D, num_heads=part.num_heads)
+        self.after_attention = self.stream_norm(config, weights, prefix, names.after_attention)
+        self.mlp = self.feed_forward(config, weights, prefix, index)
+        self.heads = weights.own_heads(self.heads)
+        self.preparations, self.wide_values = self.prepare(config, weights, prefix)
+
+    def stream_norm(self, config: DecoderConfig, weights: WeightLoader, prefix: str, name: str | None) -> Norm | None:
+        """A norm of the residual stream, if it has one of this name."""
+        if name is None:
+            return None
+        return weights.stream_norm(f"{prefix}.{name}", config.hidden_size, config.stream_eps, config.norm)
+
+    # Attention.
+
+    def head_layout(self, config: DecoderConfig, weights: WeightLoader, prefix: str, part: AttentionPart) -> HeadLayout:
+        """The settings of the attention, before heads are divided among devices."""
+        layout = HeadLayout(
+            part.num_heads,
+            part.num_kv_heads,
+            part.head_dim,
+            part.scale,
+            window=part.window,
+            softcap=part.softcap,
+            shares_cache=part.shared_with is not None,
+        )
+        if part.has_sinks:
+            layout = layout._replace(sinks_N=weights.exact(f"{prefix}.{config.names.sinks}", part.num_heads))
+        norm = part.head_norm
+        if norm is None or norm.over != "head" or norm.is_after_rope:
+            return layout
+        queries, keys = self.head_weights(config, weights, prefix, norm)
+        return layout._replace(q_norm_H=queries, k_norm_H=keys, norm_eps=config.norm_eps)
+
+    def head_weights(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: HeadNorm) -> list[Tensor]:
+        """The weights [H] of a norm of each query head and each key head."""
+        H = self.part.head_dim
+        if not norm.has_weight:
+            return [torch.ones(H, dtype=weights.form.dtype, device=weights.form.device)] * 2
+        return [weights.norm_weight(f"{prefix}.{name}.weight", H, norm.offset) for name in config.names.head_norms]
+
+    def qkv(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Linear:
+        """Queries, keys and values side by side."""
+        part = self.part
+        orders: tuple[Order | None, ...] = (None, None, None)
+        if part.is_adjacent and part.rope is not None:
+            width = config.ropes[part.rope][1]
+            counts = part.num_heads, part.num_kv_heads
+            orders = (*(half_split_rows(count, part.head_dim, width) for count in counts), None)
+        names = [f"{prefix}.{name}" for name in config.names.queries]
+        return weights.qkv(
+            names, self.heads, config.hidden_size, part.has_bias, orders=orders, value_dim=part.value_dim
+        )
+
+    def prepare(
+        self, config: DecoderConfig, weights: WeightLoader, prefix: str
+    ) -> tuple[list[Preparation], WideValues | None]:
+        """What is done to queries, keys and values before attention, with this device's heads."""
+        part, norm, found = self.part, self.part.head_norm, list[Preparation]()
+        names = [f"{prefix}.{name}" for name in config.names.head_norms]
+        counts = part.num_heads, part.num_kv_heads
+        if norm is not None and norm.over == "all":
+            pairs = zip(names, counts, strict=True)
+            q_norm, k_norm = (weights.head_norm(name, count, part.head_dim, config.norm_eps) for name, count in pairs)
+            found.append(JointNorms(q_norm, k_norm, self.heads))
+        if norm is not None and norm.over == "each":
+            pairs = zip(names, counts, strict=True)
+            queries, keys = (self.own_weights(config, weights, name, count) for name, count in pairs)
+            found.append(OwnNorms(queries, keys, config.norm_eps, self.heads))
+        if norm is not None and norm.over == "head" and norm.is_after_rope:
+            queries, keys = self.head_weights(config, weights, prefix, norm)
+            eps = config.norm_eps
+            found.append(LateNorms(RMSNorm(queries, eps), RMSNorm(keys, eps), self.heads))
+        if part.clip:
+            found.append(ClippedHeads(part.clip))
+        if part.scales_queries:
+            found.append(ScaledQueries(self.heads))
+        wide = None
+        if part.value_dim:
+            wide = WideValues(self.heads, part.value_dim, part.value_scale)
+            found.insert(0, wide)
+        return found, wide
+
+    def own_weights(self, config: DecoderConfig, weights: WeightLoader, name: str, count: int) -> Tensor:
+        """Weights [N, H] of norms of each head, in the order of the rows of queries and keys."""
+        part = self.part
+        weight_NH = weights.matrix(name, count, part.head_dim, num_heads=count)
+        if part.is_adjacent and part.rope is not None:
+            order = half_split_rows(1, part.head_dim, config.ropes[part.rope][1])
+            weight_NH = weight_NH[:, torch.from_numpy(order).to(weight_NH.device)]
+        return weight_NH
+
+    # The feed-forward layer.
+
+    def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
+        """The feed-forward part with its norms."""
+        part, names, D = config.layers[index].mlp, config.names, config.hidden_size
+        if names.before_mlp is not None and names.before_mlp == names.before_attention:
+            before = self.before_attention
+        else:
+            before = self.stream_norm(config, weights, prefix, names.before_mlp)
+        after = self.stream_norm(config, weights, prefix, names.after_mlp)
+        if isinstance(part, ExpertsPart):
+            return self.mixture(config, part, weights, prefix, before, after)
+        ups = [f"{prefix}.{name}" for name in names.ups]
+        if isinstance(part.activation, str):
+            up = weights.gate_up(ups, part.size, D, part.has_bias)
+        else:
+            up = weights.column(ups[0], part.size, D, part.has_bias)
+        down = weights.row(f"{prefix}.{names.down}", D, part.size, part.has_bias)
+        if type(before) is RMSNorm and after is None and isinstance(part.activation, str):
+            return GatedMLP(before, up, down, part.activation)
+        return MLP(before, up, down, part.activation, after)
+
+    def mixture(
+        self,
+        config: DecoderConfig,
+        part: ExpertsPart,
+        weights: WeightLoader,
+        prefix: str,
+        before: Norm | None,
+        after: Norm | None,
+    ) -> FeedForward:
+        """The feed-forward part of a layer with experts."""
+        moe, D, X, F = part.moe, config.hidden_size, part.moe.num_experts, part.moe.expert_size
+        routing = part.routing
+        if part.correction is not None:
+            name = f"{prefix}.{part.correction}"
+            sizes = (1, X) if weights.tensors.shape(name) == (1, X) else (X,)
+            correction = weights.exact(name, *sizes)
+            routing = routing._replace(correction_X=correction.view(X))
+        router = Router(before, weights.router(f"{prefix}.{part.router}", X, D), routing)
+        gate, up, down = part.projections
+        shape = ExpertShape(X, D, F, moe.activation, gate, up, down)
+        if part.stacked is not None and weights.tensors.has(f"{prefix}.{part.experts}.{part.stacked[0]}"):
+            order = np.arange(2 * F)
+            experts = weights.stacked_experts(f"{prefix}.{part.experts}", shape, order, names=part.stacked)
+        else:
+            experts = weights.experts(f"{prefix}.{part.experts}", shape)
+        shared = self.shared_expert(config, part, weights, prefix) if moe.shared_size else None
+        return MoE(router, experts, shared, weights.collective, after)
+
+    def shared_expert(
+        self, config: DecoderConfig, part: ExpertsPart, weights: WeightLoader, prefix: str
+    ) -> SharedExpert:
+        """The expert that all tokens use."""
+        D, F = config.hidden_size, part.moe.shared_size
+        assert isinstance(part.moe.activation, str)
+        return SharedExpert(
+            weights.gate_up([f"{prefix}.{name}" for name in part.shared], F, D),
+            weights.partial_row(f"{prefix}.{part.shared_down}", D, F),
+            part.moe.activation,
+            scale=part.shared_scale,
+        )
+
+    # The computation.
+
+    def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
+        """The next residual stream, [T, D], or [R, D] with logits indices; ``x`` may be overwritten."""
+        qkv_TW = self.qkv_proj.of_normed(x_TD, self.before_attention)
+        attended_TN, x_TD = rows.pick(self.attend(qkv_TW, step, cache, rows), x_TD)
+        if self.gate is not None:
+            attended_TN = self.gated(attended_TN, self.gate.of_normed(x_TD, self.before_attention))
+        if self.is_parallel:
+            return self.o_proj(attended_TN, residual=self.mlp(x_TD))
+        if self.after_attention is None:
+            return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
+        return self.mlp(self.after_attention(self.o_proj(attended_TN), x_TD))
+
+    def attend(self, qkv_TW: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
+        """Attention of projected queries, keys and values, [T, N H]."""
+        angles = step.of(self.part.rope)
+        for prepare in self.preparations:
+            qkv_TW, angles = prepare(qkv_TW, angles, step)
+        cos_TR, sin_TR = angles
+        attended_TN = attention(qkv_TW, self.heads, cos_TR, sin_TR, cache, rows)
+        return attended_TN if self.wide_values is None else self.wide_values.narrow(attended_TN)
+
+    def gated(self, attended_TN: Tensor, gate_TN: Tensor) -> Tensor:
+        """The heads' outputs times the sigmoid of their gates."""
+        T, count = gate_TN.shape
+        return (attended_TN.view(T, count, -1) * sigmoid(gate_TN).unsqueeze(-1)).view(T, -1)

@@ -1,0 +1,97 @@
+"""Granite (IBM): Llama with factors of embeddings, attention, residuals and logits; with experts, windows or neither.
+
+The variants with windows have attention sinks, and a rotary base for each layer, 0 for layers without positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.moe import read_experts
+from octavo.models.parts import DecoderConfig, ExpertsPart
+from octavo.models.rope import RopeContext, read_rope, rope_values
+from octavo.ops.moe import Routing
+
+
+def with_factors(keys: ConfigKeys, config: DecoderConfig) -> DecoderConfig:
+    """With Granite's four factors."""
+    config = dataclasses.replace(
+        config,
+        embedding_scale=keys.number("embedding_multiplier", 1.0),
+        residual_scale=keys.number("residual_multiplier", 1.0),
+        logit_scale=1 / keys.number("logits_scaling", 1.0),
+    )
+    return config.with_attention(scale=keys.number("attention_multiplier", 1.0))
+
+
+def with_experts(keys: ConfigKeys, config: DecoderConfig, shared_size: int) -> DecoderConfig:
+    """With experts in every layer, and a shared one of ``shared_size``, 0: none."""
+    moe = read_experts(
+        keys,
+        config.num_layers,
+        config.ffn_size,
+        keys.choice("hidden_act", ACTIVATIONS, "silu"),
+        count_keys=("num_local_experts",),
+        num_chosen=2,
+        expert_size=config.ffn_size,
+        normalises=True,
+        shared_size=shared_size,
+    )
+    part = ExpertsPart(
+        moe=moe,
+        routing=Routing(moe.num_chosen, normalises=True),
+        router="block_sparse_moe.router.layer",
+        experts="block_sparse_moe",
+        stacked=("input_linear.weight", "output_linear.weight"),
+        shared=("shared_mlp.input_linear",),
+        shared_down="shared_mlp.output_linear",
+    )
+    return config.with_mlps(lambda _: part)
+
+
+def with_windows(keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+    """Layers with windows, sinks and rotary bases of their own."""
+    kinds = [SLIDING if i % 4 else FULL for i in range(keys.size("num_hidden_layers"))]
+    types = read_layer_types(keys, kinds)
+    given, thetas = rope_values(keys), keys.get("layer_rope_theta")
+    config = read_decoder(
+        keys, max_len, tied=True, eps=1e-5, windows=(types, keys.size("sliding_window", 128)), rope=given
+    )
+    if thetas is None:
+        return config.with_attention(has_sinks=True)
+    if not isinstance(thetas, list | tuple) or len(thetas) != len(types):
+        raise wrong("layer_rope_theta", thetas, f"a list of {len(types)} numbers")
+    width, most = config.ropes[0][1], config.max_position_embeddings
+    context = RopeContext(width, max_len or most, most)
+    bases = sorted({theta for theta in thetas if theta})
+    ropes = tuple((read_rope({**given, "rope_theta": theta}, context), width) for theta in bases)
+    config = dataclasses.replace(config, ropes=ropes)
+    return config.with_attention(has_sinks=True, rope=[bases.index(theta) if theta else None for theta in thetas])
+
+
+class GraniteForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        return with_factors(keys, read_decoder(keys, max_len))
+
+
+class GraniteSWAForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        return with_factors(keys, with_windows(keys, max_len))
+
+
+class GraniteMoeForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        return with_experts(keys, with_factors(keys, read_decoder(keys, max_len, mlp_bias=False)), shared_size=0)
+
+
+class GraniteMoeSharedForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        shared_size = keys.size("shared_intermediate_size", 0, low=0)
+        return with_experts(keys, with_factors(keys, read_decoder(keys, max_len, mlp_bias=False)), shared_size)

@@ -1,0 +1,44 @@
+"""Ministral 3 (Mistral AI): Mistral with YaRN, whose queries grow with the logarithm of their position."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.keys import ConfigKeys
+from octavo.models.parts import DecoderConfig, QueryScale
+from octavo.models.rope import rope_values
+
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""The default rotary embedding."""
+
+
+class Ministral3ForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        is_given = any(keys.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
+        given = rope_values(keys) if is_given else dict(ROPE)
+        given.pop("max_position_embeddings", None)
+        beta = given.pop("llama_4_scaling_beta", None)
+        window = keys.get("sliding_window")
+        kinds = [FULL if window is None else SLIDING] * keys.size("num_hidden_layers")
+        spans = (read_layer_types(keys, kinds), None if window is None else keys.size("sliding_window"))
+        config = read_decoder(
+            keys, max_len, eps=1e-5, head_dim=128, rope=given, windows=spans, has_bias=False, mlp_bias=False
+        )
+        if beta is None:
+            return config
+        period = ConfigKeys(given).size("original_max_position_embeddings")
+        config = dataclasses.replace(config, query_scale=QueryScale(ConfigKeys({"beta": beta}).number("beta"), period))
+        return config.with_attention(scales_queries=True)

@@ -1,0 +1,256 @@
+"""Decoders from before Llama, with LayerNorms: GPT-NeoX and Pythia, Falcon, OPT, StarCoder 2, StableLM and Phi.
+
+GPT-NeoX (arXiv 2204.06745) and Falcon (arXiv 2311.16867) fuse queries, keys and values head by head, OPT (arXiv
+2205.01068) has learned positions, StarCoder 2 (arXiv 2402.19173) and StableLM 2 (arXiv 2402.17834) are close to Llama.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from octavo.layers.linear import Linear
+from octavo.models.config import FULL, SLIDING
+from octavo.models.decoder import PLAIN_ACTIVATIONS, Decoder, read_decoder
+from octavo.models.decoder_layer import DecoderLayer
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.loader import WeightLoader
+from octavo.models.parts import DecoderConfig, Names, NormPart
+from octavo.models.rope import rope_values
+from octavo.quant.stored.stored_weight import Order
+
+LAYER_NORM = NormPart(is_layer_norm=True)
+
+
+def fused_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> Order:
+    """The stored row of each row of queries, then keys, then values, where each KV head's queries, key and value lie
+    together."""
+    each = num_heads // num_kv_heads
+    rows = np.arange((num_heads + 2 * num_kv_heads) * head_dim).reshape(num_kv_heads, each + 2, head_dim)
+    return np.concatenate([rows[:, :each].ravel(), rows[:, each].ravel(), rows[:, each + 1].ravel()])
+
+
+class FusedLayer(DecoderLayer):
+    """A layer whose queries, keys and values are fused KV head by KV head."""
+
+    def qkv(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Linear:
+        part = self.part
+        order = fused_rows(part.num_heads, part.num_kv_heads, part.head_dim)
+        names = [f"{prefix}.{name}" for name in config.names.queries]
+        return weights.qkv(names, self.heads, config.hidden_size, part.has_bias, orders=(order,))
+
+
+NEOX = Names(
+    embedding="gpt_neox.embed_in",
+    layers="gpt_neox.layers",
+    norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    queries=("attention.query_key_value",),
+    output="attention.dense",
+    ups=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+)
+
+
+class GPTNeoXForCausalLM(Decoder):
+    layer_class = FusedLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        keys.get("classifier_dropout")
+        given = rope_values(keys)
+        base, share = keys.get("rotary_emb_base"), keys.get("rotary_pct")  # the older names
+        older = {"rope_theta": base, "partial_rotary_factor": 0.25 if share is None else share}
+        given = {**{key: value for key, value in older.items() if value is not None}, **given}
+        config = read_decoder(
+            keys,
+            max_len,
+            eps=1e-5,
+            eps_key="layer_norm_eps",
+            activation="gelu",
+            activations=PLAIN_ACTIVATIONS,
+            rope=given,
+            has_bias=keys.flag("attention_bias", True),
+            mlp_bias=True,
+            names=NEOX,
+            norm=LAYER_NORM,
+        )
+        return dataclasses.replace(config, is_parallel=keys.flag("use_parallel_residual", True))
+
+
+FALCON = Names(
+    embedding="transformer.word_embeddings",
+    layers="transformer.h",
+    norm="transformer.ln_f",
+    queries=("self_attention.query_key_value",),
+    output="self_attention.dense",
+    ups=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+)
+
+
+class FalconForCausalLM(Decoder):
+    layer_class = FusedLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        if keys.flag("alibi"):
+            raise wrong("alibi", True, "false; biases by distance run with backend transformers")
+        num_heads, hidden_size = keys.size("num_attention_heads"), keys.size("hidden_size")
+        is_new, is_parallel = keys.flag("new_decoder_architecture"), keys.flag("parallel_attn", True)
+        num_kv_heads, shares_keys = keys.size("num_kv_heads", num_heads), keys.flag("multi_query", True)
+        if not is_new:
+            num_kv_heads = 1 if shares_keys else num_heads
+        if is_new and not is_parallel:
+            raise wrong("parallel_attn", False, "true with new_decoder_architecture")
+        two = is_parallel and keys.size("num_ln_in_parallel_attn", 2 if is_new else 1) == 2
+        names = FALCON._replace(before_attention="ln_attn", before_mlp="ln_mlp") if two else FALCON
+        if is_parallel and not two:
+            names = FALCON._replace(before_mlp="input_layernorm")
+        has_bias = keys.flag("bias")
+        values = {
+            **keys.values,
+            "intermediate_size": keys.size("ffn_hidden_size", 4 * hidden_size),
+            "num_key_value_heads": num_kv_heads,
+            "max_position_embeddings": keys.size("max_position_embeddings", 2048),
+        }
+        inner = keys.over(values)
+        config = read_decoder(
+            inner,
+            max_len,
+            tied=True,
+            eps=1e-5,
+            eps_key="layer_norm_epsilon",
+            activation_key="activation",
+            activation="gelu",
+            activations=PLAIN_ACTIVATIONS,
+            has_bias=has_bias,
+            mlp_bias=has_bias,
+            names=names,
+            norm=LAYER_NORM,
+        )
+        return dataclasses.replace(config, is_parallel=is_parallel)
+
+
+OPT = Names(
+    embedding="model.decoder.embed_tokens",
+    layers="model.decoder.layers",
+    norm="model.decoder.final_layer_norm",
+    output="self_attn.out_proj",
+    before_attention="self_attn_layer_norm",
+    before_mlp="final_layer_norm",
+    ups=("fc1",),
+    down="fc2",
+)
+
+
+class OPTForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        hidden_size, has_bias = keys.size("hidden_size"), keys.flag("enable_bias", True)
+        if keys.size("word_embed_proj_dim", hidden_size) != hidden_size:
+            raise wrong("word_embed_proj_dim", keys.get("word_embed_proj_dim"), "hidden_size")
+        for key, allowed in (("do_layer_norm_before", True), ("layer_norm_elementwise_affine", True)):
+            if keys.flag(key, allowed) != allowed:
+                raise wrong(key, not allowed, "true")
+        if keys.flag("_remove_final_layer_norm"):
+            raise wrong("_remove_final_layer_norm", True, "false")
+        values = {**keys.values, "intermediate_size": keys.size("ffn_dim"), "layer_norm_eps": 1e-5}
+        config = read_decoder(
+            keys.over(values),
+            max_len,
+            tied=True,
+            eps=1e-5,
+            eps_key="layer_norm_eps",
+            activation_key="activation_function",
+            activation="relu",
+            activations=PLAIN_ACTIVATIONS,
+            has_bias=has_bias,
+            mlp_bias=has_bias,
+            names=OPT,
+            norm=LAYER_NORM,
+        )
+        for key in ("dropout", "layerdrop", "init_std"):
+            keys.get(key)
+        return dataclasses.replace(
+            config.with_attention(rope=None),
+            ropes=(),
+            num_positions=config.max_position_embeddings + 2,
+            first_position=2,
+            positions="model.decoder.embed_positions",
+        )
+
+
+class Starcoder2ForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        has_bias, window = keys.flag("use_bias", True), keys.get("sliding_window")
+        kinds = [FULL if window is None else SLIDING] * keys.size("num_hidden_layers")
+        for key in ("embedding_dropout", "residual_dropout"):
+            keys.get(key)
+        return read_decoder(
+            keys,
+            max_len,
+            tied=True,
+            eps=1e-5,
+            eps_key="norm_epsilon",
+            activation="gelu_pytorch_tanh",
+            activations=PLAIN_ACTIVATIONS,
+            windows=(kinds, None if window is None else keys.size("sliding_window")),
+            has_bias=has_bias,
+            mlp_bias=has_bias,
+            names=Names(ups=("mlp.c_fc",), down="mlp.c_proj"),
+            norm=LAYER_NORM,
+        )
+
+
+class StableLmForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        is_parallel = keys.flag("use_parallel_residual")
+        names = Names(before_mlp="input_layernorm") if is_parallel else Names()
+        config = read_decoder(
+            keys,
+            max_len,
+            eps=1e-5,
+            eps_key="layer_norm_eps",
+            rotary=0.25,
+            has_bias=keys.flag("use_qkv_bias"),
+            mlp_bias=False,
+            names=names._replace(head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm")),
+            norm=LAYER_NORM,
+        )
+        if keys.flag("qk_layernorm"):
+            raise wrong("qk_layernorm", True, "false")
+        return dataclasses.replace(config.with_attention(has_output_bias=False), is_parallel=is_parallel)
+
+
+PHI = Names(
+    norm="model.final_layernorm",
+    output="self_attn.dense",
+    before_mlp="input_layernorm",
+    ups=("mlp.fc1",),
+    down="mlp.fc2",
+)
+
+
+class PhiForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        if keys.flag("qk_layernorm"):
+            raise wrong("qk_layernorm", True, "false")
+        config = read_decoder(
+            keys,
+            max_len,
+            eps=1e-5,
+            eps_key="layer_norm_eps",
+            activation="gelu_new",
+            activations=PLAIN_ACTIVATIONS,
+            rotary=0.5,
+            has_bias=True,
+            mlp_bias=True,
+            names=PHI,
+            norm=LAYER_NORM,
+        )
+        return dataclasses.replace(config, is_parallel=True, has_head_bias=True)

@@ -1,0 +1,92 @@
+"""OLMo (arXiv 2402.00838), OLMo 3 (arXiv 2512.13961) and OLMoE (arXiv 2409.02060).
+
+OLMo has LayerNorms without weights; all but the first have norms over all query and all key heads of a token. OLMo 3 is
+OLMo 2 with sliding windows in three of four layers, whose rotary embedding is not scaled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.keys import ConfigKeys
+from octavo.models.moe import read_experts
+from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names, NormPart
+from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width
+from octavo.ops.moe import Routing
+
+AFTER = Names(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
+"""Norms of what attention and the feed-forward layer give, alone."""
+JOINT = HeadNorm("all")
+
+
+def read_clip(keys: ConfigKeys) -> float:
+    """The limit of queries, keys and values, 0 for none."""
+    return 0.0 if keys.get("clip_qkv") is None else keys.number("clip_qkv")
+
+
+class OlmoForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        norm = NormPart(is_layer_norm=True, has_weight=False, has_bias=False)
+        config = read_decoder(keys, max_len, norm=norm, mlp_bias=False)
+        return dataclasses.replace(config.with_attention(clip=read_clip(keys)), norm_eps=1e-5)
+
+
+class OlmoeForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        config = read_decoder(keys, max_len, eps=1e-5, mlp_bias=False)
+        moe = read_experts(
+            keys,
+            config.num_layers,
+            config.ffn_size,
+            keys.choice("hidden_act", ACTIVATIONS, "silu"),
+            count_keys=("num_experts",),
+            num_chosen=8,
+            expert_size=config.ffn_size,
+            normalises=keys.flag("norm_topk_prob"),
+        )
+        part = ExpertsPart(moe=moe, routing=Routing(moe.num_chosen, moe.normalises))
+        return config.with_mlps(lambda _: part).with_attention(head_norm=JOINT, clip=read_clip(keys))
+
+
+def ropes_by_type(keys: ConfigKeys, theta: float, local_theta: float | None = None) -> tuple[dict[str, Any], ...]:
+    """Rotary keys of full-attention layers, and of sliding ones, which are never scaled unless said to be."""
+    both = keys.get("rope_parameters")
+    if isinstance(both, dict) and (FULL in both or SLIDING in both):
+        return {"rope_theta": theta, **both.get(FULL, {})}, {
+            "rope_theta": local_theta or theta,
+            **both.get(SLIDING, {}),
+        }
+    given = {"rope_theta": theta, **rope_values(keys)}
+    return given, {"rope_theta": local_theta or given["rope_theta"]}
+
+
+def with_local_rope(
+    config: DecoderConfig, local: dict[str, Any], types: tuple[str, ...], max_len: int | None, rotary: float = 1.0
+) -> DecoderConfig:
+    """With another rotary embedding in sliding layers."""
+    H, most = config.head_dim, config.max_position_embeddings
+    width = rotary_width(local, H, rotary)
+    rope = read_rope(local, RopeContext(width, max_len or most, most))
+    config = dataclasses.replace(config, ropes=(*config.ropes, (rope, width)))
+    return config.with_attention(rope=[int(kind == SLIDING) for kind in types])
+
+
+class Olmo3ForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        kinds = [SLIDING if (i + 1) % 4 else FULL for i in range(keys.size("num_hidden_layers"))]
+        types = read_layer_types(keys, kinds)
+        full, local = ropes_by_type(keys, theta=500_000.0)
+        spans = (types, keys.size("sliding_window", 4096))
+        config = read_decoder(keys, max_len, eps=1e-5, rope=full, windows=spans, names=AFTER, mlp_bias=False)
+        return with_local_rope(config, local, types, max_len).with_attention(head_norm=JOINT)

@@ -1,0 +1,216 @@
+"""The parts that decoders are put together from, as settings: a family is a configuration of these.
+
+Shapes: N query heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+from octavo.layers.mlp import PlainActivation
+from octavo.layers.rotary import DefaultRope
+from octavo.models.config import ModelConfig
+from octavo.models.layer_cache import LayerCacheSpec
+from octavo.models.moe import MoESettings
+from octavo.ops.linear import Activation
+from octavo.ops.moe import Routing
+
+
+class Names(NamedTuple):
+    """Names in a checkpoint: of the model's modules, then of those within a layer, whose norms may be absent."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    queries: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Of the projections to queries, keys and values, or of the fused one."""
+    output: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
+    head_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    attention_gate: str = "self_attn.gate_proj"
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    ups: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Of the gates and ups, the fused projection to both, or that to the ups of a feed-forward layer without gates."""
+    down: str = "mlp.down_proj"
+
+
+class NormPart(NamedTuple):
+    """The norms of the residual stream."""
+
+    is_layer_norm: bool = False
+    """LayerNorm, not RMSNorm."""
+    has_weight: bool = True
+    has_bias: bool = True
+    """For LayerNorm alone."""
+    offset: float = 0.0
+    """Added to the stored weights."""
+
+
+LLAMA = Names()
+RMS = NormPart()
+
+
+class HeadNorm(NamedTuple):
+    """The norms of queries and keys."""
+
+    over: Literal["head", "each", "all"] = "head"
+    """RMSNorm of a head with one weight [H] for all of them, LayerNorm of a head with a weight of its own [N, H], or
+    RMSNorm over all heads of a token together."""
+    has_weight: bool = True
+    is_after_rope: bool = False
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPart:
+    """The attention of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    value_dim: int = 0
+    """Width of a value head, where it is narrower than a key head; 0: the same."""
+    value_scale: float = 1.0
+    window: int = 0
+    """Sliding window, 0: full attention."""
+    softcap: float = 0.0
+    rope: int | None = 0
+    """Which of the model's rotary embeddings, ``None``: no positions in this layer."""
+    is_adjacent: bool = False
+    """Whether rotated pairs are adjacent numbers, not half a width apart."""
+    has_bias: bool = False
+    """Whether queries, keys and values have biases."""
+    has_output_bias: bool = False
+    head_norm: HeadNorm | None = None
+    has_sinks: bool = False
+    clip: float = 0.0
+    """Queries, keys and values are limited to this absolute value; 0: not limited."""
+    gate: Literal["head", "number"] | None = None
+    """Whether the outputs are multiplied by the sigmoid of a gate, one for each head or number."""
+    scales_queries: bool = False
+    """Whether queries are multiplied by the model's factor of their position."""
+    shared_with: int | None = None
+    """The earlier layer whose keys and values this one reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPPart:
+    """A dense feed-forward layer."""
+
+    size: int
+    activation: Activation | PlainActivation
+    """Gated, or plain: of a layer without gates."""
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsPart:
+    """A mixture of experts; names are those in a checkpoint, within a layer."""
+
+    moe: MoESettings
+    routing: Routing
+    router: str = "mlp.gate"
+    correction: str | None = None
+    """Of the tensor that is added to the scores for the selection."""
+    experts: str = "mlp.experts"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: tuple[str, str] | None = None
+    """Of the tensors [experts, outputs, inputs] with gates and ups, and with downs, if experts are stacked."""
+    shared: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_down: str = "mlp.shared_experts.down_proj"
+    shared_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPart:
+    """One layer."""
+
+    attention: AttentionPart
+    mlp: MLPPart | ExpertsPart
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Factors of queries by position: see ``query_scale``."""
+
+    beta: float
+    period: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """The parts of a decoder."""
+
+    layers: tuple[LayerPart, ...]
+    ropes: tuple[tuple[DefaultRope, int], ...]
+    """The rotary embeddings that layers choose from, each with the width of its part of a head."""
+    names: Names = LLAMA
+    norm: NormPart = RMS
+    is_parallel: bool = False
+    """Whether attention and the feed-forward layer have the same input, and both are added to it."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of what a layer's parts add to the residual stream."""
+    logit_scale: float = 1.0
+    final_softcap: float = 0.0
+    """Soft cap of logits, 0 for none."""
+    query_scale: QueryScale | None = None
+    num_positions: int = 0
+    """Learned positions, added to embeddings; 0: none."""
+    first_position: int = 0
+    """Index of the first token's learned position."""
+    positions: str = ""
+    """Name of the learned positions."""
+    has_head_bias: bool = False
+    has_embedding_norm: bool = False
+    """Whether embeddings are normalised, by ``EMBEDDING_NORM`` beside them."""
+
+    @property
+    def cache(self) -> tuple[LayerCacheSpec, ...]:
+        return tuple(
+            LayerCacheSpec(
+                part.attention.num_kv_heads,
+                part.attention.head_dim,
+                part.attention.window,
+                shared_with=part.attention.shared_with,
+            )
+            for part in self.layers
+        )
+
+    def with_attention(self, **fields: Any) -> Self:
+        """With other fields of the layers' attention; a list has one value for each layer."""
+        layers = [
+            dataclasses.replace(
+                part,
+                attention=dataclasses.replace(
+                    part.attention,
+                    **{name: value[i] if isinstance(value, list) else value for name, value in fields.items()},
+                ),
+            )
+            for i, part in enumerate(self.layers)
+        ]
+        return dataclasses.replace(self, layers=tuple(layers))
+
+    def with_mlps(self, make: Callable[[int], Any]) -> Self:
+        """With other feed-forward layers: ``make(layer)``, or what was there where it gives ``None``."""
+        layers = [dataclasses.replace(part, mlp=make(i) or part.mlp) for i, part in enumerate(self.layers)]
+        widest = max(part.mlp.size if isinstance(part.mlp, MLPPart) else part.mlp.moe.widest for part in layers)
+        return dataclasses.replace(self, layers=tuple(layers), ffn_size=widest)
+
+    @property
+    def stream_eps(self) -> float:
+        """The epsilon of norms of the residual stream.
+
+        With a factor m of what is added to the stream, the model computes the stream divided by m: then nothing has to
+        be multiplied, and a norm gives the same if its epsilon is divided by m squared.
+        """
+        return self.norm_eps / self.residual_scale**2

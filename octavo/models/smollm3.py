@@ -1,0 +1,32 @@
+"""SmolLM3 (Hugging Face): Llama without positions in every fourth layer (NoPE, arXiv 2501.18795)."""
+
+from __future__ import annotations
+
+from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.parts import DecoderConfig
+
+
+def rotated_layers(keys: ConfigKeys, num_layers: int, every: int) -> list[bool]:
+    """Whether each layer has rotary positions: by ``no_rope_layers``, whose 0 says no, or all but each ``every``-th."""
+    flags = keys.get("no_rope_layers")
+    if not flags:
+        return [(i + 1) % every != 0 for i in range(num_layers)]
+    if not isinstance(flags, list | tuple) or len(flags) < num_layers or not all(flag in (0, 1) for flag in flags):
+        raise wrong("no_rope_layers", flags, f"a list of {num_layers}, each 0 or 1")
+    return [bool(flag) for flag in flags[:num_layers]]
+
+
+class SmolLM3ForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        num_layers = keys.size("num_hidden_layers")
+        has_rope = rotated_layers(keys, num_layers, keys.size("no_rope_layer_interval", 4))
+        keys.get("sliding_window")  # ignored without the flag
+        slides = keys.flag("use_sliding_window") and keys.get("sliding_window") is not None
+        window = keys.size("sliding_window") if slides else None
+        types = read_layer_types(keys, [SLIDING if slides and not has_rope[i] else FULL for i in range(num_layers)])
+        spans = (types if slides else (FULL,) * num_layers, window)
+        config = read_decoder(keys, max_len, tied=True, theta=2e6, windows=spans)
+        return config.with_attention(rope=[0 if has else None for has in has_rope])

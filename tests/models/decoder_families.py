@@ -1,0 +1,156 @@
+"""Tiny configurations of the families that are put together from parts: rows of the table in ``families.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_hidden_layers": 3}
+ROUTED = {key: value for key, value in EXPERTS.items() if key != "num_experts"} | {"n_routed_experts": 6}
+COHERE = {"num_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 3}
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 9, "vocab_size_per_layer_input": 97}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "head_dim": 8,
+}
+FALCON = {"num_attention_heads": 4, "ffn_hidden_size": 48}
+ROTATED_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 6.0,
+}
+GRANITE_MOE = {**GRANITE, "num_local_experts": 5}
+BOTH_ROPES = {
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 100,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+}
+SLIDES = ["sliding_attention", "full_attention"]
+ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24, "num_hidden_layers": 3}
+
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee/biases": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "cohere/normed_heads": ("cohere", {"use_qk_norm": True, "logit_scale": 0.3, "num_key_value_heads": 1}),
+    "cohere/biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
+    "cohere2/windows": ("cohere2", {"sliding_window": 9, "layer_types": SLIDES}),
+    "cohere2_moe/shared": (
+        "cohere2_moe",
+        {**COHERE, "num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse", "sparse"], "head_dim": 8}
+        | {"prefix_dense_intermediate_size": 40, "sliding_window": 9, "layer_types": ["full_attention", *SLIDES]},
+    ),
+    "cohere2_moe/sigmoid": (
+        "cohere2_moe",
+        {**COHERE, "expert_selection_fn": "sigmoid", "head_dim": 16, "rms_norm_eps": 1e-4, "num_hidden_layers": 2},
+    ),
+    "dots1/windows": (
+        "dots1",
+        {**ROUTED, "n_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "ernie4_5/wide_heads": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "ernie4_5_moe/some_layers": ("ernie4_5_moe", {**ERNIE, "moe_layer_start_index": 1, "moe_num_shared_experts": 1}),
+    "exaone4/windows": ("exaone4", {"sliding_window": 9, "layer_types": SLIDES}),
+    "exaone4/full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone_moe/groups": (
+        "exaone_moe",
+        {**EXPERTS, "n_group": 3, "topk_group": 2, "sliding_window": 9, "layer_types": [*SLIDES, "full_attention"]},
+    ),
+    "glm4_moe/normed_heads": ("glm4_moe", {**ROUTED, "use_qk_norm": True, "attention_bias": True, "head_dim": 16}),
+    "glm4_moe/groups": ("glm4_moe", {**ROUTED, "n_group": 3, "topk_group": 2, "n_shared_experts": 2}),
+    "granite/factors": ("granite", {**GRANITE, "tie_word_embeddings": True}),
+    "granite_swa/sinks": ("granite_swa", {**GRANITE, "sliding_window": 9, "layer_rope_theta": [0, 100.0]}),
+    "granitemoe/stacked": ("granitemoe", GRANITE_MOE),
+    "granitemoeshared/shared": ("granitemoeshared", {**GRANITE_MOE, "shared_intermediate_size": 40}),
+    "hunyuan_v1_dense/late_norms": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "hunyuan_v1_dense/alpha": (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "alpha": 50.0, "factor": 1.0}, "head_dim": 8},
+    ),
+    "hunyuan_v1_moe/shared": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
+    "hy_v3/shared": ("hy_v3", {**EXPERTS, "head_dim": 16}),
+    "minimax_m2/partly_rotated": (
+        "minimax_m2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    ),
+    "nemotron/half_rotated": (
+        "nemotron",
+        {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "olmo/clipped": ("olmo", {"clip_qkv": 0.5, "attention_bias": True}),
+    "olmo3/two_ropes": ("olmo3", {**BOTH_ROPES, "sliding_window": 9, "layer_types": SLIDES}),
+    "olmoe/clipped": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5}),
+    "seed_oss/biases": ("seed_oss", {"attention_out_bias": True, "head_dim": 16}),
+    "smollm3/no_positions": ("smollm3", {"no_rope_layers": [0, 1]}),
+    "smollm3/windows": ("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 9}),
+    "apertus/learned_activation": ("apertus", {}),
+    "falcon/one_kv_head": ("falcon", {**FALCON, "multi_query": True}),
+    "falcon/two_norms": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon/sequential": (
+        "falcon",
+        {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "tie_word_embeddings": False},
+    ),
+    "gpt_neox/parallel": ("gpt_neox", {"num_attention_heads": 2}),
+    "gpt_neox/sequential": ("gpt_neox", {**ROTATED_HALF, "use_parallel_residual": False}),
+    "mimo_v2_flash/narrow_values": (
+        "mimo_v2_flash",
+        {**ROUTED, "head_dim": 24, "v_head_dim": 16, "sliding_window": 9, "num_key_value_heads": 1}
+        | {"layer_types": ["full_attention", *SLIDES], "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "ministral3/growing_queries": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 50,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "opt/learned_positions": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "phi/parallel": ("phi", {**ROTATED_HALF}),
+    "phimoe/chosen_in_turn": ("phimoe", {"num_local_experts": 5, "lm_head_bias": True, "attention_bias": True}),
+    "stablelm/biases": ("stablelm", {**ROTATED_HALF, "use_qkv_bias": True}),
+    "stablelm/parallel": ("stablelm", {**ROTATED_HALF, "use_parallel_residual": True}),
+    "starcoder2/windows": ("starcoder2", {"sliding_window": 9}),
+    "gemma4/own_embeddings": (
+        "gemma4_text",
+        {**GEMMA4, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"layer_types": SLIDES * 2, "hidden_size_per_layer_input": 6, "final_logit_softcapping": 5.0},
+    ),
+    "gemma4/experts": (
+        "gemma4_text",
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "layer_types": SLIDES}
+        | {"hidden_size_per_layer_input": 0},
+    ),
+    "llama4/scaled_inputs": (
+        "llama4_text",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "no_rope_layers": [0, 1], "floor_scale": 40, "head_dim": 16}
+        | {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 40},
+    ),
+    "glm4_moe_lite/latent": ("glm4_moe_lite", {**DEEPSEEK, "n_group": 1, "topk_group": 1}),
+    "ministral/windows": ("ministral", {"head_dim": 16, "sliding_window": 9, "layer_types": SLIDES}),
+    "gemma4_unified/windows": ("gemma4_unified_text", GEMMA4),
+}
