@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 from octavo_fleet.transformers.paged import NotPaged, PagedTransformer, register
 
 TRIAL_LENGTHS = (23, 9)
+"""Tokens of the texts of a trial; the first has more where the model has windows."""
+LONGEST_TRIAL = 1024
+"""Windows that are wider are compared with the configuration alone."""
 TRIAL_BLOCK = 4
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of the trial, relative to the largest element."""
@@ -96,7 +99,7 @@ def pretrained(path: Path, **options: Any) -> Any:
     """
     os.environ.setdefault("USE_HUB_KERNELS", "NO")  # read when the library is imported: nothing is fetched and run
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError:
         raise ConfigError(f"the package transformers is not installed; {INSTALL}") from None
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
@@ -109,10 +112,14 @@ def pretrained(path: Path, **options: Any) -> Any:
         )
     if path.is_dir():
         _check_kernels(read_json(folder, "config.json"), folder / "config.json")
+    settings = {"local_files_only": True, **file, **options}
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True, **file, **options
-        )
+        try:
+            return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **settings)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+        return AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=False, **settings)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -156,7 +163,7 @@ def _check_tensors(path: Path, told: Mapping[str, Any]) -> None:
 def _first_pass(model: Any) -> None:
     """Run the whole model, which makes weights of compressed-tensors dense. Raises ``CheckpointError`` if it fails."""
     try:
-        text = _trial_texts(model.config.get_text_config().vocab_size, model.device)[-1]
+        text = _trial_texts(model.config.get_text_config(), model.device)[-1]
         model(input_ids=text.unsqueeze(0), use_cache=False)
     except CANCELLATIONS:
         raise
@@ -173,15 +180,15 @@ def _config(
         architecture=type(model).__name__,
         vocab_size=config.vocab_size,
         hidden_size=hidden_size,
-        ffn_size=getattr(config, "intermediate_size", None) or 4 * hidden_size,
+        ffn_size=_widest(getattr(config, "intermediate_size", None)) or 4 * hidden_size,
         num_layers=config.num_hidden_layers,
-        num_heads=getattr(config, "num_attention_heads", None) or 1,
+        num_heads=_widest(getattr(config, "num_attention_heads", None)) or 1,
         num_kv_heads=max(spec.num_kv_heads for spec in specs),
         head_dim=max(spec.head_dim for spec in specs),
         norm_eps=0.0,
         max_position_embeddings=_max_len(config, max_len),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        eos_token_ids=token_ids({"eos_token_id": config.eos_token_id}, "eos_token_id"),
+        eos_token_ids=token_ids({"eos_token_id": getattr(config, "eos_token_id", None)}, "eos_token_id"),
         specs=specs,
         loaded=loaded,
         is_paged=is_paged,
@@ -192,11 +199,29 @@ UNLIMITED_LEN = 8192
 """Context length of models without a table of positions, such as recurrent ones, unless one is asked for."""
 
 
+def _widest(size: Any) -> int:
+    """A size, or the largest of those of each layer; 0 for none."""
+    sizes = size if isinstance(size, list | tuple) else [size]
+    return max((value for value in sizes if isinstance(value, int)), default=0)
+
+
 def _max_len(config: Any, asked: int | None) -> int:
+    """The longest context. With longrope, that for which it has one rotary embedding: the library chooses another by
+    the length of a call, and so would rotate keys of earlier calls by other angles than those of later ones."""
     for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
         if isinstance(length := getattr(config, name, None), int):
-            return length
+            ropes = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
+            given = [rope.get("original_max_position_embeddings") for rope in ropes]
+            given += [getattr(config, "original_max_position_embeddings", None)] if ropes else []
+            return min([length, *(size for size in given if isinstance(size, int))])
     return asked or UNLIMITED_LEN
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """The rotary embeddings of a configuration, which may have one for each kind of layer."""
+    given = getattr(config, "rope_parameters", None) or {}
+    nested = [part for part in given.values() if isinstance(part, Mapping)]
+    return nested or [given]
 
 
 def _paged(model: Any) -> PagedTransformer | None:
@@ -206,14 +231,14 @@ def _paged(model: Any) -> PagedTransformer | None:
     try:
         if getattr(config, "attention_chunk_size", None) is not None:
             raise NotPaged("it has chunked attention")
-        rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-        if rope.get("rope_type") in BATCH_DEPENDENT_ROPE:
+        if any(rope.get("rope_type") in BATCH_DEPENDENT_ROPE for rope in _ropes(config)):
             raise NotPaged("its rotary embeddings depend on the longest sequence of a batch")
-        texts = _trial_texts(config.vocab_size, model.device)
-        expected = [_alone(model, text) for text in texts]
+        texts = _trial_texts(config, model.device)
+        expected, logits = zip(*(_alone(model, text) for text in texts), strict=True)
         register()
         paged = PagedTransformer(model)
-        difference = _difference(expected, _trial(paged, texts, expected[0].dtype))
+        found = _trial(paged, texts, expected[0].dtype)
+        difference = max(_difference(expected, found), _difference(logits, [paged.logits(x) for x in found]))
         if not difference < TOLERANCE[expected[0].dtype]:  # also if it is not a number
             raise NotPaged(f"the trial differs by {difference:.1g}")
     except CANCELLATIONS:
@@ -231,55 +256,71 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
         own = OwnCacheTransformer(model)
     except NotPaged as error:
         raise _not_served(model, error) from None
-    text = _trial_texts(model.config.get_text_config().vocab_size, model.device)[0]
-    expected, tokens = _alone(model, text), text.tolist()
+    text = _trial_texts(model.config.get_text_config(), model.device)[0]
+    (expected, logits), tokens = _alone(model, text), text.tolist()
+    reason: object = "its cache fails a trial"
     for takes_chunks in (True, False):
         own.takes_chunks = takes_chunks
         try:
-            first, cache = own.decode(tokens[:10], None, model.device)
-            second, _ = own.decode(tokens[10:], cache, model.device)
-            difference = _difference([expected], [torch.cat((first, second))])
+            cut = len(tokens) // 2
+            first, cache = own.decode(tokens[:cut], None, model.device)
+            second, _ = own.decode(tokens[cut:], cache, model.device)
+            found = torch.cat((first, second))
+            difference = max(_difference([expected], [found]), _difference([logits], [own.logits(found)]))
         except CANCELLATIONS:
             raise
         except BaseException as error:  # any error of the library's code
             logger.debug("%s: %s", type(model).__name__, error)
+            reason = f"its cache fails a trial: {next(iter(str(error).splitlines()), type(error).__name__)}"
             continue
         if difference < TOLERANCE[expected.dtype]:
             return own
-    raise _not_served(model, "its cache fails a trial")
+        reason = f"its cache fails a trial, which differs by {difference:.1g}"
+    raise _not_served(model, reason)
 
 
 def _not_served(model: Any, reason: object) -> CheckpointError:
     return CheckpointError(f"{type(model).__name__} cannot be served by the backend transformers: {reason}")
 
 
-def _trial_texts(vocab_size: int, device: torch.device) -> list[Tensor]:
+def _trial_texts(config: Any, device: torch.device) -> list[Tensor]:
+    """Two texts of random tokens, the first longer than each window up to ``LONGEST_TRIAL``."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(vocab_size, (length,), generator=generator).to(device) for length in TRIAL_LENGTHS]
+    window = getattr(config, "sliding_window", None)
+    widths = [width for width in (window if isinstance(window, list | tuple) else [window]) if isinstance(width, int)]
+    first, second = TRIAL_LENGTHS
+    first += max((width for width in widths if width <= LONGEST_TRIAL), default=0)
+    lengths = (min(first, _max_len(config, None)), second)
+    return [torch.randint(config.vocab_size, (length,), generator=generator).to(device) for length in lengths]
 
 
-def _alone(model: Any, text_T: Tensor) -> Tensor:
-    output: Tensor = model.base_model(input_ids=text_T.unsqueeze(0), use_cache=False).last_hidden_state[0]
-    return output
+def _alone(model: Any, text_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The decoder's output and the logits for a text, by the library's own code."""
+    ids = text_T.unsqueeze(0)
+    output: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    return output, logits
 
 
-def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
+def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     pairs = zip(expected, found, strict=True)
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
 
 
 def _trial(paged: PagedTransformer, texts: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The decoder's output for both texts: ten tokens of the first, then the rest of it and the second in one pass but
+    """The decoder's output for both texts: some tokens of the first, then the rest of it and the second in one pass but
     for its last token, then that."""
-    device = texts[0].device
-    widths = [-(-length // TRIAL_BLOCK) for length in TRIAL_LENGTHS]
+    device, (first, second) = texts[0].device, (len(text) for text in texts)
+    cut = max(first // 2, 1)
+    widths = [-(-length // TRIAL_BLOCK) for length in (first, second)]
     tables = torch.tensor([[*range(widths[0])], [widths[0] + min(i, widths[1] - 1) for i in range(widths[0])]])
     shapes = [(sum(widths), spec.num_kv_heads, TRIAL_BLOCK, spec.head_dim) for spec in paged.specs]
     caches = [
         LayerCache(torch.zeros(shape).to(device, dtype), torch.zeros(shape).to(device, dtype)) for shape in shapes
     ]
     parts: list[list[Tensor]] = [[], []]
-    for spans in (((0, 10), (0, 0)), ((10, 23), (0, 8)), ((23, 23), (8, 9))):
+    last = second - 1
+    for spans in (((0, cut), (0, 0)), ((cut, first), (0, last)), ((first, first), (last, second))):
         chosen = [(index, *span) for index, span in enumerate(spans) if span[1] > span[0]]
         counts = [end - start for _, start, end in chosen]
         positions = torch.cat([torch.arange(start, end) for _, start, end in chosen])

@@ -94,9 +94,20 @@ class _Output:
 
 
 class _Given(nn.Module):
-    """Takes the place of the decoder: gives ``output``, whatever the arguments."""
+    """Takes the place of the decoder: gives ``output``, whatever the arguments, as do all its parts.
+
+    Its other attributes are the decoder's, as some heads read a factor of logits there.
+    """
 
     output: _Output
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_decoder"] = decoder  # which is no part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_decoder"], name)
+        return self if isinstance(value, nn.Module) else value
 
     def forward(self, *_: Any, **__: Any) -> _Output:
         return self.output
@@ -110,7 +121,7 @@ class Head:
         if not isinstance(getattr(model, name, None), nn.Module) or model.base_model is model:
             raise NotPaged("it has no decoder apart from its head")
         self._head = copy.copy(model)
-        self._given = _Given()
+        self._given = _Given(model.base_model)
         self._head._modules = {**model._modules, name: self._given}
 
     def logits(self, x_RD: Tensor) -> Tensor:

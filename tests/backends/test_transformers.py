@@ -14,22 +14,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PhimoeForCausalLM
 
 from octavo.build.build_engine import build_engine
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.llm import LLM
-from octavo.models.registry import ARCHITECTURES
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
-from octavo_fleet.transformers.model import pretrained
+from octavo_bench.tiny_models import tiny_config, tiny_model
+from octavo_fleet.transformers.model import load_transformers, pretrained
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 from octavo_fleet.transformers.paged import PagedTransformer
 from tests.backends.checkpoints import FAMILIES, OWN, PAGED, save_checkpoint
 from tests.gguf_reference import read_once
 from tests.quant.writers import Writer, compressed, fp8, modelopt_fp8, modelopt_nvfp4, quantise
+from tests.tiers import nightly_after
 
 MAX_TOKENS = 24
 SETTINGS: dict[str, Any] = {"backend": "transformers", "device": "cpu", "max_num_batched_tokens": 32, "block_size": 4}
@@ -69,7 +71,6 @@ def run(engine: Any, asked: list[list[int]], first_id: int = 0) -> list[list[int
 @pytest.mark.parametrize("family", [*PAGED, *OWN])
 def test_tokens_equal_generate_alone_and_batched(tmp_path: Path, family: str) -> None:
     model = save_checkpoint(family, tmp_path)
-    assert type(model).__name__ not in ARCHITECTURES
     asked = prompts()
     right = [expected(model, prompt) for prompt in asked]
     # Blocks for about three of the seven sequences: some are preempted.
@@ -83,6 +84,33 @@ def test_tokens_equal_generate_alone_and_batched(tmp_path: Path, family: str) ->
     if family != "starcoder2":  # whose window lets blocks go
         assert engine.scheduler.stats.num_preemptions > 0
     assert (engine.stats().prefix_hits > 0) == (family in PAGED)
+
+
+@pytest.mark.parametrize("kind", nightly_after(2, ["opt", "qwen2_vl", "falcon_h1", "llava", "granite_swa"]))
+def test_heads_and_parts_for_text(tmp_path: Path, kind: str) -> None:
+    """Heads that call a part of their decoder or read its attributes, and models that also see images."""
+    config = tiny_config(kind)
+    mapping = (
+        AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    )
+    model = tiny_model(config, mapping._model_mapping[type(config)])
+    model.save_pretrained(tmp_path)
+    engine, _ = build_engine(EngineConfig.from_flat({**SETTINGS, "model": tmp_path, "num_kv_blocks": 200}))
+    asked = prompts()[:4]
+    found = run(engine, asked)
+    for prompt, tokens in zip(asked, found, strict=True):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+
+
+def test_contexts_end_where_longrope_chooses_other_factors(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 6, "long_factor": [9.0] * 6}
+    rope |= {"original_max_position_embeddings": 64, "short_mscale": 1.1, "long_mscale": 1.3, "factor": 8.0}
+    config = tiny_config("phimoe", rope_parameters=rope, sliding_window=None)
+    tiny_model(config, PhimoeForCausalLM).save_pretrained(tmp_path)
+    loaded = load_transformers(tmp_path, WeightFormat(torch.float32, torch.device("cpu")), None)
+    assert loaded.max_position_embeddings == 64
 
 
 def test_caches_that_were_given_up_are_computed_again(tmp_path: Path) -> None:
