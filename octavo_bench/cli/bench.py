@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_results(kind)
     deciding.add_kinds(kinds)
     tools.add_kinds(kinds)
+    tools.add_architectures(kinds)
     ablation.add_kinds(kinds)
     suites.add_kinds(kinds)
     sweeps.add_kinds(kinds)

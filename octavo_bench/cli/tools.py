@@ -170,6 +170,27 @@ def _journal(args: argparse.Namespace) -> int:
     return finish(args, run(args.megabytes * 1_000_000, args.sequences, args.rounds))
 
 
+def add_architectures(kinds: Any) -> None:
+    """Add the sub-command that goes through classes of transformers."""
+    kind = kinds.add_parser("architectures", help="how each decoder of the installed transformers is served, tiny")
+    kind.add_argument("names", nargs="*", metavar="CLASS", help="default: every causal language model")
+    kind.add_argument("--output", type=Path, help="a file for the table in Markdown")
+    kind.set_defaults(run=_architectures)
+
+
+def _architectures(args: argparse.Namespace) -> int:
+    """Print a line for each class; the exit code is that of a regression if one crashes or is wrong."""
+    from octavo_bench.architectures import causal_classes, judge_all, table
+
+    found = []
+    for item in judge_all(pair for pair in causal_classes() if not args.names or pair[1] in args.names):
+        print(f"{item.architecture}: {item.kind}{f', {item.note}' if item.note else ''}", flush=True)
+        found.append(item)
+    if args.output is not None:
+        args.output.write_text("\n".join(table(found)) + "\n")
+    return EXIT_WORSE if any(item.kind in ("crash", "wrong") for item in found) else 0
+
+
 def _report(args: argparse.Namespace) -> int:
     from octavo_bench.gate import read_record
     from octavo_bench.report_tables import fill, render

@@ -29,6 +29,13 @@ the memory of this machine, without loading it.
 The architecture is the entry of `architectures` in `config.json`, or of `general.architecture` in a GGUF file (`-`: no GGUF files of it are read).
 *LoRA* says which matrices adapters may change, *windows* which layers may have a sliding window.
 """
+OTHERS = f"""\
+Any other decoder of transformers runs with `--backend transformers`, more slowly: {BACKENDS}. `octavo bench architectures` goes through all classes of the
+installed library with tiny random checkpoints, and says how each is served.
+
+With longrope (Phi-3, Phi-3.5-MoE and others) all prompts of a server have the same factors: the short ones where `--max-model-len` is at most the model's original length,
+else the long ones. transformers chooses by the length of each prompt, so with a longer `--max-model-len` short prompts get other answers than there.
+"""
 CALLS = """\
 ## Tool calls
 
@@ -86,7 +93,7 @@ def _lines() -> Iterator[str]:
     yield from START.splitlines()
     title, *rows = families()
     yield from ("", *_table(title, *((f"`{name}`", *rest) for name, *rest in rows)))
-    yield from ("", f"Any other decoder of transformers runs with `--backend transformers`, more slowly: {BACKENDS}.")
+    yield from ("", *OTHERS.splitlines())
     yield from ("", "## Formats", "", *_table(("what", "which"), *_formats()))
     yield from ("", *CALLS.splitlines(), "", *_table(("`--tool-call-parser`", "models", "seen by"), *_calls()))
     yield from ("", *REASONING.splitlines(), "", *_table(("`--reasoning-parser`", "reasoning"), *_reasoning()))

@@ -1,0 +1,199 @@
+"""How each causal-LM class of the installed transformers is served: by tiny random checkpoints, one child process each.
+
+A checkpoint is served natively if there is a model of our own, else by the backend transformers, and what is served is
+compared with the library's own forward pass: prompts in chunks, together, and again over the prefix cache.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import random
+import resource
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from octavo_bench.tiny_models import NUM_LAYERS, VOCAB_SIZE, tiny_config, tiny_model
+
+LENGTHS = (5, 41, 100)
+"""Tokens of the prompts."""
+TOLERANCE = 1e-3
+"""Largest difference of a log-probability."""
+SECONDS = 120.0
+"""The most that one class may take."""
+MEMORY = 12 << 30
+"""Bytes of address space of a child process."""
+MOST_PARAMETERS = 80_000_000
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_num_batched_tokens": 32,
+    "kv_cache_memory": 0.05,
+    "block_size": 16,
+}
+HEADS: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
+VARIANTS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"head_dim": 12, "num_key_value_heads": 2},
+    HEADS,
+    {**HEADS, "num_attention_heads": 8, "hidden_size": 64},
+    {"layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)},
+    {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    {"layer_types": ["linear_attention", "full_attention"] * (NUM_LAYERS // 2)},
+)
+"""Changes to a tiny configuration that are tried in turn, where the sizes of the first do not go together."""
+
+
+class Judged(NamedTuple):
+    """How one class is served."""
+
+    architecture: str
+    kind: str
+    """"native", "backend, paged", "backend, own cache", "refused", "wrong", "crash" or "not built"."""
+    note: str = ""
+
+
+def judge_all(names: Iterable[tuple[str, str]]) -> Iterator[Judged]:
+    """Judge classes, given as ``model_type`` and class, one after the other."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["octavo_bench.architectures", "transformers.models.llama.modeling_llama", "octavo"])
+    for kind, name in names:
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=_judge, args=(kind, name, sender), daemon=True)
+        child.start()
+        sender.close()
+        try:
+            found = receiver.recv() if receiver.poll(SECONDS) else None
+            yield found or Judged(name, "crash", f"it took more than {SECONDS:.0f} s")
+        except EOFError:
+            yield Judged(name, "crash", "the process ended")
+        child.kill()
+        child.join()
+
+
+def causal_classes() -> list[tuple[str, str]]:
+    """The ``model_type`` and the class of all causal language models of the library, one entry for each class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    known = {name: kind for kind, name in reversed(NAMES.items())}
+    return sorted(((kind, name) for name, kind in known.items()), key=lambda item: item[1].lower())
+
+
+def _judge(kind: str, name: str, sender: Connection) -> None:
+    """Judge one class in a process of its own, and send what was found."""
+    import logging
+
+    import torch
+    import transformers
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    library_logging: Any = transformers.logging
+    library_logging.set_verbosity_error()
+    library_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        model, reason = _built(kind, name, Path(folder))
+        if model is None:
+            sender.send(Judged(name, "not built", reason))
+            return
+        try:
+            sender.send(_served(name, model, Path(folder)))
+        except Exception as error:  # whatever a start or a request raises without being meant to
+            sender.send(Judged(name, "crash", _first_line(error)))
+
+
+def _built(kind: str, name: str, folder: Path) -> tuple[Any, str]:
+    """A tiny model that computes something, saved to the folder; or ``None`` and why not."""
+    import torch
+    import transformers
+
+    reason = ""
+    for changes in VARIANTS:
+        try:
+            config = tiny_config(kind, **changes)
+            model = tiny_model(config, getattr(transformers, name))
+            if sum(weight.numel() for weight in model.parameters()) > MOST_PARAMETERS:
+                raise ValueError("its smallest configuration is large")
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([_prompts()[1]]), use_cache=False).logits
+            if not torch.isfinite(logits).all():
+                raise ValueError("its logits are not numbers")
+            model.save_pretrained(folder)
+        except Exception as error:  # any error of the library's code
+            reason = reason or _first_line(error)
+            continue
+        return model, ""
+    return None, reason
+
+
+def _served(name: str, model: Any, folder: Path) -> Judged:
+    """Serve the checkpoint natively, or else by the backend, and compare."""
+    from octavo import LLM
+    from octavo.errors import CheckpointError, ConfigError
+    from octavo_fleet.transformers.own_cache import OwnCacheTransformer
+
+    refusal = ""
+    for backend in ("native", "transformers"):
+        settings = {} if backend == "native" else {"backend": backend}
+        try:
+            llm = LLM(folder, **SETTINGS, **settings)
+        except (CheckpointError, ConfigError) as error:
+            refusal = _first_line(error).replace(str(folder), "the checkpoint")
+            continue
+        with llm:
+            worst = _worst(llm, model)
+            executed = getattr(getattr(llm.engine.runner, "executor", None), "_model", None)
+        how = "native"
+        if backend != "native":
+            how = "backend, own cache" if isinstance(executed, OwnCacheTransformer) else "backend, paged"
+        if not worst < TOLERANCE:
+            return Judged(name, "wrong", f"{how}: a log-probability differs by {worst:.2g}")
+        return Judged(name, how)
+    return Judged(name, "refused", refusal)
+
+
+def _prompts() -> list[list[int]]:
+    return [random.Random(length).choices(range(3, VOCAB_SIZE - 3), k=length) for length in LENGTHS]
+
+
+def _worst(llm: Any, model: Any) -> float:
+    """The largest difference of a log-probability of the prompts, first and over the prefix cache."""
+    import torch
+
+    from octavo import SamplingParams
+
+    prompts, worst = _prompts(), 0.0
+    told = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3, ignore_eos=True)
+    cached = SamplingParams(temperature=0, max_tokens=1, logprobs=3, ignore_eos=True)
+    results = [*llm.generate(prompts, told), *llm.generate(prompts, cached)]
+    for prompt, result in zip([*prompts, *prompts], results, strict=True):
+        with torch.inference_mode():
+            expected = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+        rows = list(enumerate((result.prompt_logprobs or [])[1:]))
+        rows += [(len(prompt) - 1, row) for row in result.outputs[0].logprobs or []]
+        for index, row in rows:
+            for token, entry in (row or {}).items():
+                difference = abs(entry.logprob - expected[index, token].item())
+                worst = max(worst, math.inf if math.isnan(difference) else difference)
+    return worst
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
+
+
+def table(found: Sequence[Judged]) -> Iterator[str]:
+    """The table in Markdown, with the count of each kind before it."""
+    counts = Counter(item.kind for item in found)
+    yield ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) + "."
+    yield ""
+    yield "| class | served | |"
+    yield "|---|---|---|"
+    for item in found:
+        note = item.note.replace("|", "\\|").replace("\n", " ")
+        yield f"| `{item.architecture}` | {item.kind} | {note} |"
