@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,26 @@ def test_a_damaged_item_is_named_and_the_others_are_served(
     kind_path = {"response": "responses", "conversation": "conversations", "file": "files"}.get(kind)
     if kind_path:
         assert served.client.delete(f"/v1/{kind_path}/bad").status_code == 200, "it can be deleted"
+
+
+RESPONSE = {"id": "bad", "status": "completed", "model": "m", "background": False, "store": True, "output": []}
+PARTS = {
+    "response": [
+        *({"response": {**RESPONSE, name: value}} for name in RESPONSE for value in (5, None, {}, [5])),
+        *({"response": {key: RESPONSE[key] for key in RESPONSE if key != name}} for name in RESPONSE),
+    ],
+    "conversation": [{"items": [item]} for item in ({}, {"id": 5}, {"type": "message"}, 5, None)],
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_an_item_with_parts_that_are_missing_or_others_is_damaged(served: Served, kind: str) -> None:
+    whole = {"response": {"history": []}, "conversation": {"id": "bad", "created_at": 1, "metadata": {}}}[kind]
+    for parts in PARTS[kind]:
+        damage(served, kind, json.dumps({**whole, **parts}).encode().hex())
+        for path in (f"/v1/{kind}s/bad", f"/v1/{kind}s/bad/{'items' if kind == 'conversation' else 'input_items'}"):
+            answer = served.client.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_damaged"), (parts, path)
 
 
 def test_a_response_is_stored_when_its_conversation_is_damaged_meanwhile(

@@ -47,6 +47,11 @@ class Conversation(msgspec.Struct):
     metadata: dict[str, str]
     items: list[Item]
 
+    def __post_init__(self) -> None:
+        """Raises ``ValueError``, which makes a stored conversation that lacks something unreadable."""
+        if not all(isinstance(item.get("id"), str) for item in self.items):
+            raise ValueError("items: each must have an id")
+
     def shown(self) -> dict[str, Any]:
         """The API's conversation object."""
         named = {"id": self.id, "object": "conversation", "created_at": self.created_at}

@@ -21,6 +21,10 @@ PENDING = "pending_response"
 """Store kind of unfinished background responses."""
 
 
+USED = {"id": str, "status": str, "model": str, "background": bool, "store": bool, "output": list}
+"""Fields of a response that are used again, with their types."""
+
+
 class Record(msgspec.Struct):
     """A stored response with its input items."""
 
@@ -32,6 +36,14 @@ class Record(msgspec.Struct):
     """Whether the output was begun again after a client may have seen some that differs."""
     num_inputs: int = 0
     """Items at the end of ``history`` that came with the request."""
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError``, which makes a stored record that lacks something unreadable."""
+        for name, kind in USED.items():
+            if not isinstance(self.response.get(name), kind):
+                raise ValueError(f"response: {name}: must be a {kind.__name__}")
+        if not all(isinstance(item, dict) for item in self.response["output"]):
+            raise ValueError("response: output: must have objects only")
 
     @property
     def id(self) -> str:
