@@ -37,6 +37,7 @@ KEYS: dict[str, Any] = {
     "moe_topk": 2,
     "prefix_dense_intermediate_size": 64,
     "ffn_dim": 64,
+    "full_attn_idxs": [2, 5],
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "kv_lora_rank": 16,
@@ -49,6 +50,13 @@ KEYS: dict[str, Any] = {
     "max_window_layers": 1,
 }
 """Sizes under the config keys of all families; each family reads its own."""
+
+
+OWN_KEYS: dict[str, dict[str, Any]] = {
+    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "expand": 2},
+    "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "moe"] * 4},
+}
+"""Keys of families that have no defaults for them."""
 
 
 LAYER = re.compile(r"\.\d+\.")
@@ -87,7 +95,7 @@ class Features:
 
 def features(architecture: str) -> Features:
     """Build a small model of this architecture and inspect it."""
-    keys = ConfigKeys({"architectures": [architecture], **KEYS})
+    keys = ConfigKeys({"architectures": [architecture], **KEYS, **OWN_KEYS.get(architecture, {})})
     config: ModelConfig = ARCHITECTURES[architecture].read_config(keys, None)
     source = Nothing()
     loaded = load_model(config, source, WeightFormat(torch.float32, torch.device("meta")))
