@@ -21,7 +21,7 @@ ALWAYS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 def on_files(files: Files, config: Any) -> Files:
     """Add the files outside docs/ that pages, and the files added, link to."""
     waiting = [ROOT / name for name in ALWAYS]
-    waiting += [target for page in (ROOT / "docs").glob("*.md") for target in _outside(page)]
+    waiting += [target for page in (ROOT / "docs").rglob("*.md") for target in _outside(page)]
     done: set[Path] = set()
     while waiting:
         path = waiting.pop()

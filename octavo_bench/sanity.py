@@ -63,6 +63,17 @@ SIZES: Mapping[str, int] = {
 _PLAIN: Mapping[str, Any] = {**SHAPES["llama-3.1-8b"], "rope_scaling": None}
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16, "tie_word_embeddings": True}
 _LATENT: Mapping[str, Any] = {**SHAPES["deepseek-v2-lite"], "rope_scaling": None}
+_DELTA: Mapping[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 32,
+    "partial_rotary_factor": 0.5,
+    "head_dim": 16,
+}
 UNPUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "GemmaForCausalLM": {**_PLAIN, **_GEMMA, "model_type": "gemma"},
     "Gemma2ForCausalLM": {
@@ -88,6 +99,9 @@ UNPUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "mlp_only_layers": [],
         "use_sliding_window": False,
     },
+    "Qwen3NextForCausalLM": {**SHAPES["qwen3-30b-a3b"], **_DELTA, "model_type": "qwen3_next"},
+    "Qwen3_5ForCausalLM": {**SHAPES["qwen3-8b"], **_DELTA, "model_type": "qwen3_5_text"},
+    "Qwen3_5MoeForCausalLM": {**SHAPES["qwen3-30b-a3b"], **_DELTA, "model_type": "qwen3_5_moe_text"},
     "DeepseekV3ForCausalLM": {
         **_LATENT,
         "model_type": "deepseek_v3",
