@@ -141,7 +141,13 @@ def _pair(row: Mapping[str, Any]) -> str:
 
 def ablation(result: Mapping[str, Any]) -> str:
     """One row for each engine, which has what the rows above it have and one thing more."""
-    lines = [[row["stage"], *(number(row[name]) for name in ABLATION_COLUMNS)] for row in result["rows"]]
+    lines, before = [], None
+    for row in result["rows"]:
+        speed = row["output_tok_s"]["median"]
+        change = "" if before is None else f" ({100 * (speed / before - 1):+.0f} %)"
+        cells = {name: number(row[name]) for name in ABLATION_COLUMNS}
+        lines.append([row["stage"], *{**cells, "output_tok_s": cells["output_tok_s"] + change}.values()])
+        before = speed
     missing = "".join(f"\n\nNot there: {name}, for {reason}." for name, reason in result["missing"].items())
     return markdown_table(["and all above", *ABLATION_COLUMNS.values()], lines) + missing
 

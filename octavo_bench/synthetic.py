@@ -94,6 +94,8 @@ def run(work: Work, wants_external: bool = False) -> dict[str, Any]:
     )
     engine = Engine(scheduler, FakeRunner(NextByFormula()))
     tally, ends, firsts = Tally(), [], []
+    waits: dict[int, float] = {}
+    num_failed = 0
     clock = time.perf_counter
     started = clock()
     submitted = {}
@@ -106,7 +108,11 @@ def run(work: Work, wants_external: bool = False) -> dict[str, Any]:
         step_started = clock()
         outputs = engine.step()
         now = clock()
+        for item in engine.last_plan:
+            if item.seq.id not in waits:
+                waits[item.seq.id] = (step_started - submitted[item.seq.id]) * 1e3
         for output in outputs:
+            num_failed += output.finish_reason == "error"
             for token in output.tokens:
                 checksum = (checksum * 31 + token * (output.request_id + 1)) % 2**61
             if output.request_id not in seen:
@@ -116,21 +122,23 @@ def run(work: Work, wants_external: bool = False) -> dict[str, Any]:
                 ends.append((now - submitted[output.request_id]) * 1e3)
         batch_size = len(outputs) + len(scheduler.cut)
         tally.note(scheduler.cache, batch_size, now - step_started, wants_external)
-    return _figures(work, tally, engine, clock() - started, ends, firsts, checksum)
+    of_requests = {"latency": ends, "time_to_first_token": firsts, "queue_wait": list(waits.values())}
+    return {**_figures(work, tally, engine, clock() - started, of_requests, checksum), "failed_requests": num_failed}
 
 
 def _figures(
-    work: Work, tally: Tally, engine: Engine, seconds: float, ends: list[float], firsts: list[float], checksum: int
+    work: Work, tally: Tally, engine: Engine, seconds: float, of_requests: dict[str, list[float]], checksum: int
 ) -> dict[str, Any]:
-    stats = engine.stats()
+    stats, num_ended = engine.stats(), len(of_requests["latency"])
     figures: dict[str, Any] = {
         "submitted_requests": work.requests,
-        "completed_requests": len(ends),
+        "completed_requests": num_ended,
         "total_generated_tokens": stats.num_output_tokens,
         "total_prefill_tokens": stats.num_prompt_tokens,
         "step_count": len(tally.step_ms),
         "elapsed_ms": seconds * 1e3,
-        "request_throughput_rps": len(ends) / seconds,
+        "total_decode_tokens": stats.num_output_tokens - num_ended,
+        "request_throughput_rps": num_ended / seconds,
         "token_throughput_tps": stats.num_output_tokens / seconds,
         "avg_batch_size": statistics.fmean(tally.batch_sizes),
         "max_batch_size_seen": max(tally.batch_sizes),
@@ -138,7 +146,7 @@ def _figures(
         "preemptions": stats.num_preemptions,
         "tokens_checksum": checksum,
     }
-    for name, values in (("latency", ends), ("time_to_first_token", firsts), ("step_duration", tally.step_ms)):
+    for name, values in {**of_requests, "step_duration": tally.step_ms}.items():
         cuts = statistics.quantiles(values, n=100, method="inclusive")
         figures |= {f"p{percent}_{name}_ms": cuts[percent - 1] for percent in (50, 95, 99)}
     shares = {"memory_utilization": tally.utilization, "internal_fragmentation_ratio": tally.internal}

@@ -150,14 +150,48 @@ class MetricsSnapshot:
     peak_external_fragmentation_ratio: float
 
 
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Blocks as of now."""
+
+    total_blocks: int
+    used_blocks: int
+    free_blocks: int
+    memory_utilization: float
+    internal_fragmentation_ratio: float
+    external_fragmentation_ratio: float
+
+
+class PagedKVCache:
+    """What of the KV cache can be asked."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def stats(self) -> CacheStats:
+        cache, group = self._cache, self._cache.groups[0]
+        free = sorted(group.pool.free_blocks)
+        runs = [len(list(run)) for _, run in itertools.groupby(enumerate(free), lambda pair: pair[1] - pair[0])]
+        used = group.num_used
+        return CacheStats(
+            cache.num_blocks,
+            used,
+            cache.num_blocks - used,
+            cache.num_filled / (cache.num_blocks * cache.block_size),
+            cache.num_empty_slots / max(1, used * cache.block_size),
+            1 - max(runs) / len(free) if free else 0.0,
+        )
+
+
 class InferenceEngine:
     """Octavo's engine over the deterministic model of that package, under its names."""
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
-        self._cache = KVCache(self.config.cache_num_blocks, self.config.cache_block_size)
+        blocks = KVCache(self.config.cache_num_blocks, self.config.cache_block_size)
+        self.cache = PagedKVCache(blocks)
         scheduler = Scheduler(
-            self._cache,
+            blocks,
             max_num_seqs=self.config.max_batch_size,
             max_num_batched_tokens=self.config.max_prefill_tokens_per_step + self.config.max_batch_size,
             settings=SchedulerSettings(scheduling_policy="fcfs"),
@@ -239,21 +273,22 @@ class InferenceEngine:
             source, ended = sources.get(request.request_id, "decode"), output.finish_reason is not None
             events += [TokenEvent(request.request_id, token, number, source, ended) for token in output.tokens]
         finished = tuple(event.request_id for event in events if event.finished)
-        self._steps.append(
-            StepResult(
-                number, tuple(prefill), tuple(decode), tuple(events), finished, *self._of_cache(), (now - started) / 1e6
-            )
+        cache = self.cache.stats()
+        result = StepResult(
+            number,
+            tuple(prefill),
+            tuple(decode),
+            tuple(events),
+            finished,
+            cache.used_blocks,
+            cache.free_blocks,
+            cache.memory_utilization,
+            cache.internal_fragmentation_ratio,
+            cache.external_fragmentation_ratio,
+            (now - started) / 1e6,
         )
-        return self._steps[-1]
-
-    def _of_cache(self) -> tuple[int, int, float, float, float]:
-        cache, group = self._cache, self._cache.groups[0]
-        free = sorted(group.pool.free_blocks)
-        runs = [len(list(run)) for _, run in itertools.groupby(enumerate(free), lambda pair: pair[1] - pair[0])]
-        outside = 1 - max(runs) / len(free) if free else 0.0
-        used = group.num_used
-        inside = cache.num_empty_slots / max(1, used * cache.block_size)
-        return used, cache.num_blocks - used, cache.num_filled / (cache.num_blocks * cache.block_size), inside, outside
+        self._steps.append(result)
+        return result
 
     def run_until_complete(self, max_steps: int = 10_000) -> list[StepResult]:
         """Raises ``TimeoutError`` if work is left after ``max_steps``."""

@@ -197,7 +197,8 @@ def _offline(args: argparse.Namespace) -> dict[str, Any]:
             run |= used.prefill(run["prefill_tok_s"], args.prompt)
             run |= used.decode(run["decode_tok_s"], args.prompt + args.decode / 2)
         figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
-        rows.append({"sequences": count, "prompt": args.prompt, "decode": args.decode, **figures})
+        memory = {"peak_memory_mib": round(_peak_memory(bench.info.device) / 2**20, 1)}  # so far
+        rows.append({"sequences": count, "prompt": args.prompt, "decode": args.decode, **figures, **memory})
         print(f"octavo: {count} sequences measured", file=sys.stderr)
     return {**_engine(config, bench.info), "peak_tflops": used.peak, "sampling": sampling, "rows": rows}
 

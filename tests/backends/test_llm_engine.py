@@ -32,7 +32,7 @@ def test_the_program_of_its_page() -> None:
     assert engine.request("req-2").generated_tokens == expected([4, 5], 4)
     assert [event.source for event in results[0].token_events] == ["prefill", "prefill"]
     assert {event.source for result in results[1:] for event in result.token_events} == {"decode"}
-    assert results[-1].cache_used_blocks == 0
+    assert results[-1].cache_used_blocks == engine.cache.stats().used_blocks == 0
     snapshot = engine.metrics_snapshot()
     assert (snapshot.submitted_requests, snapshot.completed_requests, snapshot.failed_requests) == (2, 2, 0)
     assert (snapshot.total_generated_tokens, snapshot.total_prefill_tokens, snapshot.total_decode_tokens) == (9, 5, 7)

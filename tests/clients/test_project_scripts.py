@@ -55,6 +55,17 @@ def test_the_demo_of_inferengine(server: Server, tmp_path: Path) -> None:
     assert stats["cache"]["used_pages"] == 0
 
 
+def test_the_example_and_the_tests_of_the_engine_of_llm_inference_engine(tmp_path: Path) -> None:
+    """Unmodified, where a module of the name ``llm_engine`` has Octavo's names of it."""
+    (tmp_path / "llm_engine.py").write_text("from octavo_fleet.llm_engine import *\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    shown = run_script("LLM-INFERENCE-ENGINE/examples/run_engine.py", cwd=tmp_path, PYTHONPATH=path)
+    tokens = re.findall(r"(chat-\d) token=(\d+)", shown)
+    assert [token for name, token in tokens if name == "chat-1"] == ["27287", "27712", "3182", "15677"]
+    assert [token for name, token in tokens if name == "chat-2"] == ["24197", "20317", "18062"]
+    assert "OK" in run_script("LLM-INFERENCE-ENGINE/tests/test_engine.py", cwd=tmp_path, PYTHONPATH=path)
+
+
 @pytest.mark.parametrize("workload", ["baseline", "prefix_caching"])
 def test_the_serving_benchmark_of_infer(server: Server, tmp_path: Path, workload: str) -> None:
     report = tmp_path / "report.json"
