@@ -28,6 +28,9 @@ class Try(NamedTuple):
     peak_memory_mib: float | None = None
     """Most memory of the process, or of torch on a GPU."""
 
+    def figures(self) -> dict[str, Any]:
+        return {"peak_memory_mib": self.peak_memory_mib, "failed": self.reason}
+
 
 def memory_limit(
     model: Sequence[str], gib: float | None, longest: int, report: Callable[[str], None]
@@ -52,15 +55,44 @@ def memory_limit(
     if least == 0:
         shortest = longest // PARTS
         raise ConfigError(f"limit: {shortest} tokens do not fit: {tries[shortest].reason}")
-    rows = [
-        {"context": length, "peak_memory_mib": done.peak_memory_mib, "failed": done.reason}
-        for length, done in sorted(tries.items())
-    ]
+    rows = [{"context": length, **done.figures()} for length, done in sorted(tries.items())]
     return {"longest_context": longest * least // PARTS, "rows": rows}
 
 
+def largest_batches(
+    model: Sequence[str], gib: float | None, most: int, length: int, longest: int, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """The most sequences of ``length`` tokens, up to ``most``, that are served together: with blocks for their tokens
+    (paged), and with a place for ``longest`` tokens each (contiguous); and a row for each try.
+
+    Raises ``ConfigError`` if not one fits.
+    """
+    rows, largest = [], {}
+    for cache, block_size in (("paged", BLOCK_SIZE), ("contiguous", longest)):
+        least, first_failed = 0, most + 1
+        count = min(most, 1)
+        while first_failed - least > 1:
+            done = _try(model, gib, length, count, block_size)
+            report(f"{cache}: {count} sequences: {done.reason or 'served'}")
+            rows.append({"cache": cache, "sequences": count, **done.figures()})
+            least, first_failed = (least, count) if done.reason else (count, first_failed)
+            count = min(2 * count, most) if first_failed > most else (least + first_failed) // 2
+        if least == 0:
+            raise ConfigError(f"limit: not one sequence of {length} tokens fits: {rows[-1]['failed']}")
+        largest[cache] = least
+    rows.sort(key=lambda row: (row["cache"] != "paged", row["sequences"]))
+    return {"largest_batch": largest, "rows": rows}
+
+
 def _try_length(model: Sequence[str], gib: float | None, length: int) -> Try:
-    """Raises ``ConfigError`` for a length that the model refuses, whatever memory there is."""
+    return _try(model, gib, length, 1, BLOCK_SIZE)
+
+
+def _try(model: Sequence[str], gib: float | None, length: int, count: int, block_size: int) -> Try:
+    """Serve ``count`` sequences of ``length`` tokens.
+
+    Raises ``ConfigError`` for a length that the model refuses, whatever memory there is.
+    """
 
     def restrict() -> None:
         if gib is not None:
@@ -68,8 +100,10 @@ def _try_length(model: Sequence[str], gib: float | None, length: int) -> Try:
 
     # Steps of the prompt and two more may each add a token before those that are timed.
     prompt = length - DECODE - 2 - -(-length // CHUNK)
-    work = {"sequences": 1, "prompt": prompt, "decode": DECODE, "rounds": 1, "max-num-batched-tokens": CHUNK}
-    sizes = {"max-model-len": length, "num-kv-blocks": -(-length // BLOCK_SIZE), "block-size": BLOCK_SIZE}
+    work = {"sequences": count, "prompt": prompt, "decode": DECODE, "rounds": 1, "max-num-batched-tokens": CHUNK}
+    blocks = count * -(-length // block_size)
+    context = max(length, block_size) if block_size > BLOCK_SIZE else length
+    sizes = {"max-model-len": context, "num-kv-blocks": blocks, "block-size": block_size}
     flags = [text for name, value in {**work, **sizes}.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "octavo", "bench", "offline", *model, *flags]
     try:

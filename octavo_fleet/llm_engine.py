@@ -239,7 +239,7 @@ class InferenceEngine:
         if name in self._requests:
             raise ValueError(f"request_id {name!r} already exists")
         end = self.config.eos_token_id if eos_token_id is None else eos_token_id
-        params = SamplingParams(max_tokens=max_new_tokens, stop_token_ids=[] if end is None else [end])
+        params = SamplingParams(max_tokens=max_new_tokens, stop_token_ids=() if end is None else (end,))
         try:
             self._engine.add(EngineRequest(len(self._names), prompt, params, max_new_tokens))
         except RequestError as error:
@@ -253,7 +253,8 @@ class InferenceEngine:
         started, number = time.perf_counter_ns(), len(self._steps) + 1
         outputs = self._engine.step()
         now = time.perf_counter_ns()
-        prefill, decode = [], []
+        prefill: list[Work] = []
+        decode: list[Work] = []
         for item in self._engine.last_plan:
             request = self._requests[self._names[item.seq.id]]
             request.started_at_ns = request.started_at_ns or started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from octavo.cli.settings import positive
 from octavo.config import POLICY_NAMES
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-kv-blocks", "--cache-blocks", type=positive, default=10, help="blocks in the KV cache")
     parser.add_argument("--block-size", type=positive, default=4, help="tokens in a block")
     parser.add_argument("--scheduling-policy", choices=POLICY_NAMES, default="fcfs", help="who is served first")
+    parser.add_argument("--json", action="store_true", help="print the figures of the run as JSON, and no steps")
     parser.add_argument("--words", action="store_true", help="a model that says words instead of numbers")
 
 
@@ -38,8 +40,12 @@ def run(args: argparse.Namespace) -> int:
         scheduling_policy=args.scheduling_policy,
     )
     demo = Demo(sizes, args.words)
-    print(demo.head())
-    while demo.has_work:
-        print(demo.step())
-    print("\n" + demo.results())
+    lines = [demo.head(), *iter(lambda: demo.step() if demo.has_work else "", "")]
+    metrics = demo.metrics()
+    if args.json:
+        print(json.dumps(metrics, indent=2))
+        return 0
+    print("\n".join([*lines, "", demo.results()]))
+    shown = {name: f"{value:.4g}" for name, value in metrics.items() if name.startswith(("p99", "token", "peak"))}
+    print("metrics: " + ", ".join(f"{name}={value}" for name, value in shown.items()))
     return 0

@@ -54,7 +54,11 @@ def add_kinds(kinds: Any) -> None:
     )
     add_settings(limit, EngineConfig)
     limit.add_argument("--memory", type=above_zero, metavar="GIB", help="of data in host memory; default: all there is")
-    limit.add_argument("--longest", type=positive, default=8192, help="longest context to try")
+    limit.add_argument("--longest", type=positive, default=8192, help="longest context to try, or of a place")
+    limit.add_argument(
+        "--sequences", type=positive, metavar="N", help="find the largest batch, up to N, paged and contiguous, instead"
+    )
+    limit.add_argument("--context", type=positive, default=256, help="tokens of each sequence of --sequences")
     add_results(limit)
     limit.set_defaults(run=_limit)
 
@@ -93,11 +97,15 @@ def _recompute(args: argparse.Namespace) -> int:
 
 
 def _limit(args: argparse.Namespace) -> int:
-    from octavo_bench.memory_limit import memory_limit
+    from octavo_bench.memory_limit import largest_batches, memory_limit
 
     begin(args)
     refuse_settings(args, TRIED, "`bench limit` sets it for each try")
     config = load_config(EngineConfig, args)
     model = config.model.model
-    found = memory_limit(["--model", model, *setting_flags(config)], args.memory, args.longest, _say)
+    flags = ["--model", model, *setting_flags(config)]
+    if args.sequences is None:
+        found = memory_limit(flags, args.memory, args.longest, _say)
+    else:
+        found = largest_batches(flags, args.memory, args.sequences, args.context, args.longest, _say)
     return finish(args, {"model": Path(model).name, "memory": args.memory or "all", **found})
