@@ -74,6 +74,22 @@ _DELTA: Mapping[str, Any] = {
     "partial_rotary_factor": 0.5,
     "head_dim": 16,
 }
+_STATE: Mapping[str, Any] = {
+    **{name: value for name, value in _PLAIN.items() if name not in ("rope_scaling", "rope_theta", "rope_parameters")},
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+}
+_NEMOTRON: Mapping[str, Any] = {
+    **{name: value for name, value in _STATE.items() if not name.startswith("mamba")},
+    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim"), 8),
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 UNPUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "GemmaForCausalLM": {**_PLAIN, **_GEMMA, "model_type": "gemma"},
     "Gemma2ForCausalLM": {
@@ -102,6 +118,40 @@ UNPUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen3NextForCausalLM": {**SHAPES["qwen3-30b-a3b"], **_DELTA, "model_type": "qwen3_next"},
     "Qwen3_5ForCausalLM": {**SHAPES["qwen3-8b"], **_DELTA, "model_type": "qwen3_5_text"},
     "Qwen3_5MoeForCausalLM": {**SHAPES["qwen3-30b-a3b"], **_DELTA, "model_type": "qwen3_5_moe_text"},
+    "BambaForCausalLM": {**_STATE, "model_type": "bamba", "attn_layer_indices": [1]},
+    "GraniteMoeHybridForCausalLM": {
+        **_STATE,
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "Lfm2ForCausalLM": {**_PLAIN, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+    "Lfm2MoeForCausalLM": {
+        **_PLAIN,
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "Mamba2ForCausalLM": {
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "model_type": "mamba2",
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 2,
+        "state_size": 16,
+    },
+    "NemotronHForCausalLM": {
+        **{name: value for name, value in _NEMOTRON.items() if name != "num_hidden_layers"},
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    },
     "DeepseekV3ForCausalLM": {
         **_LATENT,
         "model_type": "deepseek_v3",
@@ -167,8 +217,8 @@ def _checked(architecture: str, folder: Path, device: str) -> dict[str, Any]:
     found: dict[str, list[list[int]]] = {}
     parameters = 0
     for way, settings in WAYS.items():
-        sizes = {"model": str(path), "load_format": "dummy", "device": device, "dtype": "float32", "num_kv_blocks": 32}
-        engine, info = build_engine(EngineConfig.from_flat({**sizes, **settings}))
+        sizes = {"model": str(path), "load_format": "dummy", "device": device, "dtype": "float32", "max_model_len": 256}
+        engine, info = build_engine(EngineConfig.from_flat({**sizes, "num_kv_blocks": 32, **settings}))
         parameters, found[way] = info.num_parameters, _tokens(engine)
         found[f"{way}, again"] = _tokens(engine)  # from the prefix cache
         engine.close()
