@@ -68,8 +68,19 @@ SIZES = {
 LISTS = ("layer_types", "layer_rope_theta", "no_rope_layers", "mlp_layer_types", "moe_layers", "per_layer_config")
 """Keys with an entry per layer."""
 ROPE = ("rope_parameters", "rope_scaling")
-MROPE = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl")
-"""Kinds that divide a head among three dimensions of a position by default, in parts that a small head lacks."""
+MROPE = (
+    "glm46v",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
+    "paddleocr_vl",
+    "qwen2_5_omni_thinker",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
+"""Kinds that divide a head among three dimensions of a position, by default in parts that a small head lacks."""
 
 
 def tiny_config(kind: str, **changes: Any) -> Any:
