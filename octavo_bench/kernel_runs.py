@@ -347,6 +347,12 @@ def _ends_of_a_step(make: Maker) -> Iterator[tuple[str, Call]]:
         "rotary_angles",
         functools.partial(ops.rotary_angles, make.ints([0, 9, 70_000], torch.int64), frequencies, 1.0),
     )
+    shifts, axes = (
+        make.ints([[0] * 3, [1] * 3, [2] * 3], torch.int64),
+        make.ints([0] * 8 + [1] * 8 + [2] * 8, torch.int64),
+    )
+    axis_angles = functools.partial(ops.axis_angles, make.ints([0, 9, 70_000], torch.int64), shifts, axes)
+    yield "axis_angles", functools.partial(axis_angles, frequencies, 1.0)
     results = torch.zeros(4, 9, dtype=torch.int32, pin_memory=is_cuda)
     published = sampled, make.ints([10, 11, 4]), cells, last, make.ints([0] * 4), results, counter
     yield "publish_tokens", functools.partial(ops.publish_tokens, *published)

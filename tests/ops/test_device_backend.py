@@ -103,7 +103,7 @@ def test_an_engine_runs_on_the_reference_alone(tmp_path: Path) -> None:
 
 def test_kernels_for_any_gpu_need_no_file_of_one_kind_of_gpu() -> None:
     """They import those late, where ``has_gluon`` says so; but for modules that only choose."""
-    for path in Path(triton.__file__).parent.glob("*.py"):
+    for path in Path(triton.__file__).parent.rglob("*.py"):
         assert "triton.experimental" not in path.read_text(), path
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("octavo_kernels.hopper."):

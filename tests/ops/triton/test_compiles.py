@@ -16,7 +16,7 @@ import triton
 from octavo_kernels.triton.launch import GLUON_VERSION
 from tests.triton_interpreter import DEVICE
 
-KERNELS = Path(__file__).parents[3] / "octavo_kernels" / "triton"
+KERNELS = Path(__file__).parents[3] / "octavo_kernels"
 SCRIPT = """
 import torch
 from triton.compiler import compiler
@@ -100,11 +100,12 @@ def test_every_launch_passes_the_front_end(tmp_path: Path) -> None:
     printed = run_alone(SCRIPT, tmp_path)
     assert "FAILED" not in printed, printed[-4000:]
     in_gluon = [
-        KERNELS / name
-        for name in ("hopper_prefill.py", "streamed_gemv.py", "streamed_output_mlp.py", "pipelined_gemm.py")
+        KERNELS / "hopper" / name
+        for name in ("prefill_attention.py", "streamed_gemv.py", "streamed_output_mlp.py", "pipelined_gemm.py")
     ]
     unknown = [] if triton.__version__.startswith(GLUON_VERSION) else in_gluon
-    sources = "".join(path.read_text() for path in KERNELS.glob("*.py") if path not in unknown)
+    paths = [*(KERNELS / "triton").rglob("*.py"), *(KERNELS / "hopper").glob("*.py")]
+    sources = "".join(path.read_text() for path in paths if path not in unknown)
     assert set(printed.split()) == set(re.findall(r"^def (\w*kernel)\(", sources, re.MULTILINE))
 
 
