@@ -36,6 +36,7 @@ from octavo.models.moe import MoESettings, read_experts
 from octavo.ops.attention import LayerCache, PagedRows, attention
 from octavo.ops.collective import Collective
 from octavo.ops.moe import Routing, sum_over_experts
+from octavo.plugins import GPU
 
 DENSE, SPARSE = "mlp", "moe"
 LETTERS = {"M": LINEAR, "*": FULL, "-": DENSE, "E": SPARSE}
@@ -136,7 +137,7 @@ def _mlp(
 
 
 def _mixture(config: NemotronHConfig, moe: MoESettings, weights: WeightLoader, name: str, norm: RMSNorm) -> LatentMoE:
-    if weights.form.device.type == "cuda" or weights.form.outlined_for == "cuda":
+    if weights.form.device.type == GPU or weights.form.outlined_for == GPU:
         raise CheckpointError(f"{name}: experts without gates are computed on CPUs only")
     D, X, L, has_bias = config.hidden_size, moe.num_experts, config.latent_size, config.mlp_bias
     if has_bias:
