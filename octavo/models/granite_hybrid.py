@@ -85,7 +85,7 @@ class GraniteHybridLayer(LlamaLayer):
         norm = weights.norm(f"{prefix}.{self.norm_name}", D, config.norm_eps)
         router = Router(norm, weights.router(f"{name}.router.layer", X, D), Routing(moe.num_chosen, normalises=True))
         shape, order = ExpertShape(X, D, moe.expert_size, moe.activation), np.arange(2 * moe.expert_size)
-        experts = weights.stacked_experts(name, shape, order, names=STACKED)
+        experts = weights.stacked_experts(name, shape, order, names=STACKED, is_transposed=False)
         shared = SharedExpert(
             weights.gate_up([f"{prefix}.{gate_up}" for gate_up in gate_ups], moe.shared_size, D),
             weights.partial_row(f"{prefix}.{down}", D, moe.shared_size),

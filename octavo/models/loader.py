@@ -345,15 +345,18 @@ class WeightLoader:
         order: Order,
         has_bias: bool = False,
         names: tuple[str, str] = ("gate_up_proj", "down_proj"),
+        is_transposed: bool | None = None,
     ) -> Mixture:
         """Experts that the checkpoint stacks in two tensors, ``names`` behind the prefix.
 
-        Unquantised matrices are stored as [inputs, outputs], or the other way round where their shapes say so.
+        Unquantised matrices are stored as [inputs, outputs] if ``is_transposed``; ``None``: unless their shapes say
+        otherwise.
         ``order`` is the index of the stored row for each row of gates, then ups.
         """
         X, D, F = shape.num_experts, shape.hidden_size, shape.ffn_size
         gate_up_name, down_name = (f"{prefix}.{name}" for name in names)
-        is_transposed = self.tensors.shape(down_name) != (X, D, F) or D == F
+        if is_transposed is None:
+            is_transposed = self.tensors.shape(down_name) != (X, D, F) or D == F
         gate_ups = self._method.stack(gate_up_name, (X, 2 * F, D), self.tensors, is_transposed)
         downs = self._method.stack(down_name, (X, D, F), self.tensors, is_transposed)
         biases = None

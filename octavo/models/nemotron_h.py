@@ -178,6 +178,8 @@ class NemotronHForCausalLM(HybridForCausalLM):
         plain = read_llama(
             keys, max_len, eps=eps, head_dim=128, windows=((FULL,) * len(kinds), None), num_layers=len(kinds)
         )
+        if plain.num_layers != len(kinds):
+            raise wrong("num_hidden_layers", plain.num_layers, f"the number of kinds of layers, {len(kinds)}")
         keys.choice("mlp_hidden_act", {"relu2": None}, "relu2")
         keys.choice("mamba_hidden_act", {"silu": None}, "silu")
         mamba = MambaSizes(

@@ -170,7 +170,8 @@ def sizes(row: str, size: int) -> dict[str, Any]:
     kv_heads = 1 if "one_kv_head" in row else {2: 2, 3: 3, 4: 2}[size]
     shared = {"shared_expert_intermediate_size": 48} if row.startswith("qwen2_moe") else {}
     experts = {"moe_intermediate_size": 48} if "moe" in row or row.startswith("hy_v3") else {}
-    return {**heads, "num_key_value_heads": kv_heads, **shared, **experts}
+    recurrent = {"head_dim": 12} if row.startswith("mamba2") else {}
+    return {**heads, "num_key_value_heads": kv_heads, **shared, **experts, **recurrent}
 
 
 @pytest.mark.parametrize(
