@@ -241,7 +241,7 @@ def tokens_of(results: list[Any]) -> list[Any]:
 
 
 def stream_executor(settings: Any, model: Any, storage: Any, vocab_size: int, most: Any, *parts: Any) -> Any:
-    pooling, adapters, _, drafter, verify = parts
+    pooling, adapters, _, drafter, verify, *_ = parts
     return StreamExecutor(
         model, storage, vocab_size, most, pooling=pooling, adapters=adapters, drafter=drafter, verify=verify
     )
