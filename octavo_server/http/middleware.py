@@ -68,7 +68,9 @@ CONTAINER_NAMES = frozenset({"host.docker.internal", "host.containers.internal"}
 """Names of the host inside its containers. They resolve only there, so no web page can own them."""
 LOCAL = LOOPBACK | CONTAINER_NAMES
 WITHOUT_EFFECT = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods that change nothing, whatever the path: any page may send them, and read no response."""
+"""Methods that change nothing: any page may send them, and read no response."""
+CHANGED_BY_READING = frozenset({"/flush_cache"})
+"""Paths that change something by any method, as clients of SGLang send it."""
 OTHER_SITES = frozenset({"cross-site", "same-site"})
 """Values of ``Sec-Fetch-Site`` that a browser sends for a page of another origin."""
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -110,9 +112,9 @@ class AllowedOrigins:
     def __init__(self, settings: ServerSettings) -> None:
         self.names = [origin.strip() for origin in (settings.allowed_origins or "").split(",") if origin.strip()]
 
-    def check(self, method: str, headers: Mapping[str, str]) -> None:
+    def check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
         """Raises ``HTTPRefusal`` for a request that may have an effect."""
-        if method in WITHOUT_EFFECT or "*" in self.names:
+        if (method in WITHOUT_EFFECT and path not in CHANGED_BY_READING) or "*" in self.names:
             return
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "")
         if origin in self.names:
@@ -261,7 +263,7 @@ class RequestMiddleware:
         if scope["path"] in OPEN_PATHS:
             return
         self._hosts.check(headers)
-        self._origins.check(scope["method"], headers)
+        self._origins.check(scope["method"], scope["path"], headers)
         if not self._is_open(scope["method"], scope["path"]):
             scope[CALLER] = self._keys.check(scope["path"], _secret(headers))
 
