@@ -58,7 +58,7 @@ def test_an_adapter_gives_the_tokens_of_its_merged_model(made: Made, adapted: LL
 
 
 def test_chat_applies_the_adapter(made: Made, adapted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapted, "render_chat", lambda *_, **__: PROMPT)
+    monkeypatch.setattr(adapted, "chat_prompt", lambda *_, **__: {"prompt_token_ids": PROMPT})
     (result,) = adapted.chat([{"role": "user", "content": "Hi"}], GREEDY, adapter="second")
     made.check("second", result.outputs[0].token_ids)
 
