@@ -95,13 +95,15 @@ def test_a_request_waits_until_there_are_blocks_for_its_prompt() -> None:
     assert engine.request("b").finished
 
 
-def test_prompts_that_do_not_fit_together_are_not_started_together() -> None:
+@pytest.mark.parametrize(("max_tokens", "started"), [(3, {"a", "b"}), (4, {"a"})])
+def test_prompts_that_do_not_fit_together_are_not_started_together(max_tokens: int, started: set[str]) -> None:
+    """Two fill all blocks, and with a fourth token each needs one more."""
     engine = make(num_kv_blocks=4, enable_prefix_caching=False)
     for name in "abc":
-        engine.add([ord(name)] * 6, tokens(1), request_id=name)
-    assert {part.request_id for part in engine.step().computed} == {"a"}
-    assert engine.stats().num_waiting == 2
-    assert {result.request_id for result in engine.run()} == {"b", "c"}
+        engine.add([ord(name)] * 6, tokens(max_tokens), request_id=name)
+    assert {part.request_id for part in engine.step().computed} == started
+    assert engine.stats().num_waiting == 3 - len(started)
+    assert {result.request_id for result in engine.run()} == {"a", "b", "c"}
 
 
 def test_every_choice_of_a_request_is_in_its_result_and_pieces_concatenate() -> None:
