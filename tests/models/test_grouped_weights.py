@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.quant.stored.stored_weight import packed
+from octavo.quant.stored import packed
 from tests.models.test_quantised import checkpoint, logprobs
 from tests.quant.writers import compressed, fp8, gptq, quantise, replace_matrices
 
