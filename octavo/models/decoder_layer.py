@@ -183,11 +183,13 @@ class DecoderLayer:
         router = Router(before, weights.router(f"{prefix}.{part.router}", X, D), routing)
         gate, up, down = part.projections
         shape = ExpertShape(X, D, F, moe.activation, gate, up, down)
-        if part.stacked is not None and weights.tensors.has(f"{prefix}.{part.experts}.{part.stacked[0]}"):
-            order = np.arange(2 * F)
-            experts = weights.stacked_experts(f"{prefix}.{part.experts}", shape, order, names=part.stacked)
+        experts_name, order = f"{prefix}.{part.experts}", np.arange(2 * F)
+        if part.stacked is not None and part.stacked[0].endswith(".weight"):  # of a linear layer: [outputs, inputs]
+            experts = weights.stacked_experts(experts_name, shape, order, names=part.stacked, is_transposed=False)
+        elif part.stacked is not None and weights.tensors.has(f"{experts_name}.{part.stacked[0]}"):
+            experts = weights.stacked_experts(experts_name, shape, order, names=part.stacked)
         else:
-            experts = weights.experts(f"{prefix}.{part.experts}", shape)
+            experts = weights.experts(experts_name, shape)
         shared = self.shared_expert(config, part, weights, prefix) if moe.shared_size else None
         return MoE(router, experts, shared, weights.collective, after)
 

@@ -123,7 +123,8 @@ class ExpertsPart:
     experts: str = "mlp.experts"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[str, str] | None = None
-    """Of the tensors [experts, outputs, inputs] with gates and ups, and with downs, if experts are stacked."""
+    """Of the tensors [experts, outputs, inputs] with gates and ups, and with downs, if experts are stacked: always,
+    if they are the weights of linear layers; else they may be [experts, inputs, outputs]."""
     shared: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_scale: float = 1.0

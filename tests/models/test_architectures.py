@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.llm.outputs import Logprob
 from octavo.models.registry import ARCHITECTURES, read_config
-from tests.models.families import EVERY_ROW, MAX_LEN, ROWS, VOCAB_SIZE, make_checkpoint
+from tests.models.families import EVERY_ROW, MAX_LEN, ROWS, SHAPE, VOCAB_SIZE, make_checkpoint
 
 LENGTHS = (300, 1, 2, 17, 130)
 NEW_TOKENS = 32
@@ -162,6 +162,13 @@ def test_every_architecture_has_a_row() -> None:
     assert {model.__name__ for model in made} == set(ARCHITECTURES)
 
 
+@pytest.mark.parametrize("row", ["granitemoe/stacked", "granitemoehybrid/experts"])
+def test_stacked_experts_as_wide_as_the_model(row: str, tmp_path: Path) -> None:
+    """Their shapes do not tell which dimension is which."""
+    model = make_checkpoint(tmp_path, row, intermediate_size=SHAPE["hidden_size"])
+    check_logits(tmp_path, model, PROMPTS[3])
+
+
 def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its entry point is the name of the architecture; here it is Llama under another name."""
     source = tmp_path / "site" / "doubled.py"
@@ -181,8 +188,12 @@ def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = make_checkpoint(tmp_path / "model", "llama/biases")
     values = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**values, "architectures": ["DoubledForCausalLM"]}))
-    prompt = PROMPTS[3]
-    with LLM(tmp_path / "model", dtype="float32", **SETTINGS) as llm:
+    check_logits(tmp_path / "model", model, PROMPTS[3])
+
+
+def check_logits(folder: Path, model: PreTrainedModel, prompt: list[int]) -> None:
+    """Those of a checkpoint are those that transformers computes with ``model``, within 1e-4."""
+    with LLM(folder, dtype="float32", **SETTINGS) as llm:
         found, _ = logits_of(llm, prompt)
     with torch.inference_mode():
         expected = model(torch.tensor([prompt]), use_cache=False).logits[0]
