@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table of families, or the check of a model; return 1 if it does not fit."""
     if args.model_argument is None and args.model is None:
-        layout = "{:<40}{:<11}{:<30}{:<9}{}"
+        layout = "{:<39} {:<10} {:<29} {:<8} {}"
         print("\n".join(layout.format(*row) for row in families()))
         print("\nOther decoders: with --backend transformers, more slowly.", file=sys.stderr)
         return 0

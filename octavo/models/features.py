@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ KEYS: dict[str, Any] = {
     "full_attn_idxs": [2, 5],
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
     "kv_lora_rank": 16,
     "q_lora_rank": 16,
     "qk_rope_head_dim": 8,
@@ -88,7 +90,8 @@ class Features:
     """Features of a decoder architecture."""
 
     not_adaptable: tuple[str, ...]
-    """Layer matrices that LoRA adapters cannot change."""
+    """Layer matrices that LoRA adapters cannot change, with the name of their module where their own has another
+    meaning, too, as in ``conv.conv``."""
     windows: str
     """Which layers may have a sliding window: "all", "some" or "-"."""
 
@@ -100,6 +103,13 @@ def features(architecture: str) -> Features:
     source = Nothing()
     loaded = load_model(config, source, WeightFormat(torch.float32, torch.device("meta")))
     others = [name for name in source.matrices if name.removesuffix(".weight") not in loaded.maps]
-    parts = {"experts" if ".experts." in name else name.split(".")[-2] for name in others if LAYER.search(name)}
+    adaptable = [f".{name}." for name in loaded.maps if LAYER.search(name)]
+    parts = {"experts" if ".experts." in name else _part(name, adaptable) for name in others if LAYER.search(name)}
     windows = [spec.window for spec in config.cache]
     return Features(tuple(sorted(parts)), "all" if all(windows) else "some" if any(windows) else "-")
+
+
+def _part(name: str, adaptable: Sequence[str]) -> str:
+    """The name of a matrix by itself, or with that of its module where an adaptable map's name has the same part."""
+    module, own = name.removesuffix(".weight").split(".")[-2:]
+    return f"{module}.{own}" if any(f".{own}." in other for other in adaptable) else own
