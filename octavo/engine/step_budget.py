@@ -193,10 +193,15 @@ class StepBudget:
         self._num_proposed = load.num_proposed if load.drafted_rows else NO_DRAFTER
         self._decode_context = sum([item.start for item in plan if len(item.tokens) == 1])
         self._most_rows = max(self._most_rows, load.rows)
-        num_decoding = sum([len(item.tokens) == 1 for item in plan])
-        if load.rows - num_decoding >= LEAST_TELLING:
-            seconds_of_prompts = seconds - self._seconds_of_decodes(max(1, num_decoding))
-            self._seconds_of_prompt_token = max(0.0, seconds_of_prompts) / (load.rows - num_decoding)
         if load.has_prompt:
+            self._learn_prompts(plan, load, seconds)
             self._position = max([item.start + len(item.tokens) for item in plan if len(item.tokens) > 1])
         self.model.learn(load, seconds)
+
+    def _learn_prompts(self, plan: Plan, load: Load, seconds: float) -> None:
+        """Learn what a prompt token costs, from a step with prompts over ``plan``. Drafts are none."""
+        num_decoding = sum([len(item.tokens) == 1 for item in plan])
+        num_tokens = load.rows - load.num_verified - num_decoding
+        if num_tokens >= LEAST_TELLING:
+            seconds_of_prompts = seconds - self._seconds_of_decodes(max(1, num_decoding))
+            self._seconds_of_prompt_token = max(0.0, seconds_of_prompts) / num_tokens

@@ -136,6 +136,19 @@ def test_with_nobody_decoding_steps_are_full() -> None:
     assert engine.engine.stats().num_steps == 8 * 4096 // MOST
 
 
+def test_drafts_do_not_tell_what_a_prompt_token_costs() -> None:
+    """Many are computed at once while weights are read; by these, prompts would be free on a slow device, too."""
+    cost = CheapRows(0.02, 0.005, 0.001, free=72)
+    budget = Recorder(cost, SchedulerSettings()).engine.scheduler.step_budget
+    sequences = [Sequence(Request(n, [1] * 9000, SamplingParams(), 9)) for n in range(9)]
+    prompt = Scheduled(sequences[8], 0, (1,) * 512, (), False, 0)
+    decode = Scheduled(sequences[0], 100, (1,), (), True, 0)
+    drafted = [Scheduled(seq, 100, (1,), (2,) * 8, True, 0) for seq in sequences[:8]]
+    for plan in [[prompt], [decode], drafted] * 50:
+        budget.learn(plan, sum(len(item.tokens) + len(item.drafts) for item in plan), cost.seconds(plan))
+    assert budget.of_step(1, 1, 0) < MOST / 4
+
+
 @pytest.mark.parametrize(("base", "longest_gap"), [(0.005, 0.6), (0.02, 1.4)])
 def test_a_short_question_does_not_wait_for_a_long_prompt_on_a_slow_device(base: float, longest_gap: float) -> None:
     """Steps as of a small model on two cores. Others came before, so that it is known what steps take."""
