@@ -16,6 +16,8 @@ from typing import Any
 from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OctavoError
+from octavo.models.features import KEYS, OWN_KEYS
+from octavo.models.keys import ConfigKeys
 from octavo.models.registry import ARCHITECTURES
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
@@ -175,18 +177,27 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 """Settings that change no token."""
 
 
-def tiny_config(architecture: str) -> dict[str, Any] | None:
-    """The ``config.json`` of a family, cut down; ``None`` if there is no shape of it."""
+def tiny_config(architecture: str) -> dict[str, Any]:
+    """The ``config.json`` of a family, cut down; without a shape of it, sizes under the keys of all families."""
     published = next((shape for shape in SHAPES.values() if shape["architectures"] == [architecture]), None)
     found = UNPUBLISHED.get(architecture, published)
     if found is None:
-        return None
+        found = _own_keys(architecture)
     config = {name: SIZES.get(name, value) if value is not None else None for name, value in found.items()}
     if "layer_types" in config:
         config["layer_types"] = sorted(set(config["layer_types"] or ()))[: SIZES["num_hidden_layers"]]
     if "kv_lora_rank" in config:
         config["num_key_value_heads"] = config["num_attention_heads"]
     return {**config, "architectures": [architecture], "torch_dtype": "float32"}
+
+
+def _own_keys(architecture: str) -> dict[str, Any]:
+    """Those of the keys of all families that a family reads."""
+    sizes = {**KEYS, "num_hidden_layers": 2, "n_layer": 2, **OWN_KEYS.get(architecture, {})}
+    keys = ConfigKeys({**sizes, "architectures": [architecture]})
+    ARCHITECTURES[architecture].read_config(keys, None)
+    unread = keys.unread()
+    return {name: value for name, value in sizes.items() if name not in unread}
 
 
 def check(folder: Path, device: str, names: Sequence[str], report: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -209,8 +220,6 @@ def check(folder: Path, device: str, names: Sequence[str], report: Callable[[str
 
 def _checked(architecture: str, folder: Path, device: str) -> dict[str, Any]:
     config = tiny_config(architecture)
-    if config is None:
-        return {"failed": "there is no shape of it"}
     path = folder / architecture
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
