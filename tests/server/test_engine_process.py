@@ -232,6 +232,9 @@ class IdleEngine:
     def spare_seconds(self) -> float:
         return 0.0
 
+    def save_idle(self) -> bool:
+        return False
+
     def step(self) -> list[Output]:
         self.calls += 1
         return []
