@@ -20,9 +20,9 @@ from octavo.grammar.masks import TOO_SLOW, MatcherMasks, Progress
 from octavo.grammar.matchers import GrammarError, compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.sampling_params import SamplingParams
-from octavo.types import Masks, Output, Plan, Request
+from octavo.types import Masks, Output, Plan, Request, Sampled, Scheduled
 from tests.grammar.walks import allowed
-from tests.oracle import VOCAB_SIZE, OracleRunner, ToyProposer, Trouble, choose, digest, empty_digest
+from tests.oracle import VOCAB_SIZE, OracleRunner, Tables, ToyProposer, Trouble, choose, digest, empty_digest
 from tests.speculating import speculating
 
 EOS = VOCAB_SIZE - 1
@@ -217,11 +217,11 @@ def test_a_grammar_that_takes_too_long_ends_its_own_request_alone(monkeypatch: p
 class OracleSampler(OracleRunner):
     """Ends a row for which nothing is allowed, as the real sampler does."""
 
-    def _row(self, item: Any, table: list[int], masks: Masks) -> Any:
+    def _row(self, item: Scheduled, tables: Tables, state: int, masks: Masks) -> Sampled:
         found: list[Collection[int]] | None = masks.get(item.seq.id)
         if found is not None and not found[0]:
             self.trouble.bad_rows[item.seq.id] = 0
-        return super()._row(item, table, masks)
+        return super()._row(item, tables, state, masks)
 
 
 def test_masks_are_computed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
