@@ -24,10 +24,10 @@ MUTANTS = [
     Mutant(SCHEDULER, "most = budget - num_behind", "most = budget"),
     Mutant(SCHEDULER, "budget -= min(num_taken, asked + len(drafts))", "budget -= num_tokens"),
     Mutant(SCHEDULER, "self._reserve_blocks(seq, start + num_taken)", "self._reserve_blocks(seq, start + num_tokens)"),
-    Mutant(SCHEDULER, "len(self.running) + len(self.leaving) < self.max", "len(self.running) < self.max"),
-    Mutant(SCHEDULER, "num_spare=len(self.running)", "num_spare=0"),
+    Mutant(ADMISSION, "is_free = len(self.running) + len(self.leaving) + ", "is_free = len(self.running) + "),
+    Mutant(ADMISSION, "len(self.running) if num_spare is None else num_spare", "0 if num_spare is None else num_spare"),
     Mutant(SCHEDULER, "is_sorted = is_sorted and (newest is None or newest.order < seq.order)", "is_sorted = True"),
-    Mutant(SCHEDULER, "budget, num_reserved = budget + num_reserved, 0", "budget = budget + num_reserved"),
+    Mutant(SCHEDULER, "budget += shares.pop(seq, 0)", "budget += shares.get(seq, 0)"),
     Mutant(SCHEDULER, "self.cache.note_filled(total_budget - rest)", "self.cache.note_filled(total_budget)"),
     Mutant("engine/scheduled.py", "samples = end == len(tokens)", "samples = end >= len(tokens) - 1"),
     Mutant("engine/scheduled.py", "tokens += [None] * len(drafts)", "pass"),
@@ -35,12 +35,14 @@ MUTANTS = [
     Mutant(SCHEDULER, "if not other.num_in_flight:", "if True:"),
     Mutant(SCHEDULER, "if other is seq:\n                break", "if other is seq:\n                continue"),
     Mutant(
-        SCHEDULER, "        self.waiting.leave(seq)\n        self.waiting.push(seq)", "        self.waiting.push(seq)"
+        ADMISSION,
+        "            self.waiting.leave(seq)\n            self.waiting.push(seq)",
+        "            self.waiting.push(seq)",
     ),
     Mutant(
         SCHEDULER, "if seq.status is Status.FINISHED and not seq.num_in_flight:", "if seq.status is Status.FINISHED:"
     ),
-    Mutant(SCHEDULER, "elif not seq.num_in_flight:\n            self._preempt", "else:\n            self._preempt"),
+    Mutant(ADMISSION, "self.yielding.items() if not seq.num_in_flight]", "self.yielding.items()]"),
     Mutant(
         SCHEDULER, "seq.num_computed_tokens = item.settled_start", "seq.num_computed_tokens = item.settled_start + 1"
     ),
@@ -174,7 +176,7 @@ MUTANTS = [
     Mutant("cache/offload.py", '"" if start else salt', '""'),
     Mutant("cache/offload.py", "            if index < num_cached:\n                continue\n", ""),
     Mutant("cache/offload.py", "self.host.get(key) if pending is None else pending()", "self.host.get(key)"),
-    Mutant("cache/offload.py", "self.disk.put(*older)", "pass"),
+    Mutant("cache/offload.py", "self.disk.put(key, content)", "pass"),
     Mutant("cache/tiers.py", "if stored[:CHECKSUM_BYTES] != checksum(key, content):", "if not content:"),
     Mutant("cache/tiers.py", "digest_size=CHECKSUM_BYTES, key=key)", "digest_size=CHECKSUM_BYTES)"),
     Mutant(
