@@ -34,10 +34,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25}),
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "helium": ("helium", {"head_dim": 8}),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
     "mamba": ("mamba", {"state_size": 8, "expand": 2, "time_step_rank": 4}),
 }
-PAGED = ("cohere", "starcoder2", "stablelm", "granite", "gpt_neox", "phi", "smollm3")
+PAGED = ("cohere", "starcoder2", "stablelm", "granite", "gpt_neox", "phi", "smollm3", "helium")
 """Those whose attention runs over the paged cache; the others keep their own."""
 OWN = ("bloom", "mamba")
 
