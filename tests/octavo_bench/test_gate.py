@@ -143,7 +143,7 @@ def test_mistakes_are_found_before_the_measurement(
     assert said in capsys.readouterr().err
 
 
-NOT_MEASURED = {"shape", "roofline", "report", "gpu"}
+NOT_MEASURED = {"shape", "roofline", "report", "gpu", "architectures"}
 """What makes or shows something else than a record."""
 
 
