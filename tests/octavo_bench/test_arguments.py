@@ -35,7 +35,7 @@ PEER = "bench peer tiny --engine vllm --python /nowhere"
         ("bench sweep tiny --vary input_len --values abc", "values: input_len must be integers of at least 1"),
         ("bench shape qwen3-8b FILE", "FILE cannot be made: File exists"),
         ("bench report --fill /nowhere", "--fill takes a page that is there"),
-        ("demo --max-num-seqs 0", "--max-num-seqs: must be at least 1"),
+        ("demo --max-num-seqs 0", "--max-num-seqs/--max-batch-size: must be at least 1"),
         ("debug diff tiny --tensor-parallel-size 2", "unknown argument '--tensor-parallel-size'"),
         ("simulate --rate 5 --concurrency 5", "--rate and --concurrency: "),
         ("simulate --weight-bits 0", "--weight-bits: must be above 0"),
