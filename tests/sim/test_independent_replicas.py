@@ -52,7 +52,7 @@ def spec_for(tmp_path: Path, workload: str, router: str, replicas: int, seed: in
         ]
         log.write_text("\n".join(map(json.dumps, steps)))
     return SimulationSpec(
-        "llama-3.1-8b", "h200", workload, 90, rate=70, burstiness=0.5, replicas=replicas, router=router,
+        "llama-3.1-8b", "h200", workload, 100, rate=70, burstiness=0.5, replicas=replicas, router=router,
         cost_log=log, seed=seed,
     )  # fmt: skip
 
