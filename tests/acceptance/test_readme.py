@@ -77,4 +77,4 @@ def test_make_targets_exist() -> None:
 def test_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks" / "notes").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
+            assert link.startswith(("http", "data:")) or (page.parent / link).exists(), f"{page.name}: {link}"
