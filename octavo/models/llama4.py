@@ -32,10 +32,10 @@ class ScaledInputs(MoE):
     """A mixture whose shares multiply what the experts get, not what they give."""
 
     def _sum(self, h_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None) -> Tensor:
-        T, S = ids_TS.shape
-        scaled = (h_TD.unsqueeze(1) * shares_TS.unsqueeze(-1).to(h_TD.dtype)).view(T * S, -1)
+        (T, S), D = ids_TS.shape, h_TD.shape[1]
+        scaled = (h_TD.unsqueeze(1) * shares_TS.unsqueeze(-1).to(h_TD.dtype)).view(T * S, D)
         each = self.experts(scaled, ids_TS.view(-1, 1), torch.ones_like(shares_TS).view(-1, 1))
-        y_TD = each.view(T, S, -1).sum(dim=1)
+        y_TD = each.view(T, S, D).sum(dim=1)
         if residual_TD is not None:
             y_TD = residual_TD.add_(y_TD)
         return y_TD if self.shared is None else self.shared(h_TD, y_TD)

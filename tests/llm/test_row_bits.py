@@ -16,7 +16,7 @@ PARAMS = [SamplingParams(temperature=i % 2, seed=i, max_tokens=12, ignore_eos=Tr
 @pytest.mark.parametrize("row", EVERY_ROW)
 def test_log_probabilities_are_those_of_a_request_alone(tmp_path: Path, row: str) -> None:
     make_checkpoint(tmp_path, row)
-    settings = {"device": "cpu", "dtype": "float32", "block_size": 8, "num_kv_blocks": 120}
+    settings = {"device": "cpu", "dtype": "float32", "block_size": 8, "num_kv_blocks": 120, "max_model_len": 256}
     with LLM(tmp_path, **settings, enable_prefix_caching=False, max_num_batched_tokens=24) as llm:
         alone = [llm.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
         together = llm.generate(PROMPTS, PARAMS)

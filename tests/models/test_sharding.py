@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.experts import DenseMixture
-from octavo.models.features import KEYS
+from octavo.models.features import KEYS, OWN_KEYS
 from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import ARCHITECTURES
@@ -28,6 +28,7 @@ from tests.ops.cpu_cases import random_blocks
 """Of such a matrix a device has its part of each section."""
 FORM = WeightFormat(torch.float32, torch.device("cpu"))
 ODD = {"vocab_size": 99, "num_hidden_layers": 2, "n_layer": 2, "attention_bias": True, "first_k_dense_replace": 1}
+ODD |= {"layers_block_type": ["attention", "mamba"]}
 ODD |= {"multi_query": False}  # of Falcon, whose one KV head would be on every device
 
 
@@ -44,7 +45,7 @@ class AllBlocks(Plain):
 def load(
     architecture: str, shard: Shard, values: dict[str, Any], method: QuantMethod = PLAIN
 ) -> tuple[Any, WeightLoader]:
-    keys = {"architectures": [architecture], **KEYS, **values}
+    keys = {"architectures": [architecture], **KEYS, **OWN_KEYS.get(architecture, {}), **values}
     weights = WeightLoader(DummyCheckpoint(keys, {}, seed=0), FORM, method=method, shard=shard)
     config = ARCHITECTURES[architecture].read_config(ConfigKeys(keys), None)
     return ARCHITECTURES[architecture](config, weights), weights

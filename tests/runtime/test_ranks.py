@@ -156,7 +156,8 @@ def compare(home: Path, size: int, adapter: Path | None = None, runs_ahead: bool
     assert len(numbers) == len(expected_numbers) > 50
     assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(numbers, expected_numbers, strict=True))
     stats = one.engine.stats()
-    assert stats.num_preemptions > 0
+    frees_blocks = all(group.window for group in one.engine.scheduler.cache.groups)
+    assert stats.num_preemptions > 0 or frees_blocks, "the pool was not small enough"
     assert stats.num_copied_tokens > 0
 
 
