@@ -24,6 +24,7 @@ from octavo_fleet.sim.fitted import read_log
 from octavo_fleet.sim.report import Targets
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Simulation
+from octavo_fleet.sim.sketch import GROWTH
 from tests.llm.tiny import write_checkpoint
 
 HOST_SECONDS = 0.0002
@@ -86,13 +87,17 @@ def compared(
     return compare(driver, info, EngineConfig.from_flat({"enable_partial_reuse": False}), count, rounds)
 
 
+TWO_STEPS = GROWTH**2 - 1 + 1e-4
+"""The simulator knows percentiles to steps of this factor."""
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_on_an_even_machine_both_predictions_are_right(depth: int) -> None:
     result = compared(lambda now: 1.0, 20, 2, depth)
     assert result["figures"] == 25
     assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]
     errors = [abs(row[figure]["predicted"]) for row in result["rows"] for figure in AIMS]
-    assert max(errors) < 0.02, result["rows"]
+    assert max(errors) < TWO_STEPS, result["rows"]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
