@@ -165,7 +165,7 @@ def _qwen(config: Mapping[str, Any], given: Mapping[str, Any], patch: int, scali
         | {"most_pixels": MOST_PIXELS},
         placeholder="<|image_pad|>",
         around=("<|vision_start|>", "<|vision_end|>"),
-        token=int(config.get("image_token_id", 151_655)),
+        token=int(config.get("image_token_id") or config[TOKENS].get("<|image_pad|>", 151_655)),
         token_text="<|image_pad|>",
         side=side,
         has_grid=True,
@@ -220,5 +220,7 @@ PROCESSORS = {
     "Qwen2_5_VLForConditionalGeneration": _qwen25,
     "Qwen3VLForConditionalGeneration": _qwen3,
     "Qwen3VLMoeForConditionalGeneration": _qwen3,
+    "Qwen3_5ForConditionalGeneration": _qwen3,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3,
 }
 """By architecture of the checkpoint."""

@@ -1,4 +1,4 @@
-"""Qwen3.5, whose architecture Qwen3.6 has, too (Qwen team, 2026), without images: Qwen3-Next with separate projections.
+"""The text part of Qwen3.5, and of Qwen3.6, which is alike (Qwen team, 2026): Qwen3-Next with separate projections.
 
 The smaller models are dense, the larger ones have experts in all layers.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,13 @@ def _in_rows(found: Any) -> Sequence[list[int]]:
 
 
 QWEN_SIZE = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}
+QWEN3_PROCESSOR = partial(
+    Qwen2VLImageProcessorPil,
+    size={"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 30},
+    patch_size=16,
+    image_mean=[0.5] * 3,
+    image_std=[0.5] * 3,
+)
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
 FAMILIES = {
     "qwen2_5_vl": Family(
@@ -94,12 +102,33 @@ FAMILIES = {
             },
             "image_token_id": IMAGE,
         },
-        lambda: Qwen2VLImageProcessorPil(
-            size={"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 30},
-            patch_size=16,
-            image_mean=[0.5] * 3,
-            image_std=[0.5] * 3,
-        ),
+        QWEN3_PROCESSOR,
+        _of_grid,
+    ),
+    "qwen3_5": Family(
+        "qwen3_5",
+        {
+            "text_config": {
+                **TEXT,
+                "head_dim": 32,
+                "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_interleaved": True},
+                "layer_types": ["linear_attention", "full_attention"] * 2,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+            },
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 36,
+            },
+            "image_token_id": IMAGE,
+        },
+        QWEN3_PROCESSOR,
         _of_grid,
     ),
     "mistral3": Family(

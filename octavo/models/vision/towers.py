@@ -33,6 +33,8 @@ TOWERS: dict[str, Family] = {
     "Qwen2_5_VLForConditionalGeneration": Qwen25Tower,
     "Qwen3VLForConditionalGeneration": Qwen3Tower,
     "Qwen3VLMoeForConditionalGeneration": Qwen3Tower,
+    "Qwen3_5ForConditionalGeneration": Qwen3Tower,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3Tower,
 }
 PLACEHOLDERS = ("image", "video", "audio")
 TEXT = ("language_model.", "model.language_model.", "lm_head.", "model.layers.", "model.embed_tokens.", "model.norm.")
