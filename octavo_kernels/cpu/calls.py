@@ -29,7 +29,7 @@ from octavo_kernels.cpu.memory import call_driver, fields, view
 from octavo_kernels.cpu.threads import pool_address
 
 Arguments = npt.NDArray[np.void]
-CALL = fields(driver=int, arguments=int)
+CALL = fields("driver arguments")
 
 
 @compiled

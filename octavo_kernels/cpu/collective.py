@@ -36,7 +36,7 @@ YIELDS = 50_000
 SUM, GATHER = 1, 2
 ABORTED, MISMATCH = 1, 2
 LOST = "the ranks are out of step, or one of them is gone"
-ARGUMENTS = fields(region=int, rank=int, size=int, slot_bytes=int, x=int, out=int, count=int, nap=int)
+ARGUMENTS = fields("region rank size slot_bytes x out count nap")
 
 Region = npt.NDArray[np.uint8]
 

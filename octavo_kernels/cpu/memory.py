@@ -38,9 +38,10 @@ def view(context: Any, address: Any, size: Any, dtype: Any) -> Any:
     return kind(types.intp, types.intp, dtype), emit
 
 
-def fields(**kinds: Any) -> np.dtype[np.void]:
-    """A record of numbers, such as the arguments of a task: ``fields(x=int, eps=float)``, all of 64 bits."""
-    return np.dtype([(name, np.float64 if kind is float else np.int64) for name, kind in kinds.items()])
+def fields(*names: str) -> np.dtype[np.void]:
+    """A record of numbers of 64 bits, int or float, such as the arguments of a task: ``fields("x T K eps:float")``."""
+    words = (word.partition(":") for word in " ".join(names).split())
+    return np.dtype([(name, np.float64 if kind == "float" else np.int64) for name, _, kind in words])
 
 
 @emitted

@@ -8,7 +8,7 @@ from octavo_kernels.cpu.compiled import compiled_driver
 from octavo_kernels.cpu.memory import fields, read
 from octavo_kernels.cpu.threads import run
 
-FIRST_ARGUMENTS = fields(task=int, items=int, piece=int)
+FIRST_ARGUMENTS = fields("task items piece")
 """What the arguments of such a task begin with: its address, the number of items, and how many are worth a thread."""
 
 

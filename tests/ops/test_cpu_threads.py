@@ -19,7 +19,7 @@ from octavo_kernels.cpu.memory import fields, read, view
 from tests.ops.cpu_cases import needs_float_kernels
 
 pytestmark = needs_float_kernels
-COUNTS = fields(counts=int, size=int)
+COUNTS = fields("counts size")
 
 
 def _count(arguments: int, begin: int, end: int) -> None:

@@ -33,7 +33,7 @@ from octavo_kernels.cpu.vector_ir import LANES
 NUMBERS_A_PIECE = 2048
 MULTIPLICATIONS_A_PIECE = 50_000
 """One or two microseconds for a single row, which waits for memory."""
-PLAN = fields(num_tiles=int, num_slots=int, work=int)
+PLAN = fields("num_tiles num_slots work")
 
 
 @inlined
@@ -170,7 +170,7 @@ def attention_numba(
 
 
 ANGLES_A_PIECE = 64
-ARGUMENTS = fields(task=int, T=int, piece=int, positions=int, frequencies=int, cos=int, sin=int, R=int, factor=float)
+ARGUMENTS = fields("task T piece positions frequencies cos sin R factor:float")
 
 
 @functools.cache
@@ -208,20 +208,7 @@ def rotary_angles_numba(positions_T: Tensor, frequencies_R: Tensor, factor: floa
     return cos_TR, sin_TR
 
 
-AXIS_ARGUMENTS = fields(
-    task=int,
-    T=int,
-    piece=int,
-    positions=int,
-    shifts=int,
-    axes=int,
-    frequencies=int,
-    cos=int,
-    sin=int,
-    R=int,
-    A=int,
-    factor=float,
-)
+AXIS_ARGUMENTS = fields("task T piece positions shifts axes frequencies cos sin R A factor:float")
 
 
 @functools.cache

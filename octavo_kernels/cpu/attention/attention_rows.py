@@ -14,41 +14,9 @@ from octavo_kernels.cpu.rows.rms_norm import normalise_row
 from octavo_kernels.cpu.vector_ir import FORMAT_BYTES
 
 STEP = fields(
-    prepare=int,
-    attend=int,
-    qkv=int,
-    T=int,
-    N=int,
-    K=int,
-    stored=int,
-    H=int,
-    width=int,
-    scale=float,
-    q_norm=int,
-    k_norm=int,
-    eps=float,
-    cos=int,
-    sin=int,
-    R=int,
-    slots=int,
-    k_cache=int,
-    v_cache=int,
-    num_blocks=int,
-    block_size=int,
-    tables=int,
-    table_width=int,
-    starts=int,
-    lengths=int,
-    S=int,
-    window=int,
-    softcap=float,
-    sinks=int,
-    out=int,
-    q=int,
-    tiles=int,
-    num_tiles=int,
-    parts=int,
-    counts=int,
+    "prepare attend qkv T N K stored H width scale:float q_norm k_norm eps:float cos sin R slots k_cache v_cache "
+    "num_blocks block_size tables table_width starts lengths S window softcap:float sinks out q tiles num_tiles "
+    "parts counts"
 )
 """Arguments of the tasks of one call; addresses are 0 for absent tensors. ``width`` is H rounded up to a multiple of
 16; ``stored`` is K, or 0 where another layer has stored the keys and values.

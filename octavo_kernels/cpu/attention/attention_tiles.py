@@ -41,17 +41,7 @@ TILE_ROWS = 48
 """Rows of a tile, at least the query heads of one token."""
 STATE = STATE_BYTES // 4
 
-TILE = fields(
-    sequence=int,
-    row=int,
-    num_tokens=int,
-    start=int,
-    first_part=int,
-    last_part=int,
-    slot=int,
-    first_slot=int,
-    num_slots=int,
-)
+TILE = fields("sequence row num_tokens start first_part last_part slot first_slot num_slots")
 """``num_tokens`` rows of q from ``row``, the first of which is at position ``start`` of its sequence.
 
 A tile computes parts ``first_part`` up to, not including, ``last_part``. With a non-negative ``slot`` it is one part of

@@ -19,20 +19,7 @@ from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import FLOAT16, FORMAT_BYTES
 
 NUMBERS_A_PIECE = 1024
-ARGUMENTS = fields(
-    task=int,
-    ids=int,
-    values=int,
-    scales=int,
-    out=int,
-    T=int,
-    V=int,
-    G=int,
-    group=int,
-    bits=int,
-    zero_point=int,
-    has_minima=int,
-)
+ARGUMENTS = fields("task ids values scales out T V G group bits zero_point has_minima")
 
 
 @functools.cache

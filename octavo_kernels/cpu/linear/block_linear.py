@@ -34,25 +34,9 @@ NUMBERS_A_PIECE = 2048
 ROWS_TO_FINISH = 8
 
 ARGUMENTS = fields(
-    **EPILOGUE,
-    prepare=int,
-    multiply=int,
-    x=int,
-    norm=int,
-    eps=float,
-    order=int,
-    values=int,
-    scales=int,
-    zero_point=int,
-    has_minima=int,
-    group=int,
-    G=int,
-    terms=int,
-    parts=int,
-    counts=int,
-    is_pair=int,
-    columns=int,
-    rows=int,
+    EPILOGUE,
+    "prepare multiply x norm eps:float order values scales zero_point has_minima group G terms parts counts is_pair "
+    "columns rows",
 )
 """The last six are set by the driver: terms [T, G], large parts [T, ``room_for_parts``], and their counts int32 [T];
 whether panels are unpacked in pairs; and the form of the items of ``multiply``: ``rows`` rows of activations times one

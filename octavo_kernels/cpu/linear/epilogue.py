@@ -29,7 +29,7 @@ GATES = {None: NO_GATE, "silu": SILU, "gelu_tanh": GELU_TANH}
 """Activations supported by the kernels."""
 TILE_BYTES = 4 * LANES
 
-EPILOGUE = {"bias": int, "residual": int, "out": int, "gate": int, "T": int, "N": int}
+EPILOGUE = "bias residual out gate T N"
 """Fields that ``finish`` reads: addresses of float32, 0 for absent tensors; one of GATES; sizes."""
 
 

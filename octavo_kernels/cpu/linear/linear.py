@@ -31,23 +31,7 @@ MULTIPLICATIONS_A_PIECE = 40_000
 """One or two microseconds for a single row, whose weights come from memory."""
 NUMBERS_A_PIECE = 8192
 
-ARGUMENTS = fields(
-    **EPILOGUE,
-    normalise=int,
-    multiply=int,
-    x=int,
-    normed=int,
-    norm=int,
-    eps=float,
-    weight=int,
-    K=int,
-    width=int,
-    scales=int,
-    group=int,
-    G=int,
-    panels=int,
-    rows=int,
-)
+ARGUMENTS = fields(EPILOGUE, "normalise multiply x normed norm eps:float weight K width scales group G panels rows")
 """``width`` is K rounded up to a multiple of 16, and ``group`` the number of columns that share a scale, likewise. The
 driver sets the last two: panels of outputs, and rows that are multiplied with all of them before the next ones."""
 

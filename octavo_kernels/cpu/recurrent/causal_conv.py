@@ -28,24 +28,7 @@ CHUNK = 32
 """Rows of a sequence that are computed together."""
 NUMBERS_A_PIECE = 4096
 ARGUMENTS = fields(
-    starts=int,
-    lengths=int,
-    slots=int,
-    S=int,
-    T=int,
-    num_slots=int,
-    state=int,
-    convolve=int,
-    C=int,
-    W=int,
-    x=int,
-    before=int,
-    after=int,
-    stride=int,
-    weight=int,
-    bias=int,
-    activation=int,
-    out=int,
+    "starts lengths slots S T num_slots state convolve C W x before after stride weight bias activation out"
 )
 """Rows of ``x`` and of the gates ``before`` and ``after`` the convolution (0: none) are ``stride`` bytes apart."""
 

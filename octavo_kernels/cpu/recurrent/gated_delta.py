@@ -33,26 +33,9 @@ from octavo_kernels.cpu.vector_ir import LANES
 
 NUMBERS_A_PIECE = 4096
 ARGUMENTS = fields(
-    **STATE,
-    num_decays=int,
-    prepare=int,
-    finish=int,
-    qkv=int,
-    qkv_stride=int,
-    G=int,
-    dt=int,
-    dt_stride=int,
-    raw_beta=int,
-    beta_stride=int,
-    gate=int,
-    gate_stride=int,
-    a_log=int,
-    dt_bias=int,
-    norm=int,
-    eps=float,
-    kind=int,
-    beta_scale=float,
-    result=int,
+    STATE,
+    "num_decays prepare finish qkv qkv_stride G dt dt_stride raw_beta beta_stride gate gate_stride a_log dt_bias "
+    "norm eps:float kind beta_scale:float result",
 )
 """Fields of STATE that are addresses of inputs and outputs of the recurrence are set by the driver; ``G`` key heads."""
 

@@ -22,22 +22,7 @@ from octavo_kernels.cpu.vector_ir import LANES, F32x16, Loop, constant, fma, i64
 
 NUMBERS_A_PIECE = 4096
 GATES: dict[Gate, int] = {"silu": 0, "sigmoid": 1}
-ARGUMENTS = fields(
-    task=int,
-    T=int,
-    piece=int,
-    x=int,
-    stride=int,
-    gate=int,
-    gate_stride=int,
-    weight=int,
-    out=int,
-    C=int,
-    width=int,
-    eps=float,
-    kind=int,
-    is_gated_first=int,
-)
+ARGUMENTS = fields("task T piece x stride gate gate_stride weight out C width eps:float kind is_gated_first")
 
 
 @emitted

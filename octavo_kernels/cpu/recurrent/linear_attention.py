@@ -23,7 +23,7 @@ from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import LANES, F32x16, Loop, constant, i64, load, offset, store
 
 NUMBERS_A_PIECE = 8192
-ARGUMENTS = fields(**STATE, prepare=int, qkv=int, width=int, rates=int, activation=int)
+ARGUMENTS = fields(STATE, "prepare qkv width rates activation")
 
 
 @emitted

@@ -50,35 +50,13 @@ MULTIPLICATIONS_A_PIECE = 50_000
 PLAIN, DELTA, DELTA_BY_CHANNEL = range(3)
 """Rules: u = v, or the delta rule, with one decay for all numbers of a key or one for each."""
 
-STATE = {
-    "starts": int,
-    "lengths": int,
-    "slots": int,
-    "S": int,
-    "T": int,
-    "num_slots": int,
-    "state": int,
-    "recur": int,
-    "N": int,
-    "K": int,
-    "V": int,
-    "q": int,
-    "k": int,
-    "key_stride": int,
-    "share": int,
-    "v": int,
-    "value_stride": int,
-    "decay": int,
-    "beta": int,
-    "skip": int,
-    "out": int,
-}
+STATE = "starts lengths slots S T num_slots state recur N K V q k key_stride share v value_stride decay beta skip out"
 """Fields with which the arguments of an op with state begin: addresses of a step's starts, lengths and slots, of int32,
 and their sizes; the state [slots, N, K, V]; the task of ``recur_all``; sizes; float32 addresses of queries and keys,
 whose rows are ``key_stride`` bytes apart, and each head of which is used by ``share`` neighbouring heads; of values; of
 decays [T, N], or [T, N, K]; of factors of the values [T, N], or 0; of factors of the values that are added
 to the outputs [N], or 0; of the outputs [T, N, V]."""
-RECURRENCE = fields(**STATE)
+RECURRENCE = fields(STATE)
 
 
 def state_arguments(rows: StateRows, num_rows: int, state: Tensor) -> tuple[int, ...]:

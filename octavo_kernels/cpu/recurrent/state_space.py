@@ -28,7 +28,7 @@ from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import LANES
 
 ROWS_A_PIECE = 16
-ARGUMENTS = fields(**STATE, prepare=int, dt=int, dt_stride=int, a_log=int, dt_bias=int, low=float, high=float)
+ARGUMENTS = fields(STATE, "prepare dt dt_stride a_log dt_bias low:float high:float")
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from octavo_kernels.cpu.tensors import declines_floats
 # ---- put_columns: ``put_columns`` in float32, as a call that can be recorded.
 
 
-ARGUMENTS = fields(part=int, stride=int, bias=int, out=int, T=int, M=int, N=int)
+ARGUMENTS = fields("part stride bias out T M N")
 
 
 def declines(dtype: torch.dtype) -> str | None:
@@ -75,7 +75,7 @@ def concat_numba(first_TM: Tensor, *others: Tensor) -> Tensor:
 # ---- sigmoid_and_mul: ``sigmoid_and_mul`` in float32, as a call that can be recorded.
 
 
-GATE = fields(gate=int, stride=int, x=int, out=int, T=int, N=int)
+GATE = fields("gate stride x out T N")
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from octavo_kernels.cpu.memory import fields, read, view
 # ---- accept_drafts: ``accept_drafts``: a short loop over sequences.
 
 
-ACCEPT_DRAFTS_ARGUMENTS = fields(tokens=int, ids=int, indices=int, cu_samples=int, out=int, T=int, S=int, R=int)
+ACCEPT_DRAFTS_ARGUMENTS = fields("tokens ids indices cu_samples out T S R")
 
 
 @functools.cache
@@ -53,22 +53,8 @@ def accept_drafts_numba(tokens_R: Tensor, token_ids_T: Tensor, logits_indices_R:
 
 
 DRAFT_ROWS_ARGUMENTS = fields(
-    positions=int,
-    last_rows=int,
-    capacities=int,
-    tables=int,
-    out_positions=int,
-    out_slots=int,
-    out_lengths=int,
-    out_starts=int,
-    T=int,
-    S=int,
-    P=int,
-    G=int,
-    B=int,
-    group_stride=int,
-    row_stride=int,
-    block_size=int,
+    "positions last_rows capacities tables out_positions out_slots out_lengths out_starts T S P G B group_stride "
+    "row_stride block_size"
 )
 
 

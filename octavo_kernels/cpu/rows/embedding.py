@@ -21,7 +21,7 @@ from octavo_kernels.cpu.vector_ir import FORMAT_BYTES
 # ---- embedding: ``embedding``: rows copied as bytes, for any dtype, or widened to float32.
 
 
-EMBEDDING_ARGUMENTS = fields(ids=int, table=int, out=int, T=int, V=int, row_bytes=int)
+EMBEDDING_ARGUMENTS = fields("ids table out T V row_bytes")
 
 
 @inlined
@@ -91,7 +91,7 @@ def embedding_numba(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype | 
 # ---- own_ids: ``own_ids`` as a compiled call, so that recorded steps contain it.
 
 
-OWN_IDS_ARGUMENTS = fields(ids=int, out=int, T=int, first=int, count=int)
+OWN_IDS_ARGUMENTS = fields("ids out T first count")
 
 
 @functools.cache
@@ -121,7 +121,7 @@ def own_ids_numba(token_ids_T: Tensor, first: int, count: int) -> Tensor:
 # ---- keep_own_rows: ``keep_own_rows`` as a compiled call, so that recorded steps contain it.
 
 
-KEEP_OWN_ROWS_ARGUMENTS = fields(x=int, ids=int, T=int, first=int, count=int, row_bytes=int)
+KEEP_OWN_ROWS_ARGUMENTS = fields("x ids T first count row_bytes")
 
 
 @functools.cache

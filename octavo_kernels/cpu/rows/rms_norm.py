@@ -18,9 +18,7 @@ from octavo_kernels.cpu.tensors import address, declines_floats, whole_vectors
 from octavo_kernels.cpu.vector_ir import FLOAT32, LANES
 
 NUMBERS_A_PIECE = 8192
-ARGUMENTS = fields(
-    task=int, T=int, piece=int, x=int, weight=int, residual=int, out=int, width=int, num_columns=int, eps=float
-)
+ARGUMENTS = fields("task T piece x weight residual out width num_columns eps:float")
 
 
 @inlined

@@ -21,7 +21,7 @@ from octavo_kernels.cpu.tensors import declines_floats, whole_vectors
 from octavo_kernels.cpu.vector_ir import LANES, F32x16, Loop, i64, load, offset, store
 
 NUMBERS_A_PIECE = 8192
-ARGUMENTS = fields(task=int, T=int, piece=int, gate_up=int, out=int, width=int)
+ARGUMENTS = fields("task T piece gate_up out width")
 
 
 @emitted

@@ -20,26 +20,8 @@ from octavo_kernels.cpu.tensors import address
 
 
 STAGE_STEP_ARGUMENTS = fields(
-    ids=int,
-    positions=int,
-    slots=int,
-    sample_positions=int,
-    lengths=int,
-    cu_seqlens=int,
-    cu_samples=int,
-    cells=int,
-    last_tokens=int,
-    last_positions=int,
-    drafts=int,
-    packed=int,
-    T=int,
-    S=int,
-    R=int,
-    C=int,
-    K=int,
-    G=int,
-    width=int,
-    block_size=int,
+    "ids positions slots sample_positions lengths cu_seqlens cu_samples cells last_tokens last_positions drafts "
+    "packed T S R C K G width block_size"
 )
 
 
@@ -116,19 +98,7 @@ def stage_step_numba(
 
 
 NEXT_TOKENS_ARGUMENTS = fields(
-    ids=int,
-    cu_seqlens=int,
-    cu_samples=int,
-    accepted=int,
-    tokens=int,
-    given=int,
-    behind=int,
-    last_rows=int,
-    last_samples=int,
-    T=int,
-    S=int,
-    R=int,
-    vocab_size=int,
+    "ids cu_seqlens cu_samples accepted tokens given behind last_rows last_samples T S R vocab_size"
 )
 
 

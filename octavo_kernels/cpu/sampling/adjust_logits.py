@@ -27,9 +27,8 @@ LEAST, MOST, NEVER = np.float32(BANNED), np.float32(OVERFLOWN), np.float32(-math
 NOT_A_NUMBER, ONE, ZERO = np.float32(math.nan), np.float32(1), np.float32(0)
 INFINITY_BITS = np.int32(0x7F800000)
 ARGUMENTS = fields(
-    task=int, R=int, piece=int, V=int, L=int, B=int, E=int, W=int, given=int, adjusted=int, history=int, slot=int,
-    length=int, num_prompt_tokens=int, repetition=int, frequency=int, presence=int, bias_ids=int, bias=int,
-    banned_ids=int, mask=int, has_mask=int,
+    "task R piece V L B E W given adjusted history slot length num_prompt_tokens repetition frequency presence "
+    "bias_ids bias banned_ids mask has_mask"
 )  # fmt: skip
 """Sizes, addresses of logits, and those of the fields of ``Adjustments`` in their order."""
 

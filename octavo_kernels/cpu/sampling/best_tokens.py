@@ -22,7 +22,7 @@ from octavo_kernels.cpu.threads import run
 BLOCK = 4096
 """Less than a microsecond of work."""
 INFINITY = 0x7F800000
-ARGUMENTS = fields(task=int, x=int, tokens=int, largest=int, R=int, V=int, B=int)
+ARGUMENTS = fields("task x tokens largest R V B")
 """``largest`` int32 [R, B, 2] is set by the driver: the largest number of each block and the largest without signs."""
 
 

@@ -22,10 +22,7 @@ from octavo_kernels.cpu.task_driver import task_driver
 # ---- sample: ``sample`` in compiled code, a row at a time on each thread. Shapes: R rows, V columns.
 
 
-ARGUMENTS = fields(
-    task=int, R=int, piece=int, V=int, logits=int, hashes=int, tokens=int, temperature=int, min_p=int, top_k=int,
-    top_p=int, seed=int, position=int,
-)  # fmt: skip
+ARGUMENTS = fields("task R piece V logits hashes tokens temperature min_p top_k top_p seed position")  # fmt: skip
 
 
 @functools.cache
