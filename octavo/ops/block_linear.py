@@ -98,8 +98,18 @@ class PackedBlocks:
         return (multiples.contiguous().view(torch.int8).view(P, blocks, each, parts, PANEL) * wide).flatten(1, 2)
 
     @property
+    def format(self) -> str:
+        """Name of the numbers' format."""
+        return self.kind
+
+    @property
     def num_bytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes + (0 if self.order is None else self.order.nbytes)
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """Rows of the weight as float32 [T, K]."""
+        x_TK = block_embedding(ids_T, self)
+        return x_TK if self.order is None else torch.empty_like(x_TK).index_copy_(1, self.order.long(), x_TK)
 
     @classmethod
     def pack(cls, tensor: BlockTensor) -> PackedBlocks:

@@ -30,6 +30,11 @@ class ScaledValues:
     """Number of inputs that share a scale: a multiple of LANES, or K."""
 
     @property
+    def format(self) -> str:
+        """Name of the numbers' format."""
+        return "int8" if self.values_NK.dtype == torch.int8 else "fp8"
+
+    @property
     def num_bytes(self) -> int:
         return self.values_NK.nbytes + self.scales_NG.nbytes
 

@@ -13,13 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo import ops
 from octavo.ops.block_linear import FOUR_BIT_KINDS, KINDS, PANEL, PackedBlocks, block_linear
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.grouped_linear import Number, PackedGroups
-from octavo.ops.linear import Activation
 from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups
-from octavo.quant.stored.stored_weight import LinearWeight, Order, OutlinedWeight, WeightFormat, filled, shard_range
+from octavo.quant.stored.stored_weight import (
+    LinearWeight,
+    Order,
+    OutlinedWeight,
+    PackedWeight,
+    StoredWeight,
+    WeightFormat,
+    shard_range,
+)
 from octavo.weights.gguf.blocks import BLOCK_KINDS, BlockTensor, dequantize, split_groups
 
 NUMBERS: dict[str, Number] = {kind: "uint4" if kind in FOUR_BIT_KINDS else "int8" for kind in KINDS}
@@ -28,42 +34,15 @@ NUMBERS |= {"Q4_0": "int4"}
 
 
 @dataclass(frozen=True, eq=False)
-class BlockWeight:
+class BlockWeight(PackedWeight[PackedBlocks]):
     """A weight repacked into panels for ``ops.block_linear``; activations must be float32."""
 
-    packed: PackedBlocks
-
-    @property
-    def format(self) -> str:
-        return self.packed.kind
-
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.num_bytes
-
-    @property
-    def dense_NK(self) -> Tensor | None:
-        return None
-
-    def apply(
-        self,
-        x_TK: Tensor,
-        bias_N: Tensor | None = None,
-        norm_K: Tensor | None = None,
-        eps: float = 0.0,
-        residual_TN: Tensor | None = None,
-        activation: Activation | None = None,
-    ) -> Tensor:
-        return block_linear(x_TK, self.packed, bias_N, norm_K, eps, residual_TN, activation)
-
-    def rows(self, ids_T: Tensor) -> Tensor:
-        x_TK = ops.block_embedding(ids_T, self.packed)
-        order = self.packed.order
-        return x_TK if order is None else torch.empty_like(x_TK).index_copy_(1, order.long(), x_TK)
+    dtype: torch.dtype = torch.float32
+    product = block_linear
 
 
 @dataclass(frozen=True, eq=False)
-class BlockStored:
+class BlockStored(StoredWeight):
     """A matrix in blocks of one kind: the concatenated rows of one or more tensors."""
 
     parts: tuple[BlockTensor, ...]
@@ -97,7 +76,7 @@ class BlockStored:
 
     def dense(self, form: WeightFormat) -> Tensor:
         if len(self.parts) > 1:
-            return filled([self], form)
+            return super().dense(form)
         return torch.from_numpy(dequantize(self.parts[0])).to(device=form.device, dtype=form.dtype)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:

@@ -19,7 +19,7 @@ from octavo.ops.grouped_linear import E2M1, PackedGroups
 from octavo.quant.stored.blocks import BlockWeight, outlined_blocks, packs_blocks
 from octavo.quant.stored.groups import num_groups
 from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups
-from octavo.quant.stored.stored_weight import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
+from octavo.quant.stored.stored_weight import LinearWeight, Order, StoredWeight, WeightFormat, row_slices, shard_range
 from octavo.quant.tensors import Tensors
 from octavo.weights.gguf.blocks import Groups
 
@@ -28,7 +28,7 @@ NVFP4_GROUP, MXFP4_GROUP = 16, 32
 
 
 @dataclass(frozen=True, eq=False)
-class Float4Stored:
+class Float4Stored(StoredWeight):
     """A matrix whose entries are ``E2M1[code] * scale``, computed in float32.
 
     A group's scale is ``group_scale * tensor_scale`` or, if ``divides``, ``group_scale / tensor_scale``, in float32.
@@ -100,9 +100,6 @@ class Float4Stored:
             weight = numbers[torch.stack((codes & 15, codes >> 4), dim=-1).int()].view(len(codes), -1, self.group)
             weight *= part.scales_NG.to(out_NK.device).unsqueeze(2)
             out_NK[rows].copy_(weight.flatten(1))
-
-    def dense(self, form: WeightFormat) -> Tensor:
-        return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         """On a CPU, codes become integers of 8 bits: twice their numbers, from -12 to 12, with half the scale."""

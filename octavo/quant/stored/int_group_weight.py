@@ -20,7 +20,7 @@ from octavo.ops.scaled_linear import ScaledValues
 from octavo.quant.stored.blocks import BlockWeight, outlined_blocks, packs_blocks
 from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups
 from octavo.quant.stored.scaled import ScaledWeight, has_scaled_kernel
-from octavo.quant.stored.stored_weight import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
+from octavo.quant.stored.stored_weight import LinearWeight, Order, StoredWeight, WeightFormat, row_slices, shard_range
 from octavo.weights.gguf.blocks import Groups
 
 FEWEST_TOGETHER, MOST_TOGETHER = 16, 64
@@ -29,7 +29,7 @@ together. Longer groups are divided."""
 
 
 @dataclass(frozen=True, eq=False)
-class GroupedStored:
+class GroupedStored(StoredWeight):
     """A matrix whose entries are ``(code - zero) * scale``, computed in float32."""
 
     codes_NK: Tensor
@@ -100,9 +100,6 @@ class GroupedStored:
                 out_NK[rows].copy_(weight.flatten(1))
             else:
                 out_NK[rows].index_copy_(1, self.order_K.to(device), weight.flatten(1).to(out_NK.dtype))
-
-    def dense(self, form: WeightFormat) -> Tensor:
-        return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         if self._is_rounding and form.kernel_device != "cpu" and has_scaled_kernel(form):

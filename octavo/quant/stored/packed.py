@@ -6,50 +6,19 @@ Shapes: T tokens, K inputs, N outputs, G groups of K / G inputs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.grouped_linear import HALF, WORDS, Number, PackedGroups, grouped_linear, takes_groups
-from octavo.ops.linear import Activation
-from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.quant.stored.stored_weight import PackedWeight, WeightFormat
 
 
-@dataclass(frozen=True, eq=False)
-class GroupedWeight:
+class GroupedWeight(PackedWeight[PackedGroups]):
     """A weight packed for ``ops.grouped_linear``."""
 
-    packed: PackedGroups
-    dtype: torch.dtype
-    """Of activations."""
-
-    @property
-    def format(self) -> str:
-        return self.packed.format
-
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.num_bytes
-
-    @property
-    def dense_NK(self) -> Tensor | None:
-        return None
-
-    def apply(
-        self,
-        x_TK: Tensor,
-        bias_N: Tensor | None = None,
-        norm_K: Tensor | None = None,
-        eps: float = 0.0,
-        residual_TN: Tensor | None = None,
-        activation: Activation | None = None,
-    ) -> Tensor:
-        return grouped_linear(x_TK, self.packed, bias_N, norm_K, eps, residual_TN, activation)
-
-    def rows(self, ids_T: Tensor) -> Tensor:
-        return self.packed.rows(ids_T).to(self.dtype)
+    product = grouped_linear
 
 
 def packs_groups(form: WeightFormat) -> bool:

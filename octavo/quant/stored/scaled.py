@@ -15,14 +15,21 @@ from torch import Tensor
 
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.linear import Activation
 from octavo.ops.scaled_linear import LANES, ScaledValues, scaled_linear
 from octavo.quant.stored.packed import GroupedWeight, pack_groups, packs_groups
-from octavo.quant.stored.stored_weight import LinearWeight, Order, WeightFormat, filled, row_slices, shard_range
+from octavo.quant.stored.stored_weight import (
+    LinearWeight,
+    Order,
+    PackedWeight,
+    StoredWeight,
+    WeightFormat,
+    row_slices,
+    shard_range,
+)
 
 
 @dataclass(frozen=True, eq=False)
-class ScaledStored:
+class ScaledStored(StoredWeight):
     """A matrix whose entries are ``value * scale``, computed in float32."""
 
     values_NK: Tensor
@@ -80,9 +87,6 @@ class ScaledStored:
             weight *= self.scales.to(device)[blocks].repeat_interleave(width, dim=1)[:, :K]
             out_NK[rows].copy_(weight)
 
-    def dense(self, form: WeightFormat) -> Tensor:
-        return filled([self], form)
-
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         K, width, has_kernel = self.shape[1], self.block[1], has_scaled_kernel(form)
         is_rounding = has_kernel and form.kernel_device != "cpu" and self.rounds_activations and width >= K
@@ -119,39 +123,10 @@ def has_scaled_kernel(form: WeightFormat) -> bool:
     return form.packs and scaled_linear.chosen(form.kernel_device, form.dtype) != REFERENCE
 
 
-@dataclass(frozen=True, eq=False)
-class ScaledWeight:
+class ScaledWeight(PackedWeight[ScaledValues]):
     """A weight for ``ops.scaled_linear``."""
 
-    values: ScaledValues
-    dtype: torch.dtype
-    """Of activations."""
-
-    @property
-    def format(self) -> str:
-        return "int8" if self.values.values_NK.dtype == torch.int8 else "fp8"
-
-    @property
-    def num_bytes(self) -> int:
-        return self.values.num_bytes
-
-    @property
-    def dense_NK(self) -> Tensor | None:
-        return None
-
-    def apply(
-        self,
-        x_TK: Tensor,
-        bias_N: Tensor | None = None,
-        norm_K: Tensor | None = None,
-        eps: float = 0.0,
-        residual_TN: Tensor | None = None,
-        activation: Activation | None = None,
-    ) -> Tensor:
-        return scaled_linear(x_TK, self.values, bias_N, norm_K, eps, residual_TN, activation)
-
-    def rows(self, ids_T: Tensor) -> Tensor:
-        return self.values.rows(ids_T).to(self.dtype)
+    product = scaled_linear
 
 
 def _rows_of_blocks(firsts: Order, height: int, count: int) -> Order:

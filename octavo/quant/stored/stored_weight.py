@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -133,7 +133,7 @@ class StoredWeight(Protocol):
 
     def dense(self, form: WeightFormat) -> Tensor:
         """The dense matrix in the format's dtype on its device; the stored tensor itself if it already matches."""
-        ...
+        return filled([self], form)
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
         """The matrix packed for a kernel of the device, ``None`` if it must be dequantised.
@@ -178,15 +178,43 @@ class DenseWeight:
         return ops.embedding(ids_T, self.weight_NK, self.dtype)
 
 
-@dataclass(frozen=True)
-class OutlinedWeight:
-    """A packed weight without content: its size, for ``models.outline``."""
+class Packed(Protocol):
+    """A matrix [N, K] in the form of a product's kernel."""
 
-    shape: tuple[int, int]
-    format: str
-    num_bytes: int
-    """About: packed scales may take two or four bytes."""
-    dense_NK: Tensor | None = None
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """Dense rows [T, K] by index, in any dtype."""
+        ...
+
+
+P = TypeVar("P", bound=Packed)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight(Generic[P]):
+    """A weight packed for the kernels of ``product``, which has the arguments of ``ops.linear``."""
+
+    packed: P
+    dtype: torch.dtype
+    """Of activations."""
+    product: ClassVar[Callable[..., Tensor]]
+
+    @property
+    def format(self) -> str:
+        return self.packed.format
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.num_bytes
+
+    @property
+    def dense_NK(self) -> Tensor | None:
+        return None
 
     def apply(
         self,
@@ -197,14 +225,30 @@ class OutlinedWeight:
         residual_TN: Tensor | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
-        raise NotImplementedError("an outline has no numbers")
+        return self.product(x_TK, self.packed, bias_N, norm_K, eps, residual_TN, activation)
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        raise NotImplementedError("an outline has no numbers")
+        return self.packed.rows(ids_T).to(self.dtype)
 
 
 @dataclass(frozen=True)
-class DenseStored:
+class OutlinedWeight:
+    """A packed weight without content: its size, for ``models.outline``."""
+
+    shape: tuple[int, int]
+    format: str
+    num_bytes: int
+    """About: packed scales may take two or four bytes."""
+    dense_NK: Tensor | None = None
+
+    def apply(self, x_TK: Tensor, *_: object) -> Tensor:
+        raise NotImplementedError("an outline has no numbers")
+
+    rows = apply
+
+
+@dataclass(frozen=True)
+class DenseStored(StoredWeight):
     """An unquantised matrix: the concatenated rows of one or more tensors."""
 
     parts: tuple[Tensor, ...]
@@ -233,7 +277,7 @@ class DenseStored:
 
     def dense(self, form: WeightFormat) -> Tensor:
         if len(self.parts) > 1:
-            return filled([self], form)
+            return super().dense(form)
         return self.parts[0].to(device=form.device, dtype=form.dtype).contiguous()
 
     def pack(self, form: WeightFormat) -> LinearWeight | None:
