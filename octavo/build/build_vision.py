@@ -73,6 +73,8 @@ def load_vision(
     processor = None if found is None else read_processor(path)
     if found is None or processor is None:
         return None
+    if found.is_bidirectional:
+        found = dataclasses.replace(found, longest=found.longest or processor.most_tokens)
     check(found, model)
     known = tuple(token for token in found.placeholders if token < model.vocab_size)
     found = dataclasses.replace(found, placeholders=known)

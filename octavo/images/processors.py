@@ -16,12 +16,14 @@ from octavo.text.conversation import ImageText
 from octavo.types import ImageInput
 
 CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-HALF = (0.5, 0.5, 0.5)
+HALF, ZEROS, ONES = (0.5,) * 3, (0.0,) * 3, (1.0,) * 3
 TOKENS = "added_tokens"
 """Where a family finds the ids of added tokens next to the configuration."""
 LOW_SIDE = 512
 LOW_PIXELS = 512 * 512
 """Most pixels of an image with ``detail`` low, where the model takes images of any size."""
+LOW_SQUARES = 70
+"""The smallest number of embeddings for which Gemma 4 was trained."""
 MOST_PIXELS = 40_000_000
 """Most pixels of a file, which is decoded as a whole."""
 
@@ -65,6 +67,11 @@ class ImageProcessor:
     """Embeddings of an image, where all have as many."""
 
     @property
+    def most_tokens(self) -> int:
+        """Embeddings of the largest image, where that is a setting; else 0."""
+        return self.num_tokens or (self.settings["most"] if self.settings["rule"] == "squares" else 0)
+
+    @property
     def image_text(self) -> ImageText:
         """How prompts have images."""
         return ImageText(self.placeholder, self.written, f"{self.around[0]}{self.written}{self.around[1]}")
@@ -81,6 +88,8 @@ class ImageProcessor:
             settings["most"] = max(settings["least"], min(settings["most"], LOW_PIXELS))
         if detail == "low" and settings["rule"] == "longest":
             settings["longest"] = min(settings["longest"], LOW_SIDE)
+        if detail == "low" and settings["rule"] == "squares":
+            settings["most"] = min(settings["most"], LOW_SQUARES)
         return settings
 
     def limited(self, most_tokens: int) -> ImageProcessor:
@@ -90,6 +99,8 @@ class ImageProcessor:
             settings["most"] = min(settings["most"], most_tokens * settings["factor"] ** 2)
         elif settings["rule"] == "longest":
             settings["longest"] = min(settings["longest"], math.isqrt(most_tokens) * settings["factor"])
+        elif settings["rule"] == "squares":
+            settings["most"] = min(settings["most"], most_tokens)
         return dataclasses.replace(self, settings=settings)
 
     def tokens(self, image: PreparedImage) -> list[int]:
@@ -147,7 +158,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _scaling(given: Mapping[str, Any], mean: tuple[float, ...], deviation: tuple[float, ...]) -> dict[str, Any]:
     if given.get("do_normalize") is False:
-        return {"mean": (0.0,) * 3, "deviation": (1.0,) * 3}
+        return {"mean": ZEROS, "deviation": ONES}
     return {
         "mean": tuple(map(float, given.get("image_mean") or mean)),
         "deviation": tuple(map(float, given.get("image_std") or deviation)),
@@ -197,6 +208,26 @@ def _gemma3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
     )
 
 
+def _gemma4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    inner, pool = config["vision_config"], int(given.get("pooling_kernel_size", 3))
+    texts = {number: text for text, number in config[TOKENS].items()}
+    token = int(config.get("image_token_id") or 258_880)
+    side = int(given.get("patch_size", inner.get("patch_size", 16))) * pool
+    is_scaled = config["architectures"][0] == "Gemma4ForConditionalGeneration"  # by the tower itself
+    return ImageProcessor(
+        settings={"rule": "squares", "factor": side, "most": int(given.get("max_soft_tokens", 280))}
+        | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        placeholder=texts.get(token, "<|image|>"),
+        before=texts.get(config.get("boi_token_id"), "<|image>"),
+        after=texts.get(config.get("eoi_token_id"), "<image|>"),
+        token=token,
+        token_text=texts.get(token, "<|image|>"),
+        side=side,
+        mean=HALF if is_scaled else ZEROS,
+        deviation=HALF if is_scaled else ONES,
+    )
+
+
 def _mistral3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
     inner = config["vision_config"]
     side = int(inner.get("patch_size", 14)) * int(config.get("spatial_merge_size", 2))
@@ -216,6 +247,8 @@ def _mistral3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
 
 PROCESSORS = {
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma4ForConditionalGeneration": _gemma4,
+    "Gemma4UnifiedForConditionalGeneration": _gemma4,
     "Mistral3ForConditionalGeneration": _mistral3,
     "Qwen2_5_VLForConditionalGeneration": _qwen25,
     "Qwen3VLForConditionalGeneration": _qwen3,

@@ -47,4 +47,16 @@ def by_longest(height: int, width: int, settings: dict[str, Any]) -> tuple[int, 
     return max(1, -(-height // factor)) * factor, max(1, -(-width // factor)) * factor
 
 
-RULES = {"area": by_area, "fixed": fixed, "longest": by_longest}
+def by_squares(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """As large as can be with at most ``most`` squares of side ``factor``, the ratio nearly kept (Gemma 4)."""
+    most, factor = settings["most"], settings["factor"]
+    scale = math.sqrt(most * factor**2 / (height * width))
+    rows, columns = math.floor(height * scale / factor), math.floor(width * scale / factor)
+    if not rows:
+        rows, columns = 1, min(width // height, most)
+    elif not columns:
+        rows, columns = min(height // width, most), 1
+    return rows * factor, columns * factor
+
+
+RULES = {"area": by_area, "fixed": fixed, "longest": by_longest, "squares": by_squares}

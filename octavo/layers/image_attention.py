@@ -11,18 +11,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.layers.heads import Angles
 from octavo.ops import apply_rope, attention, rms_norm
 from octavo.ops.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows, Rule, Span, context
 
 
 def attention_with_images(
-    qkv_TW: Tensor, heads: HeadLayout, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows
+    qkv_TW: Tensor, heads: HeadLayout, angles: Angles, cache: LayerCache, rows: PagedRows
 ) -> Tensor:
     """``ops.attention``, in which rows of a span also see the later ones of it."""
-    attended_TX = attention(qkv_TW, heads, *angles, cache, rows)
+    cos_TR, sin_TR = angles
+    attended_TX = attention(qkv_TW, heads, cos_TR, sin_TR, cache, rows)
     for span in rows.images.spans if rows.images is not None else ():
+        assert cos_TR is not None
+        assert sin_TR is not None
         own = slice(span.first_row, span.first_row + span.num_rows)
-        attended_TX[own] = _attend(qkv_TW[own], heads, (angles[0][own], angles[1][own]), cache, rows, span)
+        attended_TX[own] = _attend(qkv_TW[own], heads, (cos_TR[own], sin_TR[own]), cache, rows, span)
     return attended_TX
 
 

@@ -123,7 +123,9 @@ class Decoder:
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
         x_TD = self.embedded(token_ids_T, positions_T)
-        step = self.step(token_ids_T, positions_T, x_TD)
+        if rows.images is not None:
+            x_TD = rows.images.put(x_TD)
+        step = self.step(token_ids_T, positions_T, x_TD, rows)
         for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
             x_TD = layer(x_TD, step, cache, own_rows)
         return x_TD
@@ -137,9 +139,9 @@ class Decoder:
             x_TD = x_TD + self.positions(positions_T + self.config.first_position)
         return x_TD if self.embedding_norm is None else self.embedding_norm(x_TD)
 
-    def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor) -> StepAngles:
+    def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor, rows: PagedRows) -> StepAngles:
         """What the layers need of the tokens and their positions."""
-        angles = tuple(rotary(positions_T) for rotary in self.rotaries)
+        angles = tuple(rotary(positions_T, rows.rope_shifts_AT) for rotary in self.rotaries)
         if (scale := self.config.query_scale) is None:
             return StepAngles(angles)
         factors_T1 = query_scale(positions_T, scale.beta, scale.period, scale.offset)

@@ -20,6 +20,7 @@ from octavo.layers.heads import (
     StepAngles,
     WideValues,
 )
+from octavo.layers.image_attention import attention_with_images
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, GatedMLP
 from octavo.layers.moe import MoE, Router, SharedExpert
@@ -29,7 +30,6 @@ from octavo.models.llama import FeedForward
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.parts import AttentionPart, DecoderConfig, ExpertsPart, HeadNorm
 from octavo.models.rope import half_split_rows
-from octavo.ops import attention
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.elementwise import sigmoid
 from octavo.quant.stored.stored_weight import Order
@@ -225,8 +225,7 @@ class DecoderLayer:
         angles = step.of(self.part.rope)
         for prepare in self.preparations:
             qkv_TW, angles = prepare(qkv_TW, angles, step)
-        cos_TR, sin_TR = angles
-        attended_TN = attention(qkv_TW, self.heads, cos_TR, sin_TR, cache, rows)
+        attended_TN = attention_with_images(qkv_TW, self.heads, angles, cache, rows)
         return attended_TN if self.wide_values is None else self.wide_values.narrow(attended_TN)
 
     def gated(self, attended_TN: Tensor, gate_TN: Tensor) -> Tensor:

@@ -52,6 +52,9 @@ class Gemma4Config(DecoderConfig):
     own_width: int
     """Width of a layer's own embedding, 0: there are none."""
     own_vocab_size: int
+    pad_id: int
+    is_full: tuple[bool, ...]
+    """Whether each layer has full attention, and not that of a window."""
     values_are_keys: tuple[bool, ...]
     """Whether each layer's values are its keys before their norm."""
     experts: MoESettings | None
@@ -104,6 +107,7 @@ class DenseAndExperts:
 class Gemma4Layer(DecoderLayer):
     def __init__(self, config: Gemma4Config, weights: WeightLoader, prefix: str, index: int) -> None:
         self.values_are_keys = config.values_are_keys[index]
+        self.is_full = config.is_full[index]
         super().__init__(config, weights, prefix, index)
         self.index, D, P = index, config.hidden_size, config.own_width
         if self.heads.shares_cache:
@@ -166,6 +170,11 @@ class Gemma4Layer(DecoderLayer):
         norms = (before, after_experts, mlp.after)
         mlp.after = weights.norm(f"{prefix}.post_feedforward_layernorm_1", D, eps)
         return DenseAndExperts(mlp, router, experts, norms, weights.collective)
+
+    def attend(self, qkv_TW: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
+        if rows.images is not None and self.is_full:
+            rows = dataclasses.replace(rows, images=None)  # its images are causal like text
+        return super().attend(qkv_TW, step, cache, rows)
 
     def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         x_TD = super().__call__(x_TD, step, cache, rows)
@@ -234,6 +243,8 @@ class Gemma4ForCausalLM(Decoder):
             | {"final_softcap": 0.0 if cap is None else keys.number("final_logit_softcapping")},
             own_width=keys.size("hidden_size_per_layer_input", cls.own_width, low=0),
             own_vocab_size=own_vocab,
+            is_full=tuple(kind == FULL for kind in types),
+            pad_id=keys.get("pad_token_id") or 0,
             values_are_keys=tuple(keys.flag("attention_k_eq_v") and kind == FULL for kind in types),
             experts=moe,
         )
@@ -294,10 +305,12 @@ class Gemma4ForCausalLM(Decoder):
             self.own_map = weights.replicated("model.per_layer_model_projection", L * P, D)
             self.own_norm = weights.norm("model.per_layer_projection_norm", P, config.norm_eps)
 
-    def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor) -> StepAngles:
-        step, P, L = super().step(token_ids_T, positions_T, x_TD), self.config.own_width, self.config.num_layers
+    def step(self, token_ids_T: Tensor, positions_T: Tensor, x_TD: Tensor, rows: PagedRows) -> StepAngles:
+        step, P, L = super().step(token_ids_T, positions_T, x_TD, rows), self.config.own_width, self.config.num_layers
         if not P:
             return step
+        if rows.images is not None:  # which have those of padding
+            token_ids_T = torch.where(rows.images.slots_T < 0, token_ids_T, self.config.pad_id)
         mapped = self.own_norm((self.own_map(x_TD) * self.config.hidden_size**-0.5).view(-1, P)).view(-1, L, P)
         own_TLP = self.own_table(token_ids_T).view(-1, L, P) * P**0.5
         return step._replace(per_layer_TLP=(mapped + own_TLP) * 2**-0.5)

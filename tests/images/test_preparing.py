@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import Gemma3ImageProcessorPil, PixtralImageProcessorPil, Qwen2VLImageProcessorPil
+from transformers import (
+    Gemma3ImageProcessorPil,
+    Gemma4ImageProcessorPil,
+    PixtralImageProcessorPil,
+    Qwen2VLImageProcessorPil,
+)
 
 from octavo.errors import InvalidParameter
 from octavo.images.image_decoder import FORMATS, as_rgb, opened, prepared
@@ -22,6 +27,7 @@ from tests.tiers import nightly_after
 
 AREA = {"rule": "area", "factor": 28, "least": 56 * 56, "most": 28 * 28 * 40, "resample": 3, "most_pixels": 10**6}
 FIXED = {"rule": "fixed", "height": 56, "width": 56, "resample": 2, "most_pixels": 10**6}
+SQUARES = {"rule": "squares", "factor": 48, "most": 70, "resample": 3, "most_pixels": 10**6}
 LONGEST = {"rule": "longest", "longest": 112, "factor": 28, "resample": 3, "most_pixels": 10**6}
 QWEN = ImageProcessor(
     settings=AREA,
@@ -118,6 +124,11 @@ def theirs(data: bytes, rule: str) -> np.ndarray[Any, Any]:
         size = {"longest_edge": 112}
         found = PixtralImageProcessorPil(size=size, patch_size=28, do_normalize=False)
         return unnormalised(found([image])["pixel_values"][0])
+    if rule == "squares":
+        result = Gemma4ImageProcessorPil(max_soft_tokens=70)([image])
+        columns, rows = result["image_position_ids"][0].max(0) + 1
+        tiles = result["pixel_values"][0][: rows * columns].reshape(rows, columns, 16, 16, 3)
+        return np.asarray(tiles.transpose(0, 2, 1, 3, 4).reshape(rows * 16, columns * 16, 3))
     size = {"shortest_edge": AREA["least"], "longest_edge": AREA["most"]}
     result = Qwen2VLImageProcessorPil(size=size, do_normalize=False)([image])
     _, rows, columns = result["image_grid_thw"][0]
@@ -125,7 +136,7 @@ def theirs(data: bytes, rule: str) -> np.ndarray[Any, Any]:
     return patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * 14, columns * 14, 3)
 
 
-@pytest.mark.parametrize("rule", [AREA, FIXED, LONGEST], ids=lambda settings: settings["rule"])
+@pytest.mark.parametrize("rule", [AREA, FIXED, LONGEST, SQUARES], ids=lambda settings: settings["rule"])
 def test_pixels_are_those_of_the_library(rule: dict[str, Any]) -> None:
     assert len(NASTY) >= 30
     for name, make in NASTY.items():

@@ -16,10 +16,12 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     Gemma3ImageProcessorPil,
+    Gemma4ImageProcessorPil,
     PixtralImageProcessorPil,
     PreTrainedModel,
     Qwen2VLImageProcessorPil,
 )
+from transformers.models.gemma4 import image_processing_pil_gemma4
 
 IMAGE = 250
 """Id of the placeholder."""
@@ -58,6 +60,31 @@ def _in_rows(found: Any) -> Sequence[list[int]]:
     return [[*([*[IMAGE] * columns, 12] * rows)[:-1], 13] for rows, columns in sizes]
 
 
+def _of_squares(found: Any) -> Sequence[list[int]]:
+    return [[IMAGE] * int(count) for count in found["num_soft_tokens_per_image"]]
+
+
+image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS += (12,)  # those of the library make long prompts
+GEMMA4_PROCESSOR = partial(Gemma4ImageProcessorPil, patch_size=4, pooling_kernel_size=2, max_soft_tokens=12)
+GEMMA4 = {
+    **TEXT,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 256,
+}
+GEMMA4_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 40,
+}
 QWEN_SIZE = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}
 QWEN3_PROCESSOR = partial(
     Qwen2VLImageProcessorPil,
@@ -67,6 +94,8 @@ QWEN3_PROCESSOR = partial(
     image_std=[0.5] * 3,
 )
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+INPUTS = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes")
+"""What models take of what processors give."""
 FAMILIES = {
     "qwen2_5_vl": Family(
         "qwen2_5_vl",
@@ -131,6 +160,42 @@ FAMILIES = {
         QWEN3_PROCESSOR,
         _of_grid,
     ),
+    "gemma4": Family(
+        "gemma4",
+        {
+            "text_config": {**GEMMA4, "use_bidirectional_attention": "vision"},
+            "vision_config": {**GEMMA4_VISION, "use_clipped_linears": True, "standardize": True},
+            "image_token_id": IMAGE,
+        },
+        GEMMA4_PROCESSOR,
+        _of_squares,
+    ),
+    "gemma4_causal": Family(
+        "gemma4",
+        {
+            "text_config": {**GEMMA4, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+            "vision_config": GEMMA4_VISION,
+            "image_token_id": IMAGE,
+        },
+        GEMMA4_PROCESSOR,
+        _of_squares,
+    ),
+    "gemma4_unified": Family(
+        "gemma4_unified",
+        {
+            "text_config": {**GEMMA4, "hidden_size_per_layer_input": 0},
+            "vision_config": {
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 32,
+                "output_proj_dims": 32,
+                "mm_posemb_size": 20,
+            },
+            "image_token_id": IMAGE,
+        },
+        partial(Gemma4ImageProcessorPil, patch_size=8, pooling_kernel_size=1, max_soft_tokens=12),
+        _of_squares,
+    ),
     "mistral3": Family(
         "mistral3",
         {
@@ -178,6 +243,11 @@ def make(folder: Path, name: str) -> PreTrainedModel:
     config = AutoConfig.for_model(family.model_type, **family.config)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     with torch.no_grad():
+        for name, buffer in model.named_buffers():  # of Gemma 4, whose limits are infinite and others empty
+            if name.endswith(("_min", "_max")):
+                buffer.fill_(-2.0 if name.endswith("_min") else 1.5)
+            elif ".std_" in name:
+                buffer.normal_()
         for weight_name, weight in model.named_parameters():
             if "norm" in weight_name and weight_name.endswith("weight"):
                 weight.add_(torch.randn_like(weight) * 0.2)
@@ -212,8 +282,11 @@ def expected_logprobs(name: str, model: PreTrainedModel, prompt: list[int], imag
         tokens += next(placeholders) if token == IMAGE else [token]
     ids = torch.tensor([tokens])
     more = {"gemma3": "token_type_ids", "mistral3": None}.get(name, "mm_token_type_ids")
-    kinds = {} if more is None else {more: (ids == IMAGE).int()}
-    found = {key: value for key, value in found.items() if key in ("pixel_values", "image_grid_thw", "image_sizes")}
+    kinds: dict[str, Any] = {} if more is None else {more: (ids == IMAGE).int()}
+    if name == "gemma4_unified":  # whose forward alone has other masks than its generation
+        masks = model.create_masks_for_generate
+        kinds["attention_mask"] = masks(model.config, model.get_input_embeddings()(ids), None, None, None, **kinds)
+    found = {key: value for key, value in found.items() if key in INPUTS}
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=ids, **kinds, **found).logits[0]
     return logits.float().log_softmax(dim=-1)

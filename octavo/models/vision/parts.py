@@ -64,15 +64,20 @@ class LayerNorm:
 
 
 class RMSNorm:
-    """Normalisation by the root of the mean square, computed in float32."""
+    """``rms_normed``, times a weight."""
 
     def __init__(self, weights: WeightLoader, name: str, size: int, eps: float, offset: float = 0.0) -> None:
         self.weight = weights.norm_weight(f"{name}.weight", size, offset)
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+        return rms_normed(x, self.eps) * self.weight
+
+
+def rms_normed(x: Tensor, eps: float) -> Tensor:
+    """Normalised by the root of the mean square, computed in float32, without a weight."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class Feedforward:

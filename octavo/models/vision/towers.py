@@ -11,6 +11,7 @@ from octavo.models.config import architecture
 from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
+from octavo.models.vision.gemma4 import Gemma4Tower, Gemma4UnifiedTower
 from octavo.models.vision.pixtral import Mistral3Tower
 from octavo.models.vision.qwen import Qwen3Tower, Qwen25Tower
 from octavo.models.vision.siglip import Gemma3Tower
@@ -29,6 +30,8 @@ class Family(Protocol):
 
 TOWERS: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Gemma3Tower,
+    "Gemma4ForConditionalGeneration": Gemma4Tower,
+    "Gemma4UnifiedForConditionalGeneration": Gemma4UnifiedTower,
     "Mistral3ForConditionalGeneration": Mistral3Tower,
     "Qwen2_5_VLForConditionalGeneration": Qwen25Tower,
     "Qwen3VLForConditionalGeneration": Qwen3Tower,
@@ -72,7 +75,8 @@ def load_tower(values: Mapping[str, Any], config: VisionConfig, source: Source, 
 def connect(model: CausalLM, config: VisionConfig, form: WeightFormat) -> None:
     """Let the decoder rotate by the axes of images."""
     if config.axes:
-        rotary = getattr(model, "rotary", None)
-        if rotary is None:
+        rotaries = getattr(model, "rotaries", None) or [rotary for rotary in [getattr(model, "rotary", None)] if rotary]
+        if not rotaries:
             raise CheckpointError("mrope_section: this decoder has no rotary positions")
-        rotary.axes_R = axes_tensor(config.axes, form.device)
+        for rotary in rotaries:
+            rotary.axes_R = axes_tensor(config.axes, form.device)
