@@ -356,7 +356,8 @@ class WeightLoader:
         X, D, F = shape.num_experts, shape.hidden_size, shape.ffn_size
         gate_up_name, down_name = (f"{prefix}.{name}" for name in names)
         if is_transposed is None:
-            is_transposed = self.tensors.shape(down_name) != (X, D, F) or D == F
+            shapes = self.tensors.shape(gate_up_name), self.tensors.shape(down_name)
+            is_transposed = shapes != ((X, 2 * F, D), (X, D, F))  # one alone may be a square
         gate_ups = self._method.stack(gate_up_name, (X, 2 * F, D), self.tensors, is_transposed)
         downs = self._method.stack(down_name, (X, D, F), self.tensors, is_transposed)
         biases = None

@@ -169,6 +169,14 @@ def test_stacked_experts_as_wide_as_the_model(row: str, tmp_path: Path) -> None:
     check_logits(tmp_path, model, PROMPTS[3])
 
 
+@pytest.mark.parametrize("width", [SHAPE["hidden_size"], SHAPE["hidden_size"] // 2])
+def test_stacked_experts_of_which_one_tensor_is_square(width: int, tmp_path: Path) -> None:
+    """Qwen3.5 is published with stacked experts, which transformers writes one by one unless asked."""
+    model = make_checkpoint(tmp_path, "qwen3_5_moe/experts", moe_intermediate_size=width)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    check_logits(tmp_path, model, PROMPTS[3])
+
+
 def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its entry point is the name of the architecture; here it is Llama under another name."""
     source = tmp_path / "site" / "doubled.py"

@@ -64,7 +64,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "mixtral/two_of_five": {},
     "qwen3_moe/normalised": {"moe_intermediate_size": 32},
     "deepseek_v3/groups": {"moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16},
+    "qwen3_next/experts": {"moe_intermediate_size": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3_5_moe/experts": {"moe_intermediate_size": 32},
 }
+RECURRENT = ("qwen3_next/experts", "qwen3_5_moe/experts")
+"""Published in blocks of FP8, whose rows are blocks of the heads, or not, as those of the second here."""
 ALL_FAMILIES = {"gptq", "awq", "fp8, blocks", "int4", "modelopt nvfp4"}
 """Formats that every family is tried in; Llama is tried in each."""
 PROMPT = random_tokens(60)
@@ -78,7 +82,12 @@ def checkpoint(folder: Path, row: str) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[(row, name) for row in SIZES for name in FORMATS if row == "llama/biases" or name in ALL_FAMILIES],
+    params=[
+        (row, name)
+        for row in SIZES
+        for name in FORMATS
+        if row == "llama/biases" or name in (("fp8, blocks",) if row in RECURRENT else ALL_FAMILIES)
+    ],
     ids="/".join,
 )
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
