@@ -31,7 +31,8 @@ class GatedNorm(NamedTuple):
 
 
 class Mamba2:
-    """``gated_norm(ssm(conv(x, b, c), dt), z)``, where ``z, x, b, c, dt`` are the columns of the projections."""
+    """``gated_norm(ssm(conv(x, b, c), dt), z)``, where ``z, x, b, c, dt`` are the columns of the projections, if there
+    are ``scales`` times them. Without a norm, outputs are multiplied by ``silu(z)``."""
 
     def __init__(
         self,
@@ -39,19 +40,26 @@ class Mamba2:
         projections: Linear,
         conv: tuple[Tensor, Tensor | None],
         heads: StateSpaceHeads,
-        gated_norm: GatedNorm,
+        gated_norm: GatedNorm | None,
+        scales_W: Tensor | None = None,
     ) -> None:
         self.norm = norm
         self.projections = projections
         self.conv_WC, self.bias_C = conv
         self.heads = heads
         self.gated_norm = gated_norm
+        self.scales_W = scales_W
         self.sizes = [heads.num_heads * heads.head_dim, sum(heads.sizes), heads.num_heads]
 
     def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
         """A new tensor [T, N P]."""
-        parts = self.projections(x_TD, norm=self.norm).split_with_sizes(self.sizes, dim=-1)
-        gate_TM, xbc_TC, dt_TN = parts
+        projected_TW = self.projections(x_TD, norm=self.norm)
+        if self.scales_W is not None:
+            projected_TW.mul_(self.scales_W)
+        gate_TM, xbc_TC, dt_TN = projected_TW.split_with_sizes(self.sizes, dim=-1)
         conv_state, state = cache.states
         xbc_TC = ops.causal_conv(xbc_TC, self.conv_WC, self.bias_C, conv_state, rows.states, "silu")
-        return self.gated_norm(ops.state_space(xbc_TC, dt_TN, self.heads, state, rows.states), gate_TM)
+        out_TM = ops.state_space(xbc_TC, dt_TN, self.heads, state, rows.states)
+        if self.gated_norm is None:
+            return ops.silu_and_mul(ops.concat(gate_TM, out_TM))
+        return self.gated_norm(out_TM, gate_TM)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo.layers.mamba2 import GatedNorm, Mamba2
@@ -103,6 +104,11 @@ class MambaSizes(NamedTuple):
     has_bias: bool
     """Whether projections have biases."""
     limits: tuple[float, float] = (0.0, math.inf)
+    has_norm: bool = True
+    """Whether outputs are normalised, not only gated."""
+    is_gated_first: bool = True
+    scales: tuple[float, ...] = ()
+    """Factors of z, x, b, c and dt; none: all 1."""
 
     @property
     def inner(self) -> int:
@@ -137,9 +143,10 @@ def read_limits(keys: ConfigKeys, key: str = "time_step_limit") -> tuple[float, 
     return float(values[0]), float(values[1])
 
 
-def read_bamba_sizes(keys: ConfigKeys, hidden_size: int) -> MambaSizes:
-    """The sizes of Mamba-2 layers by the names of Bamba and Granite."""
-    heads, inner = keys.size("mamba_n_heads", 128), keys.size("mamba_expand", 2) * hidden_size
+def read_bamba_sizes(keys: ConfigKeys, hidden_size: int, inner: int | None = None) -> MambaSizes:
+    """The sizes of Mamba-2 layers by the names of Bamba and Granite; ``inner``: the numbers of all heads, if given."""
+    heads, expanded = keys.size("mamba_n_heads", 128), keys.size("mamba_expand", 2) * hidden_size
+    inner = inner or expanded
     head_dim = keys.get("mamba_d_head", "auto")
     if inner % heads or head_dim not in ("auto", inner // heads):
         raise wrong("mamba_d_head", head_dim, f"such that {heads} heads have {inner} numbers")
@@ -166,5 +173,12 @@ def load_mamba2(
         *(a_log_N, dt_bias_N, d_N, sizes.limits),
     )
     conv = weights.conv(f"{name}.conv1d", sizes.channels, sizes.width), bias_C
-    gated_norm = GatedNorm(weights.exact_part(f"{name}.norm.weight", gates), eps, sizes.inner // sizes.num_groups)
-    return Mamba2(norm, projections, conv, layout, gated_norm)
+    gated_norm = scales_W = None
+    if sizes.has_norm:
+        norm_C, group = weights.exact_part(f"{name}.norm.weight", gates), sizes.inner // sizes.num_groups
+        gated_norm = GatedNorm(norm_C, eps, group, sizes.is_gated_first)
+    if sizes.scales:
+        widths = layout.num_heads * layout.head_dim, *layout.sizes, layout.num_heads
+        scales = torch.tensor(sizes.scales, device=weights.form.device)
+        scales_W = scales.repeat_interleave(torch.tensor(widths, device=scales.device))
+    return Mamba2(norm, projections, conv, layout, gated_norm, scales_W)

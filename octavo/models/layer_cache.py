@@ -4,8 +4,8 @@ A *KV group* is a set of layers that cache the same positions of every sequence,
 sequence. Full-attention layers form one group; sliding-window layers form one group per window size. Layers of a group
 may differ in KV heads and head dimension; their blocks then differ in bytes.
 
-Layers of the kind "state" cache no positions: they keep a fixed number of numbers for each sequence. They are in no
-group; one slot holds the states of all of them.
+Recurrent layers keep a fixed number of numbers for each sequence: its state. One slot holds the states of all layers.
+Those of the kind "state" cache no positions and are in no group; others have a state beside what they cache.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LayerCacheSpec:
     """The earlier layer whose cache this layer reads instead of its own; it must have the same shape and window."""
 
     state: tuple[StateTensor, ...] = ()
-    """The tensors of a recurrent state."""
+    """The tensors of a recurrent state, which layers of any kind may have."""
 
     @property
     def num_tensors(self) -> int:
@@ -94,9 +94,11 @@ def rank_cache(specs: Sequence[LayerCacheSpec], size: int) -> tuple[LayerCacheSp
     """What each of ``size`` ranks caches: its KV heads, which several ranks hold where there are fewer; all latents;
     its part of recurrent states."""
     return tuple(
-        replace(spec, state=tuple(tensor.of_rank(size) for tensor in spec.state))
-        if spec.kind == "state"
-        else replace(spec, num_kv_heads=max(1, spec.num_kv_heads // size))
+        replace(
+            spec,
+            num_kv_heads=0 if spec.kind == "state" else max(1, spec.num_kv_heads // size),
+            state=tuple(tensor.of_rank(size) for tensor in spec.state),
+        )
         for spec in specs
     )
 
@@ -121,7 +123,7 @@ def kv_groups(specs: Sequence[LayerCacheSpec], max_window: int = 0) -> list[KVGr
     memory. With ``max_window`` 0, or where there are layers with recurrent state, all layers but those form one group:
     where a state is lost, positions behind the window are computed again.
     """
-    if any(spec.kind == "state" for spec in specs):
+    if any(spec.kind == "state" or spec.state for spec in specs):
         layers = tuple(i for i, spec in enumerate(specs) if spec.kind != "state")
         return [KVGroup(layers, 0)]
     windows = {spec.window for spec in specs}

@@ -21,6 +21,7 @@ from octavo.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from octavo.models.encoders import ENCODERS
 from octavo.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from octavo.models.exaone import Exaone4ForCausalLM, ExaoneMoeForCausalLM
+from octavo.models.falcon_h1 import FalconH1ForCausalLM
 from octavo.models.gemma2 import Gemma2ForCausalLM, GemmaForCausalLM
 from octavo.models.gemma3 import Gemma3ForCausalLM
 from octavo.models.gemma4 import Gemma4ForCausalLM, Gemma4UnifiedForCausalLM
@@ -118,6 +119,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Exaone4ForCausalLM": Exaone4ForCausalLM,
     "ExaoneMoeForCausalLM": ExaoneMoeForCausalLM,
     "FalconForCausalLM": FalconForCausalLM,
+    "FalconH1ForCausalLM": FalconH1ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma4ForCausalLM": Gemma4ForCausalLM,

@@ -57,7 +57,7 @@ class LayerCache(NamedTuple):
     scales: KVScales | None = None
     """Keys and values are divided by these when stored; ``None``: stored as they are."""
     states: tuple[Tensor, ...] = ()
-    """Of a layer with recurrent state, which has no keys and values: each tensor of it, ``[slots, ...]``."""
+    """Of a layer with recurrent state: each tensor of it, ``[slots, ...]``."""
 
 
 class GroupRows(NamedTuple):

@@ -32,7 +32,7 @@ ONE_STATE = StatePool()
 class KVStorage:
     """A pool of blocks for each KV group; ``layers[i]`` holds layer i's views of its group's pool, ``[N, K, S, H]``.
 
-    Layers with recurrent state hold views ``[slots, ...]`` of ``state_pools`` instead.
+    Layers with recurrent state hold views ``[slots, ...]`` of ``state_pools``, alone or besides.
 
     ``pools[g]`` has one tensor ``[L, P, N, K, S, H]`` for each set of layers of group g with equal P, K and H. The
     memory is not initialised: nothing may be read before it is written.
@@ -73,7 +73,9 @@ class KVStorage:
             self.pools.append(pool)
         self.state_pools: list[Tensor] = []
         """``[L, slots, ...]`` for each set of equal tensors of recurrent state."""
-        caches |= self._allocate_states(specs, states)
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        for i, own in self._allocate_states(specs, states).items():
+            caches[i] = caches.get(i, LayerCache(nothing, nothing))._replace(states=own)
         every = [caches[i if spec.shared_with is None else spec.shared_with] for i, spec in enumerate(specs)]
         self.layers = every[: len(every) - num_draft_layers]
         self.draft_layers = every[len(self.layers) :]
@@ -81,23 +83,22 @@ class KVStorage:
             cache.keys.zero_()
             cache.values.zero_()
 
-    def _allocate_states(self, specs: Sequence[LayerCacheSpec], pool: StatePool) -> dict[int, LayerCache]:
+    def _allocate_states(self, specs: Sequence[LayerCacheSpec], pool: StatePool) -> dict[int, tuple[Tensor, ...]]:
+        """The views of each layer that has a state, or caches nothing."""
         places: dict[StateTensor, list[tuple[int, int]]] = {}
         for i, spec in enumerate(specs):
             for place, tensor in enumerate(spec.state):
                 places.setdefault(tensor, []).append((i, place))
-        views: dict[int, dict[int, Tensor]] = {i: {} for i, spec in enumerate(specs) if spec.kind == "state"}
+        views: dict[int, dict[int, Tensor]] = {
+            i: {} for i, spec in enumerate(specs) if spec.state or spec.kind == "state"
+        }
         for tensor, found in places.items():
             dtype = pool.recurrent_dtype if tensor.is_recurrent else pool.dtype
             shape = len(found), pool.num_slots, *tensor.shape
             self.state_pools.append(torch.empty(shape, dtype=dtype, device=self.device))
             for (i, place), view in zip(found, self.state_pools[-1], strict=True):
                 views[i][place] = view
-        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-        return {
-            i: LayerCache(nothing, nothing, states=tuple(own[place] for place in sorted(own)))
-            for i, own in views.items()
-        }
+        return {i: tuple(own[place] for place in sorted(own)) for i, own in views.items()}
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -254,6 +254,27 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "linear_attention"],
         },
     ),
+    "falcon_h1/factors": (
+        "falcon_h1",
+        {
+            **MAMBA,
+            "mamba_d_ssm": 48,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.4,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.9, 1.1, 0.7, 1.4, 1.2],
+            "mlp_multipliers": [0.8, 0.5],
+        },
+    ),
+    "falcon_h1/normed": ("falcon_h1", {**MAMBA, "mamba_rms_norm": True, "mamba_proj_bias": True}),
+    "falcon_h1/gated_first": (
+        "falcon_h1",
+        {**MAMBA, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True, "mlp_bias": True},
+    ),
     "bamba/one_of_two": ("bamba", {**MAMBA, "attn_layer_indices": [1]}),
     "gpt_oss/sinks": ("gpt_oss", GPT_OSS),
     "gpt_oss/tight": (
@@ -295,7 +316,9 @@ OWN_ROWS = list(ROWS)
 ROWS |= decoder_families.ROWS
 FIRST_ROWS = list({row.partition("/")[0]: row for row in reversed(ROWS)}.values())
 """One of each family."""
-EVERY_ROW = [row if row in (*OWN_ROWS, *FIRST_ROWS) else nightly(row) for row in ROWS]
+NIGHTLY_ROWS = ("falcon_h1/gated_first",)
+"""Further rows of families of their own that differ little from others."""
+EVERY_ROW = [row if row in (*OWN_ROWS, *FIRST_ROWS) and row not in NIGHTLY_ROWS else nightly(row) for row in ROWS]
 """As values of a parameter: further rows of families that are put together from parts are for `make nightly`."""
 TELLING = ("cohere/normed_heads", "granite_swa/sinks", "minimax_m2/partly_rotated", "mimo_v2_flash/narrow_values")
 """Rows of such families that each have something of their own to divide among ranks."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 Written = tuple[dict[str, Tensor], Tensor]
 """The tensors of a module by their names in it, and the matrix."""
-KEPT = re.compile(r"embed_tokens|wte|lm_head|mlp\.gate\.|router|block_sparse_moe\.gate\.|norm|kv_b_proj|in_proj_(?:ba|a|b)\.")
+KEPT = re.compile(r"embed_tokens|wte|lm_head|mlp\.gate\.|router|block_sparse_moe\.gate\.|norm|kv_b_proj|in_proj_[ab]")
 """Modules that are left unquantised. (Some writers quantise kv_b_proj, which is made dense anyway.)"""
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 

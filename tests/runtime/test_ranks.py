@@ -161,6 +161,14 @@ def compare(home: Path, size: int, adapter: Path | None = None, runs_ahead: bool
     assert stats.num_copied_tokens > 0
 
 
+KEY_HEADS = {
+    **dict.fromkeys(("mamba2", "nemotron_h"), "n_groups"),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "mamba_n_groups"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "linear_num_key_heads"),
+}
+"""How families name the heads, or groups of them, by which their recurrent layers are divided."""
+
+
 def sizes(row: str, size: int) -> dict[str, Any]:
     """Heads and widths that 2, 3 and 4 divide; on four ranks, KV heads are held twice."""
     if row.startswith("gpt2"):
@@ -172,6 +180,8 @@ def sizes(row: str, size: int) -> dict[str, Any]:
     shared = {"shared_expert_intermediate_size": 48} if row.startswith("qwen2_moe") else {}
     experts = {"moe_intermediate_size": 48} if "moe" in row or row.startswith("hy_v3") else {}
     recurrent = {"head_dim": 12} if row.startswith("mamba2") else {}
+    if size == 4 and (key := KEY_HEADS.get(row.partition("/")[0])):
+        recurrent[key] = 4
     return {**heads, "num_key_value_heads": kv_heads, **shared, **experts, **recurrent}
 
 
