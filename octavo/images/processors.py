@@ -19,6 +19,7 @@ CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.
 HALF, ZEROS, ONES = (0.5,) * 3, (0.0,) * 3, (1.0,) * 3
 TOKENS = "added_tokens"
 """Where a family finds the ids of added tokens next to the configuration."""
+GLM_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15_000}
 LOW_SIDE = 512
 LOW_PIXELS = 512 * 512
 """Most pixels of an image with ``detail`` low, where the model takes images of any size."""
@@ -192,6 +193,19 @@ def _qwen3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
     return _qwen(config, given, 16, _scaling(given, HALF, HALF))
 
 
+def _glm4v(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    found = _qwen(config, {"size": GLM_SIZE, **given}, 14, _scaling(given, CLIP_MEAN, CLIP_DEVIATION))
+    halves = {key: found.settings[key] // 2 for key in ("least", "most")}  # as an image counts as two frames
+    return dataclasses.replace(
+        found,
+        settings={**found.settings, **halves, "grows": True},
+        placeholder="<|image|>",
+        around=("<|begin_of_image|>", "<|end_of_image|>"),
+        token=int(config.get("image_token_id") or config[TOKENS].get("<|image|>", 151_343)),
+        token_text="<|image|>",
+    )
+
+
 def _gemma3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
     side = int(config["vision_config"].get("image_size", 896))
     size = given.get("size") or {}
@@ -249,7 +263,11 @@ PROCESSORS = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Gemma4ForConditionalGeneration": _gemma4,
     "Gemma4UnifiedForConditionalGeneration": _gemma4,
+    "Glm46VForConditionalGeneration": _glm4v,
+    "Glm4vForConditionalGeneration": _glm4v,
+    "Glm4vMoeForConditionalGeneration": _glm4v,
     "Mistral3ForConditionalGeneration": _mistral3,
+    "Qwen2VLForConditionalGeneration": _qwen25,
     "Qwen2_5_VLForConditionalGeneration": _qwen25,
     "Qwen3VLForConditionalGeneration": _qwen3,
     "Qwen3VLMoeForConditionalGeneration": _qwen3,

@@ -18,8 +18,11 @@ class Refused(ValueError):
 
 def by_area(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
     """Both sides multiples of ``factor``, the area between ``least`` and ``most``, the ratio nearly kept
-    (Qwen2-VL)."""
+    (Qwen2-VL). With ``grows``, no side is less than ``factor`` before that (GLM-4V)."""
     factor, least, most = settings["factor"], settings["least"], settings["most"]
+    if settings.get("grows") and min(height, width) < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
     if max(height, width) > MOST_RATIO * min(height, width):
         raise Refused(f"is {width} x {height} pixels: one side is more than {MOST_RATIO} times the other")
     rows, columns = round(height / factor) * factor, round(width / factor) * factor

@@ -14,6 +14,7 @@ from PIL import Image
 from transformers import (
     Gemma3ImageProcessorPil,
     Gemma4ImageProcessorPil,
+    Glm4vImageProcessorPil,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
 )
@@ -26,9 +27,11 @@ from octavo.images.resizing import Refused
 from tests.tiers import nightly_after
 
 AREA = {"rule": "area", "factor": 28, "least": 56 * 56, "most": 28 * 28 * 40, "resample": 3, "most_pixels": 10**6}
+GROWN = {**AREA, "least": 8 * 28 * 28, "grows": True}
 FIXED = {"rule": "fixed", "height": 56, "width": 56, "resample": 2, "most_pixels": 10**6}
 SQUARES = {"rule": "squares", "factor": 48, "most": 70, "resample": 3, "most_pixels": 10**6}
 LONGEST = {"rule": "longest", "longest": 112, "factor": 28, "resample": 3, "most_pixels": 10**6}
+RULES = {"area": AREA, "grown": GROWN, "fixed": FIXED, "longest": LONGEST, "squares": SQUARES}
 QWEN = ImageProcessor(
     settings=AREA,
     mean=HALF,
@@ -110,13 +113,14 @@ def ours(data: bytes, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.frombuffer(pixels, np.uint8).reshape(*shape[1:], 3) / 255
 
 
-def theirs(data: bytes, rule: str) -> np.ndarray[Any, Any]:
+def theirs(data: bytes, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
     """What the library's processor makes of the upright first frame."""
     image = Image.open(io.BytesIO(data))
     image.load()
     from PIL import ImageOps  # only for its reading of the orientation
 
     image = ImageOps.exif_transpose(image)
+    rule = settings["rule"]
     if rule == "fixed":
         found = Gemma3ImageProcessorPil(size={"height": 56, "width": 56}, do_normalize=False, do_convert_rgb=True)
         return unnormalised(found([image])["pixel_values"][0])
@@ -129,19 +133,23 @@ def theirs(data: bytes, rule: str) -> np.ndarray[Any, Any]:
         columns, rows = result["image_position_ids"][0].max(0) + 1
         tiles = result["pixel_values"][0][: rows * columns].reshape(rows, columns, 16, 16, 3)
         return np.asarray(tiles.transpose(0, 2, 1, 3, 4).reshape(rows * 16, columns * 16, 3))
-    size = {"shortest_edge": AREA["least"], "longest_edge": AREA["most"]}
-    result = Qwen2VLImageProcessorPil(size=size, do_normalize=False)([image])
+    count = 2 if settings.get("grows") else 1
+    size = {"shortest_edge": count * settings["least"], "longest_edge": count * settings["most"]}
+    made = Glm4vImageProcessorPil if settings.get("grows") else Qwen2VLImageProcessorPil
+    result = made(size=size, do_normalize=False)([image])
     _, rows, columns = result["image_grid_thw"][0]
     patches = np.asarray(result["pixel_values"]).reshape(rows // 2, columns // 2, 2, 2, 3, 2, 14, 14)[..., 0, :, :]
     return patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * 14, columns * 14, 3)
 
 
-@pytest.mark.parametrize("rule", [AREA, FIXED, LONGEST, SQUARES], ids=lambda settings: settings["rule"])
+@pytest.mark.parametrize(
+    "rule", [AREA, GROWN, FIXED, LONGEST, SQUARES], ids=["area", "grown", "fixed", "longest", "squares"]
+)
 def test_pixels_are_those_of_the_library(rule: dict[str, Any]) -> None:
     assert len(NASTY) >= 30
     for name, make in NASTY.items():
         data = make()
-        found, expected = ours(data, rule), theirs(data, rule["rule"])
+        found, expected = ours(data, rule), theirs(data, rule)
         assert found.shape == expected.shape, name
         assert np.abs(found - expected).max() <= 1 / 255 + 1e-6, name
 

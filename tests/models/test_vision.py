@@ -18,6 +18,7 @@ from octavo.errors import InvalidParameter
 from octavo.images.preparer import placed
 from octavo.types import ImageInput, Request
 from tests.models.vision import FAMILIES, IMAGE, as_png, expected_logprobs, make, picture
+from tests.tiers import nightly, nightly_after
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 120}
 SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=3, logprobs=3)
@@ -42,7 +43,16 @@ PROMPTS: list[Prompt] = [
 ]
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+COMMON = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "gemma3", "gemma4")
+"""Families with which everything is tested each time; with the others, what differs from family to family."""
+every_family = pytest.mark.parametrize("family", list(FAMILIES), indirect=True)
+common_families = pytest.mark.parametrize(
+    "family", [*COMMON, *(nightly(name) for name in FAMILIES if name not in COMMON)], indirect=True
+)
+one_family = pytest.mark.parametrize("family", nightly_after(1, FAMILIES), indirect=True)
+
+
+@pytest.fixture(scope="module")
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, PreTrainedModel]:
@@ -75,6 +85,7 @@ def worst_difference(name: str, model: PreTrainedModel, prompt: Prompt, output: 
     )
 
 
+@every_family
 def test_logits_are_those_of_transformers(family: tuple[str, Path, PreTrainedModel], llm: LLM) -> None:
     """One image and three of different sizes, first, last and nearly adjacent, batched with text; then decoding."""
     name, _, model = family
@@ -83,6 +94,7 @@ def test_logits_are_those_of_transformers(family: tuple[str, Path, PreTrainedMod
     llm.engine.check()
 
 
+@common_families
 def test_an_image_makes_a_difference(family: tuple[str, Path, PreTrainedModel], llm: LLM) -> None:
     """Random weights could hide that pixels or places are ignored."""
     name, _, model = family
@@ -92,6 +104,7 @@ def test_an_image_makes_a_difference(family: tuple[str, Path, PreTrainedModel], 
     assert worst_difference(name, model, (tokens, [turned]), output) > 10 * TOLERANCE
 
 
+@every_family
 def test_chunks_may_end_within_an_image(family: tuple[str, Path, PreTrainedModel]) -> None:
     name, folder, model = family
     with LLM(folder, **SETTINGS, max_num_batched_tokens=6, max_num_seqs=4) as llm:
@@ -100,6 +113,7 @@ def test_chunks_may_end_within_an_image(family: tuple[str, Path, PreTrainedModel
         llm.engine.check()
 
 
+@common_families
 @pytest.mark.parametrize("num_shared", [4, 10, 14, 60], ids=["before", "at its start", "inside", "behind"])
 def test_prefixes_are_cached_with_images(num_shared: int, family: tuple[str, Path, PreTrainedModel], llm: LLM) -> None:
     """The second prompt shares its first tokens, image included, with the first one."""
@@ -119,6 +133,7 @@ def test_prefixes_are_cached_with_images(num_shared: int, family: tuple[str, Pat
         assert output.num_cached_tokens >= 8 or name in WITH_STATE
 
 
+@common_families
 def test_images_that_differ_in_a_pixel_share_nothing(llm: LLM, family: tuple[str, Path, PreTrainedModel]) -> None:
     tokens = [*words(7, seed=9), IMAGE, *words(30, seed=9)]
     other = ONE.resize((112, 112))
@@ -148,6 +163,7 @@ def test_snapshots_of_states_are_found_by_images(
         assert worst_difference(name, model, prompt, output) < TOLERANCE
 
 
+@common_families
 def test_preempted_sequences_and_several_continuations(family: tuple[str, Path, PreTrainedModel]) -> None:
     name, folder, model = family
     settings = {**SETTINGS, "num_kv_blocks": 14, "max_model_len": 96, "enable_prefix_caching": False}
@@ -163,6 +179,7 @@ def test_preempted_sequences_and_several_continuations(family: tuple[str, Path, 
         llm.engine.check()
 
 
+@common_families
 def test_a_request_goes_on_in_another_engine(family: tuple[str, Path, PreTrainedModel], llm: LLM) -> None:
     """As after the death of an engine process: prompt, images and the tokens so far are sent again."""
     tokens, images = PROMPTS[0]
@@ -181,6 +198,7 @@ def test_a_request_goes_on_in_another_engine(family: tuple[str, Path, PreTrained
     assert found == expected[3:]
 
 
+@one_family
 def test_a_tower_that_fails_ends_its_own_request(llm: LLM) -> None:
     runner: Any = llm.engine.runner
     pool = runner.executor._embeddings
@@ -205,6 +223,7 @@ def test_a_tower_that_fails_ends_its_own_request(llm: LLM) -> None:
     llm.engine.check()
 
 
+@common_families
 def test_placeholders_are_never_sampled(llm: LLM) -> None:
     params = SamplingParams(temperature=5.0, max_tokens=60, seed=3, ignore_eos=True)
     (output,) = llm.generate(as_inputs([PROMPTS[0]]), params)
@@ -216,11 +235,13 @@ def test_placeholders_are_never_sampled(llm: LLM) -> None:
         assert IMAGE not in completion.token_ids
 
 
+@one_family
 def test_places_and_images_must_be_as_many(llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match="places for 2 images, and there are 1"):
         llm.generate(as_inputs([([IMAGE, 5, IMAGE], [ONE])]), GREEDY)
 
 
+@common_families
 def test_a_model_may_read_text_alone(family: tuple[str, Path, PreTrainedModel]) -> None:
     with LLM(family[1], **SETTINGS, language_model_only=True) as llm:
         assert llm.info.num_image_slots == 0

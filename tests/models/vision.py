@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3ImageProcessorPil,
     Gemma4ImageProcessorPil,
+    Glm4vImageProcessorPil,
     PixtralImageProcessorPil,
     PreTrainedModel,
     Qwen2VLImageProcessorPil,
@@ -94,6 +95,15 @@ QWEN3_PROCESSOR = partial(
     image_std=[0.5] * 3,
 )
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+GLM_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "image_size": 56,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+}
+GLM_PROCESSOR = partial(Glm4vImageProcessorPil, size={"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 60})
 INPUTS = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes")
 """What models take of what processors give."""
 FAMILIES = {
@@ -158,6 +168,38 @@ FAMILIES = {
             "image_token_id": IMAGE,
         },
         QWEN3_PROCESSOR,
+        _of_grid,
+    ),
+    "qwen2_vl": Family(
+        "qwen2_vl",
+        {
+            "text_config": {**TEXT, "rope_parameters": ROPE},
+            "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64},
+            "image_token_id": IMAGE,
+        },
+        lambda: Qwen2VLImageProcessorPil(size=QWEN_SIZE),
+        _of_grid,
+    ),
+    "glm4v": Family(
+        "glm4v",
+        {"text_config": {**TEXT, "rope_parameters": ROPE}, "vision_config": GLM_VISION, "image_token_id": IMAGE},
+        GLM_PROCESSOR,
+        _of_grid,
+    ),
+    "glm4v_moe": Family(
+        "glm4v_moe",
+        {
+            "text_config": {
+                **TEXT,
+                "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+            },
+            "vision_config": {**GLM_VISION, "attention_bias": True},
+            "image_token_id": IMAGE,
+        },
+        GLM_PROCESSOR,
         _of_grid,
     ),
     "gemma4": Family(

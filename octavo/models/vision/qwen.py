@@ -1,6 +1,6 @@
-"""The vision towers of Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631).
+"""The vision towers of Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631).
 
-Both take images of any size in patches, four of which make an embedding. Rows and columns rotate queries and keys. Most
+All take images of any size in patches, four of which make an embedding. Rows and columns rotate queries and keys. Most
 layers of Qwen2.5-VL attend within windows; Qwen3-VL adds learned positions, and gives outputs of some of its layers to
 the first layers of the decoder (deepstack).
 
@@ -10,6 +10,7 @@ Shapes: N patches, D width of the tower, H head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ class QwenConfig(VisionConfig):
     """Frames of a video that a patch spans; an image counts as so many equal ones."""
     merge: int
     activation: Activation
+    is_gated: bool = False
+    """Whether layers have RMSNorms and gates, as decoders do, and not LayerNorms and two maps."""
+    ups: tuple[str, str] = ("linear_fc1", "linear_fc2")
+    """Names of the maps of layers without gates."""
+    eps: float = 1e-6
+    merger_size: int = 0
+    """Width of the feed-forward layer behind the layers, where the other sizes do not give it."""
+    has_bias: bool = True
+    has_qkv_bias: bool = True
     window: int = 0
     """Side of an attention window in patches."""
     full_layers: tuple[int, ...] = ()
@@ -55,25 +65,26 @@ class QwenConfig(VisionConfig):
     """Layers whose outputs the decoder gets as well."""
 
 
-def _read(keys: ConfigKeys, inner: ConfigKeys, out: str, **fields: object) -> QwenConfig:
+def read_qwen(keys: ConfigKeys, inner: ConfigKeys, **fields: Any) -> QwenConfig:
+    """Read the keys that all these towers have; ``fields`` are the others, and what a family has in their place."""
     text = part(keys, "text_config") if keys.get("text_config") else keys
+    if "width" not in fields:
+        fields |= {"width": inner.size("hidden_size"), "hidden_size": inner.size("out_hidden_size")}
+        fields.setdefault("ffn_size", inner.size("intermediate_size"))
     return QwenConfig(
-        hidden_size=inner.size(out),
         merge=inner.size("spatial_merge_size", 2),
         axes=read_axes(text),
         depth=inner.size("depth"),
-        width=inner.size("hidden_size"),
         num_heads=inner.size("num_heads"),
-        ffn_size=inner.size("intermediate_size"),
         frames=inner.size("temporal_patch_size", 2),
-        **fields,  # type: ignore[arg-type]
+        **fields,
     )
 
 
 class QwenTower:
-    """What both towers have in common."""
+    """What the towers have in common."""
 
-    has_place_table = False
+    has_patch_bias = False
 
     def __init__(self, config: QwenConfig, weights: WeightLoader) -> None:
         self.config, self.form = config, weights.form
@@ -81,11 +92,8 @@ class QwenTower:
         kernel = weights.exact("visual.patch_embed.proj.weight", D, 3, config.frames, P, P)
         # The frames of an image are equal, so the kernel's sum over frames is applied to one of them.
         self.patch_map = kernel.sum(2).reshape(D, -1).to(weights.form.dtype)
-        self.patch_bias = weights.dense("visual.patch_embed.proj.bias", D) if self.has_place_table else None
-        self.blocks = [self.block(weights, f"visual.blocks.{i}") for i in range(config.depth)]
-
-    def block(self, weights: WeightLoader, prefix: str) -> QwenBlock:
-        raise NotImplementedError
+        self.patch_bias = weights.dense("visual.patch_embed.proj.bias", D) if self.has_patch_bias else None
+        self.blocks = [QwenBlock(config, weights, f"visual.blocks.{i}") for i in range(config.depth)]
 
     def embedded(self, image: Pixels) -> tuple[Tensor, int, int]:
         """Patches in the order of windows, [N, D], and their rows and columns."""
@@ -106,23 +114,27 @@ class QwenTower:
         return whole.cos(), whole.sin()
 
 
+def norm_of(config: QwenConfig) -> type[RMSNorm] | type[LayerNorm]:
+    """The kind of a tower's norms."""
+    return RMSNorm if config.is_gated else LayerNorm
+
+
 class QwenBlock:
     """Attention and feed-forward layer."""
 
     def __init__(self, config: QwenConfig, weights: WeightLoader, prefix: str) -> None:
         D = config.width
         self.num_heads = config.num_heads
-        self.qkv = Affine(weights, f"{prefix}.attn.qkv", (3 * D, D))
-        self.proj = Affine(weights, f"{prefix}.attn.proj", (D, D))
-        self.norms: tuple[LayerNorm | RMSNorm, LayerNorm | RMSNorm]
+        self.qkv = Affine(weights, f"{prefix}.attn.qkv", (3 * D, D), config.has_qkv_bias)
+        self.proj = Affine(weights, f"{prefix}.attn.proj", (D, D), config.has_bias)
+        self.norms = [norm_of(config)(weights, f"{prefix}.norm{i}", D, config.eps) for i in (1, 2)]
         self.mlp: Feedforward | GatedFeedforward
-        if config.window:
-            self.norms = RMSNorm(weights, f"{prefix}.norm1", D, 1e-6), RMSNorm(weights, f"{prefix}.norm2", D, 1e-6)
-            self.mlp = GatedFeedforward(weights, f"{prefix}.mlp", (D, config.ffn_size), config.activation, True)
+        if config.is_gated:
+            sizes = D, config.ffn_size
+            self.mlp = GatedFeedforward(weights, f"{prefix}.mlp", sizes, config.activation, config.has_bias)
         else:
-            self.norms = LayerNorm(weights, f"{prefix}.norm1", D, 1e-6), LayerNorm(weights, f"{prefix}.norm2", D, 1e-6)
-            names = f"{prefix}.mlp.linear_fc1", f"{prefix}.mlp.linear_fc2"
-            self.mlp = Feedforward(weights, names, (D, config.ffn_size, D), config.activation)
+            first, second = (f"{prefix}.mlp.{name}" for name in config.ups)
+            self.mlp = Feedforward(weights, (first, second), (D, config.ffn_size, D), config.activation)
 
     def __call__(self, x_ND: Tensor, angles: tuple[Tensor, Tensor], windows: list[Tensor]) -> Tensor:
         """``windows``: int64 [windows, patches of each]: the patches that attend to each other; all if empty."""
@@ -146,10 +158,10 @@ class Qwen25Tower(QwenTower):
     def read_config(cls, keys: ConfigKeys) -> QwenConfig:
         inner = part(keys, "vision_config")
         patch = inner.size("patch_size", 14)
-        return _read(
+        return read_qwen(
             keys,
             inner,
-            "out_hidden_size",
+            is_gated=True,
             patch=patch,
             window=inner.size("window_size", 112) // patch,
             full_layers=tuple(inner.get("fullatt_block_indexes", [7, 15, 23, 31])),
@@ -159,17 +171,15 @@ class Qwen25Tower(QwenTower):
     def __init__(self, config: QwenConfig, weights: WeightLoader) -> None:
         super().__init__(config, weights)
         D, inner = config.width, config.width * config.merge**2
-        self.norm = RMSNorm(weights, "visual.merger.ln_q", D, 1e-6)
+        self.norm = norm_of(config)(weights, "visual.merger.ln_q", D, config.eps)
         names = "visual.merger.mlp.0", "visual.merger.mlp.2"
         self.merger = Feedforward(weights, names, (inner, inner, config.hidden_size), ACTIVATIONS["gelu"])
-
-    def block(self, weights: WeightLoader, prefix: str) -> QwenBlock:
-        return QwenBlock(self.config, weights, prefix)
 
     def __call__(self, image: Pixels) -> Tensor:
         """The embeddings of an image, row by row: [N / merge^2, D of the decoder]."""
         x_ND, rows, columns = self.embedded(image)
-        angles, windows = self.angles(rows, columns), self.windows(rows, columns)
+        angles = self.angles(rows, columns)
+        windows = self.windows(rows, columns) if self.config.window else []
         for index, block in enumerate(self.blocks):
             x_ND = block(x_ND, angles, [] if index in self.config.full_layers else windows)
         return self.merger(self.norm(x_ND).view(len(x_ND) // self.config.merge**2, -1))
@@ -185,6 +195,25 @@ class Qwen25Tower(QwenTower):
         found = torch.split(order, counts.tolist())
         sizes = sorted({len(window) for window in found})
         return [torch.stack([window for window in found if len(window) == size]) for size in sizes]
+
+
+class Qwen2Tower(Qwen25Tower):
+    """The tower of Qwen2-VL, without windows."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> QwenConfig:
+        inner = part(keys, "vision_config")
+        width = inner.size("embed_dim", 1280)
+        return read_qwen(
+            keys,
+            inner,
+            width=width,
+            hidden_size=inner.size("hidden_size"),
+            ffn_size=width * inner.size("mlp_ratio", 4),
+            patch=inner.size("patch_size", 14),
+            ups=("fc1", "fc2"),
+            activation=inner.choice("hidden_act", ACTIVATIONS, "quick_gelu"),
+        )
 
 
 class Qwen3Merger:
@@ -205,16 +234,15 @@ class Qwen3Merger:
 class Qwen3Tower(QwenTower):
     """The tower of Qwen3-VL, and of Qwen3.5 without deepstack."""
 
-    has_place_table = True
+    has_patch_bias = True
 
     @classmethod
     def read_config(cls, keys: ConfigKeys) -> QwenConfig:
         inner = part(keys, "vision_config")
         deep = tuple(inner.get("deepstack_visual_indexes", None) or ())
-        return _read(
+        return read_qwen(
             keys,
             inner,
-            "out_hidden_size",
             patch=inner.size("patch_size", 16),
             num_places=inner.size("num_position_embeddings", 2304),
             deep_layers=deep,
@@ -230,9 +258,6 @@ class Qwen3Tower(QwenTower):
             Qwen3Merger(config, weights, f"visual.deepstack_merger_list.{i}", norms_merged=True)
             for i in range(len(config.deep_layers))
         ]
-
-    def block(self, weights: WeightLoader, prefix: str) -> QwenBlock:
-        return QwenBlock(self.config, weights, prefix)
 
     def __call__(self, image: Pixels) -> Tensor:
         """The embeddings of an image, row by row, each followed by what layers of the decoder add."""

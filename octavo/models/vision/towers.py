@@ -12,8 +12,9 @@ from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.models.vision.gemma4 import Gemma4Tower, Gemma4UnifiedTower
+from octavo.models.vision.glm import Glm4vTower
 from octavo.models.vision.pixtral import Mistral3Tower
-from octavo.models.vision.qwen import Qwen3Tower, Qwen25Tower
+from octavo.models.vision.qwen import Qwen2Tower, Qwen3Tower, Qwen25Tower
 from octavo.models.vision.siglip import Gemma3Tower
 from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
 from octavo.quant.stored.stored_weight import WeightFormat
@@ -32,7 +33,11 @@ TOWERS: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Gemma3Tower,
     "Gemma4ForConditionalGeneration": Gemma4Tower,
     "Gemma4UnifiedForConditionalGeneration": Gemma4UnifiedTower,
+    "Glm46VForConditionalGeneration": Glm4vTower,
+    "Glm4vForConditionalGeneration": Glm4vTower,
+    "Glm4vMoeForConditionalGeneration": Glm4vTower,
     "Mistral3ForConditionalGeneration": Mistral3Tower,
+    "Qwen2VLForConditionalGeneration": Qwen2Tower,
     "Qwen2_5_VLForConditionalGeneration": Qwen25Tower,
     "Qwen3VLForConditionalGeneration": Qwen3Tower,
     "Qwen3VLMoeForConditionalGeneration": Qwen3Tower,
