@@ -16,6 +16,7 @@ from octavo.engine.sequence_images import encode_message
 from octavo.engine.step_encoder import NO_MASKS, StepEncoder
 from octavo.sampling_params import SamplingParams
 from octavo.steps.messages import (
+    Compile,
     CopySlots,
     CopyState,
     Executor,
@@ -229,7 +230,7 @@ WARM_UP_TOKENS = 16
 
 
 def compute_padding(runner: StepRunner) -> None:
-    """Compute a dummy prefill and decode, so that no request waits for kernel compilation.
+    """Compute a dummy prefill and decode, and compile all other kernels, so that no request waits for that.
 
     They write to block 0 and state 0, which are overwritten before they are read. Raises ``RunnerError``.
     """
@@ -241,6 +242,7 @@ def compute_padding(runner: StepRunner) -> None:
     for start, tokens in ((0, (0,) * (count - 1)), (count - 1, (0,))):
         if tokens:
             runner.submit([Scheduled(seq, start, tokens, (), True, seq.epoch)]).sample({})
+    runner.send(Compile([])).wait()
 
 
 class BlockMessages:

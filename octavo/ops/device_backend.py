@@ -113,6 +113,9 @@ class DeviceBackend:
         """While the block runs, compile the slowest kernels for a KV cache of this type elsewhere."""
         return nullcontext()
 
+    def compile_rare(self) -> None:
+        """Compile the kernels that only some requests use: the others would wait for the first of those."""
+
     def set_num_threads(self, count: int) -> None:
         """Compute with so many threads of the host."""
         torch.set_num_threads(count)

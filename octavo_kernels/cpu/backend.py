@@ -31,6 +31,11 @@ class CPUBackend(DeviceBackend):
 
         return compiling_in_background(kv_dtype)
 
+    def compile_rare(self) -> None:
+        from octavo_kernels.cpu.compiled import compile_rare
+
+        compile_rare()
+
     def set_num_threads(self, count: int) -> None:
         """Of compiled kernels; torch has one, as its spinning threads would occupy the cores."""
         from octavo_kernels.cpu import threads

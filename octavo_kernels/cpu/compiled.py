@@ -63,10 +63,11 @@ def _warn_that_nothing_is_kept(folder: Path, reason: str) -> None:
     logger.warning("compiled kernels cannot be kept in %s (%s); each start compiles them anew", folder, reason)
 
 
-def is_missing(name: str) -> bool:
-    """Whether the cache is usable but lacks compiled code of the function ``name`` or of one within it."""
+def is_missing(function: Callable[..., Any]) -> bool:
+    """Whether the cache is usable but lacks compiled code of a function or of one within it."""
     folder = cache_folder()
-    return folder is not None and not any(folder.rglob(f"*.{name}.*.nbi"))
+    name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+    return folder is not None and not any(folder.rglob(f"{name}.*.nbi"))
 
 
 @contextlib.contextmanager
@@ -166,6 +167,23 @@ def _compiled_now(signature: Any, function: Callable[..., Any]) -> int:
 
 _code: list[Any] = []
 """Code called by its address, kept referenced so that it is never freed."""
+
+
+RARE: list[Callable[[], int]] = []
+"""Functions that compile what the first steps of an engine do not use, but others may."""
+
+
+def rarely_used(address: Callable[[], int]) -> Callable[[], int]:
+    """For a function that returns the address of compiled code: it is compiled before an engine begins, as all others
+    would wait for the first request that needs it."""
+    RARE.append(made := functools.cache(address))
+    return made
+
+
+def compile_rare() -> None:
+    """Compile all code that is used rarely, or load it."""
+    for address in RARE:
+        address()
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

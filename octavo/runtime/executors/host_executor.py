@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.errors import CANCELLATIONS, CheckpointError, RunnerError, WorkerLost
 from octavo.models.adapters import Adapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
+from octavo.ops.device_backend import backend_of
+from octavo.ops.dispatch import REFERENCE
+from octavo.plugins import CPU
 from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.executors.block_copies import HostBlockCopies
@@ -110,8 +114,9 @@ class HostExecutor:
                 self._copies.write(block, content)
             case LoadAdapter() | UnloadAdapter():
                 return change_adapters(self.adapters, message)
-            case Compile():  # kernels are compiled when they are first called
-                pass
+            case Compile():
+                if ops.adjust_logits.chosen(CPU, torch.float32) != REFERENCE:
+                    backend_of(CPU).compile_rare()
         return Done(None)
 
     def _step(self, message: Step) -> Reply[StepResult]:

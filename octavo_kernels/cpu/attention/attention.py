@@ -19,7 +19,15 @@ from octavo_kernels.cpu.attention.attention_rows import STEP, prepare_task
 from octavo_kernels.cpu.attention.attention_tiles import STATE, TILE, TILE_ROWS, attend_task
 from octavo_kernels.cpu.background import in_background
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, inlined, is_missing
+from octavo_kernels.cpu.compiled import (
+    RARE,
+    compile_rare,
+    compiled_driver,
+    compiled_task,
+    inlined,
+    is_missing,
+    rarely_used,
+)
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, keep, read, view
 from octavo_kernels.cpu.task_driver import task_driver
@@ -108,10 +116,17 @@ def _attention_driver() -> int:
 
 
 def compiling_in_background(kv_dtype: torch.dtype) -> AbstractContextManager[None]:
-    """While the block runs, another process compiles the slowest kernels for caches of ``kv_dtype``, if missing."""
-    if kv_dtype not in FORMATS or not is_missing(attend_task.__name__):
+    """While the block runs, another process compiles the slowest kernels for caches of ``kv_dtype``, and those used
+    rarely, if any is missing."""
+    if kv_dtype not in FORMATS or not (is_missing(attend_task) or any(map(is_missing, RARE))):
         return contextlib.nullcontext()
-    return in_background(lambda: (attend_task(FORMATS[kv_dtype]), _attention_driver()))
+
+    def work() -> None:
+        attend_task(FORMATS[kv_dtype])
+        _attention_driver()
+        compile_rare()
+
+    return in_background(work)
 
 
 def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, slot_mapping_T: Tensor) -> None:
@@ -211,7 +226,7 @@ def rotary_angles_numba(positions_T: Tensor, frequencies_R: Tensor, factor: floa
 AXIS_ARGUMENTS = fields("task T piece positions shifts axes frequencies cos sin R A factor:float")
 
 
-@functools.cache
+@rarely_used
 def _axis_task() -> int:
     """Task over rows, whose position depends on the pair."""
 
@@ -251,7 +266,7 @@ def axis_angles_numba(
 # ---- store_keys: ``store_keys``: the first half of ``attention``, by the same task.
 
 
-@functools.cache
+@rarely_used
 def _store_keys_driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, STEP)

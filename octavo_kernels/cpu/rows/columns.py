@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 from octavo.ops.activation import sigmoid_and_mul
 from octavo.ops.linear import concat, put_columns
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver
+from octavo_kernels.cpu.compiled import compiled_driver, rarely_used
 from octavo_kernels.cpu.memory import fields, read, view
 from octavo_kernels.cpu.tensors import declines_floats
 
@@ -26,7 +24,7 @@ def declines(dtype: torch.dtype) -> str | None:
     return declines_floats(dtype) or (None if dtype == torch.float32 else f"takes float32, not {dtype}")
 
 
-@functools.cache
+@rarely_used
 def _driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ARGUMENTS)
@@ -78,7 +76,7 @@ def concat_numba(first_TM: Tensor, *others: Tensor) -> Tensor:
 GATE = fields("gate stride x out T N")
 
 
-@functools.cache
+@rarely_used
 def _gate_driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, GATE)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.ops.drafting import DraftRows, accept_drafts, draft_rows
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver
+from octavo_kernels.cpu.compiled import compiled_driver, rarely_used
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, read, view
 
@@ -20,7 +18,7 @@ from octavo_kernels.cpu.memory import fields, read, view
 ACCEPT_DRAFTS_ARGUMENTS = fields("tokens ids indices cu_samples out T S R")
 
 
-@functools.cache
+@rarely_used
 def _accept_drafts_driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, ACCEPT_DRAFTS_ARGUMENTS)
@@ -58,7 +56,7 @@ DRAFT_ROWS_ARGUMENTS = fields(
 )
 
 
-@functools.cache
+@rarely_used
 def _draft_rows_driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, DRAFT_ROWS_ARGUMENTS)

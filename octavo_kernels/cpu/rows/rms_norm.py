@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.ops.norms import rms_norm
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_task, inlined
+from octavo_kernels.cpu.compiled import compiled_task, inlined, rarely_used
 from octavo_kernels.cpu.linear.dense_dot import dense_dot
 from octavo_kernels.cpu.memory import fields, read, view
 from octavo_kernels.cpu.task_driver import task_driver
@@ -32,7 +30,7 @@ def normalise_row(x_at: int, weight_at: int, out_at: int, width: int, num_column
         out[i] = x[i] * scale * weight[i]
 
 
-@functools.cache
+@rarely_used
 def _task() -> int:
     """Task over rows."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from octavo.ops.activation import silu_and_mul
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_task, emitted
+from octavo_kernels.cpu.compiled import compiled_task, emitted, rarely_used
 from octavo_kernels.cpu.linear.epilogue import SILU, gated
 from octavo_kernels.cpu.memory import fields, read
 from octavo_kernels.cpu.task_driver import task_driver
@@ -38,7 +37,7 @@ def _gate(context: Any, gate: Any, up: Any, out: Any, num_vectors: Any) -> Any:
     return types.void(*([types.intp] * 4)), emit
 
 
-@functools.cache
+@rarely_used
 def _task() -> int:
     """Task over rows."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from octavo.ops.stepping import LastResults, NextTokens, StagedRows, next_tokens, stage_step
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, inlined
+from octavo_kernels.cpu.compiled import compiled_driver, inlined, rarely_used
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, read, view
 from octavo_kernels.cpu.tensors import address
@@ -55,7 +54,7 @@ def _stage_sequence(a: Any, s: int, first_sample: int, num_samples: int) -> None
         sample_positions[sample] -= shift
 
 
-@functools.cache
+@rarely_used
 def _stage_step_driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, STAGE_STEP_ARGUMENTS)
@@ -102,7 +101,7 @@ NEXT_TOKENS_ARGUMENTS = fields(
 )
 
 
-@functools.cache
+@rarely_used
 def _next_tokens_driver() -> int:
     def drive(pool: int, arguments: int) -> int:
         a = read(arguments, NEXT_TOKENS_ARGUMENTS)

@@ -7,7 +7,6 @@ Shapes: R rows, V vocabulary, L longest history, B biases, E banned ids, W bytes
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from octavo.ops.sampling import BANNED, OVERFLOWN, Adjustments, adjust_logits
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled, compiled_task
+from octavo_kernels.cpu.compiled import compiled, compiled_task, rarely_used
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, int_bits, keep, read, view
 from octavo_kernels.cpu.sampling.sort_keys import ALL_BUT_SIGN
@@ -33,7 +32,7 @@ ARGUMENTS = fields(
 """Sizes, addresses of logits, and those of the fields of ``Adjustments`` in their order."""
 
 
-@functools.cache
+@rarely_used
 def _task() -> int:
     """Task over rows."""
 
