@@ -48,7 +48,7 @@ Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Work:
+class AblationWork:
     """The requests: one comes every ``gap`` seconds, and all begin with the same tokens."""
 
     num_prompts: int = 12
@@ -103,7 +103,7 @@ class Visit:
         }
 
 
-def stages(work: Work, device: str, has_blocks: bool) -> tuple[list[Stage], dict[str, str]]:
+def stages(work: AblationWork, device: str, has_blocks: bool) -> tuple[list[Stage], dict[str, str]]:
     """The rows in order, each with all settings of its engine, and what this engine and model have no row for."""
     chunk = max(CHUNK, work.max_num_seqs)
     steps = [
@@ -136,7 +136,7 @@ def stages(work: Work, device: str, has_blocks: bool) -> tuple[list[Stage], dict
     return rows, missing
 
 
-def configured(config: EngineConfig, work: Work, stage: Stage, default_block: int) -> EngineConfig:
+def configured(config: EngineConfig, work: AblationWork, stage: Stage, default_block: int) -> EngineConfig:
     """The settings of a stage's engine, with as much memory for keys and values as every other's."""
     block_size = stage.settings["block_size"] or default_block
     sizes = {
@@ -148,7 +148,7 @@ def configured(config: EngineConfig, work: Work, stage: Stage, default_block: in
     return EngineConfig.from_flat({**to_flat(config), **sizes, **stage.settings, "block_size": block_size})
 
 
-def make_requests(work: Work, path: Path, vocab_size: int, first_id: int, seed: int = 0) -> list[Request]:
+def make_requests(work: AblationWork, path: Path, vocab_size: int, first_id: int, seed: int = 0) -> list[Request]:
     """The requests of a visit: text where the model has a tokenizer, else random ids."""
     total = work.shared_len + work.num_prompts * work.input_len
     tokenizer = load_tokenizer(path)
@@ -193,7 +193,7 @@ def serve(
 
 def measure(
     config: EngineConfig,
-    work: Work,
+    work: AblationWork,
     rounds: int,
     report: Callable[[str], None],
     deadline: float,
@@ -226,7 +226,7 @@ def measure(
 class Table:
     """The engines of one model, one for each row, and what each made of the requests in every round."""
 
-    def __init__(self, config: EngineConfig, work: Work, report: Callable[[str], None]) -> None:
+    def __init__(self, config: EngineConfig, work: AblationWork, report: Callable[[str], None]) -> None:
         self.config, self.work, self.report = config, work, report
         self.device = resolve_device(config.model.device).type
         self.path = resolve_model(config.model)

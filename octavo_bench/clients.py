@@ -10,7 +10,7 @@ import numpy as np
 
 from octavo.errors import ConfigError
 from octavo_bench.peer_process import PeerProcess
-from octavo_fleet.sim.closed_loops import Workload
+from octavo_fleet.sim.closed_loops import ClosedLoopSpec
 
 SAMPLES = {"ttft": "ttfts", "itl": "gaps", "tpot": "tpots"}
 """What figures are of, and where a client's answer has the seconds."""
@@ -50,7 +50,7 @@ class Clients:
             client.close()
 
 
-def share(load: Workload, count: int) -> Workload:
+def share(load: ClosedLoopSpec, count: int) -> ClosedLoopSpec:
     """What each of ``count`` clients does of ``load``; raises ``ConfigError`` where that cannot be the same for all."""
     if load.prompts % count or load.concurrency % count:
         raise ConfigError(f"clients: {count} cannot share {load.prompts} prompts, {load.concurrency} at a time, evenly")

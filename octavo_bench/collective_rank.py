@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.ops.collective import Collective
 from octavo.runtime.ranks.process_group import ProcessGroupCollective, device_collective
-from octavo_kernels.cpu.rank_memory import RankMemory
+from octavo_kernels.cpu.rank_memory import MappedRankMemory
 from octavo_kernels.triton.graph_timing import median_milliseconds, microseconds
 from octavo_kernels.triton.peer_memory import mapped_buffers
 
@@ -37,7 +37,7 @@ def main() -> None:
     work = json.loads(sys.argv[4])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    host = RankMemory(descriptor, rank, size).collective
+    host = MappedRankMemory(descriptor, rank, size).collective
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "link_gb_s": link_rates(host, device)}
     ours = device_collective(host, device)
     group = ProcessGroupCollective(host, device)

@@ -19,7 +19,7 @@ from octavo_fleet.sim.jobs import Awaits, Job
 
 
 @dataclass(frozen=True)
-class Shape:
+class ConversationShape:
     """Lengths in tokens, the pause in seconds."""
 
     num_clients: int = 18
@@ -34,7 +34,7 @@ class Shape:
 
 
 @dataclass
-class Measured:
+class ConversationTimes:
     """What the clients saw."""
 
     ttft: list[float] = field(default_factory=list)
@@ -42,9 +42,9 @@ class Measured:
     seconds: float = 0.0
 
 
-async def converse(url: str, model: str, shape: Shape, seed: int = 0) -> Measured:
+async def converse(url: str, model: str, shape: ConversationShape, seed: int = 0) -> ConversationTimes:
     """Hold all conversations over HTTP."""
-    measured = Measured()
+    measured = ConversationTimes()
     began = time.monotonic()
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False, verify=False) as client:
         rngs = [random.Random(seed * 1000 + number) for number in range(shape.num_clients)]
@@ -53,7 +53,9 @@ async def converse(url: str, model: str, shape: Shape, seed: int = 0) -> Measure
     return measured
 
 
-async def _client(client: httpx.AsyncClient, model: str, shape: Shape, rng: random.Random, measured: Measured) -> None:
+async def _client(
+    client: httpx.AsyncClient, model: str, shape: ConversationShape, rng: random.Random, measured: ConversationTimes
+) -> None:
     await asyncio.sleep(rng.random() * shape.pause)
     vocabulary = range(20, shape.vocab_size)
     for _ in range(shape.conversations_each):
@@ -65,7 +67,7 @@ async def _client(client: httpx.AsyncClient, model: str, shape: Shape, rng: rand
 
 
 async def _turn(
-    client: httpx.AsyncClient, model: str, tokens: list[int], num_tokens: int, measured: Measured
+    client: httpx.AsyncClient, model: str, tokens: list[int], num_tokens: int, measured: ConversationTimes
 ) -> list[int]:
     body: dict[str, Any] = {"model": model, "prompt": tokens, "max_tokens": num_tokens, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
@@ -88,7 +90,7 @@ class Conversations:
 
     awaits: Awaits = "session"
 
-    def __init__(self, shape: Shape, seed: int = 0) -> None:
+    def __init__(self, shape: ConversationShape, seed: int = 0) -> None:
         self.shape = shape
         self._rng = random.Random(seed)
         self._next_text = 1

@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 
 from octavo_bench.kernel_cases import head_case, layer_cases
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig
-from octavo_kernels.triton.tuning.linear_cost import Fitted, Gpu, Product, microseconds
+from octavo_kernels.triton.tuning.linear_cost import CostConstants, Gpu, Product, microseconds
 
 H200 = Gpu(multiprocessors=132, bandwidth=4_917_000, shared_bytes=227 * 1024, has_copy_engine=True)
-START = Fitted(2.0, 0.9, 2 * 4_917_000 / 132, 0.8, 0.3, 0.5, 0.3)
+START = CostConstants(2.0, 0.9, 2 * 4_917_000 / 132, 0.8, 0.3, 0.5, 0.3)
 """Where the search begins: plain guesses, such as twice the equal share of the bandwidth for a multiprocessor."""
 NARROWER = 0.99
 """Of the width of the search after each trial."""
 
 
-class Measured(NamedTuple):
+class MeasuredConfig(NamedTuple):
     """A configuration of a product, and its microseconds."""
 
     product: Product
@@ -36,14 +36,14 @@ class Measured(NamedTuple):
     taken: float
 
 
-def read(paths: Iterable[Path]) -> list[Measured]:
+def read(paths: Iterable[Path]) -> list[MeasuredConfig]:
     """The measurements of ``skinny`` kernels without a fused norm in records of ``octavo bench kernels --tune``.
 
     A product that several records have is that of the last one.
     """
-    found: dict[Product, list[Measured]] = {}
+    found: dict[Product, list[MeasuredConfig]] = {}
     for path in paths:
-        in_record: dict[Product, list[Measured]] = {}
+        in_record: dict[Product, list[MeasuredConfig]] = {}
         for note in _notes(json.loads(path.read_text())):
             if (measured := _parse(note)) is not None:
                 in_record.setdefault(measured.product, []).append(measured)
@@ -57,12 +57,14 @@ def _notes(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield from (note for note in part.get("tuning", ()) if "config" in note)
 
 
-def _parse(note: Mapping[str, Any]) -> Measured | None:
+def _parse(note: Mapping[str, Any]) -> MeasuredConfig | None:
     if not note["config"].startswith("SkinnyConfig") or not note.get("error", 0.0) < 1e-2:
         return None
     values = re.findall(r"(\w+)=('?\w+'?)", note["config"])
     fields = {name: json.loads(value.lower().replace("'", '"')) for name, value in values}
-    return None if fields["fuses_norm"] else Measured(_product(note), SkinnyConfig(**fields), note["microseconds"])
+    return (
+        None if fields["fuses_norm"] else MeasuredConfig(_product(note), SkinnyConfig(**fields), note["microseconds"])
+    )
 
 
 def _product(note: Mapping[str, Any]) -> Product:
@@ -73,13 +75,13 @@ def _product(note: Mapping[str, Any]) -> Product:
     return Product(int(N), int(K), int(rows), gated is not None)
 
 
-def fit(measured: Sequence[Measured], trials: int, start: Fitted = START) -> Fitted:
+def fit(measured: Sequence[MeasuredConfig], trials: int, start: CostConstants = START) -> CostConstants:
     """The numbers of the least relative error, by random search; fast configurations count most."""
     fastest = _fastest(measured)
     weights = [(fastest[item.product] / item.taken) ** 4 for item in measured]
 
     def loss(values: Sequence[float]) -> float:
-        errors = (abs(math.log(_predicted(item, Fitted(*values)) / item.taken)) for item in measured)
+        errors = (abs(math.log(_predicted(item, CostConstants(*values)) / item.taken)) for item in measured)
         return sum(weight * error for weight, error in zip(weights, errors, strict=True)) / sum(weights)
 
     generator, width = random.Random(0), 0.5
@@ -90,12 +92,12 @@ def fit(measured: Sequence[Measured], trials: int, start: Fitted = START) -> Fit
         if (found := loss(tried)) < least:
             best, least = tuple(tried), found
         width *= NARROWER
-    return Fitted(*best)
+    return CostConstants(*best)
 
 
-def regrets(measured: Iterable[Measured], fitted: Fitted) -> dict[Product, float]:
+def regrets(measured: Iterable[MeasuredConfig], fitted: CostConstants) -> dict[Product, float]:
     """By how much, as a share, each product's configuration of the least predicted cost is slower than the fastest."""
-    chosen: dict[Product, Measured] = {}
+    chosen: dict[Product, MeasuredConfig] = {}
     measured = list(measured)
     for item in measured:
         before = chosen.get(item.product)
@@ -105,7 +107,7 @@ def regrets(measured: Iterable[Measured], fitted: Fitted) -> dict[Product, float
     return {product: item.taken / fastest[product] - 1 for product, item in chosen.items()}
 
 
-def left_out(measured: Sequence[Measured], trials: int, parts: int = 10) -> dict[Product, float]:
+def left_out(measured: Sequence[MeasuredConfig], trials: int, parts: int = 10) -> dict[Product, float]:
     """The regrets of each matrix with numbers that are fitted to others: matrices are left out in ``parts`` parts."""
     matrices = sorted({(item.product.N, item.product.K) for item in measured})
     random.Random(1).shuffle(matrices)
@@ -118,11 +120,11 @@ def left_out(measured: Sequence[Measured], trials: int, parts: int = 10) -> dict
     return found
 
 
-def _predicted(item: Measured, fitted: Fitted) -> float:
+def _predicted(item: MeasuredConfig, fitted: CostConstants) -> float:
     return microseconds(item.product, item.config, H200, fitted)
 
 
-def _fastest(measured: Iterable[Measured]) -> dict[Product, float]:
+def _fastest(measured: Iterable[MeasuredConfig]) -> dict[Product, float]:
     found: dict[Product, float] = {}
     for item in measured:
         found[item.product] = min(item.taken, found.get(item.product, math.inf))

@@ -26,7 +26,7 @@ COLUMNS = (("step", 4), ("computes", 30), ("gives", 46), ("waiting", 14), ("held
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DemoSizes:
     """How large the engine is, and how it decides."""
 
     max_num_seqs: int = 3
@@ -39,7 +39,7 @@ class Sizes:
 class Demo:
     """An engine with four requests. With ``speaks`` its tokens are words, otherwise numbers."""
 
-    def __init__(self, sizes: Sizes, speaks: bool = False) -> None:
+    def __init__(self, sizes: DemoSizes, speaks: bool = False) -> None:
         self.names = list(PROMPTS)
         self.speaks = speaks
         self.runner = NotingRunner(NextByHash(dict(enumerate(TEXTS))) if speaks else NextByFormula())

@@ -17,7 +17,7 @@ from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.weights.hub import resolve_model
 from octavo_bench.draft_prompts import KINDS, prompts_of
 from octavo_bench.draft_training_prompts import training_messages
-from octavo_bench.speculate import Side, Work
+from octavo_bench.speculate import Side, SpeculationWork
 
 MARK = "<<<message>>>"
 FIRST_LETTER = 1000
@@ -31,14 +31,14 @@ OPENINGS = ("", "Write a", "", "Explain", "", "What", "", "Describe", "", "How",
 """What the messages that the model writes itself begin with."""
 
 
-class Text(NamedTuple):
+class DraftText(NamedTuple):
     """A prompt in the model's chat format, and the answer."""
 
     tokens: list[int]
     num_prompt_tokens: int
 
 
-class Wanted(NamedTuple):
+class WantedTexts(NamedTuple):
     """How much text to generate."""
 
     num_answers: int
@@ -49,15 +49,15 @@ class Wanted(NamedTuple):
     """What is not finished by then is cut off."""
 
 
-class Texts(NamedTuple):
+class DraftTexts(NamedTuple):
     """Answers to different messages."""
 
-    used: list[Text]
-    held: list[Text]
+    used: list[DraftText]
+    held: list[DraftText]
     """Greedy ones, which are not for training."""
 
 
-def generate(config: EngineConfig, wanted: Wanted, seed: int) -> Texts:
+def generate(config: EngineConfig, wanted: WantedTexts, seed: int) -> DraftTexts:
     """Answers to messages in random order. Raises ``ConfigError`` for a model without a tokenizer."""
     tokenizer = load_tokenizer(Path(config.model.tokenizer or resolve_model(config.model)))
     if tokenizer is None:
@@ -71,13 +71,15 @@ def generate(config: EngineConfig, wanted: Wanted, seed: int) -> Texts:
     num_held = min(MOST_HELD, len(prompts) // 10)
     held, rest = prompts[:num_held], prompts[num_held:]
     asked = [rest[i % len(rest)] for i in range(wanted.num_answers)]
-    greedy = _answers(side, held, Work((), (), wanted.max_tokens, 0.0, 0), math.inf)
-    return Texts(_answers(side, asked, Work((), (), wanted.max_tokens, wanted.temperature, 0), until), greedy)
+    greedy = _answers(side, held, SpeculationWork((), (), wanted.max_tokens, 0.0, 0), math.inf)
+    return DraftTexts(
+        _answers(side, asked, SpeculationWork((), (), wanted.max_tokens, wanted.temperature, 0), until), greedy
+    )
 
 
-def _answers(side: Side, prompts: Sequence[list[int]], work: Work, until: float) -> list[Text]:
+def _answers(side: Side, prompts: Sequence[list[int]], work: SpeculationWork, until: float) -> list[DraftText]:
     answered = zip(prompts, side.run(prompts, work, until).tokens, strict=True)
-    return [Text(prompt + answer, len(prompt)) for prompt, answer in answered if answer]
+    return [DraftText(prompt + answer, len(prompt)) for prompt, answer in answered if answer]
 
 
 class ChatFormat:
@@ -107,7 +109,7 @@ def _messages(side: Side, chat: ChatFormat, num_wanted: int, until: float) -> li
     starts = [chat.tokenizer.encode(opening, add_special_tokens=False) for opening in OPENINGS]
     before = chat.tokenizer.encode(chat.before, add_special_tokens=False)
     begun = [starts[i % len(starts)] for i in range(num_own)]
-    work = Work((), (), MESSAGE_TOKENS, MESSAGE_TEMPERATURE, 0)
+    work = SpeculationWork((), (), MESSAGE_TOKENS, MESSAGE_TEMPERATURE, 0)
     run = side.run([before + start for start in begun], work, until)
     eos_ids = side.info.eos_token_ids
     own = {_complete(chat.tokenizer, start + rest, eos_ids) for start, rest in zip(begun, run.tokens, strict=True)}

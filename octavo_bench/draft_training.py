@@ -26,8 +26,8 @@ from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.drafting.drafter import tap_layers
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.checkpoint import Checkpoint
-from octavo_bench.draft_texts import Text, Texts
-from octavo_bench.eagle3_module import Eagle3
+from octavo_bench.draft_texts import DraftText, DraftTexts
+from octavo_bench.eagle3_module import TrainableEagle3
 
 BLOCK = 32
 ROUND_WEIGHT = 0.6
@@ -62,7 +62,7 @@ class Drawn(NamedTuple):
     """Of all B L rows those whose next token is part of an answer, as far as every round has an anchor for them."""
 
 
-class Batch(NamedTuple):
+class TeacherBatch(NamedTuple):
     """What the model computes for a batch of texts."""
 
     hidden_BLE: Tensor
@@ -99,7 +99,7 @@ class Teacher:
         self._rows = PagedRows((GroupRows(slots_BL.flatten(), tables),), starts, lengths, length)
 
     @torch.no_grad()
-    def compute(self, drawn: Drawn, target_ids_W: Tensor) -> Batch:
+    def compute(self, drawn: Drawn, target_ids_W: Tensor) -> TeacherBatch:
         shape, flat_T = drawn.tokens_BL.shape, drawn.tokens_BL.flatten()
         x_TD = self.model.forward(flat_T, self._positions_T, self._storage.layers, self._rows).clone()
         states = [x_TD if tap is None else tap.x_TD for tap in (self._taps[layer] for layer in self.layers)]
@@ -107,7 +107,7 @@ class Teacher:
         is_known_V = torch.zeros(logits_RV.shape[1], dtype=torch.bool, device=flat_T.device)
         is_known_V[target_ids_W] = True
         most_likely_R = logits_RV.argmax(-1)
-        return Batch(
+        return TeacherBatch(
             torch.cat(states, dim=1).view(*shape, -1),
             self.model.embedding(flat_T).view(*shape, -1),
             drawn.rows_R,
@@ -120,14 +120,14 @@ class Teacher:
 class Trained(NamedTuple):
     """A head, and how its training went."""
 
-    head: Eagle3
+    head: TrainableEagle3
     target_ids_W: Tensor
     layers: tuple[int, ...]
     config: LlamaConfig
     record: dict[str, Any]
 
 
-def train(checkpoint: Checkpoint, device: torch.device, texts: Texts, training: Training) -> Trained:
+def train(checkpoint: Checkpoint, device: torch.device, texts: DraftTexts, training: Training) -> Trained:
     """Train a head; what is held back is for the record's agreement."""
     torch.manual_seed(training.seed)
     teacher = Teacher(checkpoint, device, training)
@@ -135,7 +135,7 @@ def train(checkpoint: Checkpoint, device: torch.device, texts: Texts, training: 
     used, held = texts
     target_ids_W, coverage = draft_vocabulary(used, min(training.draft_vocab_size, config.vocab_size))
     ids = target_ids_W.to(device)
-    head = Eagle3(config, len(teacher.layers), len(ids)).to(device)
+    head = TrainableEagle3(config, len(teacher.layers), len(ids)).to(device)
     head.start_from(_rows_of_head(teacher, ids), teacher.model.norm.weight_D.float())
     optimisers = _optimisers(head)
     curve, started, step, progress = [], time.perf_counter(), 0, 0.0
@@ -173,7 +173,7 @@ def train(checkpoint: Checkpoint, device: torch.device, texts: Texts, training: 
     return Trained(head, target_ids_W, teacher.layers, config, record)
 
 
-def _optimisers(head: Eagle3) -> list[tuple[torch.optim.Optimizer, float]]:
+def _optimisers(head: TrainableEagle3) -> list[tuple[torch.optim.Optimizer, float]]:
     """Muon for matrices within the layer, AdamW for the rest; each with its share of the learning rate."""
     matrices = [weight for part in (head.fc, head.midlayer) for weight in part.parameters() if weight.ndim == 2]
     inner = set(matrices)
@@ -182,7 +182,7 @@ def _optimisers(head: Eagle3) -> list[tuple[torch.optim.Optimizer, float]]:
     return [(muon, MATRIX_RATE), (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0), 1.0)]
 
 
-def draft_vocabulary(texts: Sequence[Text], size: int) -> tuple[Tensor, float]:
+def draft_vocabulary(texts: Sequence[DraftText], size: int) -> tuple[Tensor, float]:
     """The most frequent tokens of the answers, in order, and the share of the answers that they cover."""
     counts = Counter(token for text in texts for token in text.tokens[text.num_prompt_tokens :])
     most = [token for token, _ in counts.most_common(size)]
@@ -197,7 +197,7 @@ def _rows_of_head(teacher: Teacher, ids: Tensor) -> Tensor:
     return torch.cat([part for part in parts if part is not None])[ids].float()
 
 
-def _drawn(texts: Sequence[Text], training: Training, device: torch.device, number: int) -> Drawn:
+def _drawn(texts: Sequence[DraftText], training: Training, device: torch.device, number: int) -> Drawn:
     """Batch ``number``."""
     B, L, J = training.batch_size, training.text_length, training.num_rounds
     order = torch.randperm(
@@ -212,7 +212,9 @@ def _drawn(texts: Sequence[Text], training: Training, device: torch.device, numb
     return Drawn(tokens_BL.to(device), is_compared_BL.flatten().nonzero().flatten().to(device))
 
 
-def _rounds(head: Eagle3, batch: Batch, num_rounds: int, ids: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def _rounds(
+    head: TrainableEagle3, batch: TeacherBatch, num_rounds: int, ids: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
     """The loss of each round, and the rows [R] for which its most likely token is the model's."""
     losses, are_right = [], []
     bf16, L = batch.hidden_BLE.device.type == "cuda", batch.hidden_BLE.shape[1]
@@ -234,13 +236,13 @@ def _shares(are_right: Sequence[Tensor]) -> Tensor:
     return right_JR.sum(1) / max(1, right_JR.shape[1])
 
 
-def _like(head: Eagle3, x: Tensor) -> Tensor:
+def _like(head: TrainableEagle3, x: Tensor) -> Tensor:
     return x.to(head.fc.weight.dtype)
 
 
 @torch.no_grad()
 def _held(
-    head: Eagle3, teacher: Teacher, texts: Sequence[Text], training: Training, ids: Tensor
+    head: TrainableEagle3, teacher: Teacher, texts: Sequence[DraftText], training: Training, ids: Tensor
 ) -> dict[str, list[float]]:
     """On texts that were not used: how often each round's most likely token is the model's, and how often those of all
     rounds before it are, too, from the same anchor on."""

@@ -29,7 +29,7 @@ EXPONENT = 127 - 7
 """Of all blocks: random codes of FP4 have a standard deviation of 2.9, times 2 ** -7 that is 0.023."""
 
 
-class Asked(Outline):
+class ShapeRecorder(Outline):
     """Notes the shapes of the tensors that a model asks for."""
 
     def __init__(self, checkpoint: DummyCheckpoint) -> None:
@@ -52,7 +52,7 @@ def write_weights(folder: Path, seed: int = 0) -> int:
     if quantised not in (None, "mxfp4"):
         raise CheckpointError(f"quantization_config.quant_method: {quantised!r} is not written, only 'mxfp4'")
     checkpoint = DummyCheckpoint(config, others, seed)
-    asked = Asked(checkpoint)
+    asked = ShapeRecorder(checkpoint)
     load_model(read_config(config), asked, WeightFormat(torch.float32, torch.device("meta")))
     total, where = 0, dict[str, str]()
     for number, shard in enumerate(_shards(checkpoint, asked.shapes, quantised == "mxfp4")):

@@ -91,7 +91,7 @@ class Layer(nn.Module):
         return result
 
 
-class Eagle3(nn.Module):
+class TrainableEagle3(nn.Module):
     """The head; ``config`` has the sizes of its layer."""
 
     def __init__(self, config: LlamaConfig, num_inputs: int, draft_vocab_size: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from octavo.config import SchedulerSettings
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
-from octavo_bench.virtual import RequestProgress, StepCost, VirtualEngine
+from octavo_bench.virtual import StepCost, VirtualEngine, VirtualProgress
 
 SECONDS = 20.0
 START = 1.0
@@ -22,7 +22,7 @@ HALF_SPEED = StepCost(2 * COST.base, 2 * COST.per_token, 2 * COST.per_sequence)
 
 
 @dataclass(frozen=True)
-class Load:
+class TenantLoad:
     """Requests of one tenant: how many a second, and how long."""
 
     tenant: str
@@ -43,12 +43,12 @@ class Load:
         return made
 
 
-QUIET = Load("quiet", 1.0, 256, 64)
-FLOOD = Load("flood", 100.0, 256, 64)
-FLOOD_OF_LONG_PROMPTS = Load("flood", 100.0, 4096, 64)
+QUIET = TenantLoad("quiet", 1.0, 256, 64)
+FLOOD = TenantLoad("flood", 100.0, 256, 64)
+FLOOD_OF_LONG_PROMPTS = TenantLoad("flood", 100.0, 4096, 64)
 
 
-def share_of(progress: dict[int, RequestProgress], tenant: str) -> dict[str, float]:
+def share_of(progress: dict[int, VirtualProgress], tenant: str) -> dict[str, float]:
     """Mean seconds to the first token, and mean tokens per second of each request, of what ``tenant`` finished."""
     own = [one for one in progress.values() if one.request.tenant == tenant]
     ended = [one for one in own if len(one.token_times) == one.request.max_tokens]
@@ -63,7 +63,7 @@ def share_of(progress: dict[int, RequestProgress], tenant: str) -> dict[str, flo
     }
 
 
-def serve(policy: str, loads: Sequence[Load], cost: StepCost = COST, **settings: Any) -> VirtualEngine:
+def serve(policy: str, loads: Sequence[TenantLoad], cost: StepCost = COST, **settings: Any) -> VirtualEngine:
     """Serve ``loads`` together until the last of them has come; ``settings`` are the scheduler's."""
     engine = VirtualEngine(SchedulerSettings(scheduling_policy=policy, **settings), cost=cost)
     requests = [one for index, load in enumerate(loads) for one in load.requests(index * 100_000, index)]
@@ -71,7 +71,7 @@ def serve(policy: str, loads: Sequence[Load], cost: StepCost = COST, **settings:
     return engine
 
 
-def measure(policies: Sequence[str], flood: Load = FLOOD, **settings: Any) -> list[dict[str, Any]]:
+def measure(policies: Sequence[str], flood: TenantLoad = FLOOD, **settings: Any) -> list[dict[str, Any]]:
     """A row for the fair share itself, then one for each policy: what the quiet tenant gets, and what all do."""
     rows = [_row("alone, at half the speed", serve("fcfs", [QUIET], HALF_SPEED))]
     return rows + [_row(policy, serve(policy, [QUIET, flood], **settings)) for policy in policies]

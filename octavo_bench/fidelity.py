@@ -33,8 +33,8 @@ from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.cost_model import CostModel
 from octavo_fleet.sim.fitted import fit
 from octavo_fleet.sim.jobs import Job, Lengths, Workload
-from octavo_fleet.sim.replica import Sizes
-from octavo_fleet.sim.report import Ledger, RequestProgress, Targets
+from octavo_fleet.sim.replica import ReplicaSizes
+from octavo_fleet.sim.report import LatencyTargets, Ledger, RequestProgress
 from octavo_fleet.sim.simulate import Fleet, Simulation
 from octavo_fleet.sim.workloads import ClosedLoop, Profile, Sessions
 
@@ -112,7 +112,7 @@ class Driver:
         scheduler, known = self.engine.scheduler, self.engine.scheduler.step_budget
         scheduler.step_budget = StepBudget(SchedulerSettings(max_itl=known.max_itl), known.most, known.waiting)
         self.num_served += 1
-        ledger = Ledger(Targets())
+        ledger = Ledger(LatencyTargets())
         live: dict[int, RequestProgress] = {}
         texts: dict[int, list[int]] = {}
         due = [self._make(job, texts) for job in iter(workload.next_job, None)]  # in the order of arrival
@@ -186,7 +186,7 @@ def workloads(speed: float, count: int, number: int) -> list[tuple[str, Callable
     ]
 
 
-class Part(NamedTuple):
+class WorkloadPart(NamedTuple):
     """A part of a workload, as it was served."""
 
     name: str
@@ -197,25 +197,25 @@ class Part(NamedTuple):
     """Calibrations before and after it."""
 
 
-def measure(driver: Driver, info: EngineInfo, count: int, rounds: int) -> tuple[list[Part], Steps]:
+def measure(driver: Driver, info: EngineInfo, count: int, rounds: int) -> tuple[list[WorkloadPart], Steps]:
     """Serve each workload in ``rounds`` parts of ``count`` requests; returns these, and all calibrations' steps."""
     longest = min(2 * info.max_num_batched_tokens, info.max_model_len - 64)
     calibrate(driver, longest, seed=99)  # the first steps compile and warm caches
     speed = driver.serve(_loop(*FULL_LOAD, seed=98))[0].figures()["requests_per_second"]
     before = every = calibrate(driver, longest, seed=0)
-    parts: list[Part] = []
+    parts: list[WorkloadPart] = []
     loads = [load for number in range(rounds) for load in workloads(speed, count, number)]
     for name, make in loads:
         print(f"{len(parts)} of {len(loads)} parts are measured; next: {name}", file=sys.stderr)
         ledger, own = driver.serve(make())
         after = calibrate(driver, longest, seed=len(parts) + 1)
-        parts.append(Part(name, make, ledger, own, before + after))
+        parts.append(WorkloadPart(name, make, ledger, own, before + after))
         before, every = after, every + after
     return parts, every
 
 
 @dataclass
-class Pool:
+class PooledTimes:
     """What the clients of all parts of a workload saw."""
 
     ledger: Ledger = field(default_factory=Ledger)
@@ -236,8 +236,10 @@ class Pool:
 
 def predict(cost: CostModel, info: EngineInfo, engine: EngineConfig, depth: int, workload: Workload) -> Ledger:
     """What clients see of the same jobs on a virtual clock."""
-    sizes = Sizes(info.num_kv_blocks, info.block_size, info.max_num_seqs, info.max_num_batched_tokens, depth)
-    simulation = Simulation(Fleet(cost, sizes, cache=engine.cache, scheduler=engine.scheduler), workload, Targets())
+    sizes = ReplicaSizes(info.num_kv_blocks, info.block_size, info.max_num_seqs, info.max_num_batched_tokens, depth)
+    simulation = Simulation(
+        Fleet(cost, sizes, cache=engine.cache, scheduler=engine.scheduler), workload, LatencyTargets()
+    )
     return simulation.results()[0].ledger
 
 
@@ -247,17 +249,17 @@ def compare(driver: Driver, info: EngineInfo, config: EngineConfig, count: int, 
         raise ConfigError(f"num_prompts must be at least 2 and rounds at least 1; they are {count} and {rounds}")
     parts, every = measure(driver, info, count, rounds)
     cost = fit(every.works, every.seconds)
-    pools: dict[str, dict[str, list[Pool]]] = {}
+    pools: dict[str, dict[str, list[PooledTimes]]] = {}
     for part in parts:
         near: CostModel = cost.as_of(part.near.works, part.near.seconds)
         models: dict[str, list[CostModel]] = {
             "predicted": [near.of_replica(draw) for draw in range(NUM_DRAWS)],
             "replayed": [Replayed(cost, part.own.works, part.own.seconds)],
         }
-        pool = pools.setdefault(part.name, {"measured": [Pool()]})
+        pool = pools.setdefault(part.name, {"measured": [PooledTimes()]})
         pool["measured"][0].add(part.ledger)
         for how, some in models.items():
-            for one, model in zip(pool.setdefault(how, [Pool() for _ in some]), some, strict=True):
+            for one, model in zip(pool.setdefault(how, [PooledTimes() for _ in some]), some, strict=True):
                 one.add(predict(model, info, config, driver.engine.depth, part.make()))
     rows = [_row(name, pool) for name, pool in pools.items()]
     return {
@@ -270,7 +272,7 @@ def compare(driver: Driver, info: EngineInfo, config: EngineConfig, count: int, 
     }
 
 
-def _row(name: str, pools: dict[str, list[Pool]]) -> dict[str, Any]:
+def _row(name: str, pools: dict[str, list[PooledTimes]]) -> dict[str, Any]:
     """Each figure as it was measured, and the relative error of each prediction."""
     ((served,), *_) = pools.values()
     row: dict[str, Any] = {"workload": name, "requests": served.ledger.num_finished, "within": {}}

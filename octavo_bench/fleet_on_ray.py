@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 
 from octavo.config import CacheSettings, SchedulerSettings
-from octavo_bench.conversations import Conversations, Measured, Shape, converse
+from octavo_bench.conversations import Conversations, ConversationShape, ConversationTimes, converse
 from octavo_fleet.sim.fitted import fit, read_log
-from octavo_fleet.sim.replica import Sizes
-from octavo_fleet.sim.report import Targets
+from octavo_fleet.sim.replica import ReplicaSizes
+from octavo_fleet.sim.report import LatencyTargets
 from octavo_fleet.sim.simulate import Fleet, Simulation
 
 ROUTERS = ("prefix-aware", "round-robin", "random")
@@ -36,12 +36,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--ray-dir", default=None, help="folder of Ray's sockets and logs")
     args = parser.parse_args()
-    shape = Shape()
+    shape = ConversationShape()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "steps.jsonl"
         rows = measure_all(args, shape, log)
         cost = fit(*read_log(log))
-    sizes = Sizes(
+    sizes = ReplicaSizes(
         SIZES["num_kv_blocks"], SIZES["block_size"], SIZES["max_num_seqs"], SIZES["max_num_batched_tokens"], 1
     )
     for router in ROUTERS:
@@ -53,7 +53,7 @@ def main() -> None:
         args.output.write_text(text + "\n")
 
 
-def measure_all(args: argparse.Namespace, shape: Shape, log: Path) -> dict[str, dict[str, Any]]:
+def measure_all(args: argparse.Namespace, shape: ConversationShape, log: Path) -> dict[str, dict[str, Any]]:
     """The figures of each router, measured."""
     import ray
     from ray import serve
@@ -85,10 +85,10 @@ def measure_all(args: argparse.Namespace, shape: Shape, log: Path) -> dict[str, 
     return rows
 
 
-def _measure(url: str, shape: Shape, seed: int) -> dict[str, float]:
-    asyncio.run(converse(url, MODEL, Shape(num_clients=6, conversations_each=1, turns=2), 99))  # warms up
+def _measure(url: str, shape: ConversationShape, seed: int) -> dict[str, float]:
+    asyncio.run(converse(url, MODEL, ConversationShape(num_clients=6, conversations_each=1, turns=2), 99))  # warms up
     before = _prefix_counters(url)
-    measured: Measured = asyncio.run(converse(url, MODEL, shape, seed))
+    measured: ConversationTimes = asyncio.run(converse(url, MODEL, shape, seed))
     after = _prefix_counters(url)
     centiles = statistics.quantiles(measured.ttft, n=100)
     return {
@@ -107,8 +107,8 @@ def _prefix_counters(url: str) -> tuple[int, int]:
     return stats["prefix_queries"], stats["prefix_hits"]
 
 
-def _simulated(fleet: Fleet, shape: Shape) -> dict[str, float]:
-    figures = Simulation(fleet, Conversations(shape), Targets()).run()
+def _simulated(fleet: Fleet, shape: ConversationShape) -> dict[str, float]:
+    figures = Simulation(fleet, Conversations(shape), LatencyTargets()).run()
     ttft = figures["ttft"]
     return {
         "hit_rate": round(figures["prefix_hit_rate"], 4),

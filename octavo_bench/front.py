@@ -189,7 +189,7 @@ class Loads(NamedTuple):
             yield "schemas", list(schemas(self.schemas, seconds - START_SECONDS, seed))
 
 
-class Plan(NamedTuple):
+class FrontPlan(NamedTuple):
     """What is measured: every pace with every number of streams, each load in turns, ``rounds`` times."""
 
     streams: Sequence[int]
@@ -202,7 +202,7 @@ class Plan(NamedTuple):
 
 
 def measure(
-    plan: Plan, model: Path, peer: str | None = None, has_proxy: bool = False, has_journal: bool = False
+    plan: FrontPlan, model: Path, peer: str | None = None, has_proxy: bool = False, has_journal: bool = False
 ) -> dict[str, Any]:
     """Medians and all single runs, of one server after the other in turns.
 

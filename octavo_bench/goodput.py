@@ -23,7 +23,7 @@ from octavo_bench.peer_process import PeerProcess
 from octavo_bench.probe import Probe, Probed, profile_of
 from octavo_bench.serve import find_model
 from octavo_bench.serve_figures import PERCENTILES, errors, figures
-from octavo_bench.serve_load import Target, Work
+from octavo_bench.serve_load import ServeWork, Target
 
 WORKLOAD = "assistant"
 LIMITS = {"ttft": 300.0, "tpot": 25.0}
@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Search:
+class GoodputSearch:
     """What is looked for, and for how long."""
 
     limits: dict[str, float]
@@ -87,7 +87,7 @@ def bisect(passes: Callable[[float], bool], first: float, may_go_on: Callable[[]
 class Prober:
     """Probes of one server, shared by all clients."""
 
-    def __init__(self, clients: Clients, target: Target, model: str, work: Work, search: Search) -> None:
+    def __init__(self, clients: Clients, target: Target, model: str, work: ServeWork, search: GoodputSearch) -> None:
         self.clients = clients
         self.target = target
         self.model = model
@@ -193,7 +193,9 @@ def _rate(row: Row) -> float:
     return float(row["rate"])
 
 
-def search_server(target: Target, work: Work, search: Search, clients: Clients, report: Callable[[Row], object]) -> Row:
+def search_server(
+    target: Target, work: ServeWork, search: GoodputSearch, clients: Clients, report: Callable[[Row], object]
+) -> Row:
     """``find`` for a server that runs already; the result is as that of ``serve.measure``. Raises ``ConfigError``."""
     model, max_model_len, version = asyncio.run(_about(target))
     work = replace(work, max_model_len=max_model_len)

@@ -24,14 +24,14 @@ STOP_SECONDS = 20.0
 """What a stage that watches its own deadline gets to end within the time of all."""
 
 
-class Stage(NamedTuple):
+class GpuStage(NamedTuple):
     """A command with the most seconds it may take."""
 
     command: tuple[str, ...]
     seconds: float
 
 
-def stages(folder: Path, model: str, python_path: str | None, seconds: float) -> dict[str, Stage]:
+def stages(folder: Path, model: str, python_path: str | None, seconds: float) -> dict[str, GpuStage]:
     """Every stage by name, in order; the last one, beside the peer, takes the time that is left."""
 
     def bench(kind: str, *arguments: str) -> tuple[str, ...]:
@@ -39,12 +39,12 @@ def stages(folder: Path, model: str, python_path: str | None, seconds: float) ->
 
     peer = ("--engine", "vllm", *(("--python-path", python_path) if python_path else ()))
     return {
-        "tests": Stage((sys.executable, "-m", "pytest", "-q", "tests/gpu"), 150),
-        "ceilings": Stage(bench("ceilings"), 60),
-        "kernels": Stage(bench("kernels"), 90),
-        "throughput": Stage(bench("throughput", model, "--rounds", "3"), 120),
-        "profile": Stage(bench("profile", model), 120),
-        "peer": Stage(bench("peer", model, *peer, "--deadline", str(seconds)), seconds),
+        "tests": GpuStage((sys.executable, "-m", "pytest", "-q", "tests/gpu"), 150),
+        "ceilings": GpuStage(bench("ceilings"), 60),
+        "kernels": GpuStage(bench("kernels"), 90),
+        "throughput": GpuStage(bench("throughput", model, "--rounds", "3"), 120),
+        "profile": GpuStage(bench("profile", model), 120),
+        "peer": GpuStage(bench("peer", model, *peer, "--deadline", str(seconds)), seconds),
     }
 
 
@@ -74,7 +74,7 @@ def run_stages(folder: Path, model: str, wanted: Sequence[str] | None, deadline:
     return 0 if all(stage["outcome"] == "done" for stage in done.values()) else 1
 
 
-def _run(stage: Stage, left: float, log: Any) -> dict[str, Any]:
+def _run(stage: GpuStage, left: float, log: Any) -> dict[str, Any]:
     start = time.monotonic()
     if left < STOP_SECONDS:
         return {"outcome": "no time was left", "seconds": 0}

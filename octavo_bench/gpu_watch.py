@@ -42,7 +42,7 @@ SUMMARY: dict[str, dict[str, Callable[[Sequence[float]], float]]] = {
 }
 
 
-class Sample(NamedTuple):
+class GpuSample(NamedTuple):
     """What the driver said of one GPU at one time."""
 
     time: float
@@ -72,7 +72,7 @@ class GpuWatch:
     """Utilisation, clocks, power, memory and temperature of every GPU that programs may use; nothing without one."""
 
     def __init__(self, milliseconds: int = MILLISECONDS) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[GpuSample] = []
         self.start = time.monotonic()
         """When the watch began."""
         self._process: subprocess.Popen[str] | None = None
@@ -90,7 +90,7 @@ class GpuWatch:
             with contextlib.suppress(ValueError):  # a line that is cut short
                 index, *values = line.split(",")
                 figures = dict(zip(FIGURES.values(), map(_number, values), strict=True))
-                self.samples.append(Sample(time.monotonic(), int(index), figures))
+                self.samples.append(GpuSample(time.monotonic(), int(index), figures))
 
     def since(self, start: float, gpu: int = 0) -> dict[str, float]:
         """Number of samples of a GPU from ``start`` (``time.monotonic()``) until now, with the means, medians and

@@ -47,7 +47,7 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class Answer(msgspec.Struct, gc=False):
+class TimedAnswer(msgspec.Struct, gc=False):
     """What came of one request. Times are those of ``time.perf_counter``."""
 
     sent: float = msgspec.field(default_factory=time.perf_counter)
@@ -113,13 +113,13 @@ class HttpClient:
         except ValueError:
             return None
 
-    async def ask(self, body: Mapping[str, Any], started: list[Answer] | None = None) -> Answer:
+    async def ask(self, body: Mapping[str, Any], started: list[TimedAnswer] | None = None) -> TimedAnswer:
         """Send ``body`` and read the stream to its end. A failure is the answer's ``error``.
 
         The answer is appended to ``started`` when the request is sent, for callers that do not wait for its end.
         """
         data = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
-        answer = Answer()
+        answer = TimedAnswer()
         if started is not None:
             started.append(answer)
         try:
@@ -135,7 +135,7 @@ class HttpClient:
             answer.error = "the stream had no text"
         return answer
 
-    async def _stream(self, data: bytes, answer: Answer) -> None:
+    async def _stream(self, data: bytes, answer: TimedAnswer) -> None:
         async with self._connections.request("POST", PATHS[self.endpoint], self._headers, data) as connection:
             if connection.status != 200:
                 said = (await connection.read_all()).decode(errors="replace")
@@ -159,7 +159,7 @@ class HttpClient:
         self._connections.close()
 
 
-def _take(event: _Event, now: float, answer: Answer) -> None:
+def _take(event: _Event, now: float, answer: TimedAnswer) -> None:
     has_text = False
     for choice in event.choices:
         delta = choice.delta

@@ -23,7 +23,18 @@ from octavo.system.collector import without_collections
 from octavo.types import Output, Request, TokenLogprobs
 from octavo_server.durable.journal import MAX_RETAINED_BYTES, ROLL_BYTES, Journal
 from octavo_server.durable.log import Damage, LogFile, log_files
-from octavo_server.durable.records import Begin, Ended, Forgotten, Head, Note, Noted, encode, encode_ended, merged, pack
+from octavo_server.durable.records import (
+    Begin,
+    Ended,
+    Forgotten,
+    Note,
+    Noted,
+    RequestHead,
+    encode,
+    encode_ended,
+    merged,
+    pack,
+)
 from octavo_server.durable.recovery import read_logs
 from octavo_server.durable.requests import DurableRequest
 
@@ -52,7 +63,7 @@ class _Sequence:
     ) -> None:
         prompt = _tokens(source.randint(*prompt_tokens), source)
         request = Request(number, prompt, SamplingParams(), OUTPUT_TOKENS[1])
-        self.head = Head(number, "", f":{number:032x}", "0" * 32, "0" * 32, "", "", 1)
+        self.head = RequestHead(number, "", f":{number:032x}", "0" * 32, "0" * 32, "", "", 1)
         self.begin = Begin("0" * 32, 1_700_000_000, [request], [0], ["word " * len(prompt)], [])
         tokens = _tokens(source.randint(*output_tokens), source)
         has_logprobs = source.random() < LOGPROBS_SHARE
@@ -179,7 +190,7 @@ class _History:
     def _begin(self) -> tuple[DurableRequest, _Sequence]:
         number = next(self._numbers)
         content = self._contents[number % NUM_CONTENTS]
-        head = Head(number, "", f":{number:032x}", "0" * 32, "0" * 32, "", "", 1)
+        head = RequestHead(number, "", f":{number:032x}", "0" * 32, "0" * 32, "", "", 1)
         request = DurableRequest(self._journal, head, content.begin)
         self._journal._requests[number] = request
         self._journal.note((head, content.begin))

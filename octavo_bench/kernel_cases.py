@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from octavo.errors import ConfigError
 from octavo_bench.linear_case import LinearCase
-from octavo_bench.served_shapes import SERVED, Sizes
+from octavo_bench.served_shapes import SERVED, MatrixSizes
 from octavo_fleet.sim.roofline import shape_of
 from octavo_fleet.sim.shapes import SHAPES
 
 
-def sizes_of(model: str) -> Sizes:
+def sizes_of(model: str) -> MatrixSizes:
     """The sizes of a model that ``SERVED`` or ``SHAPES`` names.
 
     Raises ``ConfigError`` for a model that is in neither, or has no dense gated feed-forward part.
@@ -23,7 +23,7 @@ def sizes_of(model: str) -> Sizes:
         raise ConfigError(f"model: the feed-forward parts of {model} are experts; kernels are measured for dense ones")
     if shape.ffn_matrices != 3:
         raise ConfigError(f"model: {model} has no gated feed-forward part; kernels are measured for those that have")
-    sizes = Sizes(shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab)
+    sizes = MatrixSizes(shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab)
     is_gemma = SHAPES[model]["model_type"] == "gemma3_text"
     return sizes._replace(activation="gelu_tanh", norms_outputs=True) if is_gemma else sizes
 

@@ -45,7 +45,7 @@ BLOCK_SIZE, LAYERS, VOCABULARY = 64, 6, 4096
 """Layers enough for every kind of a model; of the vocabulary, which decides only the size of one product, a part."""
 
 
-class Target(NamedTuple):
+class TargetGpu(NamedTuple):
     """A GPU: compute capability, shared memory of a program, multiprocessors, warps of each, bytes a microsecond."""
 
     capability: int
@@ -56,11 +56,11 @@ class Target(NamedTuple):
 
 
 TARGETS = {
-    "a100": Target(80, 163 * 1024, 108, 64, 2.0e6),
-    "rtx-3090": Target(86, 99 * 1024, 82, 48, 0.94e6),
-    "l40s": Target(89, 99 * 1024, 142, 48, 0.86e6),
-    "h100": Target(90, 227 * 1024, 132, 64, 3.35e6),
-    "rtx-5090": Target(120, 99 * 1024, 170, 48, 1.79e6),
+    "a100": TargetGpu(80, 163 * 1024, 108, 64, 2.0e6),
+    "rtx-3090": TargetGpu(86, 99 * 1024, 82, 48, 0.94e6),
+    "l40s": TargetGpu(89, 99 * 1024, 142, 48, 0.86e6),
+    "h100": TargetGpu(90, 227 * 1024, 132, 64, 3.35e6),
+    "rtx-5090": TargetGpu(120, 99 * 1024, 170, 48, 1.79e6),
 }
 STEPS: dict[str, tuple[list[int], int]] = {
     "1 sequence": ([1], 100),
@@ -74,7 +74,7 @@ STEPS: dict[str, tuple[list[int], int]] = {
 """Rows of each sequence, and their context."""
 
 
-def _row(step: str, kernel: Any, target: Target) -> dict[str, Any]:
+def _row(step: str, kernel: Any, target: TargetGpu) -> dict[str, Any]:
     """What a compiled kernel takes."""
     registers, spilled = _usage(kernel.asm["cubin"])
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
@@ -103,7 +103,7 @@ def _usage(binary: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def pretend(target: Target) -> None:
+def pretend(target: TargetGpu) -> None:
     """From now on, compile for this GPU, and choose kernels for it where tensors have no numbers."""
 
     class Device:
@@ -130,7 +130,7 @@ def pretend(target: Target) -> None:
             setattr(module, name, told[name])
 
 
-def resources(name: str, target: Target, steps: dict[str, tuple[list[int], int]]) -> Iterator[dict[str, Any]]:
+def resources(name: str, target: TargetGpu, steps: dict[str, tuple[list[int], int]]) -> Iterator[dict[str, Any]]:
     """What the kernels of these steps take, step by step; ``pretend`` comes first."""
     config = {**SHAPES[name], "num_hidden_layers": LAYERS}
     config |= {"vocab_size": min(config["vocab_size"], VOCABULARY)}

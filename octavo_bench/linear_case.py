@@ -21,7 +21,7 @@ DTYPE = torch.bfloat16
 ROWS_CHECKED = 16
 
 
-class Operands(NamedTuple):
+class CaseOperands(NamedTuple):
     """What a linear map is given beside its weight."""
 
     x_TK: Tensor
@@ -58,20 +58,20 @@ class LinearCase:
         """Of these, what is not the weight."""
         return DTYPE.itemsize * T * (self.K + self.outputs * (2 if self.has_residual else 1))
 
-    def operands(self, T: int, device: torch.device) -> Operands:
+    def operands(self, T: int, device: torch.device) -> CaseOperands:
         """Fresh random ones."""
-        return Operands(
+        return CaseOperands(
             torch.randn(T, self.K, device=device, dtype=DTYPE),
             torch.rand(self.K, device=device, dtype=DTYPE) + 0.5 if self.has_norm else None,
             torch.randn(T, self.outputs, device=device, dtype=DTYPE) if self.has_residual else None,
         )
 
-    def run(self, given: Operands, weight_NK: Tensor, config: LinearConfig) -> Tensor:
+    def run(self, given: CaseOperands, weight_NK: Tensor, config: LinearConfig) -> Tensor:
         """The map in this configuration; it overwrites the residual."""
         x_TK, norm_K, residual_TN = given
         return run_linear(x_TK, weight_NK, None, norm_K, EPS, residual_TN, self.activation, config)
 
-    def error(self, T: int, weight_NK: Tensor, run: Callable[[Operands], Tensor]) -> float:
+    def error(self, T: int, weight_NK: Tensor, run: Callable[[CaseOperands], Tensor]) -> float:
         """Norm of the difference of what ``run`` gives from float64 over the norm of the result, for a few rows."""
         given = self.operands(T, weight_NK.device)
         picked = torch.randperm(T, device=weight_NK.device)[:ROWS_CHECKED]
@@ -81,7 +81,7 @@ class LinearCase:
         difference = run(given)[picked].double() - expected
         return float(difference.norm() / expected.norm())
 
-    def _expected(self, given: Operands, picked: Tensor, weight_NK: Tensor) -> Tensor:
+    def _expected(self, given: CaseOperands, picked: Tensor, weight_NK: Tensor) -> Tensor:
         x = given.x_TK[picked].double()
         if given.norm_K is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * given.norm_K.double()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from octavo.errors import ConfigError
 from octavo_bench.server_process import ServerProcess, free_port
-from octavo_bench.suite_sizes import PROMPT_WORDS, Sizes
+from octavo_bench.suite_sizes import PROMPT_WORDS, SuiteSizes
 from octavo_bench.suites import Row, row
 
 READY_SECONDS = 300.0
@@ -26,7 +26,7 @@ STEADY_SECONDS = 0.1
 POISSON_RATE = 10.0
 
 
-def served(model: Path, arguments: Sequence[str], sizes: Sizes, rounds: int, log: Path) -> Iterator[Row]:
+def served(model: Path, arguments: Sequence[str], sizes: SuiteSizes, rounds: int, log: Path) -> Iterator[Row]:
     """Start a server for the model's folder with more arguments, and load it. Raises ``ConfigError``."""
     port = free_port()
     command = [sys.executable, "-m", "octavo", "serve", str(model), "--port", str(port), *arguments]
@@ -94,7 +94,7 @@ async def _at_once(port: int, text: str, output: int, places: int, repeats: int)
     return sum(counts) / (time.perf_counter() - start)
 
 
-async def _arrivals(port: int, pattern: str, sizes: Sizes) -> list[float]:
+async def _arrivals(port: int, pattern: str, sizes: SuiteSizes) -> list[float]:
     """Seconds of each request, whenever it arrives."""
     rng = random.Random(42)
     gaps = {"burst": lambda: 0.0, "steady": lambda: STEADY_SECONDS, "poisson": lambda: rng.expovariate(POISSON_RATE)}

@@ -14,7 +14,7 @@ from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.step_runner import StepRunner
-from octavo.models.adapters import HEAD, Adapters
+from octavo.models.adapters import HEAD, ModelAdapters
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
@@ -47,7 +47,7 @@ def step_times(
     return times
 
 
-def _write(adapters: Adapters, folder: Path, rank: int) -> None:
+def _write(adapters: ModelAdapters, folder: Path, rank: int) -> None:
     folder.mkdir(parents=True)
     tensors = {}
     for name, part in adapters.maps.items():

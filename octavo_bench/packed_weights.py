@@ -23,8 +23,8 @@ from octavo.ops.moe import GroupedExperts
 from octavo_bench import ceilings
 from octavo_bench.kernel_cases import layer_cases
 from octavo_bench.kernels import ALONE_BYTES, DEVICE, shares
-from octavo_bench.linear_case import DTYPE, EPS, ROWS_CHECKED, LinearCase, Operands
-from octavo_fleet.sim.roofline import Mixture, shape_of
+from octavo_bench.linear_case import DTYPE, EPS, ROWS_CHECKED, CaseOperands, LinearCase
+from octavo_fleet.sim.roofline import MixtureShape, shape_of
 from octavo_fleet.sim.shapes import SHAPES
 from octavo_kernels.triton.graph_timing import microseconds
 from octavo_kernels.triton.launch import compiling, pdl
@@ -34,7 +34,7 @@ Call = Callable[[], Tensor]
 Made = TypeVar("Made")
 
 
-class Form(NamedTuple):
+class NumberForm(NamedTuple):
     """How a format's numbers are stored."""
 
     number: Number
@@ -62,18 +62,18 @@ class Form(NamedTuple):
         return PackedGroups.pack(self.number, codes, scales, zeros, minima_NG=minima)
 
 
-FORMS: dict[str, Form] = {
-    "int4": Form("int4", 128),
-    "int4-zeros": Form("int4", 128, has_zeros=True),
-    "int8": Form("int8", 0),
-    "fp8": Form("e4m3", 128),
-    "mxfp4": Form("e2m1", 32),
-    "nvfp4": Form("e2m1", 16),
-    "q4_0": Form("int4", 32, scales=torch.float16),
-    "q4_1": Form("uint4", 32, has_minima=True, scales=torch.float16),
-    "q8_0": Form("int8", 32, scales=torch.float16),
-    "q4_k": Form("uint4", 32, has_minima=True, scales=torch.float32),
-    "q6_k": Form("int8", 16, scales=torch.float32),
+FORMS: dict[str, NumberForm] = {
+    "int4": NumberForm("int4", 128),
+    "int4-zeros": NumberForm("int4", 128, has_zeros=True),
+    "int8": NumberForm("int8", 0),
+    "fp8": NumberForm("e4m3", 128),
+    "mxfp4": NumberForm("e2m1", 32),
+    "nvfp4": NumberForm("e2m1", 16),
+    "q4_0": NumberForm("int4", 32, scales=torch.float16),
+    "q4_1": NumberForm("uint4", 32, has_minima=True, scales=torch.float16),
+    "q8_0": NumberForm("int8", 32, scales=torch.float16),
+    "q4_k": NumberForm("uint4", 32, has_minima=True, scales=torch.float32),
+    "q6_k": NumberForm("int8", 16, scales=torch.float32),
 }
 """With activations of 16 bits, as the engine stores them on a GPU."""
 
@@ -128,7 +128,7 @@ class Mixed(NamedTuple):
     """Sizes of a mixture's layer."""
 
     hidden: int
-    mixture: Mixture
+    mixture: MixtureShape
 
 
 def _mixed(model: str) -> Mixed | None:
@@ -169,7 +169,7 @@ class MapCase:
 
     most_rows = float("inf")
 
-    def __init__(self, case: LinearCase, form: Form) -> None:
+    def __init__(self, case: LinearCase, form: NumberForm) -> None:
         self.case, self.name = case, f"{case.name} {case.N}x{case.K}"
         self.weights = _turns(lambda: form.weight(case.N, case.K))
 
@@ -184,7 +184,7 @@ class MapCase:
         first = self.weights[0]
         return self.case.error(T, first.unpack(), functools.partial(self._run, first))
 
-    def _run(self, weight: PackedGroups, given: Operands) -> Tensor:
+    def _run(self, weight: PackedGroups, given: CaseOperands) -> Tensor:
         x_TK, norm_K, residual_TN = given
         return ops.grouped_linear(x_TK, weight, None, norm_K, EPS, residual_TN, self.case.activation)
 
@@ -194,7 +194,7 @@ class OutputCase:
 
     most_rows = 1.0
 
-    def __init__(self, cases: Sequence[LinearCase], form: Form) -> None:
+    def __init__(self, cases: Sequence[LinearCase], form: NumberForm) -> None:
         _, output, gate_up, down = cases
         self.maps, self.name = (output, gate_up, down), "output projection to down projection"
         self.weights = _turns(lambda: tuple(form.weight(each.N, each.K) for each in self.maps))
@@ -229,11 +229,11 @@ class ExpertsCase:
 
     most_rows = float("inf")
 
-    def __init__(self, hidden: int, mixture: Mixture, form: Form) -> None:
+    def __init__(self, hidden: int, mixture: MixtureShape, form: NumberForm) -> None:
         self.hidden, self.mixture, self.name = hidden, mixture, f"{mixture.chosen} of {mixture.experts} experts"
         self.experts = _turns(self._make(form))
 
-    def _make(self, form: Form) -> Callable[[], GroupedExperts]:
+    def _make(self, form: NumberForm) -> Callable[[], GroupedExperts]:
         X, D, F = self.mixture.experts, self.hidden, self.mixture.ffn
         return lambda: GroupedExperts(X, form.weight(X * 2 * F, D), form.weight(X * D, F))
 

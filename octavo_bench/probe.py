@@ -23,10 +23,10 @@ from typing import NamedTuple
 import msgspec
 
 from octavo.errors import ConfigError
-from octavo_bench.http_client import Answer, HttpClient
+from octavo_bench.http_client import HttpClient, TimedAnswer
 from octavo_bench.prompts import Prompts
 from octavo_bench.serve_figures import is_within
-from octavo_bench.serve_load import Target, Work
+from octavo_bench.serve_load import ServeWork, Target
 from octavo_fleet.sim.closed_loops import WORKLOADS as CLOSED
 from octavo_fleet.sim.jobs import Job
 from octavo_fleet.sim.workloads import Profile, Sessions, WithinContext, find_profile
@@ -42,7 +42,7 @@ class Probe(msgspec.Struct, frozen=True):
 
     target: Target
     model: str
-    work: Work
+    work: ServeWork
     backlog: int
     """Requests that are under way at the beginning."""
     rate: float
@@ -70,7 +70,7 @@ class Probe(msgspec.Struct, frozen=True):
 class Probed(msgspec.Struct):
     """What came of it."""
 
-    answers: list[Answer]
+    answers: list[TimedAnswer]
     """Of the requests that are judged; of a closed loop, all."""
     num_tokens: float
     """Output tokens of all requests in ``seconds`` seconds."""
@@ -86,7 +86,7 @@ class Due(NamedTuple):
     is_judged: bool
 
 
-def profile_of(work: Work) -> Profile:
+def profile_of(work: ServeWork) -> Profile:
     """The lengths of a workload of single requests. Raises ``ConfigError`` for others."""
     if work.workload in CLOSED:
         raise ConfigError(f"workload: {work.workload} is a closed loop; the search needs another, such as assistant")
@@ -120,7 +120,7 @@ def arrivals(probe: Probe) -> Iterator[Due]:
         yield Due(at, job, probe.lead <= at < probe.lead + probe.seconds)
 
 
-class Client:
+class ProbeClient:
     """The requests of one probe."""
 
     def __init__(self, probe: Probe) -> None:
@@ -128,8 +128,8 @@ class Client:
         self.probe = probe
         self.http = HttpClient(target.url, target.endpoint, target.api_key, target.timeout)
         self.prompts = Prompts(target.endpoint, probe.model, target.vocab_size, target.extra_body, probe.salt)
-        self.judged: list[Answer] = []
-        self.others: list[Answer] = []
+        self.judged: list[TimedAnswer] = []
+        self.others: list[TimedAnswer] = []
 
     async def run(self) -> Probed:
         """Send the requests until the probe ends, or is lost."""
@@ -172,14 +172,14 @@ class Client:
         """Judged requests of which it is certain that they are outside the limits."""
         return sum(self._is_late(answer, now) for answer in self.judged)
 
-    def _is_late(self, answer: Answer, now: float) -> bool:
+    def _is_late(self, answer: TimedAnswer, now: float) -> bool:
         if answer.error is not None:
             return True
         if answer.times and not answer.ended:
             return not is_within(answer, {"ttft": self.probe.limits.get("ttft", float("inf"))})
         return not is_within(answer, self.probe.limits) if answer.ended else self._waits_too_long(answer, now)
 
-    def _waits_too_long(self, answer: Answer, now: float) -> bool:
+    def _waits_too_long(self, answer: TimedAnswer, now: float) -> bool:
         return not answer.times and 1e3 * (now - answer.sent) > self.probe.limits.get("ttft", float("inf"))
 
     def _probed(self, begun: float, now: float) -> Probed:
@@ -200,7 +200,7 @@ class Client:
         return Probed(known, tokens, max(end - start, 0.0))
 
 
-def _tokens_between(answer: Answer, start: float, end: float) -> float:
+def _tokens_between(answer: TimedAnswer, start: float, end: float) -> float:
     """Output tokens that arrived in this time; each event has as many as the others of the answer."""
     events = sum(start <= at < end for at in answer.times)
     return events * answer.num_output / len(answer.times) if events else 0.0
@@ -217,7 +217,7 @@ def main() -> None:
     with asyncio.Runner(loop_factory=factory) as runner:
         for line in sys.stdin:
             try:
-                probed = runner.run(Client(msgspec.json.decode(line, type=Probe)).run())
+                probed = runner.run(ProbeClient(msgspec.json.decode(line, type=Probe)).run())
                 said = msgspec.json.encode(probed).decode()
             except Exception as error:
                 said = json.dumps({"error": repr(error)[:500]})

@@ -37,14 +37,14 @@ MESSAGE = bytes(4096)
 
 
 @dataclass(frozen=True)
-class Line:
+class CostLine:
     """Microseconds of a kernel by the bytes it reads."""
 
     start: float
     per_byte: float
 
     @classmethod
-    def through(cls, points: Iterable[tuple[float, float]]) -> Line:
+    def through(cls, points: Iterable[tuple[float, float]]) -> CostLine:
         """The least-squares line through (bytes, microseconds)."""
         per_byte, start = statistics.linear_regression(*zip(*points, strict=True))
         return cls(start, per_byte)
@@ -55,7 +55,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One profiled decode step, and the bytes that its kernels read."""
 
     step_us: float
@@ -67,7 +67,7 @@ class Measured:
     attention_bytes: float
 
     @classmethod
-    def of(cls, shape: Shape, row: Mapping[str, Any]) -> Measured:
+    def of(cls, shape: Shape, row: Mapping[str, Any]) -> MeasuredStep:
         """From a row of ``octavo bench profile``."""
         return cls(
             row["step_ms"]["median"] * 1e3,
@@ -91,11 +91,17 @@ class Measured:
 
 
 def project(
-    measured: Measured, others: list[Measured], hidden: int, batch: int, ranks: int, exchange_us: float, link: float
+    measured: MeasuredStep,
+    others: list[MeasuredStep],
+    hidden: int,
+    batch: int,
+    ranks: int,
+    exchange_us: float,
+    link: float,
 ) -> dict[str, float]:
     """Microseconds of a step by part; ``link`` in bytes a second, one way."""
-    matmul = Line.through(one.matmul for one in (measured, *others))
-    attention = Line.through(one.attention for one in (measured, *others))
+    matmul = CostLine.through(one.matmul for one in (measured, *others))
+    attention = CostLine.through(one.attention for one in (measured, *others))
     shared = sum(measured.us_by_class.get(name, 0.0) for name in SHARED)
     pushed = (ranks - 1) * batch * hidden * VALUE_BYTES
     exchanges = 2 * measured.layers + 2  # two a layer, the embedding's, and that of the sampled candidates
@@ -161,7 +167,7 @@ def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         if row["kind"] != "decode":
             continue
         same = [
-            Measured.of(shape, other)
+            MeasuredStep.of(shape, other)
             for shape, result in zip(shapes, results, strict=True)
             for other in result["rows"]
             if all(other[name] == row[name] for name in ("kind", "batch", "context"))

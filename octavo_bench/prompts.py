@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from octavo_bench.http_client import Answer, Endpoint
+from octavo_bench.http_client import Endpoint, TimedAnswer
 from octavo_fleet.sim.jobs import Job
 
 COMMON = (
@@ -37,7 +37,7 @@ class Prompts:
         self._vocabulary = range(min(FIRST_TOKEN, vocab_size // 2), vocab_size)
         self._salt = salt
 
-    def body(self, job: Job, answers: dict[int, Answer]) -> dict[str, Any]:
+    def body(self, job: Job, answers: dict[int, TimedAnswer]) -> dict[str, Any]:
         """The request of ``job``; ``answers`` to the earlier turns of its session, by ``output_token``."""
         if self.endpoint == "chat":
             asked = {"messages": self._messages(job, answers), "max_completion_tokens": job.output_len}
@@ -47,7 +47,7 @@ class Prompts:
                 asked["return_token_ids"] = True
         return {**self._fields, **asked, **self._extra}
 
-    def _tokens(self, job: Job, answers: dict[int, Answer]) -> list[int]:
+    def _tokens(self, job: Job, answers: dict[int, TimedAnswer]) -> list[int]:
         """The prompt as tokens. An answer whose tokens the server did not name is as long, but of other tokens."""
         tokens: list[int] = []
         for number, count in job.prompt:
@@ -55,7 +55,7 @@ class Prompts:
             tokens += told or self._random(number).choices(self._vocabulary, k=count)
         return tokens
 
-    def _messages(self, job: Job, answers: dict[int, Answer]) -> list[dict[str, str]]:
+    def _messages(self, job: Job, answers: dict[int, TimedAnswer]) -> list[dict[str, str]]:
         messages: list[dict[str, str]] = []
         for number, count in job.prompt:
             if number in answers:

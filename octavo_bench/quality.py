@@ -25,7 +25,7 @@ from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.ops.attention import GroupRows, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Source
+from octavo.quant.tensors import TensorSource
 from octavo.runtime.kv_storage import KVStorage
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
@@ -44,7 +44,7 @@ class Scorer:
     """A model in one format, its cache in one type, for windows of up to ``window`` tokens."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Source, form: WeightFormat, kv_dtype: torch.dtype, window: int
+        self, config: ModelConfig, checkpoint: TensorSource, form: WeightFormat, kv_dtype: torch.dtype, window: int
     ) -> None:
         self.loaded: LoadedModel = load_model(config, checkpoint, form)
         self.device = form.device
@@ -129,7 +129,7 @@ def score(reference: Reference, scorer: Scorer) -> Score:
 
 
 @dataclass
-class Row:
+class QualityRow:
     """What was measured of one variant."""
 
     variant: Variant
@@ -187,7 +187,7 @@ def measure(
     return figures
 
 
-def _scored(variant: Variant, reference: Reference) -> Row:
+def _scored(variant: Variant, reference: Reference) -> QualityRow:
     settings = variant.config.model
     checkpoint = open_checkpoint(resolve_model(settings), settings.load_format, settings.seed)
     device = resolve_device(settings.device)
@@ -201,7 +201,7 @@ def _scored(variant: Variant, reference: Reference) -> Row:
         )
     scorer = Scorer(model_config, checkpoint, form, kv_dtype, max(map(len, reference.windows)))
     bytes_by_format = dict(scorer.loaded.bytes_by_format)
-    return Row(variant, bytes_by_format, score(reference, scorer), str(kv_dtype).removeprefix("torch."))
+    return QualityRow(variant, bytes_by_format, score(reference, scorer), str(kv_dtype).removeprefix("torch."))
 
 
 def _decode_speed(config: EngineConfig) -> float:

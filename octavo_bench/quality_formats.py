@@ -34,7 +34,7 @@ class Variant(NamedTuple):
     config: EngineConfig
 
 
-class Text(NamedTuple):
+class ScoredText(NamedTuple):
     """What is scored."""
 
     name: str
@@ -73,19 +73,19 @@ def _with(config: EngineConfig, changes: dict[str, Any]) -> EngineConfig:
     return EngineConfig.from_flat({**to_flat(config), **changes})
 
 
-def read_text(path: Path | None) -> Text:
+def read_text(path: Path | None) -> ScoredText:
     """A file; by default every second help topic of Python, which is text that every installation has."""
     if path is not None:
         try:
-            return Text(path.name, path.read_text())
+            return ScoredText(path.name, path.read_text())
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"text: {path} cannot be read: {error}") from None
     from pydoc_data.topics import topics  # a large module
 
-    return Text("pydoc_data.topics, every second", "\n".join(topics[name] for name in sorted(topics)[::2]))
+    return ScoredText("pydoc_data.topics, every second", "\n".join(topics[name] for name in sorted(topics)[::2]))
 
 
-def windows_of(settings: ModelSettings, text: Text, num_tokens: int, window: int) -> list[list[int]]:
+def windows_of(settings: ModelSettings, text: ScoredText, num_tokens: int, window: int) -> list[list[int]]:
     """The first ``num_tokens`` tokens of the text in windows, each after the token that begins a text, if there is one.
 
     Raises ``ConfigError`` for a model without a tokenizer, and for a text that is too short.

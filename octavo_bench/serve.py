@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo_bench.http_client import Answer, HttpClient
+from octavo_bench.http_client import HttpClient, TimedAnswer
 from octavo_bench.infer_workloads import SERVING, Load
 from octavo_bench.prompts import Prompts
 from octavo_bench.serve_figures import PERCENTILES, errors, figures
-from octavo_bench.serve_load import Send, Target, Work, apply, next_load
+from octavo_bench.serve_load import Send, ServeWork, Target, apply, next_load
 from octavo_fleet.sim.jobs import Job
 
 CHAT_SHARE = 0.75
@@ -21,7 +21,7 @@ CHAT_SHARE = 0.75
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedFigures:
     """Which figures, of which loads."""
 
     loads: Sequence[Load]
@@ -36,7 +36,9 @@ class Wanted:
     """Workloads that have loads of their own, in place of ``loads``."""
 
 
-async def measure(target: Target, work: Work, wanted: Wanted, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+async def measure(
+    target: Target, work: ServeWork, wanted: WantedFigures, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """One row for each load; ``keep`` gets the result after each. Raises ``ConfigError`` if no request succeeds."""
     client = HttpClient(target.url, target.endpoint, target.api_key, target.timeout)
     try:
@@ -73,13 +75,13 @@ async def measure(target: Target, work: Work, wanted: Wanted, keep: Callable[[di
 
 
 async def _row(
-    client: HttpClient, target: Target, model: str, work: Work, load: Load, wanted: Wanted
+    client: HttpClient, target: Target, model: str, work: ServeWork, load: Load, wanted: WantedFigures
 ) -> dict[str, Any]:
     def sender() -> Send:
         """Its prompts are in no cache of the server, whatever was sent before."""
         prompts = Prompts(target.endpoint, model, target.vocab_size, target.extra_body, secrets.token_hex(8))
 
-        async def send(job: Job, answers: dict[int, Answer]) -> Answer:
+        async def send(job: Job, answers: dict[int, TimedAnswer]) -> TimedAnswer:
             return await client.ask(prompts.body(job, answers))
 
         return send
@@ -107,7 +109,9 @@ async def find_model(client: HttpClient, target: Target) -> tuple[str, int]:
     return str(found["id"]), int(CHAT_SHARE * max_model_len) if target.endpoint == "chat" else max_model_len
 
 
-def run(target: Target, work: Work, wanted: Wanted, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def run(
+    target: Target, work: ServeWork, wanted: WantedFigures, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """``measure`` on an event loop of its own: uvloop's, where there is one."""
     try:
         import uvloop

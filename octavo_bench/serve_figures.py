@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import ConfigError
-from octavo_bench.http_client import Answer
+from octavo_bench.http_client import TimedAnswer
 
 METRICS = ("ttft", "itl", "tpot", "e2el")
 """Time to first token; between two events of an answer; mean time of a token after the first; from sending to the
@@ -35,7 +35,7 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
 
 
 def figures(
-    answers: Sequence[Answer],
+    answers: Sequence[TimedAnswer],
     seconds: float,
     percentiles: Sequence[float] = PERCENTILES,
     targets: Mapping[str, float] | None = None,
@@ -70,7 +70,7 @@ def figures(
     return found
 
 
-def errors(answers: Sequence[Answer]) -> dict[str, int]:
+def errors(answers: Sequence[TimedAnswer]) -> dict[str, int]:
     """How often each error occurred: at most ten of them."""
     counts: dict[str, int] = {}
     for answer in answers:
@@ -89,7 +89,7 @@ def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         writer.writerows(rows)
 
 
-def _samples(answer: Answer, metric: str) -> list[float]:
+def _samples(answer: TimedAnswer, metric: str) -> list[float]:
     """Seconds of one answer."""
     if metric == "itl":
         return answer.gaps
@@ -97,7 +97,7 @@ def _samples(answer: Answer, metric: str) -> list[float]:
     return [] if value is None else [value]
 
 
-def is_within(answer: Answer, targets: Mapping[str, float]) -> bool:
+def is_within(answer: TimedAnswer, targets: Mapping[str, float]) -> bool:
     """Whether an answer is within all limits, in milliseconds by metric; of its gaps, the mean counts."""
     for metric, limit in targets.items():
         samples = _samples(answer, metric)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo_bench.http_client import Answer, Endpoint
+from octavo_bench.http_client import Endpoint, TimedAnswer
 from octavo_bench.infer_workloads import SERVING, Arrivals, Load
 from octavo_fleet.sim.closed_loops import WORKLOADS as CLOSED
 from octavo_fleet.sim.jobs import Job, Workload
@@ -19,7 +19,7 @@ LEAST_GROWTH = 1.05
 """A sweep ends when twice the load gives less than this many times the throughput."""
 MAX_LOADS = 14
 """Most loads of a sweep: the last is 8,192 times the first."""
-Send = Callable[[Job, dict[int, Answer]], Awaitable[Answer]]
+Send = Callable[[Job, dict[int, TimedAnswer]], Awaitable[TimedAnswer]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Work:
+class ServeWork:
     """What is sent under each load. Equal seeds give equal lengths and times."""
 
     workload: str
@@ -78,14 +78,14 @@ class Work:
         return WithinContext(made, self.max_model_len)
 
 
-async def apply(load: Load, jobs: Workload, send: Send) -> tuple[list[Answer], float]:
+async def apply(load: Load, jobs: Workload, send: Send) -> tuple[list[TimedAnswer], float]:
     """Send all ``jobs``; returns the answers, and the seconds from the first request to the last answer."""
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
     start = time.perf_counter()
 
     async def converse(job: Job | None) -> None:
         """A job and those that follow it. A conversation ends with a failed answer."""
-        told: dict[int, Answer] = {}
+        told: dict[int, TimedAnswer] = {}
         while job is not None:
             await asyncio.sleep(start + job.arrival - time.perf_counter() if load.rate is not None else 0.0)
             answer = await send(job, told)

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from octavo.errors import ConfigError
 from octavo_bench.clients import Clients, share
 from octavo_bench.figure_table import meaning
-from octavo_bench.goodput import LIMITS, SHARE, Search, print_probe, search_server
+from octavo_bench.goodput import LIMITS, SHARE, GoodputSearch, print_probe, search_server
 from octavo_bench.goodput import WORKLOAD as GOODPUT_WORKLOAD
 from octavo_bench.gpu_watch import GpuWatch
 from octavo_bench.report import portable_command
-from octavo_bench.serve_load import Target, Work
+from octavo_bench.serve_load import ServeWork, Target
 from octavo_bench.server_process import ServerProcess, free_port
-from octavo_fleet.sim.closed_loops import WORKLOADS, Workload, warm_up
+from octavo_fleet.sim.closed_loops import WORKLOADS, ClosedLoopSpec, warm_up
 from octavo_fleet.sim.closed_loops import named_workloads as named_loops
 
 FIGURES = {
@@ -61,7 +61,7 @@ class Server(NamedTuple):
     env: Mapping[str, str] | None = None
 
 
-def client_arguments(load: Workload, url: str, model: Path, seed: int) -> list[str]:
+def client_arguments(load: ClosedLoopSpec, url: str, model: Path, seed: int) -> list[str]:
     """The arguments of ``vllm bench serve`` for one run: greedy, every request to its full length."""
     given: dict[str, object] = {
         "backend": "openai",
@@ -100,7 +100,7 @@ class ServedComparison:
     keep: Callable[[dict[str, Any]], object]
     probers: Clients | None = None
     """Clients of the search for goodput."""
-    search: Search = field(default_factory=lambda: Search(LIMITS))
+    search: GoodputSearch = field(default_factory=lambda: GoodputSearch(LIMITS))
     visits: list[dict[str, Any]] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)
     watch: GpuWatch = field(default_factory=GpuWatch)
@@ -164,10 +164,10 @@ class ServedComparison:
         assert self.probers is not None
         search = replace(self.search, seconds=min(self.search.seconds, self._left()))
         target = Target(url, model=self.model.name)
-        found = search_server(target, Work(GOODPUT_WORKLOAD, 0, seed=seed), search, self.probers, print_probe)
+        found = search_server(target, ServeWork(GOODPUT_WORKLOAD, 0, seed=seed), search, self.probers, print_probe)
         return {**found, GOODPUT_FIGURE: found["highest"][0][GOODPUT_FIGURE], "duration": search.seconds}
 
-    def _run(self, load: Workload, url: str, seed: int) -> dict[str, Any]:
+    def _run(self, load: ClosedLoopSpec, url: str, seed: int) -> dict[str, Any]:
         assert self.clients is not None
         part, count = share(load, len(self.clients)), len(self.clients)
         arguments = [client_arguments(part, url, self.model, seed * count + number) for number in range(count)]

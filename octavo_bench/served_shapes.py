@@ -7,7 +7,7 @@ from typing import NamedTuple
 from octavo.ops.linear import Activation
 
 
-class Sizes(NamedTuple):
+class MatrixSizes(NamedTuple):
     """What decides the matrices of a model."""
 
     hidden: int
@@ -21,23 +21,23 @@ class Sizes(NamedTuple):
     """Whether a norm stands between a block's output and the residual, so that the residual is not fused."""
 
 
-def _llama(hidden: int, heads: int, ffn: int, head_dim: int = 128) -> Sizes:
-    return Sizes(hidden, heads, 8, head_dim, ffn, 128_256)
+def _llama(hidden: int, heads: int, ffn: int, head_dim: int = 128) -> MatrixSizes:
+    return MatrixSizes(hidden, heads, 8, head_dim, ffn, 128_256)
 
 
-def _qwen2(hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int = 152_064) -> Sizes:
-    return Sizes(hidden, heads, kv_heads, hidden // heads, ffn, vocab)
+def _qwen2(hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int = 152_064) -> MatrixSizes:
+    return MatrixSizes(hidden, heads, kv_heads, hidden // heads, ffn, vocab)
 
 
-def _qwen3(hidden: int, heads: int, ffn: int) -> Sizes:
-    return Sizes(hidden, heads, 8, 128, ffn, 151_936)
+def _qwen3(hidden: int, heads: int, ffn: int) -> MatrixSizes:
+    return MatrixSizes(hidden, heads, 8, 128, ffn, 151_936)
 
 
-def _gemma3(hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int = 262_208) -> Sizes:
-    return Sizes(hidden, heads, kv_heads, head_dim, ffn, vocab, "gelu_tanh", norms_outputs=True)
+def _gemma3(hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int = 262_208) -> MatrixSizes:
+    return MatrixSizes(hidden, heads, kv_heads, head_dim, ffn, vocab, "gelu_tanh", norms_outputs=True)
 
 
-SERVED: dict[str, Sizes] = {
+SERVED: dict[str, MatrixSizes] = {
     "llama-3.2-1b": _llama(2048, 32, 8192, head_dim=64),
     "llama-3.2-3b": _llama(3072, 24, 8192),
     "llama-3.1-8b": _llama(4096, 32, 14_336),
@@ -54,12 +54,12 @@ SERVED: dict[str, Sizes] = {
     "qwen3-8b": _qwen3(4096, 32, 12_288),
     "qwen3-14b": _qwen3(5120, 40, 17_408),
     "qwen3-32b": _qwen3(5120, 64, 25_600),
-    "mistral-7b": Sizes(4096, 32, 8, 128, 14_336, 32_768),
-    "mistral-small-24b": Sizes(5120, 32, 8, 128, 32_768, 131_072),
+    "mistral-7b": MatrixSizes(4096, 32, 8, 128, 14_336, 32_768),
+    "mistral-small-24b": MatrixSizes(5120, 32, 8, 128, 32_768, 131_072),
     "gemma-3-1b": _gemma3(1152, 4, 1, 256, 6912, 262_144),
     "gemma-3-4b": _gemma3(2560, 8, 4, 256, 10_240),
     "gemma-3-12b": _gemma3(3840, 16, 8, 256, 15_360),
     "gemma-3-27b": _gemma3(5376, 32, 16, 128, 21_504),
-    "phi-4": Sizes(5120, 40, 10, 128, 17_920, 100_352),
-    "glm-4-9b": Sizes(4096, 32, 2, 128, 13_696, 151_552),
+    "phi-4": MatrixSizes(5120, 40, 10, 128, 17_920, 100_352),
+    "glm-4-9b": MatrixSizes(4096, 32, 2, 128, 13_696, 151_552),
 }

@@ -36,7 +36,7 @@ JSON = (b"content-type", b"application/json")
 TOOL = {"type": "function", "function": {"name": "lend", "parameters": {"type": "object", "properties": {}}}}
 
 
-class Sample(NamedTuple):
+class MemorySample(NamedTuple):
     """What the front process holds once so many requests were answered."""
 
     requests: int
@@ -75,7 +75,7 @@ class Soak:
     """The requests of one run. Those of a number are the same in each run."""
 
     def __init__(self, url: str, pid: int, num_requests: int, num_clients: int, say: Callable[[str], None]) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[MemorySample] = []
         self.answers: Counter[str] = Counter()
         self.seconds = 0.0
         self._connections = Connections(url + "/")
@@ -128,11 +128,11 @@ class Soak:
 
     def _look(self) -> None:
         found = held(self._pid)
-        self.samples.append(Sample(self._num_answered, found.memory, found.descriptors, found.threads))
+        self.samples.append(MemorySample(self._num_answered, found.memory, found.descriptors, found.threads))
         self._say(f"{self._num_answered} requests: {found.memory / 2**20:.1f} MiB, {found.descriptors} files")
 
 
-def growth(samples: list[Sample]) -> float:
+def growth(samples: list[MemorySample]) -> float:
     """Bytes for each further request after the warm-up: the median of the slopes between samples (Theil-Sen), which a
     few samples at the height of a wave do not move."""
     settled = [sample for sample in samples if sample.requests >= WARM_UP * samples[-1].requests]

@@ -27,7 +27,7 @@ from octavo_bench.draft_prompts import prompts_of
 from octavo_bench.offline import build_prepared
 
 
-class Work(NamedTuple):
+class SpeculationWork(NamedTuple):
     """What is measured."""
 
     kinds: Sequence[str]
@@ -37,7 +37,7 @@ class Work(NamedTuple):
     rounds: int
 
 
-class Run(NamedTuple):
+class SpeculationRun(NamedTuple):
     """The answers of one batch, and the decoding of them."""
 
     tokens: list[list[int]]
@@ -54,7 +54,7 @@ class Side:
         self.engine, self.info = build_prepared(config)
         self._next_id = 0
 
-    def run(self, prompts: Sequence[list[int]], work: Work, until: float = math.inf) -> Run:
+    def run(self, prompts: Sequence[list[int]], work: SpeculationWork, until: float = math.inf) -> SpeculationRun:
         """Answer all prompts at once; the time is that from when all have begun. Answers are cut off at ``until``, a
         time of ``time.perf_counter``."""
         engine, before = self.engine, self.engine.stats()
@@ -82,10 +82,10 @@ class Side:
                 answers[output.request_id] += output.tokens
                 num_decoded += len(output.tokens) if started else 0
         seconds = time.perf_counter() - started
-        return Run(list(answers.values()), num_decoded, seconds, _since(engine.stats(), before))
+        return SpeculationRun(list(answers.values()), num_decoded, seconds, _since(engine.stats(), before))
 
 
-def measure(config: EngineConfig, work: Work) -> dict[str, Any]:
+def measure(config: EngineConfig, work: SpeculationWork) -> dict[str, Any]:
     """Rows by kind and batch size. Raises ``ConfigError`` without a speculative configuration, or for tokens that
     differ where they may not."""
     if config.speculative.speculative_config is None:
@@ -115,7 +115,7 @@ def _portable(text: str) -> dict[str, Any]:
     return values | ({"model": Path(values["model"]).name} if "model" in values else {})
 
 
-def _setup(info: EngineInfo, work: Work) -> dict[str, Any]:
+def _setup(info: EngineInfo, work: SpeculationWork) -> dict[str, Any]:
     return {"architecture": info.architecture, "dtype": info.dtype, "device": info.device, **work._asdict()}
 
 
@@ -135,7 +135,7 @@ def _tokens(settings: ModelSettings, kind: str, count: int) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False) for text in rendered]
 
 
-def _row(kind: str, batch: int, runs: Sequence[Sequence[Run]]) -> dict[str, Any]:
+def _row(kind: str, batch: int, runs: Sequence[Sequence[SpeculationRun]]) -> dict[str, Any]:
     """The figures of one kind and batch size; ``runs`` holds the two engines' runs of each round."""
     ratios = [plain.seconds / drafts.seconds for plain, drafts in runs]
     stats = _sum([drafts.stats for _, drafts in runs])

@@ -22,7 +22,7 @@ PUBLISHED: dict[str, dict[str, float]] = {
 PROMPT_WORDS = {"short": 5, "medium": 40, "long": 150}
 
 
-class Sizes(NamedTuple):
+class SuiteSizes(NamedTuple):
     """What each suite asks for."""
 
     output: int
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
     """Figures for these sizes, as in ``PUBLISHED``."""
 
 
-FULL = Sizes(
+FULL = SuiteSizes(
     output=50,
     prompts=(64, 256, 512),
     outputs=(200, 500, 1000),
@@ -62,7 +62,7 @@ FULL = Sizes(
     repeats=4,
     published=PUBLISHED,
 )
-SMALL = Sizes(
+SMALL = SuiteSizes(
     output=8,
     prompts=(16, 64),
     outputs=(20, 60),

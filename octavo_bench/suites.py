@@ -13,13 +13,13 @@ from octavo.types import EngineInfo, Request
 from octavo_bench.figure_table import meaning
 from octavo_bench.offline import build_prepared, checked_step, random_requests
 from octavo_bench.report import spread
-from octavo_bench.suite_sizes import Sizes
+from octavo_bench.suite_sizes import SuiteSizes
 
 SHORT_PROMPT = 10
 Row = dict[str, Any]
 
 
-def row(sizes: Sizes, suite: str, case: object, values: Sequence[float], **more: Any) -> Row:
+def row(sizes: SuiteSizes, suite: str, case: object, values: Sequence[float], **more: Any) -> Row:
     """A figure, beside the published one if there is one, and how many times better it is."""
     figure = spread(values)
     found: Row = {"suite": suite, "case": str(case), "value": figure, **more}
@@ -66,7 +66,7 @@ class Bench:
         return [self.run(self.requests(count, prompt, output))[0] for _ in range(rounds)]
 
 
-def alone_and_together(config: EngineConfig, sizes: Sizes, rounds: int) -> Iterator[Row]:
+def alone_and_together(config: EngineConfig, sizes: SuiteSizes, rounds: int) -> Iterator[Row]:
     """Latency of one answer, tokens per second of one and of many, and the memory of keys and values."""
     bench = Bench(config, max_num_seqs=max(sizes.batches))
     for prompt in sizes.prompts:
@@ -93,13 +93,13 @@ def alone_and_together(config: EngineConfig, sizes: Sizes, rounds: int) -> Itera
         )
 
 
-def uneven(config: EngineConfig, sizes: Sizes, rounds: int) -> Iterator[Row]:
+def uneven(config: EngineConfig, sizes: SuiteSizes, rounds: int) -> Iterator[Row]:
     """Answers of uneven lengths, a few at a time: batches that are refilled step by step beside such as are not."""
     for policy, name in (("static", "static"), ("fcfs", "continuous")):
         yield row(sizes, "continuous tok/s", name, _uneven(config, sizes, rounds, policy))
 
 
-def _uneven(config: EngineConfig, sizes: Sizes, rounds: int, policy: str) -> list[float]:
+def _uneven(config: EngineConfig, sizes: SuiteSizes, rounds: int, policy: str) -> list[float]:
     """Tokens per second of each round. The engine goes with the call, and its memory, which the next one needs."""
     bench = Bench(config, max_num_seqs=sizes.places, scheduling_policy=policy)
     bench.timed(sizes.places, SHORT_PROMPT, 8, 1)
@@ -116,7 +116,7 @@ def _uneven(config: EngineConfig, sizes: Sizes, rounds: int, policy: str) -> lis
     return values
 
 
-def pressed(config: EngineConfig, sizes: Sizes, rounds: int) -> Iterator[Row]:
+def pressed(config: EngineConfig, sizes: SuiteSizes, rounds: int) -> Iterator[Row]:
     """More answers together than there are blocks for: nobody fails, and who has to wait is counted."""
     block_size = 16
     each = -(-(SHORT_PROMPT + sizes.output) // block_size)
@@ -128,7 +128,7 @@ def pressed(config: EngineConfig, sizes: Sizes, rounds: int) -> Iterator[Row]:
         yield row(sizes, "pressure tok/s", f"{blocks} blocks", values, preemptions=preemptions)
 
 
-def _pressed(config: EngineConfig, sizes: Sizes, rounds: int, limits: dict[str, int]) -> tuple[list[float], int]:
+def _pressed(config: EngineConfig, sizes: SuiteSizes, rounds: int, limits: dict[str, int]) -> tuple[list[float], int]:
     """Tokens per second of each round, and preemptions; as for ``_uneven``, the engine goes with the call."""
     bench = Bench(config, max_num_seqs=sizes.pressed, **limits)
     seconds = bench.timed(sizes.pressed, SHORT_PROMPT, sizes.output, rounds)

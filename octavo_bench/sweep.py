@@ -20,7 +20,7 @@ Report = Callable[[str], None]
 WARM_UP_TOKENS = 4
 
 
-class Work(NamedTuple):
+class SweepWork(NamedTuple):
     """Requests that come ``gap`` seconds apart. Their prompts begin with the same ``shared_len`` tokens."""
 
     num_prompts: int
@@ -44,7 +44,7 @@ OF_PREFIXES = ("enable_prefix_caching", "enable_partial_reuse")
 
 
 def sweep(
-    config: EngineConfig, work: Work, vary: str, values: Sequence[Any], rounds: int, report: Report
+    config: EngineConfig, work: SweepWork, vary: str, values: Sequence[Any], rounds: int, report: Report
 ) -> Iterator[dict[str, Any]]:
     """A row for each value: throughput and latency, preemptions, blocks, and the most tokens of context held at once.
 
@@ -74,7 +74,7 @@ def sweep(
         yield {vary: value, **{name: spread([run[name] for run in found]) for name in found[0]}}
 
 
-def _served(config: EngineConfig, work: Work) -> Figures:
+def _served(config: EngineConfig, work: SweepWork) -> Figures:
     gc.collect()  # the engine before
     engine, info = build_engine(config)
     check_fit(info, 1, work.input_len + work.output_len)

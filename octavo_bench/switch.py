@@ -28,7 +28,7 @@ SAMPLE_SECONDS = 0.05
 TINY_VOCAB = 2048
 
 
-class Asked(NamedTuple):
+class SwitchRequest(NamedTuple):
     """One request: to embed a text, or to continue it by so many tokens."""
 
     text: str
@@ -62,7 +62,10 @@ def measure(
     """Send ``count`` requests, ``at_once`` at a time, to ``models`` under a bound of ``budget`` GiB; see above."""
     names, alone = [], dict[str, list[Any]]()
     draw = random.Random(5)
-    asked = [Asked(text_of(draw.randint(10, 200), draw), draw.randint(4, 24)) for _ in range(-(-count // len(models)))]
+    asked = [
+        SwitchRequest(text_of(draw.randint(10, 200), draw), draw.randint(4, 24))
+        for _ in range(-(-count // len(models)))
+    ]
     for model in models:
         with _serving([model], flags) as server:
             (name,) = _names(server.url)
@@ -119,7 +122,7 @@ class _Client:
         shown = self.http.post("/api/show", json={"model": name}).raise_for_status().json()
         return "completion" in shown["capabilities"]
 
-    def ask(self, name: str, asked: Asked) -> Any:
+    def ask(self, name: str, asked: SwitchRequest) -> Any:
         if self.generates[name]:
             body = {"model": name, "prompt": asked.text, "max_tokens": asked.num_tokens, "temperature": 0}
             found = self.http.post("/v1/completions", json={**body, "return_token_ids": True})
@@ -138,10 +141,10 @@ class _Client:
         self.http.close()
 
 
-def _all(client: _Client, requests: Sequence[tuple[str, Asked]], at_once: int) -> tuple[list[Any], list[float]]:
+def _all(client: _Client, requests: Sequence[tuple[str, SwitchRequest]], at_once: int) -> tuple[list[Any], list[float]]:
     """The answers, and the seconds that each took."""
 
-    def ask(request: tuple[str, Asked]) -> tuple[Any, float]:
+    def ask(request: tuple[str, SwitchRequest]) -> tuple[Any, float]:
         began = time.perf_counter()
         answer = client.ask(*request)
         return answer, time.perf_counter() - began
@@ -192,10 +195,10 @@ def resident_bytes(pid: int) -> int:
 
 
 def _switch_times(
-    client: _Client, names: Sequence[str], name: str, size: int, asked: Asked, rounds: int
+    client: _Client, names: Sequence[str], name: str, size: int, asked: SwitchRequest, rounds: int
 ) -> dict[str, Any]:
     """Seconds to an answer of one token while the model sleeps and another must make room, and while it is awake."""
-    one, others = Asked(asked.text, 1), [other for other in names if other != name]
+    one, others = SwitchRequest(asked.text, 1), [other for other in names if other != name]
     sleep, asleep, awake = list[float](), list[float](), list[float]()
     for _ in range(rounds):
         client.ask(name, one)

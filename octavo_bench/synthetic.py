@@ -24,7 +24,7 @@ from octavo_fleet.backends.toy_models import VOCAB_SIZE, FakeRunner, NextByFormu
 
 
 @dataclass(frozen=True)
-class Work:
+class SyntheticWork:
     """Sizes of the run. ``prefill_budget`` tokens of prompts fit into a step beside one token of each that decodes."""
 
     requests: int = 1000
@@ -79,7 +79,7 @@ def external_fragmentation(free_blocks: Sequence[int]) -> float:
     return 1 - longest / len(free_blocks) if free_blocks else 0.0
 
 
-def run(work: Work, wants_external: bool = False) -> dict[str, Any]:
+def run(work: SyntheticWork, wants_external: bool = False) -> dict[str, Any]:
     """Serve ``work`` and give its figures. The time is that of adding and serving the requests, not of making them.
 
     ``wants_external`` also measures external fragmentation, which sorts the free blocks after every step.
@@ -127,7 +127,12 @@ def run(work: Work, wants_external: bool = False) -> dict[str, Any]:
 
 
 def _figures(
-    work: Work, tally: Tally, engine: Engine, seconds: float, of_requests: dict[str, list[float]], checksum: int
+    work: SyntheticWork,
+    tally: Tally,
+    engine: Engine,
+    seconds: float,
+    of_requests: dict[str, list[float]],
+    checksum: int,
 ) -> dict[str, Any]:
     stats, num_ended = engine.stats(), len(of_requests["latency"])
     figures: dict[str, Any] = {

@@ -26,7 +26,7 @@ CLASSES = (
 """Class to a pattern of kernel names; the first that is found counts, and what matches none is "other"."""
 
 
-class Span(NamedTuple):
+class DeviceSpan(NamedTuple):
     """One piece of device work, in microseconds, and the step that launched it."""
 
     name: str
@@ -40,7 +40,7 @@ def kernel_class(name: str) -> str:
     return next((label for label, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
-def spans_of(events: Sequence[dict[str, Any]]) -> list[Span]:
+def spans_of(events: Sequence[dict[str, Any]]) -> list[DeviceSpan]:
     """The device work in a trace; where there is none, the host's outermost operations, as on a CPU.
 
     A kernel belongs to the step during which it was launched, also when it ran later. Work launched outside of every
@@ -65,7 +65,7 @@ def spans_of(events: Sequence[dict[str, Any]]) -> list[Span]:
         launched = launches.get(event["args"].get("correlation"))
         step = None if launched is None else _step_at(steps, launched)
         if step is not None:
-            spans.append(Span(event["name"], event["ts"], event["ts"] + event["dur"], step))
+            spans.append(DeviceSpan(event["name"], event["ts"], event["ts"] + event["dur"], step))
     return sorted(spans, key=lambda span: (span.start, span.end))
 
 
@@ -73,7 +73,7 @@ def _step_at(steps: Iterable[tuple[float, float, int, Any]], moment: float) -> i
     return next((number for start, end, number, _ in steps if start <= moment <= end), None)
 
 
-def _host_spans(complete: Iterable[dict[str, Any]], steps: Sequence[tuple[float, float, int, Any]]) -> list[Span]:
+def _host_spans(complete: Iterable[dict[str, Any]], steps: Sequence[tuple[float, float, int, Any]]) -> list[DeviceSpan]:
     threads = {thread for _, _, _, thread in steps}
     ops = [
         event
@@ -81,15 +81,15 @@ def _host_spans(complete: Iterable[dict[str, Any]], steps: Sequence[tuple[float,
         if event["tid"] in threads
         and (event.get("cat") == "cpu_op" or (event.get("cat") == "user_annotation" and event["name"].startswith(OP)))
     ]
-    spans: list[Span] = []
+    spans: list[DeviceSpan] = []
     for event in sorted(ops, key=lambda event: (event["ts"], -event["dur"])):
         step = _step_at(steps, event["ts"])
         if step is not None and (not spans or event["ts"] >= spans[-1].end):
-            spans.append(Span(event["name"].removeprefix(OP), event["ts"], event["ts"] + event["dur"], step))
+            spans.append(DeviceSpan(event["name"].removeprefix(OP), event["ts"], event["ts"] + event["dur"], step))
     return spans
 
 
-class Account(NamedTuple):
+class TimeAccount(NamedTuple):
     """Where the time from the first kernel's start to the last one's end went, in microseconds."""
 
     total: float
@@ -105,7 +105,7 @@ class Account(NamedTuple):
         return self.total - self.inside - self.between
 
 
-def account(spans: Sequence[Span]) -> Account:
+def account(spans: Sequence[DeviceSpan]) -> TimeAccount:
     """Busy and idle time of spans in the order of their starts."""
     inside = between = 0.0
     own: list[float] = []
@@ -119,10 +119,10 @@ def account(spans: Sequence[Span]) -> Account:
         own.append(max(0.0, span.end - max(span.start, until)))
         if span.end > until:
             until, step = span.end, span.step
-    return Account(until - spans[0].start if spans else 0.0, inside, between, own)
+    return TimeAccount(until - spans[0].start if spans else 0.0, inside, between, own)
 
 
-def summarise(spans: Sequence[Span], num_steps: int, top: int = 25) -> dict[str, Any]:
+def summarise(spans: Sequence[DeviceSpan], num_steps: int, top: int = 25) -> dict[str, Any]:
     """Per step: busy time, time by class, idle shares in per cent, and the ``top`` kernels. Times in microseconds."""
     found = account(spans)
     by_class: dict[str, float] = defaultdict(float)

@@ -18,7 +18,7 @@ from octavo.config import EngineConfig, ModelSettings
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
 from octavo_bench import speculate
-from octavo_bench.draft_texts import Wanted, generate
+from octavo_bench.draft_texts import WantedTexts, generate
 from octavo_bench.draft_training import Trained, Training, train
 
 MEMORY_SHARE = 0.5
@@ -27,18 +27,18 @@ SEQUENCES = 1024
 """That a GPU generates at once."""
 
 
-class Plan(NamedTuple):
+class TrainDraftPlan(NamedTuple):
     """What `octavo bench train-draft` does."""
 
     folder: Path
     """Where the head is written."""
-    wanted: Wanted
+    wanted: WantedTexts
     training: Training
-    work: speculate.Work
+    work: speculate.SpeculationWork
     num_speculative_tokens: int
 
 
-def run(config: EngineConfig, plan: Plan) -> dict[str, Any]:
+def run(config: EngineConfig, plan: TrainDraftPlan) -> dict[str, Any]:
     """Generate, train, write the head, and measure it on prompts that were not used; returns the record."""
     share = min(config.cache.gpu_memory_utilization, MEMORY_SHARE)
     config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, gpu_memory_utilization=share))

@@ -28,7 +28,7 @@ class StepCost:
 
 
 @dataclass
-class RequestProgress:
+class VirtualProgress:
     """What a client saw of one request, in virtual seconds."""
 
     request: Request
@@ -95,9 +95,9 @@ class VirtualEngine:
             clock=self.runner.clock,
         )
         self.engine = Engine(scheduler, self.runner, depth=depth)
-        self.progress: dict[int, RequestProgress] = {}
+        self.progress: dict[int, VirtualProgress] = {}
 
-    def serve(self, requests: Sequence[Request], until: float = float("inf")) -> dict[int, RequestProgress]:
+    def serve(self, requests: Sequence[Request], until: float = float("inf")) -> dict[int, VirtualProgress]:
         """Serve ``requests``, each from its ``arrival`` on, to their end or to the time ``until``."""
         due = [(request.arrival, request.id, request) for request in requests]
         heapq.heapify(due)
@@ -106,7 +106,7 @@ class VirtualEngine:
                 self.runner.now = max(self.runner.now, due[0][0])
             while due and due[0][0] <= self.runner.now:
                 request = heapq.heappop(due)[2]
-                self.progress[request.id] = RequestProgress(request)
+                self.progress[request.id] = VirtualProgress(request)
                 self.engine.add(request)
             for output in self.engine.step():
                 self.progress[output.request_id].token_times += [self.runner.now] * len(output.tokens)

@@ -26,7 +26,7 @@ from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from octavo_fleet.routing.prefixes import CachedPrefixes, PromptQuery
 from octavo_fleet.routing.routers import make_router
 from octavo_server.engines.async_engine import AsyncEngine
-from octavo_server.engines.engine_client import OutputListener, Progress, SleepMode
+from octavo_server.engines.engine_client import LiveProgress, OutputListener, SleepMode
 from octavo_server.engines.engine_stats import summed
 from octavo_server.engines.several_engines import SeveralEngines
 from octavo_server.observe.timelines import KVEventRing, Timelines
@@ -123,7 +123,7 @@ class DataParallelEngine(SeveralEngines):
 
     # --- requests ---
 
-    def progress(self) -> Iterator[Progress]:
+    def progress(self) -> Iterator[LiveProgress]:
         return heapq.merge(*(engine.progress() for engine in self.engines))
 
     def next_id(self) -> int:

@@ -29,7 +29,7 @@ POLL_SECONDS = 0.02
 GIB = 1 << 30
 
 
-class Sleeper(Protocol):
+class SleepCandidate(Protocol):
     """What the choice of the model to put to sleep depends on; see ``AsyncEngine``."""
 
     @property
@@ -48,10 +48,10 @@ class Sleeper(Protocol):
     def wake_seconds(self) -> float: ...
 
 
-Model = TypeVar("Model", bound=Sleeper)
+Model = TypeVar("Model", bound=SleepCandidate)
 
 
-def has_memory(model: Sleeper) -> bool:
+def has_memory(model: SleepCandidate) -> bool:
     """Whether it has an engine process, or is getting one."""
     return model.is_waking or not model.sleep_level
 

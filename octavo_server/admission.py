@@ -21,7 +21,7 @@ import msgspec
 
 from octavo.config import ModelSettings
 from octavo.errors import ContextLengthExceeded, DeadlineExceeded, InvalidParameter, QueueFull
-from octavo.grammar.compiler import GrammarCompiler, Refused
+from octavo.grammar.compiler import GrammarCompiler, GrammarRefused
 from octavo.grammar.forms import FormError
 from octavo.grammar.vocabulary import PackedVocabulary
 from octavo.images.processors import PreparedImage
@@ -36,7 +36,7 @@ from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Request, Task, ThinkingBudget
 from octavo_server.engines.engine_client import EngineClient
-from octavo_server.generation import Choice, Generation, Prompt
+from octavo_server.generation import GeneratedChoice, Generation, Prompt
 from octavo_server.http.errors import RETRY_AFTER_SECONDS
 from octavo_server.image_files import ImageFiles, Part, ReadFile
 from octavo_server.tenants.api_keys import Caller
@@ -196,7 +196,7 @@ class Admission:
         try:
             text = client_request.grammar(prompt.text or "")
             form, weakened = await self.grammars.compile(text, client_request.caller.name)
-        except (FormError, Refused) as error:
+        except (FormError, GrammarRefused) as error:
             message = f"'{client_request.grammar_field}' {str(error).rstrip('.')}."
             raise InvalidParameter(client_request.grammar_field, message) from None
         if weakened:
@@ -280,7 +280,9 @@ class Admission:
                 answer = answer_start(client_request.answer_marks, prompt.text)
                 text_stream = TextStream(self.tokenizer, client_request.params, client_request.shown_ids, answer)
                 place = len(generation.choices)
-                generation.add(Choice(generation, place, prompt, request, text_stream, self.engine.weight_version))
+                generation.add(
+                    GeneratedChoice(generation, place, prompt, request, text_stream, self.engine.weight_version)
+                )
         try:
             for choice in generation.choices:
                 self.engine.timelines.own(choice.request.id, client_request.caller.name)

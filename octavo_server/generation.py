@@ -1,8 +1,8 @@
 """The output of one HTTP request's choices, buffered between the engine and the HTTP response.
 
-The engine client calls ``Choice.on_output`` for every step, in one pass over all listeners. It detokenises, checks stop
-strings and buffers the new output. The response task takes the buffered output after the pass, so a slow reader gets
-fewer and longer pieces instead of a growing queue.
+The engine client calls ``GeneratedChoice.on_output`` for every step, in one pass over all listeners. It detokenises,
+checks stop strings and buffers the new output. The response task takes the buffered output after the pass, so a slow
+reader gets fewer and longer pieces instead of a growing queue.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def ignore_updates() -> None:
 class EventWriter(Protocol):
     """Renders new output as frames; each API has its own."""
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         """The frames of a choice's new output, including its end once finished."""
         ...
 
@@ -103,7 +103,7 @@ class OutputReader(Protocol):
         ...
 
 
-class Choice:
+class GeneratedChoice:
     """One continuation: turns the engine's tokens into text and counts for the client."""
 
     __slots__ = (
@@ -243,10 +243,10 @@ class Generation:
         self.reader: OutputReader | None = None
         """Of a durable request; its output arrives once the reader has begun."""
         self.account = account
-        self.choices: list[Choice] = []
+        self.choices: list[GeneratedChoice] = []
         self.num_unfinished = 0
         self.error: Exception | None = None
-        self._noted: list[Choice] = []
+        self._noted: list[GeneratedChoice] = []
         self._listener: Callable[[], None] = ignore_updates
         self._reports_updates = True
         self._expiry: asyncio.TimerHandle | None = None
@@ -255,11 +255,11 @@ class Generation:
         """Fail with ``error`` at loop time ``time`` unless finished by then."""
         self._expiry = asyncio.get_running_loop().call_at(time, self.fail, error)
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: GeneratedChoice) -> None:
         self.choices.append(choice)
         self.num_unfinished += 1
 
-    async def result(self) -> list[Choice]:
+    async def result(self) -> list[GeneratedChoice]:
         """Wait until every choice is finished, and return them all. Raises the ``RequestError`` that ended the
         generation, or ``ClientGone``."""
         while self.num_unfinished:
@@ -269,7 +269,7 @@ class Generation:
             raise self.error
         return self.choices
 
-    async def updates(self) -> list[Choice]:
+    async def updates(self) -> list[GeneratedChoice]:
         """Wait for new output, and return the choices that have some. Raises like ``result``."""
         if not self._noted and self.error is None:
             await self._wait(for_updates=True)
@@ -288,12 +288,12 @@ class Generation:
         self._listener = listener
         self._reports_updates = for_updates
 
-    def take_noted(self) -> list[Choice]:
+    def take_noted(self) -> list[GeneratedChoice]:
         """The choices with new output since the previous call."""
         noted, self._noted = self._noted, []
         return noted
 
-    def note(self, choice: Choice) -> None:
+    def note(self, choice: GeneratedChoice) -> None:
         """Record that a choice has new output, and notify the listener."""
         if not choice.is_noted:
             choice.is_noted = True

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo_server.admission import ClientRequest
-from octavo_server.generation import IDEMPOTENCY_KEY, Choice, EventWriter, Generation
+from octavo_server.generation import IDEMPOTENCY_KEY, EventWriter, GeneratedChoice, Generation
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.sse import EventStream, finished_choices, json_response
 from octavo_server.services import Body, ModelServices, server_of
@@ -33,7 +33,7 @@ class Answer(EventWriter, Protocol):
         """The name of the request's timeline; "": it has none."""
         ...
 
-    def unstreamed(self, choices: list[Choice]) -> object:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> object:
         """The answer as a JSON value, once all choices are finished."""
         ...
 

@@ -12,7 +12,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.text.vectors import Floats
 from octavo.types import Task
 from octavo_server.admission import ClientRequest, PromptSource
-from octavo_server.generation import Choice
+from octavo_server.generation import GeneratedChoice
 from octavo_server.http.sse import finished_choices
 from octavo_server.services import ModelServices
 from octavo_server.tenants.api_keys import caller_of
@@ -32,11 +32,11 @@ async def ask(
     add_special_tokens: bool = True,
     priority: int = 0,
     user: str | None = None,
-) -> list[Choice]:
+) -> list[GeneratedChoice]:
     """Run ``task`` on each text, ``max_num_seqs`` at a time. Raises ``RequestError`` about ``field``."""
     if len(sources) > MAX_TEXTS:
         raise InvalidParameter(field, f"'{field}' must have at most {MAX_TEXTS} texts, not {len(sources)}.")
-    choices: list[Choice] = []
+    choices: list[GeneratedChoice] = []
     size = services.engine.info.max_num_seqs
     for first in range(0, len(sources), size):
         client_request = ClientRequest(
@@ -55,11 +55,11 @@ async def ask(
     return choices
 
 
-def numbers(choice: Choice) -> Floats:
+def numbers(choice: GeneratedChoice) -> Floats:
     """The embedding or score, as float32."""
     return np.frombuffer(choice.values, dtype="<f4")
 
 
-def num_tokens(choices: Sequence[Choice]) -> int:
+def num_tokens(choices: Sequence[GeneratedChoice]) -> int:
     """Total prompt tokens of all texts."""
     return sum(len(choice.prompt.tokens) for choice in choices)

@@ -5,6 +5,7 @@ A count above its bound fails, and so does one clearly below it: lower the bound
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ BOUNDS = {
     "files that a chat request enters": Bound(40, 14),
     "folders with many loose files": Bound(7, 4),
     "names of several modules": Bound(70, 40),
+    "class names of several modules": Bound(10, 3),
 }
 
 
@@ -86,6 +88,19 @@ def repeated_names() -> Iterator[str]:
     yield from (
         f"{name}: {', '.join(sorted(where))}" for name, where in places.items() if len(where) > 1 and name[0] != "_"
     )
+
+
+def repeated_classes() -> Iterator[str]:
+    """Public classes of one name in several modules.
+
+    Those that are left stand for one thing: what the server tells the engine process is what that tells its executor,
+    a norm is a norm in a vision tower too, and ``octavo.llm`` and ``llm_engine`` have the names of the APIs they offer.
+    """
+    places = defaultdict(list)
+    for path in source_files():
+        for found in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.MULTILINE):
+            places[found].append(str(path.relative_to(ROOT)))
+    yield from (f"{name}: {', '.join(where)}" for name, where in places.items() if len(where) > 1)
 
 
 def entered_files() -> set[str]:
@@ -124,6 +139,7 @@ def counted(what: str) -> tuple[int, list[str]]:
         "files that a chat request enters": entered_files,
         "folders with many loose files": crowded_folders,
         "names of several modules": repeated_names,
+        "class names of several modules": repeated_classes,
     }[what]()
     listed = sorted(found)
     return len(listed), listed

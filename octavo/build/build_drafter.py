@@ -51,7 +51,7 @@ NO_DRAFTER = LoadedDrafter((), 0, lambda _: None)
 """What methods without a drafter have."""
 
 
-class Target(NamedTuple):
+class DraftTarget(NamedTuple):
     """The model that is drafted for."""
 
     loaded: LoadedModel
@@ -113,7 +113,7 @@ def find_drafter(
 
 
 def load_drafter(
-    method: Method | None, config: EngineConfig, target: Target, found: Checkpoint | None
+    method: Method | None, config: EngineConfig, target: DraftTarget, found: Checkpoint | None
 ) -> LoadedDrafter:
     """The drafter that was found. Raises ``ConfigError`` or ``CheckpointError``."""
     if found is None or not isinstance(method, WithDrafter):
@@ -171,7 +171,7 @@ def _form(method: OwnCheckpoint, config: EngineConfig, checkpoint: Checkpoint, d
     return default if quant_method(checkpoint) is None else dataclasses.replace(default, quantization=None)
 
 
-def _head(method: WithDrafter, config: EngineConfig, target: Target, checkpoint: Checkpoint) -> LoadedDrafter:
+def _head(method: WithDrafter, config: EngineConfig, target: DraftTarget, checkpoint: Checkpoint) -> LoadedDrafter:
     form, model = target.form, target.loaded.model
     head: DraftHead
     if isinstance(method, Eagle3):
@@ -187,7 +187,7 @@ def _head(method: WithDrafter, config: EngineConfig, target: Target, checkpoint:
     return LoadedDrafter(head.cache, head.num_bytes, start)
 
 
-def _block(method: DFlash, config: EngineConfig, target: Target, checkpoint: Checkpoint) -> LoadedDrafter:
+def _block(method: DFlash, config: EngineConfig, target: DraftTarget, checkpoint: Checkpoint) -> LoadedDrafter:
     max_len = target.config.max_position_embeddings
     form = _form(method, config, checkpoint, target.form)
     model = DFlashModel(checkpoint.config, checkpoint, form, target.loaded.model, max_len)
@@ -198,7 +198,7 @@ def _block(method: DFlash, config: EngineConfig, target: Target, checkpoint: Che
     return LoadedDrafter(model.cache, model.num_bytes, start)
 
 
-def _model(method: DraftModel, config: EngineConfig, target: Target, checkpoint: Checkpoint) -> LoadedDrafter:
+def _model(method: DraftModel, config: EngineConfig, target: DraftTarget, checkpoint: Checkpoint) -> LoadedDrafter:
     own = read_config(checkpoint.config)
     assert not isinstance(own, EncoderConfig)
     if any(spec.state for spec in own.cache):

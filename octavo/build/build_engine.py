@@ -16,7 +16,7 @@ import torch
 
 from octavo import ops, plugins
 from octavo.backend_settings import WITHOUT_MODEL
-from octavo.build.build_drafter import LoadedDrafter, Target, find_drafter, load_drafter, make_proposer
+from octavo.build.build_drafter import DraftTarget, LoadedDrafter, find_drafter, load_drafter, make_proposer
 from octavo.build.build_encoder import build_encoder
 from octavo.build.build_runner import make_grammars, make_runner
 from octavo.build.build_vision import Vision, connected, load_vision
@@ -45,7 +45,7 @@ from octavo.engine.speculation import Speculation
 from octavo.engine.step_runner import BlockMessages, StepRunner
 from octavo.engine.step_times import logged
 from octavo.errors import ConfigError
-from octavo.models.adapters import Adapters, load_with_adapters
+from octavo.models.adapters import ModelAdapters, load_with_adapters
 from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec, rank_cache
@@ -136,7 +136,7 @@ def build_engine(
     with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
         collective = device_collective(ranks.collective, device)
         loaded, adapters = load_any(config.model, model_config, checkpoint, form, collective)
-        drafting = load_drafter(method, config, Target(loaded, model_config, form), found)
+        drafting = load_drafter(method, config, DraftTarget(loaded, model_config, form), found)
         vision = load_vision(config, path, checkpoint, model_config, form)
         phases.done("weights")
         limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting, vision)
@@ -344,7 +344,7 @@ def model_backend(settings: ModelSettings) -> ModelBackend | None:
 
 def load_any(
     settings: ModelSettings, model: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, collective: Collective
-) -> tuple[LoadedModel, Adapters | None]:
+) -> tuple[LoadedModel, ModelAdapters | None]:
     if (backend := model_backend(settings)) is not None:
         return backend.load_model(model), None
     return load_with_adapters(settings, model, checkpoint, form, collective)
@@ -428,7 +428,7 @@ def make_executor(
     vocab_size: int,
     most: StepLimits,
     pooling: Pooling = LAST_TOKEN,
-    adapters: Adapters | None = None,
+    adapters: ModelAdapters | None = None,
     collective: Collective = SINGLE_RANK,
     drafter: Drafter | None = None,
     verify: Verify | None = None,

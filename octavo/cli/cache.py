@@ -26,7 +26,7 @@ KINDS = {
 """What the folders in the cache folder hold."""
 
 
-class Place(NamedTuple):
+class CacheFolder(NamedTuple):
     """A folder, and what it holds."""
 
     path: Path
@@ -50,19 +50,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _places(config: EngineConfig) -> Iterator[Place]:
+def _places(config: EngineConfig) -> Iterator[CacheFolder]:
     from octavo.weights.local_models import hub_folder
 
     own = cache_dir()
     for folder in sorted(own.iterdir()) if own.is_dir() else ():
         if folder.is_dir():
-            yield Place(folder, KINDS.get(folder.name, "other"))
-    yield Place(hub_folder(config.model), "models of the Hugging Face Hub")
+            yield CacheFolder(folder, KINDS.get(folder.name, "other"))
+    yield CacheFolder(hub_folder(config.model), "models of the Hugging Face Hub")
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache").expanduser()
     if triton.is_dir():
-        yield Place(triton, "compiled kernels for GPUs, of all programs that use Triton")
+        yield CacheFolder(triton, "compiled kernels for GPUs, of all programs that use Triton")
     if config.cache.kv_offload_dir is not None:
-        yield Place(Path(config.cache.kv_offload_dir).expanduser(), "offloaded KV blocks")
+        yield CacheFolder(Path(config.cache.kv_offload_dir).expanduser(), "offloaded KV blocks")
 
 
 def _num_bytes(folder: Path) -> int:

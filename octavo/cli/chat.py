@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from octavo.cli.conversation import Conversation
+from octavo.cli.conversation import ChatHistory
 from octavo.cli.sampling import add_sampling, sampling_values
 from octavo.cli.settings import add_settings, flag_name, from_flags, load_config
 from octavo.cli.terminal import note, table, write
@@ -128,7 +128,7 @@ def converse(partner: Partner, system: str | None) -> None:
     """Read messages and commands from the user and write the answers, until /exit or the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (importing it gives input() line editing and history)
-    conversation = Conversation(system)
+    conversation = ChatHistory(system)
     while (text := _ask()) is not None:
         if text in ("/exit", "/quit"):
             return
@@ -143,7 +143,7 @@ def converse(partner: Partner, system: str | None) -> None:
                 conversation.turns.append({"role": "assistant", "content": answer})
 
 
-def _obey(line: str, conversation: Conversation, partner: Partner) -> None:
+def _obey(line: str, conversation: ChatHistory, partner: Partner) -> None:
     """Execute a command other than /exit."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()

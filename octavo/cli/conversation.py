@@ -13,7 +13,7 @@ ROLES = ("system", "user", "assistant")
 Message = dict[str, Any]
 
 
-class Conversation:
+class ChatHistory:
     """Messages as in the OpenAI API, the system prompt first."""
 
     def __init__(self, system: str | None) -> None:

@@ -17,7 +17,7 @@ OF_SEQUENCE, OF_ALL = 0.97, 0.999
 rate of all sequences, and that to ``PRIOR``; so a sequence without drafts is tried again now and then."""
 
 
-class Counts:
+class DraftCounts:
     """Drafts verified and accepted at each position behind the last token; old ones count less."""
 
     __slots__ = ("accepted", "tried")
@@ -48,8 +48,8 @@ class AcceptanceRates:
 
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
-        self._of_all = Counts(max_drafts)
-        self._of: WeakKeyDictionary[Sequence, Counts] = WeakKeyDictionary()
+        self._of_all = DraftCounts(max_drafts)
+        self._of: WeakKeyDictionary[Sequence, DraftCounts] = WeakKeyDictionary()
 
     def fade(self) -> None:
         """One more step has ended: what is known of all sequences counts a little less."""
@@ -59,7 +59,7 @@ class AcceptanceRates:
         """Record a step of ``seq``, with or without drafts."""
         own = self._of.get(seq)
         if own is None:
-            own = self._of[seq] = Counts(self._max_drafts)
+            own = self._of[seq] = DraftCounts(self._max_drafts)
         own.forget(OF_SEQUENCE)
         if num_drafts:
             own.add(num_drafts, num_accepted)

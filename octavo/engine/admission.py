@@ -20,7 +20,7 @@ OVERTAKEN = 0.1
 """Tokens of shorter prompts that a prompt lets go before it, as a share of its own tokens."""
 
 
-class Admission:
+class SequenceAdmission:
     """The part of the scheduler that decides which sequences run; the state is the scheduler's."""
 
     cache: KVCache

@@ -86,7 +86,7 @@ class BeamSearchSequence:
         return float(self.cum_logprob / max(length, 1) ** length_penalty)
 
 
-class Search:
+class BeamSearch:
     """The beams of one prompt."""
 
     def __init__(self, prompt: list[int], eos_token_ids: Collection[int], params: BeamSearchParams) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.engine.step_encoder import NOT_NUMBERS
-from octavo.steps.messages import Encode, Executor, Text
+from octavo.steps.messages import Encode, EncoderText, Executor
 from octavo.types import Masks, Plan, Sampled, Scheduled, Task
 
 
@@ -38,13 +38,13 @@ class EncoderRunner:
 
     def warm_up(self) -> None:
         """Compute a dummy text, so that no request waits for kernel compilation."""
-        self._executor.send(Encode([Text([0, 0])])).wait()
+        self._executor.send(Encode([EncoderText([0, 0])])).wait()
 
     def compute(self, plan: Plan) -> list[Sampled]:
         """The results of a plan."""
         live = [item for item in plan if not item.is_stale]
         assert all(item.start == 0 and item.samples for item in live), "an encoder got a part of a text"
-        texts = [Text(item.seq.request.prompt_tokens, item.seq.request.second_start) for item in live]
+        texts = [EncoderText(item.seq.request.prompt_tokens, item.seq.request.second_start) for item in live]
         values = iter(self._executor.send(Encode(texts)).wait() if texts else [])
         return [Sampled([]) if item.is_stale else self._sampled(item, next(values)) for item in plan]
 

@@ -9,7 +9,7 @@ from typing import Any
 from octavo.cache.cache_view import view_of
 from octavo.cache.kv_events import KVEvent
 from octavo.engine.logits_processors import Processors, make_processors
-from octavo.engine.protocols import Adapters, Grammars, Pending, Runner, Sleeper
+from octavo.engine.protocols import Adapters, Grammars, Runner, Sleeper, SubmittedStep
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.spare_time import SpareTime
 from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter, ModelNotFound, RunnerError
@@ -65,7 +65,7 @@ class Engine:
         self.sleeper = sleeper
         """``None`` if the device's memory cannot be freed while the engine lives."""
         self.depth = depth
-        self.in_flight: deque[tuple[Plan, Pending]] = deque()
+        self.in_flight: deque[tuple[Plan, SubmittedStep]] = deque()
         self.last_plan: Plan = []
         """What the last step computed; empty if it failed."""
         self.spare_time = SpareTime()

@@ -17,8 +17,8 @@ from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, tune_kernels
 from octavo.engine.step_runner import StepRunner
 from octavo.steps.messages import Compile, Reply
 from octavo.steps.shapes import (
-    Kind,
-    Sizes,
+    PlanSizes,
+    StepKind,
     StepShape,
     early_shapes,
     first_extra_shapes,
@@ -103,7 +103,7 @@ class GraphChoice:
     def __contains__(self, shape: StepShape) -> bool:
         return shape in self._captured
 
-    def choose(self, sizes: Sizes, kind: Kind) -> tuple[StepShape, bool]:
+    def choose(self, sizes: PlanSizes, kind: StepKind) -> tuple[StepShape, bool]:
         """The padded shape of the next step, and whether it runs through a graph; see ``ChooseShape``."""
         if kind.has_extras:
             self._has_extra_kernels.wait()

@@ -16,7 +16,7 @@ OnLost = Callable[[int], None]
 """Called when another process that computes for an engine ends, with its exit status."""
 
 
-class Pending(Protocol):
+class SubmittedStep(Protocol):
     """A submitted step."""
 
     @property
@@ -32,7 +32,7 @@ class Pending(Protocol):
 class Runner(Protocol):
     """Computes plans."""
 
-    def submit(self, plan: Plan) -> Pending:
+    def submit(self, plan: Plan) -> SubmittedStep:
         """Start computing ``plan``; never wait for the device."""
         ...
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
-from octavo.engine.admission import Admission, may_share
+from octavo.engine.admission import SequenceAdmission, may_share
 from octavo.engine.gauges import snapshot
 from octavo.engine.outcomes import apply_result, error_output
 from octavo.engine.policies import make_policy
@@ -30,7 +30,7 @@ RUNNING = Status.RUNNING
 DEFAULTS = SchedulerSettings()
 
 
-class Scheduler(Admission):
+class Scheduler(SequenceAdmission):
     """Divides the token budget and the blocks among the sequences.
 
     The rules:

@@ -16,7 +16,7 @@ import numpy as np
 
 from octavo.config import SchedulerSettings
 from octavo.engine.policies.policy import Policy
-from octavo.engine.step_model import Array, Load, StepModel, load_of
+from octavo.engine.step_model import Array, StepLoad, StepModel, load_of
 from octavo.steps.shapes import MIXED_ROWS, NO_DRAFTER
 from octavo.types import Plan
 
@@ -132,7 +132,7 @@ class StepBudget:
         if not self.model.is_ready:
             return 0.0
         drafts = max(0, self._num_proposed)
-        return self.model.seconds(Load(num_decoding, num_decoding, self._decode_context, num_proposed=drafts))
+        return self.model.seconds(StepLoad(num_decoding, num_decoding, self._decode_context, num_proposed=drafts))
 
     def _cheapest(self, curve: Array, num_running: int, num_decoding: int, num_pending: int) -> int:
         """The budget with the least cost of a prompt token, by the predicted seconds at each knot; or one to try."""
@@ -180,7 +180,7 @@ class StepBudget:
         limit = MARGIN * min([self.max_itl, *self.waiting.targets()])
         if num_running == 0 or limit == inf:
             return True
-        return self.model.seconds(Load(num_running + 1, num_running + 1, self._context)) <= limit
+        return self.model.seconds(StepLoad(num_running + 1, num_running + 1, self._context)) <= limit
 
     def learn(self, plan: Plan, num_tokens: int, seconds: float) -> None:
         """Record that a step over ``plan``, of ``num_tokens`` in total, took ``seconds``."""
@@ -198,7 +198,7 @@ class StepBudget:
             self._position = max([item.start + len(item.tokens) for item in plan if len(item.tokens) > 1])
         self.model.learn(load, seconds)
 
-    def _learn_prompts(self, plan: Plan, load: Load, seconds: float) -> None:
+    def _learn_prompts(self, plan: Plan, load: StepLoad, seconds: float) -> None:
         """Learn what a prompt token costs, from a step with prompts over ``plan``. Drafts are none."""
         num_decoding = sum([len(item.tokens) == 1 for item in plan])
         num_tokens = load.rows - load.num_verified - num_decoding

@@ -28,7 +28,7 @@ from octavo.steps.messages import (
     TokenLists,
 )
 from octavo.steps.reports import HEAD, as_rows
-from octavo.steps.shapes import LONG_SEQS, NO_DRAFTER, ChooseShape, Kind, Sizes, StepShape
+from octavo.steps.shapes import LONG_SEQS, NO_DRAFTER, ChooseShape, PlanSizes, StepKind, StepShape
 from octavo.types import Masks, Plan, Sampled, Scheduled, Sequence, TokenLogprobs
 
 NOT_NUMBERS = "the model's logits are not finite numbers"
@@ -98,12 +98,12 @@ class StepEncoder:
         if self.has_drafter:  # a step that verifies drafts makes as many: there are no graphs of steps that do not
             num_proposed = max([max(item.num_proposed, len(item.drafts) or NO_DRAFTER) for item in plan])
         runs_drafter = num_proposed != NO_DRAFTER
-        kind = Kind(has_extras, self._uses_lora(plan, has_extras), runs_drafter, max(0, num_proposed))
+        kind = StepKind(has_extras, self._uses_lora(plan, has_extras), runs_drafter, max(0, num_proposed))
         is_plain = not needs & (Needs.MASKS | Needs.ROWS)
         longest = 0
         if len(plan) <= LONG_SEQS:
             longest = max([item.settled_start + count for item, count in zip(plan, counts, strict=True)], default=0)
-        sizes = Sizes(sum(counts), len(plan), max(counts, default=1), total, is_plain, longest)
+        sizes = PlanSizes(sum(counts), len(plan), max(counts, default=1), total, is_plain, longest)
         shape, uses_graph = self.choose_shape(sizes, kind)
         embedding_slots = _embedding_slots(plan, counts)
         if embedding_slots is not None:

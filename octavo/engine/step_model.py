@@ -25,7 +25,7 @@ ROW_UNIT = 256
 """The unit of rows, in which coefficients are of the order of a step's time."""
 
 
-class Linear(NamedTuple):
+class LinearTerms(NamedTuple):
     """The linear terms of a step's time: quantities, or the seconds of one of each."""
 
     steps: float
@@ -39,12 +39,12 @@ class Linear(NamedTuple):
     pairs: float
 
 
-UNITS: Array = np.array(Linear(1, 1, 16, 1 << 12, 8, 256, 1 << 16, 1 << 22), np.float64)
+UNITS: Array = np.array(LinearTerms(1, 1, 16, 1 << 12, 8, 256, 1 << 16, 1 << 22), np.float64)
 """In these, coefficients are of the order of a step's time; those of a drafter's work are larger, since before it has
 rested nothing but the size of a coefficient says which part of a step's time is the drafter's."""
 
 
-class Load(NamedTuple):
+class StepLoad(NamedTuple):
     """Quantities that determine the duration of a step."""
 
     rows: int
@@ -64,18 +64,18 @@ class Load(NamedTuple):
     """Drafts among the rows: each has logits, and they make for more padding."""
 
     @property
-    def without_drafter(self) -> Load:
+    def without_drafter(self) -> StepLoad:
         """The same step if the drafter rests."""
         return self._replace(drafted_rows=0, num_proposed=0)
 
     @property
-    def linear(self) -> Linear:
+    def linear(self) -> LinearTerms:
         """The quantities that a step's time is linear in."""
         drafter = self.drafted_rows, self.num_proposed
-        return Linear(1, self.has_prompt, self.sequences, *drafter, self.num_verified, self.context, self.pairs)
+        return LinearTerms(1, self.has_prompt, self.sequences, *drafter, self.num_verified, self.context, self.pairs)
 
 
-def load_of(plan: Plan) -> Load:
+def load_of(plan: Plan) -> StepLoad:
     """The load of ``plan``."""
     chunks = [item for item in plan if len(item.tokens) > 1]
     num_verified = sum([len(item.drafts) for item in plan])
@@ -86,7 +86,7 @@ def load_of(plan: Plan) -> Load:
         pairs += count * (item.start + count / 2)
     num_proposed = max([item.num_proposed for item in plan], default=NO_DRAFTER)
     drafter = (0, 0) if num_proposed == NO_DRAFTER else (rows, num_proposed)
-    return Load(rows, len(plan), sum([item.start for item in plan]), bool(chunks), pairs, *drafter, num_verified)
+    return StepLoad(rows, len(plan), sum([item.start for item in plan]), bool(chunks), pairs, *drafter, num_verified)
 
 
 class StepModel:
@@ -115,7 +115,7 @@ class StepModel:
         """Whether enough steps were seen to use the model."""
         return self._num_seen > LEAST_SEEN
 
-    def _features(self, load: Load) -> Array:
+    def _features(self, load: StepLoad) -> Array:
         by_row = np.clip(load.rows - self.knots[:-1], 0, self._widths) * self._scales
         return np.concatenate((np.array(load.linear, np.float64) / UNITS, by_row))
 
@@ -124,16 +124,16 @@ class StepModel:
         slopes = np.maximum(self._fit[len(UNITS) :], 0)
         return np.concatenate(([0.0], np.cumsum(slopes * self._widths * self._scales)))
 
-    def _seconds_each(self) -> Linear:
+    def _seconds_each(self) -> LinearTerms:
         """Seconds of one of each linear term; only a step itself may take less than none."""
         steps, *others = (self._fit[: len(UNITS)] / UNITS).tolist()
-        return Linear(steps, *[max(0.0, seconds) for seconds in others])
+        return LinearTerms(steps, *[max(0.0, seconds) for seconds in others])
 
-    def _beside_rows(self, load: Load) -> float:
+    def _beside_rows(self, load: StepLoad) -> float:
         """Seconds of everything but the rows."""
         return sum([seconds * number for seconds, number in zip(self._seconds_each(), load.linear, strict=True)])
 
-    def seconds(self, load: Load) -> float:
+    def seconds(self, load: StepLoad) -> float:
         """Predicted seconds of a step."""
         return max(0.0, float(np.interp(load.rows, self.knots, self._at_knots())) + self._beside_rows(load))
 
@@ -148,11 +148,11 @@ class StepModel:
         each = self._seconds_each()
         pairs = np.maximum(0, self.knots - sequences) * position
         drafted = self.knots if num_proposed != NO_DRAFTER else np.zeros_like(self.knots)
-        fixed = self._beside_rows(Load(0, sequences, context, True, num_proposed=max(0, num_proposed)))
+        fixed = self._beside_rows(StepLoad(0, sequences, context, True, num_proposed=max(0, num_proposed)))
         by_knot: Array = each.pairs * pairs + each.drafted_rows * drafted
         return self._at_knots() + fixed + by_knot
 
-    def learn(self, load: Load, seconds: float) -> None:
+    def learn(self, load: StepLoad, seconds: float) -> None:
         """Update the model: a step took ``seconds``, which is ignored unless it is positive."""
         if seconds <= 0:
             return

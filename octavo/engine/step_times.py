@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from octavo.engine.protocols import Pending, Runner
+from octavo.engine.protocols import Runner, SubmittedStep
 from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Plan, Sampled
 
@@ -116,7 +116,7 @@ class TimedStep:
 
     __slots__ = ("pending", "runner", "since", "work")
 
-    def __init__(self, runner: TimedRunner, work: StepWork, since: float | None, pending: Pending) -> None:
+    def __init__(self, runner: TimedRunner, work: StepWork, since: float | None, pending: SubmittedStep) -> None:
         self.runner = runner
         self.work = work
         self.since = since

@@ -45,7 +45,7 @@ class SuffixProposer:
 
     def __init__(self, settings: Suffix) -> None:
         self.settings = settings
-        self.earlier = Answers(settings.suffix_decoding_max_cached_requests)
+        self.earlier = RecentAnswers(settings.suffix_decoding_max_cached_requests)
         self.rates = HitRates()
         self._own: WeakKeyDictionary[Sequence, MatchChains] = WeakKeyDictionary()
 
@@ -127,7 +127,7 @@ class SuffixProposer:
         self.earlier.add(answer, seq.request.cache_salt)
 
 
-class Answers:
+class RecentAnswers:
     """The last answers, in bounded memory."""
 
     def __init__(self, most: int, most_tokens: int = MOST_SHARED_TOKENS) -> None:

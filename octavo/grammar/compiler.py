@@ -36,7 +36,7 @@ PAUSE = 4.0
 """A grammar that timed out is not retried for this many times the time it took."""
 
 
-class Refused(Exception):
+class GrammarRefused(Exception):
     """A grammar that cannot be used; the message continues after a field's name, as in "uses 'not'"."""
 
 
@@ -112,7 +112,7 @@ class GrammarCompiler:
         """Start a process in a thread, so that the first grammar finds one that is ready."""
 
         def start() -> None:
-            with contextlib.suppress(Refused, Unavailable):
+            with contextlib.suppress(GrammarRefused, Unavailable):
                 self._give_back(self._taken())
 
         threading.Thread(target=start, name="grammar process", daemon=True).start()
@@ -120,15 +120,16 @@ class GrammarCompiler:
     async def compile(self, text: str, tenant: str = "") -> Compiled:
         """The normalised grammar for the engine.
 
-        Raises ``Refused``, or ``QueueFull`` when too many grammars of the tenant wait; cancellation stops the work.
+        Raises ``GrammarRefused``, or ``QueueFull`` when too many grammars of the tenant wait. Cancellation stops the
+        work.
         """
         if len(text) > MAX_GRAMMAR_BYTES:
-            raise Refused(f"is larger than {MAX_GRAMMAR_BYTES} bytes, the most that is accepted")
+            raise GrammarRefused(f"is larger than {MAX_GRAMMAR_BYTES} bytes, the most that is accepted")
         verdict = await self._verdict(text, tenant)
         if verdict.form is None and f'"{WEAKENS}":' in text and len(parts_of(text)) > 1:
             verdict = await self._weakened(text, tenant, verdict)
         if verdict.form is None:
-            raise Refused(verdict.reason)
+            raise GrammarRefused(verdict.reason)
         return Compiled(verdict.form, weakened_in(verdict.form))
 
     async def _weakened(self, text: str, tenant: str, verdict: Verdict) -> Verdict:
@@ -154,7 +155,7 @@ class GrammarCompiler:
         return changed
 
     async def _verdict(self, text: str, tenant: str) -> Verdict:
-        """The verdict on ``text``, known or new. Raises ``Refused`` without one."""
+        """The verdict on ``text``, known or new. Raises ``GrammarRefused`` without one."""
         verdict = self._known(text)
         if verdict is not None:
             return verdict
@@ -270,7 +271,7 @@ class GrammarCompiler:
         return Verdict(answer) if kind == RENDERED else Verdict(None, answer)
 
     def _taken(self) -> ChildProcess:
-        """An idle process, or a new one. Raises ``Refused`` or ``Unavailable``: the grammar is not the cause."""
+        """An idle process, or a new one. Raises ``GrammarRefused`` or ``Unavailable``: the grammar is not the cause."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -282,7 +283,7 @@ class GrammarCompiler:
         try:
             process = ChildProcess(WORKER, settings, tokens)
         except ChildLost as error:
-            raise Refused(f"cannot be used: {error}") from None
+            raise GrammarRefused(f"cannot be used: {error}") from None
         with self._lock:
             self._processes.append(process)
         return process

@@ -29,7 +29,7 @@ MAX_GRAMMAR_BYTES = 1 << 20
 TEXT = r"/(.|\n)*/"
 
 
-class Form(NamedTuple):
+class GrammarSource(NamedTuple):
     """A grammar that can be a part of a larger one."""
 
     start: str
@@ -104,9 +104,9 @@ def grammar(text: Any) -> Part:
     return {"gbnf": text}
 
 
-def just(part: Part) -> Form:
+def just(part: Part) -> GrammarSource:
     """The grammar of one part."""
-    return Form("@body", parts={"body": part})
+    return GrammarSource("@body", parts={"body": part})
 
 
 class Tag(NamedTuple):
@@ -117,7 +117,7 @@ class Tag(NamedTuple):
     end: str
 
 
-def structural_tags(tags: Sequence[Tag], triggers: Sequence[str]) -> Form:
+def structural_tags(tags: Sequence[Tag], triggers: Sequence[str]) -> GrammarSource:
     """Free text in which each occurrence of one of ``triggers`` must begin one of ``tags``.
 
     Raises ``FormError`` for a tag that begins with no trigger or several, and for a trigger with which no tag begins.
@@ -139,7 +139,7 @@ def structural_tags(tags: Sequence[Tag], triggers: Sequence[str]) -> Form:
     )
     for i, (trigger, bodies) in enumerate(starts.items()):
         rules += f"open{i}[lazy]: TEXT {literal(trigger)}\ntag{i}: open{i} ({' | '.join(bodies)})\n"
-    return Form("tagged", rules, {f"s{index}": tag.part for index, tag in enumerate(tags)})
+    return GrammarSource("tagged", rules, {f"s{index}": tag.part for index, tag in enumerate(tags)})
 
 
 def literal(text: str) -> str:
@@ -147,7 +147,7 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def grammar_text(form: Form | Part) -> str:
+def grammar_text(form: GrammarSource | Part) -> str:
     """The text of a form's or a single part's grammar."""
     if isinstance(form, dict):
         return text_of([form])

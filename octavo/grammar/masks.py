@@ -40,7 +40,7 @@ TOO_SLOW = "computing what the grammar allows takes too long"
 
 
 @dataclass(eq=False, slots=True)
-class Progress:
+class MatcherProgress:
     """Matcher state of one sequence. It only advances: sampled tokens are never rolled back."""
 
     matcher: LLMatcher
@@ -56,7 +56,7 @@ class Task:
     """The masks that one item of a plan needs."""
 
     sequence_id: int
-    progress: Progress
+    progress: MatcherProgress
     tokens: Sequence[int | None]
     """Tokens since the last mask."""
     drafts: tuple[int, ...]
@@ -133,14 +133,14 @@ class MatcherMasks:
 
     # ---- before a request is scheduled
 
-    def prepare(self, request: Request) -> Future[Progress]:
+    def prepare(self, request: Request) -> Future[MatcherProgress]:
         """Start compiling the grammar of ``request``. The future may raise ``GrammarError``."""
         assert request.params.grammar is not None
         is_eager = time.monotonic() < self._eager_until
         threads = self._eagerly_compiling if is_eager else self._compiling
         return threads.submit(self._compile, request.params.grammar)
 
-    def _compile(self, text: str) -> Progress:
+    def _compile(self, text: str) -> MatcherProgress:
         with self._keeping:
             matcher = self._kept.get(text)
         if matcher is None:
@@ -150,7 +150,7 @@ class MatcherMasks:
             self._kept.move_to_end(text)
             while len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_KEPT_BYTES:
                 self._kept.popitem(last=False)
-            return Progress(matcher.deep_copy())
+            return MatcherProgress(matcher.deep_copy())
 
     # ---- in a step
 

@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from octavo.errors import CANCELLATIONS
-from octavo.images.resizing import RULES, Refused
+from octavo.images.resizing import RULES, ImageRefused
 from octavo.system.child_worker import FAILED, LENGTH, REFUSED, RENDERED, ChildWorker, described, start
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -28,7 +28,7 @@ warnings.simplefilter("ignore")
 
 
 def opened(data: bytes, most_pixels: int) -> Image.Image:
-    """The image of which only the header is read. Raises ``Refused``."""
+    """The image of which only the header is read. Raises ``ImageRefused``."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
@@ -37,16 +37,18 @@ def opened(data: bytes, most_pixels: int) -> Image.Image:
     except CANCELLATIONS:
         raise
     except BaseException as error:  # whatever a damaged header makes Pillow raise
-        raise Refused(f"is not a PNG, JPEG, WebP, GIF or BMP image that can be read ({type(error).__name__})") from None
+        raise ImageRefused(
+            f"is not a PNG, JPEG, WebP, GIF or BMP image that can be read ({type(error).__name__})"
+        ) from None
     if width * height > most_pixels:
-        raise Refused(f"has {width} x {height} pixels; at most {most_pixels} are allowed")
+        raise ImageRefused(f"has {width} x {height} pixels; at most {most_pixels} are allowed")
     if width < 1 or height < 1:
-        raise Refused("has no pixels")
+        raise ImageRefused("has no pixels")
     return image
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """The first frame, upright, in RGB of 8 bits; what is transparent is white. Raises ``Refused``."""
+    """The first frame, upright, in RGB of 8 bits; what is transparent is white. Raises ``ImageRefused``."""
     try:
         image.load()
         turned = ImageOps.exif_transpose(image)
@@ -64,13 +66,13 @@ def as_rgb(image: Image.Image) -> Image.Image:
     except CANCELLATIONS:
         raise
     except BaseException as error:  # whatever a damaged file makes Pillow raise
-        raise Refused(f"is damaged and cannot be decoded ({type(error).__name__})") from None
+        raise ImageRefused(f"is damaged and cannot be decoded ({type(error).__name__})") from None
 
 
 def prepared(data: bytes, settings: dict[str, Any]) -> tuple[tuple[int, int, int], tuple[int, ...], bytes]:
     """Tiles, rows and columns of the resized image, details for the tower, and the pixels, uint8 RGB.
 
-    ``settings`` are those of ``ImageProcessor``. Raises ``Refused``.
+    ``settings`` are those of ``ImageProcessor``. Raises ``ImageRefused``.
     """
     image = as_rgb(opened(data, settings["most_pixels"]))
     rows, columns = RULES[settings["rule"]](image.height, image.width, settings)
@@ -84,7 +86,7 @@ def serve(question: bytes) -> tuple[bytes, bytes]:
     settings = json.loads(question[LENGTH.size : LENGTH.size + size])
     try:
         shape, details, pixels = prepared(question[LENGTH.size + size :], settings)
-    except Refused as refused:
+    except ImageRefused as refused:
         return REFUSED, str(refused).encode()
     except MemoryError:
         raise

@@ -12,7 +12,7 @@ MOST_RATIO = 200
 """Of the sides of an image."""
 
 
-class Refused(ValueError):
+class ImageRefused(ValueError):
     """An image that cannot be prepared. The message is for the client."""
 
 
@@ -24,7 +24,7 @@ def by_area(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) > MOST_RATIO * min(height, width):
-        raise Refused(f"is {width} x {height} pixels: one side is more than {MOST_RATIO} times the other")
+        raise ImageRefused(f"is {width} x {height} pixels: one side is more than {MOST_RATIO} times the other")
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > most:
         shrink = math.sqrt(height * width / most)

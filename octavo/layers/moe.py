@@ -17,7 +17,7 @@ from octavo.ops.linear import Activation
 from octavo.ops.moe import Routing
 
 
-class Router:
+class ExpertRouter:
     """Normalises rows, if there is a norm, and selects experts for them and how much each counts; see ``ops.route``."""
 
     def __init__(self, norm: Norm | None, weight_XD: Tensor, routing: Routing) -> None:
@@ -62,7 +62,7 @@ class MoE:
 
     def __init__(
         self,
-        router: Router,
+        router: ExpertRouter,
         experts: Mixture,
         shared: SharedExpert | None = None,
         collective: Collective = SINGLE_RANK,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from octavo.engine.beam_search import BeamSearchParams, BeamSearchSequence, Search
+from octavo.engine.beam_search import BeamSearch, BeamSearchParams, BeamSearchSequence
 from octavo.errors import RequestFailed
 from octavo.llm.live_requests import LiveRequests
 from octavo.llm.outputs import Logprob
@@ -32,7 +32,7 @@ def search_beams(
 
     Raises ``RequestFailed`` if the engine fails on a beam.
     """
-    searches = [Search(prompt.tokens, prompt.eos_token_ids, params) for prompt in prompts]
+    searches = [BeamSearch(prompt.tokens, prompt.eos_token_ids, params) for prompt in prompts]
     for _ in range(params.max_tokens):
         if not (unfinished := [search for search in searches if search.beams]):
             break

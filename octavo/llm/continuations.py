@@ -89,7 +89,7 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """A prompt with its continuations."""
 
     id: str

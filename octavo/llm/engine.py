@@ -11,7 +11,7 @@ from typing import Any
 from octavo.config import DEFAULT_MODEL
 from octavo.errors import InvalidParameter
 from octavo.llm.adapters import adapters_of, chosen
-from octavo.llm.continuations import Job
+from octavo.llm.continuations import GenerationJob
 from octavo.llm.engine_metrics import EngineMetrics, Recorder
 from octavo.llm.live_requests import LiveRequests, Unfinished
 from octavo.llm.loading import build, settle
@@ -68,9 +68,9 @@ class Engine:
         engine, self.info = build(self.config)
         self._requests = LiveRequests(engine, self.tokenizer, self.config.model.seed)
         self._ids = itertools.count()
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, GenerationJob] = {}
         """Unfinished requests."""
-        self._owners: dict[int, Job] = {}
+        self._owners: dict[int, GenerationJob] = {}
         """The same, by the engine's request id of each continuation."""
         self._recorder = Recorder()
         self.completed: dict[str, RequestOutput] = {}
@@ -195,7 +195,7 @@ class Engine:
             if (job := self._owners.get(item.seq.id)) is not None
         ]
 
-    def _end(self, job: Job) -> RequestOutput:
+    def _end(self, job: GenerationJob) -> RequestOutput:
         """Move a finished job to ``completed``."""
         del self._jobs[job.id]
         for continuation in job.continuations:

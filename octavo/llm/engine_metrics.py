@@ -60,7 +60,7 @@ class EngineMetrics:
     max_kv_cache_fragmentation: float
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """What is recorded of a step."""
 
     seconds: float
@@ -76,7 +76,7 @@ class Recorder:
         self.num_submitted = 0
         self._num_ended: dict[str, int] = {}
         self._requests: deque[RequestMetrics] = deque(maxlen=WINDOW)
-        self._steps: deque[Step] = deque(maxlen=WINDOW)
+        self._steps: deque[RecordedStep] = deque(maxlen=WINDOW)
         self._started_at = 0.0
         self._ended_at = 0.0
 
@@ -89,7 +89,7 @@ class Recorder:
         self._ended_at = time.monotonic()
         usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
         fragmentation = stats.num_empty_slots / (stats.num_used_blocks * block_size) if stats.num_used_blocks else 0.0
-        self._steps.append(Step(stats.step_seconds, batch_size, usage, fragmentation))
+        self._steps.append(RecordedStep(stats.step_seconds, batch_size, usage, fragmentation))
 
     def note_ended(self, reasons: Collection[FinishReason | None], metrics: RequestMetrics) -> None:
         """Record a request whose continuations ended for ``reasons``."""
@@ -101,7 +101,7 @@ class Recorder:
     def metrics(self, stats: EngineStats) -> EngineMetrics:
         """The metrics as of now; ``stats`` are the engine's."""
         elapsed = max(self._ended_at - self._started_at, 0.0)
-        steps = np.array(self._steps or [Step(0.0, 0, 0.0, 0.0)], dtype=np.float64)
+        steps = np.array(self._steps or [RecordedStep(0.0, 0, 0.0, 0.0)], dtype=np.float64)
         means, peaks = steps.mean(axis=0).tolist(), steps.max(axis=0).tolist()
         num_completed = self._num_ended.get("completed", 0)
         return EngineMetrics(

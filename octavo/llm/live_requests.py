@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from octavo.engine.engine import Engine
 from octavo.errors import Unavailable
 from octavo.llm.adapters import BASE, Adapter
-from octavo.llm.continuations import Continuation, Job
+from octavo.llm.continuations import Continuation, GenerationJob
 from octavo.llm.interrupts import interrupts_held_back
 from octavo.llm.outputs import CompletionOutput
-from octavo.llm.prompts import READ, Checked, Text
+from octavo.llm.prompts import READ, Checked, TokenizedText
 from octavo.sampling_params import choice_key
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import Request, Task
@@ -58,7 +58,7 @@ class LiveRequests:
                 engine.close()
             self._live.clear()
 
-    def make(self, job_id: str, prompt: Checked, priority: int = 0, adapter: Adapter = BASE) -> Job:
+    def make(self, job_id: str, prompt: Checked, priority: int = 0, adapter: Adapter = BASE) -> GenerationJob:
         """The ``n`` continuations of a prompt, not yet submitted."""
         params = prompt.params
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
@@ -81,15 +81,15 @@ class LiveRequests:
             for index in range(params.n)
         ]
         continuations = [Continuation(index, request, self._tokenizer) for index, request in enumerate(requests)]
-        return Job(job_id, prompt.text, continuations)
+        return GenerationJob(job_id, prompt.text, continuations)
 
-    def make_reading(self, text: Text, task: Task) -> Job:
+    def make_reading(self, text: TokenizedText, task: Task) -> GenerationJob:
         """A text to embed or score, not yet submitted."""
         number, arrival = next(self._ids), time.monotonic()
         request = Request(number, text.tokens, READ, 0, arrival=arrival, task=task, second_start=text.second_start)
-        return Job("", None, [Continuation(0, request, self._tokenizer)])
+        return GenerationJob("", None, [Continuation(0, request, self._tokenizer)])
 
-    def submit(self, job: Job, unfinished: Unfinished) -> None:
+    def submit(self, job: GenerationJob, unfinished: Unfinished) -> None:
         """Give the engine the continuations of ``job``, or none of them. Raises ``RequestError``."""
         with self._lock:
             try:
@@ -101,7 +101,7 @@ class LiveRequests:
                 self.abort(job)
                 raise
 
-    def abort(self, job: Job) -> None:
+    def abort(self, job: GenerationJob) -> None:
         """End the unfinished continuations of ``job``, without further output."""
         with self._lock:
             for continuation in job.continuations:
@@ -109,7 +109,7 @@ class LiveRequests:
                     self.engine.abort(continuation.request.id)
 
     @contextlib.contextmanager
-    def submitted(self, jobs: Sequence[Job]) -> Iterator[Unfinished]:
+    def submitted(self, jobs: Sequence[GenerationJob]) -> Iterator[Unfinished]:
         """Submit ``jobs`` to the engine; abort those that are unfinished at the end of the block."""
         unfinished = Unfinished()
         try:

@@ -20,7 +20,7 @@ from octavo.errors import RequestFailed, Unavailable
 from octavo.images.preparer import preparer_of
 from octavo.llm.adapters import adapters_of, chosen
 from octavo.llm.beam_search import BeamSearchOutput, search_beams
-from octavo.llm.continuations import Job
+from octavo.llm.continuations import GenerationJob
 from octavo.llm.image_inputs import image_in
 from octavo.llm.live_requests import LiveRequests
 from octavo.llm.loading import build, settle
@@ -36,7 +36,7 @@ from octavo.llm.prompts import (
     Checked,
     Params,
     Prompt,
-    Text,
+    TokenizedText,
     check_all,
     check_grammars,
     check_pairs,
@@ -262,7 +262,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _read(self, task: Task, texts: Sequence[Text], use_progress: bool) -> list[Floats]:
+    def _read(self, task: Task, texts: Sequence[TokenizedText], use_progress: bool) -> list[Floats]:
         """The embedding or score of each text, float32. Raises ``InvalidParameter`` or ``RequestFailed``."""
         check_task(task, self.info)
         jobs = [self._requests.make_reading(text, task) for text in texts]
@@ -273,19 +273,19 @@ class LLM:
                 raise RequestFailed(answer.output().error or "The engine gave no answer.")
         return [np.frombuffer(answer.values or b"", dtype="<f4") for answer in answers]
 
-    def _run(self, jobs: Sequence[Job], use_progress: bool) -> None:
+    def _run(self, jobs: Sequence[GenerationJob], use_progress: bool) -> None:
         """Run the engine until all jobs are finished."""
         with self._requests.submitted(jobs) as unfinished, _progress_bar(unfinished.count, use_progress) as advance:
             while left := unfinished.count:
                 self._requests.step(unfinished)
                 advance(left - unfinished.count)
 
-    def _jobs(self, prompts: Sequence[Checked], adapter: str | None) -> list[Job]:
+    def _jobs(self, prompts: Sequence[Checked], adapter: str | None) -> list[GenerationJob]:
         used = chosen(adapter, self._adapters)
         check_grammars(prompts, self.engine.grammars)
         return [self._requests.make(str(next(self._job_ids)), prompt, adapter=used) for prompt in prompts]
 
-    def _pieces(self, job: Job) -> Generator[CompletionOutput, None, None]:
+    def _pieces(self, job: GenerationJob) -> Generator[CompletionOutput, None, None]:
         unfinished = list(job.continuations)
         with self._requests.submitted([job]) as call:
             while unfinished:

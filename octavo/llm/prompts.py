@@ -106,29 +106,31 @@ def check_grammars(prompts: Sequence[Checked], grammars: Grammars) -> None:
             raise InvalidParameter("grammar", f"'grammar' {str(error).rstrip('.')}.") from None
 
 
-class Text(NamedTuple):
+class TokenizedText(NamedTuple):
     """Tokens of a text, or of a pair whose second text begins at ``second_start``, to embed or score."""
 
     tokens: list[int]
     second_start: int | None = None
 
 
-def check_texts(prompts: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> list[Text]:
+def check_texts(prompts: Any, tokenizer: Tokenizer | None, info: EngineInfo) -> list[TokenizedText]:
     """Validate every text; raise ``RequestError`` with the index of the first invalid one."""
     items = _as_list(prompts)
     names = ["prompt"] if len(items) == 1 else [f"prompts[{place}]" for place in range(len(items))]
     encoded = [_encode(item, name, tokenizer, info.vocab_size)[1] for item, name in zip(items, names, strict=True)]
-    return [_fitting(Text(tokens), name, info) for tokens, name in zip(encoded, names, strict=True)]
+    return [_fitting(TokenizedText(tokens), name, info) for tokens, name in zip(encoded, names, strict=True)]
 
 
-def check_pairs(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer | None, info: EngineInfo) -> list[Text]:
+def check_pairs(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer | None, info: EngineInfo) -> list[TokenizedText]:
     """Encode every pair of texts as one sequence; raise ``RequestError`` for the first invalid one."""
     if tokenizer is None:
         raise InvalidParameter("text_1", "The model has no tokenizer, so texts cannot be scored.")
-    return [_fitting(Text(*tokenizer.encode_pair(*pair)), f"text_2[{i}]", info) for i, pair in enumerate(pairs)]
+    return [
+        _fitting(TokenizedText(*tokenizer.encode_pair(*pair)), f"text_2[{i}]", info) for i, pair in enumerate(pairs)
+    ]
 
 
-def _fitting(text: Text, name: str, info: EngineInfo) -> Text:
+def _fitting(text: TokenizedText, name: str, info: EngineInfo) -> TokenizedText:
     resolve_max_tokens(READ, len(text.tokens), info.max_model_len, field=name)
     return text
 

@@ -25,13 +25,13 @@ from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.device_backend import is_gpu
 from octavo.ops.linear import LowRank
 from octavo.quant.stored.stored_weight import DenseWeight, WeightFormat, dtype_name
-from octavo.quant.tensors import Source
+from octavo.quant.tensors import TensorSource
 from octavo.weights.adapter import read_adapter
 
 HEAD = "lm_head"
 
 
-class Adapters:
+class ModelAdapters:
     """Loads and unloads numbered adapters in the linear maps of one model."""
 
     def __init__(self, maps: Mapping[str, MapPart], rows: AdapterRows, form: WeightFormat) -> None:
@@ -120,10 +120,10 @@ def changes_of(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> I
 def load_with_adapters(
     settings: ModelSettings,
     config: ModelConfig,
-    source: Source,
+    source: TensorSource,
     form: WeightFormat,
     collective: Collective = SINGLE_RANK,
-) -> tuple[LoadedModel, Adapters | None]:
+) -> tuple[LoadedModel, ModelAdapters | None]:
     """Load the model, with room for adapters or with the configured adapter merged into it; see ``load_model``.
 
     Raises ``ConfigError`` for settings that contradict each other.
@@ -145,4 +145,4 @@ def load_with_adapters(
     if isinstance(rows, StackedRows):
         stacks = Counter({dtype_name(form.dtype): make_stacks(loaded.maps, form)})
         loaded = loaded._replace(bytes_by_format=Counter(loaded.bytes_by_format) + stacks)
-    return loaded, Adapters(loaded.maps, rows, form)
+    return loaded, ModelAdapters(loaded.maps, rows, form)

@@ -25,7 +25,7 @@ GELUS = {"gelu": False, "gelu_python": False, "gelu_new": True, "gelu_pytorch_ta
 """Names of GELU, and whether each is the tanh approximation."""
 
 
-class Texts(NamedTuple):
+class PackedTexts(NamedTuple):
     """Complete texts, packed one after the other."""
 
     token_ids_T: Tensor
@@ -158,7 +158,7 @@ class BertModel:
         pooler = weights.replicated(f"{self.root}pooler.dense", D, D, True)
         return pooler, weights.replicated("classifier", 1, D, True)
 
-    def forward(self, texts: Texts) -> Tensor:
+    def forward(self, texts: PackedTexts) -> Tensor:
         """The vectors of all tokens [T, D]."""
         types_T = texts.types_T.clamp(max=self.config.num_types - 1)
         positions_T = texts.positions_T + self.config.first_position

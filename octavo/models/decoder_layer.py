@@ -23,7 +23,7 @@ from octavo.layers.heads import (
 from octavo.layers.image_attention import attention_with_images
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, GatedMLP
-from octavo.layers.moe import MoE, Router, SharedExpert
+from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.layers.output_mlp import output_mlp
 from octavo.models.llama import FeedForward
@@ -180,7 +180,7 @@ class DecoderLayer:
             sizes = (1, X) if weights.tensors.shape(name) == (1, X) else (X,)
             correction = weights.exact(name, *sizes)
             routing = routing._replace(correction_X=correction.view(X))
-        router = Router(before, weights.router(f"{prefix}.{part.router}", X, D), routing)
+        router = ExpertRouter(before, weights.router(f"{prefix}.{part.router}", X, D), routing)
         gate, up, down = part.projections
         shape = ExpertShape(X, D, F, moe.activation, gate, up, down)
         experts_name, order = f"{prefix}.{part.experts}", np.arange(2 * F)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.moe import MoE, Router, SharedExpert
+from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
 from octavo.layers.output_mlp import output_mlp
 from octavo.models.config import ACTIVATIONS, read_common
 from octavo.models.keys import ConfigKeys, wrong
@@ -173,7 +173,7 @@ class DeepseekLayer(LlamaLayer):
             correction_X=bias,
         )
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        router = Router(norm, weights.router(f"{mlp}.gate", X, D), routing)
+        router = ExpertRouter(norm, weights.router(f"{mlp}.gate", X, D), routing)
         shared = SharedExpert(
             weights.gate_up([f"{mlp}.shared_experts.{part}_proj" for part in ("gate", "up")], F, D, config.mlp_bias),
             weights.partial_row(f"{mlp}.shared_experts.down_proj", D, F, config.mlp_bias),

@@ -9,7 +9,7 @@ from octavo.models.bert import BertModel, EncoderConfig
 from octavo.models.loader import WeightLoader
 from octavo.models.roberta import RobertaModel
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, Source
+from octavo.quant.tensors import Renamed, TensorSource
 
 ENCODERS: dict[str, type[BertModel]] = {
     "BertForMaskedLM": BertModel,
@@ -40,7 +40,7 @@ class LoadedEncoder(NamedTuple):
         return sum(self.bytes_by_format.values())
 
 
-def load_encoder(config: EncoderConfig, source: Source, form: WeightFormat) -> LoadedEncoder:
+def load_encoder(config: EncoderConfig, source: TensorSource, form: WeightFormat) -> LoadedEncoder:
     """Build the model and load its weights; raises ``CheckpointError`` if they do not match the configuration."""
     weights = WeightLoader(Renamed(source, _stored(source.names())), form, method=config.quantization)
     model = ENCODERS[config.architecture](config, weights)

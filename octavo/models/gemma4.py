@@ -22,7 +22,7 @@ from octavo.layers.experts import Mixture
 from octavo.layers.heads import Angles, Preparation, StepAngles, WideValues
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, gelu_tanh
-from octavo.layers.moe import Router
+from octavo.layers.moe import ExpertRouter
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import DefaultRope, ProportionalRope
 from octavo.models.config import FULL, SLIDING, read_layer_types
@@ -77,7 +77,7 @@ class NormedValues:
         return qkv_TW, angles
 
 
-class ScaledRouter(Router):
+class ScaledRouter(ExpertRouter):
     """A router whose shares are multiplied by a number for each expert."""
 
     def __init__(self, norm: RMSNorm, weight_XD: Tensor, routing: Routing, scale_X: Tensor) -> None:
@@ -93,7 +93,12 @@ class DenseAndExperts:
     """``x + after(dense(x) + after_experts(experts(before_experts(x))))``, where the router sees x itself."""
 
     def __init__(
-        self, dense: MLP, router: Router, experts: Mixture, norms: tuple[RMSNorm, RMSNorm, RMSNorm], ranks: Collective
+        self,
+        dense: MLP,
+        router: ExpertRouter,
+        experts: Mixture,
+        norms: tuple[RMSNorm, RMSNorm, RMSNorm],
+        ranks: Collective,
     ) -> None:
         self.dense, self.router, self.experts, self.ranks = dense, router, experts, ranks
         self.before_experts, self.after_experts, self.after = norms

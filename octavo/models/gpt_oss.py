@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from octavo.layers.moe import MoE, Router
+from octavo.layers.moe import ExpertRouter, MoE
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
@@ -42,7 +42,7 @@ class GptOssLayer(LlamaLayer):
         mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, moe.num_experts, moe.expert_size
         routing = Routing(moe.num_chosen, moe.normalises, bias_X=weights.exact(f"{mlp}.router.bias", X))
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        router = Router(norm, weights.router(f"{mlp}.router", X, D), routing)
+        router = ExpertRouter(norm, weights.router(f"{mlp}.router", X, D), routing)
         shape = ExpertShape(X, D, F, moe.activation)
         parts = ("weight", "weight_packed", "qweight")
         if any(weights.tensors.has(f"{mlp}.experts.0.gate_proj.{part}") for part in parts):

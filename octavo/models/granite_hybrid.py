@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.layers.mlp import GatedMLP
-from octavo.layers.moe import MoE, Router, SharedExpert
+from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
 from octavo.models.config import FULL
 from octavo.models.hybrid import (
     LINEAR,
@@ -83,7 +83,9 @@ class GraniteHybridLayer(LlamaLayer):
             self.mlp_names,
         )
         norm = weights.norm(f"{prefix}.{self.norm_name}", D, config.norm_eps)
-        router = Router(norm, weights.router(f"{name}.router.layer", X, D), Routing(moe.num_chosen, normalises=True))
+        router = ExpertRouter(
+            norm, weights.router(f"{name}.router.layer", X, D), Routing(moe.num_chosen, normalises=True)
+        )
         shape, order = ExpertShape(X, D, moe.expert_size, moe.activation), np.arange(2 * moe.expert_size)
         experts = weights.stacked_experts(name, shape, order, names=STACKED, is_transposed=False)
         shared = SharedExpert(

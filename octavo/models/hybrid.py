@@ -21,7 +21,7 @@ from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, recurrent_state, state_layer
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM
 from octavo.models.loader import WeightLoader
-from octavo.models.map_part import Rows
+from octavo.models.map_part import MatrixRows
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.state_space import StateSpaceHeads
 from octavo.quant.stored.shard import Section
@@ -166,7 +166,9 @@ def load_mamba2(
     """The layer with weights ``name``, without its output projection."""
     heads, gates = Section(sizes.num_heads, sizes.num_groups), Section(sizes.inner, sizes.num_groups)
     a_log_N, dt_bias_N, d_N = (weights.exact_part(f"{name}.{part}", heads) for part in ("A_log", "dt_bias", "D"))
-    projections = weights.fused([Rows(f"{name}.in_proj", [gates, *sizes.channels, heads])], hidden_size, sizes.has_bias)
+    projections = weights.fused(
+        [MatrixRows(f"{name}.in_proj", [gates, *sizes.channels, heads])], hidden_size, sizes.has_bias
+    )
     bias_C = weights.exact_parts(f"{name}.conv1d.bias", sizes.channels) if sizes.has_conv_bias else None
     layout = StateSpaceHeads(
         *(len(a_log_N), sizes.head_dim, weights.num_own(sizes.num_groups), sizes.state_size),

@@ -10,7 +10,7 @@ import dataclasses
 from torch import Tensor
 
 from octavo.layers.mlp import GatedMLP
-from octavo.layers.moe import MoE, Router
+from octavo.layers.moe import ExpertRouter, MoE
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.short_conv import ShortConv
 from octavo.models.config import FULL
@@ -19,7 +19,7 @@ from octavo.models.keys import ConfigKeys
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, state_layer
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.map_part import Rows
+from octavo.models.map_part import MatrixRows
 from octavo.models.moe import MoESettings, read_experts
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.moe import Routing
@@ -82,7 +82,7 @@ class Lfm2Layer(LlamaLayer):
         self.conv: ShortConv | None = None
         if config.kinds[index] == CONV:
             name, has_bias, channels = f"{prefix}.conv", config.conv_bias, Section(D, D)
-            projections = weights.fused([Rows(f"{name}.in_proj", [channels] * 3)], D, has_bias)
+            projections = weights.fused([MatrixRows(f"{name}.in_proj", [channels] * 3)], D, has_bias)
             bias = weights.exact_part(f"{name}.conv.bias", channels) if has_bias else None
             conv_WD = weights.conv(f"{name}.conv", [channels], config.width)
             self.conv = ShortConv(self.input_norm, projections, conv_WD, bias)
@@ -120,7 +120,7 @@ class Lfm2Layer(LlamaLayer):
         experts = weights.experts(
             f"{name}.experts", ExpertShape(X, D, moe.expert_size, moe.activation, "w1", "w3", "w2")
         )
-        return MoE(Router(norm, weights.router(f"{name}.gate", X, D), routing), experts, None, weights.collective)
+        return MoE(ExpertRouter(norm, weights.router(f"{name}.gate", X, D), routing), experts, None, weights.collective)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         if self.conv is None:

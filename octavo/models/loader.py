@@ -24,7 +24,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, Norm, ParallelRMSNorm, RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.layer_cache import LayerCacheSpec
-from octavo.models.map_part import MapPart, Rows
+from octavo.models.map_part import MapPart, MatrixRows
 from octavo.models.parts import NormPart
 from octavo.ops.attention import HeadLayout, KVScales
 from octavo.ops.collective import SINGLE_RANK, Collective
@@ -47,7 +47,7 @@ from octavo.quant.stored.stored_weight import (
     filled,
     make_weights,
 )
-from octavo.quant.tensors import Source, Tensors
+from octavo.quant.tensors import Tensors, TensorSource
 
 
 class ExpertShape(NamedTuple):
@@ -71,7 +71,7 @@ class WeightLoader:
 
     def __init__(
         self,
-        source: Source,
+        source: TensorSource,
         form: WeightFormat,
         make_linear: Callable[[Sequence[LinearWeight], Tensor | None], Linear] = Linear,
         *,
@@ -104,7 +104,7 @@ class WeightLoader:
 
     def matrix(self, name: str, num_outputs: int, num_inputs: int, num_heads: int = 1) -> Tensor:
         """The matrix of module ``name``, dense even if stored quantised; its heads are divided among devices."""
-        rows = Rows(name, [Section(num_outputs, num_heads)])
+        rows = MatrixRows(name, [Section(num_outputs, num_heads)])
         return self._counted(self._own(rows, self._stored(name, (num_outputs, num_inputs))).dense(self.form))
 
     def exact_part(self, name: str, section: Section) -> Tensor:
@@ -210,7 +210,7 @@ class WeightLoader:
 
         ``is_transposed``: the checkpoint stores it as [inputs, outputs].
         """
-        rows = Rows(name, [Section(num_outputs, num_heads or num_outputs)], order)
+        rows = MatrixRows(name, [Section(num_outputs, num_heads or num_outputs)], order)
         return self._linear([rows], num_inputs, has_bias, is_transposed)
 
     def row(
@@ -227,14 +227,14 @@ class WeightLoader:
         whole = quantized(name, self._stored(name, (num_outputs, num_inputs), is_transposed), self.form)
         stored = self._shard.part(name, whole, 1)
         bias_N = self.dense(f"{name}.bias", num_outputs) if has_bias else None
-        rows = Rows(name, [Section(num_outputs, 1)])
+        rows = MatrixRows(name, [Section(num_outputs, 1)])
         return self._made([(rows, stored)], None if self._shard.rank else bias_N, self._shard)
 
     def replicated(
         self, name: str, num_outputs: int, num_inputs: int, has_bias: bool = False, *, order: Order | None = None
     ) -> Linear:
         """A linear map replicated on every device."""
-        return self._linear([Rows(name, [Section(num_outputs, 1)], order)], num_inputs, has_bias)
+        return self._linear([MatrixRows(name, [Section(num_outputs, 1)], order)], num_inputs, has_bias)
 
     def qkv(
         self,
@@ -263,7 +263,7 @@ class WeightLoader:
             sections, orders = sections[:2], orders[:2]
         return self._linear(_rows(names, sections, orders), num_inputs, has_bias, is_transposed)
 
-    def fused(self, parts: Sequence[Rows], num_inputs: int, has_bias: bool = False) -> Linear:
+    def fused(self, parts: Sequence[MatrixRows], num_inputs: int, has_bias: bool = False) -> Linear:
         """Column-parallel maps of the same inputs side by side, each divided by its own sections."""
         return self._linear(parts, num_inputs, has_bias)
 
@@ -303,7 +303,7 @@ class WeightLoader:
             column = self._shard.vocabulary(DenseStored((self._numbers(f"{name}.bias", (shape[0],)).unsqueeze(1),)))
             bias_V = self._counted(column.dense(self.form).squeeze(1))
         if not is_tied:
-            rows = Rows(name, [Section(shape[0], shape[0])])
+            rows = MatrixRows(name, [Section(shape[0], shape[0])])
             return self._made([(rows, self._shard.vocabulary(self._head_stored(name, shape)))], bias_V)
         if self.tensors.has(f"{name}.weight"):
             own_VD = self._shard.vocabulary(self._head_stored(name, shape)).dense(self.form)
@@ -413,7 +413,7 @@ class WeightLoader:
     # Helpers.
 
     def _linear(
-        self, parts: Sequence[Rows], num_inputs: int, has_bias: bool = False, is_transposed: bool = False
+        self, parts: Sequence[MatrixRows], num_inputs: int, has_bias: bool = False, is_transposed: bool = False
     ) -> Linear:
         """One linear map from the rows of several matrices."""
         stored, biases = [], []
@@ -430,12 +430,12 @@ class WeightLoader:
         return_memory(self.form.device)
         return stored
 
-    def _own(self, rows: Rows, stored: StoredWeight) -> StoredWeight:
+    def _own(self, rows: MatrixRows, stored: StoredWeight) -> StoredWeight:
         ordered = stored if rows.order is None else stored.rows(rows.order)
         return self._shard.sections(rows.name, ordered, rows.sections)
 
     def _made(
-        self, parts: Sequence[tuple[Rows, StoredWeight]], bias_N: Tensor | None, input_shard: Shard = UNSHARDED
+        self, parts: Sequence[tuple[MatrixRows, StoredWeight]], bias_N: Tensor | None, input_shard: Shard = UNSHARDED
     ) -> Linear:
         weights = make_weights((stored for _, stored in parts), self.form)
         self.bytes_by_format += bytes_by_format(weights)
@@ -464,8 +464,8 @@ class WeightLoader:
         return tensor
 
 
-def _rows(names: Sequence[str], sections: Sequence[Section], orders: Sequence[Order | None]) -> list[Rows]:
+def _rows(names: Sequence[str], sections: Sequence[Section], orders: Sequence[Order | None]) -> list[MatrixRows]:
     """One matrix per section, or one fused matrix with all sections."""
     if len(names) == 1:
-        return [Rows(names[0], sections, orders[0])]
-    return [Rows(name, [section], order) for name, section, order in zip(names, sections, orders, strict=True)]
+        return [MatrixRows(names[0], sections, orders[0])]
+    return [MatrixRows(name, [section], order) for name, section, order in zip(names, sections, orders, strict=True)]

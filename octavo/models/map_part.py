@@ -15,7 +15,7 @@ from octavo.quant.stored.shard import Section, Shard
 from octavo.quant.stored.stored_weight import DenseStored, Order, StoredWeight, WeightFormat
 
 
-class Rows(NamedTuple):
+class MatrixRows(NamedTuple):
     """A matrix of the checkpoint, as rows of a linear map's weight."""
 
     name: str
@@ -38,7 +38,7 @@ class MapPart(NamedTuple):
     start: int
     size: int
     num_inputs: int
-    rows: Rows
+    rows: MatrixRows
     """The rows of the unsharded matrix."""
     input_shard: Shard
     """How the inputs are divided."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.layers.moe import MoE, Router
+from octavo.layers.moe import ExpertRouter, MoE
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
@@ -18,7 +18,7 @@ class MixtralLayer(LlamaLayer):
         name, D, X = f"{prefix}.block_sparse_moe", config.hidden_size, moe.num_experts
         shape = ExpertShape(X, D, moe.expert_size, moe.activation, gate="w1", up="w3", down="w2")
         norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        router = Router(norm, weights.router(f"{name}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
+        router = ExpertRouter(norm, weights.router(f"{name}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
         return MoE(router, weights.experts(f"{name}.experts", shape), collective=weights.collective)
 
 

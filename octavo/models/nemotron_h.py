@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.linear import Linear
-from octavo.layers.moe import Router
+from octavo.layers.moe import ExpertRouter
 from octavo.layers.norm import RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
@@ -74,7 +74,7 @@ class LatentMoE:
 
     def __init__(
         self,
-        router: Router,
+        router: ExpertRouter,
         experts: list[UngatedMLP],
         shared: UngatedMLP,
         latent: tuple[Linear, Linear] | None,
@@ -146,7 +146,7 @@ def _mixture(config: NemotronHConfig, moe: MoESettings, weights: WeightLoader, n
         *(moe.num_chosen, moe.normalises, "sigmoid", config.share_scale, config.groups),
         correction_X=weights.exact(f"{name}.gate.e_score_correction_bias", X),
     )
-    router = Router(norm, weights.router(f"{name}.gate", X, D), routing)
+    router = ExpertRouter(norm, weights.router(f"{name}.gate", X, D), routing)
     experts = [UngatedMLP(*maps) for maps in weights.ungated_experts(f"{name}.experts", X, L or D, moe.expert_size)]
     shared = _mlp(weights, f"{name}.shared_experts", D, moe.shared_size, has_bias)
     latent = None

@@ -15,7 +15,7 @@ from octavo.models.map_part import MapPart
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SingleRank
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Part, Source
+from octavo.quant.tensors import Part, TensorSource
 from octavo.weights.gguf.blocks import BLOCK_KINDS
 
 DTYPES = {
@@ -34,7 +34,7 @@ DTYPES = {
 class Outline:
     """A checkpoint whose tensors have names, types and shapes but no content."""
 
-    def __init__(self, checkpoint: Source, leave_out: frozenset[str]) -> None:
+    def __init__(self, checkpoint: TensorSource, leave_out: frozenset[str]) -> None:
         self._checkpoint = checkpoint
         self._leave_out = leave_out
 
@@ -68,7 +68,7 @@ class FirstOf(SingleRank):
 
 
 def outline(
-    config: ModelConfig, checkpoint: Source, form: WeightFormat, num_ranks: int = 1
+    config: ModelConfig, checkpoint: TensorSource, form: WeightFormat, num_ranks: int = 1
 ) -> LoadedModel | LoadedEncoder:
     """The model with "meta" weights that are packed as those on the format's device are, or what the first rank holds
     of it.
@@ -84,7 +84,7 @@ def outline(
 
 
 def outlined_maps(
-    config: ModelConfig, checkpoint: Source, form: WeightFormat, num_ranks: int = 1
+    config: ModelConfig, checkpoint: TensorSource, form: WeightFormat, num_ranks: int = 1
 ) -> Mapping[str, MapPart]:
     """The linear maps of the outline of a model that generates text."""
     loaded = outline(config, checkpoint, form, num_ranks)

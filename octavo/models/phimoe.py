@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from octavo.layers.moe import MoE, Router
+from octavo.layers.moe import ExpertRouter, MoE
 from octavo.models.config import ACTIVATIONS, FULL, SLIDING
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer
@@ -26,7 +26,7 @@ from octavo.models.rope import rope_values
 from octavo.ops.moe import Routing
 
 
-class SparseMixer(Router):
+class SparseMixer(ExpertRouter):
     """Chooses two experts; ``jitter`` is half the bound, relative to the larger absolute value."""
 
     jitter = 0.01

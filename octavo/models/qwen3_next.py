@@ -26,7 +26,7 @@ from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, recurrent_state, state_layer
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
-from octavo.models.map_part import Rows
+from octavo.models.map_part import MatrixRows
 from octavo.models.qwen_moe import qwen_mixture, read_qwen_experts
 from octavo.models.rope import rope_values
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
@@ -134,17 +134,17 @@ class Qwen3NextLayer(LlamaLayer):
         self.o_proj = weights.row(f"{name}.out_proj", D, config.delta.values)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
-    def projections(self, sizes: DeltaSizes, name: str) -> list[Rows]:
+    def projections(self, sizes: DeltaSizes, name: str) -> list[MatrixRows]:
         """The stored matrices, whose rows are queries, keys, values, gates, betas and time steps in this order; here
         they are grouped by key head in the checkpoint."""
         G, per_key = sizes.num_key_heads, sizes.num_heads // sizes.num_key_heads
         values = per_key * sizes.value_dim
         gates, heads = Section(sizes.values, G), Section(sizes.num_heads, G)
         return [
-            Rows(
+            MatrixRows(
                 f"{name}.in_proj_qkvz", [*conv_sections(sizes), gates], _by_part(G, [sizes.key_dim] * 2 + [values] * 2)
             ),
-            Rows(f"{name}.in_proj_ba", [heads, heads], _by_part(G, [per_key] * 2)),
+            MatrixRows(f"{name}.in_proj_ba", [heads, heads], _by_part(G, [per_key] * 2)),
         ]
 
     def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
@@ -158,8 +158,8 @@ class Qwen3NextLayer(LlamaLayer):
         N, K, H = self.heads[:3]
         queries, keys = Section(N * H, N), Section(K * H, K)
         order = _by_part(N, [H, H]).reshape(2, -1)[::-1].ravel()
-        parts = [Rows(f"{prefix}.q_proj", [queries, queries], order)]
-        parts += [Rows(f"{prefix}.{part}_proj", [keys]) for part in "kv"]
+        parts = [MatrixRows(f"{prefix}.q_proj", [queries, queries], order)]
+        parts += [MatrixRows(f"{prefix}.{part}_proj", [keys]) for part in "kv"]
         return weights.fused(parts, config.hidden_size, config.attention_bias)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from octavo.layers.moe import MoE, Router, SharedExpert
+from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
@@ -26,7 +26,7 @@ def qwen_mixture(
     """The experts of a layer, and the shared expert if there is one."""
     mlp, D, X = f"{prefix}.mlp", config.hidden_size, moe.num_experts
     norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps, config.norm_offset)
-    router = Router(norm, weights.router(f"{mlp}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
+    router = ExpertRouter(norm, weights.router(f"{mlp}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
     shape = ExpertShape(X, D, moe.expert_size, moe.activation)
     if weights.tensors.has(f"{mlp}.experts.gate_up_proj"):  # in checkpoints of Qwen3-VL
         experts = weights.stacked_experts(f"{mlp}.experts", shape, np.arange(2 * moe.expert_size))

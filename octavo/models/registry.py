@@ -80,7 +80,7 @@ from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method
 from octavo.quant.stored.shard import Shard
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Source
+from octavo.quant.tensors import TensorSource
 
 
 class CausalLM(Protocol):
@@ -95,7 +95,7 @@ class CausalLM(Protocol):
     def norm(self, x_TD: Tensor, /) -> Tensor: ...
 
 
-class Family(Protocol):
+class ModelFamily(Protocol):
     """A model's class: it reads its configuration, and is constructed from that and the weights."""
 
     def read_config(self, keys: ConfigKeys, max_len: int | None) -> Any:
@@ -104,7 +104,7 @@ class Family(Protocol):
     def __call__(self, config: Any, weights: WeightLoader) -> CausalLM: ...
 
 
-ARCHITECTURES: dict[str, Family] = {
+ARCHITECTURES: dict[str, ModelFamily] = {
     "ApertusForCausalLM": ApertusForCausalLM,
     "ArceeForCausalLM": ArceeForCausalLM,
     "BambaForCausalLM": BambaForCausalLM,
@@ -176,7 +176,7 @@ ARCHITECTURES: dict[str, Family] = {
 
 
 ENTRY_POINTS = "octavo.models"
-"""Entry points of other packages: the name of an architecture, and its ``Family``."""
+"""Entry points of other packages: the name of an architecture, and its ``ModelFamily``."""
 
 
 class LoadedModel(NamedTuple):
@@ -214,7 +214,7 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
 
 def load_model(
     config: ModelConfig,
-    source: Source,
+    source: TensorSource,
     form: WeightFormat,
     adapter_rows: AdapterRows | None = None,
     collective: Collective = SINGLE_RANK,
@@ -244,11 +244,11 @@ def load_model(
     return LoadedModel(model, weights.num_parameters, weights.bytes_by_format, weights.maps, kv_scales)
 
 
-def _family(name: str) -> Family:
+def _family(name: str) -> ModelFamily:
     """The family of an architecture: one of these, or one that an installed package names by an entry point."""
     if name not in ARCHITECTURES:
         for entry in entry_points(group=ENTRY_POINTS, name=name):
-            found: Family = entry.load()
+            found: ModelFamily = entry.load()
             return found
         known = ", ".join([*ARCHITECTURES, *TEXT_PARTS, *ENCODERS])
         raise CheckpointError(

@@ -12,7 +12,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.outline import outline
 from octavo.models.text_part import TextPart
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Source
+from octavo.quant.tensors import TensorSource
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.generation_config import token_ids
 
@@ -22,7 +22,7 @@ _EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings)\.weight$
 _GPT2 = {"num_layers": "n_layer", "hidden_size": "n_embd"}
 
 
-def check_sizes(config: ModelConfig, source: Source) -> None:
+def check_sizes(config: ModelConfig, source: TensorSource) -> None:
     """Compare sizes with the names and shapes in the checkpoint's headers. Raises ``CheckpointError``.
 
     Checks only sizes that would cost memory or time before the first tensor is loaded; the loader checks every shape.
@@ -42,7 +42,7 @@ def check_sizes(config: ModelConfig, source: Source) -> None:
     _check_heads(config, TextPart(source))
 
 
-def _check_heads(config: ModelConfig, source: Source) -> None:
+def _check_heads(config: ModelConfig, source: TensorSource) -> None:
     names = source.names()
     heads = (
         ("q_proj", "num_attention_heads", config.num_heads, config.query_rows),

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.models.config import architecture
 from octavo.models.keys import ConfigKeys, wrong
-from octavo.quant.tensors import Renamed, Source
+from octavo.quant.tensors import Renamed, TensorSource
 
 GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
 GLM = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}
@@ -174,7 +174,7 @@ class TextPart(Renamed):
     Some have the names of a model without a head, which lack the prefix ``model.``; here they have it.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TensorSource) -> None:
         stored = {_own_name(name): name for name in source.names() if not LEFT_OUT.match(name)}
         self._is_renamed = any(own != name for own, name in stored.items())
         self._is_headless = any(map(HEADLESS.match, stored)) and not any(own.startswith("model.") for own in stored)

@@ -31,7 +31,7 @@ REFERENCE = "reference"
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """One implementation of one op, and whether it is chosen; ``octavo doctor`` prints these."""
 
     op: str
@@ -87,18 +87,18 @@ class Op(Generic[P, R]):
 
         return register
 
-    def choices(self, device: str, dtype: torch.dtype) -> list[Choice]:
+    def choices(self, device: str, dtype: torch.dtype) -> list[KernelChoice]:
         """Every implementation for this device and dtype, the chosen one and the declined ones with reasons."""
         _load_kernels(device)
-        found: list[Choice] = []
+        found: list[KernelChoice] = []
         winner: str | None = None
         for kernel in self.kernels:
             if kernel.device != device:
                 continue
             reason = self._declines(kernel, dtype) or (f"{winner} is preferred" if winner else "")
             winner = winner or (None if reason else kernel.name)
-            found.append(Choice(self.name, kernel.name, not reason, reason))
-        found.append(Choice(self.name, REFERENCE, winner is None, f"{winner} is preferred" if winner else ""))
+            found.append(KernelChoice(self.name, kernel.name, not reason, reason))
+        found.append(KernelChoice(self.name, REFERENCE, winner is None, f"{winner} is preferred" if winner else ""))
         return found
 
     def chosen(self, device: str, dtype: torch.dtype) -> str:
@@ -153,7 +153,7 @@ def op_of_ids(reference: Callable[P, R]) -> Op[P, R]:
     return made
 
 
-def choices(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Choice]:
+def choices(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[KernelChoice]:
     """The choices for a model of this dtype on this device, for every imported op."""
     ops = (OPS.by_name[name] for name in sorted(OPS.by_name))
     return [choice for item in ops for choice in item.choices(device, torch.int64 if item.takes_ids else dtype)]

@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Targets(Generic[Value]):
+class ModuleTargets(Generic[Value]):
     """Values of modules, found as the compressed-tensors library does.
 
     A target that is the module's name goes before patterns, which are matched from the start of the name, and those go
@@ -38,7 +38,7 @@ class Targets(Generic[Value]):
     """In alphabetical order."""
 
     @classmethod
-    def of(cls, groups: Iterable[tuple[str, Sequence[str], Value]]) -> Targets[Value]:
+    def of(cls, groups: Iterable[tuple[str, Sequence[str], Value]]) -> ModuleTargets[Value]:
         """Each group has a key, by which errors name it, its targets and their value. Raises ``CheckpointError``."""
         names, patterns = {}, {}
         for key, targets, value in groups:

@@ -30,7 +30,7 @@ CACHE_SCALES = re.compile(
 logger = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """The part of the ``Checkpoint`` interface that loading weights needs."""
 
     @property
@@ -46,7 +46,7 @@ class Source(Protocol):
 class Renamed:
     """A source whose tensors have other names; those that are not in the mapping are left out."""
 
-    def __init__(self, source: Source, stored: Mapping[str, str]) -> None:
+    def __init__(self, source: TensorSource, stored: Mapping[str, str]) -> None:
         """``stored``: the name in the checkpoint of each name."""
         self._source = source
         self._stored = stored
@@ -73,7 +73,7 @@ def has_module(names: Iterable[str], module: str) -> bool:
 class Tensors:
     """Reads tensors and records which were read. Methods raise ``CheckpointError`` naming the tensor."""
 
-    def __init__(self, source: Source, aliases: Callable[[str], tuple[str, ...]] = lambda _: ()) -> None:
+    def __init__(self, source: TensorSource, aliases: Callable[[str], tuple[str, ...]] = lambda _: ()) -> None:
         self._source = source
         self._aliases = aliases
         self.names = source.names()

@@ -22,7 +22,7 @@ from octavo.ops.sampling import SampleParams
 from octavo.quant.stored.shard import Shard
 
 
-class Vocabulary(Protocol):
+class ShardedVocabulary(Protocol):
     """What is computed from logits, and how this device numbers token ids."""
 
     first: int
@@ -62,28 +62,28 @@ class WholeVocabulary:
     first = 0
 
     def own_ids(self, ids: Sequence[int]) -> list[int]:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         return list(ids)
 
     def mask_bits(self, bits: bytes) -> bytes:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         return bits
 
     def sample(self, logits_RV: Tensor, params: SampleParams) -> Tensor:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         return ops.sample(logits_RV, params)
 
     def report(self, logits_RV: Tensor, tokens_R: Tensor, num_top: int) -> Tensor:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         found = ops.token_logprobs(logits_RV, tokens_R, min(num_top, logits_RV.shape[1]))
         return _as_report(found.logprob_R, found.rank_R, found.top_ids_Rn, found.top_logprobs_Rn)
 
     def are_finite(self, logits_RV: Tensor) -> bool:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         return bool(logits_RV.float().sum(dim=-1).isfinite().all())
 
     def whole(self, logits_RV: Tensor) -> Tensor:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         return logits_RV
 
 
@@ -99,27 +99,27 @@ class GatheredVocabulary(WholeVocabulary):
         self._widest = -(-vocab_size // (8 * collective.size)) * 8
 
     def own_ids(self, ids: Sequence[int]) -> list[int]:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         return [token - self.first for token in ids if token in self._own]
 
     def mask_bits(self, bits: bytes) -> bytes:
-        """See ``Vocabulary``; parts begin at a multiple of 8."""
+        """See ``ShardedVocabulary``; parts begin at a multiple of 8."""
         return bits[self._own.start // 8 : -(-self._own.stop // 8)]
 
     def sample(self, logits_RV: Tensor, params: SampleParams) -> Tensor:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         return super().sample(self.whole(logits_RV), params)
 
     def report(self, logits_RV: Tensor, tokens_R: Tensor, num_top: int) -> Tensor:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         return super().report(self.whole(logits_RV), tokens_R, num_top)
 
     def are_finite(self, logits_RV: Tensor) -> bool:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         return super().are_finite(self.whole(logits_RV))
 
     def whole(self, logits_RV: Tensor) -> Tensor:
-        """See ``Vocabulary``; parts but the last are of one width."""
+        """See ``ShardedVocabulary``; parts but the last are of one width."""
         padded = torch.nn.functional.pad(logits_RV, (0, self._widest - logits_RV.shape[1]))
         return self._collective.all_gather(padded).transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
 
@@ -132,7 +132,7 @@ class CandidateVocabulary(GatheredVocabulary):
         self._hashes = token_hashes(vocab_size, torch.device("cpu"))
 
     def sample(self, logits_RV: Tensor, params: SampleParams) -> Tensor:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         own_hashes = self._hashes[self._own.start : self._own.stop]
         found_RK = find_candidates(logits_RV, params, own_hashes, self.first)
         tokens_R = choose_tokens(self._collective.all_gather(found_RK), params, self._hashes)
@@ -142,7 +142,7 @@ class CandidateVocabulary(GatheredVocabulary):
         return tokens_R
 
     def report(self, logits_RV: Tensor, tokens_R: Tensor, num_top: int) -> Tensor:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         n = min(num_top, self._vocab_size)
         asks_A = (tokens_R >= 0).nonzero()[:, 0]
         logits_AV, tokens_A = logits_RV[asks_A].float(), tokens_R[asks_A].long()
@@ -168,7 +168,7 @@ class CandidateVocabulary(GatheredVocabulary):
         return report_RN
 
     def are_finite(self, logits_RV: Tensor) -> bool:
-        """See ``Vocabulary``."""
+        """See ``ShardedVocabulary``."""
         own = torch.tensor([WHOLE.are_finite(logits_RV)])
         return bool(self._collective.all_gather(own).all())
 
@@ -183,7 +183,7 @@ class CandidateVocabulary(GatheredVocabulary):
         return values_An, ids_An
 
 
-def part_of_vocabulary(vocab_size: int, collective: Collective, is_on_host: bool = True) -> Vocabulary:
+def part_of_vocabulary(vocab_size: int, collective: Collective, is_on_host: bool = True) -> ShardedVocabulary:
     """The part of a rank."""
     if collective.size == 1:
         return WHOLE

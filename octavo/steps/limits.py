@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from octavo.steps.shapes import Kind, StepShape, padded_shape
+from octavo.steps.shapes import StepKind, StepShape, padded_shape
 
 MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
 """Most stop tokens that an executor bans before ``min_tokens``; with more of them, masks are used."""
@@ -52,7 +52,7 @@ class StepLimits(NamedTuple):
     def largest(self) -> StepShape:
         """A padded shape that no step exceeds."""
         most_rows = max(self.max_num_batched_tokens, self.max_num_seqs, 2) + self.longest_image
-        kind, num_drafts = Kind(True, True, self.num_drafts > 0), self.max_num_seqs * self.max_drafts
+        kind, num_drafts = StepKind(True, True, self.num_drafts > 0), self.max_num_seqs * self.max_drafts
         shape, _ = padded_shape(
             max(most_rows, num_drafts + self.max_num_seqs + 1),
             self.max_num_seqs,

@@ -236,7 +236,7 @@ class UseKernels(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """By the product's key: the name of the kernel and the fields of its configuration."""
 
 
-class Text(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class EncoderText(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A text for an encoder."""
 
     tokens: list[int]
@@ -247,7 +247,7 @@ class Text(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Return the embedding or score of each text, as float32 bytes; ``None`` for one that is not finite."""
 
-    texts: list[Text]
+    texts: list[EncoderText]
 
 
 class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

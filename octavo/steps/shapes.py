@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """What a step computes in addition to plain sampling."""
 
     has_extras: bool = False
@@ -20,7 +20,7 @@ class Kind(NamedTuple):
     """Drafts that the drafter makes for each sequence, at most; with 0 it only fills its cache."""
 
 
-PLAIN = Kind()
+PLAIN = StepKind()
 
 
 class StepShape(NamedTuple):
@@ -64,7 +64,7 @@ class StepShape(NamedTuple):
         return are_alike and is_as_large and self.num_drafts >= other.num_drafts
 
 
-class Sizes(NamedTuple):
+class PlanSizes(NamedTuple):
     """Sizes of a plan before padding."""
 
     num_rows: int
@@ -77,11 +77,11 @@ class Sizes(NamedTuple):
     """Positions of the longest of up to ``LONG_SEQS`` sequences; 0 if there are more."""
 
 
-ChooseShape = Callable[[Sizes, Kind], tuple[StepShape, bool]]
+ChooseShape = Callable[[PlanSizes, StepKind], tuple[StepShape, bool]]
 """Returns the shape of a step, and whether it is run through a CUDA graph."""
 
 
-def exact_shape(sizes: Sizes, kind: Kind) -> tuple[StepShape, bool]:
+def exact_shape(sizes: PlanSizes, kind: StepKind) -> tuple[StepShape, bool]:
     """The unpadded shape of a step, for executors without graphs."""
     return StepShape(sizes.num_rows, sizes.num_seqs, sizes.max_query_len, *kind, sizes.num_drafts), False
 
@@ -129,7 +129,7 @@ def padded_drafts(num_drafts: int) -> int:
     return 1 << max(0, num_drafts - 1).bit_length()
 
 
-def kinds(with_adapters: bool, has_drafter: bool = False) -> list[Kind]:
+def kinds(with_adapters: bool, has_drafter: bool = False) -> list[StepKind]:
     """All kinds of steps. With adapters, every step with extras uses LoRA kernels: such steps are rare.
 
     A drafter may make drafts in a step, or only fill its cache, or rest.
@@ -147,7 +147,7 @@ def padded_shape(
     num_seqs: int,
     max_query_len: int,
     max_num_seqs: int,
-    kind: Kind = PLAIN,
+    kind: StepKind = PLAIN,
     num_drafts: int = 0,
     longest_context: int = 0,
 ) -> tuple[StepShape, bool]:
@@ -175,14 +175,14 @@ def padded_shape(
     return StepShape(rows, seqs, rows, *kind), False
 
 
-def verification_shape(num_seqs: int, num_drafts: int, max_num_seqs: int, kind: Kind = PLAIN) -> StepShape:
+def verification_shape(num_seqs: int, num_drafts: int, max_num_seqs: int, kind: StepKind = PLAIN) -> StepShape:
     """The padded shape of a step of decodes and their drafts."""
     seqs = min(padded(num_seqs, EXTRA_BATCH_SIZES, 32), max(max_num_seqs, num_seqs))
     drafts = padded_drafts(num_drafts)
     return StepShape(seqs + drafts, seqs, 1 + MAX_DRAFTS, *kind, drafts)
 
 
-def _verification_shapes(max_num_seqs: int, max_drafts: int, kind: Kind) -> set[StepShape]:
+def _verification_shapes(max_num_seqs: int, max_drafts: int, kind: StepKind) -> set[StepShape]:
     """All padded shapes with up to ``max_drafts`` drafts for each sequence."""
     shapes = set()
     for seqs in {min(size, max_num_seqs) for size in (*EXTRA_BATCH_SIZES, max_num_seqs)}:
@@ -193,7 +193,7 @@ def _verification_shapes(max_num_seqs: int, max_drafts: int, kind: Kind) -> set[
     return shapes
 
 
-def _mixed_draft_shapes(max_num_seqs: int, max_num_rows: int, max_drafts: int, kind: Kind) -> set[StepShape]:
+def _mixed_draft_shapes(max_num_seqs: int, max_num_rows: int, max_drafts: int, kind: StepKind) -> set[StepShape]:
     """Padded shapes with prompts and ``max_drafts`` drafts for each sequence but that of one prompt."""
     shapes = set()
     for rows in DRAFT_MIXED_ROWS if max_drafts and not kind.has_extras else ():
@@ -333,7 +333,7 @@ def first_extra_shapes(
     has_drafter: bool = False,
 ) -> list[StepShape]:
     """``first_shapes`` for steps with extras."""
-    kind = Kind(True, with_adapters, has_drafter, all_drafts(has_drafter))
+    kind = StepKind(True, with_adapters, has_drafter, all_drafts(has_drafter))
     largest = _largest(set(first_shapes(max_num_seqs, max_num_rows)))
     shapes = {padded_shape(*shape[:3], max_num_seqs, kind)[0] for shape in largest}
     if max_drafts:

@@ -21,7 +21,7 @@ _ending = threading.Event()
 
 
 def start_thread(name: str, work: Callable[..., None], *args: Any) -> threading.Thread:
-    """Start a thread whose work calls ``stop_if_ending`` now and then, or waits for a ``Pool``."""
+    """Start a thread whose work calls ``stop_if_ending`` now and then, or waits for a ``BackgroundPool``."""
     thread = threading.Thread(target=work, args=args, name=name, daemon=True)
     _threads.add(thread)
     thread.start()
@@ -34,7 +34,7 @@ def stop_if_ending() -> None:
         raise SystemExit
 
 
-class Pool(ThreadPoolExecutor):
+class BackgroundPool(ThreadPoolExecutor):
     """When the interpreter ends, its threads finish what they are at, and begin nothing more."""
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -13,7 +13,7 @@ from octavo.telemetry.events import Event
 MAX_NEIGHBOURS = 10
 
 
-class Run(NamedTuple):
+class StepRun(NamedTuple):
     """Consecutive steps in which a request ran: after ``first`` finished steps, up to ``last``."""
 
     first: int
@@ -68,7 +68,7 @@ def _phase(before: Event, after: Event) -> str:
     return "decode"
 
 
-def runs_of(events: Sequence[Event]) -> list[Run]:
+def runs_of(events: Sequence[Event]) -> list[StepRun]:
     """The runs of a request; an unfinished one extends to its last event."""
     runs = []
     begun: int | None = None
@@ -76,10 +76,10 @@ def runs_of(events: Sequence[Event]) -> list[Run]:
         if event.kind == "admitted":
             begun = event.step
         elif begun is not None and event.kind in ("preempted", "ended", "arrived"):
-            runs.append(Run(begun, max(begun, event.step)))
+            runs.append(StepRun(begun, max(begun, event.step)))
             begun = None
     if begun is not None:
-        runs.append(Run(begun, max(begun, events[-1].step)))
+        runs.append(StepRun(begun, max(begun, events[-1].step)))
     return runs
 
 
@@ -96,7 +96,7 @@ def _steps_and_seqs(events: Sequence[Event]) -> tuple[int, int]:
     return steps, num_scheduled_seqs
 
 
-def _neighbours(runs: Sequence[Run], others: Iterable[Sequence[Event]]) -> list[dict[str, int]]:
+def _neighbours(runs: Sequence[StepRun], others: Iterable[Sequence[Event]]) -> list[dict[str, int]]:
     """The ``MAX_NEIGHBOURS`` requests that shared most steps with ``runs``."""
     shared = []
     for events in others:

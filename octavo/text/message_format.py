@@ -63,7 +63,7 @@ class Tool(NamedTuple):
 class MessageConstraints:
     """Constraints on a message."""
 
-    form: forms.Form | None = None
+    form: forms.GrammarSource | None = None
     """Grammar of the content; ``None`` for unconstrained content, if calls are not required."""
     tools: Sequence[Tool] = ()
     """Tools of which the message must call one, or may call one instead of having content."""
@@ -167,7 +167,7 @@ class MessageFormat:
             start = wanted.form.start
             bodies.append(harmony.answer_rule(self.marks, start) if self.is_harmony else start)
             parts |= wanted.form.parts
-        return forms.grammar_text(forms.Form(f"{lead} ({' | '.join(bodies)})", rules, parts))
+        return forms.grammar_text(forms.GrammarSource(f"{lead} ({' | '.join(bodies)})", rules, parts))
 
     def _argument_rules(self, arguments: Sequence[forms.Part]) -> tuple[str, dict[str, forms.Part]]:
         """Rules of the functions' arguments, and their parts."""

@@ -1,6 +1,6 @@
 """Incremental parser of a model's message into content, reasoning and tool calls.
 
-A format is written as if the complete text were available: a generator over a ``Reader``, which yields wherever it
+A format is written as if the complete text were available: a generator over a ``TextReader``, which yields wherever it
 needs more text to decide. Every decision depends on the text alone and not on how it was chunked, so any chunking
 gives the same message. The work is linear in the text: what was searched is not searched again, and text that is
 read is dropped.
@@ -43,15 +43,15 @@ _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 class Format:
     """How a message is parsed."""
 
-    steps: Callable[[Reader], Steps[None]]
+    steps: Callable[[TextReader], Steps[None]]
     opens: tuple[str, ...] = ()
     """Marks that open calls."""
 
-    def __call__(self, reader: Reader) -> Steps[None]:
+    def __call__(self, reader: TextReader) -> Steps[None]:
         return self.steps(reader)
 
 
-class Reader:
+class TextReader:
     """The text so far, the read position in it, and the pieces parsed before that position."""
 
     def __init__(self) -> None:
@@ -542,7 +542,7 @@ class MessageParser:
     """Turns chunks of text into pieces of a message. Text that a format leaves unread is content."""
 
     def __init__(self, format: Format) -> None:
-        self._reader = Reader()
+        self._reader = TextReader()
         self._steps = self._all_of(format)
         self._is_done = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from octavo.text.reader import Format, Reader, Steps
+from octavo.text.reader import Format, Steps, TextReader
 
 
 class AnswerMarks(NamedTuple):
@@ -183,7 +183,7 @@ def after_thinking(following: Format, is_inside: bool, thinking: Thinking = THIN
     """
     opens, closes = thinking.opens, thinking.closes
 
-    def read(reader: Reader) -> Steps[None]:
+    def read(reader: TextReader) -> Steps[None]:
         # Text that has already come is not taken back: an unopened mark tells nothing of it unless all is there.
         is_open = is_inside or (reader.is_ended and reader.closes_unopened(opens, closes))
         while (yield from reader.leading(opens)) or is_open:
@@ -200,7 +200,7 @@ def after_thinking(following: Format, is_inside: bool, thinking: Thinking = THIN
     return Format(read)
 
 
-def _read_thought(reader: Reader, following: Format, closes: str) -> Steps[bool]:
+def _read_thought(reader: TextReader, following: Format, closes: str) -> Steps[bool]:
     """Reasoning up to ``closes`` and the blanks behind it; returns whether it was closed."""
     while (mark := (yield from reader.text_until((closes, *following.opens), "reasoning"))) != closes:
         if mark is None:
@@ -216,7 +216,7 @@ def _read_thought(reader: Reader, following: Format, closes: str) -> Steps[bool]
     return True
 
 
-def _read_content(reader: Reader) -> Steps[None]:
+def _read_content(reader: TextReader) -> Steps[None]:
     yield from reader.rest()
 
 

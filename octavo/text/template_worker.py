@@ -22,7 +22,7 @@ from octavo.errors import CANCELLATIONS
 from octavo.system.child_worker import FAILED, INVALID, REFUSED, RENDERED, Answer, ChildWorker, described, start
 
 
-class TemplateRefusal(Exception):
+class RaisedException(Exception):
     """The template called ``raise_exception``."""
 
 
@@ -37,7 +37,7 @@ class GenerationTag(Extension):
 
 
 def raise_exception(message: object) -> NoReturn:
-    raise TemplateRefusal(str(message))
+    raise RaisedException(str(message))
 
 
 def strftime_now(form: str) -> str:
@@ -95,7 +95,7 @@ class Renderer:
             return RENDERED, ""
         try:
             return RENDERED, render(self._templates[names[0]], variables, self._settings["max_output"])
-        except TemplateRefusal as refusal:
+        except RaisedException as refusal:
             return REFUSED, str(refusal)
         except MemoryError:
             raise

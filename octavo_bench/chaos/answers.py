@@ -10,7 +10,7 @@ class Repeated(Exception):
     """A client got something a second time."""
 
 
-class Answer:
+class ReceivedAnswer:
     """The content of one response, whether it was streamed or not."""
 
     def __init__(self) -> None:

@@ -8,8 +8,8 @@ import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, NamedTuple
 
-from octavo_bench.chaos.answers import Answer, Repeated
-from octavo_bench.chaos.traffic import BATCHES, COMPLETIONS, RESPONSES, Asked
+from octavo_bench.chaos.answers import ReceivedAnswer, Repeated
+from octavo_bench.chaos.traffic import BATCHES, COMPLETIONS, RESPONSES, RepeatableRequest
 from octavo_fleet.proxy.connections import Connection, ConnectionFailed, Connections, Headers, InvalidResponse
 
 RETRY_SECONDS = 0.05
@@ -30,7 +30,7 @@ start; it takes its time."""
 MANNERS: tuple[Manner, ...] = ("plain", "plain", "plain", "vanishes", "leaves", "slow")
 
 
-class Failed(Exception):
+class RequestUnanswered(Exception):
     """The request ended without its answer."""
 
 
@@ -58,15 +58,17 @@ class Excuses:
         self.is_losing = 0
 
 
-class Client:
+class ChaosClient:
     """Follows requests to one server."""
 
     def __init__(self, url: str, excuses: Excuses) -> None:
         self._connections = Connections(url.rstrip("/") + "/")
         self._excuses = excuses
 
-    async def follow(self, asked: Asked, key: str, rng: random.Random, manner: Manner = "plain") -> Followed:
-        """The answer to ``asked``. Raises ``Failed`` if there is none and ``Repeated`` if parts came twice."""
+    async def follow(
+        self, asked: RepeatableRequest, key: str, rng: random.Random, manner: Manner = "plain"
+    ) -> Followed:
+        """The answer to ``asked``. Raises ``RequestUnanswered``, and ``Repeated`` if parts came twice."""
         return await _Following(self._connections, self._excuses, asked, key, rng, manner).run()
 
     def close(self) -> None:
@@ -75,7 +77,13 @@ class Client:
 
 class _Following:
     def __init__(
-        self, connections: Connections, excuses: Excuses, asked: Asked, key: str, rng: random.Random, manner: Manner
+        self,
+        connections: Connections,
+        excuses: Excuses,
+        asked: RepeatableRequest,
+        key: str,
+        rng: random.Random,
+        manner: Manner,
     ) -> None:
         self._connections = connections
         self._excuses = excuses
@@ -89,7 +97,7 @@ class _Following:
         self._leaves_after = rng.randrange(1, 12) if manner in ("vanishes", "leaves") else 0
         """Events after which it goes away; 0: it stays."""
         self._pauses = 8 if manner == "slow" else 0
-        self._answer = Answer()
+        self._answer = ReceivedAnswer()
         self._response_id = ""
         """Of a background response whose stream is read."""
         self._counts = [0, 0, 0]
@@ -111,10 +119,10 @@ class _Following:
                 self._counts[1] += breaks == self._excuses.breaks
                 await asyncio.sleep(RETRY_SECONDS)
             if not self._asked.is_resumable:
-                self._answer = Answer()
+                self._answer = ReceivedAnswer()
 
     async def _attempt(self) -> bool:
-        """Send the request; returns whether its answer is complete. Raises ``ConnectionFailed`` and ``Failed``."""
+        """Send the request; returns whether its answer is complete. Raises as ``_stream`` and ``_refused``."""
         headers, last = list(self._headers), self._answer.last_id
         method, path, data = "POST", self._asked.path, self._data
         if self._response_id:
@@ -151,13 +159,13 @@ class _Following:
         connection.close()
         await asyncio.sleep(self._rng.uniform(0, 0.5))
         if self._manner == "leaves":
-            self._answer = Answer()
+            self._answer = ReceivedAnswer()
 
     async def _failed_stream(self) -> bool:
         """An event reported an error: one that passes is followed by another attempt."""
         error, self._answer.error = self._answer.error or "", None
         if '"code":503' not in error.replace(" ", "") and "shut down" not in error:
-            raise Failed(f"an event reports {error}")
+            raise RequestUnanswered(f"an event reports {error}")
         self._answer.is_done = False
         await asyncio.sleep(RETRY_SECONDS)
         return False
@@ -170,10 +178,10 @@ class _Following:
         is_excused = self._losses != self._excuses.losses
         is_unknown = '"stream_unknown"' in body or '"stream_changed"' in body
         if connection.status == 409 and is_unknown and is_excused:
-            self._answer = Answer()
+            self._answer = ReceivedAnswer()
             self._counts[2] += 1
             return False
-        raise Failed(f"status {connection.status}: {body[:300]}")
+        raise RequestUnanswered(f"status {connection.status}: {body[:300]}")
 
     async def _background(self) -> bool:
         """Begin a background response, and ask until it is there."""
@@ -195,7 +203,7 @@ class _Following:
         batch = json.loads(await self._until_answered("POST", BATCHES, self._headers, json.dumps(begun).encode()))
         batch = await self._until_ended(f"{BATCHES}/{batch['id']}", ("validating", "in_progress", "finalizing"))
         if batch["status"] != "completed" or batch["error_file_id"] is not None:
-            raise Failed(f"the batch ended so: {json.dumps(batch)[:600]}")
+            raise RequestUnanswered(f"the batch ended so: {json.dumps(batch)[:600]}")
         self._answer.take_batch(await self._until_answered("GET", f"v1/files/{batch['output_file_id']}/content"))
         return True
 
@@ -206,7 +214,7 @@ class _Following:
         return found
 
     async def _until_answered(self, method: str, path: str, headers: Headers | None = None, data: bytes = b"") -> bytes:
-        """The body of the answer, whatever attempts it takes. Raises ``Failed`` for a refusal that does not pass."""
+        """The body of the answer, whatever attempts it takes. Raises ``RequestUnanswered`` if it stays refused."""
         while True:
             breaks = self._excuses.breaks - bool(self._excuses.is_breaking)
             try:
@@ -220,7 +228,7 @@ class _Following:
             if status == 200:
                 return body
             if status not in BUSY:
-                raise Failed(f"{path}: status {status}: {body[:300].decode(errors='replace')}")
+                raise RequestUnanswered(f"{path}: status {status}: {body[:300].decode(errors='replace')}")
             await asyncio.sleep(POLL_SECONDS)
 
 
@@ -240,4 +248,4 @@ async def events(connection: Connection) -> AsyncIterator[bytes]:
             yield event
 
 
-__all__ = ["MANNERS", "Client", "Excuses", "Failed", "Followed", "Repeated", "events"]
+__all__ = ["MANNERS", "ChaosClient", "Excuses", "Followed", "Repeated", "RequestUnanswered", "events"]

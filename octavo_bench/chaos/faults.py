@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from octavo_bench.chaos import processes
 from octavo_bench.chaos.client import BUSY
-from octavo_bench.chaos.target import Target
+from octavo_bench.chaos.target import ServerUnderTest
 from octavo_fleet.proxy.connections import ConnectionFailed, Connections
 
 JSON = [(b"content-type", b"application/json")]
@@ -45,7 +45,7 @@ class Wrong(Exception):
 class Fault(NamedTuple):
     """A fault, and how often it is drawn beside the others."""
 
-    run: Callable[[Target, random.Random], Awaitable[None]]
+    run: Callable[[ServerUnderTest, random.Random], Awaitable[None]]
     weight: int
     breaks: bool = False
     """Whether connections may break by it."""
@@ -56,24 +56,24 @@ class Fault(NamedTuple):
 # --- processes ---
 
 
-async def kill_engine(target: Target, rng: random.Random) -> None:
+async def kill_engine(target: ServerUnderTest, rng: random.Random) -> None:
     """The engine process is killed, as by an out-of-memory killer of the host."""
     target.send(await target.next_engine(), signal.SIGKILL)
 
 
-async def crash_engine(target: Target, rng: random.Random) -> None:
+async def crash_engine(target: ServerUnderTest, rng: random.Random) -> None:
     """The engine process ends as with a bug in a kernel."""
     target.send(await target.next_engine(), rng.choice([signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS]))
 
 
-async def kill_engines(target: Target, rng: random.Random) -> None:
+async def kill_engines(target: ServerUnderTest, rng: random.Random) -> None:
     """Several engine processes in a row are killed, some while they start."""
     for _ in range(rng.randrange(2, 5)):
         target.send(await target.next_engine(), signal.SIGKILL)
         await asyncio.sleep(rng.uniform(0.05, 1.5))
 
 
-async def pause_engine(target: Target, rng: random.Random) -> None:
+async def pause_engine(target: ServerUnderTest, rng: random.Random) -> None:
     """The engine process stands still for a while, shorter or longer than a hang is allowed to be."""
     pid = await target.next_engine()
     target.send(pid, signal.SIGSTOP)
@@ -81,31 +81,31 @@ async def pause_engine(target: Target, rng: random.Random) -> None:
     target.send(pid, signal.SIGCONT)
 
 
-async def pause_front(target: Target, rng: random.Random) -> None:
+async def pause_front(target: ServerUnderTest, rng: random.Random) -> None:
     """The front process stands still for a while."""
     target.send(target.front, signal.SIGSTOP)
     await asyncio.sleep(rng.uniform(0.2, 4))
     target.send(target.front, signal.SIGCONT)
 
 
-async def kill_front(target: Target, rng: random.Random) -> None:
+async def kill_front(target: ServerUnderTest, rng: random.Random) -> None:
     """The whole server is killed, and started again at once."""
     await target.end(signal.SIGKILL)
     target.launch()
     await target.wait_ready()
 
 
-async def kill_child(target: Target, rng: random.Random) -> None:
+async def kill_child(target: ServerUnderTest, rng: random.Random) -> None:
     """The front process of a supervised server is killed."""
     await target.end_child(signal.SIGKILL)
 
 
-async def hang_child(target: Target, rng: random.Random) -> None:
+async def hang_child(target: ServerUnderTest, rng: random.Random) -> None:
     """The front process of a supervised server stands still until its supervisor kills it."""
     await target.end_child(signal.SIGSTOP)
 
 
-async def kill_starts(target: Target, rng: random.Random) -> None:
+async def kill_starts(target: ServerUnderTest, rng: random.Random) -> None:
     """The server is killed, and so are the next ones at some moment of their start."""
     for _ in range(rng.randrange(1, 4)):
         await target.end(signal.SIGKILL)
@@ -114,14 +114,14 @@ async def kill_starts(target: Target, rng: random.Random) -> None:
     await target.wait_ready()
 
 
-async def restart(target: Target, rng: random.Random) -> None:
+async def restart(target: ServerUnderTest, rng: random.Random) -> None:
     """The server is asked to end, and started again."""
     await target.end(signal.SIGTERM)
     target.launch()
     await target.wait_ready()
 
 
-async def restart_starts(target: Target, rng: random.Random) -> None:
+async def restart_starts(target: ServerUnderTest, rng: random.Random) -> None:
     """The server is asked to end, and so are the next ones at some moment of their start."""
     for _ in range(rng.randrange(1, 4)):
         await target.end(signal.SIGTERM)
@@ -133,13 +133,13 @@ async def restart_starts(target: Target, rng: random.Random) -> None:
 # --- resources ---
 
 
-async def full_disk(target: Target, rng: random.Random) -> None:
+async def full_disk(target: ServerUnderTest, rng: random.Random) -> None:
     """The disk of journal and state is full for a while."""
     with _no_room(target):
         await asyncio.sleep(rng.uniform(0.5, 3))
 
 
-async def full_disk_and_kill(target: Target, rng: random.Random) -> None:
+async def full_disk_and_kill(target: ServerUnderTest, rng: random.Random) -> None:
     """The server is killed and started again while the disk is full, where it may end because it cannot open its
     database; then there is room, and it is killed again."""
     with _no_room(target):
@@ -153,7 +153,7 @@ async def full_disk_and_kill(target: Target, rng: random.Random) -> None:
 
 
 @contextlib.contextmanager
-def _no_room(target: Target) -> Iterator[None]:
+def _no_room(target: ServerUnderTest) -> Iterator[None]:
     """A full file system; where none could be mounted, files that cannot grow."""
     if target.disk.is_mounted:
         target.disk.fill()
@@ -169,7 +169,7 @@ def _no_room(target: Target) -> Iterator[None]:
         resource.prlimit(target.front, resource.RLIMIT_FSIZE, before)
 
 
-async def no_descriptors(target: Target, rng: random.Random) -> None:
+async def no_descriptors(target: ServerUnderTest, rng: random.Random) -> None:
     """The front process can open hardly any file or connection; sometimes its engine process ends then."""
     soft, hard = resource.prlimit(target.front, resource.RLIMIT_NOFILE)
     some = processes.last_descriptor(target.front) + 1 + rng.randrange(3)
@@ -182,7 +182,7 @@ async def no_descriptors(target: Target, rng: random.Random) -> None:
         resource.prlimit(target.front, resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def damage(target: Target, rng: random.Random) -> None:
+async def damage(target: ServerUnderTest, rng: random.Random) -> None:
     """The server is killed, and a bit of its journal changes before the next one reads it."""
     await target.end(signal.SIGKILL)
     for path in sorted(target.journal.glob("*.journal")):
@@ -197,7 +197,7 @@ async def damage(target: Target, rng: random.Random) -> None:
 # --- clients ---
 
 
-async def poison(target: Target, rng: random.Random) -> None:
+async def poison(target: ServerUnderTest, rng: random.Random) -> None:
     """Bodies that crash careless servers. Raises ``Wrong`` if one is answered with a server error."""
     connections = Connections(target.url + "/")
     headers = [(b"content-type", b"application/json")]
@@ -214,7 +214,7 @@ async def poison(target: Target, rng: random.Random) -> None:
         connections.close()
 
 
-async def storm(target: Target, rng: random.Random) -> None:
+async def storm(target: ServerUnderTest, rng: random.Random) -> None:
     """Many clients at once, half of which go away at once. Raises ``Wrong`` for an answer but 200 and refusals."""
     connections = Connections(target.url + "/")
     data = b'{"prompt": [5, 6, 7], "max_tokens": 4, "stream": true}'
@@ -236,7 +236,7 @@ async def storm(target: Target, rng: random.Random) -> None:
         raise Wrong(f"a storm of requests was answered with {strange}")
 
 
-async def half_requests(target: Target, rng: random.Random) -> None:
+async def half_requests(target: ServerUnderTest, rng: random.Random) -> None:
     """Clients that send a part of a request, of which most go away."""
     head = (b"POST /v1/completions HTTP/1.1", b"host: x", b"content-type: application/json", b"content-length: 900")
     whole = b"\r\n".join((*head, b"", b"{"))

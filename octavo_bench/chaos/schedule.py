@@ -14,10 +14,10 @@ from typing import Any, Literal
 from octavo.errors import ConfigError
 from octavo_bench.chaos import processes
 from octavo_bench.chaos.answers import Repeated
-from octavo_bench.chaos.client import MANNERS, Client, Failed, Followed
+from octavo_bench.chaos.client import MANNERS, ChaosClient, Followed, RequestUnanswered
 from octavo_bench.chaos.faults import FAULTS, OF_SUPERVISED, Fault, Wrong, kill_front
-from octavo_bench.chaos.target import Target
-from octavo_bench.chaos.traffic import Asked
+from octavo_bench.chaos.target import ServerUnderTest
+from octavo_bench.chaos.traffic import RepeatableRequest
 from octavo_fleet.proxy.connections import ConnectionFailed
 
 REQUEST_SECONDS = 180.0
@@ -37,7 +37,7 @@ Verdict = Literal["lost", "changed", "twice", "broken", "wrong", "held"]
 
 
 @dataclass
-class Plan:
+class ChaosPlan:
     """What is done."""
 
     seed: int = 0
@@ -77,7 +77,13 @@ class Findings:
 class Chaos:
     """One run over one server."""
 
-    def __init__(self, target: Target, requests: Sequence[Asked], plan: Plan, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        target: ServerUnderTest,
+        requests: Sequence[RepeatableRequest],
+        plan: ChaosPlan,
+        say: Callable[[str], None],
+    ) -> None:
         self.findings = Findings()
         self._target = target
         self._requests = requests
@@ -111,13 +117,13 @@ class Chaos:
         return not is_over and (plan.num_faults is None or self._num_faults < plan.num_faults)
 
     async def _ask_alone(self) -> None:
-        client = Client(self._target.url, self._target.excuses)
+        client = ChaosClient(self._target.url, self._target.excuses)
         rng = random.Random(0)
         for number, asked in enumerate(self._requests):
             try:
                 async with asyncio.timeout(REQUEST_SECONDS):
                     followed = await client.follow(asked, f"alone-{number}", rng)
-            except (Failed, Repeated, TimeoutError) as error:
+            except (RequestUnanswered, Repeated, TimeoutError) as error:
                 raise ConfigError(f"chaos: a request fails without faults: {asked.kind}: {error!r}") from None
             self._alone.append(followed.content)
         client.close()
@@ -126,7 +132,7 @@ class Chaos:
     # --- requests ---
 
     async def _ask_until(self, is_over: asyncio.Event, worker: int) -> None:
-        client = Client(self._target.url, self._target.excuses)
+        client = ChaosClient(self._target.url, self._target.excuses)
         rng = random.Random(f"{self._plan.seed}:{worker}:{self._num_faults}")
         num_asked = 0
         is_steady = self._plan.interval is not None
@@ -141,7 +147,7 @@ class Chaos:
             try:
                 async with asyncio.timeout(None if is_steady else REQUEST_SECONDS):
                     followed = await client.follow(asked, key, rng, manner)
-            except Failed as error:
+            except RequestUnanswered as error:
                 self._found("lost", **about, detail=str(error))
             except TimeoutError:
                 self._found("lost", **about, detail=f"no answer after {REQUEST_SECONDS:g} s")
@@ -151,7 +157,7 @@ class Chaos:
                 self._judge(asked, index, followed, about)
         client.close()
 
-    def _judge(self, asked: Asked, index: int, followed: Followed, about: dict[str, Any]) -> None:
+    def _judge(self, asked: RepeatableRequest, index: int, followed: Followed, about: dict[str, Any]) -> None:
         counts = self.findings.counts
         counts["reconnections"] += followed.num_connections - 1
         counts["begun_again"] += followed.num_begun_again

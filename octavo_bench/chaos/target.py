@@ -56,7 +56,7 @@ class Disk:
             subprocess.run(["umount", "-l", str(self.folder)], check=False)
 
 
-class Target:
+class ServerUnderTest:
     """One server. Faults are done to it from outside, by signals, limits and the disk."""
 
     def __init__(self, model: Sequence[str], port: int, folder: Path, logs: Path) -> None:

@@ -17,7 +17,7 @@ ADAPTER = "lent"
 SENTENCE = "An octavo is a book made of sheets folded three times into eight leaves, small enough for a pocket. "
 
 
-class Asked(NamedTuple):
+class RepeatableRequest(NamedTuple):
     """A request whose answer is the same each time."""
 
     kind: str
@@ -39,10 +39,10 @@ class Asked(NamedTuple):
         return self.is_streamed and (self.is_durable or bool(self.body.get("background")))
 
 
-def make_requests(count: int, seed: int, has_adapter: bool) -> list[Asked]:
+def make_requests(count: int, seed: int, has_adapter: bool) -> list[RepeatableRequest]:
     """``count`` requests, all of them different, the kinds in turn."""
     rng = random.Random(seed)
-    made: list[Asked] = []
+    made: list[RepeatableRequest] = []
     while len(made) < count:
         made += [asked for asked in _one_of_each(len(made), rng) if has_adapter or "model" not in asked.body]
     return made[:count]
@@ -61,7 +61,7 @@ def _book(number: int) -> dict[str, Any]:
     }
 
 
-def _with_grammar(number: int, sampled: dict[str, Any], messages: dict[str, Any]) -> Iterator[Asked]:
+def _with_grammar(number: int, sampled: dict[str, Any], messages: dict[str, Any]) -> Iterator[RepeatableRequest]:
     """Requests whose answers have a form, each with a grammar of its own."""
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
     schema = {"type": "json_schema", "json_schema": {"name": "book", "schema": _book(number)}}
@@ -70,41 +70,47 @@ def _with_grammar(number: int, sampled: dict[str, Any], messages: dict[str, Any]
     tools = {**messages, "tools": [{"type": "function", "function": function}], "max_tokens": 100}
     strict = {**tools, "tools": [{"type": "function", "function": {**function, "strict": True}}]}
     regex, choices = f"[a-z]{{8,{number + 40}}}", [f"{number}. leaf", f"{number}. sheet", f"{number}. book"]
-    yield Asked("tools_stream", CHAT, {**tools, **streamed, "tool_choice": "required"})
-    yield Asked("tools", CHAT, {**tools, "tool_choice": "required"})
-    yield Asked("strict_tools_stream", CHAT, {**strict, **streamed})
-    yield Asked("schema", CHAT, {**messages, **forms})
-    yield Asked("schema_stream", CHAT, {**messages, **forms, **streamed})
-    yield Asked("regex", COMPLETIONS, {**sampled, "structured_outputs": {"regex": regex}, "stream": True})
-    yield Asked("whole_regex", COMPLETIONS, {**sampled, "structured_outputs": {"regex": f"{regex}!"}})
-    yield Asked("choice", COMPLETIONS, {**sampled, "structured_outputs": {"choice": choices}, "stream": True})
+    yield RepeatableRequest("tools_stream", CHAT, {**tools, **streamed, "tool_choice": "required"})
+    yield RepeatableRequest("tools", CHAT, {**tools, "tool_choice": "required"})
+    yield RepeatableRequest("strict_tools_stream", CHAT, {**strict, **streamed})
+    yield RepeatableRequest("schema", CHAT, {**messages, **forms})
+    yield RepeatableRequest("schema_stream", CHAT, {**messages, **forms, **streamed})
+    yield RepeatableRequest("regex", COMPLETIONS, {**sampled, "structured_outputs": {"regex": regex}, "stream": True})
+    yield RepeatableRequest("whole_regex", COMPLETIONS, {**sampled, "structured_outputs": {"regex": f"{regex}!"}})
+    yield RepeatableRequest(
+        "choice", COMPLETIONS, {**sampled, "structured_outputs": {"choice": choices}, "stream": True}
+    )
 
 
-def _one_of_each(number: int, rng: random.Random) -> Iterator[Asked]:
+def _one_of_each(number: int, rng: random.Random) -> Iterator[RepeatableRequest]:
     drawn = {"temperature": 0.9, "top_p": 0.95, "seed": rng.randrange(1 << 31)}
     prompt = f"{number}. {SENTENCE}"
     plain = {"prompt": prompt, "max_tokens": rng.randrange(16, 200), "ignore_eos": True, "temperature": 0}
     sampled = {**plain, **drawn, "max_tokens": rng.randrange(16, 200)}
     messages = {"messages": [{"role": "user", "content": prompt}], **drawn, "max_tokens": rng.randrange(16, 120)}
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    yield Asked("stream", COMPLETIONS, {**sampled, **streamed})
-    yield Asked("long_stream", COMPLETIONS, {**sampled, "max_tokens": rng.randrange(800, 1600), "stream": True})
-    yield Asked("chat_stream", CHAT, {**messages, **streamed})
-    yield Asked("whole", COMPLETIONS, {**plain, "max_tokens": rng.randrange(16, 800)})
+    yield RepeatableRequest("stream", COMPLETIONS, {**sampled, **streamed})
+    yield RepeatableRequest(
+        "long_stream", COMPLETIONS, {**sampled, "max_tokens": rng.randrange(800, 1600), "stream": True}
+    )
+    yield RepeatableRequest("chat_stream", CHAT, {**messages, **streamed})
+    yield RepeatableRequest("whole", COMPLETIONS, {**plain, "max_tokens": rng.randrange(16, 800)})
     background = {**_response(prompt, rng), "background": True, "max_output_tokens": rng.randrange(16, 800)}
-    yield Asked("background", RESPONSES, background)
-    yield Asked("background_stream", RESPONSES, {**background, "stream": True})
-    yield Asked("choices", COMPLETIONS, {**sampled, "n": 2, "frequency_penalty": 0.5, "stream": True})
-    yield Asked("stop", COMPLETIONS, {**sampled, "stop": ["a", "ku"], "stream": True, "min_tokens": 8})
-    yield Asked("logprobs", COMPLETIONS, {**sampled, "logprobs": 2, "stream": True})
-    yield Asked("chat_logprobs", CHAT, {**messages, "logprobs": True, "top_logprobs": 1})
-    yield Asked("prompt_logprobs", COMPLETIONS, {**sampled, "prompt_logprobs": 1, "echo": True, "logprobs": 1})
-    yield Asked("long_prompt", COMPLETIONS, {**plain, "prompt": prompt + SENTENCE * 12, "max_tokens": 8})
+    yield RepeatableRequest("background", RESPONSES, background)
+    yield RepeatableRequest("background_stream", RESPONSES, {**background, "stream": True})
+    yield RepeatableRequest("choices", COMPLETIONS, {**sampled, "n": 2, "frequency_penalty": 0.5, "stream": True})
+    yield RepeatableRequest("stop", COMPLETIONS, {**sampled, "stop": ["a", "ku"], "stream": True, "min_tokens": 8})
+    yield RepeatableRequest("logprobs", COMPLETIONS, {**sampled, "logprobs": 2, "stream": True})
+    yield RepeatableRequest("chat_logprobs", CHAT, {**messages, "logprobs": True, "top_logprobs": 1})
+    yield RepeatableRequest(
+        "prompt_logprobs", COMPLETIONS, {**sampled, "prompt_logprobs": 1, "echo": True, "logprobs": 1}
+    )
+    yield RepeatableRequest("long_prompt", COMPLETIONS, {**plain, "prompt": prompt + SENTENCE * 12, "max_tokens": 8})
     yield from _with_grammar(number, sampled, messages)
-    yield Asked("response", RESPONSES, _response(prompt, rng))
-    yield Asked("embedding", EMBEDDINGS, {"input": prompt})
-    yield Asked("adapter_stream", COMPLETIONS, {**sampled, **streamed, "model": ADAPTER})
-    yield Asked("batch", BATCHES, {"lines": [{**sampled, "seed": line} for line in range(BATCH_LINES)]})
+    yield RepeatableRequest("response", RESPONSES, _response(prompt, rng))
+    yield RepeatableRequest("embedding", EMBEDDINGS, {"input": prompt})
+    yield RepeatableRequest("adapter_stream", COMPLETIONS, {**sampled, **streamed, "model": ADAPTER})
+    yield RepeatableRequest("batch", BATCHES, {"lines": [{**sampled, "seed": line} for line in range(BATCH_LINES)]})
 
 
 def _response(prompt: str, rng: random.Random) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def add_kinds(kinds: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from octavo_bench.ablation import Work, measure
+    from octavo_bench.ablation import AblationWork, measure
     from octavo_bench.report import keep
     from octavo_bench.report_tables import ablation
 
@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
         given["max_num_seqs"] = config.scheduler.max_num_seqs
     result = measure(
         config,
-        Work(**given),
+        AblationWork(**given),
         args.rounds,
         lambda line: print(f"octavo: {line}", file=sys.stderr),
         args.deadline,

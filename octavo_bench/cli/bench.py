@@ -326,10 +326,10 @@ def _overhead(args: argparse.Namespace) -> dict[str, Any]:
 
 def _front(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.dummy_models import model_folder
-    from octavo_bench.front import Loads, Plan, measure
+    from octavo_bench.front import FrontPlan, Loads, measure
 
     loads = Loads(args.newcomers, args.burst, args.schemas)
-    plan = Plan(args.streams, args.steps_ms, args.seconds, args.rounds, loads)
+    plan = FrontPlan(args.streams, args.steps_ms, args.seconds, args.rounds, loads)
     return measure(plan, model_folder("llama-3.2-1b", cache_dir() / "shapes"), args.vllm, args.proxy, args.journal)
 
 

@@ -16,7 +16,7 @@ from octavo_bench.cli.results import EXIT_WORSE, add_results, begin, finish
 
 if TYPE_CHECKING:
     from octavo_bench.chaos.schedule import Findings
-    from octavo_bench.chaos.target import Target
+    from octavo_bench.chaos.target import ServerUnderTest
 
 
 def add_kinds(kinds: Any) -> None:
@@ -51,8 +51,8 @@ def _chaos(args: argparse.Namespace) -> int:
     import asyncio
 
     from octavo_bench.chaos.faults import FAULTS, OF_SUPERVISED
-    from octavo_bench.chaos.schedule import Chaos, Plan
-    from octavo_bench.chaos.target import Target
+    from octavo_bench.chaos.schedule import Chaos, ChaosPlan
+    from octavo_bench.chaos.target import ServerUnderTest
     from octavo_bench.chaos.tiny_model import write_tiny_adapter, write_tiny_model
     from octavo_bench.chaos.traffic import ADAPTER, make_requests
     from octavo_bench.server_process import free_port
@@ -66,7 +66,7 @@ def _chaos(args: argparse.Namespace) -> int:
     num_faults = args.num_faults or (None if args.duration else 20)
     if args.interval is not None and (args.interval <= 0 or args.duration is None):
         raise ConfigError("interval: needs --duration, and must be above 0")
-    plan = Plan(args.seed, num_faults, args.duration, args.clients, faults=names, interval=args.interval)
+    plan = ChaosPlan(args.seed, num_faults, args.duration, args.clients, faults=names, interval=args.interval)
     with tempfile.TemporaryDirectory(prefix="octavo_chaos_") as place:
         folder = Path(place)
         logs = args.logs or folder / "logs"
@@ -76,7 +76,7 @@ def _chaos(args: argparse.Namespace) -> int:
             model = [str(write_tiny_model(folder / "tiny")), "--load-format", "dummy"]
             model += ["--enable-lora", "--lora-modules", f"{ADAPTER}={write_tiny_adapter(folder / ADAPTER)}"]
         model += flags
-        target = Target(model, args.port or free_port(), folder, logs)
+        target = ServerUnderTest(model, args.port or free_port(), folder, logs)
         requests = make_requests(args.num_requests, args.seed, has_adapter=args.model is None)
         findings = asyncio.run(Chaos(target, requests, plan, _say).run())
     code = finish(args, _result(args, findings, target), shown=_table(findings))
@@ -96,7 +96,7 @@ def _say(line: str) -> None:
     print(f"octavo: {line}", file=sys.stderr, flush=True)
 
 
-def _result(args: argparse.Namespace, findings: Findings, target: Target) -> dict[str, Any]:
+def _result(args: argparse.Namespace, findings: Findings, target: ServerUnderTest) -> dict[str, Any]:
     return {
         "model": args.model or "tiny, random weights",
         "seed": args.seed,

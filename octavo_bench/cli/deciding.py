@@ -40,13 +40,13 @@ def add_kinds(kinds: Any) -> None:
 
 
 def _synthetic(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.synthetic import Work, run
+    from octavo_bench.synthetic import SyntheticWork, run
 
     for least, most in (("min_prompt", "max_prompt"), ("min_new", "max_new")):
         if getattr(args, least) > getattr(args, most):
             raise ConfigError(f"{flag_name(least)}: must be at most {flag_name(most)}")
-    names = Work.__dataclass_fields__
-    return run(Work(**{name: value for name, value in vars(args).items() if name in names}), args.external)
+    names = SyntheticWork.__dataclass_fields__
+    return run(SyntheticWork(**{name: value for name, value in vars(args).items() if name in names}), args.external)
 
 
 def _waiting(args: argparse.Namespace) -> dict[str, Any]:

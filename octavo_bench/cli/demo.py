@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each step, then what each request got."""
-    from octavo_bench.demo import Demo, Sizes
+    from octavo_bench.demo import Demo, DemoSizes
 
-    sizes = Sizes(
+    sizes = DemoSizes(
         max_num_seqs=args.max_num_seqs,
         prefill_budget=args.prefill_budget,
         num_kv_blocks=args.num_kv_blocks,

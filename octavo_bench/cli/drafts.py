@@ -61,17 +61,17 @@ def _add_training(train: argparse.ArgumentParser) -> None:
 
 
 def _speculate(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.speculate import Work, measure
+    from octavo_bench.speculate import SpeculationWork, measure
 
-    work = Work(args.kinds, args.batches, args.max_tokens, args.temperature, args.rounds)
+    work = SpeculationWork(args.kinds, args.batches, args.max_tokens, args.temperature, args.rounds)
     return measure(engine_config(args), work)
 
 
 def _train(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.draft_texts import Wanted
+    from octavo_bench.draft_texts import WantedTexts
     from octavo_bench.draft_training import Training
-    from octavo_bench.speculate import Work
-    from octavo_bench.train_draft import Plan, run
+    from octavo_bench.speculate import SpeculationWork
+    from octavo_bench.train_draft import TrainDraftPlan, run
 
     config = engine_config(args)
     training = Training(
@@ -85,6 +85,6 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
         args.max_seconds,
         config.model.seed,
     )
-    wanted = Wanted(args.num_answers, args.answer_tokens, args.temperature, args.max_generation_seconds)
-    work = Work(args.kinds, [1], args.max_tokens, 0.0, args.measured_rounds)
-    return run(config, Plan(args.folder, wanted, training, work, args.num_drafts))
+    wanted = WantedTexts(args.num_answers, args.answer_tokens, args.temperature, args.max_generation_seconds)
+    work = SpeculationWork(args.kinds, [1], args.max_tokens, 0.0, args.measured_rounds)
+    return run(config, TrainDraftPlan(args.folder, wanted, training, work, args.num_drafts))

@@ -161,7 +161,7 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.weights.hub import resolve_model
     from octavo_bench.clients import Clients, share
     from octavo_bench.dummy_models import model_folder
-    from octavo_bench.goodput import LIMITS, Search, start_clients
+    from octavo_bench.goodput import LIMITS, GoodputSearch, start_clients
     from octavo_bench.peer_process import SCRIPTS, PeerProcess
     from octavo_bench.serve_figures import parse_goodput
     from octavo_bench.served_peer import GOODPUT, ServedComparison, Server, named_workloads, parse_visits
@@ -173,7 +173,7 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     loops = [name for name in workloads if name != GOODPUT]
     for name in loops:
         share(WORKLOADS[name], args.clients)
-    search = Search(parse_goodput(args.goodput) or LIMITS, args.search_seconds, args.probe_seconds)
+    search = GoodputSearch(parse_goodput(args.goodput) or LIMITS, args.search_seconds, args.probe_seconds)
     others = {item.name for item in settings(EngineConfig)} - OF_BOTH_SERVERS
     refuse_settings(args, others, "with --engine vllm, give it to the servers in --octavo-args and --vllm-args")
     config = load_config(EngineConfig, args)

@@ -16,7 +16,7 @@ from octavo_bench.cli.arguments import numbers, reals, refuse_unused
 from octavo_bench.cli.results import add_results, begin, finish
 
 if TYPE_CHECKING:
-    from octavo_bench.serve_load import Target, Work
+    from octavo_bench.serve_load import ServeWork, Target
 
 OF_SEARCH = ("search_seconds", "probe_seconds", "clients")
 DEFAULT_PROMPTS = 100
@@ -80,9 +80,9 @@ def add_kinds(kinds: Any) -> None:
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     from octavo_bench.infer_workloads import SERVING, Load
     from octavo_bench.report import keep
-    from octavo_bench.serve import Wanted, run
+    from octavo_bench.serve import WantedFigures, run
     from octavo_bench.serve_figures import parse_goodput, write_csv
-    from octavo_bench.serve_load import Target, Work
+    from octavo_bench.serve_load import ServeWork, Target
 
     begin(args)
     _check(args)
@@ -106,7 +106,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         args.extra_body,
         args.timeout,
     )
-    work = Work(
+    work = ServeWork(
         args.workload or ("assistant" if args.search else "fixed"),
         args.num_prompts or (0 if names else DEFAULT_PROMPTS),
         args.burstiness,
@@ -116,7 +116,9 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     )
     if args.search:
         return finish(args, _search(args, target, work))
-    wanted = Wanted(loads, args.sweep, args.num_warmups, args.metric_percentiles, parse_goodput(args.goodput), names)
+    wanted = WantedFigures(
+        loads, args.sweep, args.num_warmups, args.metric_percentiles, parse_goodput(args.goodput), names
+    )
 
     def keep_row(result: dict[str, Any]) -> None:
         row = result["rows"][-1]
@@ -131,11 +133,11 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return finish(args, run(target, work, wanted, keep_row))
 
 
-def _search(args: argparse.Namespace, target: Target, work: Work) -> dict[str, Any]:
-    from octavo_bench.goodput import LIMITS, Search, print_probe, search_server, start_clients
+def _search(args: argparse.Namespace, target: Target, work: ServeWork) -> dict[str, Any]:
+    from octavo_bench.goodput import LIMITS, GoodputSearch, print_probe, search_server, start_clients
     from octavo_bench.serve_figures import parse_goodput
 
-    search = Search(parse_goodput(args.goodput) or LIMITS, args.search_seconds, args.probe_seconds)
+    search = GoodputSearch(parse_goodput(args.goodput) or LIMITS, args.search_seconds, args.probe_seconds)
     clients = start_clients(args.clients)
     try:
         return search_server(target, work, search, clients, print_probe)

@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo_bench.cli.results import add_results, begin, finish
 
 if TYPE_CHECKING:
-    from octavo_bench.suite_sizes import Sizes
+    from octavo_bench.suite_sizes import SuiteSizes
 
 SUITES = ("alone", "uneven", "pressed", "http")
 
@@ -57,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     return finish(args, result)
 
 
-def _rows(wanted: list[str], folder: Path, given: EngineConfig, sizes: Sizes, rounds: int) -> Iterator[dict[str, Any]]:
+def _rows(
+    wanted: list[str], folder: Path, given: EngineConfig, sizes: SuiteSizes, rounds: int
+) -> Iterator[dict[str, Any]]:
     from octavo_bench import load, suites
 
     config = dataclasses.replace(given, model=dataclasses.replace(given.model, model=str(folder), load_format="dummy"))

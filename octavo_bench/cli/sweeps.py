@@ -77,11 +77,11 @@ def _value(text: str) -> int | float | str:
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from octavo_bench.sweep import Work, sweep
+    from octavo_bench.sweep import SweepWork, sweep
 
     begin(args)
     config = engine_config(args)
-    work = Work(args.num_prompts, args.input_len, args.output_len, args.shared_len, args.gap)
+    work = SweepWork(args.num_prompts, args.input_len, args.output_len, args.shared_len, args.gap)
     vary, values = args.vary.replace("-", "_"), [_value(text) for text in args.values.split(",")]
     rows = list(sweep(config, work, vary, values, args.rounds, _say))
     return finish(args, {"model": Path(config.model.model).name, **work._asdict(), "rows": rows})

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulate or search, and print the results."""
     from octavo_fleet.sim.devices import find_device
     from octavo_fleet.sim.plots import plot
-    from octavo_fleet.sim.report import Targets
+    from octavo_fleet.sim.report import LatencyTargets
     from octavo_fleet.sim.setup import SimulationSpec
 
     if args.rate is not None and args.concurrency is not None:
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         args.depth,
         args.seed,
     )
-    targets = Targets(args.slo_ttft, args.slo_itl)
+    targets = LatencyTargets(args.slo_ttft, args.slo_itl)
     result = _search(args, spec, engine, targets) if args.search else _simulate(spec, engine, targets)
     result["device_is_measured"] = find_device(args.device).is_measured
     if args.price is not None:

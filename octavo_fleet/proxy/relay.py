@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.errors import DeadlineExceeded, RequestError, Unavailable
 from octavo_fleet.proxy.connections import ConnectionFailed, Headers, InvalidResponse
 from octavo_fleet.proxy.metering import Meter
-from octavo_fleet.proxy.upstream import Answer, Upstream, failure_of
+from octavo_fleet.proxy.upstream import Upstream, UpstreamAnswer, failure_of
 from octavo_server.dialects.anthropic.answer import ERRORS as ANTHROPIC
 from octavo_server.generation import ClientGone
 from octavo_server.http.errors import error_object
@@ -131,7 +131,9 @@ class Relay(Response):
             assert self.timeout is not None
             raise DeadlineExceeded(self.timeout) from None
 
-    async def _relay(self, answer: Answer, meter: Meter, limit: asyncio.Timeout, scope: Scope, send: Send) -> None:
+    async def _relay(
+        self, answer: UpstreamAnswer, meter: Meter, limit: asyncio.Timeout, scope: Scope, send: Send
+    ) -> None:
         dropped = NOT_RELAYED | _named_by_connection(answer.headers)
         headers = [(name, value) for name, value in answer.headers if name.lower() not in dropped]
         if answer.is_whole:
@@ -158,7 +160,7 @@ class Relay(Response):
             else:
                 raise
 
-    async def _copy(self, answer: Answer, meter: Meter, send: Send) -> None:
+    async def _copy(self, answer: UpstreamAnswer, meter: Meter, send: Send) -> None:
         """Relay a response that is no stream."""
         piece = answer.first
         while not answer.is_whole:
@@ -170,7 +172,7 @@ class Relay(Response):
         meter.whole(answer.status)
         await send({"type": "http.response.body", "body": piece})
 
-    async def _stream(self, answer: Answer, meter: Meter, write: WritePiece, send: Send) -> None:
+    async def _stream(self, answer: UpstreamAnswer, meter: Meter, write: WritePiece, send: Send) -> None:
         piece = answer.first
         while piece:
             meter.piece(piece)
@@ -183,7 +185,7 @@ class Relay(Response):
         meter.end("stop")
         await send({"type": "http.response.body", "body": b""})
 
-    async def _end(self, error: RequestError, answer: Answer, meter: Meter, send: Send) -> None:
+    async def _end(self, error: RequestError, answer: UpstreamAnswer, meter: Meter, send: Send) -> None:
         """End a response whose head was sent: a stream with an error event, another by closing the connection."""
         meter.end("error")
         if answer.is_stream:

@@ -86,7 +86,7 @@ def failure_of(error: ConnectionFailed) -> RequestError:
     return UpstreamFailed("The upstream server failed before this response was finished.")
 
 
-class Answer:
+class UpstreamAnswer:
     """The head of the upstream's response, and its body."""
 
     def __init__(self, connection: Connection) -> None:
@@ -271,7 +271,7 @@ class Upstream:
             )
 
     @contextlib.asynccontextmanager
-    async def open(self, method: str, target: str, headers: Headers, body: bytes) -> AsyncIterator[Answer]:
+    async def open(self, method: str, target: str, headers: Headers, body: bytes) -> AsyncIterator[UpstreamAnswer]:
         """Send a request; the answer has its first piece. Retries when the connection fails before that.
 
         Raises ``UpstreamUnavailable`` after ``ATTEMPTS`` failures, ``UpstreamFailed`` for an invalid response, and
@@ -283,7 +283,7 @@ class Upstream:
             is_begun = False
             try:
                 async with self._connections.request(method, target, headers, body) as connection:
-                    answer = Answer(connection)
+                    answer = UpstreamAnswer(connection)
                     await answer.receive_first()
                     is_begun = True
                     yield answer

@@ -14,7 +14,7 @@ from octavo.config import ServeConfig
 from octavo.errors import RequestError
 from octavo.telemetry.logs import log_to_stderr
 from octavo.types import Output
-from octavo_fleet.ray.messages import Answer, decode_request, encode, refusal_of
+from octavo_fleet.ray.messages import AnswerPart, decode_request, encode, refusal_of
 from octavo_fleet.routing.prefixes import CachedPrefixes
 from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.wire import Refusal
@@ -46,7 +46,7 @@ class EngineReplica:
         return encode(self._engine.info)
 
     async def generate(self, payload: bytes) -> AsyncIterator[bytes]:
-        """Compute a ``Request``, from its output so far on; yields ``Answer`` messages. Cancelling ends the request."""
+        """Compute a ``Request``, from its output so far on; yields ``AnswerPart``s. Cancelling ends the request."""
         request = decode_request(payload)
         now = time.monotonic()
         request = msgspec.structs.replace(request, id=self._engine.next_id(), arrival=now)
@@ -59,7 +59,7 @@ class EngineReplica:
             while not stream.is_ended or stream.outputs:
                 await stream.changed.wait()
                 outputs = stream.take(now)
-                yield encode(Answer(self._name, outputs, self._engine.stats, stream.refusal))
+                yield encode(AnswerPart(self._name, outputs, self._engine.stats, stream.refusal))
         finally:
             self._engine.abort(request.id)
 

@@ -19,7 +19,7 @@ from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
-from octavo_fleet.ray.messages import Answer, decode_answer, decode_info, encode
+from octavo_fleet.ray.messages import AnswerPart, decode_answer, decode_info, encode
 from octavo_server.engines.engine_client import FIRST_WEIGHTS, OutputListener, SleepMode
 from octavo_server.engines.engine_stats import summed
 from octavo_server.engines.live_request import LiveRequest, adapters_of
@@ -182,7 +182,7 @@ class FleetEngine(RequestJournal):
         finally:
             answers.cancel()
 
-    def _take(self, live: LiveRequest, answer: Answer) -> None:
+    def _take(self, live: LiveRequest, answer: AnswerPart) -> None:
         now = self.last_answer = time.monotonic()
         self._stats[answer.replica] = answer.stats
         for output in answer.outputs:

@@ -12,7 +12,7 @@ from octavo.types import EngineInfo, EngineStats, Output, Request
 from octavo_server.engines.wire import Refusal
 
 
-class Answer(msgspec.Struct, array_like=True, gc=False):
+class AnswerPart(msgspec.Struct, array_like=True, gc=False):
     """Part of the answer to one request; the last part has a finish reason, or ``refusal``."""
 
     replica: str
@@ -30,7 +30,7 @@ def refusal_of(request_id: int, error: RequestError) -> Refusal:
 # Functions, as Ray pickles what refers to them, and decoders cannot be pickled.
 
 
-def encode(message: Request | Answer | EngineInfo) -> bytes:
+def encode(message: Request | AnswerPart | EngineInfo) -> bytes:
     """A message in msgpack."""
     return msgspec.msgpack.encode(message)
 
@@ -39,8 +39,8 @@ def decode_request(data: bytes) -> Request:
     return msgspec.msgpack.decode(data, type=Request)
 
 
-def decode_answer(data: bytes) -> Answer:
-    return msgspec.msgpack.decode(data, type=Answer)
+def decode_answer(data: bytes) -> AnswerPart:
+    return msgspec.msgpack.decode(data, type=AnswerPart)
 
 
 def decode_info(data: bytes) -> EngineInfo:

@@ -68,7 +68,7 @@ class BlindRouter(Protocol):
     def choose(self, query: Query, replicas: Sequence[T]) -> T: ...
 
 
-class RoundRobin:
+class RoundRobinRouter:
     """Each in turn."""
 
     separates: ClassVar[tuple[str, ...]] = ("none",)
@@ -93,7 +93,7 @@ class AtRandom:
         return self.rng.choice(replicas)
 
 
-class BySession(RoundRobin):
+class BySession(RoundRobinRouter):
     """All turns of a session to one replica; sessions, and requests without a session, in turn."""
 
     separates: ClassVar[tuple[str, ...]] = ("none", "session")
@@ -126,7 +126,7 @@ class PrefixAware:
         return min(allowed, key=cost)
 
 
-BLIND: dict[str, type[BlindRouter]] = {"round-robin": RoundRobin, "random": AtRandom, "session": BySession}
+BLIND: dict[str, type[BlindRouter]] = {"round-robin": RoundRobinRouter, "random": AtRandom, "session": BySession}
 ROUTERS: dict[str, type[Router]] = {
     **BLIND,
     "least-loaded": LeastLoaded,

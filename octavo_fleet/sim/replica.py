@@ -17,11 +17,11 @@ from octavo.types import EngineStats, Output, Sequence
 from octavo_fleet.sim.clock import Clock
 from octavo_fleet.sim.cost_model import CostModel
 from octavo_fleet.sim.jobs import Job
-from octavo_fleet.sim.report import Ledger, RequestProgress, Targets
+from octavo_fleet.sim.report import LatencyTargets, Ledger, RequestProgress
 from octavo_fleet.sim.runner import SimRunner
 
 
-class Sizes(NamedTuple):
+class ReplicaSizes(NamedTuple):
     """Sizes fixed when an engine is built."""
 
     num_blocks: int
@@ -67,11 +67,11 @@ class Replica:
     def __init__(
         self,
         number: int,
-        sizes: Sizes,
+        sizes: ReplicaSizes,
         cost: CostModel,
         cache: CacheSettings,
         scheduler: SchedulerSettings,
-        targets: Targets,
+        targets: LatencyTargets,
     ) -> None:
         self.number = number
         self.ledger = Ledger(targets)

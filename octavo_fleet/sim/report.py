@@ -27,7 +27,7 @@ class RequestProgress:
 
 
 @dataclass(frozen=True)
-class Targets:
+class LatencyTargets:
     """Latency targets in seconds: TTFT, and mean time per token after the first."""
 
     ttft: float = float("inf")
@@ -39,10 +39,10 @@ class Targets:
 
 
 class Overloaded(Exception):
-    """More requests are outside of the targets than ``Targets.most_bad``."""
+    """More requests are outside of the targets than ``LatencyTargets.most_bad``."""
 
 
-ANY = Targets()
+ANY = LatencyTargets()
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Ledger:
     the replicas' steps were interleaved.
     """
 
-    def __init__(self, targets: Targets = ANY) -> None:
+    def __init__(self, targets: LatencyTargets = ANY) -> None:
         self.targets = targets
         self.ttft, self.itl, self.tpot, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
         self.num_finished = 0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from octavo.errors import ConfigError
 
 
-class Mixture(NamedTuple):
+class MixtureShape(NamedTuple):
     """The layers whose feed-forward part is a mixture of experts."""
 
     layers: int
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
     ffn_matrices: int
     """3 with a gate, else 2."""
     vocab: int
-    mixture: Mixture | None = None
+    mixture: MixtureShape | None = None
     latent: Latent | None = None
 
     @property
@@ -159,7 +159,7 @@ def _latent_of(config: Mapping[str, Any]) -> Latent | None:
     return Latent(rank, rotated, plain, value, config.get("q_lora_rank") or 0)
 
 
-def _mixture_of(config: Mapping[str, Any]) -> Mixture | None:
+def _mixture_of(config: Mapping[str, Any]) -> MixtureShape | None:
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((config[key] for key in keys if config.get(key)), None)
     if experts is None:
@@ -169,10 +169,10 @@ def _mixture_of(config: Mapping[str, Any]) -> Mixture | None:
     step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
     dense |= set(range(config.get("first_k_dense_replace") or 0))
     layers = sum(i not in dense and (i + 1) % step == 0 for i in range(config["num_hidden_layers"]))
-    return Mixture(layers, experts, config["num_experts_per_tok"], ffn, shared)
+    return MixtureShape(layers, experts, config["num_experts_per_tok"], ffn, shared)
 
 
-class Work(NamedTuple):
+class DecodeWork(NamedTuple):
     """Bytes and operations of one step."""
 
     bytes: int
@@ -183,17 +183,17 @@ class Work(NamedTuple):
         return max(self.bytes / bandwidth_tb_s, self.flops / peak_tflop_s) / 1e9
 
 
-def decode_work(shape: Shape, batch: int, context: int, weight_bytes: float = 2, kv_bytes: float = 2) -> Work:
+def decode_work(shape: Shape, batch: int, context: int, weight_bytes: float = 2, kv_bytes: float = 2) -> DecodeWork:
     """One new token for each of ``batch`` sequences of ``context`` tokens; ``*_bytes`` are those of one value."""
     moved = shape.weights_read(batch) * weight_bytes + shape.kv_values_per_token * kv_bytes * batch * context
-    return Work(round(moved), batch * (2 * shape.active_weights + shape.pair_flops * context))
+    return DecodeWork(round(moved), batch * (2 * shape.active_weights + shape.pair_flops * context))
 
 
-def prefill_work(shape: Shape, tokens: int, weight_bytes: float = 2, kv_bytes: float = 2) -> Work:
+def prefill_work(shape: Shape, tokens: int, weight_bytes: float = 2, kv_bytes: float = 2) -> DecodeWork:
     """A prompt of ``tokens`` tokens in one step; only its last token is computed after the last attention."""
     weights = shape.weights_read(tokens) - shape.last_weights_read(tokens) + shape.last_weights_read(1)
     moved = weights * weight_bytes + shape.kv_values_per_token * kv_bytes * tokens
     pairs = tokens * (tokens + 1) // 2
     last = round(shape.last_weights_read(1))
     flops = 2 * tokens * (shape.active_weights - last) + 2 * last
-    return Work(round(moved), flops + shape.pair_flops * pairs)
+    return DecodeWork(round(moved), flops + shape.pair_flops * pairs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.config import EngineConfig, to_flat
 from octavo.errors import ConfigError
-from octavo_fleet.sim.report import Overloaded, Targets
+from octavo_fleet.sim.report import LatencyTargets, Overloaded
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.workers import num_processes, simulate
 
@@ -24,7 +24,7 @@ LONE_RATE, LONE_REQUESTS = 0.01, 40
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundConfig:
     """A configuration that meets the targets, and its simulated figures."""
 
     spec: SimulationSpec
@@ -39,11 +39,11 @@ class Found:
 def cheapest(
     spec: SimulationSpec,
     engine: EngineConfig,
-    targets: Targets,
+    targets: LatencyTargets,
     share: float = 0.99,
     parallel: Sequence[int] = PARALLEL,
     step_tokens: Sequence[int] = STEP_TOKENS,
-) -> list[Found]:
+) -> list[FoundConfig]:
     """Configurations that meet ``targets`` for at least ``share`` of the requests, fewest devices first.
 
     For each degree of tensor parallelism and each token budget, the least number of replicas is found by doubling and
@@ -51,7 +51,7 @@ def cheapest(
     before. Requests come for long enough that a queue that grows is seen, and the first ones are not judged: until the
     fleet is as full as it will be, any is fast enough. Raises ``ConfigError`` if no configuration meets the targets.
     """
-    found: list[Found] = []
+    found: list[FoundConfig] = []
     for degree in parallel:
         for tokens in step_tokens:
             most = min((one.num_devices for one in found), default=MAX_REPLICAS * degree) // degree
@@ -72,11 +72,11 @@ def cheapest(
 
 
 def _fewest(
-    spec: SimulationSpec, engine: EngineConfig, tokens: int, targets: Targets, share: float, most: int
-) -> Found | None:
+    spec: SimulationSpec, engine: EngineConfig, tokens: int, targets: LatencyTargets, share: float, most: int
+) -> FoundConfig | None:
     """The fewest replicas, up to ``most``; ``None`` if these are too few, or none at all as each is too slow."""
 
-    def tried(replicas: int) -> Found | None:
+    def tried(replicas: int) -> FoundConfig | None:
         return _simulated(replace(spec, replicas=replicas), engine, tokens, targets, share)
 
     if spec.rate is not None:
@@ -100,7 +100,9 @@ def _fewest(
     return best
 
 
-def _simulated(spec: SimulationSpec, engine: EngineConfig, tokens: int, targets: Targets, share: float) -> Found | None:
+def _simulated(
+    spec: SimulationSpec, engine: EngineConfig, tokens: int, targets: LatencyTargets, share: float
+) -> FoundConfig | None:
     """The configuration, if it meets the targets."""
     while True:
         num_settling = spec.num_requests // 4 if spec.rate is not None else 0
@@ -120,7 +122,7 @@ def _simulated(spec: SimulationSpec, engine: EngineConfig, tokens: int, targets:
             return None
         longest = max(TIMES_ANSWER * figures["e2el"]["mean"], TIMES_TTFT * min(targets.ttft, LONGEST_TTFT))
         if spec.rate is None or spec.num_requests >= 0.95 * longest * spec.rate:
-            return Found(spec, tokens, figures)
+            return FoundConfig(spec, tokens, figures)
         spec = replace(spec, num_requests=math.ceil(longest * spec.rate))
 
 

@@ -14,7 +14,7 @@ from octavo_fleet.sim.cost_model import CostModel, Roofline, num_blocks_of
 from octavo_fleet.sim.devices import Device, find_device
 from octavo_fleet.sim.fitted import fit, read_log
 from octavo_fleet.sim.jobs import Workload
-from octavo_fleet.sim.replica import Sizes
+from octavo_fleet.sim.replica import ReplicaSizes
 from octavo_fleet.sim.roofline import Shape, shape_of
 from octavo_fleet.sim.shapes import SHAPES
 from octavo_fleet.sim.simulate import Fleet
@@ -62,7 +62,7 @@ class SimulationSpec:
         max_num_seqs = scheduler.max_num_seqs or min(MAX_NUM_SEQS, max_tokens)
         return Fleet(
             self._cost(shape, device, weight_bytes),
-            Sizes(num_blocks, block_size, max_num_seqs, max_tokens, self.depth),
+            ReplicaSizes(num_blocks, block_size, max_num_seqs, max_tokens, self.depth),
             self.replicas,
             self.tensor_parallel,
             self.router,

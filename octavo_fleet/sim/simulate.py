@@ -17,13 +17,13 @@ from typing import Any
 
 from octavo.config import CacheSettings, SchedulerSettings
 from octavo.system.collector import without_collections
-from octavo_fleet.routing.routers import BLIND, RoundRobin, make_router
+from octavo_fleet.routing.routers import BLIND, RoundRobinRouter, make_router
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.cost_model import CostModel
 from octavo_fleet.sim.events import NEVER, Events, Inbox
 from octavo_fleet.sim.jobs import Workload
-from octavo_fleet.sim.replica import Replica, Result, Sizes
-from octavo_fleet.sim.report import Ledger, Targets
+from octavo_fleet.sim.replica import Replica, ReplicaSizes, Result
+from octavo_fleet.sim.report import LatencyTargets, Ledger
 
 TURN = 128
 """Mean number of jobs that a replica is given before the next one's turn."""
@@ -34,7 +34,7 @@ class Fleet:
     """Engines of one kind."""
 
     cost: CostModel
-    sizes: Sizes
+    sizes: ReplicaSizes
     num_replicas: int = 1
     devices_per_replica: int = 1
     router: str = "least-loaded"
@@ -53,7 +53,7 @@ class Simulation:
     """
 
     def __init__(
-        self, fleet: Fleet, workload: Workload, targets: Targets, numbers: Sequence[int] | None = None
+        self, fleet: Fleet, workload: Workload, targets: LatencyTargets, numbers: Sequence[int] | None = None
     ) -> None:
         self.fleet = fleet
         self.workload = workload
@@ -86,7 +86,7 @@ class Simulation:
         queues = []
         for replica in self.replicas:
             inbox = inboxes[replica.number] = Inbox(self.workload)
-            queues.append(Events([replica], RoundRobin(), inbox))
+            queues.append(Events([replica], RoundRobinRouter(), inbox))
         router = BLIND[self.fleet.router]()
         until = START
         while until < NEVER:

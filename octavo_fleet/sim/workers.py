@@ -14,7 +14,7 @@ from octavo.errors import OctavoError
 from octavo.system.cpus import num_cpus
 from octavo_fleet.sim.jobs import Workload
 from octavo_fleet.sim.replica import Result
-from octavo_fleet.sim.report import Targets
+from octavo_fleet.sim.report import LatencyTargets
 from octavo_fleet.sim.simulate import Fleet, Simulation, figures
 
 LEAST_JOBS = 10_000
@@ -29,7 +29,7 @@ def num_processes(fleet: Fleet, workload: Workload, num_requests: int) -> int:
 
 
 def simulate(
-    fleet: Fleet, workload: Workload, targets: Targets, processes: int
+    fleet: Fleet, workload: Workload, targets: LatencyTargets, processes: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The figures of ``Simulation.run``, which do not depend on ``processes``, and the resources used.
 
@@ -53,7 +53,7 @@ def simulate(
     return found, took
 
 
-class Part(NamedTuple):
+class WorkerResult(NamedTuple):
     """Result of one process."""
 
     results: list[Result]
@@ -61,7 +61,7 @@ class Part(NamedTuple):
     peak_memory_mb: int
 
 
-def _in_processes(fleet: Fleet, workload: Workload, targets: Targets, processes: int) -> list[Part]:
+def _in_processes(fleet: Fleet, workload: Workload, targets: LatencyTargets, processes: int) -> list[WorkerResult]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context) as pool:
         futures = [
@@ -74,9 +74,9 @@ def _in_processes(fleet: Fleet, workload: Workload, targets: Targets, processes:
             raise OctavoError("a process of the simulation was lost; it may have had too little memory") from None
 
 
-def _serve(fleet: Fleet, workload: Workload, targets: Targets, numbers: range) -> Part:
+def _serve(fleet: Fleet, workload: Workload, targets: LatencyTargets, numbers: range) -> WorkerResult:
     results = Simulation(fleet, workload, targets, numbers).results()
-    return Part(results, time.process_time(), _peak_memory())
+    return WorkerResult(results, time.process_time(), _peak_memory())
 
 
 def _peak_memory() -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo_fleet.transformers.paged import Head
+from octavo_fleet.transformers.paged import OutputHead
 
 CACHE_NAMES = ("cache", "cache_params")
 """What some decoders call their cache, in arguments and results; the others call it ``past_key_values``."""
@@ -35,7 +35,7 @@ class SequenceCache:
     num_cached: int = 0
 
 
-class OwnCacheTransformer(Head):
+class OwnCacheTransformer(OutputHead):
     """A ``CausalLM`` that ignores the paged cache but for its block tables."""
 
     def __init__(self, model: Any) -> None:

@@ -113,7 +113,7 @@ class _Given(nn.Module):
         return self.output
 
 
-class Head:
+class OutputHead:
     """What a model computes from its decoder's output: logits, scaled or capped as its own code does."""
 
     def __init__(self, model: Any) -> None:
@@ -136,7 +136,7 @@ class Head:
         return x_TD
 
 
-class PagedTransformer(Head):
+class PagedTransformer(OutputHead):
     """A ``CausalLM`` over the paged cache."""
 
     def __init__(self, model: Any) -> None:

@@ -34,7 +34,7 @@ class WorkerError(Exception):
     """A step that the worker did not compute, or computed wrongly; it can go on with other steps."""
 
 
-class Part(NamedTuple):
+class SequencePart(NamedTuple):
     """Consecutive tokens of a sequence; see ``Sequence`` in ``worker.proto``."""
 
     start: int
@@ -93,7 +93,7 @@ class WorkerConnection:
         """Receive no result with more than ``num_rows`` rows of logits, each of ``row_bytes``."""
         self.max_result_bytes = min(num_rows * row_bytes + SPARE_BYTES, MAX_MESSAGE_BYTES)
 
-    def step(self, parts: list[Part]) -> bytes:
+    def step(self, parts: list[SequencePart]) -> bytes:
         """The logits of a step, with at least one part, as the worker sent them.
 
         Raises ``WorkerError`` if this step failed, and ``WorkerLost`` if the call ended, or the result is late; then no

@@ -43,7 +43,7 @@ HANDOVER_SECONDS = 1.0
 """How long a call waits for the end of the one before, of an engine that was just closed."""
 
 
-class Decoder:
+class OnnxDecoder:
     """An exported decoder."""
 
     def __init__(self, file: Path, num_threads: int) -> None:
@@ -78,7 +78,7 @@ class Decoder:
 class PagedCache:
     """Keys and values in blocks: an array [K, N * S, H] for each cache input of the decoder."""
 
-    def __init__(self, decoder: Decoder, num_blocks: int, block_size: int) -> None:
+    def __init__(self, decoder: OnnxDecoder, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.arrays = [np.zeros((K, num_blocks * block_size, H), np.float32) for K, H in decoder.heads]
 
@@ -93,7 +93,7 @@ class PagedCache:
 class OnnxWorker:
     """The methods of the service."""
 
-    def __init__(self, decoder: Decoder, description: Any) -> None:
+    def __init__(self, decoder: OnnxDecoder, description: Any) -> None:
         self._decoder, self._description = decoder, description
         self._is_free = threading.Lock()
 
@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> None:
         secrets = _secrets(args)
     except ConfigError as error:
         parser.error(str(error))
-    decoder = Decoder(args.model, args.threads)
+    decoder = OnnxDecoder(args.model, args.threads)
     description = messages.Description(
         model=args.model.stem,
         vocab_size=decoder.vocab_size,

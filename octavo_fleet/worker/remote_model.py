@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import LayerCache, PagedRows
-from octavo_fleet.worker.connection import Part, WorkerConnection, WorkerError
+from octavo_fleet.worker.connection import SequencePart, WorkerConnection, WorkerError
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Data types by their number in ``LogitsType``."""
@@ -41,7 +41,7 @@ class RemoteModel:
         tables_SB, lens = rows.groups[0].block_tables_SB.numpy(), rows.seq_lens_S.tolist()
         counts = _num_logits(rows, len(token_ids))
         parts = [
-            Part(
+            SequencePart(
                 positions[first],
                 token_ids[first:end],
                 tables_SB[index, : -(-lens[index] // self._block_size)].tolist(),

@@ -72,7 +72,7 @@ class Arena:
         return torch.frombuffer(lent, dtype=dtype).view(*shape) if count else torch.empty(shape, dtype=dtype)
 
 
-class Recording:
+class CallRecording:
     """Kernel calls, in order."""
 
     def __init__(self) -> None:
@@ -97,10 +97,10 @@ class Recording:
 
 
 @contextlib.contextmanager
-def recording(arena: Arena) -> Iterator[Recording]:
+def recording(arena: Arena) -> Iterator[CallRecording]:
     """Within this block calls are executed and recorded, and ``torch.empty`` allocates from ``arena``."""
     assert _CURRENT.recording is None, "one recording at a time"
-    made = _CURRENT.recording = Recording()
+    made = _CURRENT.recording = CallRecording()
     try:
         with _Watch(made, arena):
             yield made
@@ -115,7 +115,7 @@ _Mode: Any = TorchDispatchMode  # torch has no types for it
 class _Watch(_Mode):  # type: ignore[misc]
     """Intercepts every operation of torch."""
 
-    def __init__(self, made: Recording, arena: Arena) -> None:
+    def __init__(self, made: CallRecording, arena: Arena) -> None:
         super().__init__()
         self._made, self._arena = made, arena
 
@@ -147,7 +147,7 @@ def _is_view(func: Callable[..., Any]) -> bool:
 class _Current(threading.local):
     """The active recording; a thread has at most one, as engines of other threads run at the same time."""
 
-    recording: Recording | None = None
+    recording: CallRecording | None = None
 
 
 _CURRENT = _Current()

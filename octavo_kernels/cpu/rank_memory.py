@@ -35,7 +35,7 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // LINE) * LINE
 
 
-class RankMemory:
+class MappedRankMemory:
     """One rank's view of the shared memory."""
 
     def __init__(self, descriptor: int, rank: int, size: int) -> None:
@@ -78,5 +78,5 @@ class SharedFile:
     def make(self, size: int, descriptor: int | None = None) -> int:
         return make_memory(size, descriptor)
 
-    def view(self, descriptor: int, rank: int, size: int) -> RankMemory:
-        return RankMemory(descriptor, rank, size)
+    def view(self, descriptor: int, rank: int, size: int) -> MappedRankMemory:
+        return MappedRankMemory(descriptor, rank, size)

@@ -258,7 +258,7 @@ def run(pool: int, task: int, arguments: int, items: int, piece: int) -> None:
     publish(pool + BUSY, 0)
 
 
-class Pool:
+class HelperPool:
     """The helpers of this process. ``address`` is what ``run`` takes."""
 
     def __init__(self, num_helpers: int) -> None:
@@ -296,7 +296,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._count: int | None = None
-        self._pool: Pool | None = None
+        self._pool: HelperPool | None = None
         self._lock = threading.Lock()
 
     def count(self) -> int:
@@ -321,7 +321,7 @@ class Threads:
             return 0
         with self._lock:
             if self._pool is None:
-                self._pool = Pool(self.count() - 1)
+                self._pool = HelperPool(self.count() - 1)
         return self._pool.address
 
     def retire(self) -> None:

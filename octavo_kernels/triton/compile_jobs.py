@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from octavo.errors import CANCELLATIONS
 
 
-class Job(msgspec.Struct, array_like=True, frozen=True):
+class CompileJob(msgspec.Struct, array_like=True, frozen=True):
     """One compilation. Constants and attributes are by their path: the place of a parameter, and within a tuple."""
 
     source: tuple[str, str]
@@ -37,7 +37,7 @@ class Job(msgspec.Struct, array_like=True, frozen=True):
     """Of the source: the other process has the same kernel if it finds the same."""
 
 
-_decode = msgspec.msgpack.Decoder(Job).decode
+_decode = msgspec.msgpack.Decoder(CompileJob).decode
 
 
 def described(compile_one: Callable[[], Any]) -> bytes | None:
@@ -49,7 +49,7 @@ def described(compile_one: Callable[[], Any]) -> bytes | None:
     found = inspect.getclosurevars(compile_one).nonlocals
     try:
         source, options, target = found["src"], found["options"], found["target"]
-        job = Job(
+        job = CompileJob(
             (type(source).__module__, type(source).__name__),
             (source.fn.fn.__module__, source.fn.fn.__qualname__),
             {name: _sendable(value) for name, value in source.signature.items()},

@@ -32,7 +32,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-from octavo.system.background import Pool
+from octavo.system.background import BackgroundPool
 from octavo.system.kernel_compiler import Compilers, CompilersLost, compilers, preparation
 from octavo_kernels.triton.compile_jobs import described
 
@@ -125,7 +125,7 @@ def compiling(num_threads: int | None = None) -> Iterator[None]:
         are_known.set()
     count = processes.count if processes else num_threads or os.cpu_count()
     with (
-        Pool(count, initializer=are_known.wait) as pool,
+        BackgroundPool(count, initializer=are_known.wait) as pool,
         triton.AsyncCompileMode(_Compiling(pool, processes)),
         _set(_compiling, set()),
     ):
@@ -138,7 +138,7 @@ def compiling(num_threads: int | None = None) -> Iterator[None]:
 class _Compiling(Executor):
     """What Triton gives its compilations to."""
 
-    def __init__(self, pool: Pool, processes: Compilers | None) -> None:
+    def __init__(self, pool: BackgroundPool, processes: Compilers | None) -> None:
         self._pool, self._processes = pool, processes
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -29,7 +29,7 @@ from octavo.errors import ConfigError, InvalidParameter
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from octavo_server.dialects.batches.runner import Line
+    from octavo_server.dialects.batches.runner import BatchLine
 
 NAME = "run-batch"
 HELP = "answer the requests in a file, and write the results into another one"
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in zip(("input", "output"), names, strict=True):
         if value is None:
             raise InvalidParameter(name, f"There is no {name}: give INPUT and OUTPUT.")
-    source, results = _local_input(names[0]), Results(names[1])
+    source, results = _local_input(names[0]), BatchResults(names[1])
     if args.overwrite:
         results.remove()
     with source as path, path.open("rb") as lines:
@@ -118,7 +118,7 @@ def read_requests(lines: IO[bytes]) -> list[BatchRequest]:
     return found
 
 
-def _prompt_of(line: Line) -> bytes:
+def _prompt_of(line: BatchLine) -> bytes:
     try:
         fields = msgspec.json.decode(line.body, type=_Prompt)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -170,7 +170,7 @@ class _Kept(NamedTuple):
     is_error: bool
 
 
-class Results:
+class BatchResults:
     """The output, and the partial file that collects results while there are requests without one."""
 
     def __init__(self, name: str) -> None:
@@ -288,7 +288,7 @@ async def answer_all(
 ) -> None:
     """Have ``app`` answer the requests, and ``keep`` each result's line and status."""
     from octavo_server.app import PARTS
-    from octavo_server.dialects.batches.runner import Line, LineRunner
+    from octavo_server.dialects.batches.runner import BatchLine, LineRunner
     from octavo_server.durable.own_requests import end_with_key
     from octavo_server.tenants.api_keys import Caller
 
@@ -299,7 +299,7 @@ async def answer_all(
     async def work() -> None:
         for request in left:
             lines.seek(request.offset)
-            line = msgspec.json.decode(lines.read(request.size).removeprefix(b"\xef\xbb\xbf"), type=Line)
+            line = msgspec.json.decode(lines.read(request.size).removeprefix(b"\xef\xbb\xbf"), type=BatchLine)
             key = f"run-batch.{request.digest.hex()}"
             outcome = await runner.run(line, caller, key)
             keep(request, msgspec.json.encode(outcome) + b"\n", outcome.response["status_code"])

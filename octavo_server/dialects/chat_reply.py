@@ -23,7 +23,7 @@ from octavo.text.reader import Call, Piece, Text
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.openai.chat import ChatBody, client_request, tools_of
 from octavo_server.dialects.openai.chat_message import chat_message
-from octavo_server.generation import Choice, Generation
+from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.sse import EventStream
 from octavo_server.pipeline import Answer, Submission
 from octavo_server.services import ModelServices
@@ -86,7 +86,7 @@ class ChatReply:
 
     def __init__(self, services: ModelServices, body: ChatBody, generation: Generation) -> None:
         self.generation = generation
-        self.choice: Choice = generation.choices[0]
+        self.choice: GeneratedChoice = generation.choices[0]
         tools = tools_of(body, services)
         prompt = self.choice.prompt.text or ""
         is_begun = body.continue_final_message

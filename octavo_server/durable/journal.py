@@ -22,7 +22,7 @@ from octavo_server.admission import Admission, ClientRequest
 from octavo_server.durable import reader
 from octavo_server.durable.fingerprint import fingerprint
 from octavo_server.durable.log import Damage, LogFile, LogWriter, log_files
-from octavo_server.durable.records import UNREADABLE, Batch, Forgotten, Head, Note
+from octavo_server.durable.records import UNREADABLE, Forgotten, Note, RecordBatch, RequestHead
 from octavo_server.durable.recovery import read_logs
 from octavo_server.durable.requests import DurableRequest, begin_of, head_of
 from octavo_server.engines.engine_client import EngineClient
@@ -100,7 +100,7 @@ class Journal:
         """Whether ``_forget_old`` will be called."""
         self._retained: Counter[str] = Counter()
         """Bytes of ended requests by API key."""
-        self._batch: Batch | None = None
+        self._batch: RecordBatch | None = None
         """What was noted since the last record."""
         self._snapshot_bytes = 0
         self._had_grammars = False
@@ -198,7 +198,7 @@ class Journal:
         if await self._predecessor.has_request(self.folder, owner, key):
             await self._is_complete.wait()
 
-    def _check_adapter(self, head: Head) -> None:
+    def _check_adapter(self, head: RequestHead) -> None:
         """Raise ``ModelNotFound`` unless the request's adapter is served, with the same content."""
         adapters = self.engine.adapters
         is_served = not head.adapter or head.adapter in adapters.paths
@@ -367,8 +367,8 @@ class Journal:
         """Record a plain output of some tokens."""
         (self._batch or self._begin_batch()).add_tokens(number, place, index, tokens)
 
-    def _begin_batch(self) -> Batch:
-        self._batch = batch = Batch()
+    def _begin_batch(self) -> RecordBatch:
+        self._batch = batch = RecordBatch()
         asyncio.get_running_loop().call_later(RECORD_SECONDS, self._flush)
         return batch
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from octavo.errors import InvalidParameter, RequestError
 from octavo.types import FinishReason, Output
 from octavo_server.durable.records import Begin
-from octavo_server.generation import Choice, EventWriter, Generation
+from octavo_server.generation import EventWriter, GeneratedChoice, Generation
 
 HEADER = "last-event-id"
 _POINT = r"(\d{1,9})\.([0-9a-f]{8})"
@@ -63,11 +63,11 @@ def parse_position(text: str, num_choices: int) -> Position:
     return Position(points, usage is not None, piece)
 
 
-class Source(Protocol):
+class DurableSource(Protocol):
     """A durable request, as its readers see it."""
 
-    def add_reader(self, reader: Reader) -> None: ...
-    def remove_reader(self, reader: Reader) -> None: ...
+    def add_reader(self, reader: DurableReader) -> None: ...
+    def remove_reader(self, reader: DurableReader) -> None: ...
     def stop(self, request_id: int) -> None: ...
 
 
@@ -76,7 +76,7 @@ class _View:
 
     __slots__ = ("at", "checksum", "choice", "left", "sent_at", "sent_checksum", "stops")
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: GeneratedChoice) -> None:
         self.choice = choice
         self.at = self.checksum = 0
         """How far the choice is; see ``Point``."""
@@ -92,12 +92,12 @@ class _View:
         self.sent_at, self.sent_checksum = self.at, self.checksum
 
 
-class Reader:
+class DurableReader:
     """Receives a durable request's outputs for one generation, and numbers the events of its stream."""
 
     __slots__ = ("_is_by_token", "_position", "_source", "_views", "_writer", "created", "generation", "unique")
 
-    def __init__(self, source: Source, begin: Begin, generation: Generation) -> None:
+    def __init__(self, source: DurableSource, begin: Begin, generation: Generation) -> None:
         self.generation = generation
         self.unique, self.created = begin.unique, begin.created
         self._source = source
@@ -199,7 +199,7 @@ class Reader:
 
     # --- events ---
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         """The events of a choice's new output, with ids; empty while the client has all of it."""
         view = self._views[choice.index]
         assert self._writer is not None

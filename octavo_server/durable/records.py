@@ -19,7 +19,7 @@ ROW_BYTES = 20
 _MAX_UINT32 = 2**32 - 1
 
 
-class Head(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class RequestHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What is needed of a request to find it, and to know whether it can be continued."""
 
     number: int
@@ -60,7 +60,7 @@ class Begin(msgspec.Struct, array_like=True, frozen=True):
 class Begun(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
     """A request was accepted."""
 
-    head: Head
+    head: RequestHead
     begin: bytes
     """A ``Begin``, encoded."""
 
@@ -72,7 +72,7 @@ class Begun(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
 class Ended(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
     """A request that has ended, with all its output."""
 
-    head: Head
+    head: RequestHead
     begin: bytes
     """A ``Begin``, encoded."""
     outputs: bytes
@@ -103,7 +103,7 @@ class Whole(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
     """An ``Output``, encoded."""
 
 
-class Rows(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):
+class TokenRows(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):
     """Outputs that are only tokens, of any requests: five uint32 for a token, in the byte order of the machine.
 
     They are the request's number, as its lower and its upper half, place, index and token. A row is an output of one
@@ -133,8 +133,8 @@ class Noted(msgspec.Struct, frozen=True, gc=False):
     output: Output
 
 
-Item = Begun | Ended | Whole | Rows | Forgotten
-Note = tuple[Head, Begin] | Noted | Forgotten
+Item = Begun | Ended | Whole | TokenRows | Forgotten
+Note = tuple[RequestHead, Begin] | Noted | Forgotten
 """What is recorded, before it is encoded."""
 Outputs = list[tuple[int, Output]]
 """Outputs with the indexes of their choices."""
@@ -148,7 +148,7 @@ _decode_outputs = msgspec.msgpack.Decoder(Outputs).decode
 decode = msgspec.msgpack.Decoder(list[Item]).decode
 
 
-class Batch:
+class RecordBatch:
     """What is noted until it becomes one record; the notes of a request are in their order."""
 
     __slots__ = ("_notes", "_rows")
@@ -156,7 +156,7 @@ class Batch:
     def __init__(self) -> None:
         self._notes: list[Note | array[int]] = []
         self._rows: array[int] | None = None
-        """The last of ``_notes``, if it is tokens: the numbers of ``Rows``."""
+        """The last of ``_notes``, if it is tokens: the numbers of ``TokenRows``."""
 
     def add(self, note: Note) -> None:
         if isinstance(note, Noted) and note.output.tokens and is_plain(note.output):
@@ -178,18 +178,20 @@ class Batch:
 
     def encode(self) -> bytes:
         """The record, once nothing is added any more; for any thread."""
-        return _encode([Rows(note.tobytes()) if isinstance(note, array) else _item_of(note) for note in self._notes])
+        return _encode(
+            [TokenRows(note.tobytes()) if isinstance(note, array) else _item_of(note) for note in self._notes]
+        )
 
 
 def encode(notes: Iterable[Note]) -> bytes:
     """One record of all ``notes``."""
-    batch = Batch()
+    batch = RecordBatch()
     for note in notes:
         batch.add(note)
     return batch.encode()
 
 
-def encode_request(head: Head, begin: Begin, outputs: Outputs) -> bytes:
+def encode_request(head: RequestHead, begin: Begin, outputs: Outputs) -> bytes:
     """One record of a request that has not ended, with its output so far."""
     items: list[Item] = [_item_of((head, begin))]
     place = 0
@@ -199,7 +201,7 @@ def encode_request(head: Head, begin: Begin, outputs: Outputs) -> bytes:
     return _encode(items)
 
 
-def pack(head: Head, begin: Begin | bytes, outputs: Iterable[tuple[int, Output | bytes]]) -> Ended:
+def pack(head: RequestHead, begin: Begin | bytes, outputs: Iterable[tuple[int, Output | bytes]]) -> Ended:
     """A request that has ended now, of parts that may be encoded already."""
     joined = [(index, msgspec.Raw(part) if isinstance(part, bytes) else part) for index, part in outputs]
     return Ended(head, begin if isinstance(begin, bytes) else _encode(begin), _encode(joined), time.time())
@@ -215,7 +217,7 @@ def encode_ended(ended: Ended) -> bytes:
     return _encode([ended])
 
 
-def decode_begin(head: Head, content: bytes) -> Begin:
+def decode_begin(head: RequestHead, content: bytes) -> Begin:
     """Raises ``UNREADABLE``, also if the content is of another request."""
     begin = _decode_begin(content)
     if len(begin.requests) != head.num_choices:

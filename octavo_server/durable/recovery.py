@@ -22,9 +22,9 @@ from octavo_server.durable.records import (
     Begun,
     Ended,
     Forgotten,
-    Head,
     Outputs,
-    Rows,
+    RequestHead,
+    TokenRows,
     Whole,
     decode,
     decode_begin,
@@ -49,7 +49,7 @@ class Restored:
     __slots__ = ("_begin", "_ended", "_open", "_parts", "_place", "head", "unfinished")
 
     def __init__(self, first: Begun | Ended) -> None:
-        self.head: Head = first.head
+        self.head: RequestHead = first.head
         self._ended = first if isinstance(first, Ended) else None
         self.unfinished = set() if self._ended is not None else set(range(first.head.num_choices))
         self._begin = first.begin
@@ -145,7 +145,7 @@ class Recovery:
     def take(self, payload: bytes) -> None:
         """Raises ``UNREADABLE``."""
         for item in decode(payload):
-            if isinstance(item, Rows):
+            if isinstance(item, TokenRows):
                 self._rows.append(item.rows)
                 self._num_rows += len(item.rows) // ROW_BYTES
             else:

@@ -23,15 +23,15 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.types import Output
 from octavo_server.admission import ClientRequest
 from octavo_server.durable.log import Damage
-from octavo_server.durable.reader import Reader
+from octavo_server.durable.reader import DurableReader
 from octavo_server.durable.records import (
     UNREADABLE,
     Begin,
     Ended,
-    Head,
     Note,
     Noted,
     Outputs,
+    RequestHead,
     encode_ended,
     encode_request,
     extent,
@@ -42,14 +42,14 @@ from octavo_server.durable.records import (
 )
 from octavo_server.durable.recovery import Restored
 from octavo_server.engines.engine_client import EngineClient
-from octavo_server.generation import Choice, Generation, Prompt
+from octavo_server.generation import GeneratedChoice, Generation, Prompt
 from octavo_server.tenants.quotas import Account
 
 MAX_TOKEN_BYTES = 5
 """Of a token in a record of a whole request."""
 
 
-class Owner(Protocol):
+class RequestOwner(Protocol):
     """The journal, as its requests see it."""
 
     engine: EngineClient
@@ -76,7 +76,7 @@ class _Live:
         """Of the next output in the log."""
         self.unfinished = set(range(num_choices))
         self.engine_ids: dict[int, int] = {}
-        self.readers: list[Reader] = []
+        self.readers: list[DurableReader] = []
 
     def add_tokens(self, index: int, tokens: list[int]) -> None:
         """Take a plain output of some tokens."""
@@ -102,7 +102,9 @@ class DurableRequest:
 
     __slots__ = ("_account", "_ended", "_error", "_live", "_owner", "forget_at", "head")
 
-    def __init__(self, owner: Owner, head: Head, content: Begin | Ended, account: Account | None = None) -> None:
+    def __init__(
+        self, owner: RequestOwner, head: RequestHead, content: Begin | Ended, account: Account | None = None
+    ) -> None:
         self.head = head
         self.forget_at = 0.0
         """Time of the event loop at which an ended request is forgotten."""
@@ -114,7 +116,7 @@ class DurableRequest:
         self._error: RequestError | None = None
 
     @classmethod
-    def restored(cls, owner: Owner, found: Restored, damage: Damage) -> DurableRequest:
+    def restored(cls, owner: RequestOwner, found: Restored, damage: Damage) -> DurableRequest:
         """A request of the log; raises ``UNREADABLE`` if its content cannot be read."""
         if found.is_ended:
             return cls(owner, found.head, found.packed())
@@ -238,15 +240,15 @@ class DurableRequest:
 
     # --- readers ---
 
-    def first_reader(self, generation: Generation) -> Reader:
+    def first_reader(self, generation: Generation) -> DurableReader:
         """A reader with the generation that the request was made of; see ``new_reader``."""
         assert self._live is not None
         generation.account = None  # ``_end_if_finished`` charges it
-        generation.reader = generation.engine = reader = Reader(self, self._live.begin, generation)
+        generation.reader = generation.engine = reader = DurableReader(self, self._live.begin, generation)
         return reader
 
-    def new_reader(self) -> Reader:
-        """A reader with a generation of its own, for ``Reader.begin``. Raises ``RequestError``."""
+    def new_reader(self) -> DurableReader:
+        """A reader with a generation of its own, for ``DurableReader.begin``. Raises ``RequestError``."""
         generation = Generation(self._owner.engine)
         begin, _ = self._content()
         prompts = [Prompt([], text) for text in begin.prompt_texts]
@@ -256,11 +258,11 @@ class DurableRequest:
             prompt = prompts[begin.prompt_of[index]]
             answer = answer_start(begin.answer_marks, prompt.text)
             text_stream = TextStream(self._owner.tokenizer, request.params, frozenset(begin.shown_ids), answer)
-            generation.add(Choice(generation, index, prompt, request, text_stream))
-        generation.reader = generation.engine = reader = Reader(self, begin, generation)
+            generation.add(GeneratedChoice(generation, index, prompt, request, text_stream))
+        generation.reader = generation.engine = reader = DurableReader(self, begin, generation)
         return reader
 
-    def add_reader(self, reader: Reader) -> None:
+    def add_reader(self, reader: DurableReader) -> None:
         """Give a reader all output so far, and what follows."""
         _, outputs = self._content()
         if self._live is not None:
@@ -270,7 +272,7 @@ class DurableRequest:
         if self._error is not None:
             reader.on_error(self._error)
 
-    def remove_reader(self, reader: Reader) -> None:
+    def remove_reader(self, reader: DurableReader) -> None:
         if self._live is not None and reader in self._live.readers:
             self._live.readers.remove(reader)
 
@@ -314,10 +316,10 @@ class _Listener:
         """Recorded answers do not name the weights."""
 
 
-def head_of(number: int, owner: str, key: str, body: str, fingerprint: str, generation: Generation) -> Head:
+def head_of(number: int, owner: str, key: str, body: str, fingerprint: str, generation: Generation) -> RequestHead:
     """What identifies a request whose choices were made and not yet submitted."""
     first = generation.choices[0].request
-    return Head(
+    return RequestHead(
         *(number, owner, key, body, fingerprint, first.adapter, first.cache_salt), num_choices=len(generation.choices)
     )
 

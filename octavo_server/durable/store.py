@@ -78,7 +78,7 @@ class StoredItem(NamedTuple):
     value: bytes
 
 
-class Row(NamedTuple):
+class ListedItem(NamedTuple):
     """A listed item."""
 
     id: str
@@ -164,14 +164,14 @@ class Store:
         sql = "DELETE FROM items WHERE kind = ? AND id = ? AND owner = ?"
         return await self._write(lambda: self._database.execute(sql, (kind, id, owner)).rowcount > 0)
 
-    async def list(self, kind: str, owner: str | None = None) -> list[Row]:
+    async def list(self, kind: str, owner: str | None = None) -> list[ListedItem]:
         """All items of a kind, newest first; of one owner or, with ``None``, of all."""
         sql = (
             "SELECT id, owner, CAST(value AS BLOB) FROM items "
             f"WHERE kind = ? AND created >= ? {'' if owner is None else 'AND owner = ?'} ORDER BY created DESC, id"
         )
         values = (kind, self._oldest()) if owner is None else (kind, self._oldest(), owner)
-        return [Row(*row) for row in await self._read(sql, *values)]
+        return [ListedItem(*row) for row in await self._read(sql, *values)]
 
     async def keep_tidy(self) -> None:
         """Delete what expires and give unused room back to the disk, in small steps, until cancelled."""
@@ -301,7 +301,7 @@ def decode(kind: str, id: str, value: bytes, value_type: type[T]) -> T:
         raise Unreadable(f"The stored {kind.replace('_', ' ')} '{printable(id)}' cannot be read.") from None
 
 
-def decoded(kind: str, rows: Iterable[Row], value_type: type[T]) -> Iterator[tuple[Row, T]]:
+def decoded(kind: str, rows: Iterable[ListedItem], value_type: type[T]) -> Iterator[tuple[ListedItem, T]]:
     """Rows with their decoded values; undecodable rows are logged and left out."""
     for row in rows:
         try:

@@ -16,7 +16,7 @@ MAX_PROBLEMS = 20
 BUSY_SECONDS = 30
 
 
-class Kind(NamedTuple):
+class StoredKind(NamedTuple):
     """All items of one kind."""
 
     name: str
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 class Report(NamedTuple):
     """What a database holds."""
 
-    kinds: list[Kind]
+    kinds: list[StoredKind]
     num_bytes: int
     """Size of the file."""
     num_unused: int
@@ -52,7 +52,9 @@ def check(folder: Path) -> Report:
             page, total, unused = (_number(database, name) for name in ("page_size", "page_count", "freelist_count"))
         except sqlite3.DatabaseError as error:
             return Report([], (folder / FILE_NAME).stat().st_size, 0, [str(error)])
-    return Report([Kind(*kind) for kind in kinds], page * total, page * unused, [p for p in problems if p != "ok"])
+    return Report(
+        [StoredKind(*kind) for kind in kinds], page * total, page * unused, [p for p in problems if p != "ok"]
+    )
 
 
 def export(folder: Path, target: Path) -> int:

@@ -21,7 +21,7 @@ FIRST_WEIGHTS = "default"
 """Version of the weights that a server starts with."""
 
 
-class Progress(NamedTuple):
+class LiveProgress(NamedTuple):
     """How far a live request is, in tokens."""
 
     id: int
@@ -91,7 +91,7 @@ class EngineClient(Monitored, Protocol):
         """Number of live requests by API key."""
         ...
 
-    def progress(self) -> Iterator[Progress]:
+    def progress(self) -> Iterator[LiveProgress]:
         """How far each request is that is not finished, oldest first."""
         ...
 

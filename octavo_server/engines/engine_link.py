@@ -206,7 +206,7 @@ class EngineLink(asyncio.Protocol):
             self._answer(self._slept, message.is_asleep, message.error)
         elif isinstance(message, wire.Settled):
             self._end_settling()
-        elif isinstance(message, wire.Failed):
+        elif isinstance(message, wire.BuildFailed):
             self._fail(message.as_error())
         elif not self.ready.done():
             self.ready.set_result(message.info)

@@ -49,7 +49,7 @@ class FrontGone(Exception):
     """The front process closed the socket."""
 
 
-class Channel:
+class EngineChannel:
     """The engine process's end of the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -86,7 +86,7 @@ class Channel:
 class EngineLoop:
     """Runs engine steps, and handles the front process's messages between them."""
 
-    def __init__(self, engine: EngineLike, channel: Channel, generation: int) -> None:
+    def __init__(self, engine: EngineLike, channel: EngineChannel, generation: int) -> None:
         self.engine = engine
         self.channel = channel
         self.generation = generation
@@ -197,7 +197,7 @@ def main(build: Build | None = None) -> NoReturn:
 
 def _serve(build: Build | None) -> int:
     _settle_signals()
-    channel = Channel(socket.socket(fileno=int(sys.argv[-1])))
+    channel = EngineChannel(socket.socket(fileno=int(sys.argv[-1])))
     try:
         start = channel.receive(wait=True)[0]
         if not isinstance(start, wire.Start):
@@ -219,7 +219,7 @@ def _serve(build: Build | None) -> int:
     return 0
 
 
-def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLike | None:
+def _build(build: Build | None, start: wire.Start, channel: EngineChannel) -> EngineLike | None:
     """Build the engine and send ``Ready``; on failure send ``Failed`` and return ``None``."""
     try:
         config = _config(start)
@@ -231,7 +231,7 @@ def _build(build: Build | None, start: wire.Start, channel: Channel) -> EngineLi
         if not isinstance(error, OctavoError):
             traceback.print_exc()
             message = f"{type(error).__name__}: {error}"
-        channel.send(wire.Failed(start.generation, type(error).__name__, message))
+        channel.send(wire.BuildFailed(start.generation, type(error).__name__, message))
         return None
     leave_out_what_exists()
     channel.send(wire.Ready(start.generation, info))

@@ -81,7 +81,7 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The payload of a message."""
 
     ts: float
@@ -175,7 +175,7 @@ class KVEventPublisher:
 
     def _send(self, events: list[Event]) -> None:
         number, self._number = self._number, self._number + 1
-        payload = msgspec.msgpack.encode(Batch(time.time(), events, self._rank))
+        payload = msgspec.msgpack.encode(EventBatch(time.time(), events, self._rank))
         try:
             self._outbox.send_multipart((number.to_bytes(8, "big"), payload), self._zmq.NOBLOCK)
         except self._zmq.Again:

@@ -19,7 +19,7 @@ logger = logging.getLogger("octavo.server")
 
 
 @dataclass
-class Adapter:
+class LoadedAdapter:
     """An adapter's path and content digest at its first load."""
 
     path: str
@@ -36,13 +36,13 @@ class AdapterTable:
         self.is_enabled = settings.enable_lora
         self.paths = parse_lora_modules(settings.lora_modules) if settings.enable_lora else {}
         """Name to folder of each served adapter; a request selects one by its ``model`` field."""
-        self.known = {name: Adapter(path, digest(path)) for name, path in self.paths.items()}
+        self.known = {name: LoadedAdapter(path, digest(path)) for name, path in self.paths.items()}
         """Adapters in ``paths``, plus those that the current engine process failed to load."""
 
     def add(self, name: str, path: str, content: str) -> None:
         """Register a loaded adapter; ``content`` is the digest of its files."""
         self.paths[name] = path
-        self.known[name] = Adapter(path, content)
+        self.known[name] = LoadedAdapter(path, content)
 
     def remove(self, name: str) -> None:
         self.paths.pop(name, None)
@@ -87,7 +87,7 @@ class AdapterTable:
         return f"{content}:{salt}" if self.is_enabled else salt
 
 
-async def _load_again(link: EngineLink, name: str, adapter: Adapter) -> str:
+async def _load_again(link: EngineLink, name: str, adapter: LoadedAdapter) -> str:
     """Load an adapter into another engine process if its files are unchanged; return the error message, or ""."""
     if adapter.deaths >= MAX_DEATHS:
         adapter.deaths = 0  # retried at the next restart

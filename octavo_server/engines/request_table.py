@@ -12,7 +12,7 @@ from octavo.errors import CANCELLATIONS, RequestError, RequestFailed
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.metrics import Metrics
 from octavo.types import FinishReason, Output
-from octavo_server.engines.engine_client import Progress
+from octavo_server.engines.engine_client import LiveProgress
 from octavo_server.engines.live_request import LiveRequest
 from octavo_server.observe.timelines import Timelines
 from octavo_server.observe.tracing import TRACE_HEADERS, Tracing
@@ -53,12 +53,12 @@ class RequestJournal:
         """Requests accepted and not yet ended."""
         return len(self._live)
 
-    def progress(self) -> Iterator[Progress]:
+    def progress(self) -> Iterator[LiveProgress]:
         """How far each live request is, oldest first."""
         for live in self._live.values():
             request = live.request
             counts = len(request.prompt_tokens), live.num_computed, len(live.tokens), request.max_tokens
-            yield Progress(live.id, *counts, live.has_advanced)
+            yield LiveProgress(live.id, *counts, live.has_advanced)
 
     def next_id(self) -> int:
         """A request id unique within this server."""

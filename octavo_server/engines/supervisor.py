@@ -75,7 +75,7 @@ WATCH_SECONDS = 1.0
 logger = logging.getLogger("octavo.server")
 
 
-class Owner(Protocol):
+class EngineOwner(Protocol):
     """Receives events of the engine process."""
 
     expects_grammars: bool
@@ -101,7 +101,7 @@ class Supervisor:
         argv: Sequence[str],
         config: dict[str, Any],
         hang_timeout: float,
-        owner: Owner,
+        owner: EngineOwner,
         environment: Mapping[str, str],
     ) -> None:
         self.link: EngineLink | None = None

@@ -129,7 +129,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     info: EngineInfo
 
 
-class Failed(msgspec.Struct, tag="failed", array_like=True):
+class BuildFailed(msgspec.Struct, tag="failed", array_like=True):
     """The engine cannot be built. ``kind`` is the name of an error class; the process ends after this."""
 
     generation: int
@@ -190,7 +190,7 @@ class SleepDone(msgspec.Struct, tag="slept", array_like=True, gc=False):
     error: str = ""
 
 
-FromEngine = Ready | Failed | StepDone | AdapterDone | SleepDone | Settled
+FromEngine = Ready | BuildFailed | StepDone | AdapterDone | SleepDone | Settled
 
 START_ERRORS: dict[str, type[OctavoError]] = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
 REFUSALS: dict[str, type[RequestError]] = {

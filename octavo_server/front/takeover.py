@@ -38,7 +38,7 @@ HasRequest = Callable[[str, str, str], bool]
 """Whether the journal in a folder has a request with this owner and key."""
 
 
-class Channel:
+class TakeoverChannel:
     """Messages, with a file descriptor or without, between two processes; used on the event loop."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -126,13 +126,13 @@ class Predecessor:
         self.listener = listener
         """The shared listening socket."""
         self._connection = connection
-        self._channel: Channel | None = None
+        self._channel: TakeoverChannel | None = None
         self._is_started = asyncio.Event()
         self._asked: deque[asyncio.Future[bool]] = deque()
 
     def start(self, adopt: Callable[[socket.socket], None]) -> None:
         """Tell the predecessor to end, now that this server accepts connections; ``adopt`` is called with its own."""
-        self._channel = channel = Channel(self._connection)
+        self._channel = channel = TakeoverChannel(self._connection)
 
         def on_message(message: bytes, descriptor: int) -> None:
             if message == CONNECTION and descriptor >= 0:
@@ -188,7 +188,7 @@ def find_predecessor(path: Path) -> Predecessor | None:
 class Successor:
     """The server that takes over, as its predecessor sees it."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: TakeoverChannel) -> None:
         self._channel = channel
 
     def take(self, connection: int) -> None:
@@ -211,7 +211,7 @@ class TakeoverSocket:
         self._listener = listener
         self._has_request = has_request
         self._on_ready = on_ready
-        self._channels: list[Channel] = []
+        self._channels: list[TakeoverChannel] = []
         self._socket: socket.socket | None = _listen(path)
         self._path = path
         asyncio.get_running_loop().add_reader(self._socket, self._accept)
@@ -230,7 +230,7 @@ class TakeoverSocket:
             connection, _ = self._socket.accept()
         except OSError:
             return
-        channel = Channel(connection)
+        channel = TakeoverChannel(connection)
         self._channels = [each for each in self._channels if not each.is_ended] + [channel]
 
         def on_message(message: bytes, descriptor: int) -> None:
@@ -243,7 +243,7 @@ class TakeoverSocket:
         channel.start(on_message)
         channel.send(LISTENER, os.dup(self._listener.fileno()))
 
-    def _hand_over(self, channel: Channel) -> None:
+    def _hand_over(self, channel: TakeoverChannel) -> None:
         if self._socket is None:  # there is a successor already
             channel.close()
             return

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import CANCELLATIONS, RequestError
-from octavo_server.generation import Choice, ClientGone, EventWriter, Generation, ignore_updates
+from octavo_server.generation import ClientGone, EventWriter, GeneratedChoice, Generation, ignore_updates
 from octavo_server.http.errors import error_object
 from octavo_server.http.server import WRITE_PIECE, WritePiece
 
@@ -62,7 +62,7 @@ async def _watch(generation: Generation, receive: Receive) -> None:
     generation.fail(ClientGone())
 
 
-async def finished_choices(generation: Generation, request: Request) -> list[Choice]:
+async def finished_choices(generation: Generation, request: Request) -> list[GeneratedChoice]:
     """Wait until all choices are finished, and return them. Raises ``RequestError`` or ``ClientGone``."""
     async with attended(generation, request.receive):
         return await generation.result()
@@ -132,7 +132,7 @@ class Pump:
     def __init__(
         self,
         generation: Generation,
-        frames: Callable[[Choice], bytes],
+        frames: Callable[[GeneratedChoice], bytes],
         write: WritePiece,
         keep_alive: bytes = KEEP_ALIVE,
     ) -> None:

@@ -10,7 +10,7 @@ from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.step_encoder import StepEncoder
 from octavo.steps.layout import num_bytes
 from octavo.steps.limits import StepLimits
-from octavo.steps.shapes import Kind, StepShape, exact_shape, graph_shapes, padded_shape, verification_shape
+from octavo.steps.shapes import StepKind, StepShape, exact_shape, graph_shapes, padded_shape, verification_shape
 from octavo.types import ON_DEVICE, GroupBlocks, Plan, Scheduled, Sequence
 from tests.engine.making import make_request
 from tests.tiers import nightly_after
@@ -31,7 +31,7 @@ def test_no_step_exceeds_the_largest(seed: int) -> None:
         num_rows = num_seqs + num_drafts + num_prompt
         longest = 1 if num_rows == num_seqs else 2
         num_proposed = rng.choice([1, 2, 4]) * (has_drafter and (num_drafts > 0 or rng.random() < 0.5))
-        kind = Kind(rng.random() < 0.5, rng.random() < 0.5, has_drafter, num_proposed)
+        kind = StepKind(rng.random() < 0.5, rng.random() < 0.5, has_drafter, num_proposed)
         shape, _ = padded_shape(num_rows, num_seqs, longest, max_num_seqs, kind, num_drafts)
         assert shape.num_rows >= num_rows
         assert shape.num_seqs >= num_seqs

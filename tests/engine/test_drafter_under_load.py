@@ -17,10 +17,10 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.sampling_params import SamplingParams
-from octavo.steps.shapes import NO_DRAFTER, Kind, StepShape, padded_shape
+from octavo.steps.shapes import NO_DRAFTER, StepKind, StepShape, padded_shape
 from octavo.types import Masks, Plan, Sampled
 from octavo_fleet.sim.clock import Clock
-from octavo_fleet.sim.closed_loops import WORKLOADS, Workload
+from octavo_fleet.sim.closed_loops import WORKLOADS, ClosedLoopSpec
 from tests.engine.making import make_request
 from tests.tiers import nightly_after
 
@@ -54,7 +54,7 @@ def seconds_of_mixture(plan: Plan) -> float:
 
 def shape_of(plan: Plan) -> StepShape:
     num_proposed, num_drafts = max(item.num_proposed for item in plan), sum(len(item.drafts) for item in plan)
-    kind = Kind(has_drafter=num_proposed != NO_DRAFTER, num_proposed=max(0, num_proposed))
+    kind = StepKind(has_drafter=num_proposed != NO_DRAFTER, num_proposed=max(0, num_proposed))
     num_rows, longest = num_drafts + sum(len(item.tokens) for item in plan), max(len(item.tokens) for item in plan)
     return padded_shape(num_rows, len(plan), longest, MAX_SEQS, kind, num_drafts)[0]
 
@@ -114,7 +114,7 @@ def served(names: str, rate: float | None, seconds_of: Callable[[Plan], float] =
     return num_tokens / (clock.now - started), device
 
 
-def answer(engine: Engine, load: Workload, rng: random.Random) -> int:
+def answer(engine: Engine, load: ClosedLoopSpec, rng: random.Random) -> int:
     """Passes of a workload behind each other; returns the number of output tokens."""
     num_left, num_live, num_tokens = PASSES * load.prompts, 0, 0
     while num_left or num_live:

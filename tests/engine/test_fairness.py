@@ -11,7 +11,17 @@ from octavo.config import POLICY_NAMES, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
-from octavo_bench.fairness import COST, FLOOD, FLOOD_OF_LONG_PROMPTS, HALF_SPEED, QUIET, Load, measure, serve, share_of
+from octavo_bench.fairness import (
+    COST,
+    FLOOD,
+    FLOOD_OF_LONG_PROMPTS,
+    HALF_SPEED,
+    QUIET,
+    TenantLoad,
+    measure,
+    serve,
+    share_of,
+)
 from octavo_bench.virtual import VirtualEngine
 from tests.engine.making import make_engine, make_request, planned, run_to_end
 
@@ -40,14 +50,14 @@ def test_long_prompts_of_a_flood_are_sliced_for_the_other() -> None:
 
 @pytest.mark.slow
 def test_a_tenant_alone_gets_everything() -> None:
-    flood = Load("only", 100.0, 256, 64)
+    flood = TenantLoad("only", 100.0, 256, 64)
     totals = [sum(len(one.token_times) for one in serve(p, [flood]).progress.values()) for p in ("fcfs", "fair")]
     assert totals[0] == totals[1]
 
 
 @pytest.mark.slow
 def test_two_floods_share_by_weight() -> None:
-    loads = [Load("a", 60.0, 256, 64), Load("b", 60.0, 256, 64)]
+    loads = [TenantLoad("a", 60.0, 256, 64), TenantLoad("b", 60.0, 256, 64)]
     for weights, share in ((None, 1.0), ("a=3", 3.0)):
         progress = serve("fair", loads, tenant_weights=weights).progress.values()
         served = {name: sum(len(one.token_times) for one in progress if one.request.tenant == name) for name in "ab"}

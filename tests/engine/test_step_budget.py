@@ -9,10 +9,10 @@ import pytest
 
 from octavo.config import SchedulerSettings
 from octavo.engine.step_budget import NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS, STEPS_BETWEEN_TRIALS
-from octavo.engine.step_model import Load
+from octavo.engine.step_model import StepLoad
 from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request, Scheduled, Sequence
-from octavo_bench.virtual import RequestProgress, StepCost, VirtualEngine
+from octavo_bench.virtual import StepCost, VirtualEngine, VirtualProgress
 
 MOST = 2048
 
@@ -45,7 +45,7 @@ class Recorder(VirtualEngine):
         self.engine.scheduler.note_step = note  # type: ignore[method-assign]
 
 
-def serve(cost: StepCost, settings: SchedulerSettings | None = None) -> tuple[list[int], dict[int, RequestProgress]]:
+def serve(cost: StepCost, settings: SchedulerSettings | None = None) -> tuple[list[int], dict[int, VirtualProgress]]:
     """Sizes of mixed steps while 16 sequences decode and long prompts come one by one."""
     engine = Recorder(cost, settings or SchedulerSettings())
     talkers = [Request(n, [n, 1, 2], SamplingParams(), 2000, arrival=1.0) for n in range(16)]
@@ -99,7 +99,7 @@ def test_a_long_prompt_has_few_chunks() -> None:
     budget, rng = Recorder(CheapRows(), SchedulerSettings()).engine.scheduler.step_budget, random.Random(1)
     for _ in range(2000):
         rows, context = rng.randrange(16, MOST), rng.randrange(40000)
-        load = Load(rows, rng.randrange(1, 17), context, rows > 16, float(rng.randrange(1 << 20)))
+        load = StepLoad(rows, rng.randrange(1, 17), context, rows > 16, float(rng.randrange(1 << 20)))
         budget.model.learn(load, 0.01 + 2e-5 * max(0, rows - 256) + 4e-7 * context)
     sequences = [Sequence(Request(n, [1] * 40000, SamplingParams(), 9)) for n in range(17)]
     decodes = [Scheduled(seq, 100, (1,), (), True, 0) for seq in sequences[:16]]
@@ -153,7 +153,7 @@ def test_drafts_do_not_tell_what_a_prompt_token_costs() -> None:
 def test_a_short_question_does_not_wait_for_a_long_prompt_on_a_slow_device(base: float, longest_gap: float) -> None:
     """Steps as of a small model on two cores. Others came before, so that it is known what steps take."""
 
-    def served(*more: Request) -> dict[int, RequestProgress]:
+    def served(*more: Request) -> dict[int, VirtualProgress]:
         cost = StepCost(base, 0.005, 0.001)
         engine = VirtualEngine(SchedulerSettings(), cost=cost, num_blocks=1024, max_num_seqs=8)
         early = [Request(n, [n] * 60, SamplingParams(), 20, arrival=1.0 + n) for n in range(3)]

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.engine.match_chains import CONTEXT, NOTHING, MatchChains
 from octavo.engine.speculation import Speculation
-from octavo.engine.suffix import MOST_MATCHES, Answers, SuffixProposer
+from octavo.engine.suffix import MOST_MATCHES, RecentAnswers, SuffixProposer
 from octavo.speculative_config import Suffix
 from octavo.types import Sequence
 from tests.engine.making import make_engine, make_request, run_to_end, tokens_of
@@ -79,7 +79,7 @@ def test_matches_and_drafts_equal_those_of_a_linear_search(vocab: int) -> None:
 
 
 def test_earlier_answers_are_searched_by_salt_and_dropped_oldest_first() -> None:
-    rng, answers = random.Random(4), Answers(most=5, most_tokens=60)
+    rng, answers = random.Random(4), RecentAnswers(most=5, most_tokens=60)
     kept: list[tuple[list[int], str]] = []
     for _ in range(300):
         answer, salt = [rng.randrange(3) for _ in range(rng.randrange(1, 20))], rng.choice(["", "a"])
@@ -103,7 +103,7 @@ def test_earlier_answers_are_searched_by_salt_and_dropped_oldest_first() -> None
 
 
 def test_no_answers_are_kept_where_none_are_wanted() -> None:
-    answers = Answers(most=0)
+    answers = RecentAnswers(most=0)
     answers.add([1, 2, 3], "")
     assert answers.chains.end == 0
 

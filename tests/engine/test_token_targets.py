@@ -7,7 +7,7 @@ import pytest
 from octavo.config import SchedulerSettings
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
-from octavo_bench.virtual import RequestProgress, StepCost, VirtualEngine
+from octavo_bench.virtual import StepCost, VirtualEngine, VirtualProgress
 from tests.engine.making import make_engine, make_request
 from tests.engine.test_max_itl import RoughCost
 
@@ -20,18 +20,18 @@ def ask(number: int, prompt: int, output: int, arrival: float, target: float = 0
     return Request(number, tokens, SamplingParams(), output, arrival=arrival, tpot_target=target, ttft_target=ttft)
 
 
-def longest_gap(progress: RequestProgress, since: float = 0.0, until: float = float("inf")) -> float:
+def longest_gap(progress: VirtualProgress, since: float = 0.0, until: float = float("inf")) -> float:
     return max(gap for gap, when in zip(progress.gaps, progress.token_times, strict=False) if since <= when < until)
 
 
-def tpot(progress: RequestProgress) -> float:
+def tpot(progress: VirtualProgress) -> float:
     """Seconds for each token after the first, on average."""
     return (progress.token_times[-1] - progress.token_times[0]) / (len(progress.token_times) - 1)
 
 
 def talk_beside_prompts(
     targets: dict[int, float], settings: SchedulerSettings, depth: int = 1, cost: StepCost = EVEN
-) -> dict[int, RequestProgress]:
+) -> dict[int, VirtualProgress]:
     """Eight that talk, some with targets for their tokens, while long prompts come."""
     talkers = [ask(n, 3, 400, 1.0, targets.get(n, 0.0)) for n in range(8)]
     prompts = [ask(100 + n, 3000, 2, 1.5 + n / 12) for n in range(50)]

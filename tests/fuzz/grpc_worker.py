@@ -13,7 +13,7 @@ import grpc
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, WorkerLost
 from octavo_fleet.worker import build_remote, messages
-from octavo_fleet.worker.connection import Part, WorkerConnection, WorkerError
+from octavo_fleet.worker.connection import SequencePart, WorkerConnection, WorkerError
 from tests.fuzz.target import Target
 
 DESCRIPTION = messages.Description(
@@ -75,7 +75,7 @@ class Worker(Target):
             try:
                 build_remote._check(config, connection.description, {"vocab_size": 264})
                 with contextlib.suppress(WorkerError, WorkerLost):
-                    assert isinstance(connection.step([Part(0, [1], [0], 1)]), bytes)
+                    assert isinstance(connection.step([SequencePart(0, [1], [0], 1)]), bytes)
             finally:
                 connection.close()
 

@@ -17,7 +17,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.types import Output, Request
 from octavo_server.durable.journal import Journal
 from octavo_server.durable.log import Damage, LogFile, LogWriter, log_files
-from octavo_server.durable.records import Begin, Head, Noted, encode
+from octavo_server.durable.records import Begin, Noted, RequestHead, encode
 from octavo_server.durable.requests import DurableRequest
 from tests.fuzz.target import Fault, Target
 from tests.server.in_process import InProcessEngine, byte_tokenizer
@@ -79,7 +79,7 @@ async def _write_journal(folder: Path) -> tuple[dict[str, list[list[int]]], LogF
     writer = LogWriter(folder)
     for number in range(1, 7):
         requests = [Request(index, [1, 2, 3], 40, SamplingParams()) for index in range(2)]
-        head = Head(number, "", f"key{number}", "body", "print", "", "", len(requests))
+        head = RequestHead(number, "", f"key{number}", "body", "print", "", "", len(requests))
         writer.append(partial(encode, [(head, Begin("u", 1, requests, [0, 1], ["a", None], []))]))
         tokens: list[list[int]] = [[], []]
         places = [0, 0]

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.runtime.ranks.process_group import device_collective
-from octavo_kernels.cpu.rank_memory import RankMemory
+from octavo_kernels.cpu.rank_memory import MappedRankMemory
 
 ROWS = (1, 2, 3, 17, 64, 513, 4096)
 WIDTH = 1024
@@ -36,7 +36,7 @@ def parts(rows: int, size: int, dtype: torch.dtype) -> list[Tensor]:
 def main() -> None:
     rank, size, descriptor = map(int, sys.argv[1:])
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    collective = device_collective(RankMemory(descriptor, rank, size).collective, torch.device("cuda"))
+    collective = device_collective(MappedRankMemory(descriptor, rank, size).collective, torch.device("cuda"))
     delays, digest = random.Random(rank), 0
     for dtype in (torch.float32, torch.bfloat16):
         for rows in ROWS:

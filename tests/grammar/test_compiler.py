@@ -14,7 +14,7 @@ import pytest
 
 from octavo.errors import QueueFull
 from octavo.grammar import forms, tester
-from octavo.grammar.compiler import MAX_PROCESSES, PAUSE, GrammarCompiler, Refused
+from octavo.grammar.compiler import MAX_PROCESSES, PAUSE, GrammarCompiler, GrammarRefused
 from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
 from octavo.system.child_process import ChildLost
 from octavo.system.child_worker import RENDERED, Answer
@@ -88,7 +88,7 @@ def test_a_bomb_costs_little_and_leaves_nothing_behind() -> None:
         for name, part in BOMBS.items():
             started = time.monotonic()
             before = time.process_time()
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(GrammarRefused):
                 await compiler.compile(forms.grammar_text(part))
             assert time.monotonic() - started < 30, f"{name}: two seconds of processor time, and what other work takes"
             assert time.process_time() - before < 0.5, name
@@ -105,7 +105,7 @@ def test_a_grammar_that_hangs_is_cut_off_and_the_next_one_served() -> None:
         first = compiler.process_id
         assert first is not None
         os.kill(first, 19)  # SIGSTOP: it does not answer any more
-        with pytest.raises(Refused, match=r"more than 0\.5 seconds"):
+        with pytest.raises(GrammarRefused, match=r"more than 0\.5 seconds"):
             await compiler.compile(hanging)
         await compiler.compile(forms.grammar_text(forms.regex("b+")))
         assert compiler.process_id != first
@@ -119,11 +119,11 @@ def test_verdicts_are_kept() -> None:
     async def test(compiler: GrammarCompiler) -> None:
         bad = forms.grammar_text(forms.json_schema({"not": {}}))
         await compiler.compile(GOOD)
-        with pytest.raises(Refused, match="uses 'not'"):
+        with pytest.raises(GrammarRefused, match="uses 'not'"):
             await compiler.compile(bad)
         compiler.close()
         await compiler.compile(GOOD)
-        with pytest.raises(Refused, match="uses 'not'"):
+        with pytest.raises(GrammarRefused, match="uses 'not'"):
             await compiler.compile(bad)
         assert compiler.process_id is None, "a process was started for what is known"
 
@@ -166,9 +166,9 @@ def test_what_took_too_long_is_tried_again_after_a_pause(is_lost: bool, monkeypa
         nonlocal now
         reason = "processor time" if is_lost else "compiling it takes too long"
         tries = await asyncio.gather(*(compiler.compile(text) for _ in range(5)), return_exceptions=True)
-        assert all(isinstance(each, Refused) and reason in str(each) for each in tries)
+        assert all(isinstance(each, GrammarRefused) and reason in str(each) for each in tries)
         now += 2 * PAUSE - 0.1
-        with pytest.raises(Refused, match=reason):
+        with pytest.raises(GrammarRefused, match=reason):
             await compiler.compile(text)
         assert len(answers) == 1, "it was tried more than once"
         now += 0.2
@@ -186,7 +186,7 @@ def test_a_process_that_does_not_start_is_no_verdict(monkeypatch: pytest.MonkeyP
     async def test(compiler: GrammarCompiler) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("octavo.grammar.compiler.ChildProcess", fails)
-            with pytest.raises(Refused, match="did not start"):
+            with pytest.raises(GrammarRefused, match="did not start"):
                 await compiler.compile(GOOD)
         await compiler.compile(GOOD)
 
@@ -220,7 +220,7 @@ def test_what_is_too_large_is_refused_before_anything_is_made_of_it(make: Callab
 
 def test_a_grammar_that_is_too_large_is_refused_at_once() -> None:
     async def test(compiler: GrammarCompiler) -> None:
-        with pytest.raises(Refused, match=f"larger than {forms.MAX_GRAMMAR_BYTES} bytes"):
+        with pytest.raises(GrammarRefused, match=f"larger than {forms.MAX_GRAMMAR_BYTES} bytes"):
             await compiler.compile(forms.grammar_text({"regex": "a" * forms.MAX_GRAMMAR_BYTES}))
         assert compiler.process_id is None
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.grammar import forms, tester
-from octavo.grammar.compiler import GrammarCompiler, Refused
+from octavo.grammar.compiler import GrammarCompiler, GrammarRefused
 from octavo.grammar.matchers import compile_matcher, fill_mask, new_mask
 from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
 from octavo.system.child_worker import REFUSED, RENDERED
@@ -92,7 +92,7 @@ def test_what_explodes_is_refused_in_bounded_time(name: str) -> None:
         try:
             await compiler.compile(forms.grammar_text(forms.choice(["yes"])))
             started = time.monotonic()
-            with pytest.raises(Refused, match="cannot be used"):
+            with pytest.raises(GrammarRefused, match="cannot be used"):
                 await compiler.compile(forms.grammar_text(EXPLOSIVE[name]))
             assert time.monotonic() - started < 30, "two seconds of processor time, and what other work takes"
         finally:

@@ -16,7 +16,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.grammar import forms
-from octavo.grammar.masks import TOO_SLOW, MatcherMasks, Progress
+from octavo.grammar.masks import TOO_SLOW, MatcherMasks, MatcherProgress
 from octavo.grammar.matchers import GrammarError, compile_matcher, fill_mask, make_tokenizer, new_mask, normalised
 from octavo.grammar.vocabulary import Vocabulary
 from octavo.sampling_params import SamplingParams
@@ -171,7 +171,7 @@ def test_a_draft_may_be_a_token_that_the_tokenizer_does_not_have() -> None:
     assert engine.stats().num_drafts > 0
 
 
-def prepared(masks: MatcherMasks, grammar: str) -> Progress:
+def prepared(masks: MatcherMasks, grammar: str) -> MatcherProgress:
     params = SamplingParams(grammar=grammar)
     return masks.prepare(Request(1, [1], params, max_tokens=5)).result()
 

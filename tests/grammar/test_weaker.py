@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from octavo.grammar import forms, tester
-from octavo.grammar.compiler import GrammarCompiler, Refused
+from octavo.grammar.compiler import GrammarCompiler, GrammarRefused
 from octavo.grammar.matchers import compile_matcher
 from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
 from octavo.system.child_worker import REFUSED, RENDERED
@@ -103,7 +103,9 @@ def test_what_can_be_kept_to_stays() -> None:
 
 def message(*parts: forms.Part) -> str:
     start = " | ".join(f'"{index}" @t{index}' for index in range(len(parts)))
-    return forms.grammar_text(forms.Form(f"({start})", parts={f"t{index}": part for index, part in enumerate(parts)}))
+    return forms.grammar_text(
+        forms.GrammarSource(f"({start})", parts={f"t{index}": part for index, part in enumerate(parts)})
+    )
 
 
 def compiled(*texts: str) -> list[Any]:
@@ -138,5 +140,5 @@ def test_a_strict_function_is_not_weakened_by_another() -> None:
     unusable = with_a({"type": "array", "uniqueItems": True})
     parts = [forms.arguments(unusable, "tools[0]", True), forms.arguments(unusable, "tools[1]", False)]
     (made,) = compiled(message(*parts))
-    assert isinstance(made, Refused)
+    assert isinstance(made, GrammarRefused)
     assert "'uniqueItems'" in str(made)

@@ -23,7 +23,7 @@ from octavo.errors import InvalidParameter
 from octavo.images.image_decoder import FORMATS, as_rgb, opened, prepared
 from octavo.images.preparer import ImagePreparer, placed
 from octavo.images.processors import HALF, ImageProcessor, PreparedImage
-from octavo.images.resizing import Refused
+from octavo.images.resizing import ImageRefused
 from tests.tiers import nightly_after
 
 AREA = {"rule": "area", "factor": 28, "least": 56 * 56, "most": 28 * 28 * 40, "resample": 3, "most_pixels": 10**6}
@@ -170,7 +170,7 @@ def test_bombs_are_refused_by_their_header(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Image.Image, "load", load)
     bomb[16:24] = (50_000).to_bytes(4) * 2
     bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4)
-    with pytest.raises(Refused, match="has 50000 x 50000 pixels; at most 1000000 are allowed"):
+    with pytest.raises(ImageRefused, match="has 50000 x 50000 pixels; at most 1000000 are allowed"):
         prepared(bytes(bomb), AREA)
 
 

@@ -12,7 +12,7 @@ from octavo.layers.experts import DenseMixture, PackedMixture, StoredExperts, ma
 from octavo.ops import dispatch
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish
-from octavo.quant.stored.blocks import BlockStored
+from octavo.quant.stored.blocks import GgufStored
 from octavo.quant.stored.stored_weight import DenseStored, StoredWeight, WeightFormat
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 
@@ -22,7 +22,7 @@ PACKING = dataclasses.replace(DENSE, packs=True)
 
 
 def blocks(kind: str, rows: int, columns: int, seed: int) -> StoredWeight:
-    return BlockStored((random_blocks(kind, rows, columns, seed),))
+    return GgufStored((random_blocks(kind, rows, columns, seed),))
 
 
 def stored(

@@ -11,7 +11,7 @@ from octavo.layers.embedding import Embedding
 from octavo.layers.linear import Linear
 from octavo.layers.rotary import DefaultRope, LinearRope, Llama3Rope, Rotary
 from octavo.ops.block_linear import PackedBlocks
-from octavo.quant.stored.blocks import BlockStored, BlockWeight
+from octavo.quant.stored.blocks import BlockWeight, GgufStored
 from octavo.quant.stored.stored_weight import DenseStored, DenseWeight, WeightFormat, make_weights
 from octavo.weights.gguf.blocks import BlockTensor, dequantize
 from tests.ops.cpu_cases import needs_float_kernels
@@ -30,8 +30,8 @@ def dense(*parts: Tensor) -> DenseStored:
     return DenseStored(parts)
 
 
-def blocks(*parts: BlockTensor) -> BlockStored:
-    return BlockStored(parts)
+def blocks(*parts: BlockTensor) -> GgufStored:
+    return GgufStored(parts)
 
 
 def form(packs: bool = False) -> WeightFormat:

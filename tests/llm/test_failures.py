@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from octavo import LLM, RunnerError, SamplingParams
-from octavo.engine.protocols import Pending, Runner
+from octavo.engine.protocols import Runner, SubmittedStep
 from octavo.llm.interrupts import interrupts_held_back
 from octavo.types import Masks, Plan, Sampled
 
@@ -24,14 +24,14 @@ class Watched:
         self.runner = runner
         self.check = check
 
-    def submit(self, plan: Plan) -> Pending:
+    def submit(self, plan: Plan) -> SubmittedStep:
         return WatchedStep(self.runner.submit(plan), plan, self.check)
 
 
 class WatchedStep:
     """A step of ``Watched``."""
 
-    def __init__(self, pending: Pending, plan: Plan, check: Callable[[Plan], None]) -> None:
+    def __init__(self, pending: SubmittedStep, plan: Plan, check: Callable[[Plan], None]) -> None:
         self.pending, self.plan, self.check = pending, plan, check
 
     @property

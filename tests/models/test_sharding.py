@@ -18,7 +18,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.registry import ARCHITECTURES
 from octavo.quant.formats.plain import PLAIN, Plain
 from octavo.quant.methods import QuantMethod
-from octavo.quant.stored.blocks import BlockStored
+from octavo.quant.stored.blocks import GgufStored
 from octavo.quant.stored.shard import Shard
 from octavo.quant.stored.stored_weight import StoredWeight, WeightFormat
 from octavo.quant.tensors import Tensors
@@ -39,7 +39,7 @@ class AllBlocks(Plain):
     kind: str
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
-        return BlockStored((random_blocks(self.kind, *shape, seed=len(name)),))
+        return GgufStored((random_blocks(self.kind, *shape, seed=len(name)),))
 
 
 def load(

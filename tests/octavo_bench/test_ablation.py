@@ -11,20 +11,20 @@ import pytest
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo_bench import ablation
-from octavo_bench.ablation import Work, stages
+from octavo_bench.ablation import AblationWork, stages
 from octavo_bench.dummy_models import write_model
 
 SMALL = ("--num-prompts", "2", "--shared-len", "20", "--input-len", "6", "--output-len", "4", "--gap", "0.01")
 
 
 def test_each_stage_changes_one_thing() -> None:
-    rows, missing = stages(Work(), "cpu", has_blocks=True)
+    rows, missing = stages(AblationWork(), "cpu", has_blocks=True)
     for before, after in itertools.pairwise(rows):
         changed = {name for name in after.settings if after.settings[name] != before.settings.get(name)}
         assert len(changed) == 1, after.name
     assert missing == {}
     assert [row.name for row in rows][-3:] == ["recorded steps", "prompt lookup", "quantised weights"]
-    on_gpu, missing = stages(Work(), "cuda", has_blocks=False)
+    on_gpu, missing = stages(AblationWork(), "cuda", has_blocks=False)
     assert "CUDA graphs" in [row.name for row in on_gpu]
     assert list(missing) == ["quantised weights"]
 
@@ -79,7 +79,7 @@ def test_only_whole_rounds_that_end_in_time(deadline: float, num_rounds: int, mo
     monkeypatch.setattr(ablation, "Table", Rows)
     monkeypatch.setattr("octavo_bench.ablation.time.perf_counter", lambda: now[0])
     kept: list[dict[str, object]] = []
-    result = ablation.measure(EngineConfig(), Work(), 4, lambda line: None, deadline, kept.append)
+    result = ablation.measure(EngineConfig(), AblationWork(), 4, lambda line: None, deadline, kept.append)
     assert visits == ["first", "second"] * num_rounds
     assert kept == [{"visits": 2 * number} for number in range(1, num_rounds + 1)]
     assert result == kept[-1]

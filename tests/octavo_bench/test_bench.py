@@ -167,9 +167,9 @@ def test_tools_print(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 def test_gpu_runs_every_stage_whatever_the_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stages(*_: object) -> dict[str, gpu.Stage]:
+    def stages(*_: object) -> dict[str, gpu.GpuStage]:
         codes = {"good": "print('said')", "bad": "raise SystemExit(3)", "slow": "import time; time.sleep(1000)"}
-        return {name: gpu.Stage((sys.executable, "-c", code), 1) for name, code in codes.items()}
+        return {name: gpu.GpuStage((sys.executable, "-c", code), 1) for name, code in codes.items()}
 
     monkeypatch.setattr(gpu, "stages", stages)
     monkeypatch.setattr(gpu, "STOP_SECONDS", 1.0)

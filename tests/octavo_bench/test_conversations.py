@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from octavo_bench.conversations import Conversations, Shape
+from octavo_bench.conversations import Conversations, ConversationShape
 
-SHAPE = Shape(num_clients=3, conversations_each=2, turns=4, first=100, more=10, answer=5, pause=2.0)
+SHAPE = ConversationShape(num_clients=3, conversations_each=2, turns=4, first=100, more=10, answer=5, pause=2.0)
 
 
 def test_turns_repeat_all_before_them_and_conversations_share_nothing() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from octavo_bench.cost_fit import H200, Measured, left_out, read, regrets
+from octavo_bench.cost_fit import H200, MeasuredConfig, left_out, read, regrets
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig
 from octavo_kernels.triton.tuning.linear_cost import FITTED, Gpu, Product, microseconds, ranked
 
@@ -20,14 +20,14 @@ RTX_4090 = Gpu(multiprocessors=128, bandwidth=1_008_000, shared_bytes=99 * 1024,
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[Measured]:
+def measured() -> list[MeasuredConfig]:
     found = read(RECORDS)
     assert len(found) == 1722
     assert len({(item.product.N, item.product.K) for item in found}) == 85
     return found
 
 
-def test_choices_are_nearly_the_fastest_that_were_measured(measured: list[Measured]) -> None:
+def test_choices_are_nearly_the_fastest_that_were_measured(measured: list[MeasuredConfig]) -> None:
     found = regrets(measured, FITTED)
     assert len(found) == 173
     assert statistics.mean(found.values()) < 0.015
@@ -36,14 +36,14 @@ def test_choices_are_nearly_the_fastest_that_were_measured(measured: list[Measur
 
 
 @pytest.mark.nightly
-def test_so_are_those_for_matrices_left_out_of_the_fit(measured: list[Measured]) -> None:
+def test_so_are_those_for_matrices_left_out_of_the_fit(measured: list[MeasuredConfig]) -> None:
     """A short fit; the one that is documented has twenty times the trials."""
     found = left_out(measured, trials=30)
     assert statistics.mean(found.values()) < 0.03
     assert statistics.quantiles(found.values(), n=20)[-1] < 0.10
 
 
-def test_a_choice_at_random_would_be_worse(measured: list[Measured]) -> None:
+def test_a_choice_at_random_would_be_worse(measured: list[MeasuredConfig]) -> None:
     fastest: dict[Product, float] = {}
     for item in measured:
         fastest[item.product] = min(item.taken, fastest.get(item.product, item.taken))

@@ -8,9 +8,9 @@ import torch
 from octavo.cli import main
 from octavo.config import POLICY_NAMES
 from octavo.types import Sequence
-from octavo_bench.demo import PROMPTS, Demo, Sizes
+from octavo_bench.demo import PROMPTS, Demo, DemoSizes
 from octavo_bench.overhead import measure_waiting
-from octavo_bench.synthetic import Work, external_fragmentation, run
+from octavo_bench.synthetic import SyntheticWork, external_fragmentation, run
 from octavo_fleet.backends.toy_models import WORDS, NextByFormula, highest_wave
 from tests.engine.making import make_request
 from tests.timing import undisturbed
@@ -27,7 +27,7 @@ KNOWN = {
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("num_blocks", [3, 4, 10])
 def test_the_demonstration_gives_the_known_tokens(policy: str, num_blocks: int) -> None:
-    demo = Demo(Sizes(num_kv_blocks=num_blocks, scheduling_policy=policy))
+    demo = Demo(DemoSizes(num_kv_blocks=num_blocks, scheduling_policy=policy))
     while demo.has_work:
         demo.step()
         assert demo.num_steps < 100
@@ -60,7 +60,7 @@ def test_the_words_are_those_of_the_original_arithmetic() -> None:
 def test_the_golden_run() -> None:
     """Tokens and steps are the other's to the last. Its prompts may not use what decoding leaves of the budget, so
     that 451 steps hold 13,907 of its items and 13,906 of ours; and it takes blocks in another order."""
-    figures = run(Work(), wants_external=True)
+    figures = run(SyntheticWork(), wants_external=True)
     assert figures["completed_requests"] == 1000
     assert figures["total_generated_tokens"] == 13_904
     assert figures["total_prefill_tokens"] == 50_467
@@ -76,8 +76,8 @@ def test_the_golden_run() -> None:
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_tokens_do_not_depend_on_the_policy(policy: str) -> None:
     """Nor on preemption: the smaller cache has room for a few sequences only."""
-    reference = run(Work(requests=60))
-    small = run(Work(requests=60, policy=policy, cache_blocks=14))
+    reference = run(SyntheticWork(requests=60))
+    small = run(SyntheticWork(requests=60, policy=policy, cache_blocks=14))
     assert small["completed_requests"] == 60
     assert small["total_generated_tokens"] == reference["total_generated_tokens"]
 
@@ -91,7 +91,7 @@ def test_external_fragmentation() -> None:
 @pytest.mark.timing
 def test_the_time_of_a_step_does_not_grow_with_the_requests() -> None:
     def typical(requests: int) -> float:
-        return float(run(Work(requests=requests))["p50_step_duration_ms"])
+        return float(run(SyntheticWork(requests=requests))["p50_step_duration_ms"])
 
     twice = 2 * min(typical(500) for _ in range(4))
     assert undisturbed(lambda: typical(4000), twice) < twice

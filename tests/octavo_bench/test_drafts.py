@@ -14,11 +14,11 @@ from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.weights.checkpoint import open_checkpoint
 from octavo_bench.draft_prompts import KINDS, prompts_of
-from octavo_bench.draft_texts import Wanted, generate
+from octavo_bench.draft_texts import WantedTexts, generate
 from octavo_bench.draft_training import Drawn, Teacher, Training, accepted_by_position
 from octavo_bench.draft_training_prompts import training_messages
-from octavo_bench.eagle3_module import Eagle3
-from octavo_bench.speculate import Side, Work
+from octavo_bench.eagle3_module import TrainableEagle3
+from octavo_bench.speculate import Side, SpeculationWork
 from tests.llm.tiny import write_checkpoint
 from tests.models.families import make_checkpoint
 
@@ -90,7 +90,7 @@ def test_training_computes_what_decoding_does(folder: Path) -> None:
     """A round of an anchor is what the head gives for a text that ends there, followed by its own outputs."""
     training = Training(3, None, 50, 40, 2, 1e-3, 1, 1.0, 0)
     teacher = Teacher(open_checkpoint(folder), torch.device("cpu"), training)
-    head = Eagle3(teacher.config, len(teacher.layers), 50)
+    head = TrainableEagle3(teacher.config, len(teacher.layers), 50)
     tokens_BL = torch.randint(0, 200, (2, 40))
     batch = teacher.compute(Drawn(tokens_BL, torch.arange(0)), torch.arange(50))
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_training_computes_what_decoding_does(folder: Path) -> None:
                 torch.testing.assert_close(rounds[:, text, anchor], want, rtol=1e-4, atol=1e-4)
 
 
-def decoded(head: Eagle3, hidden_TE: Tensor, embedded_LD: Tensor, count: int) -> Tensor:
+def decoded(head: TrainableEagle3, hidden_TE: Tensor, embedded_LD: Tensor, count: int) -> Tensor:
     """The logits of several drafts, each from a pass over all rows before it, with causal attention."""
     rows_TD, found = head.fc(hidden_TE), []
     for _ in range(count):
@@ -113,7 +113,7 @@ def decoded(head: Eagle3, hidden_TE: Tensor, embedded_LD: Tensor, count: int) ->
 
 def test_held_texts_have_prompts_of_their_own(folder: Path) -> None:
     config = {"model": str(folder), "device": "cpu", "max_num_seqs": 8, "max_model_len": 384, "block_size": 16}
-    used, held = generate(EngineConfig.from_flat(config), Wanted(40, 2, 0.7, 300.0), 0)
+    used, held = generate(EngineConfig.from_flat(config), WantedTexts(40, 2, 0.7, 300.0), 0)
     assert len(used) == 40
     assert held
     prompts = [{tuple(text.tokens[: text.num_prompt_tokens]) for text in texts} for texts in (used, held)]
@@ -130,7 +130,7 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
 
 def test_answers_are_cut_off_in_time(folder: Path) -> None:
     side = Side(EngineConfig.from_flat({"model": str(folder), "device": "cpu", "max_num_seqs": 2, "block_size": 16}))
-    work = Work((), (), 4, 0.0, 0)
+    work = SpeculationWork((), (), 4, 0.0, 0)
     assert side.run([[1, 2, 3]] * 5, work, until=0.0).tokens == [[]] * 5
     assert all(side.run([[1, 2, 3]] * 5, work).tokens)
 

@@ -21,7 +21,7 @@ from octavo.types import EngineInfo, Masks, Plan, Sampled
 from octavo_bench.fidelity import AIMS, Driver, compare
 from octavo_bench.overhead import InstantStep
 from octavo_fleet.sim.fitted import read_log
-from octavo_fleet.sim.report import Targets
+from octavo_fleet.sim.report import LatencyTargets
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Simulation
 from octavo_fleet.sim.sketch import GROWTH
@@ -154,6 +154,6 @@ def test_a_fleet_predicted_from_the_log_of_an_engine_that_served(tmp_path: Path)
     spec = SimulationSpec(
         "llama-3.1-8b", "h200", "single", 20, rate=50, input_len=16, output_len=8, cost_log=log, depth=1
     )
-    figures = Simulation(spec.fleet(EngineConfig()), spec.clients(), Targets()).run()
+    figures = Simulation(spec.fleet(EngineConfig()), spec.clients(), LatencyTargets()).run()
     assert figures["requests"] == 20
     assert 0.5 * min(seconds) < figures["itl"]["p50"] < 2 * max(seconds)

@@ -14,9 +14,9 @@ import pytest
 from octavo.cli import main
 from octavo.errors import ConfigError
 from octavo_bench.goodput import PRECISION, bisect
-from octavo_bench.http_client import Answer
-from octavo_bench.probe import FILL_SHARE, Client, Probe, arrivals, profile_of
-from octavo_bench.serve_load import Target, Work
+from octavo_bench.http_client import TimedAnswer
+from octavo_bench.probe import FILL_SHARE, Probe, ProbeClient, arrivals, profile_of
+from octavo_bench.serve_load import ServeWork, Target
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
@@ -45,7 +45,7 @@ def probe(rate: float = 50.0, **changes: object) -> Probe:
     given = {
         "target": Target("http://127.0.0.1:1", vocab_size=200),
         "model": "m",
-        "work": Work("assistant", 0, seed=3),
+        "work": ServeWork("assistant", 0, seed=3),
         "backlog": 12,
         "rate": rate,
         "lead": 3.0,
@@ -79,11 +79,11 @@ def test_arrivals_are_as_many_as_the_rate_says() -> None:
 
 
 def test_requests_without_an_end_are_judged_by_what_they_got() -> None:
-    client = Client(probe())
+    client = ProbeClient(probe())
     now = time.perf_counter()
-    fast = Answer(sent=now - 1, times=[now - 0.9 + 0.02 * n for n in range(40)])
-    slow = Answer(sent=now - 1, times=[now - 0.9 + 0.05 * n for n in range(18)])
-    waits, new = Answer(sent=now - 0.4), Answer(sent=now - 0.1)
+    fast = TimedAnswer(sent=now - 1, times=[now - 0.9 + 0.02 * n for n in range(40)])
+    slow = TimedAnswer(sent=now - 1, times=[now - 0.9 + 0.05 * n for n in range(18)])
+    waits, new = TimedAnswer(sent=now - 0.4), TimedAnswer(sent=now - 0.1)
     client.judged = [fast, slow, waits, new]
     assert [client._is_late(one, now) for one in client.judged] == [False, False, True, False]
     found = client._probed(now - 5, now)
@@ -96,7 +96,7 @@ def test_requests_without_an_end_are_judged_by_what_they_got() -> None:
 @pytest.mark.parametrize("workload", ["multi-turn", "W1"])
 def test_workloads_that_have_no_rate_are_refused(workload: str) -> None:
     with pytest.raises(ConfigError, match="the search needs another, such as assistant"):
-        profile_of(Work(workload, 0))
+        profile_of(ServeWork(workload, 0))
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from octavo_bench.projection import Measured, project, ring_microseconds
+from octavo_bench.projection import MeasuredStep, project, ring_microseconds
 
 START, PER_BYTE = 2.0, 1e-6
 
 
-def step(matmul_bytes: float, attention_bytes: float, layers: int) -> Measured:
+def step(matmul_bytes: float, attention_bytes: float, layers: int) -> MeasuredStep:
     """A step in which each kernel takes START and PER_BYTE for each byte."""
     matmuls = 4 * layers + 1
     us = {
@@ -17,7 +17,7 @@ def step(matmul_bytes: float, attention_bytes: float, layers: int) -> Measured:
         "attention": layers * START + PER_BYTE * attention_bytes,
         "norm": 30.0,
     }
-    return Measured(sum(us.values()), us, matmuls, layers, matmul_bytes, attention_bytes)
+    return MeasuredStep(sum(us.values()), us, matmuls, layers, matmul_bytes, attention_bytes)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

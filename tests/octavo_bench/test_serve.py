@@ -14,20 +14,20 @@ import pytest
 
 from octavo.cli import main
 from octavo.errors import ConfigError
-from octavo_bench.http_client import Answer, HttpClient
+from octavo_bench.http_client import HttpClient, TimedAnswer
 from octavo_bench.infer_workloads import Load
 from octavo_bench.prompts import FIRST_TOKEN, WORDS, Prompts
 from octavo_bench.report import keep
 from octavo_bench.report_tables import render
 from octavo_bench.serve_figures import errors, figures, parse_goodput
-from octavo_bench.serve_load import MAX_LOADS, Work, apply, next_load
+from octavo_bench.serve_load import MAX_LOADS, ServeWork, apply, next_load
 from octavo_fleet.sim.jobs import Job
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
 
-def answer(*times: float, sent: float = 0.0, num_output: int = 0, error: str | None = None) -> Answer:
-    made = Answer()
+def answer(*times: float, sent: float = 0.0, num_output: int = 0, error: str | None = None) -> TimedAnswer:
+    made = TimedAnswer()
     made.sent, made.times, made.error = sent, list(times), error
     made.num_prompt, made.num_output = 10, num_output or len(times)
     return made
@@ -70,13 +70,13 @@ def test_a_sweep_ends_where_throughput_does() -> None:
     assert next_load([Load(4)] * MAX_LOADS, [2.0**n for n in range(MAX_LOADS)], 1000) is None
 
 
-def run_load(work: Work, load: Load, reply: Callable[[Job], Awaitable[Answer]]) -> tuple[list[Job], int]:
+def run_load(work: ServeWork, load: Load, reply: Callable[[Job], Awaitable[TimedAnswer]]) -> tuple[list[Job], int]:
     """The jobs that were sent, and how many were under way at most."""
     sent: list[Job] = []
     answered: set[int] = set()
     live = most = 0
 
-    async def send(job: Job, told: dict[int, Answer]) -> Answer:
+    async def send(job: Job, told: dict[int, TimedAnswer]) -> TimedAnswer:
         nonlocal live, most
         sent.append(job)
         assert {number for number, _ in job.prompt} & answered <= set(told), "a turn before the answer that it repeats"
@@ -94,51 +94,51 @@ def run_load(work: Work, load: Load, reply: Callable[[Job], Awaitable[Answer]]) 
 
 @pytest.mark.parametrize("workload", ["fixed", "multi-turn", "W1"])
 def test_a_closed_loop_keeps_each_client_busy(workload: str) -> None:
-    async def reply(job: Job) -> Answer:
+    async def reply(job: Job) -> TimedAnswer:
         await asyncio.sleep(0.001)
         return answer(0.1)
 
-    sent, most = run_load(Work(workload, 120), Load(4), reply)
+    sent, most = run_load(ServeWork(workload, 120), Load(4), reply)
     assert (len(sent), most) == (120, 4)
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:
-    async def reply(job: Job) -> Answer:
+    async def reply(job: Job) -> TimedAnswer:
         await asyncio.sleep(0.1)
         return answer(0.1)
 
-    sent, most = run_load(Work("fixed", 30), Load(rate=1000.0), reply)
+    sent, most = run_load(ServeWork("fixed", 30), Load(rate=1000.0), reply)
     assert (len(sent), most) == (30, 30)
 
 
 def test_a_conversation_ends_with_a_failure() -> None:
-    async def reply(job: Job) -> Answer:
+    async def reply(job: Job) -> TimedAnswer:
         return answer(error="no")
 
-    sent, _ = run_load(Work("multi-turn", 40, seed=1), Load(2), reply)
+    sent, _ = run_load(ServeWork("multi-turn", 40, seed=1), Load(2), reply)
     assert 0 < len(sent) < 40
     assert len({job.session for job in sent}) == len(sent)
 
 
 def test_lengths() -> None:
     load = Load(rate=5.0)
-    made = Work("sharegpt", 200).jobs(load)
+    made = ServeWork("sharegpt", 200).jobs(load)
     jobs = [job for _ in range(200) if (job := made.next_job()) is not None]
     mean = sum(len(job.tokens()) for job in jobs) / len(jobs)
     assert 120 < mean < 210
     assert len({job.output_len for job in jobs}) > 50
-    fixed = Work("fixed", 3, input_len=40, output_len=7).jobs(Load(1)).next_job()
+    fixed = ServeWork("fixed", 3, input_len=40, output_len=7).jobs(Load(1)).next_job()
     assert fixed is not None
     assert (len(fixed.tokens()), fixed.output_len) == (40, 7)
-    assert Work("fixed", 3, max_model_len=100).jobs(Load(1)).next_job() is None
+    assert ServeWork("fixed", 3, max_model_len=100).jobs(Load(1)).next_job() is None
     with pytest.raises(ConfigError, match="closed loop"):
-        Work("W1", 3).jobs(load)
+        ServeWork("W1", 3).jobs(load)
     with pytest.raises(ConfigError, match="'none' is not one of"):
-        Work("none", 3).jobs(load)
+        ServeWork("none", 3).jobs(load)
 
 
 def test_prompts_share_what_the_workload_shares() -> None:
-    jobs = Work("shared-prefix", 40).jobs(Load(1))
+    jobs = ServeWork("shared-prefix", 40).jobs(Load(1))
     made = [job for _ in range(40) if (job := jobs.next_job()) is not None]
     prompts = Prompts("completions", "tiny", 5000, {"top_k": 1}, "salt")
     first = [prompts.body(job, {}) for job in made]
@@ -153,7 +153,7 @@ def test_prompts_share_what_the_workload_shares() -> None:
 
 @pytest.mark.parametrize("tokens", [[], [7, 8, 9]])
 def test_a_later_turn_repeats_the_conversation(tokens: list[int]) -> None:
-    jobs = Work("multi-turn", 40, output_len=3).jobs(Load(1))
+    jobs = ServeWork("multi-turn", 40, output_len=3).jobs(Load(1))
     job = jobs.next_job()
     while job is not None and not job.turns_left:
         job = jobs.next_job()
@@ -179,7 +179,7 @@ def event(**fields: Any) -> bytes:
     return b"data: " + json.dumps(fields).encode() + b"\r\n\r\n"
 
 
-def ask(*parts: bytes, status: str = "200 OK", length: int | None = None, timeout: float = 5.0) -> Answer:
+def ask(*parts: bytes, status: str = "200 OK", length: int | None = None, timeout: float = 5.0) -> TimedAnswer:
     """What the client makes of an answer in these parts, which come 20 ms after each other."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -191,7 +191,7 @@ def ask(*parts: bytes, status: str = "200 OK", length: int | None = None, timeou
             await asyncio.sleep(0.02)
         writer.close()
 
-    async def run() -> Answer:
+    async def run() -> TimedAnswer:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             client = HttpClient(f"http://127.0.0.1:{port}/v1/", "completions", None, timeout)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
-from octavo_bench.soak import KINDS, Sample, growth
+from octavo_bench.soak import KINDS, MemorySample, growth
 
 
 def test_growth_is_that_after_the_warm_up() -> None:
     """A wave at the end and a high sample do not count, a slope does."""
-    flat = [Sample(number, 10_000 + min(number, 30) * 1000, 0, 0) for number in range(0, 101, 2)]
+    flat = [MemorySample(number, 10_000 + min(number, 30) * 1000, 0, 0) for number in range(0, 101, 2)]
     flat[40] = flat[40]._replace(memory=1 << 40)
     assert growth(flat) == 0
     assert growth([sample._replace(memory=sample.memory + 7 * sample.requests) for sample in flat]) == 7

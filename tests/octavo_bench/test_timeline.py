@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo_bench.timeline import OP, STEP, Span, account, kernel_class, spans_of, summarise
+from octavo_bench.timeline import OP, STEP, DeviceSpan, account, kernel_class, spans_of, summarise
 
 
 def event(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
@@ -18,7 +18,12 @@ def step(number: int, ts: float, dur: float) -> dict[str, Any]:
 
 
 def test_gaps_inside_a_step_and_between_steps() -> None:
-    spans = [Span("a", 0, 10, 0), Span("b", 12, 20, 0), Span("a", 25, 35, 1), Span("b", 35, 40, 1)]
+    spans = [
+        DeviceSpan("a", 0, 10, 0),
+        DeviceSpan("b", 12, 20, 0),
+        DeviceSpan("a", 25, 35, 1),
+        DeviceSpan("b", 35, 40, 1),
+    ]
     found = account(spans)
     assert (found.total, found.inside, found.between, found.busy) == (40, 2, 5, 33)
     assert found.own == [10, 8, 10, 5]
@@ -26,7 +31,12 @@ def test_gaps_inside_a_step_and_between_steps() -> None:
 
 def test_time_that_two_kernels_share_counts_once() -> None:
     """As with dependent launches: the second kernel is there early, waits for the first, and works after it."""
-    spans = [Span("first", 0, 10, 0), Span("second", 4, 16, 0), Span("within", 5, 8, 0), Span("third", 20, 21, 0)]
+    spans = [
+        DeviceSpan("first", 0, 10, 0),
+        DeviceSpan("second", 4, 16, 0),
+        DeviceSpan("within", 5, 8, 0),
+        DeviceSpan("third", 20, 21, 0),
+    ]
     found = account(spans)
     assert found.own == [10, 6, 0, 1]
     assert sum(found.own) == found.busy == 17
@@ -55,9 +65,9 @@ def test_kernels_belong_to_the_step_that_launched_them() -> None:
         event("cpu_op", "aten::mm", 2, 3),
     ]
     assert spans_of(events) == [
-        Span("graph_a", 22, 24, 0),
-        Span("Memcpy DtoH", 24, 25, 0),
-        Span("late", 26, 30, 1),
+        DeviceSpan("graph_a", 22, 24, 0),
+        DeviceSpan("Memcpy DtoH", 24, 25, 0),
+        DeviceSpan("late", 26, 30, 1),
     ]
 
 
@@ -71,11 +81,15 @@ def test_without_a_device_the_outermost_operations_count() -> None:
         {**event("cpu_op", "elsewhere", 50, 2), "tid": 2},
         {"ph": "i", "name": "marker", "ts": 1},
     ]
-    assert spans_of(events) == [Span("attention", 10, 30, 0), Span("aten::add", 40, 42, 0)]
+    assert spans_of(events) == [DeviceSpan("attention", 10, 30, 0), DeviceSpan("aten::add", 40, 42, 0)]
 
 
 def test_summary_is_per_step() -> None:
-    spans = [Span("gate_up_linear", 0, 6, 0), Span("rms_norm", 8, 10, 0), Span("gate_up_linear", 10, 20, 1)]
+    spans = [
+        DeviceSpan("gate_up_linear", 0, 6, 0),
+        DeviceSpan("rms_norm", 8, 10, 0),
+        DeviceSpan("gate_up_linear", 10, 20, 1),
+    ]
     found = summarise(spans, 2, top=1)
     assert found["busy_us"] == 9
     assert found["us_by_class"] == {"matmul": 8, "norm": 1}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.ops import dispatch
 from octavo.ops.attention import rotary_angles
-from octavo.ops.dispatch import Choice, Op
+from octavo.ops.dispatch import KernelChoice, Op
 from octavo.ops.embedding import embedding
 
 
@@ -66,9 +66,9 @@ def test_only_forces_a_kernel_or_the_reference_and_then_lets_go(double: Op[[Tens
 def test_choices_give_the_reason(double: Op[[Tensor], Tensor]) -> None:
     add_kernels(double)
     assert dispatch.choices("cpu", torch.float16) == [
-        Choice("double", "fast", False, "only float32"),
-        Choice("double", "slow", True, ""),
-        Choice("double", "reference", False, "slow is preferred"),
+        KernelChoice("double", "fast", False, "only float32"),
+        KernelChoice("double", "slow", True, ""),
+        KernelChoice("double", "reference", False, "slow is preferred"),
     ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.quant.formats import online_quantization
 from octavo.quant.formats.online_quantization import quantized, quantized_head
-from octavo.quant.stored.blocks import BlockStored
+from octavo.quant.stored.blocks import GgufStored
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.stored_weight import DenseStored, StoredWeight, WeightFormat
 from tests.ops.cpu_cases import needs_float_kernels
@@ -108,7 +108,7 @@ def test_what_stays_as_it_is() -> None:
     assert quantized_head("lm_head", stored, form("int4")) is stored
     blocks = in_blocks("Q4_0")(4, 64, 0)
     assert quantized_head("lm_head", blocks, form("int4", True)) is blocks
-    assert isinstance(blocks, BlockStored)
+    assert isinstance(blocks, GgufStored)
     with pytest.raises(CheckpointError, match="map is quantised already"):
         quantized("map", blocks, form("fp8"))
 

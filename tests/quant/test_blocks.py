@@ -7,7 +7,7 @@ import torch
 
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
-from octavo.quant.stored.blocks import BlockStored, without_kernel
+from octavo.quant.stored.blocks import GgufStored, without_kernel
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.gguf.blocks import dequantize
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
@@ -22,7 +22,7 @@ def test_this_machine_takes_blocks() -> None:
 
 def test_without_a_kernel_blocks_are_made_dense_with_the_reason() -> None:
     assert without_kernel("cuda") == "block_linear has no kernel for cuda"
-    stored = BlockStored((random_blocks("Q8_0", 3, 64),))
+    stored = GgufStored((random_blocks("Q8_0", 3, 64),))
     assert stored.pack(WeightFormat(torch.float32, torch.device("cuda"), packs=True)) is None
     with dispatch.only("reference"):
         assert without_kernel("cpu") == "numba: only reference is allowed now"
@@ -33,7 +33,7 @@ def test_without_a_kernel_blocks_are_made_dense_with_the_reason() -> None:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_applying_a_weight_is_its_matrix_product(kind: str) -> None:
     blocks, x = random_blocks(kind, 24, 256), torch.randn(3, 256)
-    weight = BlockStored((blocks,)).pack(PACKING)
+    weight = GgufStored((blocks,)).pack(PACKING)
     assert weight is not None
     exact = x.double() @ torch.from_numpy(dequantize(blocks)).double().T
     found, packed = weight.apply(x), PackedBlocks.pack(blocks)

@@ -7,7 +7,7 @@ import torch
 
 from octavo.ops.block_linear import KINDS
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.quant.stored.blocks import BlockStored
+from octavo.quant.stored.blocks import GgufStored
 from octavo.quant.stored.float4 import Float4Stored
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.packed import GroupedWeight, group_length
@@ -38,7 +38,7 @@ NOT_PACKED: dict[str, Make] = {"groups of 8": grouped(4, 8), "groups of 1": grou
 
 
 def pack(stored: StoredWeight) -> PackedGroups | None:
-    assert isinstance(stored, GroupedStored | ScaledStored | Float4Stored | BlockStored)
+    assert isinstance(stored, GroupedStored | ScaledStored | Float4Stored | GgufStored)
     return stored.packed_groups(CPU)
 
 

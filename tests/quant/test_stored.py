@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS
-from octavo.quant.stored.blocks import BlockStored, BlockWeight
+from octavo.quant.stored.blocks import BlockWeight, GgufStored
 from octavo.quant.stored.float4 import E2M1, Float4Stored
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.scaled import ScaledStored
@@ -80,8 +80,8 @@ def numbers(rows: int, columns: int, seed: int) -> DenseStored:
     return DenseStored((torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16(),))
 
 
-def in_blocks(kind: str) -> Callable[[int, int, int], BlockStored]:
-    return lambda rows, columns, seed: BlockStored((random_blocks(kind, rows, columns, seed),))
+def in_blocks(kind: str) -> Callable[[int, int, int], GgufStored]:
+    return lambda rows, columns, seed: GgufStored((random_blocks(kind, rows, columns, seed),))
 
 
 FORMS: dict[str, Make] = {

@@ -12,7 +12,7 @@ from torch import nn
 
 from octavo.errors import CheckpointError
 from octavo.quant.formats.compressed_tensors import CompressedTensors
-from octavo.quant.module_matching import Targets
+from octavo.quant.module_matching import ModuleTargets
 from octavo.quant.stored.stored_weight import DenseStored, WeightFormat
 from octavo.quant.tensors import Tensors
 from octavo.weights.dummy import DummyCheckpoint
@@ -50,7 +50,7 @@ def test_the_library_finds_the_same_groups() -> None:
     draw, found = random.Random(0), 0
     for _ in range(300):
         groups = [(f"group_{i}", draw.sample(TARGETS, draw.randint(1, 4)), i) for i in range(draw.randint(1, 4))]
-        ours = Targets.of(groups)
+        ours = ModuleTargets.of(groups)
         theirs = {target: i for _, targets, i in groups for target in targets}
         for name, layer in modules.items():
             matched = match_targets(name, layer, theirs)
@@ -81,13 +81,15 @@ def test_a_module_is_read_as_its_group_stores_it(others: list[str], own: str) ->
 
 def test_of_two_patterns_the_first_in_the_alphabet_counts() -> None:
     for patterns in (["re:.*mlp.*", "re:.*down_proj"], ["re:.*down_proj", "re:.*mlp.*"]):
-        targets = Targets.of((target, [target], target) for target in patterns)
+        targets = ModuleTargets.of((target, [target], target) for target in patterns)
         assert targets.find(DOWN) == "re:.*down_proj"
 
 
 def test_the_parts_of_a_fused_layer_are_found_by_their_own_names() -> None:
     attention = "model.layers.0.self_attn"
-    targets = Targets.of([("a", ["re:.*qkv_proj", f"{attention}.k_proj"], 0), ("b", ["re:.*q_proj", "Linear"], 1)])
+    targets = ModuleTargets.of(
+        [("a", ["re:.*qkv_proj", f"{attention}.k_proj"], 0), ("b", ["re:.*q_proj", "Linear"], 1)]
+    )
     assert [targets.find(f"{attention}.{part}_proj") for part in "qkv"] == [1, 0, 1]
 
 
@@ -103,7 +105,7 @@ def test_the_parts_of_a_fused_layer_are_found_by_their_own_names() -> None:
     ],
 )
 def test_classes_target_modules_of_their_kind(target: str, linear: bool, head: bool, embedding: bool) -> None:
-    targets = Targets.of([("a", [target], True)])
+    targets = ModuleTargets.of([("a", [target], True)])
     for names, is_target in (
         ([DOWN, "transformer.h.0.attn.c_attn", "model.layers.0.mlp.experts.3.up_proj"], linear),
         (["lm_head"], head),

@@ -14,7 +14,7 @@ from octavo.errors import ConfigError, ContextLengthExceeded, RequestFailed, Una
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineStats, Output, Request
 from octavo_fleet.ray.fleet_engine import MAX_MOVES, FleetEngine
-from octavo_fleet.ray.messages import Answer, decode_request, encode, refusal_of
+from octavo_fleet.ray.messages import AnswerPart, decode_request, encode, refusal_of
 from octavo_fleet.ray.settings import parse
 from tests.server.child_engine import Recorder, finish
 from tests.server.fake_engine import INFO, FakeEngine, expected
@@ -71,10 +71,10 @@ class Stream:
                 if replicas.how == "die":
                     raise Death
                 error = Unavailable("drained") if replicas.how == "drain" else ContextLengthExceeded("long")
-                yield encode(Answer("a", [], EngineStats(), refusal_of(1, error)))
+                yield encode(AnswerPart("a", [], EngineStats(), refusal_of(1, error)))
                 return
             if replicas.rng.random() < 0.5 or not engine.has_work:  # else several tokens come together
-                yield encode(Answer("a", outputs, EngineStats(num_steps=engine.num_steps)))
+                yield encode(AnswerPart("a", outputs, EngineStats(num_steps=engine.num_steps)))
                 outputs = []
 
 

@@ -22,7 +22,7 @@ import pytest
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 
-from octavo_bench.conversations import Shape, converse  # noqa: E402
+from octavo_bench.conversations import ConversationShape, converse  # noqa: E402
 from octavo_fleet.ray import build_app  # noqa: E402
 from tests.models.families import make_checkpoint  # noqa: E402
 
@@ -137,7 +137,7 @@ def test_a_replica_killed_under_32_streams_loses_nothing(fleet: Fleet) -> None:
 
 def test_turns_of_a_conversation_go_where_their_prefix_is(fleet: Fleet) -> None:
     fleet.deploy(min_replicas=2, max_replicas=2, block_size=16)
-    shape = Shape(6, conversations_each=2, turns=4, first=200, more=20, answer=8, pause=0.3, vocab_size=97)
+    shape = ConversationShape(6, conversations_each=2, turns=4, first=200, more=20, answer=8, pause=0.3, vocab_size=97)
     measured = asyncio.run(converse(fleet.url, "tiny", shape))
     assert not measured.num_failed
     stats = httpx.get(f"{fleet.url}/stats", trust_env=False).json()

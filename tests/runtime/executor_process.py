@@ -14,7 +14,7 @@ import torch
 
 from octavo.layers.lora import AdapterRows
 from octavo.layers.stacked_lora import StackedRows
-from octavo.models.adapters import Adapters, make_stacks
+from octavo.models.adapters import ModelAdapters, make_stacks
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
@@ -52,7 +52,7 @@ def make_executor(kind: str, home: Path, storage: KVStorage) -> HostExecutor | S
     rows: AdapterRows = AdapterRows() if kind == "host" else StackedRows(MAX_ADAPTERS, MAX_RANK)
     loaded = load_model(read_config(source.config), source, form, rows)
     make_stacks(loaded.maps, form)
-    adapters = Adapters(loaded.maps, rows, form)
+    adapters = ModelAdapters(loaded.maps, rows, form)
     if kind == "host":
         return HostExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, adapters=adapters)
     return StreamExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, adapters=adapters)

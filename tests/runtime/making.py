@@ -10,7 +10,7 @@ from octavo.engine.graph_choice import GraphChoice
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import StepRunner
-from octavo.models.adapters import Adapters
+from octavo.models.adapters import ModelAdapters
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.executors.step_program import Forward
 from octavo.runtime.executors.stream_executor import StreamExecutor
@@ -48,7 +48,7 @@ def stream_runner(
     storage: KVStorage,
     vocab_size: int,
     limits: StepLimits,
-    adapters: Adapters | None = None,
+    adapters: ModelAdapters | None = None,
     numbers: dict[str, int] | None = None,
     batch_invariant: bool = False,
     **parts: Any,

@@ -10,7 +10,7 @@ import torch
 
 from octavo.errors import CheckpointError, RanksLost, RunnerError
 from octavo.ops.collective import Collective
-from octavo.runtime.executors.replies import Done, Failed
+from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
 from octavo.steps.messages import (
     Compile,
@@ -49,7 +49,7 @@ class Rank:
                 return self.answer(self.collective.rank, self.num_steps - 1)
             case LoadAdapter(number, path):
                 if path == f"not on {self.collective.rank}":
-                    return Failed(CheckpointError("no such folder"))
+                    return FailedReply(CheckpointError("no such folder"))
                 self.adapters.add(number)
             case UnloadAdapter(number):
                 self.adapters.discard(number)
@@ -94,7 +94,7 @@ def test_a_result_that_differs_ends_the_ranks_in_the_next_step(result: Callable[
 
 
 def test_a_step_that_fails_on_one_rank_ends_the_ranks() -> None:
-    ranks, _ = make(lambda rank, number: Failed(RunnerError("no memory")) if rank == 0 else Done(StepResult([1])))
+    ranks, _ = make(lambda rank, number: FailedReply(RunnerError("no memory")) if rank == 0 else Done(StepResult([1])))
     with pytest.raises(RanksLost, match="no memory"):
         ranks.send(STEP).wait()
 

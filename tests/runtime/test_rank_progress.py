@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from octavo.runtime.ranks import rank_group
-from octavo.runtime.ranks.rank_group import Progress
+from octavo.runtime.ranks.rank_group import StalledRankFinder
 from octavo_kernels.cpu.message_ring import RingReader, RingWriter
-from octavo_kernels.cpu.rank_memory import RankMemory, make_memory
+from octavo_kernels.cpu.rank_memory import MappedRankMemory, make_memory
 from tests.ops.cpu_cases import needs_float_kernels
 
 pytestmark = needs_float_kernels
@@ -23,12 +23,12 @@ IDLE, BUSY = "import time; time.sleep(60)", "while True: pass"
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankMemory]:
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MappedRankMemory]:
     """That of two ranks; a rank is stuck after half a second."""
     for name in ("STALL_SECONDS", "STOPPED_SECONDS"):
         monkeypatch.setattr(rank_group, name, 0.5)
     descriptor = make_memory(2)
-    yield RankMemory(descriptor, 0, 2)
+    yield MappedRankMemory(descriptor, 0, 2)
     os.close(descriptor)
 
 
@@ -36,14 +36,14 @@ def never() -> None:
     pass
 
 
-def found(memory: RankMemory, code: str, stops: bool = False) -> tuple[int, bool] | None:
+def found(memory: MappedRankMemory, code: str, stops: bool = False) -> tuple[int, bool] | None:
     """What is found in one and a half seconds."""
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
         time.sleep(1)
         if stops:
             process.send_signal(signal.SIGSTOP)
-        progress, deadline = Progress(memory, [process.pid]), time.monotonic() + 1.5
+        progress, deadline = StalledRankFinder(memory, [process.pid]), time.monotonic() + 1.5
         while time.monotonic() < deadline:
             if (stuck := progress.stuck()) is not None:
                 return stuck
@@ -54,18 +54,18 @@ def found(memory: RankMemory, code: str, stops: bool = False) -> tuple[int, bool
         process.wait()
 
 
-def test_a_rank_with_a_message_to_read_that_sleeps_or_is_stopped_is_stuck(memory: RankMemory) -> None:
+def test_a_rank_with_a_message_to_read_that_sleeps_or_is_stopped_is_stuck(memory: MappedRankMemory) -> None:
     RingWriter(memory.ring, never).write(b"step")
     assert found(memory, IDLE) == (1, False)
     assert found(memory, BUSY, stops=True) == (1, True)
 
 
-def test_a_rank_that_computes_is_not_stuck(memory: RankMemory) -> None:
+def test_a_rank_that_computes_is_not_stuck(memory: MappedRankMemory) -> None:
     RingWriter(memory.ring, never).write(b"step")
     assert found(memory, BUSY) is None
 
 
-def test_a_rank_that_nobody_waits_for_is_not_stuck(memory: RankMemory) -> None:
+def test_a_rank_that_nobody_waits_for_is_not_stuck(memory: MappedRankMemory) -> None:
     RingWriter(memory.ring, never).write(b"step")
     RingReader(memory.ring, 0, never).next()
     assert found(memory, IDLE) is None

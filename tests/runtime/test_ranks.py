@@ -21,7 +21,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_runner import BlockMessages
 from octavo.layers.lora import AdapterRows
 from octavo.layers.stacked_lora import StackedRows
-from octavo.models.adapters import Adapters, make_stacks
+from octavo.models.adapters import ModelAdapters, make_stacks
 from octavo.models.layer_cache import kv_groups, rank_cache
 from octavo.models.registry import load_model, read_config
 from octavo.ops.collective import SINGLE_RANK, Collective
@@ -91,7 +91,7 @@ def make_engine(home: Path, size: int, packs: bool = False, runs_ahead: bool = F
                 part.fill_(torch.nan)
         storages.append(storage)
         vocabulary = part_of_vocabulary(VOCAB_SIZE, collective, is_on_host=not runs_ahead)
-        adapters = Adapters(loaded.maps, rows, form)
+        adapters = ModelAdapters(loaded.maps, rows, form)
         if not runs_ahead:
             return HostExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, adapters=adapters, vocabulary=vocabulary)
         make_stacks(loaded.maps, form)

@@ -18,7 +18,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import CheckpointError
 from octavo.layers.stacked_lora import StackedRows
-from octavo.models.adapters import Adapters, make_stacks
+from octavo.models.adapters import ModelAdapters, make_stacks
 from octavo.models.layer_cache import kv_groups
 from octavo.models.registry import load_model, read_config
 from octavo.ops import dispatch
@@ -62,7 +62,7 @@ class Made:
         storage = KVStorage(config.cache, kv_groups(config.cache), [60], 8, torch.float32, form.device)
         storage.pools[0][0].fill_(torch.nan)
         limits, numbers = StepLimits(8, 32, max_blocks=16), dict[str, int]()
-        own = Adapters(loaded.maps, rows, form)
+        own = ModelAdapters(loaded.maps, rows, form)
         runner = stream_runner(loaded.model, storage, VOCAB_SIZE, limits, own, numbers, **settings)
         adapters = LoadedAdapters(runner, numbers, PLACES)
         for name in names:

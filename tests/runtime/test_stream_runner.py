@@ -39,8 +39,8 @@ from octavo.steps.shapes import (
     LONG_SEQS,
     MANY_SEQS,
     PLAIN,
-    Kind,
-    Sizes,
+    PlanSizes,
+    StepKind,
     StepShape,
     early_shapes,
     first_extra_shapes,
@@ -387,7 +387,7 @@ def test_logits_that_are_no_numbers_end_their_row_alone(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize(("with_adapters", "kind"), [(a, kind) for a in (False, True) for kind in kinds(a)])
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 9, 33, 250, 256])
-def test_padding(num_seqs: int, with_adapters: bool, kind: Kind) -> None:
+def test_padding(num_seqs: int, with_adapters: bool, kind: StepKind) -> None:
     shape, has_graph = padded_shape(num_seqs, num_seqs, 1, 256, kind)
     all_shapes = graph_shapes(256, 2048, with_adapters)
     first = (first_extra_shapes if kind.has_extras else first_shapes)(256, 2048, with_adapters)
@@ -410,7 +410,7 @@ def test_padding(num_seqs: int, with_adapters: bool, kind: Kind) -> None:
 @pytest.mark.parametrize("num_rows", [30, 513, 2000])
 def test_steps_of_prompts_and_drafts_have_a_shape_from_the_start(max_num_seqs: int, num_rows: int) -> None:
     first = first_shapes(max_num_seqs, 2048, max_drafts=3, has_drafter=True)
-    kind = Kind(has_drafter=True, num_proposed=3)
+    kind = StepKind(has_drafter=True, num_proposed=3)
     for num_seqs in (1, 4, 20):
         for num_drafts in (0, 1, 3 * num_seqs):
             if num_seqs <= max_num_seqs and num_seqs + num_drafts < num_rows:
@@ -421,7 +421,7 @@ def test_steps_of_prompts_and_drafts_have_a_shape_from_the_start(max_num_seqs: i
 
 def test_adapters_have_a_shape_from_the_start_without_drafts_too() -> None:
     first = first_shapes(64, 2048, with_adapters=True, max_drafts=3)
-    shape, _ = padded_shape(300, 20, 25, 64, Kind(has_adapters=True))
+    shape, _ = padded_shape(300, 20, 25, 64, StepKind(has_adapters=True))
     assert any(known.holds(shape) for known in first)
 
 
@@ -458,7 +458,7 @@ def test_the_longest_of_a_few_contexts_is_told(loaded: Loaded) -> None:
     runner: Any = engine.runner
     choose, told = runner.encoder.choose_shape, list[int]()
 
-    def note(sizes: Sizes, kind: Kind) -> Any:
+    def note(sizes: PlanSizes, kind: StepKind) -> Any:
         told.append(sizes.longest_context)
         return choose(sizes, kind)
 
@@ -655,7 +655,7 @@ def test_other_steps_and_pauses_are_no_losses_of_a_shape(clock: Clock) -> None:
 
 def test_unwanted_drafts_count_as_half_of_a_step(clock: Clock) -> None:
     graphs: Any = warmed_up(clock, max_drafts=3, has_drafter=True)
-    drafting = padded_shape(256, 256, 1, 256, Kind(has_drafter=True, num_proposed=3))[0]
+    drafting = padded_shape(256, 256, 1, 256, StepKind(has_drafter=True, num_proposed=3))[0]
     assert drafting in graphs
     filling = drafting._replace(num_proposed=0)
     assert steps_until_captured(graphs, clock, filling) == 2 * STEPS_OF_A_CAPTURE
@@ -665,7 +665,7 @@ def test_few_sequences_with_a_long_context_have_graphs_of_their_own(clock: Clock
     graphs = warmed_up(clock, longest_context=100_000)
 
     def choose(num_seqs: int, longest_context: int) -> StepShape:
-        sizes = Sizes(num_seqs, num_seqs, 1, longest_context=longest_context)
+        sizes = PlanSizes(num_seqs, num_seqs, 1, longest_context=longest_context)
         shape, has_graph = graphs.choose(sizes, PLAIN)
         assert has_graph
         return shape

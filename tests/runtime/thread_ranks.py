@@ -11,13 +11,13 @@ from typing import Any
 from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
 from octavo.steps.messages import Executor, Message, Reply, pack, unpack
 from octavo_kernels.cpu.collective import SharedCollective
-from octavo_kernels.cpu.rank_memory import RankMemory, make_memory
+from octavo_kernels.cpu.rank_memory import MappedRankMemory, make_memory
 
 
 class ThreadRanks:
     """The executor of all ranks: every message goes to each; the answer is that of rank 0."""
 
-    def __init__(self, memories: Sequence[RankMemory], executors: Sequence[Executor]) -> None:
+    def __init__(self, memories: Sequence[MappedRankMemory], executors: Sequence[Executor]) -> None:
         pairs = zip(executors, memories, strict=True)
         self.runs_ahead = executors[0].runs_ahead
         self._own, *others = [RankExecutor(executor, memory) for executor, memory in pairs]
@@ -57,6 +57,6 @@ class ThreadRanks:
 def make_ranks(size: int, make: Callable[[SharedCollective], Executor]) -> ThreadRanks:
     """``size`` ranks, whose executors ``make`` makes."""
     descriptor = make_memory(size)
-    memories = [RankMemory(descriptor, rank, size) for rank in range(size)]
+    memories = [MappedRankMemory(descriptor, rank, size) for rank in range(size)]
     os.close(descriptor)
     return ThreadRanks(memories, [make(memory.collective) for memory in memories])

@@ -20,7 +20,7 @@ from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from octavo_fleet.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa: F401 (for the tests)
-from octavo_server.engines.engine_client import FIRST_WEIGHTS, OutputListener, Progress, SleepMode
+from octavo_server.engines.engine_client import FIRST_WEIGHTS, LiveProgress, OutputListener, SleepMode
 from octavo_server.engines.lora_adapters import AdapterTable
 from octavo_server.observe.timelines import KVEventRing, Timelines
 from tests.server.fake_engine import FakeEngine, make_info
@@ -113,10 +113,10 @@ class InProcessEngine:
     def live_owners(self) -> Counter[str]:
         return Counter(live.request.owner for live in self.live.values())
 
-    def progress(self) -> Iterator[Progress]:
+    def progress(self) -> Iterator[LiveProgress]:
         for number, live in self.live.items():
             num_prompt = len(live.request.prompt_tokens)
-            yield Progress(number, num_prompt, num_prompt, live.num_tokens, live.request.max_tokens, True)
+            yield LiveProgress(number, num_prompt, num_prompt, live.num_tokens, live.request.max_tokens, True)
 
     def cache_views(self) -> list[CacheView]:
         return self.views

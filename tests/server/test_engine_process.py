@@ -126,7 +126,7 @@ def test_a_refusal_reaches_the_front_and_others_go_on(children: list[Child]) -> 
 
 def test_a_failing_build_is_reported_and_ends_the_process(children: list[Child]) -> None:
     child = start(children, start_error="ConfigError")
-    assert child.receive() == wire.Failed(3, "ConfigError", "layer 3 is missing")
+    assert child.receive() == wire.BuildFailed(3, "ConfigError", "layer 3 is missing")
     assert child.process.wait(10) == 1
 
 
@@ -255,7 +255,7 @@ class IdleEngine:
 def test_steps_that_do_nothing_are_not_reported_and_do_not_spin() -> None:
     ours, theirs = socket.socketpair()
     engine = IdleEngine()
-    loop = engine_process.EngineLoop(engine, engine_process.Channel(theirs), generation=1)
+    loop = engine_process.EngineLoop(engine, engine_process.EngineChannel(theirs), generation=1)
     thread = threading.Thread(target=loop.run)
     ours.sendall(wire.pack(wire.Submit(1, make_request(1, 5))))
     thread.start()
@@ -292,7 +292,7 @@ class BusyEngine(IdleEngine):
 def test_a_step_waits_for_requests_while_the_device_is_busy(spare: float, asked: list[int]) -> None:
     ours, theirs = socket.socketpair()
     engine = BusyEngine(spare)
-    loop = engine_process.EngineLoop(engine, engine_process.Channel(theirs), generation=1)
+    loop = engine_process.EngineLoop(engine, engine_process.EngineChannel(theirs), generation=1)
     thread = threading.Thread(target=loop.run)
     thread.start()
     for number in (1, 2):
@@ -312,7 +312,7 @@ def test_importing_the_front_side_brings_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ})
 
 
-class ScriptedChannel(engine_process.Channel):
+class ScriptedChannel(engine_process.EngineChannel):
     """Receives batches of messages given beforehand, and keeps what is sent."""
 
     def __init__(self, *batches: list[wire.ToEngine]) -> None:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from octavo.errors import RequestError
 from octavo_server import app
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
-from octavo_server.generation import Choice, Generation
+from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import ErrorForm
@@ -37,10 +37,10 @@ class ParrotAnswer:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
-    def unstreamed(self, choices: list[Choice]) -> object:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> object:
         return {"says": choices[0].take().text}
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         return choice.take_text().encode()
 
     def last_frames(self) -> bytes:

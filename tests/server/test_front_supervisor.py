@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo_bench.chaos.client import Client, Excuses, Followed
-from octavo_bench.chaos.traffic import COMPLETIONS, Asked
+from octavo_bench.chaos.client import ChaosClient, Excuses, Followed
+from octavo_bench.chaos.traffic import COMPLETIONS, RepeatableRequest
 from octavo_server.front import front_supervisor
 from octavo_server.front.front_supervisor import supervise
 from octavo_server.front.service_manager import ALIVE, ServiceManager
@@ -43,11 +43,11 @@ async def follow(server: Server, name: str, meanwhile: Callable[[], None]) -> li
     """Keyed streams to their ends, over as many connections as it takes, while something is done."""
     excuses = Excuses()
     excuses.breaks = excuses.is_breaking = 1
-    client = Client(server.url, excuses)
+    client = ChaosClient(server.url, excuses)
     body = {"max_tokens": 4000, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
 
     async def one(number: int) -> Followed:
-        asked = Asked("stream", COMPLETIONS, {**body, "prompt": f"{number} words"})
+        asked = RepeatableRequest("stream", COMPLETIONS, {**body, "prompt": f"{number} words"})
         return await client.follow(asked, f"{name}{number}", random.Random(number))
 
     tasks = [asyncio.create_task(one(number)) for number in range(NUM_STREAMS)]

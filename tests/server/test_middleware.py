@@ -9,7 +9,7 @@ import pytest
 
 from octavo.errors import RequestFailed
 from octavo.types import Output
-from octavo_server.generation import Choice
+from octavo_server.generation import GeneratedChoice
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 
@@ -154,14 +154,14 @@ def test_a_listener_that_cannot_make_text_fails_its_own_request(
     serve_app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve_app()
-    take_in = Choice._apply
+    take_in = GeneratedChoice._apply
 
-    def fail(choice: Choice, output: Output) -> None:
+    def fail(choice: GeneratedChoice, output: Output) -> None:
         if len(choice.prompt.tokens) == 5:
             raise RuntimeError("no text")
         take_in(choice, output)
 
-    monkeypatch.setattr(Choice, "_apply", fail)
+    monkeypatch.setattr(GeneratedChoice, "_apply", fail)
     assert served.complete(prompt="12345").status_code == 500
     assert served.complete(prompt="1234").status_code == 200
     assert served.engine.num_live == 0

@@ -12,7 +12,7 @@ import pytest
 from octavo.sampling_params import SamplingParams
 from octavo.text.text_stream import TextStream
 from octavo.types import Output, Request
-from octavo_server.generation import Choice, Generation, Prompt
+from octavo_server.generation import GeneratedChoice, Generation, Prompt
 from octavo_server.http.server import WRITE_PIECE
 from octavo_server.http.sse import EventStream
 
@@ -23,7 +23,7 @@ class CountedWriter:
     def __init__(self) -> None:
         self.fail = False
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         if self.fail:
             raise ZeroDivisionError
         tokens = choice.take().tokens
@@ -48,7 +48,7 @@ class Stream:
         for index in range(n):
             request = Request(index, [1], SamplingParams(), max_tokens=1000)
             text_stream = TextStream(None, request.params)
-            self.generation.add(Choice(self.generation, index, Prompt([1], None), request, text_stream))
+            self.generation.add(GeneratedChoice(self.generation, index, Prompt([1], None), request, text_stream))
         self.writer = CountedWriter()
         self.writes: list[bytes] = []
         self.sends: list[bytes] = []

@@ -14,7 +14,7 @@ import pytest
 
 from octavo.errors import RequestFailed
 from octavo.types import Request
-from octavo_server.generation import Choice, Generation
+from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http import sse
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
@@ -297,7 +297,7 @@ def test_a_request_that_ended_is_freed_without_a_collection(served: Served) -> N
             served.complete(stream=stream, temperature=-1)
         deadline = time.monotonic() + 5
         # By its type, since isinstance asks what a weak reference of somebody else's stood for, and that may be gone.
-        while left := [item for item in gc.get_objects() if issubclass(type(item), Generation | Choice)]:
+        while left := [item for item in gc.get_objects() if issubclass(type(item), Generation | GeneratedChoice)]:
             assert time.monotonic() < deadline, left
             time.sleep(0.02)
     finally:

@@ -29,7 +29,7 @@ TO_ENGINE: list[wire.ToEngine] = [
 ]
 FROM_ENGINE: list[wire.FromEngine] = [
     wire.Ready(1, INFO),
-    wire.Failed(1, "ConfigError", "no"),
+    wire.BuildFailed(1, "ConfigError", "no"),
     wire.StepDone(1, [OUTPUT], EngineStats(num_steps=4), [wire.Refusal(3, "InvalidParameter", "bad", "id")]),
     wire.SleepDone(1, True, "no memory"),
 ]
@@ -115,5 +115,5 @@ def test_a_refusal_keeps_its_kind(refusal: wire.Refusal, kind: type[errors.Reque
 
 
 def test_a_failed_start_keeps_its_kind() -> None:
-    assert type(wire.Failed(1, "CheckpointError", "x").as_error()) is errors.CheckpointError
-    assert type(wire.Failed(1, "ZeroDivisionError", "x").as_error()) is errors.OctavoError
+    assert type(wire.BuildFailed(1, "CheckpointError", "x").as_error()) is errors.CheckpointError
+    assert type(wire.BuildFailed(1, "ZeroDivisionError", "x").as_error()) is errors.OctavoError

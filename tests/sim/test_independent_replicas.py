@@ -15,12 +15,12 @@ from octavo.errors import ConfigError, OctavoError
 from octavo_fleet.sim import simulate as simulation
 from octavo_fleet.sim import workers
 from octavo_fleet.sim.jobs import Awaits, Job
-from octavo_fleet.sim.report import MAX_POINTS, Ledger, Targets, Timeline
+from octavo_fleet.sim.report import MAX_POINTS, LatencyTargets, Ledger, Timeline
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Fleet, Simulation, figures
 from octavo_fleet.sim.workers import num_processes, simulate
 
-TARGETS = Targets(0.2, 0.012)
+TARGETS = LatencyTargets(0.2, 0.012)
 SMALL = {"num_kv_blocks": 400, "block_size": 16, "max_num_seqs": 24}
 FAIR = {**SMALL, "scheduling_policy": "fair", "eviction_policy": "session"}
 

@@ -22,13 +22,13 @@ from octavo_bench.paced_engine import PacedRunner
 from octavo_fleet.routing.routers import make_router
 from octavo_fleet.sim.jobs import Job
 from octavo_fleet.sim.replica import Arrival
-from octavo_fleet.sim.report import Targets
-from octavo_fleet.sim.search import Found, cheapest
+from octavo_fleet.sim.report import LatencyTargets
+from octavo_fleet.sim.search import FoundConfig, cheapest
 from octavo_fleet.sim.setup import SimulationSpec
 
 STEP = 0.04
 SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 4096, "num_kv_blocks": 4096, "block_size": 16}
-TARGETS = Targets(ttft=0.4, itl=0.06)
+TARGETS = LatencyTargets(ttft=0.4, itl=0.06)
 
 
 class RealReplica(threading.Thread):
@@ -73,7 +73,7 @@ class RealReplica(threading.Thread):
                     self.done.append((output.request_id, self.live.pop(output.request_id)))
 
 
-def serve(found: Found) -> dict[str, float]:
+def serve(found: FoundConfig) -> dict[str, float]:
     """The figures of as many engines as were found, under the load of the search."""
     spec, router = found.spec, make_router(found.spec.router)
     replicas = [RealReplica() for _ in range(spec.replicas)]

@@ -15,7 +15,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo_fleet.sim import runner, search
 from octavo_fleet.sim.plots import plot
-from octavo_fleet.sim.report import Targets
+from octavo_fleet.sim.report import LatencyTargets
 from octavo_fleet.sim.search import cheapest
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Simulation
@@ -24,7 +24,7 @@ SPEC = SimulationSpec("llama-3.1-8b", "h200", "single", 60, rate=20, input_len=2
 
 
 def run(spec: SimulationSpec, **settings: Any) -> dict[str, Any]:
-    return Simulation(spec.fleet(EngineConfig.from_flat(settings)), spec.clients(), Targets()).run()
+    return Simulation(spec.fleet(EngineConfig.from_flat(settings)), spec.clients(), LatencyTargets()).run()
 
 
 def test_more_devices_for_each_replica_where_one_is_too_slow_however_many_there_are(
@@ -34,16 +34,16 @@ def test_more_devices_for_each_replica_where_one_is_too_slow_however_many_there_
     tried: list[int] = []
     simulated = search._simulated
     monkeypatch.setattr(search, "_simulated", lambda spec, *rest: tried.append(spec.replicas) or simulated(spec, *rest))
-    found = cheapest(SPEC, EngineConfig(), Targets(itl=0.0035), 0.9, parallel=(1, 2), step_tokens=(2048,))
+    found = cheapest(SPEC, EngineConfig(), LatencyTargets(itl=0.0035), 0.9, parallel=(1, 2), step_tokens=(2048,))
     assert [one.spec.tensor_parallel for one in found] == [2]
     assert max(tried) <= 64
 
 
 def test_the_cheapest_of_several_comes_first_and_none_is_an_error() -> None:
-    found = cheapest(SPEC, EngineConfig(), Targets(ttft=0.5), 0.99, parallel=(1, 4), step_tokens=(1024, 2048))
+    found = cheapest(SPEC, EngineConfig(), LatencyTargets(ttft=0.5), 0.99, parallel=(1, 4), step_tokens=(1024, 2048))
     assert [(one.num_devices, one.spec.tensor_parallel) for one in found] == [(1, 1), (1, 1)], "four are not cheaper"
     with pytest.raises(ConfigError, match="search"):
-        cheapest(SPEC, EngineConfig(), Targets(ttft=1e-6), parallel=(1,), step_tokens=(2048,))
+        cheapest(SPEC, EngineConfig(), LatencyTargets(ttft=1e-6), parallel=(1,), step_tokens=(2048,))
 
 
 def test_the_picture_shows_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,14 @@ from octavo_bench.virtual import StepCost, VirtualEngine
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.cost_model import CostModel
 from octavo_fleet.sim.jobs import Awaits, Job, Workload
-from octavo_fleet.sim.replica import Sizes
-from octavo_fleet.sim.report import Ledger, Targets
+from octavo_fleet.sim.replica import ReplicaSizes
+from octavo_fleet.sim.report import LatencyTargets, Ledger
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Fleet, Simulation
 from octavo_fleet.sim.workloads import PROFILES, ClosedLoop, Sessions
 
-ANYTHING = Targets()
-SIZES = Sizes(num_blocks=512, block_size=16, max_num_seqs=8, max_num_batched_tokens=64, depth=1)
+ANYTHING = LatencyTargets()
+SIZES = ReplicaSizes(num_blocks=512, block_size=16, max_num_seqs=8, max_num_batched_tokens=64, depth=1)
 
 
 class Linear(CostModel):
@@ -54,7 +54,7 @@ class Run(NamedTuple):
     ledger: Ledger
 
 
-def simulate(workload: Workload, targets: Targets = ANYTHING, **changes: Any) -> Run:
+def simulate(workload: Workload, targets: LatencyTargets = ANYTHING, **changes: Any) -> Run:
     simulation = Simulation(Fleet(**{"cost": Linear(), "sizes": SIZES, **changes}), workload, targets)
     figures = simulation.run()
     for replica in simulation.replicas:
@@ -148,9 +148,9 @@ def test_a_closed_loop_has_never_more_under_way_than_clients() -> None:
 
 def test_goodput_counts_those_within_both_targets() -> None:
     jobs = [Job(0.0, ((index, 64),), 4, 9) for index in range(1, 5)]
-    run = simulate(Listed(jobs), Targets(ttft=0.02), sizes=SIZES._replace(max_num_seqs=1))
+    run = simulate(Listed(jobs), LatencyTargets(ttft=0.02), sizes=SIZES._replace(max_num_seqs=1))
     assert run.figures["good_share"] == 0.25
-    assert simulate(Listed([Job(0.0, ((1, 64),), 4, 9)]), Targets(itl=0.001)).figures["good_share"] == 0
+    assert simulate(Listed([Job(0.0, ((1, 64),), 4, 9)]), LatencyTargets(itl=0.001)).figures["good_share"] == 0
 
 
 def test_refuses_what_no_replica_can_hold_and_goes_on() -> None:
@@ -235,7 +235,7 @@ def test_search_finds_the_least_number_of_devices() -> None:
     from octavo_fleet.sim.search import cheapest
 
     spec = SimulationSpec("llama-3.1-8b", "h200", "single", 300, rate=60, input_len=2000)
-    targets = Targets(ttft=0.5, itl=0.02)
+    targets = LatencyTargets(ttft=0.5, itl=0.02)
     found = cheapest(spec, EngineConfig(), targets, parallel=(1,), step_tokens=(2048,))
     assert len(found) == 1
     best = found[0]

@@ -27,7 +27,7 @@ from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.methods import read_method
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, Source
+from octavo.quant.tensors import Renamed, TensorSource
 
 
 class DFlashSettings:
@@ -79,7 +79,7 @@ class DFlashModel:
     """The layers, with the embedding and the head of the model that they draft for."""
 
     def __init__(
-        self, values: Mapping[str, Any], source: Source, form: WeightFormat, model: CausalLM, max_len: int
+        self, values: Mapping[str, Any], source: TensorSource, form: WeightFormat, model: CausalLM, max_len: int
     ) -> None:
         """``values``: the drafter's ``config.json``. Raises ``CheckpointError``."""
         target = llama_like(model, "dflash")

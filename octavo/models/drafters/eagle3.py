@@ -29,7 +29,7 @@ from octavo.models.registry import CausalLM
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.quant.methods import read_method
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, Source
+from octavo.quant.tensors import Renamed, TensorSource
 
 LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 
@@ -131,7 +131,7 @@ class Eagle3Head:
     """See ``DraftHead``."""
 
     def __init__(
-        self, values: Mapping[str, Any], source: Source, form: WeightFormat, model: CausalLM, max_len: int
+        self, values: Mapping[str, Any], source: TensorSource, form: WeightFormat, model: CausalLM, max_len: int
     ) -> None:
         """``values``: the head's ``config.json``; ``model``: the one that it drafts for. Raises ``CheckpointError``."""
         target = llama_like(model, "eagle3")
@@ -215,7 +215,7 @@ class Eagle3Head:
         return self._head(x_SD, norm=self._norm)
 
 
-def _names(source: Source) -> dict[str, str]:
+def _names(source: TensorSource) -> dict[str, str]:
     """The name in the checkpoint of each tensor, by its name in the layout of speculators."""
     names = {}
     for stored in source.names():

@@ -26,7 +26,7 @@ from octavo.models.registry import CausalLM
 from octavo.models.text_part import TextPart
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, Source
+from octavo.quant.tensors import Renamed, TensorSource
 
 LATER = re.compile(r"mtp\.layers\.[1-9]")
 """Layers behind the first."""
@@ -63,7 +63,7 @@ def mtp_names(prefix: str) -> MTPNames:
 class MTPHead:
     """See ``DraftHead``."""
 
-    def __init__(self, config: ModelConfig, source: Source, form: WeightFormat, model: CausalLM) -> None:
+    def __init__(self, config: ModelConfig, source: TensorSource, form: WeightFormat, model: CausalLM) -> None:
         """``source``: the checkpoint of ``model``, which has this ``config`` and MTP layers. Raises
         ``CheckpointError``."""
         target = llama_like(model, "mtp")

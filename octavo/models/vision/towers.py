@@ -18,7 +18,7 @@ from octavo.models.vision.qwen import Qwen2Tower, Qwen3Tower, Qwen25Tower
 from octavo.models.vision.siglip import Gemma3Tower
 from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, Source
+from octavo.quant.tensors import Renamed, TensorSource
 
 
 class Family(Protocol):
@@ -69,7 +69,9 @@ def read_vision(values: Mapping[str, Any]) -> VisionConfig | None:
     return dataclasses.replace(config, placeholders=tuple(sorted({i for i in ids if isinstance(i, int) and i >= 0})))
 
 
-def load_tower(values: Mapping[str, Any], config: VisionConfig, source: Source, form: WeightFormat) -> LoadedTower:
+def load_tower(
+    values: Mapping[str, Any], config: VisionConfig, source: TensorSource, form: WeightFormat
+) -> LoadedTower:
     """Load a tower, which is never quantised. Raises ``CheckpointError``."""
     names = [name for name in source.names() if not name.startswith(TEXT)]
     weights = WeightLoader(Renamed(source, {name.removeprefix("model."): name for name in names}), form)

@@ -14,7 +14,7 @@ from typing import Any
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.formats.awq import AWQ
 from octavo.quant.formats.awq import BITS as AWQ_BITS
-from octavo.quant.formats.gptq import BITS, GPTQ, V1, V2, Rule, read_rule
+from octavo.quant.formats.gptq import BITS, GPTQ, V1, V2, ModuleRule, read_rule
 from octavo.quant.module_matching import compiled
 from octavo.quant.stored.groups import group_size
 
@@ -28,12 +28,12 @@ def read_auto_round(values: Mapping[str, Any]) -> GPTQ | AWQ:
     keys = QuantKeys(values)
     keys.word("data_type", ("int",), "int")
     layout = LAYOUTS[keys.word("packing_format", LAYOUTS, "auto_round:auto_gptq")]
-    rule = read_rule(keys, Rule(4, 128))
+    rule = read_rule(keys, ModuleRule(4, 128))
     extra = keys.child("extra_config")
     patterns, named = [], {}
     for key, given in () if extra is None else extra.children():
         bits = given.integer("bits", (*BITS, UNQUANTISED), rule.bits)
-        own = None if bits == UNQUANTISED else Rule(bits, group_size(given, default=rule.group))
+        own = None if bits == UNQUANTISED else ModuleRule(bits, group_size(given, default=rule.group))
         if layout == "awq" and own not in (None, rule):
             raise given.wrong("bits", f"{AWQ_BITS} or {UNQUANTISED}, with the groups of all others, in this layout")
         if FULL_NAME.fullmatch(key):

@@ -22,7 +22,7 @@ from octavo.quant.cache_scales import has_fp8_scales
 from octavo.quant.config_reader import INSTEAD, QuantKeys
 from octavo.quant.formats.fp8 import read_fp8
 from octavo.quant.formats.plain import Plain
-from octavo.quant.module_matching import PATTERN, Targets, compiled
+from octavo.quant.module_matching import PATTERN, ModuleTargets, compiled
 from octavo.quant.stored.bit_unpacking import num_words, signed, unpack_fields
 from octavo.quant.stored.dummy_weights import dummy_float4, dummy_grouped, dummy_scaled, is_quantised_dummy
 from octavo.quant.stored.float4 import MXFP4_GROUP, NVFP4_GROUP, checked_exponents, read_mxfp4, read_nvfp4
@@ -105,7 +105,7 @@ class _Scheme:
 class CompressedTensors(Plain):
     """Modules whose weight is floating-point numbers without a scale are unquantised."""
 
-    schemes: Targets[_Scheme]
+    schemes: ModuleTargets[_Scheme]
     """Of groups whose weights are quantised."""
     ignored: tuple[str, ...] = ()
     """Names and patterns of unquantised modules; used for random weights alone."""
@@ -135,7 +135,7 @@ class CompressedTensors(Plain):
         is_fp8 = has_fp8_scales(keys)
         if not groups:
             return Plain(has_fp8_cache_scales=is_fp8)
-        return cls(Targets.of(groups), keys.names("ignore"), has_fp8_cache_scales=is_fp8)
+        return cls(ModuleTargets.of(groups), keys.names("ignore"), has_fp8_cache_scales=is_fp8)
 
     def matrix(self, name: str, shape: tuple[int, int], tensors: Tensors, is_transposed: bool) -> StoredWeight:
         scheme, weight = self.schemes.find(*tensors.names_of(name)), f"{name}.weight"

@@ -37,7 +37,7 @@ V1, V2 = "gptq", "gptq_v2"
 
 
 @dataclass(frozen=True)
-class Rule:
+class ModuleRule:
     """How a module is quantised."""
 
     bits: int
@@ -49,13 +49,13 @@ class Rule:
 class GPTQ(Plain):
     """Modules without ``qweight`` are unquantised."""
 
-    rule: Rule
+    rule: ModuleRule
     version: str
     is_symmetric: bool = True
     """``sym``; used for random weights and outlines alone."""
-    dynamic: tuple[tuple[re.Pattern[str], Rule | None], ...] = ()
+    dynamic: tuple[tuple[re.Pattern[str], ModuleRule | None], ...] = ()
     """Patterns of module names, matched from the start, with their rules; ``None``: unquantised. The first counts."""
-    named: Mapping[str, Rule | None] = field(default_factory=dict, hash=False)
+    named: Mapping[str, ModuleRule | None] = field(default_factory=dict, hash=False)
     """Rules by full module name, which take precedence over ``dynamic``."""
     is_ordered: bool = False
     """``desc_act`` without ``static_groups``: inputs are assigned to groups freely, so that ``g_idx`` must be there."""
@@ -64,7 +64,7 @@ class GPTQ(Plain):
     def read(cls, values: Mapping[str, Any]) -> GPTQ:
         """Read a ``quantization_config``. Raises ``CheckpointError``."""
         keys = QuantKeys(values)
-        rule = read_rule(keys, Rule(4, 128))
+        rule = read_rule(keys, ModuleRule(4, 128))
         version_key = "checkpoint_format" if keys.get("checkpoint_format") is not None else "format"
         instead = "Convert it to this layout with GPTQModel, or use another checkpoint"
         version = keys.word(version_key, (V1, V2), V1, instead)
@@ -99,7 +99,7 @@ class GPTQ(Plain):
         tensors.leave_out_zeros(f"{name}.bias", (N,))  # some writers give one to every module
         return in_order(codes_NK, scales_NG.contiguous(), zeros_NG, bits, order_K)
 
-    def _rule_of(self, names: Sequence[str]) -> Rule | None:
+    def _rule_of(self, names: Sequence[str]) -> ModuleRule | None:
         """The rule of the module of these names."""
         for name in names:
             if name in self.named:
@@ -118,6 +118,6 @@ class GPTQ(Plain):
         return None if are_zero else zeros_NG
 
 
-def read_rule(keys: QuantKeys, default: Rule) -> Rule:
+def read_rule(keys: QuantKeys, default: ModuleRule) -> ModuleRule:
     """The rule of an object of the configuration. Raises ``CheckpointError``."""
-    return Rule(keys.integer("bits", BITS, default.bits), group_size(keys, default=default.group))
+    return ModuleRule(keys.integer("bits", BITS, default.bits), group_size(keys, default=default.group))

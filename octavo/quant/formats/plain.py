@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from octavo.errors import CheckpointError
-from octavo.quant.stored.blocks import BlockStored
+from octavo.quant.stored.blocks import GgufStored
 from octavo.quant.stored.stored_weight import DenseStored, StoredWeight
 from octavo.quant.tensors import Tensors
 from octavo.weights.gguf.blocks import BlockTensor
@@ -27,7 +27,7 @@ class Plain:
         if isinstance(part, BlockTensor):
             if is_transposed:
                 raise CheckpointError(f"tensor {name}.weight is {part.kind}; expected floating-point numbers")
-            return BlockStored((part,))
+            return GgufStored((part,))
         return DenseStored((part.t() if is_transposed else part,))
 
     def stack(

@@ -42,7 +42,7 @@ class BlockWeight(PackedWeight[PackedBlocks]):
 
 
 @dataclass(frozen=True, eq=False)
-class BlockStored(StoredWeight):
+class GgufStored(StoredWeight):
     """A matrix in blocks of one kind: the concatenated rows of one or more tensors."""
 
     parts: tuple[BlockTensor, ...]
@@ -55,20 +55,20 @@ class BlockStored(StoredWeight):
     def layout(self) -> Hashable:
         return self._kind
 
-    def rows(self, order: Order) -> BlockStored:
+    def rows(self, order: Order) -> GgufStored:
         one = self._one()
-        return BlockStored((replace(one, shape=(len(order), one.shape[1]), data=one.data[order]),))
+        return GgufStored((replace(one, shape=(len(order), one.shape[1]), data=one.data[order]),))
 
-    def join(self, others: Sequence[BlockStored]) -> BlockStored:
-        return BlockStored(tuple(itertools.chain(self.parts, *(other.parts for other in others))))
+    def join(self, others: Sequence[GgufStored]) -> GgufStored:
+        return GgufStored(tuple(itertools.chain(self.parts, *(other.parts for other in others))))
 
-    def shard(self, dim: int, rank: int, size: int) -> BlockStored:
+    def shard(self, dim: int, rank: int, size: int) -> GgufStored:
         one, kind = self._one(), BLOCK_KINDS[self._kind]
         own = shard_range(self.shape, dim, rank, size, unit=(1, kind.length)[dim])
         if dim == 0:
-            return BlockStored((replace(one, shape=(len(own), one.shape[1]), data=one.data[own.start : own.stop]),))
+            return GgufStored((replace(one, shape=(len(own), one.shape[1]), data=one.data[own.start : own.stop]),))
         start, stop = kind.row_bytes(own.start), kind.row_bytes(own.stop)
-        return BlockStored((replace(one, shape=(one.shape[0], len(own)), data=one.data[:, start:stop]),))
+        return GgufStored((replace(one, shape=(one.shape[0], len(own)), data=one.data[:, start:stop]),))
 
     def fill(self, out_NK: Tensor) -> None:
         for rows, part in zip(out_NK.split_with_sizes([part.shape[0] for part in self.parts]), self.parts, strict=True):

@@ -24,10 +24,10 @@ from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter, Tap
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.sampling_state import SamplingState
-from octavo.runtime.executors.step_program import Computed, StepProgram
+from octavo.runtime.executors.step_program import DeviceResults, StepProgram
 from octavo.runtime.executors.step_views import StepTensors, view_step
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.sharded_logits import WHOLE, Vocabulary
+from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
 from octavo.steps.layout import num_bytes
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import MeasureKernels, PrepareTuning, Step, Tuning, UseKernels
@@ -48,7 +48,7 @@ class DeviceProgram:
         vocab_size: int,
         limits: StepLimits,
         adapter_rows: StackedRows | None = None,
-        vocabulary: Vocabulary = WHOLE,
+        vocabulary: ShardedVocabulary = WHOLE,
         drafter: Drafter | None = None,
         verify: Verify | None = None,
         embeddings: EmbeddingPool | None = None,
@@ -118,7 +118,7 @@ class DeviceProgram:
             self._reports_RW[: len(computed.reports_RW)].copy_(computed.reports_RW)
         self.publish(step, computed)
 
-    def compute(self, shape: StepShape, message: Step | None = None) -> tuple[StepTensors, Computed]:
+    def compute(self, shape: StepShape, message: Step | None = None) -> tuple[StepTensors, DeviceResults]:
         """Compute the uploaded step up to its sampled tokens; see ``StepProgram``."""
         step = self._steps.get(shape)
         if step is None:
@@ -127,7 +127,7 @@ class DeviceProgram:
         self.state.stage(step, self._block_size)
         return step, self._program(step, shape, message)
 
-    def publish(self, step: StepTensors, computed: Computed) -> None:
+    def publish(self, step: StepTensors, computed: DeviceResults) -> None:
         """Store each sequence's last token for the next step and for the host, and increment the step counter."""
         tokens_R = computed.tokens_R
         if tokens_R is None:  # nothing is sampled, so that no step continues from these

@@ -11,7 +11,7 @@ import torch
 from octavo.errors import CANCELLATIONS, RunnerError
 from octavo.models.vision.tower import Pixels, Tower, VisionConfig
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.runtime.executors.replies import Done, Failed
+from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.steps.messages import EncodeImages, ImageToEncode, Reply
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class EmbeddingPool:
             raise
         except BaseException as error:
             logger.exception("the vision tower failed")
-            return Failed(RunnerError(f"the vision tower failed: {type(error).__name__}: {error}"))
+            return FailedReply(RunnerError(f"the vision tower failed: {type(error).__name__}: {error}"))
         return Done(None)
 
     def _encode(self, image: ImageToEncode) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CANCELLATIONS, RunnerError
-from octavo.models.bert import BertModel, Texts
+from octavo.models.bert import BertModel, PackedTexts
 from octavo.models.pooling import Pooling
 from octavo.runtime.executors.pooler import as_vectors, to_length_one
-from octavo.runtime.executors.replies import Done, Failed
-from octavo.steps.messages import Encode, Message, Reply, Text
+from octavo.runtime.executors.replies import Done, FailedReply
+from octavo.steps.messages import Encode, EncoderText, Message, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ class EncoderExecutor:
             raise
         except BaseException as error:
             logger.exception("a forward pass of %d texts failed", len(message.texts))
-            return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
+            return FailedReply(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 
-    def _values(self, texts: list[Text]) -> list[bytes | None]:
+    def _values(self, texts: list[EncoderText]) -> list[bytes | None]:
         ends = list(itertools.accumulate(len(text.tokens) for text in texts))
         x_TD = self._model.forward(self._texts(texts, ends))
         if self._model.config.is_cross_encoder:
@@ -52,7 +52,7 @@ class EncoderExecutor:
         values_SD = self._pooled(x_TD, ends)
         return as_vectors(to_length_one(values_SD) if self._pooling.normalizes else values_SD)
 
-    def _texts(self, texts: list[Text], ends: list[int]) -> Texts:
+    def _texts(self, texts: list[EncoderText], ends: list[int]) -> PackedTexts:
         ids: list[int] = []
         positions: list[int] = []
         types: list[int] = []
@@ -63,7 +63,7 @@ class EncoderExecutor:
             first = length if text.second_start is None else text.second_start
             types += [0] * first + [1] * (length - first)
         ids_T, positions_T, types_T = torch.tensor([ids, positions, types], dtype=torch.int64, device=self._device)
-        return Texts(ids_T, positions_T, types_T, ends)
+        return PackedTexts(ids_T, positions_T, types_T, ends)
 
     def _firsts(self, x_TD: Tensor, ends: list[int]) -> Tensor:
         return x_TD[[0, *ends[:-1]]]

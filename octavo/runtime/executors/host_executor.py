@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import CANCELLATIONS, CheckpointError, RunnerError, WorkerLost
-from octavo.models.adapters import Adapters
+from octavo.models.adapters import ModelAdapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import PagedRows
@@ -25,12 +25,12 @@ from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.executors.block_copies import HostBlockCopies
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.pooler import ChunkPooler
-from octavo.runtime.executors.replies import Done, Failed
+from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.runtime.executors.sampling_state import SamplingState
 from octavo.runtime.executors.step_program import Forward, Logits, RowReader, StepProgram
 from octavo.runtime.executors.step_views import StepBuffers, batch_indices
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.sharded_logits import WHOLE, Vocabulary
+from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
     Compile,
@@ -65,8 +65,8 @@ class HostExecutor:
         limits: StepLimits,
         forward: Forward | None = None,
         pooling: Pooling = LAST_TOKEN,
-        adapters: Adapters | None = None,
-        vocabulary: Vocabulary = WHOLE,
+        adapters: ModelAdapters | None = None,
+        vocabulary: ShardedVocabulary = WHOLE,
         drafter: Drafter | None = None,
         verify: Verify | None = None,
         logits: Logits | None = None,
@@ -130,7 +130,7 @@ class HostExecutor:
         except BaseException as error:
             logger.exception("a forward pass of %d sequences failed", message.num_seqs)
             self._state.forget_results(batch_indices(message, self._num_groups))
-            return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
+            return FailedReply(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 
     def _run(self, message: Step) -> StepResult:
         self._state.update(message.histories, message.lists)
@@ -149,7 +149,7 @@ class HostExecutor:
         return self._model.forward(token_ids_T, positions_T, self._layers, rows)
 
 
-def change_adapters(adapters: Adapters | None, message: LoadAdapter | UnloadAdapter) -> Reply[None]:
+def change_adapters(adapters: ModelAdapters | None, message: LoadAdapter | UnloadAdapter) -> Reply[None]:
     """Load or unload an adapter; the reply raises ``CheckpointError`` if that fails."""
     try:
         if adapters is None:
@@ -159,5 +159,5 @@ def change_adapters(adapters: Adapters | None, message: LoadAdapter | UnloadAdap
         else:
             adapters.unload(message.number)
     except CheckpointError as error:
-        return Failed(error)
+        return FailedReply(error)
     return Done(None)

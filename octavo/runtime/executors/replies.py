@@ -18,7 +18,7 @@ class Done(Generic[T]):
         return self._answer
 
 
-class Failed:
+class FailedReply:
     """A reply that failed."""
 
     def __init__(self, error: Exception) -> None:

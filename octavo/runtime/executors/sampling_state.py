@@ -18,7 +18,7 @@ from octavo import ops
 from octavo.ops.sampling import BANNED, Adjustments
 from octavo.ops.stepping import LastResults
 from octavo.runtime.executors.step_views import ExtraInputs, StepTensors
-from octavo.runtime.sharded_logits import WHOLE, Vocabulary
+from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
 from octavo.sampling_params import MAX_LOGPROBS
 from octavo.steps.limits import MAX_BIASES, MAX_STOPS
 from octavo.steps.messages import History, Mask, TokenLists
@@ -35,7 +35,7 @@ class SamplingState:
         vocab_size: int,
         device: torch.device,
         num_drafts: int = 0,
-        vocabulary: Vocabulary = WHOLE,
+        vocabulary: ShardedVocabulary = WHOLE,
     ) -> None:
         """``most_rows``: most sampled rows of a step; ``max_len``: most positions of a sequence; ``num_drafts``: those
         of a drafter."""

@@ -24,7 +24,7 @@ from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.pooler import ChunkPooler
 from octavo.runtime.executors.sampling_state import SamplingState
 from octavo.runtime.executors.step_views import ExtraInputs, StepTensors
-from octavo.runtime.sharded_logits import WHOLE, Vocabulary
+from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
 from octavo.steps.messages import PromptRows, Step, StepResult
 from octavo.steps.shapes import StepShape
 
@@ -39,7 +39,7 @@ LOGPROB_ROWS = 128
 """Prompt positions whose logits are in memory at once."""
 
 
-class Computed(NamedTuple):
+class DeviceResults(NamedTuple):
     """A step's results on the device."""
 
     tokens_R: Tensor | None
@@ -81,7 +81,7 @@ class StepProgram:
         self._verify = verify
         self._draft = None if drafter is None else Drafting(model, drafter, state, verify is not None)
 
-    def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> Computed:
+    def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> DeviceResults:
         """Compute a step of this shape. Without a ``message``, reports have the maximum width and the step depends on
         its tensors alone, so that it can be captured in a graph."""
         rows, extras, vocabulary = step.rows, step.extras, self.state.vocabulary
@@ -102,7 +102,7 @@ class StepProgram:
         with self._adapted(step):
             x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
         if message is not None and not message.is_sampled and draft is None:
-            return Computed(None, None, None, x_TD)
+            return DeviceResults(None, None, None, x_TD)
         x_RD = x_TD if indices_R is rows.logits_indices_R else x_TD[indices_R]
         logits_RV = self._logits(x_RD)
         adjusted_RV = logits_RV
@@ -123,7 +123,7 @@ class StepProgram:
             num_accepted_S = ops.accept_drafts(tokens_R, step.token_ids_T, step.logits_indices_R, step.cu_samples)
         reports_RW = self._reports(logits_RV, tokens_R, extras, message)
         drafts_SK = None if draft is None else draft(step, shape, tokens_R, num_accepted_S, x_TD)
-        return Computed(tokens_R, num_accepted_S, reports_RW, x_TD, drafts_SK)
+        return DeviceResults(tokens_R, num_accepted_S, reports_RW, x_TD, drafts_SK)
 
     def _reports(
         self, logits_RV: Tensor, tokens_R: Tensor, extras: ExtraInputs | None, message: Step | None
@@ -144,12 +144,12 @@ class StepProgram:
 class RowReader:
     """Reads a step's results to the host: tokens, accepted drafts, log-probabilities and pooled vectors."""
 
-    def __init__(self, model: CausalLM, pooler: ChunkPooler, vocabulary: Vocabulary = WHOLE) -> None:
+    def __init__(self, model: CausalLM, pooler: ChunkPooler, vocabulary: ShardedVocabulary = WHOLE) -> None:
         self._model = model
         self._pooler = pooler
         self._vocabulary = vocabulary
 
-    def result(self, message: Step, computed: Computed) -> StepResult:
+    def result(self, message: Step, computed: DeviceResults) -> StepResult:
         """The step's result; waits for the device."""
         num_samples = message.num_samples
         tokens: list[int] = [] if computed.tokens_R is None else computed.tokens_R[:num_samples].tolist()

@@ -22,7 +22,7 @@ import torch
 
 from octavo.errors import CANCELLATIONS, RunnerError
 from octavo.layers.stacked_lora import StackedRows
-from octavo.models.adapters import Adapters
+from octavo.models.adapters import ModelAdapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.ops.device_backend import backend_of, is_gpu
@@ -34,12 +34,12 @@ from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.graphs import Graphs
 from octavo.runtime.executors.host_executor import LAST_TOKEN, change_adapters
 from octavo.runtime.executors.pooler import ChunkPooler
-from octavo.runtime.executors.replies import Done, Failed
+from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.runtime.executors.sleeping_memory import SleepingMemory
 from octavo.runtime.executors.step_program import RowReader
 from octavo.runtime.executors.step_views import batch_indices
 from octavo.runtime.kv_storage import KVStorage
-from octavo.runtime.sharded_logits import WHOLE, Vocabulary
+from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
     Compile,
@@ -66,7 +66,7 @@ from octavo.system.background import start_thread, stop_if_ending
 logger = logging.getLogger(__name__)
 
 
-class Results:
+class StreamResults:
     """The reply of a step that is running on the device."""
 
     def __init__(
@@ -108,8 +108,8 @@ class StreamExecutor:
         batch_invariant: bool = False,
         enforce_eager: bool = False,
         pooling: Pooling = LAST_TOKEN,
-        adapters: Adapters | None = None,
-        vocabulary: Vocabulary = WHOLE,
+        adapters: ModelAdapters | None = None,
+        vocabulary: ShardedVocabulary = WHOLE,
         drafter: Drafter | None = None,
         verify: Verify | None = None,
         embeddings: EmbeddingPool | None = None,
@@ -187,7 +187,7 @@ class StreamExecutor:
             with self._on_stream():
                 self._program.start_again()
                 self._program.state.forget_results(batch_indices(message, self._program.num_groups))
-            return Failed(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
+            return FailedReply(RunnerError(f"the forward pass failed: {type(error).__name__}: {error}"))
 
     def _start(self, message: Step) -> Reply[StepResult]:
         """Start a plain step, whose arrays say everything, without waiting for it."""
@@ -202,7 +202,7 @@ class StreamExecutor:
         if self._is_gpu:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return Results(message, self._program.result(index), reports_RW, done)
+        return StreamResults(message, self._program.result(index), reports_RW, done)
 
     def _run(self, message: Step) -> Reply[StepResult]:
         """Compute a step that needs more than tokens, and wait for it."""
@@ -241,7 +241,7 @@ class StreamExecutor:
             with torch.inference_mode():
                 self._memory.free(self, self._pool)
         except RunnerError as error:
-            return Failed(error)
+            return FailedReply(error)
         return Done(None)
 
     # ---- tuning

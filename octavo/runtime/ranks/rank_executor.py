@@ -14,7 +14,7 @@ import torch
 
 from octavo.errors import CheckpointError, RanksLost, RunnerError
 from octavo.ops.device_backend import RankMemory
-from octavo.runtime.executors.replies import Done, Failed
+from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.steps.messages import (
     Compile,
     EncodeImages,
@@ -125,7 +125,9 @@ class RankExecutor:
         if is_loaded.all():
             return reply
         self._executor.send(UnloadAdapter(message.number)).wait()
-        return Failed(CheckpointError(error or f"{message.path}: rank {int(is_loaded.int().argmin())} cannot load it"))
+        return FailedReply(
+            CheckpointError(error or f"{message.path}: rank {int(is_loaded.int().argmin())} cannot load it")
+        )
 
 
 class Follower:

@@ -249,7 +249,7 @@ class _Watch:
             ends = [os.pidfd_open(process.pid) for process in processes]
             for end in ends:
                 descriptors.callback(os.close, end)
-            progress = Progress(self._memory, [process.pid for process in processes])
+            progress = StalledRankFinder(self._memory, [process.pid for process in processes])
             while not select.select(ends, [], [], LOOK_SECONDS)[0]:
                 if (stuck := progress.stuck()) is not None:
                     rank, is_stopped = stuck
@@ -271,7 +271,7 @@ class _Watch:
             self.on_lost(status)
 
 
-class Progress:
+class StalledRankFinder:
     """Finds a rank that others wait for and that does nothing, such as one that was stopped by a signal."""
 
     def __init__(self, memory: RankMemory, pids: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Reader, Steps
+from octavo.text.reader import Call, Steps, TextReader
 from octavo.text.tool_calls.json_calls import read_arguments
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated, section
 
@@ -18,7 +18,7 @@ SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 KIND, FENCE, FENCE_END = "function", "```json", "```"
 
 
-def _read_call(reader: Reader) -> Steps[None]:
+def _read_call(reader: TextReader) -> Steps[None]:
     yield from reader.blanks()
     head = (yield from reader.until(SEPARATOR)) if (yield from reader.literal(BEGIN)) else None
     if head is None:

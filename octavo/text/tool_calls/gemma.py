@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo.grammar.forms import literal
 from octavo.text.message_pieces import Call
-from octavo.text.reader import MAX_DEPTH, Reader, Steps
+from octavo.text.reader import MAX_DEPTH, Steps, TextReader
 from octavo.text.tool_calls.json_calls import stream_arguments
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated
 from octavo.text.tool_calls.values import Functions, text_of, value_of
@@ -36,7 +36,7 @@ class Tokens:
 
     # ---- reading
 
-    def read_calls(self, reader: Reader, functions: Functions, mark: str) -> Steps[None]:
+    def read_calls(self, reader: TextReader, functions: Functions, mark: str) -> Steps[None]:
         yield from reader.blanks()
         found = (yield from reader.until("{")) if (yield from reader.literal(_HEAD)) else None
         if found is None or not _NAME.fullmatch(found[0].strip()):
@@ -52,7 +52,7 @@ class Tokens:
                 reader.take_rest()
         yield from reader.closing(self.closes)
 
-    def _read_members(self, reader: Reader, end: str, depth: int) -> Steps[bool]:
+    def _read_members(self, reader: TextReader, end: str, depth: int) -> Steps[bool]:
         """What follows an opening bracket, up to ``end``; returns whether it was closed."""
         before = "{" if end == "}" else "["
         while depth:
@@ -74,7 +74,7 @@ class Tokens:
             yield from reader.closing(",")
         return False
 
-    def _read_key(self, reader: Reader) -> Steps[str | None]:
+    def _read_key(self, reader: TextReader) -> Steps[str | None]:
         """A member's name, in quotes or not, with its colon; ``None`` if it is not complete."""
         texts: list[str] = []
         if (yield from reader.literal(self.quote)):
@@ -83,7 +83,7 @@ class Tokens:
         found = yield from reader.until(":")
         return None if found is None else found[0].strip()
 
-    def _read_value(self, reader: Reader, depth: int) -> Steps[bool]:
+    def _read_value(self, reader: TextReader, depth: int) -> Steps[bool]:
         yield from reader.blanks()
         if (yield from reader.literal(self.quote)):
             reader.add_arguments('"')

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import MAX_HEAD, Call, Reader, Steps
+from octavo.text.reader import MAX_HEAD, Call, Steps, TextReader
 from octavo.text.reasoning import AnswerMarks
 from octavo.text.tool_calls.json_calls import read_arguments
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of
@@ -38,8 +38,8 @@ _HEADER_ALONE = re.compile(
 """A header at the end of a message, no longer than one is waited for: behind a longer one all is content."""
 
 
-def _read(functions: Functions) -> Callable[[Reader], Steps[None]]:
-    def read(reader: Reader) -> Steps[None]:
+def _read(functions: Functions) -> Callable[[TextReader], Steps[None]]:
+    def read(reader: TextReader) -> Steps[None]:
         while (header := (yield from reader.until(MESSAGE, CALL))) is not None:
             channel, recipient = _CHANNEL.search(header[0]), _RECIPIENT.search(header[0])
             name = "" if recipient is None else recipient[1]
@@ -64,7 +64,7 @@ def _read(functions: Functions) -> Callable[[Reader], Steps[None]]:
     return read
 
 
-def _read_call(reader: Reader, name: str) -> Steps[None]:
+def _read_call(reader: TextReader, name: str) -> Steps[None]:
     yield from read_arguments(reader, name, *ENDS)
     yield from reader.closing(*ENDS)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from octavo.text.reader import Call, Reader, Steps
+from octavo.text.reader import Call, Steps, TextReader
 from octavo.text.tool_calls.values import is_name, make_call, value_of
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -20,7 +20,7 @@ def any_name(name: str) -> bool:
 
 
 def read_calls(
-    reader: Reader, accepts: Callable[[str], bool] = any_name, name_key: str = "name", may_be_empty: bool = False
+    reader: TextReader, accepts: Callable[[str], bool] = any_name, name_key: str = "name", may_be_empty: bool = False
 ) -> Steps[None]:
     """One call, several behind each other or a list of them, with any separators; those that ``accepts`` the name.
 
@@ -39,14 +39,14 @@ def read_calls(
         yield from reader.closing("]")
 
 
-def _read_next(reader: Reader, accepts: Callable[[str], bool], name_key: str) -> Steps[None]:
+def _read_next(reader: TextReader, accepts: Callable[[str], bool], name_key: str) -> Steps[None]:
     yield from reader.blanks()
     yield from reader.one_of((",", ";"))
     yield from reader.blanks()
     yield from read_call(reader, accepts, name_key)
 
 
-def read_call(reader: Reader, accepts: Callable[[str], bool] = any_name, name_key: str = "name") -> Steps[None]:
+def read_call(reader: TextReader, accepts: Callable[[str], bool] = any_name, name_key: str = "name") -> Steps[None]:
     """``{"name": ..., "arguments": {...}}``; further members are left out."""
     if not (yield from reader.literal("{")):
         return
@@ -79,7 +79,7 @@ def read_call(reader: Reader, accepts: Callable[[str], bool] = any_name, name_ke
         reader.add_call(Call(name, "", is_cut=True))
 
 
-def _add_call(reader: Reader, name: Any, text: str, accepts: Callable[[str], bool]) -> None:
+def _add_call(reader: TextReader, name: Any, text: str, accepts: Callable[[str], bool]) -> None:
     """A call whose arguments are not streamed: none, a string of JSON, or an object before the name."""
     arguments = value_of(text)
     if isinstance(arguments, str):
@@ -89,7 +89,7 @@ def _add_call(reader: Reader, name: Any, text: str, accepts: Callable[[str], boo
         reader.add_call(call)
 
 
-def stream_arguments(reader: Reader, name: str) -> Steps[bool]:
+def stream_arguments(reader: TextReader, name: str) -> Steps[bool]:
     """Arguments of a call of ``name`` that come next as a JSON object; returns whether they do."""
     if not (yield from reader.begins_object()):
         return False
@@ -99,7 +99,7 @@ def stream_arguments(reader: Reader, name: str) -> Steps[bool]:
     return True
 
 
-def read_arguments(reader: Reader, name: str, *ends: str) -> Steps[None]:
+def read_arguments(reader: TextReader, name: str, *ends: str) -> Steps[None]:
     """A call of ``name`` whose arguments come next: an object, or none before one of ``ends`` or the end."""
     if not is_name(name):
         return
@@ -115,7 +115,7 @@ def read_arguments(reader: Reader, name: str, *ends: str) -> Steps[None]:
         reader.add_call(Call(name, "{}"))
 
 
-def _read_key(reader: Reader) -> Steps[str | None]:
+def _read_key(reader: TextReader) -> Steps[str | None]:
     """A member's key with its colon; ``None``, at the string or behind it, if none comes."""
     key = yield from reader.string()
     if key is None:
@@ -127,7 +127,7 @@ def _read_key(reader: Reader) -> Steps[str | None]:
     return str(value_of(key))
 
 
-def _read_value(reader: Reader) -> Steps[str | None]:
+def _read_value(reader: TextReader) -> Steps[str | None]:
     """The text of a member's value; ``None`` if it is not complete."""
     first = yield from reader.next()
     if first == '"':
@@ -141,7 +141,7 @@ def _read_value(reader: Reader) -> Steps[str | None]:
     return found[0]
 
 
-def _skip_members(reader: Reader) -> Steps[None]:
+def _skip_members(reader: TextReader) -> Steps[None]:
     """Consume what follows the arguments in the object of a call."""
     while True:
         if (yield from reader.closing("}")):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Reader, Steps
+from octavo.text.reader import Call, Steps, TextReader
 from octavo.text.tool_calls.json_calls import read_arguments
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated, section
 
@@ -18,7 +18,7 @@ BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "
 _ID = re.compile(r"\s*(?:functions\.)?(.*?)(?::\d+)?\s*", re.DOTALL)
 
 
-def _read_call(reader: Reader) -> Steps[None]:
+def _read_call(reader: TextReader) -> Steps[None]:
     yield from reader.blanks()
     if not (yield from reader.literal(BEGIN)):
         return

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Reader, Steps
+from octavo.text.reader import Call, Steps, TextReader
 from octavo.text.tool_calls import json_calls
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated
 from octavo.text.tool_calls.values import Functions
@@ -19,8 +19,8 @@ from octavo.text.tool_calls.values import Functions
 MARK = "<|python_tag|>"
 
 
-def _read(functions: Functions) -> Callable[[Reader], Steps[None]]:
-    def read(reader: Reader) -> Steps[None]:
+def _read(functions: Functions) -> Callable[[TextReader], Steps[None]]:
+    def read(reader: TextReader) -> Steps[None]:
         yield from reader.attempt(_read_calls(reader, functions.__contains__))
         while (yield from reader.text_until((MARK,))) is not None:
             yield from reader.attempt(_read_calls(reader, json_calls.any_name), MARK)
@@ -28,7 +28,7 @@ def _read(functions: Functions) -> Callable[[Reader], Steps[None]]:
     return read
 
 
-def _read_calls(reader: Reader, accepts: Callable[[str], bool]) -> Steps[None]:
+def _read_calls(reader: TextReader, accepts: Callable[[str], bool]) -> Steps[None]:
     yield from reader.blanks()
     yield from json_calls.read_calls(reader, accepts)
     yield from reader.closing(";")

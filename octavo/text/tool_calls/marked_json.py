@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Reader, Steps
+from octavo.text.reader import Call, Steps, TextReader
 from octavo.text.tool_calls import json_calls
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated
 from octavo.text.tool_calls.values import Functions
@@ -34,7 +34,7 @@ def marked_json(
     name_key, arguments_key = keys
     before, behind = ("\n", "\n") if closes else (" ", "")
 
-    def read_calls(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
+    def read_calls(reader: TextReader, functions: Functions, mark: str) -> Steps[None]:
         yield from reader.blanks()
         # Some models write all of their calls as one list, which is empty when they make none.
         yield from json_calls.read_calls(reader, name_key=name_key, may_be_empty=True)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Reader, Steps
+from octavo.text.reader import Call, Steps, TextReader
 from octavo.text.tool_calls import json_calls
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated, short_id
 from octavo.text.tool_calls.values import Functions
@@ -19,7 +19,7 @@ from octavo.text.tool_calls.values import Functions
 MARK, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-def _read_calls(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
+def _read_calls(reader: TextReader, functions: Functions, mark: str) -> Steps[None]:
     yield from reader.blanks()
     if (yield from reader.comes("[", "{")):
         yield from json_calls.read_calls(reader)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Reader, Steps
+from octavo.text.reader import Call, Steps, TextReader
 from octavo.text.tool_calls.json_calls import any_name, stream_arguments
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated
 from octavo.text.tool_calls.values import Functions, make_call, text_of
@@ -37,14 +37,14 @@ _TOKEN = re.compile(
 )
 
 
-def _read(functions: Functions) -> Callable[[Reader], Steps[None]]:
-    def read(reader: Reader) -> Steps[None]:
+def _read(functions: Functions) -> Callable[[TextReader], Steps[None]]:
+    def read(reader: TextReader) -> Steps[None]:
         yield from reader.attempt(_read_message(reader, functions))
 
     return read
 
 
-def _read_message(reader: Reader, functions: Functions) -> Steps[None]:
+def _read_message(reader: TextReader, functions: Functions) -> Steps[None]:
     yield from reader.blanks()
     yield from reader.one_of(MARKS)
     yield from reader.blanks()
@@ -52,7 +52,7 @@ def _read_message(reader: Reader, functions: Functions) -> Steps[None]:
     yield from reader.closing(*CLOSES)
 
 
-def read_calls(reader: Reader, accepts: Callable[[str], bool]) -> Steps[None]:
+def read_calls(reader: TextReader, accepts: Callable[[str], bool]) -> Steps[None]:
     """A list of calls, or calls without brackets around them. A call is told once it is complete."""
     is_list = yield from reader.literal("[")
     if not (yield from reader.maybe(_read_call(reader, accepts))):
@@ -63,12 +63,12 @@ def read_calls(reader: Reader, accepts: Callable[[str], bool]) -> Steps[None]:
         yield from reader.closing("]")
 
 
-def _read_next(reader: Reader, accepts: Callable[[str], bool]) -> Steps[None]:
+def _read_next(reader: TextReader, accepts: Callable[[str], bool]) -> Steps[None]:
     yield from reader.closing(",", ";")
     yield from _read_call(reader, accepts)
 
 
-def _read_call(reader: Reader, accepts: Callable[[str], bool]) -> Steps[None]:
+def _read_call(reader: TextReader, accepts: Callable[[str], bool]) -> Steps[None]:
     yield from reader.blanks()
     first = yield from reader.next()
     head = (yield from reader.until("(")) if _NAME.fullmatch(first) else None
@@ -87,7 +87,7 @@ def _read_call(reader: Reader, accepts: Callable[[str], bool]) -> Steps[None]:
         reader.add_call(call)
 
 
-def _read_spread(reader: Reader, name: str) -> Steps[None]:
+def _read_spread(reader: TextReader, name: str) -> Steps[None]:
     """The arguments as one JSON object, as grammars enforce."""
     yield from reader.blanks()
     if (yield from reader.literal("**")):
@@ -262,8 +262,8 @@ PYTHONIC = ToolFormat(
 )
 
 
-def _between(closes: str) -> Callable[[Reader, Functions, str], Steps[None]]:
-    def read(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
+def _between(closes: str) -> Callable[[TextReader, Functions, str], Steps[None]]:
+    def read(reader: TextReader, functions: Functions, mark: str) -> Steps[None]:
         yield from reader.blanks()
         yield from read_calls(reader, any_name)
         yield from reader.closing(closes)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.grammar.forms import TEXT, Part, literal
-from octavo.text.reader import Call, Format, Reader, Steps
+from octavo.text.reader import Call, Format, Steps, TextReader
 from octavo.text.tool_calls.values import Functions
 
 MAX_PARALLEL_CALLS = 16
@@ -63,9 +63,9 @@ class Marks:
 Rules = Callable[[Sequence[str], Marks, bool], str]
 """Lark with a rule ``calls``: one call of the functions of these names or, if the flag is set, several. The arguments
 of function i are ``@t{i}``. If the format has a mark, the rule ``rest`` is what follows the first mark."""
-ReadMessage = Callable[[Functions], Callable[[Reader], Steps[None]]]
+ReadMessage = Callable[[Functions], Callable[[TextReader], Steps[None]]]
 """A reader of messages for these functions."""
-ReadCalls = Callable[[Reader, Functions, str], Steps[None]]
+ReadCalls = Callable[[TextReader, Functions, str], Steps[None]]
 """Reads the calls behind a mark, which is given."""
 ArgumentRules = Callable[[int, Part, Marks], tuple[str, dict[str, Part]]]
 """Lark with a rule ``a{i}`` for the arguments of function i, which match a part, and the parts that it refers to."""
@@ -126,8 +126,8 @@ class ToolFormat:
 def marked(read_calls: ReadCalls, *opens: str) -> ReadMessage:
     """A reader of messages of text, and of calls behind the marks ``opens``."""
 
-    def read_message(functions: Functions) -> Callable[[Reader], Steps[None]]:
-        def read(reader: Reader) -> Steps[None]:
+    def read_message(functions: Functions) -> Callable[[TextReader], Steps[None]]:
+        def read(reader: TextReader) -> Steps[None]:
             while (mark := (yield from reader.text_until(opens))) is not None:
                 yield from reader.attempt(read_calls(reader, functions, mark), mark)
 
@@ -136,13 +136,13 @@ def marked(read_calls: ReadCalls, *opens: str) -> ReadMessage:
     return read_message
 
 
-def section(read_call: Callable[[Reader], Steps[None]], opens: str, begins: str, closes: str) -> ReadMessage:
+def section(read_call: Callable[[TextReader], Steps[None]], opens: str, begins: str, closes: str) -> ReadMessage:
     """A reader of messages whose calls stand between the marks ``opens`` and ``closes``, each behind ``begins``.
 
     The mark of the section may be missing. ``read_call`` reads one call with its marks, or nothing.
     """
 
-    def read_calls(reader: Reader, functions: Functions, mark: str) -> Steps[None]:
+    def read_calls(reader: TextReader, functions: Functions, mark: str) -> Steps[None]:
         if mark == begins:
             reader.step_back(mark)
         while (yield from reader.maybe(read_call(reader))):

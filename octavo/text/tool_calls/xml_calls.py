@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.text.reader import Call, Reader, Steps
+from octavo.text.reader import Call, Steps, TextReader
 from octavo.text.tool_calls.pythonic import literal_of
 from octavo.text.tool_calls.values import Functions, is_name, text_of, type_of, types_of, value_of
 
@@ -50,7 +50,7 @@ class Tags:
 
     # ---- reading
 
-    def read_calls(self, reader: Reader, functions: Functions, mark: str) -> Steps[None]:
+    def read_calls(self, reader: TextReader, functions: Functions, mark: str) -> Steps[None]:
         """The calls behind ``mark``, which is ``opens`` or what comes behind it."""
         if mark == self.function[0]:
             reader.step_back(mark)
@@ -60,7 +60,7 @@ class Tags:
             pass
         yield from reader.closing(self.closes)
 
-    def _read_call(self, reader: Reader, functions: Functions) -> Steps[None]:
+    def _read_call(self, reader: TextReader, functions: Functions) -> Steps[None]:
         yield from reader.blanks()
         if not (yield from reader.literal(self.function[0])):
             return
@@ -79,11 +79,11 @@ class Tags:
             reader.take_rest()
             reader.add_call(Call(name, "" if reader.is_cut else "{}", reader.is_cut))
 
-    def _is_cut_tag(self, reader: Reader) -> bool:
+    def _is_cut_tag(self, reader: TextReader) -> bool:
         """Whether the message ends where an argument or the end of the arguments may follow."""
         return any(reader.ends_within(tag) for tag in (self.key[0], *self.ends))
 
-    def _read_arguments(self, reader: Reader, functions: Functions, name: str) -> Steps[None]:
+    def _read_arguments(self, reader: TextReader, functions: Functions, name: str) -> Steps[None]:
         separator, is_cut = "{", False
         while not is_cut:
             yield from reader.blanks()
@@ -104,7 +104,7 @@ class Tags:
             reader.add_arguments("{}" if separator == "{" else "}")
         reader.end_call(is_cut)
 
-    def _read_key(self, reader: Reader) -> Steps[tuple[str, bool] | None]:
+    def _read_key(self, reader: TextReader) -> Steps[tuple[str, bool] | None]:
         """An argument's name, and whether its tag says that it is a string; ``None`` if it is not complete."""
         key = yield from reader.until(self.key[1])
         attributes = (yield from reader.until(self.value[0])) if key and self.value[0] else ("", "")
@@ -112,7 +112,7 @@ class Tags:
             return None
         return key[0].strip(), self.tells_strings and '"true"' in attributes[0]
 
-    def _read_value(self, reader: Reader, types: frozenset[str]) -> Steps[bool]:
+    def _read_value(self, reader: TextReader, types: frozenset[str]) -> Steps[bool]:
         """Emit a value as JSON; returns whether it was closed before the message ended."""
         yield from reader.literal(self.padding)
         is_text = types == {"string"} or (types == {"string", "null"} and not (yield from self._is_null(reader)))
@@ -122,7 +122,7 @@ class Tags:
             value.end()
         return is_closed
 
-    def _is_null(self, reader: Reader) -> Steps[bool]:
+    def _is_null(self, reader: TextReader) -> Steps[bool]:
         return (yield from reader.comes(*(null + self.padding + self.value[1] for null in NULLS)))
 
     # ---- writing
@@ -153,7 +153,7 @@ class Tags:
 class _Streamed:
     """A string, emitted as JSON while it is read, but for the ``padding`` at its end."""
 
-    def __init__(self, reader: Reader, padding: str) -> None:
+    def __init__(self, reader: TextReader, padding: str) -> None:
         self._reader = reader
         self._padding = padding
         self._held = ""
@@ -171,7 +171,7 @@ class _Streamed:
 class _Collected:
     """A value that is JSON, or a string if its schema allows one; emitted when all of it is there."""
 
-    def __init__(self, reader: Reader, padding: str, types: frozenset[str]) -> None:
+    def __init__(self, reader: TextReader, padding: str, types: frozenset[str]) -> None:
         self._reader = reader
         self._padding = padding
         self._types = types

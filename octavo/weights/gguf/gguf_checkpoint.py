@@ -13,7 +13,7 @@ from octavo.errors import CheckpointError
 from octavo.sampling_params import OPTIONS
 from octavo.weights.generation_config import in_vocabulary, token_ids
 from octavo.weights.gguf.blocks import BlockTensor, dequantize
-from octavo.weights.gguf.gguf_families import Place, translate
+from octavo.weights.gguf.gguf_families import TensorPlace, translate
 from octavo.weights.gguf.gguf_reader import GGUFFile
 
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -69,7 +69,7 @@ class GGUFCheckpoint:
             return torch.from_numpy(rows.copy()).view(DENSE_KINDS[tensor.kind]).reshape(shape)
         return BlockTensor(tensor.kind, (shape[0], shape[1]), rows, place.tensor)
 
-    def _rows(self, place: Place, count: int) -> npt.NDArray[np.uint8]:
+    def _rows(self, place: TensorPlace, count: int) -> npt.NDArray[np.uint8]:
         """The bytes of a parameter, uint8 [count, row_bytes]."""
         data = self._file.data(place.tensor)
         if place.part is not None:

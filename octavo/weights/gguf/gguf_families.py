@@ -43,7 +43,7 @@ EXPERTS = {
 FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A parameter's location: the tensor, and the index of its part if the tensor stacks several."""
 
     tensor: str
@@ -53,7 +53,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Family:
+class GgufFamily:
     """How to read one GGUF architecture."""
 
     architecture: str
@@ -68,7 +68,7 @@ class Family:
     """Whether rows of query and key projections are permuted."""
 
 
-def translate(file: GGUFFile) -> tuple[Family, Config, dict[str, Place]]:
+def translate(file: GGUFFile) -> tuple[GgufFamily, Config, dict[str, TensorPlace]]:
     """The file's family, its configuration, and the location of each parameter. Raises ``CheckpointError``."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -86,7 +86,7 @@ def translate(file: GGUFFile) -> tuple[Family, Config, dict[str, Place]]:
     return family, config, _places(file, name, family, config)
 
 
-def _common(data: Metadata, family: Family) -> Config:
+def _common(data: Metadata, family: GgufFamily) -> Config:
     file, config = data.file, Config(architectures=[family.architecture])
     config["num_hidden_layers"] = data.count("block_count")
     config["hidden_size"] = data.count("embedding_length")
@@ -265,9 +265,9 @@ WITHOUT_SUFFIX = ("_bias", ".sinks")
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z0-9_]+)(?:\.(weight|bias))?")
 
 
-def _places(file: GGUFFile, architecture: str, family: Family, config: Config) -> dict[str, Place]:
+def _places(file: GGUFFile, architecture: str, family: GgufFamily, config: Config) -> dict[str, TensorPlace]:
     """Hugging Face name to location of each parameter; tensors of rotary factors are not parameters."""
-    places: dict[str, Place] = {}
+    places: dict[str, TensorPlace] = {}
     num_experts = config.get("num_local_experts") or config.get("n_routed_experts") or 0
     for name, tensor in file.tensors.items():
         if name in FACTOR_TENSORS:
@@ -275,17 +275,17 @@ def _places(file: GGUFFile, architecture: str, family: Family, config: Config) -
         stem, _, kind = name.rpartition(".")
         layer = _LAYER_NAME.fullmatch(name)
         if stem in family.outer:
-            places[f"{family.outer[stem]}.{kind}"] = Place(name)
+            places[f"{family.outer[stem]}.{kind}"] = TensorPlace(name)
         elif layer and layer[2] in SPLIT_MAPS and family.layer is DEEPSEEK:
             own = f"{family.layer_prefix}{layer[1]}.self_attn.kv_b_proj.weight"
-            places[own] = Place(f"blk.{layer[1]}.attn_k_b.weight", values=f"blk.{layer[1]}.attn_v_b.weight")
+            places[own] = TensorPlace(f"blk.{layer[1]}.attn_k_b.weight", values=f"blk.{layer[1]}.attn_v_b.weight")
         elif layer and layer[2] in family.layer:
             own = f"{family.layer_prefix}{layer[1]}.{family.layer[layer[2]]}"
             own += "" if layer[3] is None or own.endswith(WITHOUT_SUFFIX) else f".{layer[3]}"
             if "*" not in own:
-                places[own] = Place(name)
+                places[own] = TensorPlace(name)
             elif len(tensor.shape) > 1 and tensor.shape[0] == num_experts:
-                places |= {own.replace("*", str(i)): Place(name, i) for i in range(num_experts)}
+                places |= {own.replace("*", str(i)): TensorPlace(name, i) for i in range(num_experts)}
             else:
                 raise CheckpointError(
                     f"{file.path}: tensor {name!r}: has shape {tensor.shape}, expected those of {num_experts} experts"
@@ -297,7 +297,7 @@ def _places(file: GGUFFile, architecture: str, family: Family, config: Config) -
 
 SANDWICH = {**ATTENTION, "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm"}
 SANDWICH["post_ffw_norm"] = "post_feedforward_layernorm"
-MIXTRAL = Family(
+MIXTRAL = GgufFamily(
     "MixtralForCausalLM",
     {
         **ATTENTION,
@@ -333,19 +333,19 @@ DEEPSEEK = {
 SPLIT_MAPS = {"attn_k_b", "attn_v_b"}
 """Newer files have these instead of ``attn_kv_b``: for each head, keys [latent, P] and values [V, latent]."""
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", LLAMA, _llama, is_permuted=True),
-    "qwen2": Family("Qwen2ForCausalLM", LLAMA, _llama),
-    "qwen3": Family("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}, _llama),
-    "qwen2moe": Family("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, **SHARED}, _qwen2_moe),
-    "qwen3moe": Family("Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen_moe),
-    "phi3": Family("Phi3ForCausalLM", {**LLAMA, **FUSED, "attn_qkv": "self_attn.qkv_proj"}, _phi3),
-    "olmo2": Family("Olmo2ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, _llama),
-    "gemma": Family("GemmaForCausalLM", LLAMA, _gemma),
-    "gemma2": Family("Gemma2ForCausalLM", {**SANDWICH, **GATED}, _gemma2),
-    "gemma3": Family("Gemma3ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, _gemma3),
-    "deepseek2": Family("DeepseekV2ForCausalLM", DEEPSEEK, _deepseek2),
-    "glm4": Family(
+FAMILIES: dict[str, GgufFamily] = {
+    "llama": GgufFamily("LlamaForCausalLM", LLAMA, _llama, is_permuted=True),
+    "qwen2": GgufFamily("Qwen2ForCausalLM", LLAMA, _llama),
+    "qwen3": GgufFamily("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}, _llama),
+    "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, **SHARED}, _qwen2_moe),
+    "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen_moe),
+    "phi3": GgufFamily("Phi3ForCausalLM", {**LLAMA, **FUSED, "attn_qkv": "self_attn.qkv_proj"}, _phi3),
+    "olmo2": GgufFamily("Olmo2ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, _llama),
+    "gemma": GgufFamily("GemmaForCausalLM", LLAMA, _gemma),
+    "gemma2": GgufFamily("Gemma2ForCausalLM", {**SANDWICH, **GATED}, _gemma2),
+    "gemma3": GgufFamily("Gemma3ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, _gemma3),
+    "deepseek2": GgufFamily("DeepseekV2ForCausalLM", DEEPSEEK, _deepseek2),
+    "glm4": GgufFamily(
         "Glm4ForCausalLM",
         {
             **ATTENTION,
@@ -356,7 +356,7 @@ FAMILIES: dict[str, Family] = {
         },
         _glm4,
     ),
-    "gpt2": Family(
+    "gpt2": GgufFamily(
         "GPT2LMHeadModel",
         {
             "attn_norm": "ln_1",
@@ -370,7 +370,7 @@ FAMILIES: dict[str, Family] = {
         {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"},
         "h.",
     ),
-    "gpt-oss": Family(
+    "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
         {
             **ATTENTION,

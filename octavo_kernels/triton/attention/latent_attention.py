@@ -44,7 +44,7 @@ from octavo_kernels.triton.launch import (
 from octavo_kernels.triton.split_sums import LOG2_E
 
 
-class Config(NamedTuple):
+class LatentTile(NamedTuple):
     """How a tile is computed: its rows and keys, the warps that do it, and how many tiles of keys are in flight."""
 
     rows: int
@@ -53,11 +53,11 @@ class Config(NamedTuple):
     stages: int
 
 
-FEW_HEADS, MANY_HEADS, ROWS = Config(16, 64, 8, 3), Config(32, 64, 8, 2), Config(64, 64, 8, 2)
+FEW_HEADS, MANY_HEADS, ROWS = LatentTile(16, 64, 8, 3), LatentTile(32, 64, 8, 2), LatentTile(64, 64, 8, 2)
 """For one token of up to 16 heads, of more, and for several tokens; measured on an H100 with latents of 512."""
 FITTING_KEYS = {220 * 1024: 64, 114 * 1024: 32, 0: 16}
 """Keys of a tile for which two stages of ROWS fit, by the bytes of shared memory that a program may have at least."""
-FLOAT32 = Config(16, 16, 8, 1)
+FLOAT32 = LatentTile(16, 16, 8, 1)
 """Its products are made of multiply-adds."""
 
 
@@ -153,7 +153,7 @@ def attend_rows(
     # fmt: on
 
 
-def _config(q_TNH: Tensor, config: Config) -> Config:
+def _config(q_TNH: Tensor, config: LatentTile) -> LatentTile:
     """The configuration for this dtype and device."""
     if q_TNH.dtype == torch.float32:
         return FLOAT32
@@ -162,7 +162,7 @@ def _config(q_TNH: Tensor, config: Config) -> Config:
     return config if keys >= config.keys else config._replace(keys=keys, stages=2)
 
 
-def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: Config) -> dict[str, int]:
+def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: LatentTile) -> dict[str, int]:
     """Compile-time constants of both kernels."""
     _, N, H = q_TNH.shape
     assert q_TNH.is_contiguous()

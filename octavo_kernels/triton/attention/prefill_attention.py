@@ -26,7 +26,7 @@ NO_SCORE = tl.constexpr(-1.0e30)
 """The running maximum before the first key: finite, so that no difference of maxima is NaN."""
 
 
-class Config(NamedTuple):
+class PrefillTile(NamedTuple):
     """How a tile is computed: its rows and keys, the warps that do it, and how many key tiles are in flight."""
 
     rows: int
@@ -37,16 +37,16 @@ class Config(NamedTuple):
     """Most of a thread, so that more programs share a multiprocessor."""
 
 
-CONFIGS: dict[tuple[int, int], Config] = {
-    (2, 64): Config(64, 64, 4, 3),
-    (2, 128): Config(64, 64, 4, 3),
-    (2, 256): Config(128, 32, 8, 3),
-    (4, 64): Config(32, 32, 4, 2),
-    (4, 128): Config(32, 32, 4, 2),
-    (4, 256): Config(16, 32, 4, 2),
+CONFIGS: dict[tuple[int, int], PrefillTile] = {
+    (2, 64): PrefillTile(64, 64, 4, 3),
+    (2, 128): PrefillTile(64, 64, 4, 3),
+    (2, 256): PrefillTile(128, 32, 8, 3),
+    (4, 64): PrefillTile(32, 32, 4, 2),
+    (4, 128): PrefillTile(32, 32, 4, 2),
+    (4, 256): PrefillTile(16, 32, 4, 2),
 }
 """By bytes of a query's element and head dim rounded up to a power of two, at least 64."""
-WIDE_HEADS, LEAST_SHARED = Config(64, 32, 8, 3), 200 * 1024
+WIDE_HEADS, LEAST_SHARED = PrefillTile(64, 32, 8, 3), 200 * 1024
 """For heads of 256 in 16 bits where a program may have less shared memory than on Hopper: 128 rows take 104 KiB there,
 more than most GPUs have (99), and more registers than there are. These take 68 KiB."""
 
@@ -68,7 +68,7 @@ def prefill_attention(
     scales: KVScales | None = None,
     skip_single: bool = False,
     out: Tensor | None = None,
-    config: Config | None = None,
+    config: PrefillTile | None = None,
 ) -> Tensor:
     """``ops.paged_attention`` for any numbers of rows; ``out`` (or a new tensor) [T, N, H] of q's dtype.
 
@@ -102,7 +102,7 @@ def prefill_attention(
     return out_TNH
 
 
-def config_for(element: int, head_block: int, room: int) -> Config:
+def config_for(element: int, head_block: int, room: int) -> PrefillTile:
     """The tile for queries of ``element`` bytes a number on a GPU with ``room`` bytes of shared memory a program."""
     width = max(64, head_block)
     return WIDE_HEADS if (element, width) == (2, 256) and room < LEAST_SHARED else CONFIGS[element, width]

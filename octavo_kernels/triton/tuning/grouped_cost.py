@@ -19,7 +19,7 @@ from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
 from octavo_kernels.triton.grouped.grouped_gemv import MAX_ROWS, GroupedGemvConfig
 from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES
-from octavo_kernels.triton.tuning.linear_cost import MOST_SUMS, SHARED_BY_COMPILER, Gpu, Loop, loop_microseconds
+from octavo_kernels.triton.tuning.linear_cost import MOST_SUMS, SHARED_BY_COMPILER, ColumnLoop, Gpu, loop_microseconds
 
 MOST_SHARED = 100_000
 """Bytes of shared memory of a program for few rows: a multiprocessor should have two."""
@@ -106,7 +106,7 @@ def _gemvs(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
             if (stages - 1) * (chunk_bytes + norm_bytes) > most_shared:
                 continue
             programs, chunks = triton.cdiv(product.outputs, block_n), triton.cdiv(product.chunks, split)
-            loop = Loop(programs, chunks, chunk_bytes, stages, warps, sums)
+            loop = ColumnLoop(programs, chunks, chunk_bytes, stages, warps, sums)
             taken = loop_microseconds(_num_bytes(product, rows), loop, False, gpu)
             yield Predicted(taken, (block_n, split, warps), GroupedGemvConfig(block_n, split, warps, stages))
 
@@ -128,7 +128,7 @@ def _gemms(product: GroupedProduct, rows: int, gpu: Gpu) -> Iterator[Predicted]:
         for stages in range(2, 6):
             if (stages - 1) * chunk_bytes + row_bytes > most_shared:
                 continue
-            loop = Loop(tiles * splits, triton.cdiv(product.chunks, splits), chunk_bytes, stages, warps, sums)
+            loop = ColumnLoop(tiles * splits, triton.cdiv(product.chunks, splits), chunk_bytes, stages, warps, sums)
             taken = loop_microseconds(_num_bytes(product, rows), loop, splits > 1, gpu)
             config = GroupedGemmConfig(block_n, block_t, warps, stages, splits)
             yield Predicted(taken, (block_n, warps, splits), config)

@@ -16,7 +16,7 @@ from octavo_kernels.triton.grouped.grouped_linear import run_grouped
 from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from octavo_kernels.triton.tuning.grouped_cost import ranked
 from octavo_kernels.triton.tuning.linear_cost import gpu_of
-from octavo_kernels.triton.tuning.product_calls import Call
+from octavo_kernels.triton.tuning.product_calls import ProductCall
 from octavo_kernels.triton.tuning.tuning_target import EPS, Operands, ProductUse
 
 DENSE_ROWS = 128
@@ -39,7 +39,7 @@ class GroupedUse(ProductUse):
     scale_bytes: int = 2
 
     @classmethod
-    def of(cls, call: Call, packed: PackedGroups) -> GroupedUse:
+    def of(cls, call: ProductCall, packed: PackedGroups) -> GroupedUse:
         """How this call uses this weight."""
         N, K = packed.shape
         return cls(

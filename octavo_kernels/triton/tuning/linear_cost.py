@@ -54,7 +54,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class CostConstants:
     """Numbers fitted to measurements; times in microseconds."""
 
     start: float
@@ -73,7 +73,7 @@ class Fitted:
     """Of the latency, what prefetching saves at the start."""
 
 
-FITTED = Fitted(2.15, 0.837, 94_500.0, 0.93, 0.375, 0.366, 0.457)
+FITTED = CostConstants(2.15, 0.837, 94_500.0, 0.93, 0.375, 0.366, 0.457)
 """To the 1,722 measurements of ``skinny`` for 85 matrices on an H200, by the loss of ``octavo_bench.cost_fit``."""
 LIBRARY_START, LIBRARY_SHARE, LIBRARY_COLUMN = 4.4, 0.804, 1.16e-4
 """Of cuBLAS, fitted to 139 products of 16 to 64 rows: microseconds, share of the bandwidth, microseconds a column."""
@@ -163,7 +163,7 @@ def _skinny(product: Product, gpu: Gpu) -> Iterator[SkinnyConfig]:
 
 
 @dataclass(frozen=True)
-class Loop:
+class ColumnLoop:
     """How the programs of a kernel read their columns, a chunk after the other."""
 
     programs: int
@@ -178,12 +178,12 @@ class Loop:
     """Of a program, in float32."""
 
 
-def microseconds(product: Product, config: SkinnyConfig, gpu: Gpu, fitted: Fitted = FITTED) -> float:
+def microseconds(product: Product, config: SkinnyConfig, gpu: Gpu, fitted: CostConstants = FITTED) -> float:
     """The predicted time of a product."""
     block_t = config.block_t or product.rows
     weights = 2 if product.is_gated else 1
     tiles = triton.cdiv(product.outputs, config.block_n) * triton.cdiv(product.rows, block_t)
-    loop = Loop(
+    loop = ColumnLoop(
         tiles * config.splits,
         triton.cdiv(product.K, config.block_k * config.splits),
         (weights * config.block_n + block_t) * config.block_k * 2,
@@ -195,7 +195,9 @@ def microseconds(product: Product, config: SkinnyConfig, gpu: Gpu, fitted: Fitte
     return taken - (fitted.latency * fitted.prefetched if config.prefetch else 0.0)
 
 
-def loop_microseconds(num_bytes: int, loop: Loop, is_split: bool, gpu: Gpu, fitted: Fitted = FITTED) -> float:
+def loop_microseconds(
+    num_bytes: int, loop: ColumnLoop, is_split: bool, gpu: Gpu, fitted: CostConstants = FITTED
+) -> float:
     """The predicted time of a kernel that reads so many bytes, and adds the sums of splits, in this way."""
     registers = min(255, OTHER_REGISTERS + loop.sums // (32 * loop.warps))
     at_once = min(

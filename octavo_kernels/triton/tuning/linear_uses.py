@@ -11,7 +11,7 @@ from octavo_kernels.triton.linear.linear import run_linear
 from octavo_kernels.triton.linear.linear_configs import ROW_BUCKETS, TABLE, LinearConfig, config_for, key_of
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig
 from octavo_kernels.triton.tuning.linear_cost import Product, gpu_of, ranked
-from octavo_kernels.triton.tuning.product_calls import Call
+from octavo_kernels.triton.tuning.product_calls import ProductCall
 from octavo_kernels.triton.tuning.tuning_target import EPS, Operands, ProductUse
 
 SPLITS_OF_A_TILE = 2
@@ -27,7 +27,7 @@ class LinearUse(ProductUse):
     num_candidates = 6
 
     @classmethod
-    def of(cls, call: Call, weight_NK: Tensor) -> LinearUse:
+    def of(cls, call: ProductCall, weight_NK: Tensor) -> LinearUse:
         """How this call uses this weight."""
         N, K = weight_NK.shape
         return cls(N, K, *call[1:])

@@ -15,7 +15,7 @@ from octavo.ops.linear import Activation
 from octavo_kernels.triton.launch import launching_nothing
 
 
-class Call(NamedTuple):
+class ProductCall(NamedTuple):
     """A call of ``linear`` or ``grouped_linear``, but for its rows."""
 
     weight: Tensor | PackedGroups
@@ -27,13 +27,13 @@ class Call(NamedTuple):
     activation: Activation | None
 
 
-_calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
+_calls: ContextVar[list[ProductCall] | None] = ContextVar("calls", default=None)
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[list[Call]]:
+def collecting() -> Iterator[list[ProductCall]]:
     """Collect the products called in this block, in their order; no kernel is launched in it."""
-    found: list[Call] = []
+    found: list[ProductCall] = []
     token = _calls.set(found)
     try:
         with launching_nothing():
@@ -59,4 +59,4 @@ def note_call(
     found = _calls.get()
     if found is not None:
         given = norm_K is not None, residual_TN is not None, bias_N is not None
-        found.append(Call(weight, x_TK.dtype, *given, activation))
+        found.append(ProductCall(weight, x_TK.dtype, *given, activation))

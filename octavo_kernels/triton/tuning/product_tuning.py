@@ -25,7 +25,7 @@ from octavo_kernels.triton.linear import linear_configs
 from octavo_kernels.triton.tuning.grouped_uses import GroupedUse
 from octavo_kernels.triton.tuning.linear_cost import LIBRARY_LEAD
 from octavo_kernels.triton.tuning.linear_uses import LinearUse
-from octavo_kernels.triton.tuning.product_calls import Call
+from octavo_kernels.triton.tuning.product_calls import ProductCall
 from octavo_kernels.triton.tuning.tuning_target import Operands, ProductUse
 
 TABLES: dict[str, ConfigTable] = {table.section: table for table in (linear_configs.TABLE, grouped_configs.TABLE)}
@@ -48,7 +48,7 @@ class Timed(NamedTuple):
     config: Any
 
 
-def uses_of(calls: Iterable[Call]) -> dict[ProductUse, list[Weight]]:
+def uses_of(calls: Iterable[ProductCall]) -> dict[ProductUse, list[Weight]]:
     """How a model calls its products, in their order, and the weights that are used so."""
     found: dict[ProductUse, list[Weight]] = {}
     for call in calls:

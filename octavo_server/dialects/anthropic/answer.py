@@ -12,7 +12,7 @@ from typing import Any
 from octavo.errors import RequestError
 from octavo.text.reader import Call, CallProgress, Piece, Text
 from octavo_server.dialects.chat_reply import ChatReply, members_of
-from octavo_server.generation import Choice
+from octavo_server.generation import GeneratedChoice
 from octavo_server.http.errors import ErrorForm
 from octavo_server.http.sse import EventStream, encode_line
 
@@ -78,7 +78,7 @@ class MessageAnswer:
 
     # --- unstreamed ---
 
-    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> dict[str, Any]:
         """The message, once its choice is finished."""
         blocks: list[dict[str, Any]] = []
         for piece in self._pieces():
@@ -106,7 +106,7 @@ class MessageAnswer:
     def _message(self) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
 
-    def _end(self, choice: Choice) -> dict[str, str | None]:
+    def _end(self, choice: GeneratedChoice) -> dict[str, str | None]:
         """The fields that say why the message ended."""
         reason, sequence = choice.finish_reason, choice.stop_reason
         if reason == "stop" and isinstance(sequence, str):
@@ -118,7 +118,7 @@ class MessageAnswer:
         return {**OPEN, "stop_reason": STOP_REASONS.get(reason or "")}
 
     @staticmethod
-    def _usage(choice: Choice) -> dict[str, Any]:
+    def _usage(choice: GeneratedChoice) -> dict[str, Any]:
         """Token counts; cached prompt tokens are counted separately from the other prompt tokens."""
         return {
             "input_tokens": len(choice.prompt.tokens) - choice.num_cached_tokens,
@@ -131,7 +131,7 @@ class MessageAnswer:
 
     # --- streamed ---
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         """The events for new output."""
         data = b""
         if self._index < 0:

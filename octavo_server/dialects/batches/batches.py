@@ -24,11 +24,11 @@ from starlette.responses import Response
 
 from octavo.errors import CANCELLATIONS, InvalidParameter
 from octavo_server.dialects.batches.files import StoredFile, content_of, find, new_file
-from octavo_server.dialects.batches.runner import BadLine, Line, LineReader, LineRunner, Outcome, digest_of
+from octavo_server.dialects.batches.runner import BadLine, BatchLine, LineReader, LineRunner, Outcome, digest_of
 from octavo_server.dialects.openai.pages import page
 from octavo_server.durable.background_jobs import retry_while_unavailable
 from octavo_server.durable.own_requests import end_all, end_with_key
-from octavo_server.durable.store import Row, StoredItem, decode, decoded
+from octavo_server.durable.store import ListedItem, StoredItem, decode, decoded
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import NotFound, UnexpectedError, printable
@@ -140,7 +140,7 @@ async def _batch(request: Request) -> Batch:
     return live or cast(Batch, decode(KIND, name, value, StoredBatch))
 
 
-def _read(rows: Iterable[Row]) -> Iterator[tuple[Row, Batch]]:
+def _read(rows: Iterable[ListedItem]) -> Iterator[tuple[ListedItem, Batch]]:
     """Stored batches; those that cannot be read are left out."""
     return ((row, cast(Batch, batch)) for row, batch in decoded(KIND, rows, StoredBatch))
 
@@ -261,7 +261,7 @@ class Batches:
             _count(batch, outcome)
             end_with_key(self._server, caller, key)
 
-    def _lines(self, reader: LineReader, batch: Batch, owner: str) -> AsyncIterator[Line]:
+    def _lines(self, reader: LineReader, batch: Batch, owner: str) -> AsyncIterator[BatchLine]:
         return reader.read(content_of(self._get, batch["input_file_id"], owner))
 
     async def _outcomes(self, batch: Batch, owner: str) -> AsyncIterator[tuple[bytes, Outcome]]:
@@ -269,7 +269,7 @@ class Batches:
         kind = _lines_kind(batch)
         for id in await retry_while_unavailable(lambda: self._server.store.ids(kind, owner)):
             value = await self._get(kind, id, owner)
-            for row, outcome in decoded(kind, [] if value is None else [Row(id, owner, value)], Outcome):
+            for row, outcome in decoded(kind, [] if value is None else [ListedItem(id, owner, value)], Outcome):
                 yield row.value, outcome
 
     async def _get(self, kind: str, id: str, owner: str) -> bytes | None:
@@ -292,7 +292,7 @@ class Batches:
 
     async def _finish_cancelled(self, batch: Batch, owner: str) -> None:
         value = await self._get(KIND, batch["id"], owner)
-        latest = [] if value is None else [Row(batch["id"], owner, value)]
+        latest = [] if value is None else [ListedItem(batch["id"], owner, value)]
         kept = next((found for _, found in _read(latest)), Batch())
         if kept.get("status") in DONE:
             # The job was cancelled after it had stored the final status.
@@ -331,12 +331,12 @@ class _Joined:
 class _Todo:
     """The lines that several tasks answer, less those that are ``done``."""
 
-    def __init__(self, lines: AsyncIterator[Line], done: set[bytes]) -> None:
+    def __init__(self, lines: AsyncIterator[BatchLine], done: set[bytes]) -> None:
         self._lines = lines
         self._done = done
         self._turn = asyncio.Lock()
 
-    async def next(self) -> Line | None:
+    async def next(self) -> BatchLine | None:
         """The next line; ``None`` at the end. Raises ``BadLine``."""
         async with self._turn:
             async for line in self._lines:

@@ -28,7 +28,7 @@ MAX_LINES = 50_000
 logger = logging.getLogger(__name__)
 
 
-class Line(msgspec.Struct, kw_only=True):
+class BatchLine(msgspec.Struct, kw_only=True):
     """One request of a batch."""
 
     custom_id: str
@@ -74,7 +74,7 @@ class LineReader:
         self._rest: list[bytes] = []
         """The beginning of a line whose end is missing."""
 
-    async def read(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[Line]:
+    async def read(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[BatchLine]:
         """All requests in ``pieces``. Raises ``BadLine`` with the line number."""
         async for piece in pieces:
             if b"\n" not in piece and b"\r" not in piece:
@@ -90,13 +90,13 @@ class LineReader:
         if not 1 <= self.num_lines <= MAX_LINES:
             raise BadLine(f"A batch must have 1 to {MAX_LINES} lines; this one has {self.num_lines}.")
 
-    def _lines(self, piece: bytes) -> list[Line]:
+    def _lines(self, piece: bytes) -> list[BatchLine]:
         *texts, last = b"".join([*self._rest, piece]).splitlines(keepends=True)
         # What ends with a carriage return may go on with a line feed.
         self._rest = [] if last.endswith(b"\n") else [last]
         return self.parsed(texts if self._rest else [*texts, last])
 
-    def parsed(self, texts: Iterable[bytes]) -> list[Line]:
+    def parsed(self, texts: Iterable[bytes]) -> list[BatchLine]:
         """The requests in the next lines. Raises ``BadLine``."""
         lines = []
         for text in texts:
@@ -107,9 +107,9 @@ class LineReader:
                 self.num_lines += 1
         return lines
 
-    def _line(self, text: bytes, number: int) -> Line:
+    def _line(self, text: bytes, number: int) -> BatchLine:
         try:
-            line = msgspec.json.decode(text, type=Line)
+            line = msgspec.json.decode(text, type=BatchLine)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             message = f"Line {number} must be an object with 'custom_id', 'method', 'url' and 'body'."
             raise BadLine(message, number) from None
@@ -133,7 +133,7 @@ def digest_of(custom_id: str) -> bytes:
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
 
-def _is_streamed(line: Line) -> bool:
+def _is_streamed(line: BatchLine) -> bool:
     """Whether the body has ``stream`` set. False for an invalid body, which the endpoint rejects later."""
     try:
         return bool(msgspec.json.decode(line.body, type=_Streamed).stream)
@@ -151,7 +151,7 @@ class LineRunner:
         self.num_places = num_places
         self._places = Places(num_places)
 
-    async def run(self, line: Line, caller: Caller, key: str) -> Outcome:
+    async def run(self, line: BatchLine, caller: Caller, key: str) -> Outcome:
         """Run ``line`` and return its outcome; waits while the server is full or shutting down.
 
         ``key`` is that of its request in the journal, if there is one.
@@ -160,7 +160,7 @@ class LineRunner:
             response = await retry_while_unavailable(lambda: self._answer(line, caller, key))
         return Outcome(id=f"batch_req_{uuid.uuid4().hex}", custom_id=line.custom_id, response=response)
 
-    async def _answer(self, line: Line, caller: Caller, key: str) -> dict[str, Any]:
+    async def _answer(self, line: BatchLine, caller: Caller, key: str) -> dict[str, Any]:
         status, body = 200, b""
         request_id = uuid.uuid4().hex
         try:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.fields import sampling
-from octavo_server.generation import Choice
+from octavo_server.generation import GeneratedChoice
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.pipeline import Dialect, Submission
@@ -54,7 +54,7 @@ async def _exactly(body: GenerateBody, services: ModelServices, request: Request
         timeout=body.timeout,
     )
 
-    def shown(choice: Choice) -> dict[str, Any]:
+    def shown(choice: GeneratedChoice) -> dict[str, Any]:
         return {
             "request_id": str(uuid.uuid4()),
             "text": choice.take().text,
@@ -78,7 +78,7 @@ async def _at_most(body: PlainBody, services: ModelServices, request: Request) -
         timeout=body.timeout,
     )
 
-    def shown(choice: Choice) -> dict[str, Any]:
+    def shown(choice: GeneratedChoice) -> dict[str, Any]:
         is_cut = choice.finish_reason == "length"
         return {
             "request_id": str(uuid.uuid4()),
@@ -100,13 +100,13 @@ class PlainAnswer:
 
     id = ""
 
-    def __init__(self, shown: Callable[[Choice], dict[str, Any]]) -> None:
+    def __init__(self, shown: Callable[[GeneratedChoice], dict[str, Any]]) -> None:
         self._shown = shown
 
-    def unstreamed(self, choices: list[Choice]) -> object:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> object:
         return self._shown(choices[0])
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         raise NotImplementedError
 
     def last_frames(self) -> bytes:
@@ -114,7 +114,7 @@ class PlainAnswer:
 
 
 def _submission(
-    body: CompletionBody, services: ModelServices, request: Request, shown: Callable[[Choice], dict[str, Any]]
+    body: CompletionBody, services: ModelServices, request: Request, shown: Callable[[GeneratedChoice], dict[str, Any]]
 ) -> Submission:
     return Submission(
         request=client_request(body, services, request),

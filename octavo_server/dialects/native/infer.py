@@ -11,7 +11,7 @@ from octavo.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.fields import sampling
 from octavo_server.dialects.openai.rendering import usage
-from octavo_server.generation import Choice
+from octavo_server.generation import GeneratedChoice
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnknownParameter
@@ -112,7 +112,7 @@ class InferEvents:
 
     id = ""
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         """One event per token; text that several tokens produce together is in the last one's."""
         update = choice.take()
         texts = [*[""] * (len(update.tokens) - 1), update.text]
@@ -134,7 +134,7 @@ class InferEvents:
     def last_frames(self) -> bytes:
         return b""
 
-    def unstreamed(self, choices: list[Choice]) -> object:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> object:
         raise NotImplementedError("this dialect always streams")
 
 

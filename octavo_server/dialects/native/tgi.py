@@ -18,7 +18,7 @@ from octavo.sampling_params import MAX_STOP_STRINGS
 from octavo.text.tokenizer import Tokenizer
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.fields import sampling
-from octavo_server.generation import Choice, ChoiceUpdate
+from octavo_server.generation import ChoiceUpdate, GeneratedChoice
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import ErrorForm, UnsupportedParameter
@@ -185,7 +185,7 @@ class TGIAnswer:
         self._texts: list[str] = [body.inputs] if body.parameters.return_full_text and not body.stream else []
         self._num_events = 0
 
-    def unstreamed(self, choices: list[Choice]) -> list[dict[str, Any]]:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> list[dict[str, Any]]:
         """The answer, once its choice is finished."""
         (choice,) = choices
         update = choice.take()
@@ -194,7 +194,7 @@ class TGIAnswer:
             answer["details"] = {**self._details(choice), "prefill": [], "tokens": self._tokens(update)}
         return [answer]
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         """An event for each token; the last one has the whole text."""
         update = choice.take()
         self._texts.append(update.text)
@@ -227,7 +227,7 @@ class TGIAnswer:
             for id, text, entry in zip(update.tokens, texts, update.logprobs, strict=False)
         ]
 
-    def _details(self, choice: Choice) -> dict[str, Any]:
+    def _details(self, choice: GeneratedChoice) -> dict[str, Any]:
         reason = choice.finish_reason
         if reason == "stop":
             reason_shown = "stop_sequence" if isinstance(choice.stop_reason, str) else "eos_token"

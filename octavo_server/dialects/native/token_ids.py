@@ -18,7 +18,7 @@ from octavo.types import TokenLogprobs
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.completions import decoder as completion_decoder
 from octavo_server.dialects.openai.rendering import TokenNames, finite, prompt_logprobs, usage
-from octavo_server.generation import Choice, ChoiceUpdate
+from octavo_server.generation import ChoiceUpdate, GeneratedChoice
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.pipeline import Dialect, Submission
@@ -69,7 +69,7 @@ class TokenIdsAnswer:
         self._body = body
         self._completion = completion
 
-    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> dict[str, Any]:
         """The answer, once its choices are finished."""
         names = TokenNames(self._services.tokenizer, as_ids=True)
         taken = [(choice, choice.take()) for choice in choices]
@@ -85,14 +85,14 @@ class TokenIdsAnswer:
             result["prompt_logprobs"] = prompt_logprobs(found, names, self._completion.prompt_logprobs)
         return result
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         raise NotImplementedError
 
     def last_frames(self) -> bytes:
         raise NotImplementedError
 
 
-def _choice(choice: Choice, update: ChoiceUpdate, names: TokenNames, num_top: int | None) -> dict[str, Any]:
+def _choice(choice: GeneratedChoice, update: ChoiceUpdate, names: TokenNames, num_top: int | None) -> dict[str, Any]:
     shown = None if num_top is None else {"content": [_entry(each, names, num_top) for each in update.logprobs]}
     return {
         "index": choice.index,

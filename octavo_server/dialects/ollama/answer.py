@@ -12,7 +12,7 @@ from octavo.errors import RequestError
 from octavo.text.reader import Call, Piece, Text
 from octavo.text.tool_calls.tool_format import long_id
 from octavo_server.dialects.chat_reply import members_of
-from octavo_server.generation import Choice
+from octavo_server.generation import GeneratedChoice
 from octavo_server.http.errors import ErrorForm
 from octavo_server.http.sse import EventStream, encode_line
 
@@ -47,7 +47,7 @@ class OllamaAnswer:
         """Of the request, in seconds of ``time.monotonic``."""
         self.id = f"ollama-{uuid.uuid4().hex}"
 
-    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> dict[str, Any]:
         """The whole answer, once its choice is finished."""
         parts = {"content": "", "thinking": ""}
         calls = []
@@ -59,7 +59,7 @@ class OllamaAnswer:
         shown: dict[str, Any] = {name: text for name, text in parts.items() if text or name == "content"}
         return self._object({**shown, "tool_calls": calls} if calls else shown, choices[0])
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         """A line for each new piece, and a last one once finished."""
         data = b""
         for piece in self._pieces():
@@ -77,7 +77,7 @@ class OllamaAnswer:
     def last_frames(self) -> bytes:
         return b""
 
-    def _object(self, part: dict[str, Any], ended: Choice | None = None) -> dict[str, Any]:
+    def _object(self, part: dict[str, Any], ended: GeneratedChoice | None = None) -> dict[str, Any]:
         """A piece of the answer, or its end with counts and times in nanoseconds."""
         result = {"model": self._model, "created_at": now(), **self._wrapped(part), "done": ended is not None}
         if ended is not None:

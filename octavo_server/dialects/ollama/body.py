@@ -37,7 +37,7 @@ ACCEPTED = frozenset({"keep_alive", "truncate", "shift"})
 """How long the model stays loaded (always), and what happens to prompts that are too long (they are refused)."""
 
 
-class Common(msgspec.Struct, kw_only=True):
+class CommonBody(msgspec.Struct, kw_only=True):
     """The fields that both requests have."""
 
     model: str
@@ -47,14 +47,14 @@ class Common(msgspec.Struct, kw_only=True):
     think: bool | str | None = None
 
 
-class OllamaChatBody(Common, kw_only=True):
+class OllamaChatBody(CommonBody, kw_only=True):
     """The body of a request for the next message of a conversation."""
 
     messages: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] = []
 
 
-class OllamaGenerateBody(Common, kw_only=True):
+class OllamaGenerateBody(CommonBody, kw_only=True):
     """The body of a request for an answer to a text, or with ``raw`` for its continuation."""
 
     prompt: str = ""
@@ -67,7 +67,7 @@ chat_decoder = BodyDecoder(OllamaChatBody, REFUSED, ACCEPTED)
 generate_decoder = BodyDecoder(OllamaGenerateBody, REFUSED_IN_GENERATE, ACCEPTED)
 
 
-def without_effect(body: Common, services: ModelServices) -> list[str]:
+def without_effect(body: CommonBody, services: ModelServices) -> list[str]:
     """Options, and parts of the messages, that are ignored in this request. Raises ``InvalidParameter``."""
     known = {*SAMPLING, *ABOUT_LOADING, "stop", "num_predict"}
     named = [f"options.{name}" for name, value in body.options.items() if name not in known and value]
@@ -96,7 +96,7 @@ def generate_chat_body(body: OllamaGenerateBody, services: ModelServices) -> Cha
 
 
 def _chat_body(
-    body: Common, messages: list[dict[str, Any]], tools: list[dict[str, Any]], services: ModelServices
+    body: CommonBody, messages: list[dict[str, Any]], tools: list[dict[str, Any]], services: ModelServices
 ) -> ChatBody:
     fields = generation_fields(body, services)
     return msgspec.convert(
@@ -104,7 +104,7 @@ def _chat_body(
     )
 
 
-def generation_fields(body: Common, services: ModelServices) -> dict[str, Any]:
+def generation_fields(body: CommonBody, services: ModelServices) -> dict[str, Any]:
     """The fields that completions and chat completions share. Raises ``InvalidParameter``."""
     fields: dict[str, Any] = {}
     if (stop := body.options.get("stop")) is not None:

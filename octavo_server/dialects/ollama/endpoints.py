@@ -14,7 +14,7 @@ from octavo_server.admission import ClientRequest
 from octavo_server.dialects.chat_reply import ChatReply, submission
 from octavo_server.dialects.ollama.answer import ERRORS, LineStream, OllamaAnswer, as_message, as_response, now
 from octavo_server.dialects.ollama.body import (
-    Common,
+    CommonBody,
     OllamaChatBody,
     OllamaGenerateBody,
     chat_body,
@@ -27,7 +27,7 @@ from octavo_server.dialects.ollama.body import (
 )
 from octavo_server.dialects.openai import completions
 from octavo_server.dialects.openai.fields import NO_LIMIT
-from octavo_server.generation import Choice
+from octavo_server.generation import GeneratedChoice
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import json_response
@@ -73,7 +73,7 @@ def _continuation(body: OllamaGenerateBody, services: ModelServices, request: Re
     return completions.client_request(completion, services, request)
 
 
-def _plain_pieces(choice: Choice) -> Callable[[], list[Piece]]:
+def _plain_pieces(choice: GeneratedChoice) -> Callable[[], list[Piece]]:
     """A function that returns the choice's new text as pieces."""
 
     def pieces() -> list[Piece]:
@@ -83,7 +83,7 @@ def _plain_pieces(choice: Choice) -> Callable[[], list[Piece]]:
     return pieces
 
 
-async def _loaded(body: Common, services: ModelServices, nothing: dict[str, Any]) -> Response:
+async def _loaded(body: CommonBody, services: ModelServices, nothing: dict[str, Any]) -> Response:
     """The answer to a request without a prompt, which only asks for the model to be loaded."""
     services.check_model(served_name(body.model, services))
     await services.engine.wake_up()

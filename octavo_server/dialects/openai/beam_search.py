@@ -10,12 +10,12 @@ from typing import NamedTuple
 import msgspec
 from starlette.requests import Request
 
-from octavo.engine.beam_search import MAX_BEAM_WIDTH, BeamSearchParams, BeamSearchSequence, Search
+from octavo.engine.beam_search import MAX_BEAM_WIDTH, BeamSearch, BeamSearchParams, BeamSearchSequence
 from octavo.errors import DeadlineExceeded, InvalidParameter
 from octavo.sampling_params import DEFAULTS
 from octavo_server.admission import Admission, ClientRequest
 from octavo_server.dialects.openai.fields import GenerationFields
-from octavo_server.generation import Choice, Prompt
+from octavo_server.generation import GeneratedChoice, Prompt
 from octavo_server.http.body_decoder import GATHERED
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import finished_choices
@@ -30,7 +30,7 @@ _HONOURED = {
 }
 
 
-class Found(NamedTuple):
+class FoundBeams(NamedTuple):
     """What was found for one prompt."""
 
     prompt: Prompt
@@ -38,7 +38,7 @@ class Found(NamedTuple):
     """Best first."""
 
 
-class Candidate(NamedTuple):
+class BeamCandidate(NamedTuple):
     """A token that may come next."""
 
     logprob: float
@@ -63,28 +63,28 @@ def _unsupported(name: str) -> UnsupportedParameter:
 
 async def search_beams(
     admission: Admission, submitted: ClientRequest, length_penalty: float, time_limit: float | None, request: Request
-) -> list[Found]:
+) -> list[FoundBeams]:
     """The best ``params.n`` continuations of each prompt of ``submitted``. Raises ``RequestError``, ``ClientGone``."""
     width = submitted.params.n
     if width > MAX_BEAM_WIDTH:
         message = f"'n', which is the width of the beam with 'use_beam_search', must be at most {MAX_BEAM_WIDTH}."
         raise InvalidParameter("n", message)
-    field, searches = submitted.prompt_field, list[Search]()
+    field, searches = submitted.prompt_field, list[BeamSearch]()
     adds_special, caller = submitted.add_special_tokens, submitted.caller
     prompts = [await admission.encode(source, field, adds_special, caller) for source in submitted.prompts]
     for prompt in prompts:
         params = BeamSearchParams(width, admission.max_tokens(submitted, prompt), length_penalty=length_penalty)
-        searches.append(Search(prompt.tokens, admission.eos_token_ids(submitted.params), params))
+        searches.append(BeamSearch(prompt.tokens, admission.eos_token_ids(submitted.params), params))
     try:
         async with asyncio.timeout(time_limit):
             await _advance_all(admission, submitted, searches, request)
     except TimeoutError:
         raise DeadlineExceeded(time_limit or 0.0) from None
-    return [Found(prompt, search.best()) for prompt, search in zip(prompts, searches, strict=True)]
+    return [FoundBeams(prompt, search.best()) for prompt, search in zip(prompts, searches, strict=True)]
 
 
 async def _advance_all(
-    admission: Admission, submitted: ClientRequest, searches: list[Search], request: Request
+    admission: Admission, submitted: ClientRequest, searches: list[BeamSearch], request: Request
 ) -> None:
     """Advance every search to its end; in each step every beam is a request for one token."""
     # Ends of texts are for the search to judge, so no request may end by itself.
@@ -106,8 +106,8 @@ async def _advance_all(
             search.advance([next(candidates) for _ in search.beams])
 
 
-def _candidates(choice: Choice) -> Mapping[int, Candidate]:
+def _candidates(choice: GeneratedChoice) -> Mapping[int, BeamCandidate]:
     """The likeliest tokens that may come next."""
     (entry,) = choice.take().logprobs
     pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-    return {token: Candidate(logprob) for token, logprob in pairs}
+    return {token: BeamCandidate(logprob) for token, logprob in pairs}

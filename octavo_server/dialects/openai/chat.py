@@ -40,7 +40,7 @@ from octavo_server.dialects.openai.rendering import (
     prompt_logprobs,
     usage,
 )
-from octavo_server.generation import Choice, ChoiceUpdate, Generation
+from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
 from octavo_server.http.body_decoder import GATHERED, BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
@@ -288,7 +288,7 @@ class ChatAnswer:
 
     # --- unstreamed ---
 
-    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> dict[str, Any]:
         result = {
             **self.identity.as_dict(),
             "choices": [self._unstreamed_choice(choice) for choice in choices],
@@ -301,7 +301,7 @@ class ChatAnswer:
             result["prompt_token_ids"] = choices[0].prompt.tokens
         return result
 
-    def _unstreamed_choice(self, choice: Choice) -> dict[str, Any]:
+    def _unstreamed_choice(self, choice: GeneratedChoice) -> dict[str, Any]:
         update, message = choice.take(), self._messages[choice.index]
         rendered: dict[str, Any] = {"role": "assistant", "content": update.text, "refusal": None}
         reason: str | None = choice.finish_reason
@@ -317,7 +317,7 @@ class ChatAnswer:
             "stop_reason": choice.stop_reason,
         }
 
-    def _count_reasoning(self, choice: Choice, message: ChatMessage) -> None:
+    def _count_reasoning(self, choice: GeneratedChoice, message: ChatMessage) -> None:
         """Count reasoning tokens from the reasoning text, without its delimiters."""
         if message.reasoning and self._services.tokenizer is not None:
             tokens = self._services.tokenizer.encode(message.reasoning, add_special_tokens=False)
@@ -333,7 +333,7 @@ class ChatAnswer:
 
     # --- streamed ---
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         """The chunks of a choice's new output: the role in the first, the finish reason in the last."""
         data = b""
         if choice.index in self._unopened:
@@ -343,7 +343,7 @@ class ChatAnswer:
             return data + self._text_frame(choice, choice.take_text())
         return data + self._delta_frames(choice, choice.take())
 
-    def _text_frame(self, choice: Choice, text: str) -> bytes:
+    def _text_frame(self, choice: GeneratedChoice, text: str) -> bytes:
         """The chunk of a message without reasoning or tool calls."""
         reason = choice.finish_reason
         if reason is None:
@@ -353,7 +353,7 @@ class ChatAnswer:
         start = self._starts[choice.index] + encode_line(text) if text else self._empty_starts[choice.index]
         return start + _ENDS % (encode(reason), encode_line(choice.stop_reason)) + self._frame.end()
 
-    def _delta_frames(self, choice: Choice, update: ChoiceUpdate) -> bytes:
+    def _delta_frames(self, choice: GeneratedChoice, update: ChoiceUpdate) -> bytes:
         """Chunks with reasoning, tool calls or token details; the details are in the first of them."""
         message, reason = self._messages[choice.index], choice.finish_reason
         if message is not None:
@@ -378,7 +378,7 @@ class ChatAnswer:
             chunks[-1] |= end
         return b"".join([self._frame.start + encode_line(chunk)[1:-1] + self._frame.end() for chunk in chunks])
 
-    def _prompt_ids(self, choice: Choice) -> bytes:
+    def _prompt_ids(self, choice: GeneratedChoice) -> bytes:
         return b',"prompt_token_ids":' + encode(choice.prompt.tokens) if self.body.return_token_ids else b""
 
     def last_frames(self) -> bytes:

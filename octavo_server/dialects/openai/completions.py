@@ -41,7 +41,7 @@ from octavo_server.dialects.openai.rendering import (
     prompt_logprobs,
     usage,
 )
-from octavo_server.generation import Choice, ChoiceUpdate, Generation
+from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.sse import encode, encode_line, json_response
 from octavo_server.pipeline import Dialect, Submission
@@ -149,10 +149,12 @@ def _among_best_of(body: CompletionBody, params: SamplingParams) -> SamplingPara
     return msgspec.structs.replace(params, n=body.best_of, logprobs=params.logprobs or 0)
 
 
-def best(taken: list[tuple[Choice, ChoiceUpdate]], num_each: int, num_shown: int) -> list[tuple[Choice, ChoiceUpdate]]:
+def best(
+    taken: list[tuple[GeneratedChoice, ChoiceUpdate]], num_each: int, num_shown: int
+) -> list[tuple[GeneratedChoice, ChoiceUpdate]]:
     """Of each prompt's ``num_each`` choices the ``num_shown`` of highest mean token log-probability, best first."""
 
-    def rank(pair: tuple[Choice, ChoiceUpdate]) -> float:
+    def rank(pair: tuple[GeneratedChoice, ChoiceUpdate]) -> float:
         logprobs = pair[1].logprobs
         return -sum(finite(entry.logprob) for entry in logprobs) / max(len(logprobs), 1)
 
@@ -205,7 +207,7 @@ class CompletionAnswer:
 
     # --- unstreamed ---
 
-    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> dict[str, Any]:
         taken = [(choice, choice.take()) for choice in choices]
         if self.body.best_of is not None and self.body.best_of > self.body.n:
             taken = best(taken, self.body.best_of, self.body.n)
@@ -215,7 +217,7 @@ class CompletionAnswer:
             "usage": usage(choices),
         }
 
-    def _unstreamed_choice(self, index: int, choice: Choice, update: ChoiceUpdate) -> dict[str, Any]:
+    def _unstreamed_choice(self, index: int, choice: GeneratedChoice, update: ChoiceUpdate) -> dict[str, Any]:
         result = self._details(choice, update, is_first=True)
         result["index"] = index
         result["finish_reason"] = choice.finish_reason
@@ -225,7 +227,7 @@ class CompletionAnswer:
             result["prompt_logprobs"] = prompt_logprobs(entries, self._names, self.body.prompt_logprobs)
         return result
 
-    def _details(self, choice: Choice, update: ChoiceUpdate, is_first: bool) -> dict[str, Any]:
+    def _details(self, choice: GeneratedChoice, update: ChoiceUpdate, is_first: bool) -> dict[str, Any]:
         """A choice, or a piece of it, with the requested details; the first piece has the echoed prompt."""
         is_echo = is_first and self.body.echo
         result: dict[str, Any] = {
@@ -245,7 +247,7 @@ class CompletionAnswer:
                 result["prompt_token_ids"] = choice.prompt.tokens
         return result
 
-    def _prompt_text(self, choice: Choice) -> str:
+    def _prompt_text(self, choice: GeneratedChoice) -> str:
         if choice.prompt.text is not None:
             return choice.prompt.text
         tokens = choice.prompt.tokens
@@ -253,7 +255,7 @@ class CompletionAnswer:
 
     # --- streamed ---
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         """The chunk of a choice's new output, with the finish reason at the end."""
         if self._is_plain:
             return self._text_frame(choice, choice.take_text())
@@ -266,7 +268,7 @@ class CompletionAnswer:
             return self._frame.start + encode_line(details)[1:-1] + self._frame.end()
         return self._text_frame(choice, update.text)
 
-    def _text_frame(self, choice: Choice, text: str) -> bytes:
+    def _text_frame(self, choice: GeneratedChoice, text: str) -> bytes:
         if choice.finish_reason is not None:
             end = _ENDS % (encode(choice.finish_reason), encode_line(choice.stop_reason))
         elif text:

@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from octavo.errors import InvalidParameter
 from octavo.grammar import forms
-from octavo.grammar.forms import Form, FormError
+from octavo.grammar.forms import FormError, GrammarSource
 from octavo.text.message_format import MessageConstraints, Tool
 from octavo_server.http.body_decoder import exact_float
 from octavo_server.http.errors import UnsupportedParameter, printable
@@ -128,7 +128,7 @@ def arguments_of(text: str) -> str:
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
-def message_constraints(form: Form | None, tools: ToolUse | None) -> MessageConstraints | None:
+def message_constraints(form: GrammarSource | None, tools: ToolUse | None) -> MessageConstraints | None:
     """The constraint on the message for content of ``form`` and these tools; ``None`` if unconstrained."""
     if tools is None:
         return None if form is None else MessageConstraints(form)
@@ -240,7 +240,7 @@ class Constraint(NamedTuple):
     """The form required of the content, and the field that requires it."""
 
     field: str
-    form: Form
+    form: GrammarSource
 
 
 class ConstraintFields(Protocol):
@@ -280,7 +280,7 @@ def _given(body: ConstraintFields) -> Iterator[Constraint]:
 # --- OpenAI ---
 
 
-def _response_format(given: Mapping[str, Any]) -> Form | None:
+def _response_format(given: Mapping[str, Any]) -> GrammarSource | None:
     kind = given.get("type")
     if kind == "text":
         return None
@@ -295,7 +295,7 @@ def _response_format(given: Mapping[str, Any]) -> Form | None:
     raise InvalidParameter("response_format", f"'response_format.type' must be one of {', '.join(FORMAT_TYPES)}.")
 
 
-def _object_format(given: Mapping[str, Any]) -> Form:
+def _object_format(given: Mapping[str, Any]) -> GrammarSource:
     """A JSON object; huggingface_hub sends the schema of one as ``value``, and clients of llama.cpp as ``schema``."""
     for name in ("schema", "value"):
         if (schema := given.get(name)) is not None:
@@ -303,7 +303,7 @@ def _object_format(given: Mapping[str, Any]) -> Form:
     return forms.just(forms.json_object())
 
 
-def _json_schema(given: Any) -> Form:
+def _json_schema(given: Any) -> GrammarSource:
     """``strict`` is ignored: schemas are always enforced."""
     where = "'response_format.json_schema"
     if not isinstance(given, Mapping):
@@ -329,7 +329,7 @@ def _structured_outputs(given: Mapping[str, Any]) -> Iterator[Constraint]:
         yield Constraint("structured_outputs", _made("structured_outputs", STRUCTURED_KINDS[name], value, where))
 
 
-def _json(value: Any) -> Form:
+def _json(value: Any) -> GrammarSource:
     if isinstance(value, str):
         try:
             value = json.loads(value, parse_float=exact_float)
@@ -339,11 +339,11 @@ def _json(value: Any) -> Form:
     return forms.just(forms.json_schema(value))
 
 
-def _json_object(value: Any) -> Form:
+def _json_object(value: Any) -> GrammarSource:
     return forms.just(forms.json_object())
 
 
-def _structural_tag(value: Any) -> Form:
+def _structural_tag(value: Any) -> GrammarSource:
     """Parse ``structures`` (each with ``begin``, ``schema`` and ``end``) and ``triggers``."""
     if isinstance(value, str):
         try:
@@ -366,7 +366,7 @@ def _tag(given: Any) -> forms.Tag:
     return forms.Tag(given["begin"], forms.json_schema(given.get("schema")), given["end"])
 
 
-KINDS: dict[str, Callable[[Any], Form]] = {
+KINDS: dict[str, Callable[[Any], GrammarSource]] = {
     "json": _json,
     "json_object": _json_object,
     "regex": lambda value: forms.just(forms.regex(value)),
@@ -376,7 +376,7 @@ KINDS: dict[str, Callable[[Any], Form]] = {
 STRUCTURED_KINDS = KINDS | {"structural_tag": _structural_tag}
 
 
-def _made(field: str, make: Callable[[Any], Form], value: Any, where: str = "") -> Form:
+def _made(field: str, make: Callable[[Any], GrammarSource], value: Any, where: str = "") -> GrammarSource:
     try:
         return make(value)
     except FormError as error:

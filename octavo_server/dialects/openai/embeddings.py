@@ -16,7 +16,7 @@ from starlette.responses import Response
 from octavo.text.vectors import check_dimensions, shortened
 from octavo_server.dialects.openai.completions import prompts_of
 from octavo_server.dialects.openai.fields import ACCEPTED, check_labels
-from octavo_server.generation import Choice
+from octavo_server.generation import GeneratedChoice
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.sse import json_response
@@ -75,7 +75,7 @@ ENDPOINTS = [
 ]
 
 
-def _entry(index: int, choice: Choice, body: EmbeddingBody) -> dict[str, Any]:
+def _entry(index: int, choice: GeneratedChoice, body: EmbeddingBody) -> dict[str, Any]:
     vector = shortened(numbers(choice), body.dimensions)
     is_text = body.encoding_format == "base64"
     shown = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import TokenLogprobs
-from octavo_server.generation import Choice, Generation
+from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.sse import encode
 
 LOWEST = -9999.0
@@ -152,7 +152,7 @@ class Identity:
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+def usage(choices: Sequence[GeneratedChoice]) -> dict[str, Any]:
     """Token counts; a prompt with several choices counts once. Drafts of speculative decoding are predictions."""
     firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()
     prompt_tokens = sum(len(choice.prompt.tokens) for choice in firsts)
@@ -174,7 +174,7 @@ class ChunkFrame:
     """The constant part of a chunk around its single choice, rendered once per stream."""
 
     def __init__(
-        self, identity: Identity, choices: Sequence[Choice], includes_usage: bool, has_continuous_usage: bool
+        self, identity: Identity, choices: Sequence[GeneratedChoice], includes_usage: bool, has_continuous_usage: bool
     ) -> None:
         head = encode(identity.as_dict())[:-1]
         self.start = b"data: " + head + b',"choices":[{'

@@ -15,7 +15,7 @@ from octavo_server.dialects.chat_reply import ChatReply
 from octavo_server.dialects.responses.body import ResponseBody
 from octavo_server.dialects.responses.events import ResponseEvents
 from octavo_server.dialects.responses.records import Record
-from octavo_server.generation import Choice, Generation
+from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.sse import EventStream
 
 
@@ -75,7 +75,7 @@ def failed(response: dict[str, Any], error: RequestError) -> None:
             item["status"] = "incomplete"
 
 
-def ended(response: dict[str, Any], choice: Choice) -> None:
+def ended(response: dict[str, Any], choice: GeneratedChoice) -> None:
     """Complete the response object of a finished choice."""
     is_cut, num_prompt = choice.finish_reason == "length", len(choice.prompt.tokens)
     response["status"] = end_status(choice)
@@ -92,7 +92,7 @@ def ended(response: dict[str, Any], choice: Choice) -> None:
     }
 
 
-def end_status(choice: Choice) -> str:
+def end_status(choice: GeneratedChoice) -> str:
     """Status of the response, and of its last item, at the end of ``choice``."""
     return "incomplete" if choice.finish_reason == "length" else "completed"
 
@@ -112,12 +112,12 @@ class ResponseAnswer:
         name: str = self.response["id"]
         return name
 
-    def unstreamed(self, choices: list[Choice]) -> dict[str, Any]:
+    def unstreamed(self, choices: list[GeneratedChoice]) -> dict[str, Any]:
         """The final response object, once the choice is finished."""
         self.frames(self._reply.choice)
         return self.response
 
-    def frames(self, choice: Choice) -> bytes:
+    def frames(self, choice: GeneratedChoice) -> bytes:
         """The events for new output."""
         data = self._events.frames(self._reply.pieces())
         if choice.finish_reason is not None:

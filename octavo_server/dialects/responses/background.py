@@ -14,7 +14,7 @@ from octavo_server.dialects.responses.answer import end_status, ended, failed
 from octavo_server.dialects.responses.body import PATH, translated
 from octavo_server.dialects.responses.events import add_output
 from octavo_server.dialects.responses.live import LiveResponse
-from octavo_server.dialects.responses.records import KIND, PENDING, Pending, Record, item_of, keep
+from octavo_server.dialects.responses.records import KIND, PENDING, PendingResponse, Record, item_of, keep
 from octavo_server.durable.background_jobs import inner_request, retry_while_unavailable
 from octavo_server.durable.own_requests import admit_inner, can_continue, end_inner
 from octavo_server.durable.store import StoredItem, decoded
@@ -36,7 +36,7 @@ class BackgroundResponses:
         self._is_resumed = asyncio.Event()
         """Set once what an earlier process left unfinished is in ``live``."""
 
-    async def begin(self, caller: Caller, pending: Pending) -> LiveResponse:
+    async def begin(self, caller: Caller, pending: PendingResponse) -> LiveResponse:
         """Store a new response, and compute it. Raises ``QueueFull``, ``StorageFull`` or ``StorageUnavailable``."""
         self._server.jobs.check_room(caller.name)
         name = pending.record.id
@@ -47,7 +47,7 @@ class BackgroundResponses:
     async def resume(self) -> None:
         """Continue what an earlier process left unfinished."""
         services, own = self._server, set(self.live)  # before the list is read: they may end meanwhile
-        for row, pending in decoded(PENDING, await services.store.list(PENDING), Pending):
+        for row, pending in decoded(PENDING, await services.store.list(PENDING), PendingResponse):
             if row.id in own or row.id in self.live:
                 continue
             caller = services.keys.caller(row.owner)
@@ -60,7 +60,7 @@ class BackgroundResponses:
                 self._start(caller, pending)
         self._is_resumed.set()
 
-    def _start(self, caller: Caller, pending: Pending) -> LiveResponse:
+    def _start(self, caller: Caller, pending: PendingResponse) -> LiveResponse:
         live = self.live[pending.record.id] = LiveResponse(pending.record)
         self._server.jobs.start(pending.record.id, self._run(caller, pending, live), caller.name)
         return live
@@ -100,7 +100,7 @@ class BackgroundResponses:
             live.interrupt()
         return True
 
-    async def _run(self, caller: Caller, pending: Pending, live: LiveResponse) -> None:
+    async def _run(self, caller: Caller, pending: PendingResponse, live: LiveResponse) -> None:
         """Compute a response and store it."""
         record = pending.record
         try:
@@ -122,7 +122,7 @@ class BackgroundResponses:
         live.finish()
         self.live.pop(record.id, None)
 
-    async def _compute(self, caller: Caller, pending: Pending, live: LiveResponse) -> None:
+    async def _compute(self, caller: Caller, pending: PendingResponse, live: LiveResponse) -> None:
         """Compute the reply, retrying while the server is full or shutting down."""
         record = pending.record
 
@@ -145,7 +145,7 @@ class BackgroundResponses:
             record.deltas = add_output(record.response, live.pieces, "incomplete")
             failed(record.response, UnexpectedError())
 
-    async def _attempt(self, caller: Caller, pending: Pending, live: LiveResponse) -> None:
+    async def _attempt(self, caller: Caller, pending: PendingResponse, live: LiveResponse) -> None:
         services, record = self._server.of_model(pending.body.model), pending.record
         request = inner_request(self._app, PATH, b"", caller)
         if record.response["status"] == "in_progress" and not can_continue(services, caller, record.id):

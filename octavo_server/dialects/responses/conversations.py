@@ -39,7 +39,7 @@ MAX_BYTES = 4 << 20
 _FULL = f"A conversation has at most {MAX_BYTES} bytes; begin another one."
 
 
-class Conversation(msgspec.Struct):
+class StoredConversation(msgspec.Struct):
     """A stored conversation."""
 
     id: str
@@ -86,7 +86,7 @@ async def create_conversation(request: Request) -> Response:
     services, body, headers = await server_of(request).read(request, _conversations)
     check_metadata(body.metadata)
     items = _checked(body.items) if body.items else []
-    conversation = Conversation(f"conv_{uuid.uuid4().hex}", int(time.time()), body.metadata, items)
+    conversation = StoredConversation(f"conv_{uuid.uuid4().hex}", int(time.time()), body.metadata, items)
     _check_size(b"", items)
     value = msgspec.json.encode(conversation)
     await services.server.store.put(CONVERSATION, conversation.id, caller_of(request).name, value)
@@ -201,7 +201,7 @@ def _no_item(name: str) -> NotFound:
     return NotFound(f"The conversation has no item '{printable(name)}'.", param="item_id")
 
 
-async def _requested(request: Request) -> Conversation:
+async def _requested(request: Request) -> StoredConversation:
     name = _name(request)
     value = await server_of(request).store.get(CONVERSATION, name, caller_of(request).name)
     if value is None:
@@ -209,7 +209,7 @@ async def _requested(request: Request) -> Conversation:
     return _decode(name, value)
 
 
-async def _change(request: Request, change: Callable[[bytes], bytes]) -> Conversation:
+async def _change(request: Request, change: Callable[[bytes], bytes]) -> StoredConversation:
     """The conversation that the path names, after ``change`` of its stored form. Raises ``RequestError``."""
     name = _name(request)
     value = await server_of(request).store.update(CONVERSATION, name, caller_of(request).name, change)
@@ -218,8 +218,8 @@ async def _change(request: Request, change: Callable[[bytes], bytes]) -> Convers
     return _decode(name, value)
 
 
-def _decode(name: str, value: bytes) -> Conversation:
-    return decode(CONVERSATION, name, value, Conversation)
+def _decode(name: str, value: bytes) -> StoredConversation:
+    return decode(CONVERSATION, name, value, StoredConversation)
 
 
 def _name(request: Request) -> str:

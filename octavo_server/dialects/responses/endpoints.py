@@ -17,7 +17,7 @@ from octavo_server.dialects.responses.conversations import items_of
 from octavo_server.dialects.responses.events import response_of
 from octavo_server.dialects.responses.items import REFERENCE, input_items, new_items
 from octavo_server.dialects.responses.live import LiveResponse, event_stream, position
-from octavo_server.dialects.responses.records import Pending, Record, find, keep, not_found, requested
+from octavo_server.dialects.responses.records import PendingResponse, Record, find, keep, not_found, requested
 from octavo_server.dialects.responses.tools import Item, with_added
 from octavo_server.durable.background_jobs import RETRY_SECONDS
 from octavo_server.http.endpoint import Endpoint
@@ -49,7 +49,7 @@ async def _translate(body: ResponseBody, services: ModelServices, request: Reque
     response = begun(body, model, services.engine.info.sampling_defaults, is_parallel)
     record = Record(response, [*earlier, *inputs], num_inputs=len(inputs))
     if body.background:
-        live = await _background(request).begin(caller, Pending(body, record))
+        live = await _background(request).begin(caller, PendingResponse(body, record))
         if body.stream:
             return event_stream(live, services.journal, headers=headers)
         return json_response(record.response, headers)

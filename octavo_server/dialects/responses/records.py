@@ -55,7 +55,7 @@ class Record(msgspec.Struct):
         return self.response["status"] not in ("queued", "in_progress")
 
 
-class Pending(msgspec.Struct):
+class PendingResponse(msgspec.Struct):
     """An unfinished background response, stored so that another process can resume it."""
 
     body: ResponseBody

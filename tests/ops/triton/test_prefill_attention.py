@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo_kernels.triton.attention.prefill_attention import CONFIGS, WIDE_HEADS, Config, prefill_attention
+from octavo_kernels.triton.attention.prefill_attention import CONFIGS, WIDE_HEADS, PrefillTile, prefill_attention
 from tests.ops.triton.paged_cases import Batch, Heads, make_batch
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -151,7 +151,7 @@ def test_a_batch_of_padding_alone_writes_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("config", sorted({*CONFIGS.values(), WIDE_HEADS}))
-def test_every_configuration(config: Config, device: str) -> None:
+def test_every_configuration(config: PrefillTile, device: str) -> None:
     batch = make_batch(Heads(window=70), [50, 1, 90], [50, 64, 300], seed=16, dtype=torch.float16, block_size=64)
     check(batch, device, config=config)
 
@@ -159,7 +159,7 @@ def test_every_configuration(config: Config, device: str) -> None:
 @pytest.mark.parametrize("heads", [Heads(3, 1), Heads(4, 1, window=37, has_sinks=True), Heads(1, 1, softcap=3.0)])
 def test_rows_do_not_depend_on_their_chunk_or_batch(heads: Heads, device: str) -> None:
     """The rows of one prompt, computed in chunks of random sizes beside random other sequences: the same bits."""
-    rng, length, config = random.Random(0), 110, Config(32, 32, 4, 2)
+    rng, length, config = random.Random(0), 110, PrefillTile(32, 32, 4, 2)
     whole = make_batch(heads, [length], [length], seed=17)
     expected = run(whole, device, config=config)
     done = 0

@@ -21,7 +21,7 @@ from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES, SkinnyConfig
 from octavo_kernels.triton.tuning import grouped_uses, linear_uses, product_tuning
 from octavo_kernels.triton.tuning.grouped_uses import GroupedUse
 from octavo_kernels.triton.tuning.linear_uses import LinearUse
-from octavo_kernels.triton.tuning.product_calls import Call, collecting
+from octavo_kernels.triton.tuning.product_calls import ProductCall, collecting
 from octavo_kernels.triton.tuning.product_tuning import (
     ProductTuner,
     Timed,
@@ -119,7 +119,7 @@ def test_the_present_configuration_stays_unless_another_is_clearly_faster() -> N
     assert fastest([Timed(10.0, present), Timed(9.0, None)], present) is None
 
 
-def collected(device: str) -> list[Call]:
+def collected(device: str) -> list[ProductCall]:
     """The calls of a pass of two layers."""
     x = torch.zeros(1, 64, device=device, dtype=torch.bfloat16)
     norm = torch.ones(64, device=device, dtype=torch.bfloat16)

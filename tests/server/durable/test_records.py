@@ -16,15 +16,15 @@ from octavo_server.durable import recovery
 from octavo_server.durable.log import Damage, LogFile
 from octavo_server.durable.records import (
     UNREADABLE,
-    Batch,
     Begin,
     Begun,
     Forgotten,
-    Head,
     Note,
     Noted,
     Outputs,
-    Rows,
+    RecordBatch,
+    RequestHead,
+    TokenRows,
     Whole,
     decode,
     decode_begin,
@@ -40,7 +40,7 @@ from tests.server.durable.test_durable import serving
 
 FIRST = 1 << 32
 """Number of the first request of a server."""
-HEAD = Head(FIRST, "", "key", "digest", "fingerprint", "", "", 2)
+HEAD = RequestHead(FIRST, "", "key", "digest", "fingerprint", "", "", 2)
 BEGIN = Begin(
     "unique",
     1,
@@ -54,7 +54,7 @@ LEAVES = (None, -1, 0, 1, 2**40, "", "x", b"", [], [9], {})
 NOT_UTF8 = msgspec.msgpack.encode([[4, "text"]]).replace(b"text", b"te\xfft")
 
 
-def head(number: int) -> Head:
+def head(number: int) -> RequestHead:
     return msgspec.structs.replace(HEAD, number=number, key=f"key{number}")
 
 
@@ -178,15 +178,15 @@ def _random_notes(numbers: list[int], rng: random.Random) -> tuple[list[Note], d
 
 
 def test_a_batch_is_one_record_of_all_notes_in_their_order() -> None:
-    batch = Batch()
+    batch = RecordBatch()
     batch.add((HEAD, BEGIN))
     batch.add_tokens(FIRST, 0, 0, [5, 6])
     batch.add_tokens(FIRST, 2, 1, [7])
     batch.add(Noted(FIRST, 3, 0, Output(1, [8], finish_reason="stop")))
     batch.add(Noted(FIRST, 4, 1, Output(1, [9])))  # a plain one becomes a row, too
     items = decode(batch.encode())
-    assert [type(item) for item in items] == [Begun, Rows, Whole, Rows]
-    numbers = [list(array("I", item.rows)) for item in items if isinstance(item, Rows)]
+    assert [type(item) for item in items] == [Begun, TokenRows, Whole, TokenRows]
+    numbers = [list(array("I", item.rows)) for item in items if isinstance(item, TokenRows)]
     assert numbers == [[0, 1, 0, 0, 5, 0, 1, 1, 0, 6, 0, 1, 2, 1, 7], [0, 1, 4, 1, 9]]
 
 
