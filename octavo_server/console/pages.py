@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gzip
+import hashlib
 from importlib import resources
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,9 +19,17 @@ TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
+POLICY = (
+    "default-src 'self'",
+    "img-src 'self' data:",  # the images of a chat, which are in its messages
+    "frame-ancestors 'none'",
+    "base-uri 'none'",
+    "form-action 'self'",
+)
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "Content-Security-Policy": "; ".join(POLICY),
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
@@ -32,36 +44,64 @@ def is_open(method: str, path: str) -> bool:
     return method in ("GET", "HEAD") and (path in PATHS or path.startswith(FOLDER))
 
 
-def _read() -> dict[str, bytes]:
+class File(NamedTuple):
+    """A file of the page, as it is and compressed, and the tag of its content."""
+
+    plain: bytes
+    compressed: bytes
+    tag: str
+
+
+@functools.cache
+def _files() -> dict[str, File]:
+    """The files by their path below the page's folder, read when one is first asked for."""
     page = resources.files(__package__) / "page"
-    return {file.name: file.read_bytes() for file in page.iterdir() if file.is_file()}
-
-
-_FILES = _read()
+    found, folders = dict[str, File](), [("", page)]
+    while folders:
+        path, folder = folders.pop()
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                folders.append((f"{path}{entry.name}/", entry))
+            elif any(entry.name.endswith(suffix) for suffix in TYPES):
+                content = entry.read_bytes()
+                tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+                found[path + entry.name] = File(content, gzip.compress(content, mtime=0), tag)
+    return found
 
 
 async def index(request: Request) -> Response:
-    return _response("index.html")
+    return _response(request, "index.html")
 
 
 async def api(request: Request) -> Response:
-    return _response("api.html")
+    return _response(request, "api.html")
 
 
 async def file(request: Request) -> Response:
     name = request.path_params["name"]
-    if name not in _FILES:
+    if name not in _files():
         raise HTTPRefusal(404, f"The console has no file '{printable(name)}'.", "not_found")
-    return _response(name)
+    return _response(request, name)
 
 
-def _response(name: str) -> Response:
-    kind = TYPES["." + name.rpartition(".")[2]]
-    return Response(_FILES[name], headers={**HEADERS, "Content-Type": kind})
+def _response(request: Request, name: str) -> Response:
+    """The file ``name``: compressed if the client takes that, and without its content if the client has it."""
+    found = _files()[name]
+    headers = {
+        **HEADERS,
+        "Content-Type": TYPES["." + name.rpartition(".")[2]],
+        "ETag": found.tag,
+        "Vary": "Accept-Encoding",
+    }
+    if found.tag in request.headers.get("If-None-Match", ""):
+        return Response(status_code=304, headers=headers)
+    if "gzip" in request.headers.get("Accept-Encoding", ""):
+        return Response(found.compressed, headers={**headers, "Content-Encoding": "gzip"})
+    return Response(found.plain, headers=headers)
 
 
 ENDPOINTS = [
     Endpoint("GET", "/", index, "The console: a page that chats and shows the engine"),
     Endpoint("GET", "/docs", api, "The endpoints and their fields, as a page"),
-    Endpoint("GET", "/console/{name}", file, "A file of the console"),
+    Endpoint("GET", "/console/{name:path}", file, "A file of the console"),
 ]

@@ -87,6 +87,11 @@ def seeing(serve_app: Callable[..., Served], tmp_path: Path) -> Seeing:
     return start
 
 
+def test_the_list_of_models_says_which_take_images(seeing: Seeing) -> None:
+    served, _ = seeing()
+    assert served.client.get("/v1/models/m").json()["input_modalities"] == ["text", "image"]
+
+
 def image_part(data: bytes, **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url(data), **more}}
 

@@ -76,7 +76,7 @@ def test_every_route_but_the_probes_and_the_pages_asks_for_the_key(serve_app: An
         for method, path in routes
         if served.client.request(method, re.sub("{[^}]*}", "x", path)).status_code != 401
     ]
-    opened = ("/health", "/ready", "/", "/docs", "/console/{name}")
+    opened = ("/health", "/ready", "/", "/docs", "/console/{name:path}")
     assert set(is_open) == {(method, path) for method in ("GET", "HEAD") for path in opened}
     assert served.engine.requests == []
 

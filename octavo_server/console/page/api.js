@@ -1,5 +1,6 @@
 // The endpoints and their fields, from /openapi.json.
-import { ask, element, shown } from "./server.js";
+import { element, shown } from "./elements.js";
+import { ask } from "./server.js";
 
 // A type in a few words.
 function kind(schema, schemas) {

@@ -1,189 +1,294 @@
-// The chat: streamed answers of /v1/chat/completions.
-import { ask, element, events } from "./server.js";
-import { rendered } from "./markdown.js";
+// The conversation that is shown: what is sent, and what comes back.
+import { readAnswer } from "./answers.js";
+import { hasAttachments, startAttachments, takeAttachments } from "./attachments.js";
+import { add, asBody, childrenOf, newConversation, newId, pathOf, remove } from "./conversation.js";
+import { announce, button, element, find } from "./elements.js";
 import { showTimeline } from "./engine.js";
+import { MessageView } from "./message_view.js";
+import { chosenModel } from "./models.js";
+import { requestSettings } from "./settings.js";
+import { conversations, put } from "./store.js";
 
-const find = (id) => document.getElementById(id);
-let messages = [];
-let running = null;
+const SAVE_EVERY = 2000; // ms, while an answer comes
+const NEAR_END = 80; // pixels from the end, within which the page follows an answer
+const EXAMPLES = ["Explain what a KV cache is, in three sentences.", "Write a Python function that finds prime numbers.", "Plan a weekend in a city that you choose, as a table."];
+const hasFinePointer = matchMedia("(pointer: fine)");
+const streams = new Map(); // of answers that are coming: message id -> {conversation, controller}
+let views = new Map(); // of the shown conversation: message id -> MessageView
+let conversation = newConversation();
+let isFollowing = true; // whether the page follows an answer: until somebody scrolls up
 
 export function startChat() {
   find("composer").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (!running) send();
+    if (!ownStreams().length) send();
   });
-  find("prompt").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      find("composer").requestSubmit();
-    }
+  find("prompt").addEventListener("keydown", onKey);
+  find("prompt").addEventListener("input", fit);
+  find("stop").addEventListener("click", stop);
+  find("reset").addEventListener("click", () => open(newConversation()));
+  find("messages").addEventListener("scroll", () => {
+    const { scrollHeight, scrollTop, clientHeight } = find("messages");
+    isFollowing = scrollHeight - scrollTop - clientHeight < NEAR_END;
   });
-  find("stop").addEventListener("click", () => running?.abort());
-  find("reset").addEventListener("click", () => {
-    running?.abort();
-    messages = [];
-    find("messages").replaceChildren();
-    find("prompt").focus();
-  });
+  startAttachments();
+  show();
 }
 
-function number(id) {
-  const text = find(id).value.trim();
-  return text === "" ? undefined : Number(text);
+export const shownId = () => conversation.id;
+
+// Shows a conversation; answers to others go on coming.
+export function open(next) {
+  conversation = next;
+  views = new Map();
+  find("messages").replaceChildren();
+  show();
+  toEnd();
+  if (hasFinePointer.matches) find("prompt").focus();
+  dispatchEvent(new Event("conversations"));
 }
 
-// The JSON in a field, undefined if it is empty; throws an error that names the field.
-function json(id, name) {
-  const text = find(id).value.trim();
-  if (!text) return undefined;
-  try {
-    return JSON.parse(text);
-  } catch (error) {
-    throw new Error(`${name}: ${error.message}`);
+const streamsOf = (id) => [...streams.values()].filter((stream) => stream.conversation.id === id);
+const ownStreams = () => streamsOf(conversation.id);
+export const isAnswering = (id) => streamsOf(id).length > 0;
+
+// Ends the answers of a conversation that are coming.
+export function stop(id = conversation.id) {
+  for (const { controller } of streamsOf(typeof id === "string" ? id : conversation.id)) controller.abort();
+}
+
+function onKey(event) {
+  // On a phone, Enter is the only way to a new line.
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing && (hasFinePointer.matches || event.ctrlKey)) {
+    event.preventDefault();
+    find("composer").requestSubmit();
+  } else if (event.key === "ArrowUp" && !find("prompt").value) {
+    const last = pathOf(conversation).findLast((message) => message.role === "user");
+    if (!last) return;
+    event.preventDefault();
+    views.get(last.id)?.edit();
   }
 }
 
-function body(conversation) {
-  const schema = json("schema", "JSON schema");
-  const system = find("system").value.trim();
-  return {
-    model: find("model").value,
-    messages: system ? [{ role: "system", content: system }, ...conversation] : conversation,
+function fit() {
+  const node = find("prompt");
+  node.style.height = "auto";
+  node.style.height = `${Math.min(node.scrollHeight + 2, innerHeight / 3)}px`;
+}
+
+// ---- sending
+
+function send() {
+  const text = find("prompt").value.trim();
+  if (!text && !hasAttachments()) return;
+  const settings = requestSettings();
+  if (!settings) return;
+  const message = add(conversation, pathOf(conversation).at(-1)?.id ?? "", { role: "user", text, ...takeAttachments() });
+  find("prompt").value = "";
+  fit();
+  answer(message.id, settings);
+}
+
+// Asks for the message that follows `parent`: of each chosen model one, side by side if there are several.
+function answer(parent, settings) {
+  const owner = conversation;
+  stop(owner.id);
+  const group = settings.models.length > 1 ? { group: newId() } : {};
+  const messages = settings.models.map((model) => add(owner, parent, { role: "assistant", model, ...group }));
+  owner.chosen[parent] = messages[0].id;
+  for (const message of messages) stream(owner, message, settings);
+  show();
+  toEnd();
+}
+
+// Lets `message` be answered, or go on if it has a text already.
+async function stream(owner, message, settings) {
+  const controller = new AbortController();
+  streams.set(message.id, { conversation: owner, controller });
+  const path = [];
+  for (let at = message.text ? message : owner.messages[message.parent]; at; at = owner.messages[at.parent]) path.unshift(at);
+  const body = {
+    model: message.model || chosenModel(),
+    messages: asBody(path, settings.system),
     stream: true,
     stream_options: { include_usage: true },
-    temperature: number("temperature"),
-    top_p: number("top_p"),
-    max_tokens: number("max_tokens"),
-    seed: number("seed"),
-    tools: json("tools", "Tools"),
-    response_format: schema && { type: "json_schema", json_schema: { name: "answer", strict: true, schema } },
+    ...settings.fields,
+    ...(message.text ? { continue_final_message: true, add_generation_prompt: false } : {}),
   };
+  showState();
+  keep(owner);
+  let saved = performance.now();
+  await readAnswer(message, body, controller.signal, () => {
+    viewOf(owner, message)?.draw();
+    if (performance.now() - saved < SAVE_EVERY) return;
+    saved = performance.now();
+    keep(owner);
+  });
+  streams.delete(message.id);
+  keep(owner);
+  const view = viewOf(owner, message);
+  if (view) {
+    view.isStreaming = false;
+    view.drawNow();
+    follow(view);
+    announce(message.problem ?? `Answer: ${message.text.slice(0, 2000)}`);
+  }
+  showState();
 }
 
-function add(kind, ...children) {
-  const node = element("div", { class: `message ${kind}` }, ...children);
+async function keep(owner) {
+  owner.updated = Date.now();
+  try {
+    await put(owner);
+    find("chat-problem").textContent = "";
+  } catch (error) {
+    find("chat-problem").textContent = error.message;
+  }
+  dispatchEvent(new Event("conversations"));
+}
+
+// ---- showing
+
+const viewOf = (owner, message) => (owner === conversation ? views.get(message.id) : undefined);
+
+const actions = {
+  siblings(message) {
+    const all = versionsOf(message);
+    return { place: all.indexOf(message), count: all.length };
+  },
+  choose(message, step) {
+    const all = versionsOf(message);
+    conversation.chosen[message.parent] = all[all.indexOf(message) + step].id;
+    redraw();
+  },
+  edit(message, text) {
+    const kept = { ...message, text: text.trim() };
+    for (const name of ["id", "parent", "facts", "problem", "reason", "logprobs", "group", "requestId"]) delete kept[name];
+    if (message.role !== "user") {
+      add(conversation, message.parent, kept);
+      redraw();
+      return true;
+    }
+    if (!kept.text && !kept.images && !kept.files) return false;
+    const settings = requestSettings();
+    if (settings) answer(add(conversation, message.parent, kept).id, settings);
+    return !!settings;
+  },
+  regenerate(message) {
+    const settings = requestSettings();
+    if (settings) answer(message.parent, settings);
+  },
+  canGoOn: (message) => !!message.text && !message.calls?.length && (!!message.problem || ["stopped", "length"].includes(message.reason)),
+  goOn(message) {
+    const settings = requestSettings();
+    if (!settings) return;
+    stream(conversation, message, settings);
+    show();
+  },
+  remove(message) {
+    stop();
+    remove(conversation, message.id);
+    redraw();
+  },
+  timeline: (message) => showTimeline(message.requestId),
+  wantsResult: (message) => !!message.calls?.length && pathOf(conversation).at(-1) === message,
+  // The model goes on once each of its calls has a result.
+  giveResult(message, call, text) {
+    const results = { ...message.results, [message.calls.indexOf(call)]: text };
+    message.results = results;
+    if (Object.keys(results).length < message.calls.length) {
+      announce("Kept. The model goes on when every call has its result.");
+      return;
+    }
+    const settings = requestSettings();
+    if (!settings) return;
+    let parent = message.id;
+    message.calls.forEach(({ id }, place) => { parent = add(conversation, parent, { role: "tool", callId: id, text: results[place] }).id; });
+    answer(parent, settings);
+  },
+};
+
+// The message and what may stand in its place; answers side by side are one.
+function versionsOf(message) {
+  const all = childrenOf(conversation, message.parent);
+  return all.filter((each) => !each.group || each === message || (each.group !== message.group && each === all.find((other) => other.group === each.group)));
+}
+
+function redraw() {
+  keep(conversation);
+  views = new Map();
+  show();
+}
+
+// Brings the page to what the conversation is now; messages that are there already stay as they are.
+function show() {
   const list = find("messages");
-  list.append(node);
-  list.scrollTop = list.scrollHeight;
-  return node;
+  const path = pathOf(conversation);
+  const nodes = path.map((message) => (message.group ? besideNode(message) : nodeOf(message)));
+  if (!nodes.length) nodes.push(greeting());
+  nodes.forEach((node, place) => {
+    if (list.children[place] !== node) list.insertBefore(node, list.children[place] ?? null);
+  });
+  while (list.children.length > nodes.length) list.lastChild.remove();
+  showState();
 }
 
-function setRunning(controller) {
-  running = controller;
-  find("stop").hidden = !controller;
-  find("send").hidden = !!controller;
+function nodeOf(message) {
+  let view = views.get(message.id);
+  const isStreaming = streams.has(message.id);
+  if (!view) {
+    view = new MessageView(message, actions);
+    view.drawn = () => follow(view);
+    views.set(message.id, view);
+  }
+  if (view.isStreaming !== isStreaming || !isStreaming) {
+    if (isStreaming) view.growing.clear(); // its end may go on
+    view.isStreaming = isStreaming;
+    view.drawNow();
+  }
+  return view.node;
 }
 
-async function send() {
-  const text = find("prompt").value.trim();
-  if (!text) return;
-  const conversation = [...messages, { role: "user", content: text }];
-  let request;
-  try {
-    request = body(conversation);
-  } catch (error) {
-    add("error", error.message);
-    return;
-  }
-  add("user", text);
-  find("prompt").value = "";
-  const view = new AnswerView(add("assistant"));
-  setRunning(new AbortController());
-  try {
-    const response = await ask("/v1/chat/completions", request, running.signal);
-    for await (const event of events(response)) view.take(event);
-    messages = [...conversation, view.message()];
-  } catch (error) {
-    if (error.name !== "AbortError") view.fail(error.message);
-    else if (view.node.isConnected) messages = [...conversation, view.message()]; // else: a new chat was begun
-  } finally {
-    view.finish();
-    setRunning(null);
-    find("prompt").focus();
-  }
-}
-
-class AnswerView {
-  constructor(node) {
-    this.node = node;
-    this.text = "";
-    this.thoughts = "";
-    this.calls = [];
-    this.started = performance.now();
-    this.first = 0;
-    this.isDue = false;
-  }
-
-  take(event) {
-    if (event.error) throw new Error(event.error.message ?? String(event.error));
-    this.id = event.id ?? this.id;
-    this.usage = event.usage ?? this.usage;
-    const choice = event.choices?.[0];
-    if (!choice) return;
-    this.reason = choice.finish_reason ?? this.reason;
-    const delta = choice.delta ?? {};
-    if (delta.content || delta.reasoning_content || delta.reasoning || delta.tool_calls) this.first ||= performance.now();
-    this.text += delta.content ?? "";
-    this.thoughts += delta.reasoning_content ?? delta.reasoning ?? "";
-    for (const part of delta.tool_calls ?? []) {
-      const call = (this.calls[part.index] ??= { id: part.id, name: "", arguments: "" });
-      call.name += part.function?.name ?? "";
-      call.arguments += part.function?.arguments ?? "";
-    }
-    this.draw();
-  }
-
-  // At most once a frame: tokens come faster than anybody reads.
-  draw() {
-    if (this.isDue) return;
-    this.isDue = true;
-    requestAnimationFrame(() => {
-      this.isDue = false;
-      this.drawNow();
-    });
-  }
-
-  drawNow() {
-    const list = find("messages");
-    const follows = list.scrollHeight - list.scrollTop - list.clientHeight < 80;
-    const parts = rendered(this.text);
-    if (this.thoughts) parts.unshift(element("div", { class: "thoughts" }, this.thoughts));
-    for (const call of this.calls.filter(Boolean)) {
-      parts.push(element("pre", { tabindex: "0" }, element("code", {}, `${call.name}(${call.arguments})`)));
-    }
-    if (this.problem) parts.push(element("p", { class: "error", role: "alert" }, this.problem));
-    if (this.about) parts.push(this.about);
-    this.node.replaceChildren(...parts);
-    if (follows) list.scrollTop = list.scrollHeight;
-  }
-
-  fail(message) {
-    this.problem = message;
-  }
-
-  message() {
-    const calls = this.calls.filter(Boolean).map((call) => ({
-      id: call.id, type: "function", function: { name: call.name, arguments: call.arguments },
+// Answers of several models to one message.
+function besideNode(message) {
+  const all = childrenOf(conversation, message.parent).filter((each) => each.group === message.group);
+  const columns = all.map((each) => {
+    const column = element("div", { class: each === message ? "column chosen" : "column" }, nodeOf(each));
+    if (each !== message) column.append(button("Go on with this one", () => {
+      conversation.chosen[message.parent] = each.id;
+      redraw();
     }));
-    return { role: "assistant", content: this.text, ...(calls.length ? { tool_calls: calls } : {}) };
-  }
+    return column;
+  });
+  return element("div", { class: "beside" }, ...columns);
+}
 
-  finish() {
-    const end = performance.now();
-    const facts = [];
-    if (this.first) facts.push(`first token ${Math.round(this.first - this.started)} ms`);
-    if (this.usage) {
-      const seconds = (end - this.first) / 1000;
-      facts.push(`${this.usage.prompt_tokens} + ${this.usage.completion_tokens} tokens`);
-      if (seconds > 0) facts.push(`${((this.usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
-    } else if (!this.problem) facts.push("stopped");
-    if (this.reason === "length") facts.push("cut at the most tokens");
-    this.about = element("div", { class: "about" }, facts.join(" · "));
-    if (this.id) {
-      const button = element("button", { type: "button" }, "timeline");
-      button.addEventListener("click", () => showTimeline(this.id));
-      this.about.append(button);
-    }
-    this.drawNow();
-  }
+function greeting() {
+  const examples = EXAMPLES.map((text) => button(text, () => {
+    find("prompt").value = text;
+    fit();
+    find("prompt").focus();
+  }));
+  return element("div", { class: "greeting" }, element("h2", {}, "What shall it be about?"),
+    element("p", {}, "Conversations stay in this browser. Pictures, texts and questions go to this server alone."), ...examples);
+}
+
+function follow(view) {
+  if (isFollowing && view.node.isConnected) toEnd();
+}
+
+function toEnd() {
+  isFollowing = true;
+  find("messages").scrollTop = find("messages").scrollHeight;
+}
+
+function showState() {
+  const isRunning = ownStreams().length > 0;
+  find("stop").hidden = !isRunning;
+  find("send").hidden = isRunning;
+}
+
+// Another tab has changed what is shown here.
+export function refresh(id, now) {
+  if (id === conversation.id && now && !isAnswering(id)) open(conversations.get(id));
 }

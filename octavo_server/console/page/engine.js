@@ -1,7 +1,7 @@
 // The live view of the engine: /stats/live, and timelines of requests.
-import { ask, element, events, shown } from "./server.js";
+import { element, find, shown } from "./elements.js";
+import { ask, events } from "./server.js";
 
-const find = (id) => document.getElementById(id);
 const KEPT = 240;
 const [FREE, CACHED, SHARED] = [-2, -1, 0];
 const rates = [];
@@ -9,6 +9,7 @@ let last = null;
 let shownOwners = [];
 let shownPrefixes = "";
 let controller = null;
+let isAway = false;
 
 export function startEngine() {
   watch();
@@ -29,15 +30,29 @@ async function watch() {
     const leave = () => document.hidden && controller.abort();
     document.addEventListener("visibilitychange", leave);
     try {
-      for await (const snapshot of events(await ask("/stats/live", undefined, controller.signal))) take(snapshot);
+      for await (const snapshot of events(await ask("/stats/live", undefined, controller.signal))) {
+        if (isAway) dispatchEvent(new Event("back"));
+        setAway(false);
+        take(snapshot);
+      }
+      setAway(true);
       shown(find("state"), "the engine is not ready", "bad");
     } catch (error) {
-      if (error.name !== "AbortError") shown(find("state"), error.message, "bad");
+      if (error.name !== "AbortError") {
+        setAway(true);
+        shown(find("state"), error.message, "bad");
+      }
     } finally {
       document.removeEventListener("visibilitychange", leave);
     }
     await new Promise((go) => setTimeout(go, 1500));
   }
+}
+
+// What is shown is no longer how it is.
+function setAway(value) {
+  isAway = value;
+  find("engine").classList.toggle("away", value);
 }
 
 function take(snapshot) {
@@ -52,17 +67,17 @@ function take(snapshot) {
   shown(find("state"), snapshot.live ? `${snapshot.live} live` : "idle", "good");
   const hits = snapshot.prefix_queries ? (100 * snapshot.prefix_hits) / snapshot.prefix_queries : 0;
   tiles([
-    ["running", `${snapshot.running} / ${snapshot.max_running}`],
-    ["waiting", snapshot.waiting],
-    ["output tokens/s", rates.at(-1).toFixed(0)],
-    ["prompt tokens/s", rate("prompt_tokens").toFixed(0)],
-    ["last step", `${(snapshot.step_seconds * 1000).toFixed(1)} ms`],
-    ["tokens in it", snapshot.step_tokens],
-    ["mean TTFT", mean(before, snapshot, "time_to_first_token")],
-    ["mean ITL", mean(before, snapshot, "inter_token_latency")],
-    ["prefix hits", `${hits.toFixed(0)} %`],
-    ["preemptions", snapshot.preemptions],
-    ["restarts", snapshot.restarts],
+    ["running", `${snapshot.running} / ${snapshot.max_running}`, "requests that the engine works on, of the most at once"],
+    ["waiting", snapshot.waiting, "requests that are in no step yet"],
+    ["output tokens/s", rates.at(-1).toFixed(0), "tokens written, all requests together"],
+    ["prompt tokens/s", rate("prompt_tokens").toFixed(0), "tokens of prompts read, all requests together"],
+    ["last step", `${(snapshot.step_seconds * 1000).toFixed(1)} ms`, "time of the last step: one pass through the model"],
+    ["tokens in it", snapshot.step_tokens, "tokens that the last step computed"],
+    ["mean TTFT", mean(before, snapshot, "time_to_first_token"), "time to first token: from a request's arrival"],
+    ["mean ITL", mean(before, snapshot, "inter_token_latency"), "inter-token latency: time from one token of an answer to the next"],
+    ["prefix hits", `${hits.toFixed(0)} %`, "share of prompt tokens that an earlier request had left in the cache"],
+    ["preemptions", snapshot.preemptions, "times that a request lost its place in the cache to another"],
+    ["restarts", snapshot.restarts, "times that the engine process was started again"],
   ]);
   table(snapshot);
   drawPrefixes();
@@ -80,7 +95,7 @@ function mean(before, now, name) {
 function tiles(pairs) {
   const box = find("tiles");
   if (box.children.length !== pairs.length) {
-    box.replaceChildren(...pairs.map(([name]) => element("div", { class: "tile" }, element("b"), element("span", {}, name))));
+    box.replaceChildren(...pairs.map(([name, , about]) => element("div", { class: "tile", title: about }, element("b"), element("span", {}, name))));
   }
   pairs.forEach(([, value], place) => { box.children[place].firstChild.textContent = value; });
 }
@@ -191,7 +206,7 @@ export async function showTimeline(id) {
   } catch (error) {
     box.replaceChildren(element("p", { class: "error" }, error.message));
   }
-  document.querySelector('[data-panel="engine"]').click();
+  dispatchEvent(new Event("show-engine"));
   box.scrollIntoView({ block: "nearest" });
 }
 

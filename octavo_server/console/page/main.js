@@ -1,54 +1,99 @@
-// The frame of the page: panels, theme, API key, models.
-import { ask, setKeys, shown } from "./server.js";
-import { startChat } from "./chat.js";
+// The frame of the page: panels, theme, API key, shortcuts.
+import { open, stop, startChat } from "./chat.js";
+import { newConversation } from "./conversation.js";
+import { find, remember, remembered, shown } from "./elements.js";
 import { startEngine } from "./engine.js";
+import { startHistory } from "./history.js";
+import { loadModels } from "./models.js";
+import { setKeys } from "./server.js";
 import { startServed } from "./served.js";
+import { startSettings } from "./settings.js";
 
-const find = (id) => document.getElementById(id);
+const isWide = matchMedia("(min-width: 60rem)");
 
-function showPanel(name) {
-  for (const button of document.querySelectorAll("[data-panel]")) {
-    button.setAttribute("aria-pressed", String(button.dataset.panel === name));
+// On a wide screen the panels stand beside the chat, and the browser keeps which; on a narrow one they cover it for a while.
+function togglePanel(name, isOn = !document.body.classList.contains(isWide.matches ? `with-${name}` : `${name}-over`)) {
+  if (isWide.matches) {
+    document.body.classList.toggle(`with-${name}`, isOn);
+    remember(`with-${name}`, isOn);
+  } else {
+    for (const other of ["engine", "history"]) document.body.classList.toggle(`${other}-over`, other === name && isOn);
   }
-  for (const id of ["chat", "engine"]) find(id).classList.toggle("shown", id === name);
+  showPanels();
 }
 
-function switchTheme() {
-  const root = document.documentElement;
-  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = isDark ? "light" : "dark";
+function showPanels() {
+  for (const name of ["engine", "history"]) {
+    const isOn = document.body.classList.contains(isWide.matches ? `with-${name}` : `${name}-over`);
+    find(`${name}-button`).setAttribute("aria-pressed", String(isOn));
+  }
+  dispatchEvent(new Event("resize"));
+}
+
+function showTheme(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+  else delete document.documentElement.dataset.theme;
   dispatchEvent(new Event("theme"));
 }
 
-async function loadModels() {
-  const select = find("model");
-  try {
-    const { data } = await (await ask("/v1/models")).json();
-    select.replaceChildren(...data.map((model) => new Option(model.id, model.id)));
-  } catch (error) {
-    select.replaceChildren(new Option("no models", ""));
-    if (error.status === 401) openKeyDialog();
-    else shown(find("state"), error.message, "bad");
-  }
+function switchTheme() {
+  const isSystemDark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const isDark = (document.documentElement.dataset.theme ?? (isSystemDark ? "dark" : "light")) === "dark";
+  const theme = isDark === isSystemDark ? (isDark ? "light" : "dark") : ""; // the other one, then the system's again
+  remember("theme", theme);
+  showTheme(theme);
 }
 
 function openKeyDialog() {
   if (!find("key-dialog").open) find("key-dialog").showModal();
 }
 
+async function showModels() {
+  try {
+    await loadModels();
+  } catch (error) {
+    if (error.status === 401) openKeyDialog();
+    else shown(find("state"), error.message, "bad");
+  }
+}
+
+const SHORTCUTS = {
+  O: () => open(newConversation()),
+  K: () => {
+    togglePanel("history", true);
+    find("search").focus();
+  },
+  E: () => togglePanel("engine"),
+};
+
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
+  const act = (event.ctrlKey || event.metaKey) && event.shiftKey && SHORTCUTS[event.key.toUpperCase()];
+  if (!act) return;
+  event.preventDefault();
+  act();
+});
+for (const name of ["engine", "history"]) {
+  document.body.classList.toggle(`with-${name}`, remembered(`with-${name}`, true));
+  find(`${name}-button`).addEventListener("click", () => togglePanel(name));
+}
+isWide.addEventListener("change", showPanels);
+addEventListener("show-engine", () => togglePanel("engine", true));
+addEventListener("back", showModels); // the server answers again
 find("key-button").addEventListener("click", openKeyDialog);
+find("help-button").addEventListener("click", () => find("help-dialog").showModal());
 find("key-dialog").addEventListener("close", () => {
   if (find("key-dialog").returnValue !== "save") return;
   setKeys(find("key").value.trim(), find("admin-key").value.trim());
-  loadModels();
+  showModels();
   dispatchEvent(new Event("key"));
 });
 find("theme").addEventListener("click", switchTheme);
-for (const button of document.querySelectorAll("[data-panel]")) {
-  button.addEventListener("click", () => showPanel(button.dataset.panel));
-}
-showPanel("chat");
-loadModels();
+showTheme(remembered("theme", ""));
+showPanels();
+startSettings();
 startChat();
+startHistory();
 startEngine();
 startServed();
+showModels();

@@ -1,62 +1,171 @@
-// A small part of Markdown as DOM nodes: code blocks, headings, lists, bold, italics and inline code.
-// Nothing is parsed as HTML, and there are no links and no images.
-import { element } from "./server.js";
+// Markdown as DOM nodes, by marked; code is coloured by highlight.js, formulas are set by KaTeX, and whatever came out as HTML
+// goes through DOMPurify. HTML in a text is shown as text, and pictures of other hosts as links: nothing is fetched from elsewhere.
+import { Marked } from "./vendor/marked/marked.esm.js";
+import "./vendor/dompurify/purify.min.js";
+import hljs from "./vendor/highlight/core.min.js";
+import { copyButton, element } from "./elements.js";
 
-const INLINE = /(`[^`\n]+`)|(\*\*[^*\n]+\*\*)|(\*[^*\s][^*\n]*\*)/;
-const ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+(.*)$/;
+const { DOMPurify } = globalThis;
+const LANGUAGES = {
+  bash: "sh shell zsh console shellsession", c: "h", cpp: "c++ cc cxx hpp cuda cu", css: "", diff: "patch", go: "golang", java: "",
+  javascript: "js jsx mjs", json: "jsonc json5", python: "py python3 pycon", rust: "rs", sql: "", typescript: "ts tsx", xml: "html svg", yaml: "yml",
+};
+const LANGUAGE_OF = new Map(Object.entries(LANGUAGES).flatMap(([name, others]) => [name, ...others.split(" ")].map((each) => [each, name])));
+const MOST_COLOURED = 100_000; // characters of a block of code
+const CLEAN = {
+  RETURN_DOM_FRAGMENT: true,
+  ALLOWED_TAGS: ["a", "blockquote", "br", "code", "del", "em", "hr", "li", "ol", "p", "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"],
+  ALLOWED_ATTR: ["align", "class", "href", "start", "title"],
+  ALLOW_DATA_ATTR: false,
+  ALLOWED_URI_REGEXP: /^(?:https?:|mailto:|#)/i,
+};
 
-/** The nodes of a text. */
-export function rendered(text) {
-  const nodes = [];
-  const lines = text.split("\n");
-  let paragraph = [];
-  const flush = () => {
-    if (paragraph.length) nodes.push(element("p", {}, ...inline(paragraph.join("\n"))));
-    paragraph = [];
-  };
-  for (let index = 0; index < lines.length; index += 1) {
-    const line = lines[index];
-    if (line.trimStart().startsWith("```")) {
-      flush();
-      const code = [];
-      for (index += 1; index < lines.length && !lines[index].trimStart().startsWith("```"); index += 1) code.push(lines[index]);
-      nodes.push(element("pre", { tabindex: "0" }, element("code", {}, code.join("\n"))));
-    } else if (ITEM.test(line)) {
-      flush();
-      const isNumbered = ITEM.exec(line)[1] !== undefined;
-      const list = element(isNumbered ? "ol" : "ul", isNumbered ? { start: ITEM.exec(line)[1] } : {});
-      for (; index < lines.length; index += 1) {
-        const item = ITEM.exec(lines[index]);
-        if (!item || (item[1] !== undefined) !== isNumbered) break;
-        list.append(element("li", {}, ...inline(item[2])));
+const escaped = (text) => text.replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
+
+function formula(name, level, start, patterns) {
+  return {
+    name, level,
+    start: (source) => source.match(start)?.index,
+    tokenizer(source) {
+      for (const [pattern, isDisplayed] of patterns) {
+        const found = pattern.exec(source);
+        if (found) return { type: name, raw: found[0], text: found[1].trim(), isDisplayed };
       }
-      index -= 1;
-      nodes.push(list);
-    } else if (/^#{1,6}\s/.test(line)) {
-      flush();
-      nodes.push(element("p", { class: "heading" }, ...inline(line.replace(/^#+\s+/, ""))));
-    } else if (line.trim() === "") {
-      flush();
-    } else {
-      paragraph.push(line);
-    }
-  }
-  flush();
-  return nodes;
+      return undefined;
+    },
+    renderer: ({ text, isDisplayed }) => `<code class="math${isDisplayed ? " display" : ""}">${escaped(text)}</code>`,
+  };
 }
 
-function inline(text) {
-  const nodes = [];
-  while (text) {
-    const found = INLINE.exec(text);
-    if (!found) break;
-    if (found.index) nodes.push(text.slice(0, found.index));
-    const [whole, code, bold] = found;
-    if (code) nodes.push(element("code", {}, code.slice(1, -1)));
-    else if (bold) nodes.push(element("strong", {}, bold.slice(2, -2)));
-    else nodes.push(element("em", {}, whole.slice(1, -1)));
-    text = text.slice(found.index + whole.length);
+const marked = new Marked({
+  gfm: true,
+  extensions: [
+    formula("formulaBlock", "block", /\$\$|\\\[/, [[/^ {0,3}\$\$([\s\S]+?)\$\$ *(?:\n|$)/, true], [/^ {0,3}\\\[([\s\S]+?)\\\] *(?:\n|$)/, true]]),
+    formula("formula", "inline", /\$|\\[([]/, [
+      [/^\$\$([^$]+?)\$\$/, true], [/^\\\[([\s\S]+?)\\\]/, true], [/^\\\(([\s\S]+?)\\\)/, false],
+      // Not "$5 or $6": no space inside at either end, and no digit behind.
+      [/^\$(?![\s$])((?:\\.|[^\\\n$])+?)(?<!\s)\$(?!\d)/, false],
+    ]),
+  ],
+  renderer: {
+    html: ({ text }) => escaped(text),
+    image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)}</a>`,
+    checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
+    heading({ tokens, depth }) {
+      return `<p class="heading level${depth}">${this.parser.parseInline(tokens)}</p>`;
+    },
+    code: ({ text, lang }) => `<pre><code class="${escaped((lang ?? "").trim().split(/\s/)[0])}">${escaped(text)}</code></pre>`,
+  },
+});
+
+let katex; // a promise, once there is a formula
+
+function loadKatex() {
+  katex ??= new Promise((resolve) => {
+    const at = (name) => new URL(`vendor/katex/${name}`, import.meta.url).href;
+    const script = element("script", { src: at("katex.min.js") });
+    script.addEventListener("load", () => resolve(globalThis.katex));
+    script.addEventListener("error", () => { katex = undefined; });
+    document.head.append(element("link", { rel: "stylesheet", href: at("katex.min.css") }), script);
+  });
+  return katex;
+}
+
+async function set(node) {
+  const source = node.textContent;
+  const library = globalThis.katex ?? (await loadKatex());
+  const options = { displayMode: node.classList.contains("display"), throwOnError: false, maxSize: 40, maxExpand: 500 };
+  const box = element("span", { class: node.className });
+  library.render(source, box, options);
+  node.replaceWith(box);
+}
+
+async function coloured(code, language) {
+  const text = code.textContent;
+  if (!language || text.length > MOST_COLOURED) return;
+  try {
+    if (!hljs.getLanguage(language)) {
+      hljs.registerLanguage(language, (await import(`./vendor/highlight/languages/${language}.min.js`)).default);
+    }
+    code.replaceChildren(DOMPurify.sanitize(hljs.highlight(text, { language, ignoreIllegals: true }).value, CLEAN));
+  } catch { /* it stays as it is */ }
+}
+
+// A block of code, with its language and a button that copies it.
+export function codeBlock(text, name = "", isColoured = true) {
+  const code = element("code", {}, text);
+  const head = element("div", { class: "code-head" }, element("span", {}, name), copyButton("Copy code", () => code.textContent));
+  if (isColoured) coloured(code, LANGUAGE_OF.get(name.toLowerCase()));
+  return element("div", { class: "code-block" }, head, element("pre", { tabindex: "0", "aria-label": name ? `Code in ${name}` : "Code" }, code));
+}
+
+// The DOM nodes of some of marked's tokens. What is not finished yet is not coloured.
+function nodesOf(tokens, isFinished) {
+  const fragment = DOMPurify.sanitize(marked.parser(tokens), CLEAN);
+  for (const link of fragment.querySelectorAll("a")) {
+    link.setAttribute("target", "_blank");
+    link.setAttribute("rel", "noopener noreferrer");
   }
-  if (text) nodes.push(text);
-  return nodes;
+  for (const block of fragment.querySelectorAll("pre")) {
+    const code = block.firstElementChild;
+    block.replaceWith(codeBlock(code.textContent, code.className, isFinished));
+  }
+  for (const table of fragment.querySelectorAll("table")) {
+    const box = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" });
+    table.replaceWith(box);
+    box.append(table);
+  }
+  for (const node of fragment.querySelectorAll("code.math")) set(node);
+  return [...fragment.childNodes];
+}
+
+// A text that grows. What cannot change any more is left alone: a longer text costs no more than its last two blocks do, since
+// the last one may still turn out to belong to the one before it.
+export class GrowingText {
+  constructor(box) {
+    this.box = box;
+    this.settled = 0; // characters whose nodes are final
+    this.length = 0; // characters shown
+    this.rest = []; // nodes of what is not settled
+    this.code = null; // the text node of a block of code that is still open
+  }
+
+  show(source, isFinished) {
+    const text = source.replace(/\r\n?/g, "\n");
+    if (!this.length) this.box.replaceChildren();
+    // A link's address may stand below it, so that only the whole text tells what it is.
+    if (isFinished && /^ {0,3}\[[^\]]+\]:/m.test(text)) this.clear();
+    const added = text.slice(this.length);
+    if (this.code && !isFinished && !/[`~]/.test(text.slice(this.length - 3))) this.code.appendData(added);
+    else if (added || isFinished) this.draw(text, isFinished);
+    this.length = text.length;
+  }
+
+  clear() {
+    this.box.replaceChildren();
+    Object.assign(this, { settled: 0, length: 0, rest: [], code: null });
+  }
+
+  draw(text, isFinished) {
+    const tokens = marked.lexer(text.slice(this.settled));
+    const places = [...tokens.keys()].filter((place) => tokens[place].type !== "space");
+    const count = isFinished ? tokens.length : places.at(-2) ?? 0;
+    for (const node of this.rest) node.remove();
+    const settled = tokens.slice(0, count);
+    if (settled.length) this.box.append(...nodesOf(settled, true));
+    this.settled += settled.reduce((sum, token) => sum + token.raw.length, 0);
+    this.rest = nodesOf(tokens.slice(count), false);
+    this.box.append(...this.rest);
+    const last = tokens.at(-1);
+    const isOpen = last?.type === "code" && /^ {0,3}[`~]{3}.*\n/.test(last.raw) && !/\n {0,3}[`~]{3,} *\n*$/.test(last.raw);
+    this.code = (isOpen && !isFinished && this.rest.at(-1)?.querySelector("pre code")?.firstChild) || null;
+    // While the block is open, marked takes off the line end that the next characters follow.
+    if (this.code) this.code.data = last.raw.slice(last.raw.indexOf("\n") + 1);
+  }
+}
+
+export function rendered(text) {
+  const box = element("div", { class: "text" });
+  new GrowingText(box).show(text, true);
+  return box;
 }

@@ -1,7 +1,6 @@
 // What is served: models, adapters, and the use of each API key.
-import { ask, element, hasAdminKey } from "./server.js";
-
-const find = (id) => document.getElementById(id);
+import { element, find } from "./elements.js";
+import { ask, hasAdminKey } from "./server.js";
 
 export function startServed() {
   find("server-facts").addEventListener("toggle", show);

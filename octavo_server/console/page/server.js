@@ -21,7 +21,7 @@ export async function ask(path, body, signal) {
     headers["Content-Type"] = "application/json";
     options.body = JSON.stringify(body);
   }
-  const response = await fetch(new URL(path.slice(1), new URL(".", location.href)), options);
+  const response = await reached(() => fetch(new URL(path.slice(1), new URL(".", location.href)), options));
   if (response.ok) return response;
   let message = `${response.status} ${response.statusText}`;
   try {
@@ -31,13 +31,23 @@ export async function ask(path, body, signal) {
   throw Object.assign(new Error(message), { status: response.status });
 }
 
+// Browsers say "Failed to fetch", "network error" and the like, each its own words, for a server that is not there.
+async function reached(act) {
+  try {
+    return await act();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw Object.assign(new Error(`The server at ${location.host} does not answer. Is it running?`), { isGone: true });
+  }
+}
+
 // The data of each server-sent event of a response.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reached(() => reader.read());
       if (done) return;
       text += value;
       let end;
@@ -51,17 +61,4 @@ export async function* events(response) {
   } finally {
     reader.cancel().catch(() => {});
   }
-}
-
-// Sets the text of a status, and its class: "good", "bad" or none.
-export function shown(node, text, kind = "") {
-  node.textContent = text;
-  node.className = `state ${kind}`;
-}
-
-export function element(name, attributes = {}, ...children) {
-  const node = document.createElement(name);
-  for (const [attribute, value] of Object.entries(attributes)) node.setAttribute(attribute, value);
-  node.append(...children);
-  return node;
 }

@@ -18,7 +18,9 @@ from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
 PAGE = Path(octavo_server.console.__file__).parent / "page"
-MOST_BYTES = 100_000
+OWN = [file for file in PAGE.iterdir() if file.is_file()]
+MOST_BYTES = 150_000
+"""Of the page's own files, uncompressed."""
 KEY = {"Authorization": "Bearer secret"}
 
 
@@ -52,7 +54,7 @@ def test_a_page_loads_nothing_from_other_hosts(server: Served, path: str) -> Non
     assert len(named) >= 3
     for name in named:
         assert server.client.get(f"/{name}").status_code == 200
-    for file in PAGE.iterdir():
+    for file in OWN:
         assert not re.search(r"(?:https?:)?//[\w-]+\.\w", file.read_text().replace("http://www.w3.org/2000/svg", "")), (
             file
         )
@@ -61,14 +63,35 @@ def test_a_page_loads_nothing_from_other_hosts(server: Served, path: str) -> Non
 def test_scripts_import_files_that_exist_and_write_no_html(server: Served) -> None:
     for file in PAGE.glob("*.js"):
         text = file.read_text()
-        for name in re.findall(r'from "\./([^"]+)"', text):
+        for name in re.findall(r'(?:from|import) "\./([^"]+)"', text):
             assert server.client.get(f"/console/{name}").headers["content-type"].startswith("text/javascript")
         assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", text), file
-    assert sum(file.stat().st_size for file in PAGE.iterdir()) < MOST_BYTES
+    assert sum(file.stat().st_size for file in OWN) < MOST_BYTES
+    assert all(len(file.read_text().splitlines()) < 600 for file in OWN)
+
+
+def test_files_travel_compressed_and_once(server: Served) -> None:
+    plain = server.client.get("/console/main.js", headers={"Accept-Encoding": "identity"})
+    packed = server.client.get("/console/main.js", headers={"Accept-Encoding": "gzip"})
+    assert "content-encoding" not in plain.headers
+    assert packed.headers["content-encoding"] == "gzip"
+    assert int(packed.headers["content-length"]) < int(plain.headers["content-length"])
+    assert packed.text == plain.text == (PAGE / "main.js").read_text()
+    again = server.client.get("/console/main.js", headers={"If-None-Match": plain.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_libraries_have_their_licence_and_the_version_that_is_written_down() -> None:
+    rows = re.findall(r"^\| (\w+) \| \S+ ([\d.]+) \|", (PAGE / "vendor/README.md").read_text(), re.MULTILINE)
+    folders = {folder.name: folder for folder in (PAGE / "vendor").iterdir() if folder.is_dir()}
+    assert {name for name, _ in rows} == set(folders)
+    for name, version in rows:
+        assert (folders[name] / "LICENSE").stat().st_size > 500
+        assert any(version in file.read_text() for file in folders[name].glob("*.js")), name
 
 
 def test_there_are_no_other_files(server: Served) -> None:
-    for name in ("nothing.js", "..%2ffiles.py", "__init__.py"):
+    for name in ("nothing.js", "..%2ffiles.py", "../pages.py", "__init__.py", "vendor", "vendor/README.md"):
         assert server.client.get(f"/console/{name}").status_code == 404
 
 
@@ -83,7 +106,7 @@ def test_the_page_needs_no_key_and_what_it_shows_does(locked: Served) -> None:
 
 def test_it_can_be_left_out(serve_app: Any) -> None:
     served = serve_app(InProcessEngine(), console=False)
-    for path in ("/", "/docs", "/console/main.js"):
+    for path in ("/", "/docs", "/console/main.js", "/console/vendor/katex/katex.min.css"):
         assert served.client.get(path).status_code in (404, 405)
 
 

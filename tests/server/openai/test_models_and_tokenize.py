@@ -20,6 +20,7 @@ def test_models(served: Served) -> None:
     assert model["id"] == "test"
     assert model["object"] == "model"
     assert model["max_model_len"] == MAX_MODEL_LEN
+    assert model["input_modalities"] == ["text"]
     assert served.client.get("/v1/models/test").json() == model
     error = served.client.get("/v1/models/owner/other").json()["error"]
     assert error["message"] == "The model `owner/other` does not exist. This server serves `test`."
