@@ -508,6 +508,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Whether a sleeping engine can keep its weights in host memory."""
     num_image_slots: int = 0
     """Most tokens of the images of a request; 0: the model takes no images."""
+    changes_weights: bool = False
+    """Whether the engine can take other weights while it lives."""
 
 
 Masks = Mapping[int, Any]

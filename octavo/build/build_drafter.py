@@ -23,11 +23,13 @@ from octavo.models.drafters.dflash import DFlashModel, DFlashSettings
 from octavo.models.drafters.eagle3 import Eagle3Head
 from octavo.models.drafters.head import DraftHead
 from octavo.models.drafters.mtp import MTPHead
+from octavo.models.in_place import overwrite
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.models.text_part import TextPart
 from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.quant.tensors import TensorSource
 from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.drafting.drafters import BlockDrafter, HeadDrafter, ModelDrafter
 from octavo.runtime.executors.forward import make_forward
@@ -45,6 +47,8 @@ class LoadedDrafter(NamedTuple):
     cache: tuple[LayerCacheSpec, ...]
     num_bytes: int
     start: Callable[[KVStorage], Drafter | None]
+    update: Callable[[TensorSource], None] = lambda _: None
+    """Load again what comes from the model's own checkpoint, of other weights of the model."""
 
 
 NO_DRAFTER = LoadedDrafter((), 0, lambda _: None)
@@ -180,11 +184,15 @@ def _head(method: WithDrafter, config: EngineConfig, target: DraftTarget, checkp
     else:
         head = MTPHead(target.config, checkpoint, form, model)
 
+    def update(source: TensorSource) -> None:
+        if isinstance(head, MTPHead):
+            overwrite(head, MTPHead(target.config, source, form, model))
+
     def start(storage: KVStorage) -> Drafter:
         count, vocab_size = method.num_speculative_tokens, target.config.vocab_size
         return HeadDrafter(head, storage, count, vocab_size, config.model.enforce_eager)
 
-    return LoadedDrafter(head.cache, head.num_bytes, start)
+    return LoadedDrafter(head.cache, head.num_bytes, start, update)
 
 
 def _block(method: DFlash, config: EngineConfig, target: DraftTarget, checkpoint: Checkpoint) -> LoadedDrafter:

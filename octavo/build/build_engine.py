@@ -16,7 +16,14 @@ import torch
 
 from octavo import ops, plugins
 from octavo.backend_settings import WITHOUT_MODEL
-from octavo.build.build_drafter import DraftTarget, LoadedDrafter, find_drafter, load_drafter, make_proposer
+from octavo.build.build_drafter import (
+    NO_DRAFTER,
+    DraftTarget,
+    LoadedDrafter,
+    find_drafter,
+    load_drafter,
+    make_proposer,
+)
 from octavo.build.build_encoder import build_encoder
 from octavo.build.build_runner import make_grammars, make_runner
 from octavo.build.build_vision import Vision, connected, load_vision
@@ -42,7 +49,7 @@ from octavo.engine.protocols import EngineBackend
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.sequence_images import ImageSettings
 from octavo.engine.speculation import Speculation
-from octavo.engine.step_runner import BlockMessages, StepRunner
+from octavo.engine.step_runner import BlockMessages, StepRunner, WeightMessages
 from octavo.engine.step_times import logged
 from octavo.errors import ConfigError
 from octavo.models.adapters import ModelAdapters, load_with_adapters
@@ -53,6 +60,7 @@ from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, LoadedModel, read_config
 from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
 from octavo.models.text_part import text_config
+from octavo.models.weight_updates import WeightUpdates
 from octavo.ops import dispatch
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.device_backend import backend_of, is_gpu
@@ -111,9 +119,8 @@ def build_engine(
 ) -> tuple[Engine, EngineInfo]:
     """Load the model and wire the engine; ``tuning``: see ``make_runner``. Raises ``ConfigError``, ``CheckpointError``.
 
-    ``on_lost`` is called when another process that computes for this engine ends; steps then raise ``RanksLost`` or
-    ``WorkerLost``. ``started`` are the processes of the other ranks, where they were started before. With
-    ``expects_grammars`` the first grammar finds the vocabulary loaded.
+    ``on_lost`` is called when another process that computes for it ends; steps then raise ``RanksLost`` or
+    ``WorkerLost``. ``started``: of the other ranks. With ``expects_grammars`` the first finds the vocabulary loaded.
     """
     if config.model.backend in plugins.parts(plugins.ENGINE_BACKENDS) and config.model.backend not in WITHOUT_MODEL:
         backend: EngineBackend = plugins.load(plugins.ENGINE_BACKENDS, config.model.backend)
@@ -144,16 +151,17 @@ def build_engine(
         drafter, vocab_size = drafting.start(storage), model_config.vocab_size
         most = step_limits(limits, method, drafter, vision)
         pool, images = connected(vision, loaded.model)
-        parts = pooling, adapters, collective, drafter, _rule(method), pool
+        updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision, drafting)
+        parts = pooling, adapters, collective, drafter, _rule(method), pool, updates
         executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, *parts))
         numbers = None if adapters is None else dict[str, int]()
         runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers, tuning, images)
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
-    info = _info(model_config, loaded, form, limits, budget, collective.size, eos_ids, defaults, images)
+    info = _info(model_config, loaded, form, limits, budget, collective.size, eos_ids, defaults, images, updates)
     scheduler = _scheduler(config, limits, method, images)
-    _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
+    weights = _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     depth = _depth(config.scheduler, device, limits, method)
     ranks.report_to(on_lost)
@@ -161,7 +169,7 @@ def build_engine(
     if expects_grammars:
         grammars.finish_loading()
         phases.done("vocabulary of grammars")
-    return Engine(scheduler, timed, grammars=grammars, adapters=lora, sleeper=sleeper, depth=depth), info
+    return Engine(scheduler, timed, grammars, lora, sleeper, weights, depth), info
 
 
 def _depth(settings: SchedulerSettings, device: torch.device, limits: memory.Limits, method: Method | None) -> int:
@@ -179,7 +187,8 @@ def _info(
     num_ranks: int,
     eos_token_ids: tuple[int, ...],
     defaults: dict[str, int | float],
-    images: ImageSettings | None = None,
+    images: ImageSettings | None,
+    updates: WeightUpdates | None,
 ) -> EngineInfo:
     choices = dispatch.choices(form.device.type, form.dtype)
     return EngineInfo(
@@ -204,6 +213,7 @@ def _info(
         tensor_parallel_size=num_ranks,
         sleeps_in_host_memory=is_gpu(form.device) and num_ranks == 1,
         num_image_slots=0 if images is None else images.num_slots,
+        changes_weights=updates is not None,
     )
 
 
@@ -227,7 +237,8 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         storage = _storage(model_config, loaded, limits, config.cache, form, collective.size)
         vocab_size = model_config.vocab_size
         method = parse_speculative_config(config.speculative.speculative_config)
-        parts = pooling, adapters, collective, None, _rule(method), connected(vision, loaded.model)[0]
+        updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision)
+        parts = pooling, adapters, collective, None, _rule(method), connected(vision, loaded.model)[0], updates
         most = step_limits(limits, method, None, vision)
         return make_executor(config.model, loaded.model, storage, vocab_size, most, *parts)
 
@@ -306,8 +317,9 @@ def _connect_blocks(
     model: Path,
     form: WeightFormat,
     info: EngineInfo,
-) -> None:
-    """Connect partial block reuse and KV offloading to the cache, if the settings enable them."""
+) -> WeightMessages | None:
+    """Connect partial block reuse and KV offloading to the cache, if the settings enable them; return what changes the
+    weights, and with them the identity of blocks, if anything does."""
     settings, forms = config.cache, _forms(form, info, storage, config)
     blocks = BlockMessages(runner, storage.bytes_per_block * info.tensor_parallel_size)
     if settings.enable_partial_reuse:
@@ -316,6 +328,7 @@ def _connect_blocks(
         cache.states.copy = blocks.copy_state
     if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
         cache.use_offload(offload)
+    return WeightMessages(runner, model, forms) if info.changes_weights else None
 
 
 def _read_model(
@@ -348,6 +361,22 @@ def load_any(
     if (backend := model_backend(settings)) is not None:
         return backend.load_model(model), None
     return load_with_adapters(settings, model, checkpoint, form, collective)
+
+
+def _updates(
+    config: EngineConfig,
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    form: WeightFormat,
+    loaded: LoadedModel,
+    collective: Collective,
+    vision: Vision | None,
+    drafting: LoadedDrafter = NO_DRAFTER,
+) -> WeightUpdates | None:
+    """How the weights are changed while the engine lives; ``None`` if it must start again to have others."""
+    if loaded.kept is None or loaded.kept.has_constants or vision is not None:
+        return None
+    return WeightUpdates(config.model, model, checkpoint, form, loaded, collective, drafting.update)
 
 
 def _storage(
@@ -433,16 +462,27 @@ def make_executor(
     drafter: Drafter | None = None,
     verify: Verify | None = None,
     pool: EmbeddingPool | None = None,
+    updates: WeightUpdates | None = None,
 ) -> Executor:
     """The executor for the storage's device. Results on a CPU never depend on the batch."""
     if storage.device.type == "cpu":
         forward = make_forward(model, storage.layers, storage.device, settings.enforce_eager)
         vocabulary = part_of_vocabulary(vocab_size, collective)
         logits = make_logits(model, storage.device, settings.enforce_eager)
-        parts = forward, pooling, adapters, vocabulary, drafter, verify, logits, pool
+        parts = forward, pooling, adapters, vocabulary, drafter, verify, logits, pool, updates
         return HostExecutor(model, storage, vocab_size, most, *parts)
     vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False)
-    own = settings.batch_invariant, settings.enforce_eager, pooling, adapters, vocabulary, drafter, verify, pool
+    own = (
+        settings.batch_invariant,
+        settings.enforce_eager,
+        pooling,
+        adapters,
+        vocabulary,
+        drafter,
+        verify,
+        pool,
+        updates,
+    )
     return StreamExecutor(model, storage, vocab_size, most, *own)
 
 

@@ -77,12 +77,16 @@ class Offload:
         self.host = host
         self.disk = disk
         self.stats = OffloadStats()
-        self._root = hashlib.sha256(f"{identity}\n{block_size}\n{store.num_bytes}".encode()).digest()
+        self.identify(identity)
         self._pending: dict[bytes, Callable[[], bytes]] = {}
         self._unsaved: dict[Node, None] = {}
         """Cached blocks that may not be on disk, oldest first, so that each comes after its parent."""
         self._writer = ThreadPoolExecutor(1, "kv-offload-writer")
         self._loader = ThreadPoolExecutor(1, "kv-offload-loader")
+
+    def identify(self, identity: str) -> None:
+        """Keep blocks of another identity from now on; no block of the earlier one is cached any more."""
+        self._root = hashlib.sha256(f"{identity}\n{self.block_size}\n{self.store.num_bytes}".encode()).digest()
 
     def note(self, node: Node) -> None:
         """The block of ``node`` was added to the prefix cache; it shall be on disk, too."""

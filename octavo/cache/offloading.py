@@ -29,7 +29,12 @@ def make_offload(
         capacity = settings.kv_offload_disk or DEFAULT_DISK_GIB
         disk = DiskTier(Path(settings.kv_offload_dir).expanduser(), int(capacity * GIB))
     host = HostTier(int(settings.offload_memory * GIB))
-    return Offload(store, block_size, f"{fingerprint(model)}\n{forms}", host, disk)
+    return Offload(store, block_size, identity(model, forms), host, disk)
+
+
+def identity(model: Path, forms: str) -> str:
+    """What keys and values depend on besides tokens; see ``make_offload``."""
+    return f"{fingerprint(model)}\n{forms}"
 
 
 def fingerprint(model: Path) -> str:

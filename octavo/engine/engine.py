@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any
 
 from octavo.cache.cache_view import view_of
 from octavo.cache.kv_events import KVEvent
 from octavo.engine.logits_processors import Processors, make_processors
-from octavo.engine.protocols import Adapters, Grammars, Runner, Sleeper, SubmittedStep
+from octavo.engine.protocols import Adapters, Grammars, Runner, Sleeper, SubmittedStep, WeightChanger
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.spare_time import SpareTime
 from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter, ModelNotFound, RunnerError
@@ -52,10 +53,10 @@ class Engine:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        *,
         grammars: Grammars | None = None,
         adapters: Adapters | None = None,
         sleeper: Sleeper | None = None,
+        weights: WeightChanger | None = None,
         depth: int = 1,
     ) -> None:
         self.scheduler = scheduler
@@ -64,6 +65,8 @@ class Engine:
         self.adapters: Adapters = adapters or NoAdapters()
         self.sleeper = sleeper
         """``None`` if the device's memory cannot be freed while the engine lives."""
+        self.weights = weights
+        """``None`` if the model's weights cannot be changed while the engine lives."""
         self.depth = depth
         self.in_flight: deque[tuple[Plan, SubmittedStep]] = deque()
         self.last_plan: Plan = []
@@ -180,6 +183,22 @@ class Engine:
     def clear_cache(self) -> None:
         """Drop what the prefix cache holds of ended requests."""
         self.scheduler.cache.clear()
+
+    def load_weights(self, folder: str, files: SequenceOf[str] = ()) -> None:
+        """Take the weights of a folder, or with "" those in use, with the tensors of ``files`` in place of its own.
+
+        First all requests end. Each step is computed with one set of weights, and no key or value of the earlier ones
+        is used later. Raises ``CheckpointError``, and then nothing is changed; after another error the engine must not
+        be used.
+        """
+        if self.weights is None:
+            raise CheckpointError("the weights of this engine cannot be changed while it lives")
+        while self.has_work:
+            self.step()
+        self.weights.load(folder, files)
+        self.scheduler.clear()
+        if self.scheduler.cache.offload is not None:
+            self.scheduler.cache.offload.identify(self.weights.identity)
 
     def sleep(self) -> None:
         """Free the device's memory until ``wake``, once all requests have ended or were aborted.

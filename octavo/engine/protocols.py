@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -54,6 +55,17 @@ class Sleeper(Protocol):
         ...
 
 
+class WeightChanger(Protocol):
+    """Changes the weights of the model while nothing is computed."""
+
+    identity: str
+    """Names the weights, and whatever else keys and values depend on besides tokens."""
+
+    def load(self, folder: str, files: SequenceOf[str]) -> None:
+        """See ``LoadWeights``. Raises ``CheckpointError``, and then nothing is changed."""
+        ...
+
+
 class Grammars(Protocol):
     """Structured output: masks of the tokens that each sequence may sample next."""
 
@@ -96,6 +108,7 @@ class EngineLike(Protocol):
     def take_events(self) -> list[Event]: ...
     def take_kv_events(self) -> list[KVEvent]: ...
     def clear_cache(self) -> None: ...
+    def load_weights(self, folder: str, files: SequenceOf[str] = ()) -> None: ...
     def save_idle(self) -> bool: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...

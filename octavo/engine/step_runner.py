@@ -6,11 +6,14 @@ import contextlib
 import itertools
 import threading
 import time
+import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from octavo.cache.offloading import identity
 from octavo.engine.persistent_batch import Indices
 from octavo.engine.sequence_images import encode_message
 from octavo.engine.step_encoder import NO_MASKS, StepEncoder
@@ -20,6 +23,7 @@ from octavo.steps.messages import (
     CopySlots,
     CopyState,
     Executor,
+    LoadWeights,
     Message,
     ReadBlock,
     Reply,
@@ -269,3 +273,20 @@ class BlockMessages:
     def copy_state(self, source: int, target: int) -> None:
         """Copy the recurrent state of one slot to another, behind all steps submitted before."""
         self._runner.send_behind(CopyState(source, target))
+
+
+class WeightMessages:
+    """Changes the weights of an executor's model; ``identity`` says whose keys and values there are."""
+
+    def __init__(self, runner: StepRunner, folder: Path, forms: str) -> None:
+        self._runner, self._forms = runner, forms
+        self._folder = folder
+        self.identity = identity(folder, forms)
+
+    def load(self, folder: str, files: Iterable[str]) -> None:
+        """See ``LoadWeights``."""
+        self._runner.send(LoadWeights(folder, list(files))).wait()
+        if folder:
+            self._folder = Path(folder)
+        own = f"\n{uuid.uuid4().hex}" if files else ""  # what they are is not known
+        self.identity = identity(self._folder, self._forms) + own

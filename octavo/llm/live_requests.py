@@ -128,6 +128,13 @@ class LiveRequests:
         with self._lock:
             return self._step() if unfinished is None or unfinished.count else []
 
+    def load_weights(self, folder: str, files: Sequence[str]) -> None:
+        """See ``Engine.load_weights``; the requests of all threads end first."""
+        with self._lock:
+            while self.engine.has_work:
+                self._step()
+            self.engine.load_weights(folder, files)
+
     def next_piece(self, continuation: Continuation) -> CompletionOutput | None:
         """What is new of a continuation, while no thread adds to it."""
         with self._lock:

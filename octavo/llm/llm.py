@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 
 from octavo.config import DEFAULT_MODEL
 from octavo.engine.beam_search import BeamSearchParams, check_beam_search
@@ -50,6 +51,7 @@ from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.vectors import Floats, check_dimensions, cosine, pairs_of, shortened
 from octavo.types import Task
+from octavo.weights.tensor_file import written
 
 Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}``, as in the OpenAI API."""
@@ -231,6 +233,24 @@ class LLM:
             return {"prompt_token_ids": tokens}
         sources = [image_in(*conversation.images[number]) for number in prompt.images]
         return {"prompt_token_ids": tokens, "images": sources}
+
+    def load_weights(self, weights: str | Path | Iterable[tuple[str, Tensor]]) -> None:
+        """Take other weights in place of the model's own: those of a folder, or tensors by their names in a checkpoint.
+
+        They are quantised and divided among ranks as the first ones were; adapters stay. Tensors that are not given
+        are those of the latest folder, so that each call must have all that an earlier one had. Requests of other
+        threads end first. Raises ``CheckpointError``, and then nothing is changed; after another error the model must
+        be closed.
+        """
+        if isinstance(weights, str | Path):
+            self._requests.load_weights(str(weights), [])
+            return
+        with written(weights) as file:
+            self._requests.load_weights("", [file.path])
+
+    def reset_prefix_cache(self) -> None:
+        """Drop what the prefix cache holds of ended requests."""
+        self.engine.clear_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Defaults from the model's generation config; neutral values with ``generation_config="vllm"``."""

@@ -32,7 +32,7 @@ class ApertusLayer(DecoderLayer):
         mlp = super().feed_forward(config, weights, prefix, index)
         assert isinstance(mlp, MLP)
         given = [weights.exact(f"{prefix}.mlp.act_fn.{name}", 1) for name in ("alpha_p", "alpha_n")]
-        positive, negative = (functional.softplus(value).item() if not value.is_meta else 1.0 for value in given)
+        positive, negative = (weights.constant(functional.softplus(value)) for value in given)
         for name in ("beta", "eps"):  # which are constants
             weights.tensors.leave_out(f"{prefix}.mlp.act_fn.{name}")
         mlp.activation = XIELU(positive, BETA + negative, BETA, EPS)

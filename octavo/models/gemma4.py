@@ -118,8 +118,7 @@ class Gemma4Layer(DecoderLayer):
         if self.heads.shares_cache:
             for name in ("k_proj", "v_proj", "k_norm", "v_norm"):  # which some checkpoints hold, unused
                 weights.tensors.leave_out(f"{prefix}.self_attn.{name}.")
-        scalar = weights.exact(f"{prefix}.layer_scalar", 1)
-        self.scalar = 1.0 if scalar.is_meta else scalar.item()
+        self.scalar = weights.constant(weights.exact(f"{prefix}.layer_scalar", 1))
         if P:
             self.own_gate = weights.replicated(f"{prefix}.per_layer_input_gate", P, D)
             self.own_projection = weights.replicated(f"{prefix}.per_layer_projection", D, P)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from octavo.layers.experts import Mixture, StoredExperts, make_mixture
 from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, Norm, ParallelRMSNorm, RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
+from octavo.models.in_place import Kept
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.map_part import MapPart, MatrixRows
 from octavo.models.parts import NormPart
@@ -79,7 +80,10 @@ class WeightLoader:
         shard: Shard = UNSHARDED,
         collective: Collective = SINGLE_RANK,
         aliases: Callable[[str], tuple[str, ...]] = lambda _: (),
+        kept: Kept | None = None,
     ) -> None:
+        self.kept = kept or Kept()
+        """What is loaded; with that of an earlier loader, ``Kept.again``, it is written over what that loaded."""
         self.form = form
         self.collective = collective
         self.maps: dict[str, MapPart] = {}
@@ -135,6 +139,11 @@ class WeightLoader:
     def rounded(self, number: float) -> float:
         """A number rounded to the format's dtype."""
         return torch.tensor(number, dtype=self.form.dtype).item()
+
+    def constant(self, value: Tensor) -> float:
+        """A number that kernels get as a constant."""
+        self.kept.has_constants = True
+        return 1.0 if value.is_meta else value.item()
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         """The normalisation with ``name.weight``, to which ``offset`` is added."""
@@ -279,9 +288,8 @@ class WeightLoader:
         ``is_tied``: its table also maps to logits, and is quantised if the format quantises the head.
         """
         load = self._head_stored if is_tied else self._stored
-        [weight] = make_weights([self._shard.vocabulary(load(name, (vocab_size, hidden_size)))], self.form)
+        [weight] = self._packed([self._shard.vocabulary(load(name, (vocab_size, hidden_size)))])
         return_memory(self.form.device)
-        self.bytes_by_format += bytes_by_format([weight])
         if self.collective.size == 1:
             return Embedding(weight)
         own = self._shard.tokens(vocab_size)
@@ -382,8 +390,7 @@ class WeightLoader:
         def part(index: int, name: str, size: tuple[int, int], dim: int) -> Linear:
             module = f"{prefix}.{index}.{name}"
             stored = quantized(module, self._method.matrix(module, size, self.tensors, False), self.form)
-            [weight] = make_weights([self._shard.part(module, stored, dim)], self.form)
-            self.bytes_by_format += bytes_by_format([weight])
+            [weight] = self._packed([self._shard.part(module, stored, dim)])
             self.num_parameters += math.prod(size)
             return Linear([weight])
 
@@ -405,7 +412,7 @@ class WeightLoader:
             gate_up_bias = self._counted(torch.cat([bias.dense(self.form) for bias in own], dim=1))
             down_bias = None if self._shard.rank else self._placed(downs)
         stored = StoredExperts(shape.num_experts, gate_up, down, shape.activation, gate_up_bias, down_bias)
-        mixture = make_mixture(stored, self.form)
+        mixture = self.kept(make_mixture(stored, self.form))
         self.num_parameters += 3 * shape.num_experts * shape.hidden_size * shape.ffn_size
         self.bytes_by_format += Counter(mixture.bytes_by_format)
         return mixture
@@ -437,14 +444,18 @@ class WeightLoader:
     def _made(
         self, parts: Sequence[tuple[MatrixRows, StoredWeight]], bias_N: Tensor | None, input_shard: Shard = UNSHARDED
     ) -> Linear:
-        weights = make_weights((stored for _, stored in parts), self.form)
-        self.bytes_by_format += bytes_by_format(weights)
+        weights = self._packed(stored for _, stored in parts)
         linear, start = self._make_linear(weights, bias_N), 0
         for rows, stored in parts:
             num_outputs, num_inputs = stored.shape
             self.maps[rows.name] = MapPart(linear, start, num_outputs, num_inputs, rows, input_shard, self._shard)
             start += num_outputs
         return linear
+
+    def _packed(self, parts: Iterable[StoredWeight]) -> list[LinearWeight]:
+        weights = [self.kept(weight) for weight in make_weights(parts, self.form)]
+        self.bytes_by_format += bytes_by_format(weights)
+        return weights
 
     def _stored(self, name: str, shape: tuple[int, int], is_transposed: bool = False) -> StoredWeight:
         stored = self._method.matrix(name, shape, self.tensors, is_transposed)
@@ -461,7 +472,7 @@ class WeightLoader:
 
     def _counted(self, tensor: Tensor) -> Tensor:
         self.bytes_by_format[dtype_name(tensor.dtype)] += tensor.nbytes
-        return tensor
+        return self.kept(tensor)
 
 
 def _rows(names: Sequence[str], sections: Sequence[Section], orders: Sequence[Order | None]) -> list[MatrixRows]:

@@ -42,6 +42,7 @@ from octavo.models.granite import (
 )
 from octavo.models.granite_hybrid import BambaForCausalLM, GraniteMoeHybridForCausalLM
 from octavo.models.hunyuan import HunYuanDenseV1ForCausalLM, HunYuanMoEV1ForCausalLM, HYV3ForCausalLM
+from octavo.models.in_place import Kept
 from octavo.models.keys import ConfigKeys
 from octavo.models.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from octavo.models.llama import LlamaForCausalLM
@@ -190,6 +191,8 @@ class LoadedModel(NamedTuple):
     """Its linear maps, by their names in the checkpoint."""
     kv_scales: Mapping[int, KVScales] = MappingProxyType({})
     """Scales of layers whose keys and values have any, for an FP8 cache."""
+    kept: Kept | None = None
+    """What was loaded, to write other weights over it."""
 
     @property
     def num_bytes(self) -> int:
@@ -218,11 +221,12 @@ def load_model(
     form: WeightFormat,
     adapter_rows: AdapterRows | None = None,
     collective: Collective = SINGLE_RANK,
+    kept: Kept | None = None,
 ) -> LoadedModel:
     """Build the model and load its weights; raises ``CheckpointError`` if they do not match the configuration.
 
     With ``adapter_rows``, adapters can be loaded later. Of a model on several devices, the part of the collective's
-    rank is loaded.
+    rank is loaded. ``kept``: see ``WeightLoader``.
     """
     make_linear = Linear if adapter_rows is None else adapter_rows.make_linear
     shard = Shard(collective.rank, collective.size)
@@ -235,13 +239,15 @@ def load_model(
         shard=shard,
         collective=collective,
         aliases=part.aliases,
+        kept=kept,
     )
     model = _family(config.architecture)(config, weights)
     for prefix in mtp_prefixes(weights.tensors.names, config.num_layers):
         weights.tensors.leave_out(prefix)  # drafters load them
     kv_scales = weights.cache_scales(config.cache)
     weights.tensors.finish()
-    return LoadedModel(model, weights.num_parameters, weights.bytes_by_format, weights.maps, kv_scales)
+    sizes = weights.num_parameters, weights.bytes_by_format
+    return LoadedModel(model, *sizes, weights.maps, kv_scales, weights.kept)
 
 
 def _family(name: str) -> ModelFamily:

@@ -203,6 +203,17 @@ class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=F
     number: int
 
 
+class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Write other weights over those of the model, where they are, before any later step.
+
+    Fails with a ``CheckpointError``, and then nothing is changed. Any other error is fatal."""
+
+    folder: str
+    """A checkpoint; "": that of the weights that are loaded."""
+    files: list[str] = []
+    """Safetensors files with tensors to take in place of the checkpoint's."""
+
+
 class Compile(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Compile the kernels of steps of these shapes, while other messages are executed."""
 
@@ -273,6 +284,7 @@ Message = (
     | WriteBlock
     | LoadAdapter
     | UnloadAdapter
+    | LoadWeights
     | Compile
     | Tuning
     | Power

@@ -6,7 +6,7 @@ valid checkpoint does not contain, such as duplicate names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,13 @@ class _TensorFile:
     handle: Any
 
 
-class SafetensorsCheckpoint:
-    """A folder of safetensors files in the layout of the Hugging Face hub.
+class TensorFiles:
+    """The tensors of safetensors files by name. Raises ``CheckpointError`` for a file that is malformed."""
 
-    Opening it checks every name: raises ``CheckpointError`` if a file is missing or malformed, or if the index and
-    the files do not agree.
-    """
-
-    is_dummy = False
-    has_blocks = False
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder
-        self.config, self.generation_config = read_configs(folder)
-        self._files = _open_files(folder)
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.path = paths[0]
+        opened = [_open_file(path, path) for path in paths]
+        self._files = {name: file for file in opened for name in file.header}
 
     def names(self) -> set[str]:
         """Names of all parameters in the checkpoint."""
@@ -72,6 +65,22 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"{what}: has shape {tuple(found['shape'])}, expected {shape}")
         tensor: torch.Tensor = file.handle.get_tensor(name)
         return tensor
+
+
+class SafetensorsCheckpoint(TensorFiles):
+    """A folder of safetensors files in the layout of the Hugging Face hub.
+
+    Opening it checks every name: raises ``CheckpointError`` if a file is missing or malformed, or if the index and
+    the files do not agree.
+    """
+
+    is_dummy = False
+    has_blocks = False
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.config, self.generation_config = read_configs(folder)
+        self._files = _open_files(folder)
 
 
 def open_tensors(folder: Path, name: str) -> tuple[list[str], Callable[[str], torch.Tensor]]:

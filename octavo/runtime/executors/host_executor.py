@@ -16,6 +16,7 @@ from octavo.errors import CANCELLATIONS, CheckpointError, RunnerError, WorkerLos
 from octavo.models.adapters import ModelAdapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
+from octavo.models.weight_updates import WeightUpdates
 from octavo.ops.attention import PagedRows
 from octavo.ops.device_backend import backend_of
 from octavo.ops.dispatch import REFERENCE
@@ -38,6 +39,7 @@ from octavo.steps.messages import (
     CopyState,
     EncodeImages,
     LoadAdapter,
+    LoadWeights,
     Message,
     ReadBlock,
     Reply,
@@ -71,6 +73,7 @@ class HostExecutor:
         verify: Verify | None = None,
         logits: Logits | None = None,
         embeddings: EmbeddingPool | None = None,
+        updates: WeightUpdates | None = None,
     ) -> None:
         """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers, used for steps without
         adapters, and ``logits`` one of ``model.logits``. ``embeddings``: those of images, if the model takes any."""
@@ -86,6 +89,7 @@ class HostExecutor:
             vocabulary,
         )
         self.adapters = adapters
+        self._updates = updates
         self._forward = forward
         self._model, self._layers = model, storage.layers
         self._embeddings = embeddings
@@ -114,6 +118,9 @@ class HostExecutor:
                 self._copies.write(block, content)
             case LoadAdapter() | UnloadAdapter():
                 return change_adapters(self.adapters, message)
+            case LoadWeights():
+                with torch.inference_mode():
+                    return load_weights(self._updates, message)
             case Compile():
                 if ops.adjust_logits.chosen(CPU, torch.float32) != REFERENCE:
                     backend_of(CPU).compile_rare()
@@ -158,6 +165,17 @@ def change_adapters(adapters: ModelAdapters | None, message: LoadAdapter | Unloa
             adapters.load(message.number, message.path)
         else:
             adapters.unload(message.number)
+    except CheckpointError as error:
+        return FailedReply(error)
+    return Done(None)
+
+
+def load_weights(updates: WeightUpdates | None, message: LoadWeights) -> Reply[None]:
+    """Write over the model's weights; the reply raises ``CheckpointError`` if nothing was changed."""
+    try:
+        if updates is None:
+            raise CheckpointError("the weights of this model cannot be changed while it is loaded")
+        updates.load(message)
     except CheckpointError as error:
         return FailedReply(error)
     return Done(None)

@@ -25,6 +25,7 @@ from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import ModelAdapters
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
+from octavo.models.weight_updates import WeightUpdates
 from octavo.ops.device_backend import backend_of, is_gpu
 from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter
@@ -32,7 +33,7 @@ from octavo.runtime.executors.block_copies import DeviceBlockCopies, HostBlockCo
 from octavo.runtime.executors.device_program import DeviceProgram, KernelTuner, with_distinct_layers
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.graphs import Graphs
-from octavo.runtime.executors.host_executor import LAST_TOKEN, change_adapters
+from octavo.runtime.executors.host_executor import LAST_TOKEN, change_adapters, load_weights
 from octavo.runtime.executors.pooler import ChunkPooler
 from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.runtime.executors.sleeping_memory import SleepingMemory
@@ -47,6 +48,7 @@ from octavo.steps.messages import (
     CopyState,
     EncodeImages,
     LoadAdapter,
+    LoadWeights,
     MeasureKernels,
     Message,
     PrepareTuning,
@@ -113,6 +115,7 @@ class StreamExecutor:
         drafter: Drafter | None = None,
         verify: Verify | None = None,
         embeddings: EmbeddingPool | None = None,
+        updates: WeightUpdates | None = None,
     ) -> None:
         device = storage.device
         rows = None if adapters is None else adapters.rows
@@ -121,7 +124,7 @@ class StreamExecutor:
         self._embeddings = embeddings
         self._parts = storage, vocab_size, limits, rows, vocabulary, drafter, verify, embeddings
         self._batch_invariant = batch_invariant
-        self._adapters = adapters
+        self._adapters, self._updates = adapters, updates
         self._program = DeviceProgram(model, *self._parts)
         self._tuner: KernelTuner | None = None
         self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
@@ -158,6 +161,9 @@ class StreamExecutor:
                 self._copies.write(block, content)
             case LoadAdapter() | UnloadAdapter():
                 return change_adapters(self._adapters, message)
+            case LoadWeights():
+                with self._on_stream():  # behind the steps that were started
+                    return load_weights(self._updates, message)
             case Compile():
                 self._compiling = Compiling(partial(self._compile, message))
                 return self._compiling

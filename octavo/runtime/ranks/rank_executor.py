@@ -20,6 +20,7 @@ from octavo.steps.messages import (
     EncodeImages,
     Executor,
     LoadAdapter,
+    LoadWeights,
     Message,
     ReadBlock,
     Reply,
@@ -86,6 +87,8 @@ class RankExecutor:
                 return self._executor.send(WriteBlock(block, content[first : first + size]))
             case LoadAdapter():
                 return self._load_adapter(message)
+            case LoadWeights():
+                return self._load_weights(message)
         return self._executor.send(message)
 
     def _compare(self, result: StepResult) -> None:
@@ -112,6 +115,18 @@ class RankExecutor:
             reply.wait()
         except RunnerError as error:
             raise RanksLost(str(error)) from error
+        return reply
+
+    def _load_weights(self, message: LoadWeights) -> Reply[None]:
+        """Take weights on all ranks or on none. Raises ``RanksLost`` if only some can."""
+        reply, is_loaded = self._executor.send(message), True
+        try:
+            reply.wait()
+        except CheckpointError:
+            is_loaded = False
+        all_loaded = self._collective.all_gather(torch.tensor([is_loaded]))[:, 0]
+        if all_loaded.any() and not all_loaded.all():
+            raise RanksLost("some ranks alone could load weights")
         return reply
 
     def _load_adapter(self, message: LoadAdapter) -> Reply[None]:

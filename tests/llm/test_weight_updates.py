@@ -1,0 +1,201 @@
+"""Weights that are written over in place: every token and log-probability is that of a fresh start with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo import LLM, SamplingParams
+from octavo.errors import CheckpointError
+from tests.llm.tiny import write_checkpoint
+from tests.models.adapter_files import make_adapter
+from tests.models.drafter_files import mtp
+from tests.models.families import EVERY_ROW, make_checkpoint
+from tests.ops.cpu_cases import needs_float_kernels
+from tests.tiers import nightly, nightly_after
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_kv_blocks": 120, "max_num_batched_tokens": 48}
+HAVE_CONSTANTS = ("apertus/", "gemma4")
+"""Families whose kernels get some numbers of the weights as constants."""
+PROMPTS = [[5, 9, 3, 60, 2, 7, 9, 1, 8], [5, 9, 3, 60, 2, 7, 9, 1, 8, 44, 3]]
+Said = list[tuple[list[int], list[float]]]
+
+
+def said(llm: LLM, **settings: Any) -> Said:
+    """Tokens and their log-probabilities."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True, logprobs=0)
+    outputs = [result.outputs[0] for result in llm.generate(PROMPTS, params, **settings)]
+    llm.engine.check()
+    return [
+        (
+            list(out.token_ids),
+            [top[token].logprob for token, top in zip(out.token_ids, out.logprobs or [], strict=True)],
+        )
+        for out in outputs
+    ]
+
+
+def changed(folder: Path, to: Path, seed: int = 1) -> Path:
+    """The same model with other weights."""
+    shutil.copytree(folder, to)
+    torch.manual_seed(seed)
+    tensors = load_file(to / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            tensors[name] = (tensor.float() * (1 + 0.3 * torch.rand(tensor.shape))).to(tensor.dtype)
+    save_file(tensors, to / "model.safetensors")
+    return to
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    write_checkpoint(tmp_path / "a")
+    make_checkpoint(tmp_path / "a", "llama/gqa", vocab_size=264)
+    return tmp_path / "a", changed(tmp_path / "a", tmp_path / "b")
+
+
+def check(folders: tuple[Path, Path], **settings: Any) -> None:
+    """Update by folder, by tensors of 32 bits, and back: each time the bits are those of a fresh start."""
+    settings = {**SETTINGS, **settings}
+    first, second = folders
+    expected = []
+    for folder in folders:
+        with LLM(str(folder), **settings) as fresh:
+            expected.append(said(fresh))
+    assert expected[0] != expected[1]
+    with LLM(str(first), **settings) as llm:
+        assert said(llm) == expected[0]
+        llm.load_weights(second)
+        assert said(llm) == expected[1]
+        llm.load_weights(first)
+        assert said(llm) == expected[0]
+        llm.load_weights((name, tensor.float()) for name, tensor in load_file(second / "model.safetensors").items())
+        assert said(llm) == expected[1]
+
+
+@pytest.mark.parametrize("row", nightly_after(0, [row if isinstance(row, str) else row.values[0] for row in EVERY_ROW]))
+def test_families(row: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "a", row)
+    second, settings = changed(tmp_path / "a", tmp_path / "b"), {"max_model_len": 128}
+    if not row.startswith(HAVE_CONSTANTS):
+        check((tmp_path / "a", second), **settings)
+        return
+    with LLM(str(tmp_path / "a"), **SETTINGS, **settings) as llm, pytest.raises(CheckpointError, match="be changed"):
+        llm.load_weights(second)
+
+
+FORMS: list[Any] = [
+    {},
+    {"enforce_eager": True},
+    {"dtype": "bfloat16"},
+    {"quantization": "int8"},
+    nightly({"quantization": "int4", "quantize_lm_head": True}),
+    nightly({"quantization": "fp8"}),
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+]
+
+
+@pytest.mark.parametrize("settings", FORMS, ids=str)
+def test_forms(settings: dict[str, Any], folders: tuple[Path, Path]) -> None:
+    check(folders, **settings)
+
+
+@pytest.mark.slow
+@needs_float_kernels
+def test_ranks(folders: tuple[Path, Path]) -> None:
+    check(folders, tensor_parallel_size=2)
+
+
+def test_an_adapter_stays_and_one_that_was_merged_is_merged_again(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    make_adapter(folders[0], tmp_path / "lora", 1)
+    settings = {**SETTINGS, "lora_modules": f"one={tmp_path / 'lora'}"}
+    with LLM(str(folders[1]), **settings, enable_lora=True) as fresh:
+        expected, plain = said(fresh, adapter="one"), said(fresh)
+    with LLM(str(folders[0]), **settings, enable_lora=True) as llm:
+        llm.load_weights(folders[1])
+        assert (said(llm, adapter="one"), said(llm)) == (expected, plain)
+    check(folders, lora_modules=settings["lora_modules"], merge_lora=True)
+
+
+def test_the_drafter_of_the_checkpoint_is_updated_too(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a")
+    mtp(tmp_path / "a", "glm4/biases", "deepseek", vocab_size=264)
+    drafting = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}}
+    second = changed(tmp_path / "a", tmp_path / "b")
+    accepted = []
+    for updates in (False, True):
+        with LLM(str(tmp_path / "a" if updates else second), **SETTINGS, **drafting) as llm:
+            if updates:
+                llm.load_weights(second)
+            accepted.append((said(llm), llm.engine.stats().num_accepted_drafts))
+    assert accepted[0] == accepted[1]
+
+
+def test_random_weights_are_replaced(folders: tuple[Path, Path]) -> None:
+    with LLM(str(folders[1]), **SETTINGS) as fresh:
+        expected = said(fresh)
+    with LLM(str(folders[0]), **SETTINGS, load_format="dummy") as llm:
+        said(llm)
+        llm.load_weights(load_file(folders[1] / "model.safetensors").items())
+        assert said(llm) == expected
+
+
+def test_what_cannot_be_loaded_changes_nothing(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    tensors = load_file(folders[1] / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with LLM(str(folders[0]), **SETTINGS) as llm:
+        before = said(llm)
+        with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \[1, 2\]"):
+            llm.load_weights({**tensors, name: torch.ones(1, 2)}.items())
+        with pytest.raises(CheckpointError, match="tensors that this architecture does not have: other"):
+            llm.load_weights({**tensors, "other": torch.ones(1, 2)}.items())
+        with pytest.raises(CheckpointError, match="is there twice"):
+            llm.load_weights([*tensors.items(), *tensors.items()])
+        with pytest.raises(CheckpointError, match="does not exist"):
+            llm.load_weights(tmp_path / "none")
+        halves = changed(folders[1], tmp_path / "halves")
+        save_file({name: tensor.half() for name, tensor in tensors.items()}, halves / "model.safetensors")
+        with pytest.raises(CheckpointError, match="is of another type than before"):
+            llm.load_weights(halves)
+        assert said(llm) == before
+        llm.load_weights([(name, tensors[name])])
+        assert said(llm) != before
+        with pytest.raises(CheckpointError, match=f"tensor {name} is missing, which an earlier update had"):
+            llm.load_weights([("model.norm.weight", tensors["model.norm.weight"])])
+
+
+def test_blocks_on_disk_are_those_of_the_weights(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """A block of the earlier weights is never found, and those of the folder's weights are when it is loaded again."""
+    offload = {"kv_offload_dir": str(tmp_path / "kv"), "kv_offload_memory": 0.1}
+    prompt, params = [list(range(1, 60))], SamplingParams(temperature=0, max_tokens=1)
+
+    def num_restored(llm: LLM) -> int:
+        llm.generate([[*prompt[0]]], params)
+        while llm.engine.save_idle():
+            pass
+        assert llm.engine.scheduler.cache.offload is not None
+        return llm.engine.scheduler.cache.offload.stats.num_restored
+
+    with LLM(str(folders[0]), **SETTINGS, **offload) as llm:
+        assert num_restored(llm) == 0
+        llm.reset_prefix_cache()
+        before = num_restored(llm)
+        assert before > 0
+        llm.load_weights(folders[1])
+        assert num_restored(llm) == before
+        llm.load_weights(load_file(folders[0] / "model.safetensors").items())
+        assert num_restored(llm) == before
+        llm.load_weights(folders[0])
+        assert num_restored(llm) == 2 * before
+
+
+def test_other_models_say_that_they_cannot(tmp_path: Path) -> None:
+    config = json.dumps({"prefill_ms": 0.0})
+    with LLM(config, backend="toy") as llm, pytest.raises(CheckpointError, match="cannot be changed"):
+        llm.load_weights(tmp_path)
