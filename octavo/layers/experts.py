@@ -18,8 +18,7 @@ from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.linear import Activation
-from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, join_experts, sum_over_experts
+from octavo.ops.moe import ExpertActivation, Experts, GroupedExperts, join_experts, sum_over_experts
 from octavo.quant.stored.packed import GroupedWeight, packs_groups
 from octavo.quant.stored.stored_weight import (
     StoredWeight,
@@ -75,7 +74,7 @@ class GroupedMixture:
 class PackedMixture:
     """Experts with quantised weights: each is a pair of linear maps, computed by the kernel of their format."""
 
-    def __init__(self, experts: Sequence[tuple[Linear, Linear]], activation: Activation | ClampedSwish) -> None:
+    def __init__(self, experts: Sequence[tuple[Linear, Linear]], activation: ExpertActivation) -> None:
         self.experts = experts
         self.activation = activation
 
@@ -88,9 +87,9 @@ class PackedMixture:
 
     def _expert(self, index: int, x_RD: Tensor) -> Tensor:
         gate_up, down = self.experts[index]
-        if isinstance(self.activation, ClampedSwish):
-            return down(self.activation(gate_up(x_RD)))
-        return down(gate_up(x_RD, activation=self.activation))
+        if isinstance(self.activation, str):
+            return down(gate_up(x_RD, activation=self.activation))
+        return down(self.activation(gate_up(x_RD)))
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,10 @@ class StoredExperts:
 
     count: int
     gate_up: Callable[[int], Sequence[StoredWeight]]
-    """Rows of an expert's gate projection, then of its up projection: together [2 F, D]."""
+    """Rows of an expert's gate projection, if it has one, then of its up projection: together [2 F, D]."""
     down: Callable[[int], Sequence[StoredWeight]]
     """[D, F]"""
-    activation: Activation | ClampedSwish
+    activation: ExpertActivation
     gate_up_bias: Tensor | None = None
     """[X, 2 F]"""
     down_bias: Tensor | None = None

@@ -29,8 +29,7 @@ from octavo.models.map_part import MapPart, MatrixRows
 from octavo.models.parts import NormPart
 from octavo.ops.attention import HeadLayout, KVScales
 from octavo.ops.collective import SINGLE_RANK, Collective
-from octavo.ops.linear import Activation
-from octavo.ops.moe import ClampedSwish
+from octavo.ops.moe import ExpertActivation, has_gates
 from octavo.quant.cache_scales import read_cache_scales
 from octavo.quant.formats.online_quantization import quantized, quantized_head, return_memory
 from octavo.quant.formats.plain import PLAIN
@@ -57,8 +56,9 @@ class ExpertShape(NamedTuple):
     num_experts: int
     hidden_size: int
     ffn_size: int
-    activation: Activation | ClampedSwish
+    activation: ExpertActivation
     gate: str = "gate_proj"
+    """Only where the activation has gates."""
     up: str = "up_proj"
     down: str = "down_proj"
 
@@ -330,6 +330,7 @@ class WeightLoader:
     def experts(self, prefix: str, shape: ExpertShape, has_bias: bool = False) -> Mixture:
         """Experts ``prefix.0`` and so on."""
         X, D, F = shape.num_experts, shape.hidden_size, shape.ffn_size
+        names = [shape.gate, shape.up] if has_gates(shape.activation) else [shape.up]
 
         def part(index: int, name: str, size: tuple[int, int], dim: int) -> StoredWeight:
             module = f"{prefix}.{index}.{name}"
@@ -341,7 +342,7 @@ class WeightLoader:
 
         return self._mixture(
             shape,
-            lambda i: [part(i, shape.gate, (F, D), 0), part(i, shape.up, (F, D), 0)],
+            lambda i: [part(i, name, (F, D), 0) for name in names],
             lambda i: [part(i, shape.down, (D, F), 1)],
             [biases(shape.gate, F), biases(shape.up, F), biases(shape.down, D)] if has_bias else None,
         )
@@ -384,19 +385,6 @@ class WeightLoader:
             biases,
         )
 
-    def ungated_experts(self, prefix: str, count: int, hidden_size: int, ffn_size: int) -> list[tuple[Linear, Linear]]:
-        """The up and down projections of experts without gates, ``prefix.0`` and so on."""
-
-        def part(index: int, name: str, size: tuple[int, int], dim: int) -> Linear:
-            module = f"{prefix}.{index}.{name}"
-            stored = quantized(module, self._method.matrix(module, size, self.tensors, False), self.form)
-            [weight] = self._packed([self._shard.part(module, stored, dim)])
-            self.num_parameters += math.prod(size)
-            return Linear([weight])
-
-        up, down = (ffn_size, hidden_size), (hidden_size, ffn_size)
-        return [(part(i, "up_proj", up, 0), part(i, "down_proj", down, 1)) for i in range(count)]
-
     def _mixture(
         self,
         shape: ExpertShape,
@@ -413,7 +401,8 @@ class WeightLoader:
             down_bias = None if self._shard.rank else self._placed(downs)
         stored = StoredExperts(shape.num_experts, gate_up, down, shape.activation, gate_up_bias, down_bias)
         mixture = self.kept(make_mixture(stored, self.form))
-        self.num_parameters += 3 * shape.num_experts * shape.hidden_size * shape.ffn_size
+        num_matrices = 3 if has_gates(shape.activation) else 2
+        self.num_parameters += num_matrices * shape.num_experts * shape.hidden_size * shape.ffn_size
         self.bytes_by_format += Counter(mixture.bytes_by_format)
         return mixture
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.errors import CheckpointError
+from octavo.layers.experts import Mixture
 from octavo.layers.linear import Linear
+from octavo.layers.mlp import squared_relu
 from octavo.layers.moe import ExpertRouter
 from octavo.layers.norm import RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
@@ -31,12 +32,11 @@ from octavo.models.hybrid import (
 from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec, state_layer
 from octavo.models.llama import LlamaLayer, read_llama
-from octavo.models.loader import WeightLoader
+from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.ops.attention import LayerCache, PagedRows, attention
 from octavo.ops.collective import Collective
-from octavo.ops.moe import Routing, sum_over_experts
-from octavo.plugins import GPU
+from octavo.ops.moe import Routing, SquaredReLU
 
 DENSE, SPARSE = "mlp", "moe"
 LETTERS = {"M": LINEAR, "*": FULL, "-": DENSE, "E": SPARSE}
@@ -51,11 +51,6 @@ class NemotronHConfig(HybridConfig):
     groups: tuple[int, int]
     """Groups of experts, and of those that a token may use."""
     share_scale: float
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """The square of ReLU (arXiv 2109.08668); x may be overwritten."""
-    return x.relu_().square_()
 
 
 class UngatedMLP:
@@ -75,7 +70,7 @@ class LatentMoE:
     def __init__(
         self,
         router: ExpertRouter,
-        experts: list[UngatedMLP],
+        experts: Mixture,
         shared: UngatedMLP,
         latent: tuple[Linear, Linear] | None,
         collective: Collective,
@@ -86,11 +81,7 @@ class LatentMoE:
     def __call__(self, x_TD: Tensor) -> Tensor:
         h_TD, ids_TS, shares_TS = self.router(x_TD)
         inputs = h_TD if self.latent is None else self.latent[0](h_TD)
-
-        def expert(index: int, rows: Tensor) -> Tensor:
-            return self.experts[index](rows)
-
-        sum_TD = sum_over_experts(inputs, ids_TS, shares_TS, len(self.experts), expert)
+        sum_TD = self.experts(inputs, ids_TS, shares_TS)
         sum_TD = sum_TD if self.latent is None else self.latent[1](sum_TD)
         return self.collective.all_reduce(self.shared(h_TD, sum_TD), residual_TD=x_TD)
 
@@ -137,8 +128,6 @@ def _mlp(
 
 
 def _mixture(config: NemotronHConfig, moe: MoESettings, weights: WeightLoader, name: str, norm: RMSNorm) -> LatentMoE:
-    if weights.form.device.type == GPU or weights.form.outlined_for == GPU:
-        raise CheckpointError(f"{name}: experts without gates are computed on CPUs only")
     D, X, L, has_bias = config.hidden_size, moe.num_experts, config.latent_size, config.mlp_bias
     if has_bias:
         raise wrong("mlp_bias", True, "false, as layers_block_type has layers with experts")
@@ -147,7 +136,7 @@ def _mixture(config: NemotronHConfig, moe: MoESettings, weights: WeightLoader, n
         correction_X=weights.exact(f"{name}.gate.e_score_correction_bias", X),
     )
     router = ExpertRouter(norm, weights.router(f"{name}.gate", X, D), routing)
-    experts = [UngatedMLP(*maps) for maps in weights.ungated_experts(f"{name}.experts", X, L or D, moe.expert_size)]
+    experts = weights.experts(f"{name}.experts", ExpertShape(X, L or D, moe.expert_size, SquaredReLU()))
     shared = _mlp(weights, f"{name}.shared_experts", D, moe.shared_size, has_bias)
     latent = None
     if L:

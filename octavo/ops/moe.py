@@ -95,14 +95,30 @@ class ClampedSwish(NamedTuple):
         return (gate * sigmoid(self.alpha * gate) * (up + 1)).to(gate_up.dtype)
 
 
+class SquaredReLU(NamedTuple):
+    """The square of ReLU (arXiv 2109.08668), of experts without gates."""
+
+    def __call__(self, up: Tensor) -> Tensor:
+        wide: Tensor = up.to(torch.promote_types(up.dtype, torch.float32))
+        return wide.relu().square().to(up.dtype)
+
+
+ExpertActivation = Activation | ClampedSwish | SquaredReLU
+
+
+def has_gates(activation: ExpertActivation) -> bool:
+    """Whether the first product of an expert gives gates and ups, or ups alone."""
+    return not isinstance(activation, SquaredReLU)
+
+
 class Experts(NamedTuple):
     """The weights of all experts of a layer, dense and of one dtype."""
 
     gate_up: Tensor
-    """[X, 2 F, D]: each expert's F gates, then its F ups."""
+    """[X, 2 F, D]: each expert's F gates, then its F ups; ups alone where there are no gates."""
     down: Tensor
     """[X, D, F]"""
-    activation: Activation | ClampedSwish = "silu"
+    activation: ExpertActivation = "silu"
     gate_up_bias: Tensor | None = None
     """[X, 2 F]"""
     down_bias: Tensor | None = None
@@ -111,7 +127,8 @@ class Experts(NamedTuple):
 
 @op
 def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts, residual_TD: Tensor | None = None) -> Tensor:
-    """For each token, ``residual`` plus the sum over its experts of ``share * down(act(gate(x)) * up(x))``.
+    """For each token, ``residual`` plus the sum over its experts of ``share * down(act(gate(x)) * up(x))``, or of
+    ``share * down(act(up(x)))`` without gates.
 
     ``ids`` are int64, distinct within a row; ``shares`` are the float32 routing weights. Each expert's rows are
     computed together; a row is summed in float32 at least, in an order that does not depend on the other rows. The
@@ -147,10 +164,10 @@ def sum_over_experts(
 
 def _expert(x_RD: Tensor, index: int, experts: Experts) -> Tensor:
     up_bias, down_bias = (None if b is None else b[index] for b in (experts.gate_up_bias, experts.down_bias))
-    if isinstance(experts.activation, ClampedSwish):
-        gated_RF = experts.activation(linear(x_RD, experts.gate_up[index], up_bias))
-    else:
+    if isinstance(experts.activation, str):
         gated_RF = linear(x_RD, experts.gate_up[index], up_bias, activation=experts.activation)
+    else:
+        gated_RF = experts.activation(linear(x_RD, experts.gate_up[index], up_bias))
     return linear(gated_RF, experts.down[index], down_bias)
 
 
@@ -163,10 +180,10 @@ class GroupedExperts(NamedTuple):
 
     num_experts: int
     gate_up: PackedGroups
-    """[X 2 F, D]: each expert's F gates, then its F ups; 2 F and D are multiples of 16."""
+    """[X 2 F, D]: each expert's F gates, then its F ups, or ups alone; their number and D are multiples of 16."""
     down: PackedGroups
     """[X D, F]"""
-    activation: Activation | ClampedSwish = "silu"
+    activation: ExpertActivation = "silu"
     gate_up_bias: Tensor | None = None
     """[X, 2 F]"""
     down_bias: Tensor | None = None
@@ -204,10 +221,10 @@ def grouped_moe(
     def expert(index: int, x_RD: Tensor) -> Tensor:
         gate_up, down = (_own(packed, index, experts.num_experts, x_RD) for packed in (experts.gate_up, experts.down))
         up_bias, down_bias = (None if b is None else b[index] for b in (experts.gate_up_bias, experts.down_bias))
-        if isinstance(experts.activation, ClampedSwish):
-            gated_RF = experts.activation(linear(x_RD, gate_up, up_bias))
-        else:
+        if isinstance(experts.activation, str):
             gated_RF = linear(x_RD, gate_up, up_bias, activation=experts.activation)
+        else:
+            gated_RF = experts.activation(linear(x_RD, gate_up, up_bias))
         return linear(gated_RF, down, down_bias)
 
     return sum_over_experts(x_TD, ids_TS, shares_TS, experts.num_experts, expert, residual_TD)

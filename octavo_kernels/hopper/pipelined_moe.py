@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import BITS, HALF, PackedGroups
-from octavo.ops.moe import GroupedExperts
+from octavo.ops.moe import GroupedExperts, has_gates
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig, expert_config
 from octavo_kernels.triton.activation import activation_of
 from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
@@ -30,11 +30,14 @@ groups of 16, where the kernel for each pair has more to do for a group."""
 def expert_configs(
     x_TD: Tensor, ids_TS: Tensor, experts: GroupedExperts
 ) -> tuple[PipelinedConfig, PipelinedConfig] | None:
-    """Of the first and the second product; ``None`` where other kernels are used: if this one does not take these
-    experts, if other rows may not affect in which order sums are added, for so few tokens that they hardly share any
-    experts, and for numbers of 8 bits, whose unpacking takes little time, unless tiles are full."""
+    """Of the first and the second product; ``None`` where other kernels are used: for experts without gates, if this
+    one does not take these experts, if other rows may not affect in which order sums are added, for so few tokens that
+    they hardly share any experts, and for numbers of 8 bits, whose unpacking takes little time, unless tiles are
+    full."""
     block, first = tile_rows(ids_TS.numel(), experts.num_experts, MAX_ROWS, ROOM), experts.gate_up
     few = 1 if first.minima_GN is not None or first.group == HALF else FEW_TOKENS
+    if not has_gates(experts.activation):
+        return None
     if is_invariant() or len(x_TD) <= few or (BITS[first.number] == 8 and block < MAX_ROWS):
         return None
     gate_up, down = (

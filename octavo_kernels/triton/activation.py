@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.activation import gelu, gelu_and_mul, silu_and_mul
-from octavo.ops.linear import Activation
-from octavo.ops.moe import ClampedSwish
+from octavo.ops.moe import ClampedSwish, ExpertActivation, SquaredReLU
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 # ---- gates: The gates of gated activations, for kernels that hold a gate and an up.
@@ -20,11 +19,12 @@ from octavo_kernels.triton.launch import after_predecessor, declines_floats, lau
 BLOCK = 1024
 
 
-def activation_of(activation: Activation | ClampedSwish | None) -> dict[str, Any]:
-    """Constants of ``gated`` for an activation, or for none."""
+def activation_of(activation: ExpertActivation | None) -> dict[str, Any]:
+    """Constants of kernels for an activation, with a gate or without, or for none."""
     if isinstance(activation, ClampedSwish):
         return {"ACTIVATION": "clamped_swish", "ALPHA": activation.alpha, "LIMIT": activation.limit}
-    return {"ACTIVATION": activation, "ALPHA": 0.0, "LIMIT": 0.0}
+    name = "squared_relu" if isinstance(activation, SquaredReLU) else activation
+    return {"ACTIVATION": name, "ALPHA": 0.0, "LIMIT": 0.0}
 
 
 @triton.jit
@@ -47,6 +47,12 @@ def gated(
     else:  # (1 + tanh(z)) / 2 is sigmoid(2 z); here 2 z = sqrt(8 / pi) (gate + 0.044715 gate^3)
         share = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     return gate * share * up
+
+
+@triton.jit
+def squared_relu(x: tl.tensor) -> tl.tensor:
+    """In float32; NaN stays NaN."""
+    return tl.where(x < 0.0, 0.0, x * x)
 
 
 @triton.jit

@@ -75,7 +75,7 @@ def expert_gemm_kernel(
 
     With TILES_ARE_OLD the kernel before this one has not written the tiles.
     """
-    GATED: tl.constexpr = ACTIVATION is not None
+    GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "squared_relu"
     if not TILES_ARE_OLD:
         wait_for_predecessor(PDL)
     tile, n = tl.program_id(1), tl.program_id(0) * BLOCK_N

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.moe import Experts
+from octavo.ops.moe import Experts, has_gates
 from octavo_kernels.triton.activation import activation_of
 from octavo_kernels.triton.launch import after_predecessor, launch, prefetch_lines
 from octavo_kernels.triton.linear.gemv import column_chunk, finish_rows, row_starts, weight_chunk
@@ -47,14 +47,16 @@ def expert_gate_up_kernel(
 ) -> None:  # fmt: skip
     """OUTPUTS gated activations of a pair; the next chunk of columns is loaded while one is summed."""
     CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    GATED: tl.constexpr = ACTIVATION != "squared_relu"
+    PARTS: tl.constexpr = 2 if GATED else 1
     pair, start = tl.program_id(0), tl.program_id(1) * OUTPUTS
-    starts = row_starts(start, F, D, OUTPUTS, True, EVEN_F)
+    starts = row_starts(start, F, D, OUTPUTS, GATED, EVEN_F)
     after_predecessor(PDL)
     expert = tl.load(ids_ptr + pair)
-    rows = weight_ptr + expert * 2 * F * D + starts
+    rows = weight_ptr + expert * PARTS * F * D + starts
     x_row = x_ptr + (pair // pairs_a_row).to(tl.int64) * D
     weights = weight_chunk(rows, 0, True, D, BLOCK_D)
-    acc = tl.zeros([2 * OUTPUTS, BLOCK_D], tl.float32)
+    acc = tl.zeros([PARTS * OUTPUTS, BLOCK_D], tl.float32)
     for c in tl.static_range(CHUNKS):
         following = weights
         if c + 1 < CHUNKS:
@@ -63,7 +65,7 @@ def expert_gate_up_kernel(
         weights = following
     own_bias = bias_ptr
     if bias_ptr is not None:
-        own_bias = bias_ptr + expert * 2 * F
+        own_bias = bias_ptr + expert * PARTS * F
     own_out = out_ptr + pair.to(tl.int64) * F
     finish_rows(tl.sum(acc, 1), 0.0, start, F, own_bias, own_out, OUTPUTS, ACTIVATION, EVEN_F, ALPHA, LIMIT)
 
@@ -126,7 +128,7 @@ def moe_gemv(
     """``ops.moe`` for any number of rows, each of which reads its experts for itself; all arguments are contiguous."""
     (T, D), S, F = x_TD.shape, ids_TS.shape[1], experts.down.shape[2]
     gated_PF = x_TD.new_empty(T * S, F)
-    outputs = config.gate_up_rows // 2
+    outputs = config.gate_up_rows // (2 if has_gates(experts.activation) else 1)
     launch(
         expert_gate_up_kernel,
         (T * S, triton.cdiv(F, outputs)),

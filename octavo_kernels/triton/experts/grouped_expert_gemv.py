@@ -32,7 +32,7 @@ def grouped_pair_kernel(
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_N outputs of a pair, which reads row pair / pairs_a_row of x and writes its own row of the result."""
-    GATED: tl.constexpr = ACTIVATION is not None
+    GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "squared_relu"
     pair, start = tl.program_id(0), tl.program_id(1) * BLOCK_N
     t, outputs = tl.arange(0, BLOCK_T), start + tl.arange(0, BLOCK_N)
     wait_for_predecessor(PDL)

@@ -41,7 +41,7 @@ def grouped_expert_kernel(
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_N outputs of a tile's pairs; pair p reads row p / pairs_a_row of x and writes row p of the result."""
-    GATED: tl.constexpr = ACTIVATION is not None
+    GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "squared_relu"
     after_predecessor(PDL)
     tile = tl.program_id(1)
     num_pairs = tl.load(rows_ptr + tile)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.moe import Experts, moe
+from octavo.ops.moe import Experts, has_gates, moe
 from octavo_kernels.triton.activation import activation_of
 from octavo_kernels.triton.experts.expert_gemm import expert_config, expert_gemm
 from octavo_kernels.triton.experts.expert_gemv import ExpertGemvConfig, moe_gemv
@@ -65,7 +65,8 @@ def moe_triton(
         return moe_gemv(x_TD, ids_TS, shares_TS, experts, residual_TD, GEMV)
     tiles = sort_into_tiles(ids_TS, X, tile_rows(ids_TS.numel(), X))
     gated_PF = x_TD.new_empty(ids_TS.numel(), F)
-    gate_up, down = (expert_config(tiles.block, is_gated, x_TD.dtype) for is_gated in (True, False))
+    kinds = has_gates(experts.activation), False
+    gate_up, down = (expert_config(tiles.block, is_gated, x_TD.dtype) for is_gated in kinds)
     activation = activation_of(experts.activation)
     expert_gemm(x_TD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles, gate_up)
     parts_PD = x_TD.new_empty(ids_TS.numel(), D, dtype=torch.float32)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo_kernels.triton.activation import gated
+from octavo_kernels.triton.activation import gated, squared_relu
 from octavo_kernels.triton.launch import (
     launch,
     num_multiprocessors,
@@ -171,6 +171,8 @@ def finish_rows(
     bias = _of_outputs(bias_ptr, start, num_outputs, OUTPUTS, EVEN_N)
     if ACTIVATION is None:
         y += bias
+    elif ACTIVATION == "squared_relu":
+        y = squared_relu(y + bias)
     else:
         gate, up = tl.split(tl.permute(tl.reshape(y, [2, OUTPUTS]), [1, 0]))
         up_bias_ptr = bias_ptr

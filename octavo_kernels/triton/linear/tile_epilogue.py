@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo_kernels.triton.activation import gated
+from octavo_kernels.triton.activation import gated, squared_relu
 
 
 @triton.jit
@@ -68,7 +68,9 @@ def finish(
     """Bias, gate and residual of the sums of a tile."""
     if bias_ptr is not None:
         acc += _of_outputs(bias_ptr, outputs, num_outputs)
-    if ACTIVATION is not None:
+    if ACTIVATION == "squared_relu":
+        acc = squared_relu(acc)
+    elif ACTIVATION is not None:
         if bias_ptr is not None:
             up += _of_outputs(bias_ptr + num_outputs, outputs, num_outputs)
         acc = gated(acc, up, ACTIVATION, ALPHA, LIMIT)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.moe import ClampedSwish, GroupedExperts, grouped_moe, join_experts
+from octavo.ops.moe import ClampedSwish, GroupedExperts, SquaredReLU, grouped_moe, has_gates, join_experts
 from octavo_kernels.triton.experts.grouped_moe import grouped_moe_triton
 from tests.ops.triton.poison import poison_new_tensors
 from tests.ops.triton.test_grouped_linear import random_groups
@@ -25,8 +25,9 @@ def make(
         assert packed is not None
         return packed
 
-    given = [torch.randn(X, width, device=device).bfloat16() for width in (2 * F, D)] if biases else [None, None]
-    return GroupedExperts(X, joined(2 * F, D), joined(D, F), activation, *given)
+    inner = 2 * F if has_gates(activation) else F
+    given = [torch.randn(X, width, device=device).bfloat16() for width in (inner, D)] if biases else [None, None]
+    return GroupedExperts(X, joined(inner, D), joined(D, F), activation, *given)
 
 
 def tokens(device: str, T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -50,7 +51,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize(("number", "group", "zeros"), FORMATS)
-@pytest.mark.parametrize("activation", quick_first(1, ["silu", ClampedSwish(1.7, 2.0)]))
+@pytest.mark.parametrize("activation", quick_first(1, ["silu", ClampedSwish(1.7, 2.0), SquaredReLU()]))
 @pytest.mark.parametrize("T", [1, 30])
 def test_experts_agree_with_the_reference(
     device: str, T: int, activation: Any, number: str, group: int, zeros: bool

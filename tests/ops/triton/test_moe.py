@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import Activation
-from octavo.ops.moe import ClampedSwish, Experts, moe
+from octavo.ops.moe import ClampedSwish, ExpertActivation, Experts, SquaredReLU, has_gates, moe
 from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
 from octavo_kernels.triton.experts.moe import are_few, moe_triton
 from octavo_kernels.triton.launch import invariant
@@ -19,11 +18,12 @@ D, F, X, S = 40, 24, 7, 3
 
 
 def make(
-    T: int, activation: Activation | ClampedSwish, has_biases: bool, dtype: torch.dtype, device: str
+    T: int, activation: ExpertActivation, has_biases: bool, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor, Tensor, Experts]:
     torch.manual_seed(T)
-    biases = [torch.randn(X, 2 * F), torch.randn(X, D)] if has_biases else []
-    weights = [torch.randn(X, 2 * F, D) / D**0.5, torch.randn(X, D, F) / F**0.5, *biases]
+    width = 2 * F if has_gates(activation) else F
+    biases = [torch.randn(X, width), torch.randn(X, D)] if has_biases else []
+    weights = [torch.randn(X, width, D) / D**0.5, torch.randn(X, D, F) / F**0.5, *biases]
     gate_up, down, *rest = (weight.to(device=device, dtype=dtype) for weight in weights)
     ids = torch.stack([torch.randperm(X - 1)[:S] for _ in range(T)]) if T else torch.empty(0, S, dtype=torch.int64)
     x = torch.randn(T, D).to(device=device, dtype=dtype)
@@ -38,11 +38,13 @@ def make(
         ("gelu_tanh", False, torch.bfloat16),
         ("silu", True, torch.float16),
         (ClampedSwish(1.7, 1.0), True, torch.float32),
+        (SquaredReLU(), True, torch.float32),
+        (SquaredReLU(), False, torch.bfloat16),
     ],
 )
 def test_experts(
     T: int,
-    activation: Activation | ClampedSwish,
+    activation: ExpertActivation,
     has_biases: bool,
     dtype: torch.dtype,
     device: str,
