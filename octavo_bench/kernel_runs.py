@@ -44,6 +44,8 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
 BLOCK_SIZE = 16
 SINGLE, RAGGED = ([1, 1, 0, 1], [1, 40, 0, 17]), ([5, 1, 0, 19], [5, 40, 0, 33])
 """Rows and contexts of some sequences, one of them padding."""
+LONG = [70, 1, 0, 19], [90, 40, 0, 33]
+"""Those of recurrences, of which one is computed in chunks."""
 
 
 class Maker:
@@ -273,7 +275,7 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
 def _recurrences(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     """Ops with recurrent state, for single rows and for prompts."""
     N, K, V, W = 2, 24, 40, 4
-    for counts, lengths in (SINGLE, RAGGED):
+    for counts, lengths in (SINGLE, LONG):
         starts = make.ints([0, *itertools.accumulate(counts)])
         rows = StateRows(starts, make.ints(lengths), make.ints([2, 0, -1, 1]), max(counts))
         T, name = sum(counts), f"of up to {max(counts)} rows"

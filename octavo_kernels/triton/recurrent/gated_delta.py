@@ -8,7 +8,8 @@ from torch import Tensor
 from octavo.ops.gated_delta import DeltaHeads, gated_delta
 from octavo.ops.recurrence import StateRows
 from octavo_kernels.triton.launch import declines_floats
-from octavo_kernels.triton.recurrent.recurrence import DELTA, DELTA_BY_CHANNEL, recur
+from octavo_kernels.triton.recurrent.recurrence import recur
+from octavo_kernels.triton.recurrent.rules import DELTA, DELTA_BY_CHANNEL, Inputs
 
 
 @gated_delta.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
@@ -20,20 +21,18 @@ def gated_delta_triton(
     q, k, v = qkv.split_with_sizes(heads.sizes, dim=-1)
     N, V = heads.num_heads, heads.value_dim
     out = torch.empty((len(qkv), N * V), dtype=qkv.dtype, device=qkv.device)
-    return recur(
+    inputs = Inputs(
         DELTA if heads.dt_bias.numel() == N else DELTA_BY_CHANNEL,
         (q, k, v),
         N // heads.num_key_heads,
-        state,
-        rows,
-        out,
+        heads.norm_V,
         dt=dt,
         beta=beta,
         gate=gate,
         a_log=heads.a_log_N,
         bias=heads.dt_bias,
-        factor=heads.norm_V,
         gate_kind=heads.gate,
         eps=heads.norm_eps,
         beta_scale=heads.beta_scale,
     )
+    return recur(inputs, state, rows, out)

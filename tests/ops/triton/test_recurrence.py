@@ -11,8 +11,10 @@ import torch
 
 from octavo import ops
 from octavo.ops.gated_norm import Gate
+from octavo_kernels.triton.launch import invariant
 from octavo_kernels.triton.recurrent.gated_norm import gated_norm_triton
-from tests.ops.recurrent_cases import CASES, Case, in_chunks, step
+from octavo_kernels.triton.recurrent.recurrence import RECURRENT_ROWS
+from tests.ops.recurrent_cases import CASES, Case, delta_case, in_chunks, linear_case, state_space_case, step
 from tests.ops.triton.poison import poison_new_tensors
 from tests.triton_interpreter import quick_first
 
@@ -77,6 +79,73 @@ def test_same_bits_in_any_chunks_and_batch(device: str, name: str) -> None:
     assert torch.equal(both[3:12], whole)
     assert torch.equal(states[0][2], states[1][2])
     assert torch.equal(states[0][2], states[2][2])
+
+
+LONG = {
+    "delta": lambda: delta_case(1, 2),
+    "state space": lambda: state_space_case(2, groups=1),
+    "linear": lambda: linear_case(2),
+    "delta with negative eigenvalues": lambda: delta_case(beta_scale=2.0, gate="sigmoid"),
+    "state space in groups": state_space_case,
+    "state space with limits": lambda: state_space_case(groups=1, limits=(0.6, 0.9)),
+    "linear without activation": lambda: linear_case(2, activation=False),
+    **{f"delta of {size}": lambda size=size: delta_case(1, 2, size, size) for size in (64, 128, 256)},
+    **{f"state space of {size}": lambda size=size: state_space_case(2, 64, 1, size) for size in (64, 128, 256)},
+}
+"""Rules that are computed in chunks where a sequence has many rows."""
+MIXED, MIXED_SLOTS = [(3, 3), (RECURRENT_ROWS + 1, 90), (0, 5), (130, 130), (1, 9), (40, 75)], [4, 0, 5, 3, 6, -1]
+"""Rows and lengths of sequences short and long, new and not, one of them padding."""
+
+
+@pytest.mark.parametrize("name", quick_first(3, LONG))
+@pytest.mark.parametrize("dtype", quick_first(1, [torch.bfloat16, torch.float32]))
+def test_long_sequences_in_chunks_are_close_to_float64(device: str, name: str, dtype: torch.dtype) -> None:
+    case, num_known = LONG[name](), sum(rows for rows, _ in MIXED[:-1])
+    x, state = case.inputs(num_known + MIXED[-1][0]).to(dtype), torch.randn(7, *case.state_shape)
+    state[[4, 3]] = float("nan")  # a slot is read by those alone that had rows before
+    before, exact_state = state.clone(), state.double()
+    right = exact(case, x, exact_state, step(MIXED, MIXED_SLOTS))
+    found = case.run(x, state, step(MIXED, MIXED_SLOTS))
+    limit, used = 2e-6 if dtype == torch.float32 else 1e-2, [4, 0, 3, 6]
+    for numbers, wanted in ((found[:num_known], right[:num_known]), (state[used], exact_state[used])):
+        assert (numbers.double() - wanted).norm() <= limit * wanted.norm()
+    assert torch.equal(state[[1, 2, 5]], before[[1, 2, 5]])
+    with invariant():
+        row_by_row, states = case.run(x, before, step(MIXED, MIXED_SLOTS)), before
+    assert torch.equal(found[:3], row_by_row[:3]), "few rows are computed one after the other"
+    assert torch.equal(state[[4, 6]], states[[4, 6]])
+    assert not torch.equal(state[[0, 3]], states[[0, 3]]), "no chunks were computed"
+
+
+@pytest.mark.parametrize("name", quick_first(1, ["delta", "state space"]))
+def test_chunks_have_the_same_bits_where_steps_end_between_them(device: str, name: str) -> None:
+    case = LONG[name]()
+    x, states = case.inputs(200), [torch.zeros(3, *case.state_shape) for _ in range(2)]
+    whole = in_chunks(case, x, states[0], 1, [200])
+    assert torch.equal(in_chunks(case, x, states[1], 1, [64, 128, 8])[:192], whole[:192])
+
+
+@pytest.mark.parametrize("beta_scale", quick_first(1, [2.0, 1.0]))
+def test_chunks_of_one_key_and_of_any_decay(device: str, beta_scale: float) -> None:
+    """A text that repeats a token has one key over and over: powers of the matrix that is inverted would be huge."""
+    case = delta_case(1, 2, 16, 16, beta_scale=beta_scale)
+    x = case.inputs(128)
+    x[:, :32] = x[0, :32]  # queries and keys
+    x[:, 64:66] = torch.tensor([-30.0, 30.0])  # a head that forgets nothing, and one that forgets all
+    states = [torch.zeros(1, *case.state_shape).to(dtype) for dtype in (torch.float32, torch.float64)]
+    right = exact(case, x, states[1], step([(128, 128)], [0]))
+    found = case.run(x, states[0], step([(128, 128)], [0]))
+    assert (found.double() - right).norm() <= 2e-5 * right.norm()
+    assert (states[0].double() - states[1]).norm() <= 2e-5 * states[1].norm()
+
+
+@pytest.mark.parametrize("name", quick_first(1, ["linear", "delta", "state space"]))
+def test_batch_invariance_has_no_chunks(device: str, name: str) -> None:
+    case = LONG[name]()
+    x, states = case.inputs(40), [torch.zeros(3, *case.state_shape) for _ in range(2)]
+    with invariant():
+        assert torch.equal(in_chunks(case, x, states[0], 1, [40]), in_chunks(case, x, states[1], 1, [1, 36, 3]))
+    assert torch.equal(*states)
 
 
 @pytest.mark.parametrize("is_gated_first", [False, True])
