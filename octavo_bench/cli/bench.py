@@ -12,6 +12,7 @@ from typing import Any
 
 from octavo.cli.settings import above_zero, add_settings, positive
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
+from octavo.errors import ConfigError
 from octavo_bench.cli import ablation, chaos, deciding, drafts, peer, quality, serve, suites, sweeps, tools
 from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
 from octavo_bench.cli.results import add_results, begin, finish
@@ -114,6 +115,13 @@ def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     kernels.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
     kernels.set_defaults(measure=_kernels)
     yield kernels
+
+    recurrences = kinds.add_parser("recurrences", help="time of layers with recurrent state, for prompts, on a GPU")
+    recurrences.add_argument("models", nargs="*", default=["qwen3.5-9b", "nemotron-h-8b"], help="in recurrences.py")
+    recurrences.add_argument("--tokens", type=numbers, default=[16, 32, 64, 128, 512, 2048, 8192], help="of a prompt")
+    recurrences.add_argument("--sequences", type=numbers, default=[1, 8], help="prompts in a step")
+    recurrences.set_defaults(measure=_recurrences)
+    yield recurrences
 
     packed = kinds.add_parser("packed", help="time and error of products with packed weights, by format, on a GPU")
     packed.add_argument("models", nargs="*", default=["qwen3-8b"], help="shapes' names, also of mixtures")
@@ -285,6 +293,16 @@ def _kernels(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.kernels import measure
 
     return measure(args.models, args.rows, args.tune, args.deadline)
+
+
+def _recurrences(args: argparse.Namespace) -> dict[str, Any]:
+    require_cuda("recurrences")
+    from octavo_bench.recurrences import LAYERS, measure
+
+    for name in args.models:
+        if name not in LAYERS:
+            raise ConfigError(f"models: {name!r} is not one of {', '.join(LAYERS)}")
+    return measure(args.models, args.tokens, args.sequences)
 
 
 def _packed(args: argparse.Namespace) -> dict[str, Any]:

@@ -114,7 +114,8 @@ def test_long_sequences_in_chunks_are_close_to_float64(device: str, name: str, d
         row_by_row, states = case.run(x, before, step(MIXED, MIXED_SLOTS)), before
     assert torch.equal(found[:3], row_by_row[:3]), "few rows are computed one after the other"
     assert torch.equal(state[[4, 6]], states[[4, 6]])
-    assert not torch.equal(state[[0, 3]], states[[0, 3]]), "no chunks were computed"
+    is_chunked = max(case.state_shape[1:]) * dtype.itemsize <= 512
+    assert torch.equal(state[[0, 3]], states[[0, 3]]) != is_chunked
 
 
 @pytest.mark.parametrize("name", quick_first(1, ["delta", "state space"]))
