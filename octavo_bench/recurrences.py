@@ -30,7 +30,7 @@ TURNS = 4
 Run = Callable[[Tensor, Tensor, StateRows], Tensor]
 
 
-class Layer(NamedTuple):
+class RecurrentLayer(NamedTuple):
     """A layer's recurrence, as a function of inputs [T, ``width``], of states, and of rows."""
 
     run: Run
@@ -39,7 +39,7 @@ class Layer(NamedTuple):
     outputs: int
 
 
-def delta_layer(key_heads: int, heads: int, size: int = 128) -> Layer:
+def delta_layer(key_heads: int, heads: int, size: int = 128) -> RecurrentLayer:
     """The gated delta rule."""
     statics = (torch.rand(heads) * 2 - 5).to(DEVICE), torch.randn(heads, device=DEVICE) / 2
     layout = DeltaHeads(key_heads, heads, size, size, *statics, torch.ones(size, device=DEVICE, dtype=DTYPE), 1e-6)
@@ -49,10 +49,10 @@ def delta_layer(key_heads: int, heads: int, size: int = 128) -> Layer:
         qkv, dt, beta, gate = x.split_with_sizes(widths, dim=1)
         return ops.gated_delta(qkv, dt, beta, gate, layout, state, rows)
 
-    return Layer(run, sum(widths), (heads, size, size), heads * size)
+    return RecurrentLayer(run, sum(widths), (heads, size, size), heads * size)
 
 
-def state_space_layer(heads: int, head_dim: int, groups: int, state_size: int) -> Layer:
+def state_space_layer(heads: int, head_dim: int, groups: int, state_size: int) -> RecurrentLayer:
     """Mamba-2."""
     rates, bias, d = (torch.randn(heads, device=DEVICE) / 2 for _ in range(3))
     layout = StateSpaceHeads(heads, head_dim, groups, state_size, rates - 4, bias, d)
@@ -62,20 +62,20 @@ def state_space_layer(heads: int, head_dim: int, groups: int, state_size: int) -
         xbc, dt = x.split_with_sizes(widths, dim=1)
         return ops.state_space(xbc, dt, layout, state, rows)
 
-    return Layer(run, sum(widths), (heads, state_size, head_dim), heads * head_dim)
+    return RecurrentLayer(run, sum(widths), (heads, state_size, head_dim), heads * head_dim)
 
 
-def linear_layer(heads: int, size: int = 128) -> Layer:
+def linear_layer(heads: int, size: int = 128) -> RecurrentLayer:
     """Lightning attention."""
     decay = torch.exp(-torch.rand(heads, device=DEVICE) * 0.2)
 
     def run(x: Tensor, state: Tensor, rows: StateRows) -> Tensor:
         return ops.linear_attention(x, decay, state, rows, "silu")
 
-    return Layer(run, 3 * heads * size, (heads, size, size), heads * size)
+    return RecurrentLayer(run, 3 * heads * size, (heads, size, size), heads * size)
 
 
-LAYERS: dict[str, Callable[[], Layer]] = {
+LAYERS: dict[str, Callable[[], RecurrentLayer]] = {
     "qwen3.5-9b": functools.partial(delta_layer, 16, 32),
     "qwen3.5-27b": functools.partial(delta_layer, 16, 48),
     "nemotron-h-8b": functools.partial(state_space_layer, 128, 64, 8, 128),

@@ -26,7 +26,7 @@ from octavo.plugins import CPU, GPU
 from octavo.quant.stored.stored_weight import DENSE_FORMATS
 from octavo.runtime.executors.step_program import LOGPROB_ROWS
 from octavo.runtime.group_memory import GroupMemory, StateMemory
-from octavo.steps.limits import StateSize
+from octavo.steps.limits import INTERVAL, StateSize
 from octavo.types import KVGroupInfo
 from octavo.weights.dtypes import DTYPES
 
@@ -160,6 +160,7 @@ def settle(
         activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``sampling_state``
         activations += _copy_bytes(model, dtype, weights)
         activations += model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks)
+        activations += chunk_bytes(rank_cache(model.cache, num_ranks), max_num_batched_tokens, max_num_seqs, dtype)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     specs = (*rank_cache(model.cache, num_ranks), *draft_specs)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype
@@ -349,6 +350,16 @@ def _activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype, n
     widest = 3 * model.hidden_size + max(3 * model.ffn_size, 3 * heads) // num_ranks
     scratch = ATTENTION_COPIES * MAX_SCRATCH * 4
     return num_tokens * widest * dtype.itemsize + scratch
+
+
+def chunk_bytes(specs: Sequence[LayerCacheSpec], num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:
+    """Bytes that kernels take to compute a recurrence in chunks: the state before each of them, and its inputs."""
+    num_chunks = num_tokens // INTERVAL + min(num_seqs, 2 * num_tokens // INTERVAL)
+    shapes = {tensor.shape for spec in specs for tensor in spec.state if tensor.is_recurrent}
+    sizes = [
+        N * (num_chunks * K * V * dtype.itemsize + num_tokens * ((K + V) * dtype.itemsize + 8)) for N, K, V in shapes
+    ]
+    return max(sizes, default=0)
 
 
 def _copy_bytes(model: ModelConfig, dtype: torch.dtype, weights: Mapping[str, int]) -> int:

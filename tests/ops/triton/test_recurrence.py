@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from octavo import ops
+from octavo.models.layer_cache import recurrent_state, state_layer
 from octavo.ops.gated_norm import Gate
+from octavo.runtime.memory import chunk_bytes
 from octavo_kernels.triton.launch import invariant
 from octavo_kernels.triton.recurrent.gated_norm import gated_norm_triton
 from octavo_kernels.triton.recurrent.recurrence import RECURRENT_ROWS
@@ -124,6 +126,15 @@ def test_chunks_have_the_same_bits_where_steps_end_between_them(device: str, nam
     x, states = case.inputs(200), [torch.zeros(3, *case.state_shape) for _ in range(2)]
     whole = in_chunks(case, x, states[0], 1, [200])
     assert torch.equal(in_chunks(case, x, states[1], 1, [64, 128, 8])[:192], whole[:192])
+
+
+def test_chunks_take_no_more_memory_than_is_kept_for_them(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, made = LONG["delta"](), list[torch.Tensor]()
+    x, state, empty = case.inputs(146), torch.zeros(7, *case.state_shape), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: made.append(empty(*args, **kwargs)) or made[-1])
+    out = case.run(x, state, step([(70, 70), (34, 34), (1, 9), (34, 90), (7, 7)], [4, 0, 5, 3, 6]))
+    layer = state_layer(recurrent_state(*case.state_shape, 1))
+    assert sum(tensor.nbytes for tensor in made) - out.nbytes <= chunk_bytes([layer], 146, 5, torch.float32)
 
 
 @pytest.mark.parametrize("beta_scale", quick_first(1, [2.0, 1.0]))
