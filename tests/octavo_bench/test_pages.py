@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from octavo.cli import build_parser
 from octavo_bench.report_tables import number, render
 
 DOCS = Path(__file__).parents[2] / "docs"
+NOTES = DOCS.parent / "benchmarks" / "notes"
+COMPARISONS = NOTES / "comparisons.md"
 PAGES = ("benchmarks.md", "performance.md")
 FIGURES = {
     "TTFT p50 ms": "ttft_p50_ms",
@@ -21,7 +24,7 @@ FIGURES = {
     "TPOT p50 ms": "tpot_p50_ms",
     "mJ per token": "mj_per_token",
 }
-RECORD = re.compile(r"\((\.\./benchmarks/results/\S+\.json)\)")
+RECORD = re.compile(r"\((\.\./results/\S+\.json)\)")
 
 
 def examples(page: str) -> list[str]:
@@ -44,7 +47,7 @@ def as_shown(files: list[str], workload: str, figure: str) -> str:
     medians: dict[str, float] = {}
     told = None
     for file in files:
-        for row in json.loads((DOCS / file).read_text())["result"]["rows"]:
+        for row in json.loads((NOTES / file).read_text())["result"]["rows"]:
             if (row["workload"], row["figure"]) == (workload, figure):
                 medians |= {engine: row[engine]["median"] for engine in ("octavo", "vllm") if engine in row}
                 told = row.get("times_better", told)
@@ -76,9 +79,7 @@ def test_every_measurement_has_an_example(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_settings_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (DOCS / "performance.md").read_text()
-    tuning = text[text.index("## How to tune") : text.index("## Measure it yourself")]
-    named = set(re.findall(r"`(--[a-z-]+)", tuning))
+    named = set(re.findall(r"`(--[a-z-]+)", (DOCS / "tuning.md").read_text()))
     with pytest.raises(SystemExit, match=r"^0$"):
         build_parser().parse_args(["serve", "--help=all"])
     assert len(named) >= 8
@@ -86,7 +87,7 @@ def test_settings_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_throughput_is_that_of_the_records() -> None:
-    lines = (DOCS / "performance.md").read_text().splitlines()
+    lines = COMPARISONS.read_text().splitlines()
     rows = [line for line in lines if "/peer_" in line and "_tp2" not in line and line[0] == "|"]
     assert len(rows) == 14
     for line in rows:
@@ -95,7 +96,7 @@ def test_throughput_is_that_of_the_records() -> None:
 
 
 def test_figures_of_two_gpus_are_those_of_the_records() -> None:
-    text = (DOCS / "performance.md").read_text()
+    text = COMPARISONS.read_text()
     section = text[text.index("### Two GPUs") : text.index("## CPU: next to")]
     files = RECORD.findall(section)[:2]
     for title, figure in {"output tokens/s, Octavo / vLLM": "output_tok_s", **FIGURES}.items():
@@ -104,7 +105,7 @@ def test_figures_of_two_gpus_are_those_of_the_records() -> None:
 
 
 def test_figures_of_larger_models_on_two_gpus_are_those_of_the_records() -> None:
-    lines = (DOCS / "performance.md").read_text().splitlines()
+    lines = COMPARISONS.read_text().splitlines()
     rows = [line for line in lines if line.startswith("|") and "_tp2" in line]
     assert len(rows) == 2
     for line in rows:
@@ -112,13 +113,29 @@ def test_figures_of_larger_models_on_two_gpus_are_those_of_the_records() -> None
 
 
 def test_latency_is_that_of_the_record() -> None:
-    lines = (DOCS / "performance.md").read_text().splitlines()
+    lines = COMPARISONS.read_text().splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("| workload | TTFT"))
     file = RECORD.findall(lines[start - 2])[0]
     titles = cells(lines[start])[1:]
     for line in lines[start + 2 : start + 6]:
         workload, *shown = cells(line)
         assert shown == [as_shown([file], workload, FIGURES[title]) for title in titles]
+
+
+def test_the_summary_has_the_range_of_the_plotted_figures() -> None:
+    draw = runpy.run_path(str(DOCS / "performance" / "draw.py"))
+    lines, page = list(draw["of_gpus"]()), (DOCS / "performance.md").read_text()
+    assert len(lines) == 14
+    found = {
+        name: [times for line in lines for (own, _), times in line.times.items() if own == name]
+        for name in draw["PANELS"]
+    }
+    tokens, first, gaps = found.values()
+    assert f"is ahead in each of these, by {min(tokens):.2f} to {max(tokens):.2f} times" in page
+    assert f"comes {min(first):.2f} to {max(first):.2f} times as early" in page
+    assert [sum(times < 1 for times in gaps), len(gaps)] == [5, 53]
+    assert "but for five of the 53" in page
+    assert all(times > 1 for line in draw["of_cpus"]() for times in line.times.values())
 
 
 def test_figures_of_formats_are_those_of_the_records() -> None:
