@@ -15,12 +15,11 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from octavo.errors import CANCELLATIONS
-from octavo.images.resizing import RULES, ImageRefused
+from octavo.images.resizing import ImageRefused
+from octavo.images.tiling import tiled
 from octavo.system.child_worker import FAILED, LENGTH, REFUSED, RENDERED, ChildWorker, described, start
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-RESAMPLING = {0: Image.Resampling.NEAREST, 1: Image.Resampling.LANCZOS, 2: Image.Resampling.BILINEAR}
-RESAMPLING |= {3: Image.Resampling.BICUBIC, 4: Image.Resampling.BOX, 5: Image.Resampling.HAMMING}
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 
 Image.MAX_IMAGE_PIXELS = None  # the number is checked here
@@ -74,10 +73,9 @@ def prepared(data: bytes, settings: dict[str, Any]) -> tuple[tuple[int, int, int
 
     ``settings`` are those of ``ImageProcessor``. Raises ``ImageRefused``.
     """
-    image = as_rgb(opened(data, settings["most_pixels"]))
-    rows, columns = RULES[settings["rule"]](image.height, image.width, settings)
-    resized = image.resize((columns, rows), RESAMPLING[settings["resample"]])
-    return (1, rows, columns), (), resized.tobytes()
+    tiles, details = tiled(as_rgb(opened(data, settings["most_pixels"])), settings)
+    pixels = b"".join(tile.tobytes() for tile in tiles)
+    return (len(tiles), tiles[0].height, tiles[0].width), details, pixels
 
 
 def serve(question: bytes) -> tuple[bytes, bytes]:

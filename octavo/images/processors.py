@@ -6,25 +6,26 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError
+from octavo.images.resizing import limited, low
 from octavo.text.conversation import ImageText
 from octavo.types import ImageInput
 
+IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF, ZEROS, ONES = (0.5,) * 3, (0.0,) * 3, (1.0,) * 3
 TOKENS = "added_tokens"
 """Where a family finds the ids of added tokens next to the configuration."""
+PIXTRAL_ENDS = "[IMG_BREAK]", "[IMG_END]"
+AROUND_TILE, WHOLE, LINE, LINES = "<fake_token_around_image>", "<global-img>", "\n", "\n\n"
+"""Tokens of Idefics 3."""
+LLAVA_POINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 GLM_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15_000}
-LOW_SIDE = 512
-LOW_PIXELS = 512 * 512
-"""Most pixels of an image with ``detail`` low, where the model takes images of any size."""
-LOW_SQUARES = 70
-"""The smallest number of embeddings for which Gemma 4 was trained."""
 MOST_PIXELS = 40_000_000
 """Most pixels of a file, which is decoded as a whole."""
 
@@ -36,6 +37,48 @@ class PreparedImage:
     shape: tuple[int, int, int]
     details: tuple[int, ...]
     pixels: bytes
+
+
+def by_size(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """An embedding for each square of pixels."""
+    return [processor.token] * math.prod(processor.grid(image))
+
+
+def in_rows(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """An embedding for each square of pixels, and a token behind each row (Pixtral)."""
+    rows, columns = processor.grid(image)
+    row = [*[processor.token] * columns, processor.vocabulary[PIXTRAL_ENDS[0]]]
+    return [*(row * rows)[:-1], processor.vocabulary[PIXTRAL_ENDS[1]]]
+
+
+def by_tile(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """As many embeddings for each tile."""
+    return [processor.token] * (processor.num_tokens * image.shape[0])
+
+
+def in_lines(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """The embeddings of the entire image, and those of its tiles line by line, each with an embedding behind it."""
+    *_, rows, columns = image.details
+    return [processor.token] * (processor.num_tokens + rows * (columns + 1))
+
+
+def in_split(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """Each tile behind tokens that say which one it is, and at last the entire image (Idefics 3)."""
+    vocabulary, (rows, columns) = processor.vocabulary, image.details
+    around, found = vocabulary[AROUND_TILE], list[int]()
+    for row in range(1, rows + 1):
+        for column in range(1, columns + 1):
+            found += [around, vocabulary[place_of(row, column)], *[processor.token] * processor.num_tokens]
+        if row < rows:
+            found.append(vocabulary[LINE])
+    if rows:
+        found += [vocabulary[LINES]] if LINES in vocabulary else [vocabulary[LINE]] * 2
+    return [*found, around, vocabulary[WHOLE], *[processor.token] * processor.num_tokens, around]
+
+
+def place_of(row: int, column: int) -> str:
+    """The token before a tile."""
+    return f"<row_{row}_col_{column}>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +103,16 @@ class ImageProcessor:
     """Pixels of the side of an embedding, where images differ in size."""
     has_grid: bool = False
     """Whether rotary positions count rows and columns."""
-    row_end: int | None = None
-    """Id of a token behind each row of embeddings but the last."""
-    end: int | None = None
-    """Id of a token behind the last row."""
     num_tokens: int = 0
-    """Embeddings of an image, where all have as many."""
+    """Embeddings of a tile, where all have as many."""
+    vocabulary: Mapping[str, int] = field(default_factory=dict)
+    """Ids of tokens that ``layout`` puts between embeddings, by their text."""
+    layout: Callable[[ImageProcessor, PreparedImage], list[int]] = by_size
+    """The ids that stand for an image."""
 
     @property
     def most_tokens(self) -> int:
-        """Embeddings of the largest image, where that is a setting; else 0."""
+        """Embeddings of the largest image of a model in which these attend to each other."""
         return self.num_tokens or (self.settings["most"] if self.settings["rule"] == "squares" else 0)
 
     @property
@@ -84,44 +127,25 @@ class ImageProcessor:
 
     def settings_for(self, detail: str) -> dict[str, Any]:
         """The settings for a client's ``detail``."""
-        settings = dict(self.settings)
-        if detail == "low" and settings["rule"] == "area":
-            settings["most"] = max(settings["least"], min(settings["most"], LOW_PIXELS))
-        if detail == "low" and settings["rule"] == "longest":
-            settings["longest"] = min(settings["longest"], LOW_SIDE)
-        if detail == "low" and settings["rule"] == "squares":
-            settings["most"] = min(settings["most"], LOW_SQUARES)
-        return settings
+        return low(dict(self.settings)) if detail == "low" else dict(self.settings)
 
     def limited(self, most_tokens: int) -> ImageProcessor:
         """A processor whose images have no more than so many tokens, as far as their size can be chosen."""
-        settings = dict(self.settings)
-        if settings["rule"] == "area":
-            settings["most"] = min(settings["most"], most_tokens * settings["factor"] ** 2)
-        elif settings["rule"] == "longest":
-            settings["longest"] = min(settings["longest"], math.isqrt(most_tokens) * settings["factor"])
-        elif settings["rule"] == "squares":
-            settings["most"] = min(settings["most"], most_tokens)
-        return dataclasses.replace(self, settings=settings)
+        return dataclasses.replace(self, settings=limited(dict(self.settings), most_tokens))
 
     def tokens(self, image: PreparedImage) -> list[int]:
         """The ids that stand for an image."""
-        if self.num_tokens:
-            return [self.token] * self.num_tokens
-        rows, columns = self._grid(image)
-        if self.row_end is None or self.end is None:
-            return [self.token] * (rows * columns)
-        return [*([*[self.token] * columns, self.row_end] * rows)[:-1], self.end]
+        return self.layout(self, image)
 
     def placed(self, image: PreparedImage, start: int) -> ImageInput:
         """An image whose first token is at ``start``."""
-        grid = self._grid(image) if self.has_grid else None
+        grid = self.grid(image) if self.has_grid else None
         known = json.dumps([dict(self.settings), self.mean, self.deviation, image.shape, image.details], sort_keys=True)
         digest = hashlib.sha256(known.encode() + b"\0" + image.pixels).digest()
         num_tokens = len(self.tokens(image))
         return ImageInput(start, num_tokens, self.token, digest, image.shape, image.pixels, image.details, grid)
 
-    def _grid(self, image: PreparedImage) -> tuple[int, int]:
+    def grid(self, image: PreparedImage) -> tuple[int, int]:
         """Rows and columns of embeddings."""
         return image.shape[1] // self.side, image.shape[2] // self.side
 
@@ -138,15 +162,19 @@ def read_processor(folder: Path) -> ImageProcessor | None:
         return None
     given = _read(folder / "processor_config.json").get("image_processor") or _read(folder / "preprocessor_config.json")
     try:
-        return make({**config, TOKENS: _added_tokens(folder)}, given)
+        return make({**config, TOKENS: _tokens(folder)}, given)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: the image processor cannot be read: {error!r}") from None
 
 
-def _added_tokens(folder: Path) -> dict[str, int]:
-    """Ids of added tokens by their text."""
-    given = _read(folder / "tokenizer.json").get("added_tokens")
-    return {token["content"]: token["id"] for token in given} if isinstance(given, list) else {}
+def _tokens(folder: Path) -> dict[str, int]:
+    """Ids of added tokens and of ends of lines by their text, as byte-level vocabularies have them."""
+    tokenizer = _read(folder / "tokenizer.json")
+    given, vocabulary = tokenizer.get("added_tokens"), (tokenizer.get("model") or {}).get("vocab")
+    found = {token["content"]: token["id"] for token in given} if isinstance(given, list) else {}
+    if isinstance(vocabulary, dict):
+        found |= {line: vocabulary[text] for text, line in (("Ċ", LINE), ("ĊĊ", LINES)) if text in vocabulary}
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -218,6 +246,7 @@ def _gemma3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
         token=int(config.get("image_token_id", config.get("image_token_index", 262_144))),
         token_text="<image_soft_token>",
         num_tokens=int(config.get("mm_tokens_per_image", 256)),
+        layout=by_tile,
         **_scaling(given, HALF, HALF),
     )
 
@@ -253,9 +282,91 @@ def _mistral3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
         token=int(config.get("image_token_id", config.get("image_token_index", 10))),
         token_text="[IMG]",
         side=side,
-        row_end=int(config[TOKENS].get("[IMG_BREAK]", 12)),
-        end=int(config[TOKENS].get("[IMG_END]", 13)),
+        vocabulary=dict(zip(PIXTRAL_ENDS, (12, 13), strict=True))
+        | {end: int(config[TOKENS][end]) for end in PIXTRAL_ENDS if end in config[TOKENS]},
+        layout=in_rows,
         **_scaling(given, CLIP_MEAN, CLIP_DEVIATION),
+    )
+
+
+def _pair(given: Any) -> tuple[int, int]:
+    """Height and width, given as one number or two."""
+    height, width = given if isinstance(given, list) else (given, given)
+    return int(height), int(width)
+
+
+def _internvl(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    height, width = _pair(config["vision_config"].get("image_size", 448))
+    size, count = given.get("size") or {}, int(config.get("image_seq_length", 256))
+    most, least = int(given.get("max_patches", 12)), int(given.get("min_patches", 1))
+    return ImageProcessor(
+        settings={"rule": "grid", "height": int(size.get("height", height)), "width": int(size.get("width", width))}
+        | {"least": least, "most": most, "tokens": count, "resample": int(given.get("resample", 3))}
+        | {"most_pixels": MOST_PIXELS},
+        placeholder="<IMG_CONTEXT>",
+        before="<img>",
+        after="</img>",
+        token=int(config.get("image_token_id") or config[TOKENS].get("<IMG_CONTEXT>", 151_667)),
+        token_text="<IMG_CONTEXT>",
+        num_tokens=count,
+        layout=by_tile,
+        **_scaling(given, IMAGENET_MEAN, IMAGENET_DEVIATION),
+    )
+
+
+def _llava(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    inner = config["vision_config"]
+    if inner.get("model_type") == "pixtral":
+        return _mistral3({"spatial_merge_size": 1, **config}, given)
+    side = int((given.get("crop_size") or {}).get("height") or inner.get("image_size", 336))
+    return ImageProcessor(
+        settings={"rule": "middle", "side": side, "resample": int(given.get("resample", 3))}
+        | {"most_pixels": MOST_PIXELS},
+        placeholder="<image>",
+        token=int(config.get("image_token_index") or config.get("image_token_id") or 32_000),
+        token_text="<image>",
+        num_tokens=(side // int(inner.get("patch_size", 14))) ** 2,
+        layout=by_tile,
+        **_scaling(given, CLIP_MEAN, CLIP_DEVIATION),
+    )
+
+
+def _llava_next(config: Mapping[str, Any], given: Mapping[str, Any], side: int = 336, most: int = 0) -> ImageProcessor:
+    """``side``: of a tile by default. ``most``: whole tiles whose number of embeddings an image has at most, 0: any."""
+    found, inner = _llava(config, given), config["vision_config"]
+    side = int(inner.get("image_size", side))
+    cells = side // int(inner.get("patch_size", 14))
+    points = given.get("image_grid_pinpoints") or config.get("image_grid_pinpoints")
+    if points is None and most:
+        points = [[rows * side, columns * side] for rows in range(1, 7) for columns in range(1, 7)]
+    known = {"rule": "pinpoints", "side": side, "cells": cells, "most": most, "pinpoints": points or LLAVA_POINTS}
+    return dataclasses.replace(found, settings={**found.settings, **known}, num_tokens=cells**2, layout=in_lines)
+
+
+def _llava_onevision(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    most = str(config.get("vision_aspect_ratio") or "anyres_max_9").removeprefix("anyres_max_")
+    return _llava_next(config, given, 384, int(most))
+
+
+def _idefics3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    inner, known = config["vision_config"], config[TOKENS]
+    side = int((given.get("max_image_size") or {}).get("longest_edge", inner.get("image_size", 364)))
+    longest = int((given.get("size") or {}).get("longest_edge", 4 * side))
+    count = (side // int(inner.get("patch_size", 14)) // int(config.get("scale_factor", 2))) ** 2
+    tiles = range(1, math.ceil(longest / side) + 1)
+    texts = [AROUND_TILE, WHOLE, LINE, *(place_of(row, column) for row in tiles for column in tiles)]
+    vocabulary = {text: known[text] for text in texts} | ({LINES: known[LINES]} if LINES in known else {})
+    return ImageProcessor(
+        settings={"rule": "split", "side": side, "longest": longest, "tokens": count}
+        | {"splits": bool(given.get("do_image_splitting", True)), "resample": int(given.get("resample", 1))}
+        | {"most_pixels": MOST_PIXELS},
+        placeholder="<image>",
+        token=int(config.get("image_token_id") or known["<image>"]),
+        token_text="<image>",
+        num_tokens=count,
+        vocabulary=vocabulary,
+        layout=in_split,
+        **_scaling(given, HALF, HALF),
     )
 
 
@@ -266,6 +377,11 @@ PROCESSORS = {
     "Glm46VForConditionalGeneration": _glm4v,
     "Glm4vForConditionalGeneration": _glm4v,
     "Glm4vMoeForConditionalGeneration": _glm4v,
+    "Idefics3ForConditionalGeneration": _idefics3,
+    "InternVLForConditionalGeneration": _internvl,
+    "LlavaForConditionalGeneration": _llava,
+    "LlavaNextForConditionalGeneration": _llava_next,
+    "LlavaOnevisionForConditionalGeneration": _llava_onevision,
     "Mistral3ForConditionalGeneration": _mistral3,
     "Qwen2VLForConditionalGeneration": _qwen25,
     "Qwen2_5_VLForConditionalGeneration": _qwen25,
@@ -273,5 +389,6 @@ PROCESSORS = {
     "Qwen3VLMoeForConditionalGeneration": _qwen3,
     "Qwen3_5ForConditionalGeneration": _qwen3,
     "Qwen3_5MoeForConditionalGeneration": _qwen3,
+    "SmolVLMForConditionalGeneration": _idefics3,
 }
 """By architecture of the checkpoint."""

@@ -1,4 +1,4 @@
-"""To which size a model's images are brought: arithmetic on sides, in pixels.
+"""To which size a model's images are brought, and in how many tiles: arithmetic on sides, in pixels.
 
 Each rule is that of the family's own processor, as published with its checkpoints.
 """
@@ -63,3 +63,117 @@ def by_squares(height: int, width: int, settings: dict[str, Any]) -> tuple[int, 
 
 
 RULES = {"area": by_area, "fixed": fixed, "longest": by_longest, "squares": by_squares}
+
+LOW_SIDE = 512
+LOW_PIXELS = 512 * 512
+"""Most pixels of an image with ``detail`` low, where the model takes images of any size."""
+LOW_SQUARES = 70
+"""The smallest number of embeddings for which Gemma 4 was trained."""
+
+
+def low(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings for images of low detail, as far as the size can be chosen."""
+    match settings["rule"]:
+        case "area":
+            return {**settings, "most": max(settings["least"], min(settings["most"], LOW_PIXELS))}
+        case "longest":
+            return {**settings, "longest": min(settings["longest"], LOW_SIDE)}
+        case "squares":
+            return {**settings, "most": min(settings["most"], LOW_SQUARES)}
+        case "grid":
+            return {**settings, "least": 1, "most": 1}
+        case "split":
+            return {**settings, "longest": settings["side"]}
+        case "pinpoints":
+            return {**settings, "pinpoints": [min(settings["pinpoints"], key=math.prod)]}
+    return settings
+
+
+def limited(settings: dict[str, Any], most_tokens: int) -> dict[str, Any]:
+    """The settings with which an image has no more than so many tokens, as far as the size can be chosen."""
+    match settings["rule"]:
+        case "area":
+            return {**settings, "most": min(settings["most"], most_tokens * settings["factor"] ** 2)}
+        case "longest":
+            return {**settings, "longest": min(settings["longest"], math.isqrt(most_tokens) * settings["factor"])}
+        case "squares":
+            return {**settings, "most": min(settings["most"], most_tokens)}
+        case "grid":
+            most = max(1, min(settings["most"], most_tokens // settings["tokens"] - 1))  # and the whole image
+            return {**settings, "least": min(settings["least"], most), "most": most}
+        case "split":
+            tiles = most_tokens // (settings["tokens"] + 4) - 1  # four tokens are around those of a tile
+            longest = max(1, math.isqrt(max(1, tiles))) * settings["side"]
+            return {**settings, "longest": min(settings["longest"], longest)}
+        case "pinpoints":
+            points = [point for point in settings["pinpoints"] if most_packed(point, settings) <= most_tokens]
+            return {**settings, "pinpoints": points or [min(settings["pinpoints"], key=math.prod)]}
+    return settings
+
+
+def best_grid(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns of ``least`` to ``most`` tiles whose ratio is nearest to the image's (InternVL 1.5, arXiv
+    2404.16821). Of equal ratios the larger one, unless it has more than twice the image's pixels."""
+    least, most, ratio = settings["least"], settings["most"], width / height
+    found, smallest = (1, 1), math.inf
+    grids = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
+    for rows, columns in sorted((grid for grid in grids if math.prod(grid) >= least), key=math.prod):
+        difference = abs(ratio - columns / rows)
+        is_large = width * height > 0.5 * settings["height"] * settings["width"] * rows * columns
+        if difference < smallest or (difference == smallest and is_large):
+            found, smallest = (rows, columns), difference
+    return found
+
+
+def best_pinpoint(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """The size, of those that a model has, that keeps most of an image's pixels and wastes fewest (LLaVA-NeXT)."""
+
+    def kept_and_wasted(point: list[int]) -> tuple[int, int]:
+        scale = min(point[1] / width, point[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - math.prod(point)
+
+    rows, columns = max(settings["pinpoints"], key=kept_and_wasted)
+    return rows, columns
+
+
+def within(height: int, width: int, point: tuple[int, int]) -> tuple[int, int]:
+    """The largest size of an image of this ratio in a size."""
+    rows, columns = point
+    if columns / width < rows / height:
+        return min(math.ceil(height * (columns / width)), rows), columns
+    return rows, min(math.ceil(width * (rows / height)), columns)
+
+
+def packed(height: int, width: int, point: tuple[int, int], settings: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Of an image in tiles that fill ``point``: the rows and columns of embeddings that are not all padding, and those
+    to which they are reduced (LLaVA-NeXT, LLaVA-OneVision)."""
+    side, cells = settings["side"], settings["cells"]
+    rows, columns = point[0] // side * cells, point[1] // side * cells
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    ratio = math.sqrt(rows * columns / (settings["most"] * cells**2)) if settings["most"] else 0
+    return rows, columns, *((int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns))
+
+
+def most_packed(point: list[int], settings: dict[str, Any]) -> int:
+    """Embeddings of an image that fills a size, those of the whole image and of line ends included."""
+    _, _, rows, columns = packed(point[0], point[1], (point[0], point[1]), settings)
+    return int(settings["cells"]) ** 2 + rows * (columns + 1)
+
+
+def split_sizes(height: int, width: int, settings: dict[str, Any]) -> list[tuple[int, int]]:
+    """The two sizes to which an image is brought in turn (Idefics 3, arXiv 2408.12637): the longer side is ``longest``
+    pixels and the other one even, then both are multiples of ``side``, or ``side`` if the image is not split."""
+    side, longest = settings["side"], settings["longest"]
+    is_wide, ratio = width >= height, width / height
+    shorter = int(longest / ratio if is_wide else longest * ratio)
+    shorter = max(1, shorter + shorter % 2)
+    first = (shorter, longest) if is_wide else (longest, shorter)
+    if not settings["splits"]:
+        return [first, (side, side)]
+    ratio, long = first[1] / first[0], math.ceil(longest / side) * side
+    short = math.ceil(max(1, int(long / ratio if is_wide else long * ratio)) / side) * side
+    return [first, (short, long) if is_wide else (long, short)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,23 +17,59 @@ from transformers import (
     Gemma3ImageProcessorPil,
     Gemma4ImageProcessorPil,
     Glm4vImageProcessorPil,
+    GotOcr2ImageProcessorPil,
+    Idefics3ImageProcessorPil,
+    LlavaImageProcessorPil,
+    LlavaNextImageProcessorPil,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
 )
 
-from octavo.errors import InvalidParameter
+from octavo.errors import CheckpointError, InvalidParameter
 from octavo.images.image_decoder import FORMATS, as_rgb, opened, prepared
 from octavo.images.preparer import ImagePreparer, placed
-from octavo.images.processors import HALF, ImageProcessor, PreparedImage
+from octavo.images.processors import (
+    AROUND_TILE,
+    HALF,
+    PROCESSORS,
+    WHOLE,
+    ImageProcessor,
+    PreparedImage,
+    place_of,
+    read_processor,
+)
 from octavo.images.resizing import ImageRefused
 from tests.tiers import nightly_after
 
 AREA = {"rule": "area", "factor": 28, "least": 56 * 56, "most": 28 * 28 * 40, "resample": 3, "most_pixels": 10**6}
 GROWN = {**AREA, "least": 8 * 28 * 28, "grows": True}
 FIXED = {"rule": "fixed", "height": 56, "width": 56, "resample": 2, "most_pixels": 10**6}
-SQUARES = {"rule": "squares", "factor": 48, "most": 70, "resample": 3, "most_pixels": 10**6}
+SQUARES = {"rule": "squares", "factor": 12, "most": 70, "resample": 3, "most_pixels": 10**6}
 LONGEST = {"rule": "longest", "longest": 112, "factor": 28, "resample": 3, "most_pixels": 10**6}
-RULES = {"area": AREA, "grown": GROWN, "fixed": FIXED, "longest": LONGEST, "squares": SQUARES}
+GRID = {"rule": "grid", "height": 56, "width": 42, "least": 1, "most": 6, "resample": 3, "most_pixels": 10**6}
+POINTS = [[56, 56], [56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+PINPOINTS = {"rule": "pinpoints", "side": 56, "cells": 4, "most": 0, "pinpoints": POINTS, "resample": 3}
+SPLIT = {"rule": "split", "side": 56, "longest": 168, "splits": True, "resample": 1}
+MIDDLE = {"rule": "middle", "side": 56, "resample": 3}
+RULES = {"area": AREA, "grown": GROWN, "fixed": FIXED, "longest": LONGEST, "squares": SQUARES, "grid": GRID}
+RULES |= {"pinpoints": PINPOINTS, "split": SPLIT, "in one": {**SPLIT, "splits": False}, "middle": MIDDLE}
+LIBRARY: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "grid": lambda settings: GotOcr2ImageProcessorPil(
+        crop_to_patches=True, size={"height": 56, "width": 42}, max_patches=6, do_normalize=False
+    ),
+    "pinpoints": lambda settings: LlavaNextImageProcessorPil(
+        image_grid_pinpoints=POINTS, do_normalize=False, size={"shortest_edge": 56}, crop_size=SQUARE
+    ),
+    "split": lambda settings: Idefics3ImageProcessorPil(
+        size={"longest_edge": 168},
+        max_image_size={"longest_edge": 56},
+        do_image_splitting=settings["splits"],
+        do_normalize=False,
+    ),
+    "middle": lambda settings: LlavaImageProcessorPil(size={"shortest_edge": 56}, crop_size=SQUARE, do_normalize=False),
+}
+SQUARE = {"height": 56, "width": 56}
+"""Processors of the library that give tiles."""
 QWEN = ImageProcessor(
     settings=AREA,
     mean=HALF,
@@ -109,8 +147,8 @@ def unnormalised(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def ours(data: bytes, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
-    shape, _, pixels = prepared(data, settings)
-    return np.frombuffer(pixels, np.uint8).reshape(*shape[1:], 3) / 255
+    shape, _, pixels = prepared(data, {"most_pixels": 10**6, **settings})
+    return np.frombuffer(pixels, np.uint8).reshape(*shape, 3) / 255
 
 
 def theirs(data: bytes, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -121,6 +159,9 @@ def theirs(data: bytes, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
 
     image = ImageOps.exif_transpose(image)
     rule = settings["rule"]
+    if rule in LIBRARY:
+        tiles = np.asarray(LIBRARY[rule](settings)([image])["pixel_values"])
+        return np.moveaxis(tiles.reshape(-1, *tiles.shape[-3:]), 1, -1)
     if rule == "fixed":
         found = Gemma3ImageProcessorPil(size={"height": 56, "width": 56}, do_normalize=False, do_convert_rgb=True)
         return unnormalised(found([image])["pixel_values"][0])
@@ -129,10 +170,10 @@ def theirs(data: bytes, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
         found = PixtralImageProcessorPil(size=size, patch_size=28, do_normalize=False)
         return unnormalised(found([image])["pixel_values"][0])
     if rule == "squares":
-        result = Gemma4ImageProcessorPil(max_soft_tokens=70)([image])
+        result = Gemma4ImageProcessorPil(max_soft_tokens=70, patch_size=4)([image])
         columns, rows = result["image_position_ids"][0].max(0) + 1
-        tiles = result["pixel_values"][0][: rows * columns].reshape(rows, columns, 16, 16, 3)
-        return np.asarray(tiles.transpose(0, 2, 1, 3, 4).reshape(rows * 16, columns * 16, 3))
+        tiles = result["pixel_values"][0][: rows * columns].reshape(rows, columns, 4, 4, 3)
+        return np.asarray(tiles.transpose(0, 2, 1, 3, 4).reshape(rows * 4, columns * 4, 3))
     count = 2 if settings.get("grows") else 1
     size = {"shortest_edge": count * settings["least"], "longest_edge": count * settings["most"]}
     made = Glm4vImageProcessorPil if settings.get("grows") else Qwen2VLImageProcessorPil
@@ -142,14 +183,13 @@ def theirs(data: bytes, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
     return patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * 14, columns * 14, 3)
 
 
-@pytest.mark.parametrize(
-    "rule", [AREA, GROWN, FIXED, LONGEST, SQUARES], ids=["area", "grown", "fixed", "longest", "squares"]
-)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_pixels_are_those_of_the_library(rule: dict[str, Any]) -> None:
     assert len(NASTY) >= 30
     for name, make in NASTY.items():
         data = make()
         found, expected = ours(data, rule), theirs(data, rule)
+        expected = expected if expected.ndim == 4 else expected[None]
         assert found.shape == expected.shape, name
         assert np.abs(found - expected).max() <= 1 / 255 + 1e-6, name
 
@@ -243,3 +283,42 @@ def test_digests_tell_pixels_shapes_and_settings_apart() -> None:
     }
     assert len(digests) == 5
     assert {len(digest) for digest in digests} == {32}
+
+
+def folder_of(architecture: str, folder: Path) -> Path:
+    """A checkpoint that says nothing of its images but that it takes some."""
+    names = [AROUND_TILE, WHOLE, "<image>", *(place_of(row, column) for row in range(1, 5) for column in range(1, 5))]
+    added = [{"content": name, "id": 300 + i} for i, name in enumerate(names)]
+    config = {"architectures": [architecture], "vision_config": {"hidden_size": 64}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = {"added_tokens": added, "model": {"vocab": {"Ċ": 1, "ĊĊ": 2}}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def num_tokens(processor: ImageProcessor, width: int, height: int, detail: str = "auto") -> int:
+    shape, details, pixels = prepared(saved(Image.new("RGB", (width, height))), processor.settings_for(detail))
+    return len(processor.tokens(PreparedImage(shape, details, pixels)))
+
+
+@pytest.mark.parametrize("architecture", PROCESSORS)
+def test_images_of_every_family_can_be_smaller(architecture: str, tmp_path: Path) -> None:
+    """With ``detail`` low, and in an engine with few slots for embeddings."""
+    processor = read_processor(folder_of(architecture, tmp_path))
+    assert processor is not None
+    sizes = [(800, 600), (1, 1), (20, 900)]
+    whole = [num_tokens(processor, *size) for size in sizes]
+    assert all(
+        low <= count for low, count in zip([num_tokens(processor, *s, "low") for s in sizes], whole, strict=True)
+    )
+    if processor.settings["rule"] not in ("fixed", "middle"):
+        most = 2000 if processor.settings["rule"] == "pinpoints" else 500
+        few = processor.limited(most)
+        assert all(num_tokens(few, *size) <= min(most, count) for size, count in zip(sizes, whole, strict=True))
+
+
+def test_missing_tokens_are_named(tmp_path: Path) -> None:
+    folder = folder_of("SmolVLMForConditionalGeneration", tmp_path)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="the image processor cannot be read: KeyError"):
+        read_processor(folder)

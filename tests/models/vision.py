@@ -12,15 +12,29 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     Gemma3ImageProcessorPil,
     Gemma4ImageProcessorPil,
     Glm4vImageProcessorPil,
+    GotOcr2ImageProcessorPil,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    LlavaImageProcessorPil,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
+    LlavaOnevisionImageProcessorPil,
+    LlavaOnevisionProcessor,
     PixtralImageProcessorPil,
     PreTrainedModel,
+    ProcessorMixin,
     Qwen2VLImageProcessorPil,
+    SmolVLMImageProcessorPil,
 )
 from transformers.models.gemma4 import image_processing_pil_gemma4
 
@@ -49,15 +63,17 @@ class Family(NamedTuple):
     processor: Callable[[], Any]
     placeholders: Callable[[Any], Sequence[list[int]]]
     """Tokens of each image, from what the processor gives."""
+    tokens: dict[str, int] = {}
+    """Ids that have to be in the tokenizer."""
 
 
 def _of_grid(found: Any) -> Sequence[list[int]]:
     return [[IMAGE] * (int(grid.prod()) // 4) for grid in found["image_grid_thw"]]
 
 
-def _in_rows(found: Any) -> Sequence[list[int]]:
+def _in_rows(found: Any, side: int = 28) -> Sequence[list[int]]:
     """With Pixtral's tokens behind each row, and behind the last one."""
-    sizes = [(int(rows) // 28, int(columns) // 28) for rows, columns in found["image_sizes"]]
+    sizes = [(int(rows) // side, int(columns) // side) for rows, columns in found["image_sizes"]]
     return [[*([*[IMAGE] * columns, 12] * rows)[:-1], 13] for rows, columns in sizes]
 
 
@@ -65,6 +81,66 @@ def _of_squares(found: Any) -> Sequence[list[int]]:
     return [[IMAGE] * int(count) for count in found["num_soft_tokens_per_image"]]
 
 
+def _by_tile(found: Any) -> Sequence[list[int]]:
+    return [[IMAGE] * (4 * int(count)) for count in found["num_patches"]]
+
+
+def _in_lines(kind: type[ProcessorMixin], maker: Callable[[], Any], **known: Any) -> Callable[[Any], list[list[int]]]:
+    """As the library's processor says, which would need a tokenizer."""
+
+    def found(found: Any) -> list[list[int]]:
+        processor = object.__new__(kind)
+        vars(processor).update(image_processor=maker(), image_token="x", num_image_tokens=16, patch_size=14, **known)
+        return [[IMAGE] * len(processor.replace_image_token(found, i)) for i in range(len(found["image_sizes"]))]
+
+    return found
+
+
+SPLIT_TOKENS = {"<fake_token_around_image>": 251, "<global-img>": 252, "<image>": IMAGE, "Ċ": 253, "ĊĊ": 254}
+SPLIT_TOKENS |= {f"<row_{row}_col_{column}>": 240 + 2 * row + column for row in (1, 2) for column in (1, 2)}
+
+
+def _in_split(found: Any) -> list[list[int]]:
+    """As the library's processor and tokenizer have it."""
+    processor = object.__new__(Idefics3Processor)
+    vars(processor).update(fake_image_token="<fake_token_around_image>", global_image_tag="<global-img>")
+    vars(processor).update(image_token="<image>", image_seq_len=4)
+    texts = [processor.replace_image_token(found, i) for i in range(len(found["rows"][0]))]
+    return [tokenizer(SPLIT_TOKENS).encode(text).ids for text in texts]
+
+
+def tokenizer(tokens: dict[str, int]) -> Tokenizer:
+    """A byte-level tokenizer with these tokens."""
+    others = (i for i in range(256) if i not in tokens.values())
+    made = Tokenizer(BPE(vocab={**tokens, **{f"t{i}": i for i in others}}, merges=[("Ċ", "Ċ")]))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    made.decoder = ByteLevelDecoder()
+    made.add_special_tokens([text for text in tokens if text.startswith("<")])
+    return made
+
+
+POINTS = [[56, 56], [56, 112], [112, 56], [112, 112], [168, 56]]
+ONEVISION_PROCESSOR = partial(
+    LlavaOnevisionImageProcessorPil, size={"height": 56, "width": 56}, image_grid_pinpoints=POINTS
+)
+CLIP_SIZE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+NEXT_PROCESSOR = partial(LlavaNextImageProcessorPil, image_grid_pinpoints=POINTS, **CLIP_SIZE)
+SMALL_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+}
+INTERNVL_PROCESSOR = partial(
+    GotOcr2ImageProcessorPil, crop_to_patches=True, size={"height": 56, "width": 56}, max_patches=3
+)
+LLAVA = {
+    "text_config": {"model_type": "llama", **TEXT},
+    "vision_config": {"model_type": "clip_vision_model", **SMALL_TOWER},
+    "image_token_index": IMAGE,
+}
 image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS += (12,)  # those of the library make long prompts
 GEMMA4_PROCESSOR = partial(Gemma4ImageProcessorPil, patch_size=4, pooling_kernel_size=2, max_soft_tokens=12)
 GEMMA4 = {
@@ -95,6 +171,14 @@ QWEN3_PROCESSOR = partial(
     image_std=[0.5] * 3,
 )
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+PIXTRAL_VISION = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
 GLM_VISION = {
     "depth": 2,
     "hidden_size": 32,
@@ -104,7 +188,7 @@ GLM_VISION = {
     "out_hidden_size": 64,
 }
 GLM_PROCESSOR = partial(Glm4vImageProcessorPil, size={"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 60})
-INPUTS = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes")
+INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes")
 """What models take of what processors give."""
 FAMILIES = {
     "qwen2_5_vl": Family(
@@ -238,18 +322,105 @@ FAMILIES = {
         partial(Gemma4ImageProcessorPil, patch_size=8, pooling_kernel_size=1, max_soft_tokens=12),
         _of_squares,
     ),
+    "internvl": Family(
+        "internvl",
+        {
+            "text_config": {"model_type": "qwen3", **TEXT},
+            "vision_config": {**SMALL_TOWER, "attention_bias": True},
+            "image_token_id": IMAGE,
+            "image_seq_length": 4,
+        },
+        INTERNVL_PROCESSOR,
+        _by_tile,
+    ),
+    "internvl_rms": Family(
+        "internvl",
+        {
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": {**SMALL_TOWER, "use_qk_norm": True, "norm_type": "rms_norm", "use_mean_pooling": False},
+            "image_token_id": IMAGE,
+            "image_seq_length": 4,
+        },
+        INTERNVL_PROCESSOR,
+        _by_tile,
+    ),
+    "llava_onevision": Family(
+        "llava_onevision",
+        {
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": {"model_type": "siglip_vision_model", **SMALL_TOWER},
+            "image_token_index": IMAGE,
+            "vision_aspect_ratio": "anyres_max_2",
+            "image_grid_pinpoints": POINTS,
+        },
+        ONEVISION_PROCESSOR,
+        _in_lines(
+            LlavaOnevisionProcessor,
+            ONEVISION_PROCESSOR,
+            vision_aspect_ratio="anyres_max_2",
+            vision_feature_select_strategy="full",
+        ),
+    ),
+    "smolvlm": Family(
+        "smolvlm",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": SMALL_TOWER,
+            "image_token_id": IMAGE,
+            "scale_factor": 2,
+        },
+        partial(
+            SmolVLMImageProcessorPil,
+            size={"longest_edge": 112},
+            max_image_size={"longest_edge": 56},
+            return_row_col_info=True,
+        ),
+        _in_split,
+        SPLIT_TOKENS,
+    ),
+    "idefics3": Family(
+        "idefics3",
+        {"text_config": {"model_type": "llama", **TEXT}, "vision_config": SMALL_TOWER, "image_token_id": IMAGE},
+        partial(
+            Idefics3ImageProcessorPil,
+            size={"longest_edge": 112},
+            max_image_size={"longest_edge": 56},
+            return_row_col_info=True,
+        ),
+        _in_split,
+        SPLIT_TOKENS,
+    ),
+    "llava": Family(
+        "llava",
+        LLAVA,
+        partial(LlavaImageProcessorPil, **CLIP_SIZE),
+        lambda found: [[IMAGE] * 16] * len(found["pixel_values"]),
+    ),
+    "llava_next": Family(
+        "llava_next",
+        {**LLAVA, "image_grid_pinpoints": POINTS},
+        NEXT_PROCESSOR,
+        _in_lines(
+            LlavaNextProcessor, NEXT_PROCESSOR, num_additional_image_tokens=1, vision_feature_select_strategy="default"
+        ),
+    ),
+    "pixtral": Family(
+        "llava",
+        {
+            "text_config": {"model_type": "mistral", **TEXT},
+            "vision_config": PIXTRAL_VISION,
+            "image_token_index": IMAGE,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        partial(PixtralImageProcessorPil, size={"longest_edge": 56}, patch_size=14),
+        partial(_in_rows, side=14),
+    ),
     "mistral3": Family(
         "mistral3",
         {
             "text_config": {"model_type": "mistral", **TEXT},
-            "vision_config": {
-                "model_type": "pixtral",
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "patch_size": 14,
-            },
+            "vision_config": PIXTRAL_VISION,
             "spatial_merge_size": 2,
             "image_token_id": IMAGE,
             "image_token_index": IMAGE,
@@ -291,7 +462,9 @@ def make(folder: Path, name: str) -> PreTrainedModel:
             elif ".std_" in name:
                 buffer.normal_()
         for weight_name, weight in model.named_parameters():
-            if "norm" in weight_name and weight_name.endswith("weight"):
+            if weight_name.endswith(("cls_token", "class_embedding", "position_embeddings")):
+                weight.normal_(std=0.3)
+            elif "norm" in weight_name and weight_name.endswith("weight"):
                 weight.add_(torch.randn_like(weight) * 0.2)
             elif not weight.any():  # a projection of Gemma begins with zeros
                 weight.normal_(std=0.3)
@@ -299,6 +472,8 @@ def make(folder: Path, name: str) -> PreTrainedModel:
                 weight.mul_(4)  # so that attention looks at some positions more than at others
     model.eval().save_pretrained(folder)
     family.processor().save_pretrained(folder)
+    if family.tokens:
+        tokenizer(family.tokens).save(str(folder / "tokenizer.json"))
     return model
 
 
@@ -323,8 +498,9 @@ def expected_logprobs(name: str, model: PreTrainedModel, prompt: list[int], imag
     for token in prompt:
         tokens += next(placeholders) if token == IMAGE else [token]
     ids = torch.tensor([tokens])
-    more = {"gemma3": "token_type_ids", "mistral3": None}.get(name, "mm_token_type_ids")
-    kinds: dict[str, Any] = {} if more is None else {more: (ids == IMAGE).int()}
+    kinds: dict[str, Any] = {}
+    if name.startswith(("qwen", "glm", "gemma")):
+        kinds = {"token_type_ids" if name == "gemma3" else "mm_token_type_ids": (ids == IMAGE).int()}
     if name == "gemma4_unified":  # whose forward alone has other masks than its generation
         masks = model.create_masks_for_generate
         kinds["attention_mask"] = masks(model.config, model.get_input_embeddings()(ids), None, None, None, **kinds)

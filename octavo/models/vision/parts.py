@@ -127,6 +127,13 @@ def turn(x_NAH: Tensor, cos_NH: Tensor, sin_NH: Tensor) -> Tensor:
     return turned.to(x_NAH.dtype)
 
 
+def merged(x_BND: Tensor, merge: int) -> Tensor:
+    """Windows of ``merge`` x ``merge`` patches of square images in one row each: [B, N / merge^2, merge^2 * D]."""
+    B, N, D = x_BND.shape
+    side = round(N**0.5) // merge
+    return x_BND.view(B, side, merge, side, merge, D).transpose(2, 3).reshape(B, side**2, merge**2 * D)
+
+
 def normalised(pixels: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
     """Pixels, uint8 [..., C], as the float32 numbers that towers were trained with."""
     like = {"dtype": torch.float32, "device": pixels.device}

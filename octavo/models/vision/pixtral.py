@@ -1,12 +1,13 @@
-"""The vision tower of Pixtral (arXiv 2410.07073) and its projection in Mistral Small 3 and Ministral 3.
+"""The vision tower of Pixtral (arXiv 2410.07073), also with its projection in Mistral Small 3 and Ministral 3.
 
-Images of any size in patches; rows and columns rotate queries and keys. Four patches make an embedding.
+Images of any size in patches; rows and columns rotate queries and keys. A patch makes an embedding, or four of them.
 
 Shapes: N patches, D width of the tower, H head dim.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +39,11 @@ class PixtralConfig(VisionConfig):
     ffn_size: int
     num_heads: int
     patch: int
-    merge: int
+    merge: int = 1
     theta: float
     activation: Activation
-    projector_eps: float
+    projector_eps: float = 0.0
+    """Of the norm before four patches become one."""
     projector_activation: Activation
     projector_bias: bool
 
@@ -65,8 +67,11 @@ class PixtralLayer:
         return x_ND + self.mlp(self.ffn_norm(x_ND))
 
 
-class Mistral3Tower:
-    """See the module's docstring."""
+class PixtralTower:
+    """The tower of Pixtral in transformers' LLaVA."""
+
+    has_bias = True
+    """Whether the projection has biases by default."""
 
     @classmethod
     def read_config(cls, keys: ConfigKeys) -> PixtralConfig:
@@ -82,12 +87,10 @@ class Mistral3Tower:
             ffn_size=inner.size("intermediate_size", 4096),
             num_heads=inner.size("num_attention_heads", 16),
             patch=inner.size("patch_size", 16),
-            merge=keys.size("spatial_merge_size", 2),
             theta=float(rope.get("rope_theta") or inner.number("rope_theta", 10_000.0)),
             activation=inner.choice("hidden_act", ACTIVATIONS, "gelu"),
-            projector_eps=text.number("rms_norm_eps", 1e-5),
             projector_activation=keys.choice("projector_hidden_act", ACTIVATIONS, "gelu"),
-            projector_bias=keys.flag("multimodal_projector_bias"),
+            projector_bias=keys.flag("multimodal_projector_bias", cls.has_bias),
         )
 
     def __init__(self, config: PixtralConfig, weights: WeightLoader) -> None:
@@ -98,13 +101,20 @@ class Mistral3Tower:
         prefix = f"{name}.transformer.layers"
         self.layers = [PixtralLayer(config, weights, f"{prefix}.{i}") for i in range(config.depth)]
         name, wide, has_bias = "multi_modal_projector", config.hidden_size, config.projector_bias
-        self.projector_norm = RMSNorm(weights, f"{name}.norm", D, config.projector_eps)
-        self.merger = Affine(weights, f"{name}.patch_merger.merging_layer", (D, D * config.merge**2), has_bias=False)
         self.up = Affine(weights, f"{name}.linear_1", (wide, D), has_bias)
         self.down = Affine(weights, f"{name}.linear_2", (wide, wide), has_bias)
 
     def __call__(self, image: Pixels) -> Tensor:
         """The embeddings of an image, row by row; tokens end the rows."""
+        inner = self.merged(*self.encoded(image))
+        return self.down(self.config.projector_activation(self.up(inner)))
+
+    def merged(self, x_ND: Tensor, rows: int, columns: int) -> Tensor:
+        """The patches, or what several of them become."""
+        return x_ND
+
+    def encoded(self, image: Pixels) -> tuple[Tensor, int, int]:
+        """The last layer's output [N, D], and rows and columns of patches."""
         config = self.config
         image_YXC = normalised(image.pixels[0], image.mean, image.deviation)
         rows, columns = image_YXC.shape[0] // config.patch, image_YXC.shape[1] // config.patch
@@ -113,10 +123,7 @@ class Mistral3Tower:
         angles = self.angles(rows, columns)
         for layer in self.layers:
             x_ND = layer(x_ND, angles)
-        m = config.merge
-        grid = self.projector_norm(x_ND).view(rows // m, m, columns // m, m, -1)
-        merged = self.merger(grid.permute(0, 2, 4, 1, 3).reshape(rows * columns // m**2, -1))
-        return self.down(config.projector_activation(self.up(merged)))
+        return x_ND, rows, columns
 
     def angles(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all patches, [N, H]: pairs of even number turn with the row, others with the column."""
@@ -126,3 +133,26 @@ class Mistral3Tower:
         half = torch.cat([row[:, None] * frequencies[0::2], column[:, None] * frequencies[1::2]], dim=-1)
         whole = torch.cat([half, half], dim=-1)
         return whole.cos(), whole.sin()
+
+
+class Mistral3Tower(PixtralTower):
+    """The tower of Mistral Small 3 and Ministral 3."""
+
+    has_bias = False
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> PixtralConfig:
+        eps = part(keys, "text_config").number("rms_norm_eps", 1e-5)
+        config = super().read_config(keys)
+        return dataclasses.replace(config, merge=keys.size("spatial_merge_size", 2), projector_eps=eps)
+
+    def __init__(self, config: PixtralConfig, weights: WeightLoader) -> None:
+        super().__init__(config, weights)
+        D, name = config.width, "multi_modal_projector"
+        self.merger_norm = RMSNorm(weights, f"{name}.norm", D, config.projector_eps)
+        self.merger = Affine(weights, f"{name}.patch_merger.merging_layer", (D, D * config.merge**2), has_bias=False)
+
+    def merged(self, x_ND: Tensor, rows: int, columns: int) -> Tensor:
+        m = self.config.merge
+        grid = self.merger_norm(x_ND).view(rows // m, m, columns // m, m, -1)
+        return self.merger(grid.permute(0, 2, 4, 1, 3).reshape(rows * columns // m**2, -1))

@@ -1,4 +1,4 @@
-"""The encoder of SigLIP (arXiv 2303.15343), for images of one size, and the towers that are built around it.
+"""The encoders of SigLIP (arXiv 2303.15343) and CLIP (arXiv 2103.00020), for images of one size, and Gemma 3's tower.
 
 Shapes: B images, N patches, D width.
 """
@@ -39,6 +39,9 @@ class SiglipConfig:
     """Side of the images in pixels."""
     eps: float
     activation: Activation
+    is_clip: bool = False
+    """Whether it has a token for the image, which is dropped, and a norm before the layers instead of behind them."""
+    has_last_norm: bool = True
 
     @property
     def side(self) -> int:
@@ -46,8 +49,8 @@ class SiglipConfig:
         return self.image // self.patch
 
 
-def read_siglip(keys: ConfigKeys) -> SiglipConfig:
-    """Read the configuration. Raises ``CheckpointError``."""
+def read_siglip(keys: ConfigKeys, default: str = "gelu_pytorch_tanh") -> SiglipConfig:
+    """Read the configuration; ``default`` is the activation's. Raises ``CheckpointError``."""
     return SiglipConfig(
         depth=keys.size("num_hidden_layers", 12),
         width=keys.size("hidden_size", 768),
@@ -56,7 +59,7 @@ def read_siglip(keys: ConfigKeys) -> SiglipConfig:
         patch=keys.size("patch_size", 16),
         image=keys.size("image_size", 224),
         eps=keys.number("layer_norm_eps", 1e-6),
-        activation=keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
+        activation=keys.choice("hidden_act", ACTIVATIONS, default),
     )
 
 
@@ -79,26 +82,48 @@ class SiglipLayer:
         return x_BND + self.mlp(self.norms[1](x_BND))
 
 
+def tower_prefix(weights: WeightLoader) -> str:
+    """Where the encoder's weights are; older versions of transformers saved them deeper."""
+    is_deeper = not weights.tensors.is_dummy and weights.tensors.has_module("vision_tower.vision_model")
+    return "vision_tower.vision_model" if is_deeper else "vision_tower"
+
+
 class Siglip:
-    """The encoder, with its last norm."""
+    """The encoder."""
 
     def __init__(self, config: SiglipConfig, weights: WeightLoader, prefix: str) -> None:
         D, P = config.width, config.patch
         self.config, self.form = config, weights.form
         name = f"{prefix}.embeddings.patch_embedding"
         self.patch_map = weights.dense(f"{name}.weight", D, 3, P, P).reshape(D, -1)
-        self.patch_bias = weights.dense(f"{name}.bias", D)
-        self.places = weights.dense(f"{prefix}.embeddings.position_embedding.weight", config.side**2, D)
+        self.patch_bias = None if config.is_clip else weights.dense(f"{name}.bias", D)
+        name, count = f"{prefix}.embeddings.position_embedding.weight", config.side**2
+        self.first_norm: LayerNorm | None = None
+        if config.is_clip:
+            self.places = weights.dense(name, 1 + count, D)
+            self.image_token = weights.dense(f"{prefix}.embeddings.class_embedding", D)
+            self.first_norm = LayerNorm(weights, f"{prefix}.pre_layrnorm", D, config.eps)
+        else:
+            self.places = weights.dense(name, count, D)
         self.layers = [SiglipLayer(config, weights, f"{prefix}.encoder.layers.{i}") for i in range(config.depth)]
-        self.norm = LayerNorm(weights, f"{prefix}.post_layernorm", D, config.eps)
+        self.norm: LayerNorm | None = None
+        if config.has_last_norm:
+            self.norm = LayerNorm(weights, f"{prefix}.post_layernorm", D, config.eps)
 
     def __call__(self, images_BYXC: Tensor) -> Tensor:
         """The last layer's output for normalised images: [B, N, D]."""
         flat = torch.stack([patches(image, self.config.patch) for image in images_BYXC]).to(self.form.dtype)
-        x_BND = functional.linear(flat, self.patch_map, self.patch_bias) + self.places
+        x_BND = functional.linear(flat, self.patch_map, self.patch_bias)
+        if self.first_norm is not None:
+            x_BND = torch.cat([self.image_token.expand(len(x_BND), 1, -1), x_BND], dim=1)
+            x_BND = self.first_norm(x_BND + self.places)
+        else:
+            x_BND = x_BND + self.places
         for layer in self.layers:
             x_BND = layer(x_BND)
-        return self.norm(x_BND)
+        if self.first_norm is not None:
+            x_BND = x_BND[:, 1:]
+        return x_BND if self.norm is None else self.norm(x_BND)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +147,7 @@ class Gemma3Tower:
     def __init__(self, config: Gemma3VisionConfig, weights: WeightLoader) -> None:
         self.config = config
         D, name = config.siglip.width, "multi_modal_projector"
-        prefix = "vision_tower"
-        if not weights.tensors.is_dummy and weights.tensors.has_module("vision_tower.vision_model"):
-            prefix = "vision_tower.vision_model"  # as older versions of transformers save it
-        self.siglip = Siglip(config.siglip, weights, prefix)
+        self.siglip = Siglip(config.siglip, weights, tower_prefix(weights))
         self.norm = RMSNorm(weights, f"{name}.mm_soft_emb_norm", D, config.siglip.eps, 1.0)
         self.map = weights.dense(f"{name}.mm_input_projection_weight", D, config.hidden_size)
 

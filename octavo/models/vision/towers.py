@@ -13,7 +13,10 @@ from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.models.vision.gemma4 import Gemma4Tower, Gemma4UnifiedTower
 from octavo.models.vision.glm import Glm4vTower
-from octavo.models.vision.pixtral import Mistral3Tower
+from octavo.models.vision.idefics import Idefics3Tower
+from octavo.models.vision.internvl import InternVLTower
+from octavo.models.vision.llava import LlavaNextTower, LlavaOnevisionTower, LlavaTower
+from octavo.models.vision.pixtral import Mistral3Tower, PixtralTower
 from octavo.models.vision.qwen import Qwen2Tower, Qwen3Tower, Qwen25Tower
 from octavo.models.vision.siglip import Gemma3Tower
 from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
@@ -36,6 +39,11 @@ TOWERS: dict[str, Family] = {
     "Glm46VForConditionalGeneration": Glm4vTower,
     "Glm4vForConditionalGeneration": Glm4vTower,
     "Glm4vMoeForConditionalGeneration": Glm4vTower,
+    "Idefics3ForConditionalGeneration": Idefics3Tower,
+    "InternVLForConditionalGeneration": InternVLTower,
+    "LlavaForConditionalGeneration": LlavaTower,
+    "LlavaNextForConditionalGeneration": LlavaNextTower,
+    "LlavaOnevisionForConditionalGeneration": LlavaOnevisionTower,
     "Mistral3ForConditionalGeneration": Mistral3Tower,
     "Qwen2VLForConditionalGeneration": Qwen2Tower,
     "Qwen2_5_VLForConditionalGeneration": Qwen25Tower,
@@ -43,9 +51,18 @@ TOWERS: dict[str, Family] = {
     "Qwen3VLMoeForConditionalGeneration": Qwen3Tower,
     "Qwen3_5ForConditionalGeneration": Qwen3Tower,
     "Qwen3_5MoeForConditionalGeneration": Qwen3Tower,
+    "SmolVLMForConditionalGeneration": Idefics3Tower,
 }
 PLACEHOLDERS = ("image", "video", "audio")
-TEXT = ("language_model.", "model.language_model.", "lm_head.", "model.layers.", "model.embed_tokens.", "model.norm.")
+TEXT = (
+    "language_model.",
+    "model.language_model.",
+    "lm_head.",
+    "model.text_model.",
+    "model.layers.",
+    "model.embed_tokens.",
+    "model.norm.",
+)
 """Prefixes of weights that are not of the tower."""
 
 
@@ -58,10 +75,19 @@ class LoadedTower(NamedTuple):
     bytes_by_format: Mapping[str, int]
 
 
+def family_of(values: Mapping[str, Any]) -> Family | None:
+    """The tower of a checkpoint, if it is known."""
+    name = architecture(ConfigKeys(values))
+    inner = values.get("vision_config") or {}
+    if name == "LlavaForConditionalGeneration" and inner.get("model_type") == "pixtral":
+        return PixtralTower
+    return TOWERS.get(name)
+
+
 def read_vision(values: Mapping[str, Any]) -> VisionConfig | None:
     """The configuration of a checkpoint's tower; ``None`` if it has none that is known. Raises ``CheckpointError``."""
     keys = ConfigKeys(values)
-    family = TOWERS.get(architecture(keys))
+    family = family_of(values)
     if family is None or not values.get("vision_config"):
         return None
     config: VisionConfig = family.read_config(keys)
@@ -75,7 +101,9 @@ def load_tower(
     """Load a tower, which is never quantised. Raises ``CheckpointError``."""
     names = [name for name in source.names() if not name.startswith(TEXT)]
     weights = WeightLoader(Renamed(source, {name.removeprefix("model."): name for name in names}), form)
-    tower = TOWERS[architecture(ConfigKeys(values))](config, weights)
+    family = family_of(values)
+    assert family is not None, "the configuration was read"
+    tower = family(config, weights)
     return LoadedTower(config, tower, weights.num_parameters, weights.bytes_by_format)
 
 

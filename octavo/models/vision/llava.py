@@ -1,0 +1,102 @@
+"""LLaVA 1.5 (arXiv 2310.03744), LLaVA-NeXT (1.6) and LLaVA-OneVision (arXiv 2408.03326): CLIP or SigLIP, and two maps.
+
+LLaVA 1.5 takes the middle of an image. The others take the entire image and tiles of it; rows of embeddings that are
+padding are left out, and a learned embedding ends the others.
+
+Shapes: B tiles, N patches of a tile, D model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.loader import WeightLoader
+from octavo.models.vision.parts import ACTIVATIONS, Activation, Affine, normalised, part
+from octavo.models.vision.siglip import Siglip, SiglipConfig, read_siglip, tower_prefix
+from octavo.models.vision.tower import Pixels, VisionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlavaConfig(VisionConfig):
+    siglip: SiglipConfig
+    activation: Activation
+    has_bias: bool
+
+
+class LlavaTower:
+    """The tower of LLaVA 1.5."""
+
+    layer = -2
+    """The default layer whose output is used."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> LlavaConfig:
+        inner, text = part(keys, "vision_config"), part(keys, "text_config")
+        kind = inner.get("model_type", "clip_vision_model")
+        if kind not in ("clip_vision_model", "siglip_vision_model"):
+            raise wrong("vision_config.model_type", kind, "clip_vision_model or siglip_vision_model")
+        is_clip = kind == "clip_vision_model"
+        siglip = read_siglip(inner, "quick_gelu" if is_clip else "gelu_pytorch_tanh")
+        layer, strategy = keys.get("vision_feature_layer", cls.layer), keys.get("vision_feature_select_strategy")
+        if not isinstance(layer, int) or not -siglip.depth <= layer <= siglip.depth:
+            raise wrong("vision_feature_layer", layer, "the number of one layer")
+        if strategy not in (None, "default" if is_clip else "full"):
+            raise wrong("vision_feature_select_strategy", strategy, "default" if is_clip else "full")
+        depth = layer if layer >= 0 else siglip.depth + 1 + layer
+        eps = inner.number("layer_norm_eps", 1e-5 if is_clip else 1e-6)
+        return LlavaConfig(
+            hidden_size=text.size("hidden_size", 4096),
+            siglip=dataclasses.replace(siglip, depth=depth, eps=eps, is_clip=is_clip, has_last_norm=False),
+            activation=keys.choice("projector_hidden_act", ACTIVATIONS, "gelu"),
+            has_bias=keys.flag("multimodal_projector_bias", True),
+        )
+
+    def __init__(self, config: LlavaConfig, weights: WeightLoader) -> None:
+        self.config = config
+        D, wide, name = config.siglip.width, config.hidden_size, "multi_modal_projector"
+        self.siglip = Siglip(config.siglip, weights, tower_prefix(weights))
+        self.up = Affine(weights, f"{name}.linear_1", (wide, D), config.has_bias)
+        self.down = Affine(weights, f"{name}.linear_2", (wide, wide), config.has_bias)
+
+    def __call__(self, image: Pixels) -> Tensor:
+        """The embeddings of an image, row by row."""
+        return self.tiles(image).flatten(0, 1)
+
+    def tiles(self, image: Pixels) -> Tensor:
+        """The embeddings of each tile: [B, N, D]."""
+        x_BND = self.siglip(normalised(image.pixels, image.mean, image.deviation))
+        return self.down(self.config.activation(self.up(x_BND)))
+
+
+class LlavaNextTower(LlavaTower):
+    """The tower of LLaVA-NeXT."""
+
+    def __init__(self, config: LlavaConfig, weights: WeightLoader) -> None:
+        super().__init__(config, weights)
+        self.line_end = weights.dense("image_newline", config.hidden_size)
+
+    def __call__(self, image: Pixels) -> Tensor:
+        """The embeddings of the entire image, then those of its tiles, row by row over all of them."""
+        whole, *tiles = self.tiles(image)
+        rows, columns, kept_rows, kept_columns, new_rows, new_columns = image.details
+        cells = self.config.siglip.side
+        grid_YXD = torch.stack(tiles).view(rows, columns, cells, cells, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        top, left = (len(grid_YXD) - kept_rows) // 2, (grid_YXD.shape[1] - kept_columns) // 2
+        grid_YXD = grid_YXD[top : top + kept_rows, left : left + kept_columns]
+        if (new_rows, new_columns) != (kept_rows, kept_columns):
+            images = grid_YXD.permute(2, 0, 1)[None]
+            grid_YXD = functional.interpolate(images, [new_rows, new_columns], mode="bilinear")[0].permute(1, 2, 0)
+        ends = self.line_end.expand(len(grid_YXD), 1, -1)
+        return torch.cat([whole, torch.cat([grid_YXD, ends], dim=1).flatten(0, 1)])
+
+
+class LlavaOnevisionTower(LlavaNextTower):
+    """The tower of LLaVA-OneVision."""
+
+    layer = -1
