@@ -29,8 +29,11 @@ REPETITION: Literal["repetition"] = "repetition"
 StopReason = int | Literal["repetition"]
 """What ended a text in the engine: the id of a stop token of the client, or a repeated pattern."""
 
-Task = Literal["generate", "embed", "score"]
-"""What a request computes from its prompt: a continuation, an embedding, or a relevance score of two texts."""
+Task = Literal["generate", "embed", "score", "classify", "token_embed", "token_classify"]
+"""What a request computes from its prompt: a continuation, an embedding, a relevance score of two texts, or the logits
+of a classifier's labels; or the embedding or the logits of each token."""
+LabelActivation = Literal["sigmoid", "softmax", "none"]
+"""What makes a classifier's scores of its logits."""
 
 ON_DEVICE = -1
 """In place of a draft's token id: the draft that the executor's drafter made after the sequence's last step."""
@@ -368,7 +371,8 @@ class Sampled(msgspec.Struct, gc=False):
     error: str | None = None
     """Error of this sequence alone, such as non-finite logits; the sequence ends."""
     values: bytes | None = None
-    """Result of the embed and score tasks: a vector or one score, in float32."""
+    """Result of a task other than "generate", in float32: a vector, the logits of the labels, or those of all tokens,
+    one after the other."""
     drafts: tuple[int, ...] = ()
     """What the executor's drafter proposes next; told only for sequences with masks."""
 
@@ -474,6 +478,18 @@ class KVGroupInfo(msgspec.Struct, frozen=True):
     num_blocks: int
 
 
+class PoolingInfo(msgspec.Struct, frozen=True):
+    """What a model's vectors and logits mean."""
+
+    normalizes: bool = True
+    """Whether embeddings are normalised to length 1; those in ``Output`` are not yet."""
+    token_size: int = 0
+    """Dimension of a token's embedding."""
+    labels: tuple[str, ...] = ()
+    """Names of a classifier's labels, in the order of their logits."""
+    activation: LabelActivation = "none"
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """Properties of a built engine, fixed at start."""
 
@@ -501,6 +517,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Tasks that the model supports."""
     embedding_size: int = 0
     """Dimension of an embedding; 0 without the embed task."""
+    pooling: PoolingInfo = PoolingInfo()
     sampling_defaults: dict[str, int | float] = {}
     """Defaults of ``SamplingParams`` fields that a request leaves unset, from the checkpoint's configuration."""
     tensor_parallel_size: int = 1

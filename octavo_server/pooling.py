@@ -1,15 +1,15 @@
-"""Pooling requests: embeddings and scores of many texts."""
+"""Pooling requests: embeddings, scores and labels of many texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 
 from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
-from octavo.text.vectors import Floats
+from octavo.text.vectors import Floats, cosine, late_interaction, result_of
 from octavo.types import Task
 from octavo_server.admission import ClientRequest, PromptSource
 from octavo_server.generation import GeneratedChoice
@@ -55,9 +55,45 @@ async def ask(
     return choices
 
 
-def numbers(choice: GeneratedChoice) -> Floats:
-    """The embedding or score, as float32."""
-    return np.frombuffer(choice.values, dtype="<f4")
+def numbers(
+    services: ModelServices, choice: GeneratedChoice, *, is_raw: bool = False, dimensions: int | None = None
+) -> Floats:
+    """The result of a choice's task, see ``result_of``."""
+    request = choice.request
+    return result_of(request.task, choice.values, services.engine.info.pooling, is_raw=is_raw, dimensions=dimensions)
+
+
+async def scores(
+    services: ModelServices,
+    request: Request,
+    model: str,
+    pairs: Sequence[tuple[str, str]],
+    fields: tuple[str, str],
+    *,
+    is_raw: bool = False,
+    priority: int = 0,
+    user: str | None = None,
+) -> tuple[list[float], int]:
+    """The score of each pair of texts, and the total number of prompt tokens; errors are about one of ``fields``.
+
+    A cross-encoder reads both texts together. With embeddings it is their cosine similarity, with those of tokens alone
+    their late interaction.
+    """
+    tasks = services.engine.info.tasks
+    labels: dict[str, Any] = {"priority": priority, "user": user}
+    if "score" in tasks or not {"embed", "token_embed"} & set(tasks):
+        choices = await ask(services, request, "score", model, pairs, fields[1], **labels)
+        return [float(numbers(services, choice, is_raw=is_raw)[0]) for choice in choices], num_tokens(choices)
+    task: Task = "embed" if "embed" in tasks else "token_embed"
+    compare = cosine if task == "embed" else late_interaction
+    vectors: dict[str, Floats] = {}
+    count = 0
+    for field, texts in zip(fields, zip(*pairs, strict=True), strict=True):
+        sources = list(dict.fromkeys(texts))
+        choices = await ask(services, request, task, model, sources, field, **labels)
+        count += num_tokens(choices)
+        vectors |= dict(zip(sources, (numbers(services, choice) for choice in choices), strict=True))
+    return [compare(vectors[first], vectors[second]) for first, second in pairs], count
 
 
 def num_tokens(choices: Sequence[GeneratedChoice]) -> int:

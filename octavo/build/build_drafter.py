@@ -17,12 +17,12 @@ from octavo.engine.ngram import NgramProposer
 from octavo.engine.proposer import Proposer
 from octavo.engine.suffix import SuffixProposer
 from octavo.errors import CheckpointError, ConfigError
-from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
 from octavo.models.drafters.dflash import DFlashModel, DFlashSettings
 from octavo.models.drafters.eagle3 import Eagle3Head
 from octavo.models.drafters.head import DraftHead
 from octavo.models.drafters.mtp import MTPHead
+from octavo.models.encoder import EncoderConfig
 from octavo.models.in_place import overwrite
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.mtp_names import mtp_prefixes

@@ -17,13 +17,15 @@ from octavo.engine.encoder_runner import EncoderRunner
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
-from octavo.models.bert import EncoderConfig
+from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import load_encoder
-from octavo.models.pooling import longest_text, read_pooling
+from octavo.models.labels import LabelPart
+from octavo.models.pooling import Pooling, longest_text, read_pooling
 from octavo.ops import dispatch
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.encoder_executor import EncoderExecutor
-from octavo.types import EngineInfo, Task
+from octavo.runtime.executors.pooler import Pooler
+from octavo.types import EngineInfo, PoolingInfo, Task
 from octavo.weights.checkpoint import Checkpoint
 
 MAX_NUM_SEQS = 256
@@ -39,9 +41,10 @@ def build_encoder(
     max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=True)
     loaded = load_encoder(model, checkpoint, form)
+    pooler = Pooler(pooling, loaded.model.labels, config.model.load_format, form)
     gc.collect()
-    task: Task = "score" if model.is_cross_encoder else "embed"
-    runner = EncoderRunner(EncoderExecutor(loaded.model, pooling, form.device), task)
+    tasks = pooled_tasks(pooling, model.labels, model.hidden_size)
+    runner = EncoderRunner(EncoderExecutor(loaded.model, pooler, form.device), tasks.names)
     runner.warm_up()
     num_blocks = 2 * max_num_seqs  # to admit a sequence, the scheduler needs a free block for each running one
     scheduler = Scheduler(
@@ -68,10 +71,33 @@ def build_encoder(
         memory={"weights": loaded.num_bytes, "activations": activations},
         weight_bytes=dict(loaded.bytes_by_format),
         kernels={choice.op: choice.kernel for choice in choices if choice.chosen},
-        tasks=(task,),
-        embedding_size=0 if model.is_cross_encoder else model.hidden_size,
+        tasks=tasks.names,
+        embedding_size=tasks.embedding_size,
+        pooling=tasks.meaning,
     )
     return Engine(scheduler, runner), info
+
+
+class PooledTasks(NamedTuple):
+    """What a model does but generate."""
+
+    names: tuple[Task, ...]
+    embedding_size: int
+    meaning: PoolingInfo
+
+
+def pooled_tasks(pooling: Pooling, labels: LabelPart | None, width: int) -> PooledTasks:
+    """The tasks other than "generate" of a model of this width. Raises ``CheckpointError``."""
+    if labels is not None:
+        meaning = PoolingInfo(labels=labels.names, activation=labels.activation)
+        if labels.of == "each":
+            return PooledTasks(("token_classify",), 0, meaning)
+        return PooledTasks(("score", "classify") if len(labels.names) == 1 else ("classify",), 0, meaning)
+    of_token, of_text = pooling.sizes(width)
+    meaning = PoolingInfo(pooling.normalizes, of_token)
+    if pooling.is_of_tokens:
+        return PooledTasks(("token_embed",), 0, meaning)
+    return PooledTasks(("embed", "token_embed"), of_text, meaning)
 
 
 def _check_settings(config: EngineConfig) -> None:

@@ -24,7 +24,7 @@ from octavo.build.build_drafter import (
     load_drafter,
     make_proposer,
 )
-from octavo.build.build_encoder import build_encoder
+from octavo.build.build_encoder import build_encoder, pooled_tasks
 from octavo.build.build_runner import make_grammars, make_runner
 from octavo.build.build_vision import Vision, connected, load_vision
 from octavo.build.device_settings import kernel_compilation, prepared_device, resolve_kv_dtype, weight_format
@@ -53,8 +53,8 @@ from octavo.engine.step_runner import BlockMessages, StepRunner, WeightMessages
 from octavo.engine.step_times import logged
 from octavo.errors import ConfigError
 from octavo.models.adapters import ModelAdapters, load_with_adapters
-from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
+from octavo.models.encoder import EncoderConfig
 from octavo.models.layer_cache import LayerCacheSpec, rank_cache
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, LoadedModel, read_config
@@ -72,6 +72,7 @@ from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.forward import make_forward, make_logits
 from octavo.runtime.executors.host_executor import LAST_TOKEN, HostExecutor
+from octavo.runtime.executors.pooler import Pooler
 from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import ONE_STATE, KVStorage, StatePool
 from octavo.runtime.ranks.process_group import device_collective, visible_gpus
@@ -129,8 +130,8 @@ def build_engine(
     device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
     config, model_config, form = _read_model(config, path, checkpoint, device)
-    eos_ids, defaults = _generation(config.model, checkpoint, path, model_config)
-    grammars = make_grammars(config.model, path, eos_ids)
+    generation = _generation(config.model, checkpoint, path, model_config)
+    grammars = make_grammars(config.model, path, generation[0])
     if expects_grammars:
         grammars.start_loading()
     phases.done("device and checkpoint")
@@ -152,14 +153,14 @@ def build_engine(
         most = step_limits(limits, method, drafter, vision)
         pool, images = connected(vision, loaded.model)
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision, drafting)
-        parts = pooling, adapters, collective, drafter, _rule(method), pool, updates
+        parts = _pooler(config, pooling, loaded, form), adapters, collective, drafter, _rule(method), pool, updates
         executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, *parts))
         numbers = None if adapters is None else dict[str, int]()
         runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers, tuning, images)
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
-    info = _info(model_config, loaded, form, limits, budget, collective.size, eos_ids, defaults, images, updates)
+    info = _info(model_config, loaded, form, limits, budget, collective.size, *generation, images, updates, pooling)
     scheduler = _scheduler(config, limits, method, images)
     weights = _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
@@ -189,8 +190,10 @@ def _info(
     defaults: dict[str, int | float],
     images: ImageSettings | None,
     updates: WeightUpdates | None,
+    pooling: Pooling,
 ) -> EngineInfo:
     choices = dispatch.choices(form.device.type, form.dtype)
+    tasks = pooled_tasks(pooling, model.labels, model.hidden_size)
     return EngineInfo(
         max_model_len=limits.max_model_len,
         vocab_size=model.vocab_size,
@@ -207,8 +210,9 @@ def _info(
         memory=budget.as_dict(),
         weight_bytes=dict(loaded.bytes_by_format),
         kernels={choice.op: choice.kernel for choice in choices if choice.chosen},
-        tasks=("generate", "embed"),
-        embedding_size=model.hidden_size,
+        tasks=(*(("generate",) if model.has_head else ()), *tasks.names),
+        embedding_size=tasks.embedding_size,
+        pooling=tasks.meaning,
         sampling_defaults=defaults,
         tensor_parallel_size=num_ranks,
         sleeps_in_host_memory=is_gpu(form.device) and num_ranks == 1,
@@ -238,7 +242,8 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         vocab_size = model_config.vocab_size
         method = parse_speculative_config(config.speculative.speculative_config)
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision)
-        parts = pooling, adapters, collective, None, _rule(method), connected(vision, loaded.model)[0], updates
+        pool = connected(vision, loaded.model)[0]
+        parts = _pooler(config, pooling, loaded, form), adapters, collective, None, _rule(method), pool, updates
         most = step_limits(limits, method, None, vision)
         return make_executor(config.model, loaded.model, storage, vocab_size, most, *parts)
 
@@ -443,6 +448,10 @@ def _rule(method: Method | None) -> Verify | None:
     return rule(method.acceptance, method.synthetic_acceptance_length, method.num_speculative_tokens)
 
 
+def _pooler(config: EngineConfig, pooling: Pooling, loaded: LoadedModel, form: WeightFormat) -> Pooler:
+    return Pooler(pooling, loaded.labels, config.model.load_format, form)
+
+
 def _speculation(method: Method) -> Speculation:
     most = method.num_speculative_tokens
     proposer = make_proposer(method)
@@ -456,7 +465,7 @@ def make_executor(
     storage: KVStorage,
     vocab_size: int,
     most: StepLimits,
-    pooling: Pooling = LAST_TOKEN,
+    pooler: Pooler = LAST_TOKEN,
     adapters: ModelAdapters | None = None,
     collective: Collective = SINGLE_RANK,
     drafter: Drafter | None = None,
@@ -469,13 +478,13 @@ def make_executor(
         forward = make_forward(model, storage.layers, storage.device, settings.enforce_eager)
         vocabulary = part_of_vocabulary(vocab_size, collective)
         logits = make_logits(model, storage.device, settings.enforce_eager)
-        parts = forward, pooling, adapters, vocabulary, drafter, verify, logits, pool, updates
+        parts = forward, pooler, adapters, vocabulary, drafter, verify, logits, pool, updates
         return HostExecutor(model, storage, vocab_size, most, *parts)
     vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False)
     own = (
         settings.batch_invariant,
         settings.enforce_eager,
-        pooling,
+        pooler,
         adapters,
         vocabulary,
         drafter,

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from octavo.build.build_engine import ModelBackend
-    from octavo.models.bert import EncoderConfig
     from octavo.models.config import ModelConfig
+    from octavo.models.encoder import EncoderConfig
     from octavo.models.encoders import LoadedEncoder
     from octavo.models.registry import LoadedModel
     from octavo.weights.checkpoint import Checkpoint
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
 def families() -> Iterator[tuple[str, str, str, str, str]]:
     """Titles, then for each architecture its GGUF name, LoRA and window support, and the first line of its module."""
-    from octavo.models.encoders import ENCODERS
+    from octavo.models.encoders import BIDIRECTIONAL, CLASSES, ENCODERS
+    from octavo.models.encoders import FAMILIES as ENCODER_FAMILIES
     from octavo.models.features import features
     from octavo.models.registry import ARCHITECTURES
     from octavo.models.text_part import TEXT_MODELS, TEXT_PARTS
@@ -69,8 +70,12 @@ def families() -> Iterator[tuple[str, str, str, str, str]]:
             else f"Its text model only, by default {text}."
         )
         yield name, "-", maps, windows, reads
-    for name, encoder in ENCODERS.items():
-        yield name, "-", "-", "-", _about(encoder)
+    alone = {name: family for name, family in ENCODERS.items() if not name.startswith(tuple(ENCODER_FAMILIES))}
+    with_heads = {f"{family}{CLASSES[0]}": encoder for family, encoder in ENCODER_FAMILIES.items()}
+    heads = f" With {', '.join(CLASSES[1:])}."
+    for name, encoder in {**with_heads, **alone, **BIDIRECTIONAL}.items():
+        about = (encoder.__doc__ or "").splitlines()[0]
+        yield name, "-", "-", "-", about + (heads if name in with_heads else "")
 
 
 def _about(family: object) -> str:
@@ -80,7 +85,7 @@ def _about(family: object) -> str:
 def _check(config: EngineConfig) -> int:
     from octavo.build.build_engine import model_backend
     from octavo.build.device_settings import resolve_device, resolve_kv_dtype, weight_format
-    from octavo.models.bert import EncoderConfig
+    from octavo.models.encoder import EncoderConfig
     from octavo.models.outline import outline
     from octavo.models.registry import read_config
     from octavo.models.sizes import check_sizes

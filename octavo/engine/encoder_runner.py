@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from octavo.engine.step_encoder import NOT_NUMBERS
@@ -26,11 +27,11 @@ class PendingTexts:
 
 
 class EncoderRunner:
-    """Sends texts to an executor whose model supports one ``task``."""
+    """Sends texts to an executor whose model supports these ``tasks``."""
 
-    def __init__(self, executor: Executor, task: Task) -> None:
+    def __init__(self, executor: Executor, tasks: tuple[Task, ...]) -> None:
         self._executor = executor
-        self._task: Task = task
+        self._tasks = tasks
 
     def submit(self, plan: Plan) -> PendingTexts:
         """Accept a plan, in which every text is complete; earlier plans may still be pending."""
@@ -38,18 +39,20 @@ class EncoderRunner:
 
     def warm_up(self) -> None:
         """Compute a dummy text, so that no request waits for kernel compilation."""
-        self._executor.send(Encode([EncoderText([0, 0])])).wait()
+        self._executor.send(Encode([EncoderText([0, 0], task=self._tasks[0])])).wait()
 
     def compute(self, plan: Plan) -> list[Sampled]:
         """The results of a plan."""
         live = [item for item in plan if not item.is_stale]
         assert all(item.start == 0 and item.samples for item in live), "an encoder got a part of a text"
-        texts = [EncoderText(item.seq.request.prompt_tokens, item.seq.request.second_start) for item in live]
+        requests = [item.seq.request for item in live if item.seq.request.task in self._tasks]
+        texts = [EncoderText(request.prompt_tokens, request.second_start, request.task) for request in requests]
         values = iter(self._executor.send(Encode(texts)).wait() if texts else [])
-        return [Sampled([]) if item.is_stale else self._sampled(item, next(values)) for item in plan]
+        return [Sampled([]) if item.is_stale else self._sampled(item, values) for item in plan]
 
-    def _sampled(self, item: Scheduled, value: bytes | None) -> Sampled:
+    def _sampled(self, item: Scheduled, values: Iterator[bytes | None]) -> Sampled:
         task = item.seq.request.task
-        if task != self._task:
-            return Sampled([], error=f"this model can {self._task}; it cannot {task}")
+        if task not in self._tasks:
+            return Sampled([], error=f"this model can {' and '.join(self._tasks)}; it cannot {task}")
+        value = next(values)
         return Sampled([], values=value, error=NOT_NUMBERS if value is None else None)

@@ -385,7 +385,7 @@ def _pooled_rows(plan: Plan, counts: list[int], of_seq: Indices) -> Iterator[Poo
     first_row = 0
     for item, count, index in zip(plan, counts, of_seq.tolist(), strict=True):
         if item.seq.request.task != "generate":
-            yield PooledRows(index, item.start, first_row, count, item.samples)
+            yield PooledRows(index, item.start, first_row, count, item.samples, item.seq.request.task)
         first_row += count
 
 

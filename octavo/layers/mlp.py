@@ -83,9 +83,15 @@ class MLP:
 
     def __call__(self, x_TD: Tensor, of: Tensor | None = None) -> Tensor:
         """See ``GatedMLP``. With ``of``, that is what the layer computes, and ``x`` what the result is added to."""
-        given_TD = x_TD if of is None else of
-        if isinstance(self.activation, str):
-            h_TF = self.up.of_normed(given_TD, self.before, self.activation)
-        else:
-            h_TF = self.activation(self.up.of_normed(given_TD, self.before))
+        h_TF = self._inner(x_TD if of is None else of)
         return self.down(h_TF, residual=x_TD) if self.after is None else self.after(self.down(h_TF), x_TD)
+
+    def normed_sum(self, x_TD: Tensor) -> Tensor:
+        """``after(x + down(act(up(before(x)))))``, as encoders compute it; ``x`` may be overwritten."""
+        assert self.after is not None
+        return self.after(self.down(self._inner(x_TD), residual=x_TD))
+
+    def _inner(self, x_TD: Tensor) -> Tensor:
+        if isinstance(self.activation, str):
+            return self.up.of_normed(x_TD, self.before, self.activation)
+        return self.activation(self.up.of_normed(x_TD, self.before))

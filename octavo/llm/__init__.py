@@ -7,9 +7,11 @@ from octavo.llm.engine_metrics import EngineMetrics, Percentiles
 from octavo.llm.llm import LLM
 from octavo.llm.metrics import RequestMetrics
 from octavo.llm.outputs import (
+    ClassificationRequestOutput,
     CompletionOutput,
     EmbeddingRequestOutput,
     Logprob,
+    PoolingRequestOutput,
     RequestOutput,
     ScoringRequestOutput,
 )
@@ -19,6 +21,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "Computed",
     "EmbeddingRequestOutput",
@@ -26,6 +29,7 @@ __all__ = [
     "EngineMetrics",
     "Logprob",
     "Percentiles",
+    "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",
     "ScoringRequestOutput",

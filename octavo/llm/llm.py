@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
@@ -26,9 +25,13 @@ from octavo.llm.image_inputs import image_in
 from octavo.llm.live_requests import LiveRequests
 from octavo.llm.loading import build, settle
 from octavo.llm.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
@@ -49,7 +52,7 @@ from octavo.text.chat_template import load_chat_template
 from octavo.text.conversation import Conversation
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.vectors import Floats, check_dimensions, cosine, pairs_of, shortened
+from octavo.text.vectors import Floats, check_dimensions, cosine, late_interaction, pairs_of, result_of
 from octavo.types import Task
 from octavo.weights.tensor_file import written
 
@@ -122,12 +125,48 @@ class LLM:
         """
         check_dimensions(dimensions, self.info.embedding_size)
         texts = check_texts(prompts, self._tokenizer, self.info)
-        vectors = self._read("embed", texts, use_progress)
+        vectors = self._read("embed", texts, use_progress, dimensions=dimensions)
         return [
-            EmbeddingRequestOutput(
-                str(next(self._job_ids)), EmbeddingOutput(shortened(vector, dimensions).tolist()), text.tokens
-            )
+            EmbeddingRequestOutput(str(next(self._job_ids)), EmbeddingOutput(vector.tolist()), text.tokens)
             for text, vector in zip(texts, vectors, strict=True)
+        ]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_progress: bool = False
+    ) -> list[ClassificationRequestOutput]:
+        """The scores of a classifier's labels for every text; ``info.pooling.labels`` has the labels' names. Raises as
+        ``embed`` does."""
+        texts = check_texts(prompts, self._tokenizer, self.info)
+        found = self._read("classify", texts, use_progress)
+        return [
+            ClassificationRequestOutput(str(next(self._job_ids)), ClassificationOutput(scores.tolist()), text.tokens)
+            for text, scores in zip(texts, found, strict=True)
+        ]
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling_task: Task | None = None, use_progress: bool = False
+    ) -> list[PoolingRequestOutput]:
+        """The result of a pooling task for every text: "embed", "classify", "token_embed" or "token_classify".
+
+        The default is the first that the model has. Raises as ``embed`` does.
+        """
+        first: Task = next((name for name in self.info.tasks if name not in ("generate", "score")), "embed")
+        task = first if pooling_task is None else pooling_task
+        return self._pooled(prompts, task, use_progress)
+
+    def reward(self, prompts: Prompt | Sequence[Prompt], *, use_progress: bool = False) -> list[PoolingRequestOutput]:
+        """The logits of a reward model for every text: of the text, or of each token. Raises as ``embed`` does."""
+        task: Task = "token_classify" if "token_classify" in self.info.tasks else "classify"
+        return self._pooled(prompts, task, use_progress, is_raw=True)
+
+    def _pooled(
+        self, prompts: Prompt | Sequence[Prompt], task: Task, use_progress: bool, is_raw: bool = False
+    ) -> list[PoolingRequestOutput]:
+        texts = check_texts(prompts, self._tokenizer, self.info)
+        found = self._read(task, texts, use_progress, is_raw=is_raw)
+        return [
+            PoolingRequestOutput(str(next(self._job_ids)), PoolingOutput(data), text.tokens)
+            for text, data in zip(texts, found, strict=True)
         ]
 
     def score(
@@ -136,15 +175,17 @@ class LLM:
         """Similarity scores: one text with each of several, or two lists of equal length, pair by pair.
 
         A cross-encoder reads both texts together; with an embedding model, the score is the cosine similarity of the
-        two embeddings. Raises as ``embed`` does.
+        two embeddings, and with embeddings of tokens alone their late interaction. Raises as ``embed`` does.
         """
         pairs = pairs_of(text_1, text_2)
-        if "embed" in self.info.tasks:
+        task: Task | None = next((name for name in ("embed", "token_embed") if name in self.info.tasks), None)
+        if task is not None:
+            compare = cosine if task == "embed" else late_interaction
             single = list(dict.fromkeys(text for pair in pairs for text in pair))
             read = dict(zip(single, check_texts(single, self._tokenizer, self.info), strict=True))
-            vectors = dict(zip(single, self._read("embed", list(read.values()), use_progress), strict=True))
+            vectors = dict(zip(single, self._read(task, list(read.values()), use_progress), strict=True))
             tokens = [read[first].tokens + read[second].tokens for first, second in pairs]
-            scores = [cosine(vectors[first], vectors[second]) for first, second in pairs]
+            scores = [compare(vectors[first], vectors[second]) for first, second in pairs]
         else:
             texts = check_pairs(pairs, self._tokenizer, self.info)
             tokens = [text.tokens for text in texts]
@@ -282,8 +323,17 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _read(self, task: Task, texts: Sequence[TokenizedText], use_progress: bool) -> list[Floats]:
-        """The embedding or score of each text, float32. Raises ``InvalidParameter`` or ``RequestFailed``."""
+    def _read(
+        self,
+        task: Task,
+        texts: Sequence[TokenizedText],
+        use_progress: bool,
+        *,
+        is_raw: bool = False,
+        dimensions: int | None = None,
+    ) -> list[Floats]:
+        """The result of a pooling task for each text; see ``result_of``. Raises ``InvalidParameter`` or
+        ``RequestFailed``."""
         check_task(task, self.info)
         jobs = [self._requests.make_reading(text, task) for text in texts]
         self._run(jobs, use_progress)
@@ -291,7 +341,10 @@ class LLM:
         for answer in answers:
             if answer.values is None:
                 raise RequestFailed(answer.output().error or "The engine gave no answer.")
-        return [np.frombuffer(answer.values or b"", dtype="<f4") for answer in answers]
+        pooling = self.info.pooling
+        return [
+            result_of(task, answer.values or b"", pooling, is_raw=is_raw, dimensions=dimensions) for answer in answers
+        ]
 
     def _run(self, jobs: Sequence[GenerationJob], use_progress: bool) -> None:
         """Run the engine until all jobs are finished."""

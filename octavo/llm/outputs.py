@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from octavo.llm.metrics import RequestMetrics
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.vectors import Floats
 from octavo.types import FinishReason, TokenLogprobs
 
 
@@ -71,6 +72,44 @@ class EmbeddingRequestOutput:
 
     request_id: str
     outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass
+class ClassificationOutput:
+    """The score of each of a classifier's labels, in their order."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ClassificationRequestOutput:
+    """A text with the scores of its labels."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass
+class PoolingOutput:
+    """What a pooling task made of a text: numbers, or a row of them for each token."""
+
+    data: Floats
+
+
+@dataclass
+class PoolingRequestOutput:
+    """A text with the result of a pooling task."""
+
+    request_id: str
+    outputs: PoolingOutput
     prompt_token_ids: list[int]
     finished: bool = True
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.labels import LabelPart
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.ops.linear import Activation
 from octavo.quant.formats.plain import PLAIN
@@ -43,12 +44,21 @@ class ModelConfig:
     """Sliding window of each layer, 0 for full attention; empty where all layers have full attention."""
     quantization: QuantMethod = PLAIN
     """How the checkpoint stores its matrices."""
+    has_head: bool = True
+    """Whether the checkpoint's model has logits of tokens."""
+    labels: LabelPart | None = None
+    """The classification head, if the checkpoint has one."""
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:
         """What each layer caches; overridden by families whose layers differ in more than windows."""
         windows = self.windows or (0,) * self.num_layers
         return tuple(LayerCacheSpec(self.num_kv_heads, self.head_dim, window) for window in windows)
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of the table of embeddings; overridden by families that project them to that of the model."""
+        return self.hidden_size
 
     @property
     def query_rows(self) -> int:

@@ -158,7 +158,7 @@ class DecoderLayer:
             up = weights.gate_up(ups, part.size, D, part.has_bias)
         else:
             up = weights.column(ups[0], part.size, D, part.has_bias)
-        down = weights.row(f"{prefix}.{names.down}", D, part.size, part.has_bias)
+        down = weights.row(f"{prefix}.{names.down}", D, part.size, part.has_bias or part.has_down_bias)
         if type(before) is RMSNorm and after is None and isinstance(part.activation, str):
             return GatedMLP(before, up, down, part.activation)
         return MLP(before, up, down, part.activation, after)

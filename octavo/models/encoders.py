@@ -3,33 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from octavo.models.bert import BertModel, EncoderConfig
+from octavo.models.bert import BertModel, ElectraModel, RobertaModel
+from octavo.models.deberta import DebertaV2Model
+from octavo.models.distilbert import DistilBertModel
+from octavo.models.embedding_gemma import EmbeddingGemma
+from octavo.models.encoder import Encoder, EncoderConfig
 from octavo.models.loader import WeightLoader
-from octavo.models.roberta import RobertaModel
+from octavo.models.modernbert import EuroBertModel, ModernBertModel
+from octavo.models.mpnet import MPNetModel
+from octavo.models.nomic_bert import GteModel, NomicBertModel
+from octavo.models.t5 import T5EncoderModel
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Renamed, TensorSource
 
-ENCODERS: dict[str, type[BertModel]] = {
-    "BertForMaskedLM": BertModel,
-    "BertForSequenceClassification": BertModel,
-    "BertModel": BertModel,
-    "RobertaForMaskedLM": RobertaModel,
-    "RobertaForSequenceClassification": RobertaModel,
-    "RobertaModel": RobertaModel,
-    "XLMRobertaForSequenceClassification": RobertaModel,
-    "XLMRobertaModel": RobertaModel,
+FAMILIES: dict[str, type[Encoder]] = {
+    "Bert": BertModel,
+    "Camembert": RobertaModel,
+    "DebertaV2": DebertaV2Model,
+    "DistilBert": DistilBertModel,
+    "Electra": ElectraModel,
+    "EuroBert": EuroBertModel,
+    "Gte": GteModel,
+    "MPNet": MPNetModel,
+    "ModernBert": ModernBertModel,
+    "NomicBert": NomicBertModel,
+    "Roberta": RobertaModel,
+    "XLMRoberta": RobertaModel,
 }
+"""Families that have all classes of ``CLASSES``, by the beginning of their names."""
+CLASSES = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+ENCODERS: dict[str, type[Encoder]] = {
+    **{f"{family}{name}": model for family, model in FAMILIES.items() for name in CLASSES},
+    "ElectraForPreTraining": ElectraModel,
+    "T5EncoderModel": T5EncoderModel,
+}
+BIDIRECTIONAL: dict[str, type[Encoder]] = {"Gemma3TextModel": EmbeddingGemma}
+"""Decoders that ``use_bidirectional_attention`` makes encoders."""
 
 OLDER = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 """Ends of names in checkpoints that were converted from TensorFlow, and the ends that others have."""
 
 
+def encoder_family(name: str, values: Mapping[str, Any]) -> type[Encoder] | None:
+    """The family of an architecture with this configuration; ``None`` if it is no encoder."""
+    if values.get("use_bidirectional_attention") is True and name in BIDIRECTIONAL:
+        return BIDIRECTIONAL[name]
+    return ENCODERS.get(name)
+
+
 class LoadedEncoder(NamedTuple):
     """An encoder with its loaded weights."""
 
-    model: BertModel
+    model: Encoder
     num_parameters: int
     bytes_by_format: Mapping[str, int]
     """Bytes of the weights, by the format of their numbers."""
@@ -43,7 +70,7 @@ class LoadedEncoder(NamedTuple):
 def load_encoder(config: EncoderConfig, source: TensorSource, form: WeightFormat) -> LoadedEncoder:
     """Build the model and load its weights; raises ``CheckpointError`` if they do not match the configuration."""
     weights = WeightLoader(Renamed(source, _stored(source.names())), form, method=config.quantization)
-    model = ENCODERS[config.architecture](config, weights)
+    model = {**ENCODERS, **BIDIRECTIONAL}[config.architecture](config, weights)
     weights.tensors.finish()
     return LoadedEncoder(model, weights.num_parameters, weights.bytes_by_format)
 

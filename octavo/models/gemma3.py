@@ -39,7 +39,7 @@ class Gemma3Layer(Gemma2Layer):
         return plain._replace(q_norm_H=q_norm, k_norm_H=k_norm, norm_eps=config.norm_eps)
 
 
-def _rope_keys(keys: ConfigKeys) -> tuple[dict[str, Any], dict[str, Any]]:
+def rope_keys(keys: ConfigKeys) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rotary keys of the full-attention layers, and those of the sliding-window layers."""
     both = keys.get("rope_parameters")
     if isinstance(both, dict) and (FULL in both or SLIDING in both):
@@ -57,7 +57,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Gemma3Config:
         keys.get("hidden_act")  # the older key; hidden_activation takes precedence
-        full, local = _rope_keys(keys)
+        full, local = rope_keys(keys)
         every = keys.size("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
         kinds = [SLIDING if (i + 1) % every else FULL for i in range(keys.size("num_hidden_layers"))]
         types = read_layer_types(keys, kinds)

@@ -226,18 +226,21 @@ class ConfigKeys:
             raise wrong(key, value, "an object")
         return ConfigKeys(value)
 
+    def must_be(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
+        """Refuse other values of these keys than those that are allowed."""
+        for key, values in allowed.items():
+            if (value := self.get(key)) is not None and value not in values:
+                shown = " or ".join(repr(item) for item in values) or "absent"
+                raise wrong(key, value, f"{shown}; other arithmetic is not implemented for this architecture")
+
     def unread(self) -> list[str]:
         """Keys that were not read, in order."""
         return sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
 
     def finish(self) -> None:
         """Refuse unread keys that change the computation; warn about unknown ones."""
-        left = {key: self._values[key] for key in self.unread()}
-        for key, value in left.items():
-            allowed = MUST_BE.get(key)
-            if allowed is not None and value not in allowed:
-                shown = " or ".join(repr(item) for item in allowed) or "absent"
-                raise wrong(key, value, f"{shown}; other arithmetic is not implemented for this architecture")
-        unknown = sorted(set(left) - WITHOUT_EFFECT - set(MUST_BE))
+        left = set(self.unread())
+        self.must_be({key: MUST_BE[key] for key in left & MUST_BE.keys()})
+        unknown = sorted(left - WITHOUT_EFFECT - MUST_BE.keys())
         if unknown:
             logger.warning("config: keys without meaning to Octavo are ignored: %s", ", ".join(unknown))

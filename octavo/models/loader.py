@@ -24,6 +24,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, Norm, ParallelRMSNorm, RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.in_place import Kept
+from octavo.models.labels import LabelHead, LabelPart
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.map_part import MapPart, MatrixRows
 from octavo.models.parts import NormPart
@@ -405,6 +406,15 @@ class WeightLoader:
         self.num_parameters += num_matrices * shape.num_experts * shape.hidden_size * shape.ffn_size
         self.bytes_by_format += Counter(mixture.bytes_by_format)
         return mixture
+
+    # Labels.
+
+    def labels(self, part: LabelPart, width: int, eps: float = 0.0, norm: NormPart | None = None) -> LabelHead:
+        """A classification head of a model of this width; ``eps`` and ``norm`` are those of its norm."""
+        dense = self.replicated(part.dense, width, width, part.dense_has_bias) if part.dense else None
+        normed = self.stream_norm(part.norm, width, eps, norm or NormPart()) if part.norm else None
+        out = self.replicated(part.out, len(part.names), width, part.out_has_bias)
+        return LabelHead(part, dense, normed, out)
 
     # Helpers.
 

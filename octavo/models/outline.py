@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.models.bert import EncoderConfig
 from octavo.models.config import ModelConfig
+from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import LoadedEncoder, load_encoder
 from octavo.models.map_part import MapPart
 from octavo.models.registry import LoadedModel, load_model

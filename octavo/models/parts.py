@@ -109,6 +109,8 @@ class MLPPart:
     activation: Activation | PlainActivation
     """Gated, or plain: of a layer without gates."""
     has_bias: bool = False
+    has_down_bias: bool = False
+    """Whether the last projection has a bias though the others have none."""
 
 
 @dataclass(frozen=True, kw_only=True)

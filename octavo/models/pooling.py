@@ -1,17 +1,32 @@
-"""Pooling settings: how token vectors become the embedding of a text.
+"""Pooling settings: how token vectors become the embedding of a text, or of its tokens.
 
 Checkpoints for sentence-transformers store them in ``modules.json`` and in the configuration of their pooling module
-(https://sbert.net/docs/package_reference/sentence_transformer/modules.html).
+(https://sbert.net/docs/package_reference/sentence_transformer/modules.html). Linear maps before the pooling, or where
+there is none, are of tokens; those behind it are of texts.
+
+Shapes: R rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
+from torch import Tensor
+
 from octavo.errors import CheckpointError, ConfigError
+from octavo.layers.linear import Linear
+from octavo.layers.mlp import PlainActivation, gelu, relu
 from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.labels import tanh
+from octavo.models.loader import WeightLoader
+from octavo.ops.elementwise import sigmoid
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.folder import read_json, read_list
 
 Kind = Literal["cls", "mean", "last"]
@@ -26,7 +41,26 @@ MODES: dict[str, Kind | None] = {
 }
 NEWER_MODES: dict[str, Kind] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 """Values of ``pooling_mode``, which newer files have instead of one flag per mode."""
-KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+FUNCTIONS: dict[str, PlainActivation | None] = {
+    "Identity": None,
+    "Tanh": tanh,
+    "ReLU": relu,
+    "GELU": gelu,
+    "Sigmoid": sigmoid,
+}
+"""Activations of linear maps, by the last part of their names in torch."""
+
+
+@dataclass(frozen=True)
+class DensePart:
+    """A linear map of vectors, in a folder of its own."""
+
+    path: Path
+    num_inputs: int
+    num_outputs: int
+    has_bias: bool
+    activation: PlainActivation | None
 
 
 @dataclass(frozen=True)
@@ -35,6 +69,25 @@ class Pooling:
 
     kind: Kind
     normalizes: bool = True
+    of_tokens: tuple[DensePart, ...] = ()
+    """Maps of token vectors."""
+    of_texts: tuple[DensePart, ...] = ()
+    """Maps of the pooled vector."""
+    is_of_tokens: bool = False
+    """Whether the model is for vectors of tokens alone."""
+
+    def sizes(self, width: int) -> tuple[int, int]:
+        """The dimensions of a token's vector and of a text's, of a model of this width. Raises ``CheckpointError``."""
+        of_token = _width_behind(self.of_tokens, width)
+        return of_token, _width_behind(self.of_texts, of_token)
+
+
+def _width_behind(parts: Sequence[DensePart], width: int) -> int:
+    for part in parts:
+        if part.num_inputs != width:
+            raise CheckpointError(f"{part.path}: in_features is {part.num_inputs}; vectors have {width} numbers")
+        width = part.num_outputs
+    return width
 
 
 def read_pooling(path: Path, requested: str, is_encoder: bool) -> Pooling:
@@ -46,7 +99,7 @@ def read_pooling(path: Path, requested: str, is_encoder: bool) -> Pooling:
     found = _from_modules(path) if path.is_dir() else None
     pooling = found or Pooling("mean" if is_encoder else "last")
     if requested != "auto":
-        pooling = Pooling(cast(Kind, requested), pooling.normalizes)
+        pooling = dataclasses.replace(pooling, kind=cast(Kind, requested))
     if pooling.kind == "cls" and not is_encoder:
         raise ConfigError("pooling_type: cls is for encoders: a decoder's first token attends to itself alone")
     return pooling
@@ -56,25 +109,35 @@ def _from_modules(folder: Path) -> Pooling | None:
     modules = read_list(folder, "modules.json")
     if modules is None:
         return None
-    pooling: Kind = "mean"
+    pooling: Kind | None = None
     normalizes = False
+    of_tokens: list[DensePart] = []
+    of_texts: list[DensePart] = []
     for module in modules:
         kind = str(module.get("type")).rpartition(".")[2] if isinstance(module, dict) else str(module)
         if kind not in KNOWN_MODULES:
             raise CheckpointError(f"{folder / 'modules.json'}: {kind} is not one of {', '.join(KNOWN_MODULES)}")
         if kind == "Pooling":
             pooling = _kind(folder, str(module.get("path")))
+        if kind == "Dense":
+            (of_texts if pooling else of_tokens).append(_dense(folder, str(module.get("path"))))
         normalizes = normalizes or kind == "Normalize"
-    return Pooling(pooling, normalizes)
+    if pooling is None and of_tokens:  # vectors of tokens are normalised without a module that says so
+        return Pooling("mean", True, tuple(of_tokens), is_of_tokens=True)
+    return Pooling(pooling or "mean", normalizes, tuple(of_tokens), tuple(of_texts))
 
 
-def _kind(folder: Path, name: str) -> Kind:
+def _module_config(folder: Path, name: str) -> ConfigKeys:
     if Path(name).name != name or name in (".", ".."):
         raise CheckpointError(f"{folder / 'modules.json'}: path {name[:100]!r} must be the name of a folder")
     values: dict[str, Any] | None = read_json(folder / name, "config.json")
     if values is None:
         raise CheckpointError(f"{folder / name}: there is no config.json")
-    keys = ConfigKeys(values)
+    return ConfigKeys(values)
+
+
+def _kind(folder: Path, name: str) -> Kind:
+    keys = _module_config(folder, name)
     if keys.get("pooling_mode") is not None:
         return keys.choice("pooling_mode", NEWER_MODES)
     chosen = [mode for mode in MODES if keys.flag(mode)]
@@ -84,6 +147,45 @@ def _kind(folder: Path, name: str) -> Kind:
     if kind is None:
         raise wrong("pooling_mode", chosen, "one of " + ", ".join(mode for mode in MODES if MODES[mode]))
     return kind
+
+
+def _dense(folder: Path, name: str) -> DensePart:
+    keys = _module_config(folder, name)
+    function = str(keys.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if function not in FUNCTIONS:
+        raise wrong("activation_function", function, f"one of {', '.join(FUNCTIONS)}")
+    keys.must_be({"use_residual": (False,)})
+    return DensePart(
+        folder / name,
+        keys.size("in_features"),
+        keys.size("out_features"),
+        keys.flag("bias", True),
+        FUNCTIONS[function],
+    )
+
+
+class Dense:
+    """Linear maps with their weights, one after the other, in float32."""
+
+    def __init__(self, parts: Sequence[DensePart], load_format: str, form: WeightFormat) -> None:
+        """Read the weights. Raises ``CheckpointError``."""
+        exact = WeightFormat(torch.float32, form.device, outlined_for=form.outlined_for)
+        self._maps: list[tuple[Linear, PlainActivation | None]] = []
+        for part in parts:
+            source = open_checkpoint(part.path, "pt" if load_format == "pt" else "safetensors")
+            weights = WeightLoader(source, exact)
+            linear = weights.replicated("linear", part.num_outputs, part.num_inputs, part.has_bias)
+            weights.tensors.finish()
+            self._maps.append((linear, part.activation))
+
+    def __call__(self, x_RK: Tensor) -> Tensor:
+        """The last map's outputs [R, N], float32."""
+        x_RK = x_RK.float()
+        for linear, activation in self._maps:
+            x_RK = linear(x_RK)
+            if activation is not None:
+                x_RK = activation(x_RK)
+        return x_RK
 
 
 def longest_text(path: Path) -> int | None:

@@ -18,7 +18,8 @@ from octavo.models.arcee import ArceeForCausalLM, NemotronForCausalLM
 from octavo.models.cohere import Cohere2ForCausalLM, Cohere2MoeForCausalLM, CohereForCausalLM
 from octavo.models.config import ModelConfig, architecture
 from octavo.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
-from octavo.models.encoders import ENCODERS
+from octavo.models.encoder import EncoderConfig
+from octavo.models.encoders import ENCODERS, encoder_family
 from octavo.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from octavo.models.exaone import Exaone4ForCausalLM, ExaoneMoeForCausalLM
 from octavo.models.falcon_h1 import FalconH1ForCausalLM
@@ -44,6 +45,7 @@ from octavo.models.granite_hybrid import BambaForCausalLM, GraniteMoeHybridForCa
 from octavo.models.hunyuan import HunYuanDenseV1ForCausalLM, HunYuanMoEV1ForCausalLM, HYV3ForCausalLM
 from octavo.models.in_place import Kept
 from octavo.models.keys import ConfigKeys
+from octavo.models.labels import LabelHead, LabelPart, read_activation, read_label_names
 from octavo.models.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.llama4 import Llama4ForCausalLM
@@ -66,6 +68,7 @@ from octavo.models.older import (
 )
 from octavo.models.olmo import Olmo3ForCausalLM, OlmoeForCausalLM, OlmoForCausalLM
 from octavo.models.olmo2 import Olmo2ForCausalLM
+from octavo.models.parts import DecoderConfig
 from octavo.models.phi3 import Phi3ForCausalLM
 from octavo.models.phimoe import PhimoeForCausalLM
 from octavo.models.qwen2 import Qwen2ForCausalLM
@@ -176,6 +179,14 @@ ARCHITECTURES: dict[str, ModelFamily] = {
 }
 
 
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+HEADLESS = ("Model",)
+"""Ends of the names of classes without logits of tokens; before them is the family's name."""
+ROOTS = {"Falcon": "transformer.", "GPT2": "", "GPTNeoX": "gpt_neox.", "Mamba2": "backbone.", "NemotronH": "backbone."}
+"""What precedes all names in a checkpoint with a head, and in none without, of families where that is not "model."."""
+OLDER_CLASSIFIERS = ("Falcon", "GPT2", "GPTNeoX")
+"""Families whose classifiers of tokens have another name for their map than the others."""
+
 ENTRY_POINTS = "octavo.models"
 """Entry points of other packages: the name of an architecture, and its ``ModelFamily``."""
 
@@ -193,6 +204,8 @@ class LoadedModel(NamedTuple):
     """Scales of layers whose keys and values have any, for an FP8 cache."""
     kept: Kept | None = None
     """What was loaded, to write other weights over it."""
+    labels: LabelHead | None = None
+    """The classification head, if the checkpoint has one."""
 
     @property
     def num_bytes(self) -> int:
@@ -208,11 +221,34 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
     """
     keys = ConfigKeys(text_config(values))
     name = architecture(keys)
-    family = ENCODERS[name] if name in ENCODERS else _family(name)
+    family = encoder_family(name, keys.values) or _family(name)
     method = read_method(keys.get("quantization_config"))
     config: ModelConfig = family.read_config(keys, max_len)
+    if (purpose := _purpose(name)) is not None and not isinstance(config, EncoderConfig):
+        labels = _labels(keys, *purpose) if purpose[1] in CLASSIFIERS else None
+        config = dataclasses.replace(config, has_head=False, labels=labels, tie_word_embeddings=True)
+        if isinstance(config, DecoderConfig):
+            config = dataclasses.replace(config, has_head_bias=False)
     keys.finish()
     return dataclasses.replace(config, quantization=method)
+
+
+def _purpose(name: str) -> tuple[str, str] | None:
+    """The family of a class without logits of tokens, and what its name says of its purpose; ``None`` for others."""
+    for kind in (*CLASSIFIERS, *HEADLESS):
+        if name.endswith(kind) and name not in ARCHITECTURES and name not in ENCODERS:
+            return name.removesuffix(kind).removesuffix("Text"), kind
+    return None
+
+
+def _labels(keys: ConfigKeys, family: str, kind: str) -> LabelPart:
+    """The head of a decoder that classifies texts or tokens: a linear map of the last vectors."""
+    names = read_label_names(keys)
+    activation = read_activation(keys, len(names))
+    if kind == "ForSequenceClassification":
+        return LabelPart(names=names, activation=activation, of="last", out="score", out_has_bias=False)
+    out = "classifier" if family in OLDER_CLASSIFIERS else "score"
+    return LabelPart(names=names, activation=activation, of="each", out=out)
 
 
 def load_model(
@@ -230,7 +266,8 @@ def load_model(
     """
     make_linear = Linear if adapter_rows is None else adapter_rows.make_linear
     shard = Shard(collective.rank, collective.size)
-    part = TextPart(source)
+    purpose = None if config.has_head else _purpose(config.architecture)
+    part = TextPart(source, None if purpose is None else ROOTS.get(purpose[0], "model."))
     weights = WeightLoader(
         part,
         form,
@@ -244,14 +281,21 @@ def load_model(
     model = _family(config.architecture)(config, weights)
     for prefix in mtp_prefixes(weights.tensors.names, config.num_layers):
         weights.tensors.leave_out(prefix)  # drafters load them
+    labels = None if config.labels is None else weights.labels(config.labels, config.hidden_size)
+    if not config.has_head:
+        weights.tensors.leave_out("lm_head.")
     kv_scales = weights.cache_scales(config.cache)
     weights.tensors.finish()
     sizes = weights.num_parameters, weights.bytes_by_format
-    return LoadedModel(model, *sizes, weights.maps, kv_scales, weights.kept)
+    return LoadedModel(model, *sizes, weights.maps, kv_scales, weights.kept, labels)
 
 
 def _family(name: str) -> ModelFamily:
     """The family of an architecture: one of these, or one that an installed package names by an entry point."""
+    purpose = None if name in ARCHITECTURES else _purpose(name)
+    for end in ("ForCausalLM", "LMHeadModel"):
+        if purpose is not None and (own := ARCHITECTURES.get(purpose[0] + end)) is not None:
+            return own
     if name not in ARCHITECTURES:
         for entry in entry_points(group=ENTRY_POINTS, name=name):
             found: ModelFamily = entry.load()

@@ -36,8 +36,9 @@ def check_sizes(config: ModelConfig, source: TensorSource) -> None:
     embedding = next((name for name in sorted(names) if _EMBEDDINGS.search(name)), None)
     if embedding is not None:
         shape = source.describe(embedding)[1]
-        for field, size in zip(("vocab_size", "hidden_size"), shape, strict=False):
-            if getattr(config, field) != size:
+        wanted = {"vocab_size": config.vocab_size, "hidden_size": config.embedding_width}
+        for (field, expected), size in zip(wanted.items(), shape, strict=False):
+            if expected != size:
                 raise _differs(config, field, f"tensor {embedding} has shape {list(shape)}")
     _check_heads(config, TextPart(source))
 

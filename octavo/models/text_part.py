@@ -117,6 +117,7 @@ LEFT_OUT = re.compile(
     r"embed_audio|vision_embedder|view_seperator)\b"
 )
 """Names of the other parts."""
+OF_HEADS = re.compile(r"(lm_head|score|classifier)\.")
 HEADLESS = re.compile(r"(embed_tokens|layers|norm)\.")
 """Beginnings of names in a checkpoint of a model without a head; elsewhere ``model.`` precedes them."""
 OUTER = ("eos_token_id", "quantization_config", "tie_word_embeddings")
@@ -174,9 +175,12 @@ class TextPart(Renamed):
     Some have the names of a model without a head, which lack the prefix ``model.``; here they have it.
     """
 
-    def __init__(self, source: TensorSource) -> None:
+    def __init__(self, source: TensorSource, root: str | None = None) -> None:
+        """``root``: what precedes the names of a model with a head; those of a model without any lack it."""
         stored = {_own_name(name): name for name in source.names() if not LEFT_OUT.match(name)}
         self._is_renamed = any(own != name for own, name in stored.items())
+        if root is not None and not any(name.startswith(root) for name in stored):
+            stored = {name if OF_HEADS.match(name) else root + name: stored[name] for name in stored}
         self._is_headless = any(map(HEADLESS.match, stored)) and not any(own.startswith("model.") for own in stored)
         if self._is_headless:
             stored = {f"model.{own}" if HEADLESS.match(own) else own: name for own, name in stored.items()}

@@ -358,27 +358,60 @@ def _attend_single(
 
 
 # ---- encoder_attention: Bidirectional attention within each text, without a cache. Shapes: T tokens of several
-# texts, N heads, H head dim, L tokens of one text.
+# texts, N heads, K kv heads, H head dim, L tokens of one text, Q rows of it that are computed together, M the largest
+# distance that has a bias of its own.
 
 
 @op
-def encoder_attention(qkv_TW: Tensor, num_heads: int, ends: Sequence[int]) -> Tensor:
-    """Softmax attention within each text, scores scaled by ``H ** -0.5``; a new tensor [T, N * H].
+def encoder_attention(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    ends: Sequence[int],
+    scale: float,
+    window: int = 0,
+    bias_NM: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention within each text; a new tensor [T, N, H] of q's dtype.
 
-    A row of ``qkv`` holds N query heads, then N key heads, then N value heads. Text i has the rows from
-    ``ends[i - 1]`` to ``ends[i]``, the first from 0. Sums are computed in float32 at least; the result has qkv's dtype,
-    and a text's rows do not depend on the other texts.
+    Text i has the rows from ``ends[i - 1]`` to ``ends[i]``, the first from 0. With a ``window`` a row attends to that
+    many rows before it and behind it at most. ``bias`` (float32 [N, 2 M + 1]) is added to the scaled scores: that of
+    the key's position less the query's, where longer distances than M count as M. Sums are computed in float32 at
+    least, and a text's rows do not depend on the other texts.
     """
-    T, W = qkv_TW.shape
-    wide = torch.promote_types(qkv_TW.dtype, torch.float32)
-    out_TD = qkv_TW.new_empty(T, W // 3)
+    wide = torch.promote_types(q_TNH.dtype, torch.float32)
+    out_TNH = torch.empty_like(q_TNH)
+    is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
     start = 0
     for end in ends:
-        q_NLH, k_NLH, v_NLH = qkv_TW[start:end].to(wide).view(end - start, 3, num_heads, -1).permute(1, 2, 0, 3)
-        attended_NLH = functional.scaled_dot_product_attention(q_NLH, k_NLH, v_NLH)
-        out_TD[start:end] = attended_NLH.transpose(0, 1).flatten(1)
+        q_NLH, k_KLH, v_KLH = (x[start:end].to(wide).transpose(0, 1) for x in (q_TNH, k_TKH, v_TKH))
+        if is_grouped:
+            k_KLH, v_KLH = (x.repeat_interleave(len(q_NLH) // len(k_KLH), dim=0) for x in (k_KLH, v_KLH))
+        L = end - start
+        reach = window if 0 < window < L - 1 else 0
+        is_plain = bias_NM is None and not reach
+        chunk = L if is_plain else max(reach, 1, MAX_SCRATCH // (len(q_NLH) * L))
+        for first in range(0, L, chunk):
+            last = min(L, first + chunk)
+            begin, stop = (max(0, first - reach), min(L, last + reach)) if reach else (0, L)
+            mask = None if is_plain else _mask((first, last), (begin, stop), reach, bias_NM, q_NLH)
+            attended_NQH = functional.scaled_dot_product_attention(
+                q_NLH[:, first:last], k_KLH[:, begin:stop], v_KLH[:, begin:stop], mask, scale=scale
+            )
+            out_TNH[start + first : start + last] = attended_NQH.transpose(0, 1)
         start = end
-    return out_TD
+    return out_TNH
+
+
+def _mask(rows: tuple[int, int], seen: tuple[int, int], window: int, bias_NM: Tensor | None, like: Tensor) -> Tensor:
+    """What is added to the scores of rows of a text with the positions that they may see, [N or 1, Q, L]."""
+    distance_QL = torch.arange(*seen, device=like.device) - torch.arange(*rows, device=like.device).unsqueeze(1)
+    if bias_NM is None:
+        mask = like.new_zeros(1, *distance_QL.shape)
+    else:
+        most = bias_NM.shape[1] // 2
+        mask = bias_NM.to(like.dtype)[:, distance_QL.clamp(-most, most) + most]
+    return mask.masked_fill_(distance_QL.abs() > window, float("-inf")) if window else mask
 
 
 # ---- apply_rope: Rotary position embedding (Su et al., arXiv 2104.09864), in the half-split layout of Hugging Face

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from octavo.steps.shapes import StepShape
+from octavo.types import Task
 
 NOT_FINITE = -1
 """In place of a token: a logit of the row is not a finite number."""
@@ -57,7 +58,7 @@ class PromptRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PooledRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Rows of a text to be pooled into an embedding."""
+    """Rows of a text for a task other than "generate"."""
 
     index: int
     start: int
@@ -66,6 +67,7 @@ class PooledRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_rows: int
     is_last: bool
     """Whether the text ends here."""
+    task: Task = "embed"
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -122,7 +124,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompts: list[bytes | None] = []
     """For each of the step's ``prompts``, reports of its rows; ``None`` if its logits are not finite."""
     values: list[bytes | None] = []
-    """For each of the step's ``pooled``, a float32 vector; ``None`` before the end of the text."""
+    """For each of the step's ``pooled``, the result in float32; ``None`` before the end of the text."""
     drafts: list[list[int]] = []
     """What the drafter proposes next for each sequence; only if the step has masks, which depend on drafts."""
 
@@ -253,10 +255,11 @@ class EncoderText(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: list[int]
     second_start: int | None = None
     """Index of the second text's first token, for a pair of texts."""
+    task: Task = "embed"
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Return the embedding or score of each text, as float32 bytes; ``None`` for one that is not finite."""
+    """Return the result of each text's task, as float32 bytes; ``None`` for one that is not finite."""
 
     texts: list[EncoderText]
 

@@ -8,17 +8,48 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import InvalidParameter
+from octavo.types import LabelActivation, PoolingInfo, Task
 
 Floats = npt.NDArray[np.float32]
 
 
-def shortened(vector: Floats, dimensions: int | None) -> Floats:
-    """The first ``dimensions`` numbers, normalised to length 1; the vector unchanged for ``None``."""
-    if dimensions is None or dimensions == len(vector):
-        return vector
-    first = vector[:dimensions]
-    length = np.linalg.norm(first)
-    return first if length == 0 else (first / length).astype("<f4")
+def result_of(
+    task: Task, values: bytes, info: PoolingInfo, *, is_raw: bool = False, dimensions: int | None = None
+) -> Floats:
+    """What a request for ``task`` asked for, of the values in the engine's output: numbers, or a row for each token.
+
+    Embeddings are shortened and normalised, and scores made of logits, unless ``is_raw``.
+    """
+    numbers = np.frombuffer(values, dtype="<f4")
+    if task in ("token_embed", "token_classify"):
+        numbers = numbers.reshape(-1, info.token_size if task == "token_embed" else len(info.labels))
+    if task not in ("embed", "token_embed"):
+        return numbers if is_raw else activated(numbers, info.activation)
+    return shortened(numbers, dimensions, info.normalizes and not is_raw)
+
+
+def activated(logits: Floats, activation: LabelActivation) -> Floats:
+    """Scores of logits, whose last axis is that of the labels."""
+    wide = logits.astype(np.float64)
+    scores: Floats
+    if activation == "softmax":
+        powers = np.exp(wide - wide.max(axis=-1, keepdims=True))
+        scores = (powers / powers.sum(axis=-1, keepdims=True)).astype("<f4")
+    elif activation == "sigmoid":
+        scores = (np.exp(np.minimum(wide, 0)) / (1 + np.exp(-np.abs(wide)))).astype("<f4")
+    else:
+        scores = logits
+    return scores
+
+
+def shortened(vectors: Floats, dimensions: int | None, normalizes: bool = True) -> Floats:
+    """The first ``dimensions`` numbers of a vector, or of each row; ``None``: all. Normalised to length 1 if
+    ``normalizes``, or if any were left out; a vector of zeros stays as it is."""
+    first = vectors[..., :dimensions]
+    if not normalizes and first.shape == vectors.shape:
+        return vectors
+    length = np.linalg.norm(first.astype(np.float64), axis=-1, keepdims=True)
+    return (first / np.where(length == 0, 1, length)).astype("<f4")
 
 
 def check_dimensions(dimensions: int | None, size: int) -> None:
@@ -31,6 +62,11 @@ def cosine(a: Floats, b: Floats) -> float:
     """Cosine similarity of two vectors; 0 if one of them is all zeros."""
     lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
     return 0.0 if lengths == 0 else float(a @ b) / lengths
+
+
+def late_interaction(query: Floats, document: Floats) -> float:
+    """The sum over the query's token vectors of the largest product with one of the document's (arXiv 2004.12832)."""
+    return float((query.astype(np.float64) @ document.astype(np.float64).T).max(axis=1).sum())
 
 
 def pairs_of(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:

@@ -30,6 +30,9 @@ The architecture is the entry of `architectures` in `config.json`, or of `genera
 *LoRA* says which matrices adapters may change, *windows* which layers may have a sliding window.
 """
 OTHERS = f"""\
+The decoders of the table, and others with their parts, are also served as embedding models without a map to logits (`Qwen3Model`, `LlamaModel`, `Gemma3TextModel`),
+as classifiers, rerankers and reward models (`...ForSequenceClassification`) and as classifiers of tokens (`...ForTokenClassification`): [embeddings.md](embeddings.md).
+
 Any other decoder of transformers runs with `--backend transformers`, more slowly: {BACKENDS}. `octavo bench architectures` goes through all classes of the
 installed library with tiny random checkpoints, and says how each is served.
 

@@ -63,7 +63,7 @@ def test_listed_features_match_those_of_checkpoints(row: str, tmp_path: Path) ->
         assert (name.removesuffix(".weight") in loaded.maps) != is_excluded, name
 
 
-@pytest.mark.parametrize("row", ["bert/plain", "xlm_roberta/judge"])
+@pytest.mark.parametrize("row", ["Bert/Model", "xlm_roberta/judge"])
 def test_an_encoder_is_described_without_its_weights(
     row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

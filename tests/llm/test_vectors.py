@@ -22,7 +22,7 @@ def vector_of(model: Any, ids: list[int]) -> np.ndarray:
 
 
 def test_vectors_and_cosines_of_an_encoder(tmp_path: Path) -> None:
-    model, tokenizer = make_encoder(tmp_path, "bert/plain"), word_tokenizer(has_types=True)
+    model, tokenizer = make_encoder(tmp_path, "Bert/Model"), word_tokenizer(has_types=True)
     with LLM(tmp_path, device="cpu", max_num_seqs=2) as llm:
         found = llm.embed([*TEXTS, [7, 8, 9]])
         short = llm.embed(TEXTS[0], dimensions=5)

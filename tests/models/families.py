@@ -326,14 +326,14 @@ RANDOM = ("norm.weight", ".bias", "layernorm.weight", "ln_1.weight", "ln_2.weigh
 """Parameters that begin as all ones or zeros, where mistakes would not show."""
 
 
-def make_checkpoint(folder: Path, row: str, **changes: Any) -> PreTrainedModel:
-    """Write the row's model, of random float32 weights, to the folder, and return it."""
+def make_checkpoint(folder: Path, row: str, auto_class: Any = AutoModelForCausalLM, **changes: Any) -> PreTrainedModel:
+    """Write the row's model, of random float32 weights, to the folder, and return it; ``auto_class`` makes it."""
     torch.manual_seed(zlib.crc32(row.encode()))
     kind, values = ROWS[row]
     known = AutoConfig.for_model(kind).to_dict()
     shape = {key: value for key, value in SHAPE.items() if key in known}
     config = AutoConfig.for_model(kind, **{**shape, **values, **changes})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(RANDOM):

@@ -19,16 +19,24 @@ from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.errors import CheckpointError, ConfigError
-from octavo.models.encoders import ENCODERS
+from octavo.models.encoders import BIDIRECTIONAL, ENCODERS
 from octavo.models.registry import read_config
 from octavo.sampling_params import SamplingParams
+from octavo.text.vectors import result_of
 from octavo.types import EngineInfo, Request, Task
-from tests.models.encoder_families import MAX_LEN, ROWS, VOCAB_SIZE, make_encoder, write_pooling
+from tests.models.encoder_families import MAX_LEN, ROWS, SHAPES, VARIANTS, VOCAB_SIZE, make_encoder, write_pooling
+from tests.tiers import nightly
 
 LENGTHS = (MAX_LEN, 1, 2, 17, 64, MAX_LEN - 1, 3, 40)
 TEXTS = [random.Random(i).choices(range(6, VOCAB_SIZE), k=length) for i, length in enumerate(LENGTHS)]
 JUDGES = [row for row, (name, _) in ROWS.items() if name.endswith("ForSequenceClassification")]
-OTHERS = [row for row in ROWS if row not in JUDGES]
+TAGGERS = [row for row, (name, _) in ROWS.items() if name.endswith("ForTokenClassification")]
+OTHERS = [row for row in ROWS if row not in (*JUDGES, *TAGGERS)]
+
+
+def often(rows: list[str]) -> list[Any]:
+    """One row of each kind of head, and all others for `make nightly` alone."""
+    return [row if row in VARIANTS or row.endswith("Model") or row.startswith("Bert") else nightly(row) for row in rows]
 
 
 def build(folder: Path, **settings: Any) -> tuple[Engine, EngineInfo]:
@@ -36,7 +44,8 @@ def build(folder: Path, **settings: Any) -> tuple[Engine, EngineInfo]:
     return build_engine(EngineConfig.from_flat(values))
 
 
-def answers(engine: Engine, task: Task, second_start: int | None = None) -> list[np.ndarray]:
+def answers(built: tuple[Engine, EngineInfo], task: Task, second_start: int | None = None) -> list[np.ndarray]:
+    engine, info = built
     for i, text in enumerate(TEXTS):
         start = None if second_start is None else min(second_start, len(text))
         engine.add(Request(i, text, SamplingParams(max_tokens=0), 0, task=task, second_start=start))
@@ -44,7 +53,7 @@ def answers(engine: Engine, task: Task, second_start: int | None = None) -> list
     while engine.has_work:
         for output in engine.step():
             assert output.values is not None, output
-            found[output.request_id] = np.frombuffer(output.values, dtype="<f4")
+            found[output.request_id] = result_of(task, output.values, info.pooling)
         engine.check()
     return [found[i] for i in range(len(TEXTS))]
 
@@ -54,31 +63,34 @@ def token_vectors(model: PreTrainedModel, text: list[int]) -> torch.Tensor:
     return model.base_model(torch.tensor([text]), attention_mask=torch.ones(1, len(text))).last_hidden_state[0]
 
 
-@pytest.mark.parametrize("row", OTHERS)
-def test_vectors_are_the_mean_of_those_of_transformers(row: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", often(OTHERS))
+def test_vectors_are_those_of_transformers(row: str, tmp_path: Path) -> None:
     model = make_encoder(tmp_path, row)
-    engine, info = build(tmp_path)
-    assert info.tasks == ("embed",)
-    for text, found in zip(TEXTS, answers(engine, "embed"), strict=True):
-        mean = token_vectors(model, text).mean(dim=0)
-        np.testing.assert_allclose(found, mean / mean.norm(), atol=1e-5)
-    assert engine.stats().num_steps < len(TEXTS), "texts were not put together"
+    engine, info = built = build(tmp_path)
+    assert info.tasks == ("embed", "token_embed")
+    texts, tokens = answers(built, "embed"), answers(built, "token_embed")
+    for text, of_text, of_tokens in zip(TEXTS, texts, tokens, strict=True):
+        wanted = token_vectors(model, text)
+        mean = wanted.mean(dim=0)
+        np.testing.assert_allclose(of_text, mean / mean.norm(), atol=1e-5)
+        np.testing.assert_allclose(of_tokens, wanted / wanted.norm(dim=1, keepdim=True), atol=1e-5)
+    assert engine.stats().num_steps < 2 * len(TEXTS), "texts were not put together"
 
 
 @pytest.mark.parametrize(("mode", "row"), [("cls_token", 0), ("lasttoken", -1)])
 @pytest.mark.parametrize("normalizes", [True, False])
 def test_vectors_are_made_as_the_checkpoint_says(tmp_path: Path, mode: str, row: int, normalizes: bool) -> None:
-    model = make_encoder(tmp_path, "bert/plain")
+    model = make_encoder(tmp_path, "Bert/Model")
     write_pooling(tmp_path, f"pooling_mode_{mode}", normalizes)
-    for text, found in zip(TEXTS, answers(build(tmp_path)[0], "embed"), strict=True):
+    for text, found in zip(TEXTS, answers(build(tmp_path), "embed"), strict=True):
         wanted = token_vectors(model, text)[row]
         np.testing.assert_allclose(found, wanted / wanted.norm() if normalizes else wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("row", ["bert/plain", "bert/masked", "roberta/plain"])
+@pytest.mark.parametrize("row", ["Bert/Model", "Bert/ForMaskedLM", "Roberta/Model"])
 def test_older_names_of_norms(row: str, tmp_path: Path) -> None:
     make_encoder(tmp_path, row)
-    expected = answers(build(tmp_path)[0], "embed")
+    expected = answers(build(tmp_path), "embed")
     path, older = tmp_path / "model.safetensors", {"weight": "gamma", "bias": "beta"}
     tensors = {
         re.sub(r"(?<=LayerNorm\.)(weight|bias)$", lambda found: older[found[0]], name): tensor
@@ -86,46 +98,67 @@ def test_older_names_of_norms(row: str, tmp_path: Path) -> None:
     }
     assert sum(name.endswith("LayerNorm.gamma") for name in tensors) >= 5
     save_file(tensors, path)
-    np.testing.assert_array_equal(answers(build(tmp_path)[0], "embed"), expected)
+    np.testing.assert_array_equal(answers(build(tmp_path), "embed"), expected)
 
 
-@pytest.mark.parametrize("row", JUDGES)
+@torch.inference_mode()
+def logits(model: PreTrainedModel, text: list[int], second_start: int) -> torch.Tensor:
+    inputs = {"attention_mask": torch.ones(1, len(text), dtype=torch.long)}
+    if getattr(model.config, "type_vocab_size", 0) > 1:
+        first = min(second_start, len(text))
+        inputs["token_type_ids"] = torch.tensor([[0] * first + [1] * (len(text) - first)])
+    return model(torch.tensor([text]), **inputs).logits[0]
+
+
+@pytest.mark.parametrize("row", often(JUDGES))
 def test_scores_are_those_of_transformers(row: str, tmp_path: Path) -> None:
     model = make_encoder(tmp_path, row)
-    engine, info = build(tmp_path)
-    assert info.tasks == ("score",)
-    has_types = model.config.type_vocab_size > 1
-    for text, found in zip(TEXTS, answers(engine, "score", second_start=9), strict=True):
-        types = torch.tensor([[0] * min(9, len(text)) + [1] * max(0, len(text) - 9)]) * has_types
-        with torch.inference_mode():
-            logits = model(torch.tensor([text]), torch.ones(1, len(text)), token_type_ids=types).logits[0]
-        wanted = logits if row.endswith("logits") else logits.sigmoid()
+    _, info = built = build(tmp_path)
+    is_score = model.config.num_labels == 1
+    assert info.tasks == (("score", "classify") if is_score else ("classify",))
+    assert len(info.pooling.labels) == model.config.num_labels
+    for text, found in zip(TEXTS, answers(built, "score" if is_score else "classify", second_start=9), strict=True):
+        wanted = logits(model, text, 9)
+        if not is_score and row != "bert/several_may_hold":
+            wanted = wanted.softmax(dim=-1)
+        elif not row.endswith("logits"):
+            wanted = wanted.sigmoid()
         np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("row", often(TAGGERS))
+def test_tokens_have_the_labels_of_transformers(row: str, tmp_path: Path) -> None:
+    model = make_encoder(tmp_path, row)
+    _, info = built = build(tmp_path)
+    assert (info.tasks, info.pooling.labels) == (("token_classify",), ("no", "maybe", "yes"))
+    for text, found in zip(TEXTS, answers(built, "token_classify", second_start=9), strict=True):
+        np.testing.assert_allclose(found, logits(model, text, 9).softmax(dim=-1), atol=1e-5)
 
 
 @pytest.mark.parametrize("row", ["roberta/judge", "xlm_roberta/judge"])
 def test_a_pooler_that_the_head_does_not_use_is_left_out(row: str, tmp_path: Path) -> None:
     make_encoder(tmp_path, row)
-    expected = answers(build(tmp_path)[0], "score")
+    expected = answers(build(tmp_path), "score")
     path = tmp_path / "model.safetensors"
     pooler = {"roberta.pooler.dense.weight": torch.ones(32, 32), "roberta.pooler.dense.bias": torch.ones(32)}
     save_file({**load_file(path), **pooler}, path)
-    np.testing.assert_array_equal(answers(build(tmp_path)[0], "score"), expected)
+    np.testing.assert_array_equal(answers(build(tmp_path), "score"), expected)
 
 
-def test_an_answer_has_the_same_bits_alone(tmp_path: Path) -> None:
-    make_encoder(tmp_path, "bert/plain")
-    together = answers(build(tmp_path, max_num_batched_tokens=1000)[0], "embed")
-    alone = answers(build(tmp_path, max_num_seqs=1)[0], "embed")
+@pytest.mark.parametrize("row", [f"{family}/Model" for family in SHAPES] + ["t5/relu", "gemma/bidirectional"])
+def test_an_answer_has_the_same_bits_alone(row: str, tmp_path: Path) -> None:
+    make_encoder(tmp_path, row)
+    together = answers(build(tmp_path, max_num_batched_tokens=1000), "embed")
+    alone = answers(build(tmp_path, max_num_seqs=1), "embed")
     assert all(np.array_equal(a, b) for a, b in zip(together, alone, strict=True))
 
 
 def test_every_architecture_has_a_row() -> None:
-    assert {name for name, _ in ROWS.values()} == set(ENCODERS)
+    assert {name for name, _ in ROWS.values()} == {*ENCODERS, *BIDIRECTIONAL}
     assert all(hasattr(transformers, name) for name in ENCODERS)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", often(list(ROWS)))
 def test_every_key_that_transformers_writes_is_known(
     row: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,13 +172,13 @@ def test_every_key_that_transformers_writes_is_known(
     [
         ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ({"is_decoder": True}, "is_decoder"),
-        ({"hidden_act": "relu"}, "hidden_act"),
+        ({"hidden_act": "silu"}, "hidden_act"),
         ({"hidden_size": 30}, "hidden_size"),
-        ({"architectures": ["BertForSequenceClassification"]}, "num_labels"),
+        ({"architectures": ["BertForSequenceClassification"], "num_labels": 0}, "num_labels"),
     ],
 )
 def test_other_arithmetic_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
-    make_encoder(tmp_path, "bert/plain")
+    make_encoder(tmp_path, "Bert/Model")
     values = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(CheckpointError, match=named):
         read_config({**values, **changes})
@@ -162,7 +195,7 @@ def test_other_arithmetic_is_refused_by_name(tmp_path: Path, changes: dict[str, 
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
-    make_encoder(tmp_path, "bert/plain")
+    make_encoder(tmp_path, "Bert/Model")
     with pytest.raises(ConfigError, match=named):
         build(tmp_path, **settings)
 
@@ -177,21 +210,21 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, settings: dict[st
     ],
 )
 def test_modules_of_other_arithmetic_are_refused_by_name(tmp_path: Path, modules: object, named: str) -> None:
-    make_encoder(tmp_path, "bert/plain")
+    make_encoder(tmp_path, "Bert/Model")
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(CheckpointError, match=named):
         build(tmp_path)
 
 
 def test_modes_of_pooling_that_are_not_known_are_refused(tmp_path: Path) -> None:
-    make_encoder(tmp_path, "bert/plain")
+    make_encoder(tmp_path, "Bert/Model")
     write_pooling(tmp_path, "pooling_mode_max_tokens", True)
     with pytest.raises(CheckpointError, match="pooling_mode_max_tokens"):
         build(tmp_path)
 
 
 def test_the_longest_text_is_that_which_the_makers_allow(tmp_path: Path) -> None:
-    make_encoder(tmp_path, "bert/plain")
+    make_encoder(tmp_path, "Bert/Model")
     assert build(tmp_path)[1].max_model_len == MAX_LEN
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 50, "do_lower_case": false}')
     assert build(tmp_path)[1].max_model_len == 50
@@ -199,7 +232,7 @@ def test_the_longest_text_is_that_which_the_makers_allow(tmp_path: Path) -> None
 
 
 def test_an_encoder_that_is_asked_to_generate_ends_the_request_with_an_error(tmp_path: Path) -> None:
-    make_encoder(tmp_path, "bert/plain")
+    make_encoder(tmp_path, "Bert/Model")
     engine, _ = build(tmp_path)
     engine.add(Request(1, [7, 8], SamplingParams(), 4))
     [output] = engine.step()

@@ -2,35 +2,67 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 from octavo import ops
 
 N, H = 3, 8
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def reference(qkv_TW: torch.Tensor, ends: list[int]) -> torch.Tensor:
+def heads(T: int, K: int = N, dtype: torch.dtype = torch.float32) -> Heads:
+    q, k, v = (torch.randn(T, count, H).to(dtype) for count in (N, K, K))
+    return q, k, v
+
+
+def reference(
+    of: Heads, ends: list[int], scale: float, window: int = 0, bias_NM: torch.Tensor | None = None
+) -> torch.Tensor:
     rows = []
     for start, end in zip([0, *ends], ends, strict=False):
-        q, k, v = (part.view(-1, N, H).transpose(0, 1) for part in qkv_TW[start:end].double().chunk(3, dim=-1))
-        weights = (q @ k.mT / H**0.5).softmax(dim=-1)
-        rows.append((weights @ v).transpose(0, 1).flatten(1))
+        q, k, v = (part[start:end].double().transpose(0, 1) for part in of)
+        k, v = (part.repeat_interleave(N // len(part), dim=0) for part in (k, v))
+        scores = q @ k.mT * scale
+        for i in range(end - start):
+            for j in range(end - start):
+                if window and abs(i - j) > window:
+                    scores[:, i, j] = -torch.inf
+                if bias_NM is not None:
+                    most = bias_NM.shape[1] // 2
+                    scores[:, i, j] += bias_NM[:, max(-most, min(most, j - i)) + most]
+        rows.append((scores.softmax(dim=-1) @ v).transpose(0, 1))
     return torch.cat(rows)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
 @pytest.mark.parametrize("ends", [[1], [5], [1, 2, 40], [17, 18, 50, 130]])
 def test_each_text_attends_to_all_of_itself(dtype: torch.dtype, tolerance: float, ends: list[int]) -> None:
-    qkv_TW = torch.randn(ends[-1], 3 * N * H).to(dtype)
-    found = ops.encoder_attention(qkv_TW, N, ends)
+    of = heads(ends[-1], dtype=dtype)
+    found = ops.encoder_attention(*of, ends, H**-0.5)
     assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), reference(qkv_TW, ends), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.double(), reference(of, ends, H**-0.5), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("scratch", [1 << 23, 200])
+@pytest.mark.parametrize("biases", [0, 2 * 4 + 1, 2 * 100 + 1])
+@pytest.mark.parametrize("window", [0, 1, 6, 39])
+def test_windows_biases_and_shared_heads(
+    window: int, biases: int, scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("octavo.ops.attention"), "MAX_SCRATCH", scratch)
+    ends, of = [1, 8, 48], heads(48, K=1)
+    bias_NM = torch.randn(N, biases) if biases else None
+    found = ops.encoder_attention(*of, ends, 0.7, window, bias_NM)
+    torch.testing.assert_close(found.double(), reference(of, ends, 0.7, window, bias_NM), atol=1e-6, rtol=1e-6)
 
 
 def test_a_text_that_is_no_number_spoils_no_other() -> None:
-    qkv_TW = torch.randn(30, 3 * N * H)
-    alone = ops.encoder_attention(qkv_TW[10:20].contiguous(), N, [10])
-    qkv_TW[:10] = torch.nan
-    qkv_TW[20:] = torch.inf
-    assert torch.equal(ops.encoder_attention(qkv_TW, N, [10, 20, 30])[10:20], alone)
+    of = heads(30)
+    alone = ops.encoder_attention(*(part[10:20].contiguous() for part in of), [10], 1.0)
+    for part in of:
+        part[:10] = torch.nan
+        part[20:] = torch.inf
+    assert torch.equal(ops.encoder_attention(*of, [10, 20, 30], 1.0)[10:20], alone)

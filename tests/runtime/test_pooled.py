@@ -10,14 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.models.registry import ARCHITECTURES
 from octavo.sampling_params import SamplingParams
-from octavo.types import Output, Request
-from tests.models.families import VOCAB_SIZE, make_checkpoint
+from octavo.text.vectors import result_of
+from octavo.types import Output, Request, Task
+from tests.models.families import ROWS, VOCAB_SIZE, make_checkpoint
+from tests.tiers import nightly_after
 
+FIRST = ("llama/gqa", "gpt2/small", "qwen3/biases", "gemma3/two_ropes")
+FAMILIES = [*FIRST, *{row.partition("/")[0]: row for row in reversed(ROWS) if row not in FIRST}.values()]
+"""A row of each family."""
+LABELS = {"num_labels": 3, "id2label": {0: "no", 1: "maybe", 2: "yes"}}
 LENGTHS = (300, 1, 17, 130)
 TEXTS = [random.Random(i).choices(range(VOCAB_SIZE), k=length) for i, length in enumerate(LENGTHS)]
 
@@ -26,7 +40,7 @@ def serve(folder: Path, **settings: Any) -> dict[int, Output]:
     """Embed every text twice, and continue the same texts meanwhile; the last news of each request."""
     values = {"model": str(folder), "device": "cpu", "dtype": "float32", "max_num_batched_tokens": 48, "block_size": 16}
     engine, info = build_engine(EngineConfig.from_flat({**values, "kv_cache_memory": 0.05, **settings}))
-    assert info.tasks == ("generate", "embed")
+    assert info.tasks == ("generate", "embed", "token_embed")
     last: dict[int, Output] = {}
     for again in (0, 1):
         for i, text in enumerate(TEXTS):
@@ -53,7 +67,7 @@ def test_vectors_are_those_of_transformers(row: str, pooling: str, tmp_path: Pat
             assert output.values is not None
             assert output.finish_reason == "length"
             vector = np.frombuffer(output.values, dtype="<f4")
-            np.testing.assert_allclose(vector, wanted / wanted.norm(), atol=1e-5)
+            np.testing.assert_allclose(vector / np.linalg.norm(vector), wanted / wanted.norm(), atol=1e-5)
             assert not output.num_cached_tokens, "rows that are cached have no vectors any more"
     assert found[10].finish_reason is not None
     assert found[30].num_cached_tokens, "prompts that are continued share blocks as ever"
@@ -76,3 +90,63 @@ def test_a_vector_that_is_no_number_ends_its_request_alone(tmp_path: Path) -> No
     assert found[1].values is None
     spoilt = [i for i, text in enumerate(TEXTS) if TEXTS[1][0] in text]
     assert all(found[i].values is not None for i in range(len(TEXTS)) if i not in spoilt)
+
+
+def results(folder: Path, task: Task, tasks: tuple[Task, ...]) -> list[np.ndarray]:
+    """What ``task`` makes of every text, in chunks."""
+    values = {"model": str(folder), "device": "cpu", "dtype": "float32", "max_num_batched_tokens": 48, "block_size": 16}
+    engine, info = build_engine(EngineConfig.from_flat({**values, "kv_cache_memory": 0.05}))
+    assert info.tasks == tasks
+    for i, text in enumerate(TEXTS):
+        engine.add(Request(i, text, SamplingParams(max_tokens=0), 0, task=task))
+    found: dict[int, np.ndarray] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.values is not None, output
+            found[output.request_id] = result_of(task, output.values, info.pooling)
+    return [found[i] for i in range(len(TEXTS))]
+
+
+@pytest.mark.parametrize("row", nightly_after(len(FIRST), FAMILIES))
+def test_a_decoder_without_a_head_embeds(row: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, row, AutoModel)
+    tokens = results(tmp_path, "token_embed", ("embed", "token_embed"))
+    for text, found, of_tokens in zip(TEXTS, results(tmp_path, "embed", ("embed", "token_embed")), tokens, strict=True):
+        with torch.inference_mode():
+            rows = model(torch.tensor([text]), use_cache=False).last_hidden_state[0]
+        wanted = rows / rows.norm(dim=1, keepdim=True)
+        np.testing.assert_allclose(found, wanted[-1], atol=5e-5)
+        np.testing.assert_allclose(of_tokens, wanted, atol=5e-5)
+
+
+@pytest.mark.parametrize("row", nightly_after(len(FIRST), FAMILIES))
+@pytest.mark.parametrize("num_labels", [3, 1])
+def test_a_decoder_that_classifies(row: str, num_labels: int, tmp_path: Path) -> None:
+    changes = LABELS if num_labels == 3 else {"num_labels": 1}
+    model = made_with(AutoModelForSequenceClassification, tmp_path, row, **changes)
+    tasks: tuple[Task, ...] = ("classify",) if num_labels == 3 else ("score", "classify")
+    for text, found in zip(TEXTS, results(tmp_path, "classify", tasks), strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([text]), use_cache=False).logits[0]
+        np.testing.assert_allclose(found, logits.softmax(dim=-1) if num_labels == 3 else logits.sigmoid(), atol=1e-5)
+
+
+@pytest.mark.parametrize("row", nightly_after(2, FAMILIES))
+def test_a_decoder_that_classifies_tokens(row: str, tmp_path: Path) -> None:
+    model = made_with(AutoModelForTokenClassification, tmp_path, row, **LABELS)
+    for text, found in zip(TEXTS, results(tmp_path, "token_classify", ("token_classify",)), strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([text]), use_cache=False).logits[0]
+        np.testing.assert_allclose(found, logits.softmax(dim=-1), atol=1e-5)
+
+
+def made_with(auto_class: Any, folder: Path, row: str, **changes: Any) -> PreTrainedModel:
+    """The row's model of this class; skips families that have none."""
+    if type(AutoConfig.for_model(ROWS[row][0])) not in auto_class._model_mapping:
+        pytest.skip("transformers has no such class of this family")
+    return make_checkpoint(folder, row, auto_class, **changes)
+
+
+def test_every_architecture_may_be_headless() -> None:
+    """All but those whose classes end otherwise."""
+    assert not [name for name in ARCHITECTURES if not name.endswith(("ForCausalLM", "LMHeadModel"))]

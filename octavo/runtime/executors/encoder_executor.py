@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CANCELLATIONS, RunnerError
-from octavo.models.bert import BertModel, PackedTexts
-from octavo.models.pooling import Pooling
-from octavo.runtime.executors.pooler import as_vectors, to_length_one
+from octavo.models.encoder import Encoder, PackedTexts
+from octavo.runtime.executors.pooler import TOKEN_TASKS, Pooler, as_vectors
 from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.steps.messages import Encode, EncoderText, Message, Reply
+from octavo.types import Task
 
 logger = logging.getLogger(__name__)
 
 
 class EncoderExecutor:
-    """Computes an embedding for each text, or a score if the model is a cross-encoder (``is_cross_encoder``)."""
+    """Computes what each text's task asks for."""
 
     runs_ahead = False
 
-    def __init__(self, model: BertModel, pooling: Pooling, device: torch.device) -> None:
+    def __init__(self, model: Encoder, pooler: Pooler, device: torch.device) -> None:
         self._model = model
-        self._pooling = pooling
+        self._pooler = pooler
         self._device = device
 
     def send(self, message: Message) -> Reply[Any]:
@@ -47,10 +47,26 @@ class EncoderExecutor:
     def _values(self, texts: list[EncoderText]) -> list[bytes | None]:
         ends = list(itertools.accumulate(len(text.tokens) for text in texts))
         x_TD = self._model.forward(self._texts(texts, ends))
-        if self._model.config.is_cross_encoder:
-            return as_vectors(self._model.scores(self._firsts(x_TD, ends)).unsqueeze(1))
-        values_SD = self._pooled(x_TD, ends)
-        return as_vectors(to_length_one(values_SD) if self._pooling.normalizes else values_SD)
+        values: list[bytes | None] = [None] * len(texts)
+        for task in {text.task for text in texts}:
+            chosen = [i for i, text in enumerate(texts) if text.task == task]
+            spans = [slice(ends[i] - len(texts[i].tokens), ends[i]) for i in chosen]
+            for i, value in zip(chosen, self._results(task, x_TD, spans), strict=True):
+                values[i] = value
+        return values
+
+    def _results(self, task: Task, x_TD: Tensor, spans: list[slice]) -> list[bytes | None]:
+        """The results of one task for the texts with these rows."""
+        kind = self._pooler.kind
+        if task not in TOKEN_TASKS and kind in ("cls", "last"):
+            at = [span.start if kind == "cls" else span.stop - 1 for span in spans]
+            return as_vectors(self._pooler.of_pooled(self._pooler.of_rows(task, x_TD[at]), x_TD.dtype))
+        rows_TC = self._pooler.of_rows(task, torch.cat([x_TD[span] for span in spans]))
+        of_texts = rows_TC.split_with_sizes([span.stop - span.start for span in spans])
+        if task in TOKEN_TASKS:
+            return [as_vectors(of_tokens_TC.reshape(1, -1))[0] for of_tokens_TC in of_texts]
+        means_SC = torch.stack([of_tokens_TC.mean(dim=0) for of_tokens_TC in of_texts])
+        return as_vectors(self._pooler.of_pooled(means_SC, x_TD.dtype))
 
     def _texts(self, texts: list[EncoderText], ends: list[int]) -> PackedTexts:
         ids: list[int] = []
@@ -64,14 +80,3 @@ class EncoderExecutor:
             types += [0] * first + [1] * (length - first)
         ids_T, positions_T, types_T = torch.tensor([ids, positions, types], dtype=torch.int64, device=self._device)
         return PackedTexts(ids_T, positions_T, types_T, ends)
-
-    def _firsts(self, x_TD: Tensor, ends: list[int]) -> Tensor:
-        return x_TD[[0, *ends[:-1]]]
-
-    def _pooled(self, x_TD: Tensor, ends: list[int]) -> Tensor:
-        if self._pooling.kind == "cls":
-            return self._firsts(x_TD, ends).float()
-        if self._pooling.kind == "last":
-            return x_TD[[end - 1 for end in ends]].float()
-        texts = x_TD.float().tensor_split(ends[:-1])
-        return torch.stack([text_LD.mean(dim=0) for text_LD in texts])

@@ -25,7 +25,7 @@ from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.executors.block_copies import HostBlockCopies
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
-from octavo.runtime.executors.pooler import ChunkPooler
+from octavo.runtime.executors.pooler import ChunkPooler, Pooler
 from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.runtime.executors.sampling_state import SamplingState
 from octavo.runtime.executors.step_program import Forward, Logits, RowReader, StepProgram
@@ -51,7 +51,7 @@ from octavo.steps.messages import (
 
 logger = logging.getLogger(__name__)
 
-LAST_TOKEN = Pooling("last")
+LAST_TOKEN = Pooler(Pooling("last"), None)
 
 
 class HostExecutor:
@@ -66,7 +66,7 @@ class HostExecutor:
         vocab_size: int,
         limits: StepLimits,
         forward: Forward | None = None,
-        pooling: Pooling = LAST_TOKEN,
+        pooler: Pooler = LAST_TOKEN,
         adapters: ModelAdapters | None = None,
         vocabulary: ShardedVocabulary = WHOLE,
         drafter: Drafter | None = None,
@@ -95,7 +95,7 @@ class HostExecutor:
         self._embeddings = embeddings
         rows = None if adapters is None else adapters.rows
         self._program = StepProgram(model, self._compute, self._state, rows, drafter, verify, logits, embeddings)
-        self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
+        self._reader = RowReader(model, ChunkPooler(model, pooler), vocabulary)
         self._copies = HostBlockCopies(storage)
         self._buffers = StepBuffers(storage.num_groups)
         self._num_groups, self._block_size = storage.num_groups, storage.block_size

@@ -1,6 +1,6 @@
-"""Pooling: from the vectors of a text's tokens to its embedding or score.
+"""Pooling: from the vectors of a text's tokens to its embedding, its labels' logits, or those of its tokens.
 
-Shapes: T tokens, S texts, D model.
+Shapes: T tokens, S texts, D model, E embedding, L labels, C columns.
 """
 
 from __future__ import annotations
@@ -8,51 +8,89 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.models.pooling import Pooling
+from octavo.models.labels import LabelHead
+from octavo.models.pooling import Dense, Pooling
 from octavo.models.registry import CausalLM
+from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.steps.messages import PooledRows
+from octavo.types import Task
+
+TOKEN_TASKS = ("token_embed", "token_classify")
 
 
-def as_vectors(values_SD: Tensor) -> list[bytes | None]:
+def as_vectors(values_SC: Tensor) -> list[bytes | None]:
     """Each row as float32 bytes; ``None`` for a row with a number that is not finite."""
-    rows_SD = values_SD.to(device="cpu", dtype=torch.float32)
-    are_finite = rows_SD.isfinite().all(dim=-1).tolist()
-    return [row.numpy().tobytes() if is_finite else None for row, is_finite in zip(rows_SD, are_finite, strict=True)]
+    rows_SC = values_SC.to(device="cpu", dtype=torch.float32)
+    are_finite = rows_SC.isfinite().all(dim=-1).tolist()
+    return [row.numpy().tobytes() if is_finite else None for row, is_finite in zip(rows_SC, are_finite, strict=True)]
 
 
-def to_length_one(vectors_SD: Tensor) -> Tensor:
-    """Normalise each row to length 1; a zero vector stays zero."""
-    return torch.nn.functional.normalize(vectors_SD, dim=-1)
+class Pooler:
+    """What is computed of a model's last vectors; ``load_format`` and ``form`` are those of the weights."""
+
+    def __init__(
+        self, pooling: Pooling, labels: LabelHead | None, load_format: str = "auto", form: WeightFormat | None = None
+    ) -> None:
+        form = form or WeightFormat(torch.float32, torch.device("cpu"))
+        self.pooling, self.labels = pooling, labels
+        self.of_tokens = Dense(pooling.of_tokens, load_format, form)
+        self.of_texts = Dense(pooling.of_texts, load_format, form)
+
+    @property
+    def kind(self) -> str:
+        """Of which tokens a text's vector or logits are."""
+        return self.pooling.kind if self.labels is None else self.labels.part.of
+
+    def of_rows(self, task: Task, x_TD: Tensor) -> Tensor:
+        """The result of a task of tokens, or before pooling: [T, C], float32."""
+        if task == "token_embed":
+            return self.of_tokens(x_TD)
+        if self.labels is not None and self.kind in ("each", "mean_logits"):
+            return self.labels(x_TD)
+        return self.of_tokens(x_TD) if self.labels is None else x_TD.float()
+
+    def of_pooled(self, x_SD: Tensor, dtype: torch.dtype) -> Tensor:
+        """The result of a task of texts, from pooled rows in float32: [S, C], float32."""
+        if self.labels is None:
+            return self.of_texts(x_SD)
+        return x_SD if self.kind == "mean_logits" else self.labels(x_SD.to(dtype))
 
 
 class ChunkPooler:
     """Pools texts that a decoder computes in chunks (chunked prefill).
 
-    For mean pooling, the sum of the normalised rows up to the end of each chunk is kept, so that a chunk that is
-    recomputed continues from the sum before it.
+    For mean pooling, the sum of each chunk's normalised rows is kept, and for tasks of tokens the result of each row.
+    A chunk that is recomputed takes the place of what was kept of it.
     """
 
-    def __init__(self, model: CausalLM, pooling: Pooling) -> None:
+    def __init__(self, model: CausalLM, pooler: Pooler) -> None:
         self._model = model
-        self._pooling = pooling
-        self._sums: dict[int, dict[int, Tensor]] = {}
-        """Batch index to position to the sum of the rows before that position."""
+        self._pooler = pooler
+        self._kept: dict[int, dict[int, tuple[int, Tensor]]] = {}
+        """Batch index to a chunk's first position to its end and what is kept of it."""
 
     def take(self, rows: PooledRows, x_TD: Tensor) -> bytes | None:
-        """Add a chunk's rows of the last layer's output. For the last chunk, the text's vector as float32 bytes, or
+        """Add a chunk's rows of the last layer's output. For the last chunk, the result as float32 bytes, or
         ``None`` if it is not finite."""
-        if self._pooling.kind == "mean":
-            sum_D = self._model.norm(x_TD).double().sum(dim=0)
-            if rows.start:
-                sum_D += self._sums[rows.index][rows.start]
-            else:
-                self._sums[rows.index] = {}
-            end = rows.start + rows.num_rows
-            self._sums[rows.index][end] = sum_D
-            vector_D = sum_D / end
-        else:
-            vector_D = self._model.norm(x_TD[-1:])[0].float()
+        is_of_tokens = rows.task in TOKEN_TASKS
+        end = rows.start + rows.num_rows
+        if not (is_of_tokens or self._pooler.kind == "mean"):
+            if not rows.is_last:
+                return None
+            pooled_SD = self._pooler.of_rows(rows.task, self._model.norm(x_TD[-1:]))
+            return as_vectors(self._pooler.of_pooled(pooled_SD, x_TD.dtype))[0]
+        of_rows_TC = self._pooler.of_rows(rows.task, self._model.norm(x_TD))
+        kept = self._kept[rows.index] if rows.start else {}
+        self._kept[rows.index] = kept
+        kept[rows.start] = end, of_rows_TC if is_of_tokens else of_rows_TC.double().sum(dim=0, keepdim=True)
         if not rows.is_last:
             return None
-        vectors_SD = vector_D.unsqueeze(0)
-        return as_vectors(to_length_one(vectors_SD) if self._pooling.normalizes else vectors_SD)[0]
+        parts, start = [], 0
+        while start < end:
+            start, part = kept[start]
+            parts.append(part)
+        whole_TC = torch.cat(parts)
+        if is_of_tokens:
+            return as_vectors(whole_TC.reshape(1, -1))[0]
+        pooled_SD = (whole_TC.sum(dim=0, keepdim=True) / end).float()
+        return as_vectors(self._pooler.of_pooled(pooled_SD, x_TD.dtype))[0]

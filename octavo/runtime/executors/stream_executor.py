@@ -23,7 +23,6 @@ import torch
 from octavo.errors import CANCELLATIONS, RunnerError
 from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import ModelAdapters
-from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops.device_backend import backend_of, is_gpu
@@ -34,7 +33,7 @@ from octavo.runtime.executors.device_program import DeviceProgram, KernelTuner, 
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.graphs import Graphs
 from octavo.runtime.executors.host_executor import LAST_TOKEN, change_adapters, load_weights
-from octavo.runtime.executors.pooler import ChunkPooler
+from octavo.runtime.executors.pooler import ChunkPooler, Pooler
 from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.runtime.executors.sleeping_memory import SleepingMemory
 from octavo.runtime.executors.step_program import RowReader
@@ -109,7 +108,7 @@ class StreamExecutor:
         limits: StepLimits,
         batch_invariant: bool = False,
         enforce_eager: bool = False,
-        pooling: Pooling = LAST_TOKEN,
+        pooler: Pooler = LAST_TOKEN,
         adapters: ModelAdapters | None = None,
         vocabulary: ShardedVocabulary = WHOLE,
         drafter: Drafter | None = None,
@@ -127,7 +126,7 @@ class StreamExecutor:
         self._adapters, self._updates = adapters, updates
         self._program = DeviceProgram(model, *self._parts)
         self._tuner: KernelTuner | None = None
-        self._reader = RowReader(model, ChunkPooler(model, pooling), vocabulary)
+        self._reader = RowReader(model, ChunkPooler(model, pooler), vocabulary)
         self._is_gpu = is_gpu(device)
         self._backend = backend_of(device.type)
         self._stream = torch.cuda.Stream(device) if self._is_gpu else None  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.text.vectors import check_dimensions, shortened
+from octavo.text.vectors import check_dimensions
 from octavo_server.dialects.ollama.answer import ERRORS, LineStream
 from octavo_server.dialects.ollama.body import ACCEPTED, served_name
 from octavo_server.dialects.openai.completions import prompts_of
@@ -139,7 +139,7 @@ async def embed(request: Request) -> Response:
     choices = await ask(services, request, "embed", model, prompts_of(texts, "input") if texts else [], "input")
     answer = {
         "model": body.model,
-        "embeddings": [shortened(numbers(choice), body.dimensions).tolist() for choice in choices],
+        "embeddings": [numbers(services, choice, dimensions=body.dimensions).tolist() for choice in choices],
         "total_duration": time.monotonic_ns() - started,
         "load_duration": 0,
         "prompt_eval_count": num_tokens(choices),
@@ -154,7 +154,7 @@ async def embeddings(request: Request) -> Response:
     model = served_name(body.model, services)
     services.check_model(model)
     choices = await ask(services, request, "embed", model, prompts_of(body.prompt, "prompt"), "prompt")
-    return json_response({"embedding": numbers(choices[0]).tolist()}, headers)
+    return json_response({"embedding": numbers(services, choices[0]).tolist()}, headers)
 
 
 ENDPOINTS = [

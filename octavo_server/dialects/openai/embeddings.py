@@ -13,10 +13,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.text.vectors import check_dimensions, shortened
+from octavo.text.vectors import Floats, check_dimensions
 from octavo_server.dialects.openai.completions import prompts_of
 from octavo_server.dialects.openai.fields import ACCEPTED, check_labels
-from octavo_server.generation import GeneratedChoice
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.sse import json_response
@@ -61,7 +60,10 @@ async def create_embeddings(request: Request) -> Response:
     def render() -> Response:
         answer = {
             "object": "list",
-            "data": [_entry(index, choice, body) for index, choice in enumerate(choices)],
+            "data": [
+                _entry(index, numbers(services, choice, dimensions=body.dimensions), body)
+                for index, choice in enumerate(choices)
+            ],
             "model": services.answering_name(body.model),
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
@@ -75,8 +77,7 @@ ENDPOINTS = [
 ]
 
 
-def _entry(index: int, choice: GeneratedChoice, body: EmbeddingBody) -> dict[str, Any]:
-    vector = shortened(numbers(choice), body.dimensions)
+def _entry(index: int, vector: Floats, body: EmbeddingBody) -> dict[str, Any]:
     is_text = body.encoding_format == "base64"
     shown = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
     return {"object": "embedding", "index": index, "embedding": shown}

@@ -14,15 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
-from octavo.text.vectors import Floats, cosine, pairs_of
-from octavo_server.admission import PromptSource
+from octavo.text.vectors import pairs_of
 from octavo_server.dialects.openai.fields import ACCEPTED, check_labels
 from octavo_server.dialects.openai.rendering import Identity
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.sse import json_response
-from octavo_server.pooling import ask, num_tokens, numbers
-from octavo_server.services import ModelServices, server_of
+from octavo_server.pooling import scores
+from octavo_server.services import server_of
 
 
 class ScoreBody(msgspec.Struct, kw_only=True):
@@ -64,10 +63,12 @@ async def score(request: Request) -> Response:
     services, body, headers = await server.read(request, score_decoder)
     check_labels(services, body.model, body.priority, body.user)
     pairs = pairs_of(body.text_1, body.text_2)
-    scores, count = await _scores(services, request, pairs, ("text_1", "text_2"), body)
+    found, count = await scores(
+        services, request, body.model, pairs, ("text_1", "text_2"), priority=body.priority, user=body.user
+    )
     answer = {
         **Identity("score", "list", services.model_name).as_dict(),
-        "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)],
+        "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(found)],
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
     return json_response(answer, headers)
@@ -84,10 +85,12 @@ async def rerank(request: Request) -> Response:
         raise InvalidParameter("top_n", f"'top_n' must be at least 1, not {body.top_n}.")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     pairs = [(body.query, text) for text in texts]
-    scores, count = await _scores(services, request, pairs, ("query", "documents"), body)
-    order = sorted(range(len(texts)), key=lambda i: (-scores[i], i))[: body.top_n]
+    found, count = await scores(
+        services, request, body.model, pairs, ("query", "documents"), priority=body.priority, user=body.user
+    )
+    order = sorted(range(len(texts)), key=lambda i: (-found[i], i))[: body.top_n]
     results = [
-        {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
+        {"index": i, "relevance_score": found[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
         for i in order
     ]
     answer = {
@@ -100,31 +103,12 @@ async def rerank(request: Request) -> Response:
 
 
 ENDPOINTS = [
-    Endpoint("POST", "/v1/score", score, "Score how well texts go together", ScoreBody),
-    Endpoint("POST", "/v1/rerank", rerank, "Put documents in the order in which they suit a query", RerankBody),
+    *(
+        Endpoint("POST", path, score, "Score how well texts go together", ScoreBody, name=name)
+        for path, name in (("/v1/score", "score"), ("/score", "score_by_vllms_path"))
+    ),
+    *(
+        Endpoint("POST", path, rerank, "Put documents in the order in which they suit a query", RerankBody, name=name)
+        for path, name in (("/v1/rerank", "rerank"), ("/v2/rerank", "rerank_by_coheres_path"))
+    ),
 ]
-
-
-async def _scores(
-    services: ModelServices,
-    request: Request,
-    pairs: list[tuple[str, str]],
-    fields: tuple[str, str],
-    body: ScoreBody | RerankBody,
-) -> tuple[list[float], int]:
-    """The score of each pair, and the total number of prompt tokens."""
-    if "embed" not in services.engine.info.tasks:
-        choices = await ask(
-            services, request, "score", body.model, pairs, fields[1], priority=body.priority, user=body.user
-        )
-        return [float(numbers(choice)[0]) for choice in choices], num_tokens(choices)
-    vectors: dict[PromptSource, Floats] = {}
-    count = 0
-    for field, texts in zip(fields, zip(*pairs, strict=True), strict=True):
-        sources: list[PromptSource] = list(dict.fromkeys(texts))
-        choices = await ask(
-            services, request, "embed", body.model, sources, field, priority=body.priority, user=body.user
-        )
-        count += num_tokens(choices)
-        vectors |= dict(zip(sources, map(numbers, choices), strict=True))
-    return [cosine(vectors[first], vectors[second]) for first, second in pairs], count

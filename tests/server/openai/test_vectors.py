@@ -55,7 +55,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("encoder"), "bert/plain")
+    served = Served(tmp_path_factory.mktemp("encoder"), "Bert/Model")
     yield served
     served.server.stop()
 

@@ -1,0 +1,61 @@
+"""EmbeddingGemma (arXiv 2509.20354): Gemma 3 with attention in both directions, and so an encoder."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.encoder import Encoder, EncoderConfig, read_encoder
+from octavo.models.gemma3 import rope_keys
+from octavo.models.keys import ConfigKeys
+from octavo.models.parts import HeadNorm, Names, NormPart
+from octavo.models.rope import RopeContext, read_rope
+
+NAMES = Names(
+    embedding="embed_tokens",
+    layers="layers",
+    norm="norm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+
+
+class EmbeddingGemma(Encoder):
+    """An encoder: EmbeddingGemma (arXiv 2509.20354), if use_bidirectional_attention is true; else Gemma 3."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
+        for key in ("hidden_act", "use_bidirectional_attention"):
+            keys.get(key)  # the older key of hidden_activation; and what makes it an encoder
+        every = keys.size("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
+        num_layers = keys.size("num_hidden_layers")
+        types = read_layer_types(keys, [SLIDING if (i + 1) % every else FULL for i in range(num_layers)])
+        reach = keys.size("sliding_window", 4096) // 2
+        config = read_encoder(
+            keys,
+            names=NAMES,
+            norm=NormPart(offset=1.0),
+            eps_key="rms_norm_eps",
+            eps=1e-6,
+            activation_key="hidden_activation",
+            activations=ACTIVATIONS,
+            activation="gelu_pytorch_tanh",
+            has_bias=keys.flag("attention_bias"),
+            mlp_bias=False,
+            positions=131_072,
+            windows=[reach if kind == SLIDING else 0 for kind in types],
+            rope_of=[int(kind == SLIDING) for kind in types],
+        )
+        width, most = config.head_dim, config.max_position_embeddings
+        context = RopeContext(width, max_len or most, most)
+        full, local = rope_keys(keys)
+        ropes = read_rope({"rope_theta": 1_000_000.0, **full}, context), read_rope(local, context)
+        scale = keys.number("query_pre_attn_scalar", 256) ** -0.5
+        config = config.with_attention(scale=scale, head_norm=HeadNorm(offset=1.0))
+        return dataclasses.replace(
+            config,
+            ropes=tuple((rope, width) for rope in ropes),
+            root="model.",
+            embedding_scale=config.hidden_size**0.5,
+        )
