@@ -202,7 +202,9 @@ def _divide(
     where the blocks are ``given``."""
     per_block = sum(pools.bytes_per_block)
     if given is None:
-        size = max(least := pools.least_bytes(max_model_len), most[0])
+        asked = settings.cache.kv_cache_memory  # here for models of states alone: else it gives the number of blocks
+        largest = most[0] if asked is None else min(int(asked * GIB), most[1])
+        size = max(least := pools.least_bytes(max_model_len), largest)
         num_snapshots = _num_snapshots(settings, states, size if per_block else 2 * size, size - least, most[1])
         size -= num_snapshots * states.bytes_per_slot
     else:

@@ -202,3 +202,14 @@ def test_free_memory_heeds_the_control_group(tmp_path: Path) -> None:
     assert memory._cgroup_available(tmp_path) == 700
     (tmp_path / "memory.max").write_text("max\n")
     assert memory._cgroup_available(tmp_path) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_memory_of_a_cache_that_is_given_bounds_states_without_keys(device: str) -> None:
+    sizes = {"num_heads": 8, "head_dim": 64, "state_size": 64, "hidden_size": 256, "num_hidden_layers": 4}
+    keys = {"architectures": ["Mamba2ForCausalLM"], "vocab_size": 1000, **sizes}
+    config = EngineConfig.from_flat({"kv_cache_memory": 0.25, "max_num_seqs": 4, "max_model_len": 4096})
+    model = read_config(keys)
+    limits, budget = settle(config, model, torch.float32, torch.float32, device, {"float32": 500}, 16 * GIB)
+    assert 0.2 * GIB < budget.states < 0.3 * GIB
+    assert limits.states is not None

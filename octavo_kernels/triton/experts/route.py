@@ -19,6 +19,7 @@ from octavo_kernels.triton.launch import (
     after_predecessor,
     counters,
     declines_floats,
+    empty_indices,
     is_invariant,
     launch,
 )
@@ -168,7 +169,7 @@ def route_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ops.route``; of experts of equal worth the first is selected."""
     (T, D), X, S = x_TD.shape, len(weight_XD), routing.num_chosen
-    ids_TS = torch.empty(T, S, dtype=torch.int64, device=x_TD.device)
+    ids_TS = empty_indices(T * S, torch.int64, x_TD.device).view(T, S)
     shares_TS = torch.empty(T, S, dtype=torch.float32, device=x_TD.device)
     if not T:
         return (x_TD if norm_D is None else torch.empty_like(x_TD)), ids_TS, shares_TS
