@@ -28,10 +28,10 @@ from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.executors.stream_executor import StreamExecutor
-from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.kv_storage import ONE_STATE, KVStorage, StatePool
 from octavo.runtime.sharded_logits import part_of_vocabulary
 from octavo.sampling_params import SamplingParams
-from octavo.steps.limits import StepLimits
+from octavo.steps.limits import StateSize, StepLimits
 from octavo.steps.messages import Executor
 from octavo.steps.shapes import exact_shape
 from octavo.types import Output, Request, Sequence
@@ -50,6 +50,7 @@ from tests.tiers import nightly_after
 NUM_DRAFTS = 2
 LIMITS = StepLimits(max_num_seqs=5, max_num_batched_tokens=24, max_blocks=30, max_drafts=NUM_DRAFTS)
 BLOCK_SIZE, NUM_BLOCKS = 4, 34
+STATES = StateSize(num_slots=14, num_held=10, every=16, interval=8, has_drafts=True)
 NUM_REQUESTS = 14
 DENSE_ON_CPUS = {"fp8, blocks"}
 """Formats that no kernel for CPUs takes."""
@@ -85,10 +86,10 @@ def make_engine(home: Path, size: int, packs: bool = False, runs_ahead: bool = F
         specs = rank_cache(config.cache, collective.size)
         groups = kv_groups(specs, max_window=1000)
         counts = [NUM_BLOCKS] * len(groups)
-        storage = KVStorage(specs, groups, counts, BLOCK_SIZE, torch.float32, CPU)
-        for pool in storage.pools:
-            for part in pool:
-                part.fill_(torch.nan)
+        pool = ONE_STATE if states is None else StatePool(states.num_slots)
+        storage = KVStorage(specs, groups, counts, BLOCK_SIZE, torch.float32, CPU, states=pool)
+        for part in storage.tensors:
+            part.fill_(torch.nan)
         storages.append(storage)
         vocabulary = part_of_vocabulary(VOCAB_SIZE, collective, is_on_host=not runs_ahead)
         adapters = ModelAdapters(loaded.maps, rows, form)
@@ -97,6 +98,7 @@ def make_engine(home: Path, size: int, packs: bool = False, runs_ahead: bool = F
         make_stacks(loaded.maps, form)
         return StreamExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, adapters=adapters, vocabulary=vocabulary)
 
+    states = STATES if any(spec.state for spec in config.cache) else None
     storages: list[KVStorage] = []
     executor: Any = make(SINGLE_RANK) if size == 1 else make_ranks(size, make)
     numbers: dict[str, int] = {}
@@ -104,8 +106,10 @@ def make_engine(home: Path, size: int, packs: bool = False, runs_ahead: bool = F
     choose = graphs.choose if runs_ahead else exact_shape
     runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, choose, numbers)
     groups = kv_groups(config.cache, max_window=1000)
-    cache = KVCache([GroupSize(NUM_BLOCKS, group.window) for group in groups], BLOCK_SIZE)
+    cache = KVCache([GroupSize(NUM_BLOCKS, group.window) for group in groups], BLOCK_SIZE, states=states)
     cache.copy_slots = BlockMessages(runner, 0).copy_slots
+    if cache.states is not None:
+        cache.states.copy = BlockMessages(runner, 0).copy_state
     most = LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens
     scheduler = Scheduler(
         cache, max_num_seqs=most[0], max_num_batched_tokens=most[1], speculation=speculating(repeat, NUM_DRAFTS)
@@ -155,10 +159,10 @@ def compare(home: Path, size: int, adapter: Path | None = None, runs_ahead: bool
     assert found == expected
     assert len(numbers) == len(expected_numbers) > 50
     assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(numbers, expected_numbers, strict=True))
-    stats = one.engine.stats()
-    frees_blocks = all(group.window for group in one.engine.scheduler.cache.groups)
+    stats, cache = one.engine.stats(), one.engine.scheduler.cache
+    frees_blocks = all(group.window for group in cache.groups)
     assert stats.num_preemptions > 0 or frees_blocks, "the pool was not small enough"
-    assert stats.num_copied_tokens > 0
+    assert stats.num_copied_tokens > 0 if cache.states is None else cache.states.num_snapshots > 0
 
 
 KEY_HEADS = {
