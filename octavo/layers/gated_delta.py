@@ -1,6 +1,6 @@
 """Layers with the gated delta rule (arXiv 2412.06464): a recurrent state in place of keys and values.
 
-Shapes: T tokens, D model, C channels of the convolution, W its width, N value heads, V numbers of a value.
+Shapes: T tokens, D model, C channels of the convolution, W its width, N value heads, K numbers of a key, V of a value.
 """
 
 from __future__ import annotations
@@ -36,3 +36,37 @@ class GatedDelta:
         conv_state, state = cache.states
         qkv_TC = ops.causal_conv(qkv_TC, self.conv_WC, None, conv_state, rows.states, "silu")
         return ops.gated_delta(qkv_TC, dt_TN, beta_TN, gate_TM, self.heads, state, rows.states)
+
+
+class KimiDelta:
+    """Kimi Delta Attention (arXiv 2510.26692): a decay for each number of a key, gates by sigmoids.
+
+    ``projections`` are fused: a row of their result has C columns of queries, keys and values, N of betas, and what is
+    mapped to N K time steps by ``decays`` and to N V gates by ``gates``, which have as many inputs each.
+    """
+
+    def __init__(
+        self,
+        norm: RMSNorm,
+        projections: Linear,
+        conv_WC: Tensor,
+        maps: tuple[Linear, Linear],
+        rank: int,
+        heads: DeltaHeads,
+    ) -> None:
+        """``maps`` are those to time steps and to gates, with ``rank`` inputs each."""
+        self.norm = norm
+        self.projections = projections
+        self.conv_WC = conv_WC
+        self.decays, self.gates = maps
+        self.heads = heads
+        self.sizes = [sum(heads.sizes), heads.num_heads, rank, rank]
+
+    def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
+        """A new tensor [T, N V]."""
+        parts = self.projections(x_TD, norm=self.norm).split_with_sizes(self.sizes, dim=-1)
+        qkv_TC, beta_TN, of_decays, of_gates = parts
+        dt, gate_TM = self.decays(ops.concat(of_decays)), self.gates(ops.concat(of_gates))
+        conv_state, state = cache.states
+        qkv_TC = ops.causal_conv(qkv_TC, self.conv_WC, None, conv_state, rows.states, "silu")
+        return ops.gated_delta(qkv_TC, dt, beta_TN, gate_TM, self.heads, state, rows.states)

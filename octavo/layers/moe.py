@@ -5,6 +5,8 @@ Shapes: T tokens, D model, X experts, S experts selected per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from octavo import ops
@@ -57,7 +59,7 @@ class SharedExpert:
 class MoE:
     """``x + after(experts(norm(x)) + shared(norm(x)))``, with what there is of a shared expert and of norms.
 
-    ``experts`` and ``shared`` give this rank's part of the sums.
+    ``experts`` and ``shared`` give this rank's part of the sums; ``after`` also adds its second argument, ``x``.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class MoE:
         experts: Mixture,
         shared: SharedExpert | None = None,
         collective: Collective = SINGLE_RANK,
-        after: Norm | None = None,
+        after: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.after = after
         self.router = router

@@ -135,6 +135,9 @@ def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]
 
 
 class DeepseekLayer(LlamaLayer):
+    experts_name = "mlp"
+    expert_names = "gate_proj", "up_proj", "down_proj"
+
     def __init__(self, config: DeepseekConfig, weights: WeightLoader, prefix: str, index: int) -> None:
         D, N, L, R = config.hidden_size, config.num_heads, config.latent_size, config.rotary_width
         name, head = f"{prefix}.self_attn", config.plain_size + R
@@ -162,7 +165,7 @@ class DeepseekLayer(LlamaLayer):
 
     def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
         assert isinstance(config, DeepseekConfig)
-        mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, moe.num_experts, moe.shared_size
+        mlp, D, X, F = f"{prefix}.{self.experts_name}", config.hidden_size, moe.num_experts, moe.shared_size
         bias = weights.exact(f"{mlp}.gate.e_score_correction_bias", X) if config.scoring == "sigmoid" else None
         routing = Routing(
             moe.num_chosen,
@@ -179,7 +182,9 @@ class DeepseekLayer(LlamaLayer):
             weights.partial_row(f"{mlp}.shared_experts.down_proj", D, F, config.mlp_bias),
             config.activation,
         )
-        experts = weights.experts(f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation))
+        experts = weights.experts(
+            f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation, *self.expert_names)
+        )
         return MoE(router, experts, shared, weights.collective)
 
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:

@@ -54,8 +54,10 @@ KEYS: dict[str, Any] = {
 """Sizes under the config keys of all families; each family reads its own."""
 
 
+MINIMAX = ("MiniMaxForCausalLM", "MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM")
 OWN_KEYS: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "expand": 2},
+    **{name: {"shared_intermediate_size": 0} for name in MINIMAX},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "moe"] * 4},
 }
 """Keys of families that have no defaults for them."""

@@ -181,6 +181,5 @@ def load_mamba2(
         gated_norm = GatedNorm(norm_C, eps, group, sizes.is_gated_first)
     if sizes.scales:
         widths = layout.num_heads * layout.head_dim, *layout.sizes, layout.num_heads
-        scales = torch.tensor(sizes.scales, device=weights.form.device)
-        scales_W = scales.repeat_interleave(torch.tensor(widths, device=scales.device))
+        scales_W = torch.tensor(sizes.scales).repeat_interleave(torch.tensor(widths)).to(weights.form.device)
     return Mamba2(norm, projections, conv, layout, gated_norm, scales_W)

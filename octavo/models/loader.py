@@ -117,16 +117,30 @@ class WeightLoader:
         return self.exact_parts(name, [section])
 
     def exact_parts(self, name: str, sections: Sequence[Section]) -> Tensor:
-        """This device's parts of a vector whose sections are divided one by one, in float32."""
-        column = DenseStored((self._numbers(name, (sum(section.num_rows for section in sections),)).unsqueeze(1),))
+        """This device's parts of a vector whose sections are divided one by one, in float32.
+
+        It may be stored with dimensions of one besides.
+        """
+        size, found = sum(section.num_rows for section in sections), self.tensors.shape(name)
+        shape = found if found is not None and math.prod(found) == max(found) == size else (size,)
+        column = DenseStored((self._numbers(name, shape).reshape(size, 1),))
         exact = dataclasses.replace(self.form, dtype=torch.float32)
         return self._counted(self._shard.sections(name, column, sections).dense(exact).squeeze(1))
 
     def conv(self, name: str, sections: Sequence[Section], width: int) -> Tensor:
         """This device's channels of a convolution of each channel: [width, channels]."""
+        return self.convs([name], sections, width)
+
+    def convs(self, names: Sequence[str], sections: Sequence[Section], width: int) -> Tensor:
+        """Like ``conv``; the channels are stored in several tensors one after the other, wherever they were cut."""
         channels = sum(section.num_rows for section in sections)
-        rows = DenseStored((self._numbers(f"{name}.weight", (channels, 1, width)).squeeze(1),))
-        return self._counted(self._shard.sections(name, rows, sections).dense(self.form).t().contiguous())
+        found = [self.tensors.shape(f"{name}.weight") for name in names]
+        counts = [shape[0] for shape in found if shape]
+        if sum(counts) != channels:
+            counts = [channels] if len(names) == 1 else [section.num_rows for section in sections]
+        parts = [self._numbers(f"{name}.weight", (count, 1, width)) for name, count in zip(names, counts, strict=True)]
+        rows = DenseStored((torch.cat(parts).squeeze(1),))
+        return self._counted(self._shard.sections(names[0], rows, sections).dense(self.form).t().contiguous())
 
     def router(self, name: str, num_experts: int, num_inputs: int) -> Tensor:
         """The matrix of a router, replicated on every device: in the model's dtype if the checkpoint has it so, else

@@ -58,6 +58,17 @@ class DeltaSizes(NamedTuple):
         """Numbers of all values of a token."""
         return self.num_heads * self.value_dim
 
+    @property
+    def channels(self) -> list[Section]:
+        """Those of the convolution, which ranks divide by key heads: queries, keys and values."""
+        return [Section(size, self.num_key_heads) for size in (self.keys, self.keys, self.values)]
+
+    @property
+    def cache(self) -> LayerCacheSpec:
+        channels = conv_state(self.width, 2 * self.keys + self.values, self.num_key_heads)
+        state = recurrent_state(self.num_heads, self.key_dim, self.value_dim, self.num_key_heads)
+        return state_layer(channels, state)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(LlamaConfig):
@@ -67,10 +78,7 @@ class Qwen3NextConfig(LlamaConfig):
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:
-        G, N, K, V, W = self.delta
-        channels = conv_state(W, 2 * self.delta.keys + self.delta.values, G)
-        of_delta = state_layer(channels, recurrent_state(N, K, V, G))
-        of_attention = LayerCacheSpec(self.num_kv_heads, self.head_dim)
+        of_delta, of_attention = self.delta.cache, LayerCacheSpec(self.num_kv_heads, self.head_dim)
         return tuple(of_delta if self._has_delta(i) else of_attention for i in range(self.num_layers))
 
     @property
@@ -129,7 +137,7 @@ class Qwen3NextLayer(LlamaLayer):
         norm = weights.norm(f"{prefix}.input_layernorm", D, eps, config.norm_offset)
         heads = delta_heads(config.delta, weights, name, eps)
         projections = weights.fused(self.projections(config.delta, name), D)
-        conv_WC = weights.conv(f"{name}.conv1d", conv_sections(config.delta), config.delta.width)
+        conv_WC = weights.conv(f"{name}.conv1d", config.delta.channels, config.delta.width)
         self.delta = GatedDelta(norm, projections, conv_WC, heads)
         self.o_proj = weights.row(f"{name}.out_proj", D, config.delta.values)
         self.mlp = self.feed_forward(config, weights, prefix, index)
@@ -142,9 +150,9 @@ class Qwen3NextLayer(LlamaLayer):
         gates, heads = Section(sizes.values, G), Section(sizes.num_heads, G)
         return [
             MatrixRows(
-                f"{name}.in_proj_qkvz", [*conv_sections(sizes), gates], _by_part(G, [sizes.key_dim] * 2 + [values] * 2)
+                f"{name}.in_proj_qkvz", [*sizes.channels, gates], by_part(G, [sizes.key_dim] * 2 + [values] * 2)
             ),
-            MatrixRows(f"{name}.in_proj_ba", [heads, heads], _by_part(G, [per_key] * 2)),
+            MatrixRows(f"{name}.in_proj_ba", [heads, heads], by_part(G, [per_key] * 2)),
         ]
 
     def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
@@ -157,7 +165,7 @@ class Qwen3NextLayer(LlamaLayer):
         """Gates, queries, keys and values side by side; the checkpoint has each head's gate behind its query."""
         N, K, H = self.heads[:3]
         queries, keys = Section(N * H, N), Section(K * H, K)
-        order = _by_part(N, [H, H]).reshape(2, -1)[::-1].ravel()
+        order = by_part(N, [H, H]).reshape(2, -1)[::-1].ravel()
         parts = [MatrixRows(f"{prefix}.q_proj", [queries, queries], order)]
         parts += [MatrixRows(f"{prefix}.{part}_proj", [keys]) for part in "kv"]
         return weights.fused(parts, config.hidden_size, config.attention_bias)
@@ -173,22 +181,20 @@ class Qwen3NextLayer(LlamaLayer):
         return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
 
 
-def conv_sections(sizes: DeltaSizes) -> list[Section]:
-    """The channels of the convolution, which ranks divide by key heads: queries, keys and values."""
-    return [Section(size, sizes.num_key_heads) for size in (sizes.keys, sizes.keys, sizes.values)]
-
-
-def delta_heads(sizes: DeltaSizes, weights: WeightLoader, name: str, eps: float) -> DeltaHeads:
-    """This device's heads of the layer with weights ``name``."""
+def delta_heads(
+    sizes: DeltaSizes, weights: WeightLoader, name: str, eps: float, norm: str = "norm", decays_of_head: int = 1
+) -> DeltaHeads:
+    """This device's heads of the layer with weights ``name``, whose heads have so many decays each."""
     num_key_heads = weights.num_own(sizes.num_key_heads)
     own = Section(sizes.num_heads, sizes.num_key_heads)
-    a_log_N, dt_bias_N = (weights.exact_part(f"{name}.{part}", own) for part in ("A_log", "dt_bias"))
-    norm_V = weights.dense(f"{name}.norm.weight", sizes.value_dim)
+    a_log_N = weights.exact_part(f"{name}.A_log", own)
+    dt_bias = weights.exact_part(f"{name}.dt_bias", own._replace(num_rows=sizes.num_heads * decays_of_head))
+    norm_V = weights.dense(f"{name}.{norm}.weight", sizes.value_dim)
     dims = sizes.key_dim, sizes.value_dim
-    return DeltaHeads(num_key_heads, len(a_log_N), *dims, a_log_N, dt_bias_N, norm_V, eps)
+    return DeltaHeads(num_key_heads, len(a_log_N), *dims, a_log_N, dt_bias, norm_V, eps)
 
 
-def _by_part(num_heads: int, sizes: list[int]) -> npt.NDArray[np.int64]:
+def by_part(num_heads: int, sizes: list[int]) -> npt.NDArray[np.int64]:
     """Index of the stored row for each row; each head stores parts of these sizes, which are to be put together."""
     starts = np.arange(num_heads)[:, None] * sum(sizes)
     ends = np.cumsum(sizes)

@@ -45,6 +45,7 @@ from octavo.models.granite_hybrid import BambaForCausalLM, GraniteMoeHybridForCa
 from octavo.models.hunyuan import HunYuanDenseV1ForCausalLM, HunYuanMoEV1ForCausalLM, HYV3ForCausalLM
 from octavo.models.in_place import Kept
 from octavo.models.keys import ConfigKeys
+from octavo.models.kimi_linear import KimiLinearForCausalLM
 from octavo.models.labels import LabelHead, LabelPart, read_activation, read_label_names
 from octavo.models.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from octavo.models.llama import LlamaForCausalLM
@@ -53,6 +54,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.mamba2 import Mamba2ForCausalLM
 from octavo.models.map_part import MapPart
 from octavo.models.mimo import MiMoV2FlashForCausalLM
+from octavo.models.minimax import MiniMaxForCausalLM
 from octavo.models.ministral3 import Ministral3ForCausalLM
 from octavo.models.mistral import MistralForCausalLM
 from octavo.models.mixtral import MixtralForCausalLM
@@ -68,6 +70,7 @@ from octavo.models.older import (
 )
 from octavo.models.olmo import Olmo3ForCausalLM, OlmoeForCausalLM, OlmoForCausalLM
 from octavo.models.olmo2 import Olmo2ForCausalLM
+from octavo.models.olmo_hybrid import OlmoHybridForCausalLM
 from octavo.models.parts import DecoderConfig
 from octavo.models.phi3 import Phi3ForCausalLM
 from octavo.models.phimoe import PhimoeForCausalLM
@@ -144,13 +147,17 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "HunYuanDenseV1ForCausalLM": HunYuanDenseV1ForCausalLM,
     "HunYuanMoEV1ForCausalLM": HunYuanMoEV1ForCausalLM,
     "HYV3ForCausalLM": HYV3ForCausalLM,
+    "KimiLinearForCausalLM": KimiLinearForCausalLM,
     "Lfm2ForCausalLM": Lfm2ForCausalLM,
     "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
     "Llama4ForCausalLM": Llama4ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "Mamba2ForCausalLM": Mamba2ForCausalLM,
     "MiMoV2FlashForCausalLM": MiMoV2FlashForCausalLM,
+    "MiniMaxForCausalLM": MiniMaxForCausalLM,
+    "MiniMaxM1ForCausalLM": MiniMaxForCausalLM,
     "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
+    "MiniMaxText01ForCausalLM": MiniMaxForCausalLM,
     "Ministral3ForCausalLM": Ministral3ForCausalLM,
     "MinistralForCausalLM": MistralForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
@@ -159,6 +166,7 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "NemotronHForCausalLM": NemotronHForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Olmo3ForCausalLM": Olmo3ForCausalLM,
+    "OlmoHybridForCausalLM": OlmoHybridForCausalLM,
     "OlmoeForCausalLM": OlmoeForCausalLM,
     "OlmoForCausalLM": OlmoForCausalLM,
     "OPTForCausalLM": OPTForCausalLM,

@@ -51,7 +51,7 @@ def _check_heads(config: ModelConfig, source: TensorSource) -> None:
     )
     for part, key, count, num_rows in heads:
         found = f"model.layers.0.self_attn.{part}.weight"
-        if found not in names or config.cache[0].kind == "latent":
+        if found not in names or config.cache[0].kind != "attention":
             continue
         shape = source.describe(found)[1]
         if shape[1:] == (1,):  # packed: the reader of the format knows its size

@@ -93,6 +93,20 @@ NEMOTRON = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 3,
 }
+KIMI = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 24,
+    "model_max_length": MAX_LEN,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
 GPT2 = {"n_positions": MAX_LEN, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -276,6 +290,45 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MAMBA, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "attention_bias": True, "mlp_bias": True},
     ),
     "bamba/one_of_two": ("bamba", {**MAMBA, "attn_layer_indices": [1]}),
+    "kimi_linear/experts": (
+        "kimi_linear",
+        {
+            **KIMI,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_expert_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "olmo_hybrid/no_positions": (
+        "olmo_hybrid",
+        {"num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"], "rope_parameters": None},
+    ),
+    "olmo_hybrid/rotated": (
+        "olmo_hybrid",
+        {
+            "layer_types": ["full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+        },
+    ),
+    "minimax/lightning": (
+        "minimax",
+        {
+            "num_local_experts": 5,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "full_attn_alpha_factor": 3.5,
+            "full_attn_beta_factor": 0.9,
+            "linear_attn_alpha_factor": 2.5,
+            "linear_attn_beta_factor": 1.2,
+            "mlp_alpha_factor": 3.1,
+            "mlp_beta_factor": 0.8,
+        },
+    ),
     "gpt_oss/sinks": ("gpt_oss", GPT_OSS),
     "gpt_oss/tight": (
         "gpt_oss",

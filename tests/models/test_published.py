@@ -12,7 +12,9 @@ from octavo.models.deepseek import DeepseekConfig
 from octavo.models.gemma2 import Gemma2Config
 from octavo.models.gemma3 import Gemma3Config
 from octavo.models.gpt2 import GPT2Config
+from octavo.models.kimi_linear import KimiLinearConfig
 from octavo.models.llama import LlamaConfig
+from octavo.models.minimax import MiniMaxConfig
 from octavo.models.registry import read_config
 from octavo.ops.moe import ClampedSwish
 
@@ -117,6 +119,29 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_scaling={"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"}, auto_map={},
         tie_word_embeddings=True,
     ),
+    "minimax-m1": shape(
+        "MiniMaxM1ForCausalLM", 200064, 6144, 9216, 8, 64, 8, 10240000,
+        head_dim=128, rotary_dim=64, rope_theta=1e7, attn_type_list=[0] * 7 + [1], num_local_experts=32,
+        num_experts_per_tok=2, postnorm=True, shared_intermediate_size=0, shared_moe_mode="sigmoid",
+        router_aux_loss_coef=0.001, router_jitter_noise=0.0, output_router_logits=False, tie_word_embeddings=False,
+        layernorm_full_attention_alpha=3.5565588200778455, layernorm_full_attention_beta=1.0,
+        layernorm_linear_attention_alpha=3.5565588200778455, layernorm_linear_attention_beta=1.0,
+        layernorm_mlp_alpha=3.5565588200778455, layernorm_mlp_beta=1.0,
+    ),
+    "kimi-linear-48b": {
+        **shape(
+            "KimiLinearForCausalLM", 163840, 2304, 9216, 5, 32, 32, 0,
+            first_k_dense_replace=1, head_dim=72, kv_lora_rank=512, mla_use_nope=True, model_max_length=1048576,
+            linear_attn_config={"full_attn_layers": [4, 5], "head_dim": 128, "kda_layers": [1, 2, 3], "num_heads": 32,
+                                "short_conv_kernel_size": 4},
+            moe_intermediate_size=1024, moe_layer_freq=1, moe_renormalize=True, moe_router_activation_func="sigmoid",
+            num_expert_group=1, num_experts=256, num_experts_per_token=8, num_nextn_predict_layers=0,
+            num_shared_experts=1, pad_token_id=163839, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64,
+            rope_theta=10000.0, routed_scaling_factor=2.446, tie_word_embeddings=False, topk_group=1,
+            use_grouped_topk=True, v_head_dim=128,
+        ),
+        "max_position_embeddings": None,
+    },
     "gemma-2-2b": shape(
         "Gemma2ForCausalLM", 256000, 2304, 9216, 26, 8, 4, 8192,
         head_dim=256, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
@@ -197,6 +222,9 @@ def test_what_they_say() -> None:
     v3 = read("deepseek-v3-widened", DeepseekConfig)
     assert (v3.head_dim, v3.num_kv_heads, v3.num_groups, v3.num_chosen_groups) == (576, 1, 8, 4)
     assert v3.scale == pytest.approx(192**-0.5 * 1.3689**2, rel=1e-4)
+    kimi, m1 = read("kimi-linear-48b", KimiLinearConfig), read("minimax-m1", MiniMaxConfig)
+    assert [spec.kind for spec in kimi.cache] == ["state"] * 3 + ["latent"] * 2
+    assert (m1.rotary_width, [spec.kind for spec in m1.cache]) == (64, ["state"] * 7 + ["attention"])
 
 
 @pytest.mark.parametrize(
@@ -208,6 +236,10 @@ def test_what_they_say() -> None:
         ("deepseek-v2-lite", {"scoring_func": "sigmoid"}, "scoring_func"),
         ("deepseek-v2-lite", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek-v2-lite", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("kimi-linear-48b", {"mla_use_nope": False}, "mla_use_nope is False; it must be true"),
+        ("kimi-linear-48b", {"linear_attn_config": {"heads": 3}}, "linear_attn_config"),
+        ("minimax-m1", {"postnorm": False}, "postnorm is False; it must be true"),
+        ("minimax-m1", {"attn_type_list": [1, 2]}, "attn_type_list"),
         ("qwen2.5-7b", {"use_mrope": True}, "use_mrope"),
         ("qwen3-30b-a3b", {"num_experts_per_tok": 129}, "num_experts_per_tok"),
         ("mistral-7b", {"num_local_experts": 8}, "num_local_experts"),

@@ -1,0 +1,144 @@
+"""Kimi-Linear (arXiv 2510.26692): Kimi Delta Attention, and in every few layers latent attention without positions; all
+layers but the first have experts, routed as in DeepSeek-V3."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from octavo.layers.gated_delta import KimiDelta
+from octavo.layers.mlp import GatedMLP
+from octavo.layers.output_mlp import output_mlp
+from octavo.layers.rotary import ProportionalRope
+from octavo.models.config import FULL
+from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_deepseek
+from octavo.models.hybrid import LINEAR
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.layer_cache import LayerCacheSpec
+from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM
+from octavo.models.loader import WeightLoader
+from octavo.models.map_part import MatrixRows
+from octavo.models.qwen3_next import DeltaSizes, delta_heads
+from octavo.ops.attention import LayerCache, PagedRows
+from octavo.quant.stored.shard import Section
+
+NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "moe_router_activation_func": "scoring_func",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""Keys of checkpoints to those of DeepSeek's."""
+DEFAULTS = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1024,
+    "n_group": 1,
+    "num_experts": 256,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 2.446,
+    "topk_group": 1,
+}
+UNUSED = ("num_nextn_predict_layers", "qk_head_dim", "rope_scaling", "rope_theta", "rope_parameters")
+"""No position is rotated."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KimiLinearConfig(DeepseekConfig):
+    delta: DeltaSizes
+    kinds: tuple[str, ...]
+
+    @property
+    def cache(self) -> tuple[LayerCacheSpec, ...]:
+        latent, of_delta = LayerCacheSpec(1, self.head_dim, kind="latent"), self.delta.cache
+        return tuple(of_delta if kind == LINEAR else latent for kind in self.kinds[: self.num_layers])
+
+
+class KimiLinearLayer(DeepseekLayer):
+    experts_name = "block_sparse_moe"
+    expert_names = "w1", "w3", "w2"
+
+    def __init__(self, config: KimiLinearConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        self.delta: KimiDelta | None = None
+        if config.kinds[index] == FULL:
+            super().__init__(config, weights, prefix, index)
+            return
+        D, sizes, name = config.hidden_size, config.delta, f"{prefix}.self_attn"
+        N, K = sizes.num_heads, sizes.key_dim
+        norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps)
+        parts = dict(zip("qkv", sizes.channels, strict=True)) | {
+            "b": Section(N, N),
+            "f_a": Section(K, 1),
+            "g_a": Section(K, 1),
+        }
+        projections = weights.fused([MatrixRows(f"{name}.{part}_proj", [own]) for part, own in parts.items()], D)
+        conv_WC = weights.convs([f"{name}.{part}_conv1d" for part in "qkv"], sizes.channels, sizes.width)
+        decays, gates = (weights.column(f"{name}.{part}_b_proj", N * K, K, num_heads=N) for part in "fg")
+        heads = delta_heads(sizes, weights, name, config.norm_eps, "o_norm", decays_of_head=K)
+        heads = heads._replace(gate="sigmoid")
+        self.delta = KimiDelta(norm, projections, conv_WC, (decays, gates), K, heads)
+        self.o_proj = weights.row(f"{name}.o_proj", D, sizes.values)
+        self.mlp = self.feed_forward(config, weights, prefix, index)
+
+    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
+        """Dense layers are named like those with experts in checkpoints that transformers has written."""
+        name = f"{prefix}.{self.experts_name}"
+        if not weights.tensors.has_module(f"{name}.down_proj"):
+            return super().feed_forward(config, weights, prefix, index)
+        return GatedMLP(
+            weights.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps),
+            self.gate_up(config, weights, name),
+            weights.row(f"{name}.down_proj", config.hidden_size, config.dense_size),
+            config.activation,
+        )
+
+    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
+        if self.delta is None:
+            return super().__call__(x_TD, angles, cache, rows)
+        mixed, x_TD = rows.pick(self.delta(x_TD, cache, rows), x_TD)
+        return output_mlp(self.o_proj, self.mlp, mixed, x_TD)
+
+
+def _read_delta(keys: ConfigKeys) -> tuple[DeltaSizes, tuple[str, ...]]:
+    """The sizes of the recurrent layers, and the kinds of all; checkpoints number layers from one."""
+    given, num_layers = keys.get("linear_attn_config", {}), keys.size("num_hidden_layers")
+    if not isinstance(given, Mapping):
+        raise wrong("linear_attn_config", given, "an object")
+    own = ConfigKeys(given)
+    heads = own.size("num_heads", keys.size("linear_num_heads", 32))
+    width = own.size("head_dim", keys.size("linear_head_dim", 128))
+    conv = own.size("short_conv_kernel_size", keys.size("linear_conv_kernel_dim", 4, low=2), low=2)
+    attends = own.get("full_attn_layers")
+    kinds = keys.choices("layer_types", (LINEAR, FULL), num_layers)
+    if kinds is None and isinstance(attends, list | tuple):
+        kinds = tuple(FULL if i + 1 in attends else LINEAR for i in range(num_layers))
+    kinds = kinds or tuple(FULL if i and i % 4 == 0 else LINEAR for i in range(num_layers))
+    own.get("kda_layers")
+    if left := own.unread():
+        raise wrong("linear_attn_config", left[0], "without keys that are not known")
+    return DeltaSizes(heads, heads, width, width, conv), kinds
+
+
+class KimiLinearForCausalLM(LlamaForCausalLM):
+    layer_class = KimiLinearLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> KimiLinearConfig:
+        for key in ("mla_use_nope", "use_grouped_topk"):
+            if not keys.flag(key, True):
+                raise wrong(key, False, "true")
+        delta, kinds = _read_delta(keys)
+        for key in (*UNUSED, *NAMES):
+            keys.get(key)
+        given: dict[str, Any] = {NAMES.get(key, key): value for key, value in keys.values.items() if key not in UNUSED}
+        own = keys.over({**DEFAULTS, **given, "head_dim": None})
+        plain = read_deepseek(own, max_len, "sigmoid")
+        fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(DeepseekConfig)}
+        unrotated = {"rope": ProportionalRope(1.0, 0.0), "is_interleaved": False}
+        return KimiLinearConfig(**fields | unrotated, delta=delta, kinds=kinds)

@@ -1,0 +1,156 @@
+"""MiniMax-Text-01 (arXiv 2501.08313) and MiniMax-M1 (arXiv 2506.13585): in most layers lightning attention, in the
+others softmax attention, in all of them experts. The residual stream is normalised before each part of a layer.
+
+Shapes: T tokens of the step, D model, N heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.layers.moe import ExpertRouter, MoE
+from octavo.models.config import FULL
+from octavo.models.hybrid import LINEAR, HybridConfig, HybridForCausalLM, of_llama
+from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.layer_cache import LayerCacheSpec, recurrent_state, state_layer
+from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
+from octavo.models.loader import ExpertShape, WeightLoader
+from octavo.models.map_part import MatrixRows
+from octavo.models.moe import MoESettings, read_experts
+from octavo.models.qwen3_next import by_part
+from octavo.ops.attention import LayerCache, PagedRows, attention
+from octavo.ops.moe import Routing
+from octavo.quant.stored.shard import Section
+
+LIGHTNING_NORM_EPS = 1e-6
+"""Of the norm over the outputs of all heads, independent of ``rms_norm_eps``."""
+DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+"""Constants that transformers writes into checkpoints."""
+Factors = tuple[float, float]
+"""Of the normalised residual stream, and of what is added to it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiniMaxConfig(HybridConfig):
+    factors: dict[str, Factors]
+    """Those of each kind of layer, and of the experts."""
+
+
+class MiniMaxLayer(LlamaLayer):
+    def __init__(self, config: MiniMaxConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        D, eps, name = config.hidden_size, config.norm_eps, f"{prefix}.self_attn"
+        self.factors, self.mlp_factors = config.factors[config.kinds[index]], config.factors["mlp"]
+        self.mlp_norm = weights.norm(f"{prefix}.post_attention_layernorm", D, eps)
+        self.is_lightning = config.kinds[index] == LINEAR
+        if not self.is_lightning:
+            super().__init__(config, weights, prefix, index)
+            return
+        N, width = config.num_heads, config.num_heads * config.head_dim
+        part = Section(width, N)
+        fused = MatrixRows(f"{name}.qkv_proj", [part] * 3, by_part(N, [config.head_dim] * 3))
+        self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, eps)
+        self.qkvg_proj = weights.fused([fused, MatrixRows(f"{name}.output_gate", [part])], D)
+        self.lightning_norm = weights.head_norm(f"{name}.norm", N, config.head_dim, LIGHTNING_NORM_EPS)
+        self.o_proj = weights.row(f"{name}.out_proj", D, width)
+        self.decay_N = own_decays(config, weights, index)
+        for decay in DECAYS:
+            weights.tensors.leave_out(f"{name}.{decay}")
+        self.mlp = self.feed_forward(config, weights, prefix, index)
+
+    def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
+        name, D, X = f"{prefix}.block_sparse_moe", config.hidden_size, moe.num_experts
+        shape = ExpertShape(X, D, moe.expert_size, moe.activation, gate="w1", up="w3", down="w2")
+        router = ExpertRouter(None, weights.router(f"{name}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
+        add = partial(_weighted, self.mlp_factors)
+        return MoE(router, weights.experts(f"{name}.experts", shape), None, weights.collective, add)
+
+    def lightning(self, h_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
+        """The gated outputs of this device's heads, [T, N H]."""
+        width = 3 * len(self.decay_N) * cache.states[0].shape[-1]
+        qkv, gate_TN = self.qkvg_proj(h_TD).tensor_split([width], dim=-1)
+        out_TN = ops.linear_attention(qkv, self.decay_N, cache.states[0], rows.states, "silu")
+        return ops.sigmoid_and_mul(gate_TN, self.lightning_norm(out_TN))
+
+    def __call__(self, x_TD: Tensor, angles: Any, cache: LayerCache, rows: PagedRows) -> Tensor:
+        h_TD = self.input_norm(x_TD)
+        if self.is_lightning:
+            mixed = self.lightning(h_TD, cache, rows)
+        else:
+            cos, sin = angles
+            mixed = attention(self.qkv_proj(h_TD), self.heads, cos, sin, cache, rows)
+        mixed, h_TD = rows.pick(mixed, h_TD)
+        return self.mlp(self.mlp_norm(_weighted(self.factors, self.o_proj(mixed), h_TD)))
+
+
+def _weighted(factors: Factors, added_TD: Tensor, kept_TD: Tensor) -> Tensor:
+    kept, added = factors
+    return torch.add(kept_TD * kept, added_TD, alpha=added)
+
+
+def own_decays(config: MiniMaxConfig, weights: WeightLoader, index: int) -> Tensor:
+    """The decay of each of this device's heads: e to the power of minus ALiBi's slopes, less from layer to layer."""
+    N, own, rank = config.num_heads, weights.num_own(config.num_heads), weights.collective.rank
+    share = 1 - index / (config.num_layers - 1 + 1e-5) + 1e-5
+    slopes_N = 2.0 ** (-8.0 / N * torch.arange(1, N + 1, dtype=torch.float64)) * share
+    return torch.exp(-slopes_N)[rank * own : (rank + 1) * own].to(weights.form.device, torch.float32)
+
+
+class MiniMaxForCausalLM(HybridForCausalLM):
+    layer_class = MiniMaxLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> MiniMaxConfig:
+        """Keys are those of transformers, or those of MiniMax's own code."""
+        num_layers = keys.size("num_hidden_layers")
+        head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+        rotary = keys.size("rotary_dim", head_dim) / head_dim
+        plain = read_llama(keys, max_len, eps=1e-5, windows=((FULL,) * num_layers, None), rotary=rotary)
+        if keys.get("shared_intermediate_size"):
+            raise wrong("shared_intermediate_size", keys.get("shared_intermediate_size"), "0")
+        if not keys.flag("postnorm", True):
+            raise wrong("postnorm", False, "true")
+        listed = keys.get("attn_type_list")
+        kinds = keys.choices("layer_types", (LINEAR, FULL), num_layers)
+        if kinds is None and listed is not None:
+            if not isinstance(listed, list | tuple) or len(listed) != num_layers or not set(listed) <= {0, 1}:
+                raise wrong("attn_type_list", listed, f"a list of {num_layers}, 0 for lightning attention, else 1")
+            kinds = tuple(FULL if kind else LINEAR for kind in listed)
+        kinds = kinds or tuple(FULL if (i + 1) % 2 else LINEAR for i in range(num_layers))
+        for key in ("block_size", "shared_moe_mode", "attn_type_list"):
+            keys.get(key)
+        moe = read_experts(
+            keys,
+            num_layers,
+            plain.ffn_size,
+            plain.activation,
+            count_keys=("num_local_experts",),
+            num_chosen=2,
+            expert_size=plain.ffn_size,
+            normalises=True,
+        )
+        N, H = plain.num_heads, plain.head_dim
+        of_attention, of_lightning = LayerCacheSpec(plain.num_kv_heads, H), state_layer(recurrent_state(N, H, H, N))
+        return MiniMaxConfig(
+            **of_llama(plain) | {"moe": moe, "ffn_size": moe.widest},
+            kinds=kinds,
+            caches=tuple(of_lightning if kind == LINEAR else of_attention for kind in kinds),
+            factors={
+                LINEAR: _factors(keys, "linear_attn", "linear_attention"),
+                FULL: _factors(keys, "full_attn", "full_attention"),
+                "mlp": _factors(keys, "mlp", "mlp"),
+            },
+        )
+
+
+def _factors(keys: ConfigKeys, name: str, old_name: str) -> Factors:
+    old = (keys.number(f"layernorm_{old_name}_{part}", 1.0) for part in ("alpha", "beta"))
+    alpha, beta = (
+        keys.number(f"{name}_{part}_factor", default) for part, default in zip(("alpha", "beta"), old, strict=True)
+    )
+    return alpha, beta
