@@ -18,6 +18,7 @@ from octavo import LLM, RequestOutput, SamplingParams
 from octavo.llm.outputs import Logprob
 from octavo.models.registry import ARCHITECTURES, read_config
 from tests.models.families import EVERY_ROW, MAX_LEN, ROWS, SHAPE, VOCAB_SIZE, make_checkpoint
+from tests.tiers import nightly_after
 
 LENGTHS = (300, 1, 2, 17, 130)
 NEW_TOKENS = 32
@@ -65,7 +66,7 @@ def check_logprobs(found: Sequence[Mapping[int, Logprob] | None], expected_TV: t
     torch.testing.assert_close(torch.tensor(logprobs), expected_TV[list(rows), list(tokens)], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("block_size", [16, 1])
+@pytest.mark.parametrize("block_size", nightly_after(1, (16, 1)))
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(made: Made, block_size: int) -> None:
     """A token is transformers' greedy choice if it is its best one after all the tokens before it."""
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5)

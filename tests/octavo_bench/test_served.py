@@ -27,6 +27,7 @@ def test_only_tokens_while_all_sequences_decode_count() -> None:
     assert decode_rate([early, late, sparse], 9) == pytest.approx((4 + 4 + 2 * 9 / 3) / 4)
 
 
+@pytest.mark.nightly
 def test_a_server_compared_with_the_engine(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path)
     config = EngineConfig.from_flat({"model": model, "load_format": "dummy", "max_model_len": 64})

@@ -17,6 +17,7 @@ from octavo.text.tool_calls.deepseek import ALL_BEGIN, ALL_END, BEGIN, END, SEPA
 from tests.server.conftest import Served
 from tests.server.in_process import EOS, IM_END, InProcessEngine, byte_tokenizer
 from tests.server.writing_engine import writing_engine
+from tests.tiers import nightly_after
 
 TEMPLATE = (
     "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
@@ -208,7 +209,7 @@ AS_JSON = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parser", SETTINGS)
-@pytest.mark.parametrize("has_marks", [False, True])
+@pytest.mark.parametrize("has_marks", nightly_after(1, (True, False)))
 def test_a_call_that_is_asked_for_is_made_with_valid_arguments(serve_app: Any, parser: str, has_marks: bool) -> None:
     marks = next((format.marks for format in TOOL_FORMATS if format.name == parser), ())
     tokenizer = byte_tokenizer(TEMPLATE, tuple(dict.fromkeys(marks)) if has_marks else ())
@@ -242,7 +243,7 @@ def test_a_call_that_is_asked_for_is_made_with_valid_arguments(serve_app: Any, p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parser", [name for name in SETTINGS if name != "none"])
-@pytest.mark.parametrize("has_marks", [False, True])
+@pytest.mark.parametrize("has_marks", nightly_after(1, (False, True)))
 def test_a_call_of_a_strict_tool_is_valid_even_if_the_model_is_free(
     serve_app: Any, parser: str, has_marks: bool
 ) -> None:
