@@ -34,7 +34,7 @@ from octavo.types import (
     TokenLogprobs,
 )
 
-Act = Callable[[dict[int, int]], None]
+Act = Callable[[dict[int, int], dict[int, int]], None]
 """Changes slots between two steps."""
 
 Tables = list[list[int]]
@@ -252,7 +252,7 @@ class OracleRunner:
         assert 0 < num_tokens < self.block_size, "not a part of a block"
         first_slot = self.groups[group][0]
 
-        def copy(slots: dict[int, int]) -> None:
+        def copy(slots: dict[int, int], _: dict[int, int]) -> None:
             copied = [slots[first_slot + source * self.block_size + place] for place in range(num_tokens)]
             copied += [GARBAGE] * (self.block_size - num_tokens)
             slots.update(enumerate(copied, first_slot + target * self.block_size))
@@ -263,23 +263,35 @@ class OracleRunner:
     def copy_state(self, source: int, target: int) -> None:
         """Copy a state, behind all steps submitted before and ahead of the next one."""
         assert source != target, "a state was copied to itself"
-        self.acts.append(lambda slots: self.states.update({target: self.states.get(source, GARBAGE)}))
+        self.acts.append(lambda _, states: states.update({target: states.get(source, GARBAGE)}))
+
+    def read_state(self, slot: int) -> int:
+        """What ``slot`` will hold when all that was asked for has happened; no step may be about to write to it."""
+        return self._after_acts()[1].get(slot, GARBAGE)
+
+    def write_state(self, slot: int, content: int) -> None:
+        """Like ``copy_state``."""
+        self.acts.append(lambda _, states: states.update({slot: content}))
 
     def read_block(self, block: int) -> list[int]:
         """What ``block`` will hold when all that was asked for has happened; no step may be about to write to it."""
-        slots = dict(self.slots)
-        for act in [*chain.from_iterable(pending.acts for pending in self.unfinished), *self.acts]:
-            act(slots)
+        slots, _ = self._after_acts()
         return [slots[slot] for slot in self._block_slots(block)]
+
+    def _after_acts(self) -> tuple[dict[int, int], dict[int, int]]:
+        slots, states = dict(self.slots), dict(self.states)
+        for act in [*chain.from_iterable(pending.acts for pending in self.unfinished), *self.acts]:
+            act(slots, states)
+        return slots, states
 
     def write_block(self, block: int, content: Iterable[int]) -> None:
         digests = dict(zip(self._block_slots(block), content, strict=True))
-        self._do(lambda slots: slots.update(digests))
+        self._do(lambda slots, _: slots.update(digests))
 
     def _do(self, act: Act) -> None:
         """Before the next step that is submitted; at once, where those submitted earlier may not have begun."""
         if self.reads_live_tables:
-            act(self.slots)
+            act(self.slots, self.states)
         else:
             self.acts.append(act)
 
@@ -302,7 +314,7 @@ class OracleRunner:
         assert self.unfinished.popleft() is pending, "results are asked for out of order"
         plan, tables, states = pending.plan, pending.tables, pending.states
         for act in pending.acts:
-            act(self.slots)
+            act(self.slots, self.states)
         if self.trouble.strikes(plan):
             self.num_failed_steps += 1
             for item, of_item, slot in zip(plan, tables, states, strict=True):

@@ -326,7 +326,8 @@ def _connect_blocks(
     """Connect partial block reuse and KV offloading to the cache, if the settings enable them; return what changes the
     weights, and with them the identity of blocks, if anything does."""
     settings, forms = config.cache, _forms(form, info, storage, config)
-    blocks = BlockMessages(runner, storage.bytes_per_block * info.tensor_parallel_size)
+    size = info.tensor_parallel_size
+    blocks = BlockMessages(runner, storage.bytes_per_block * size, storage.bytes_per_state * size)
     if settings.enable_partial_reuse:
         cache.copy_slots = blocks.copy_slots
     if cache.states is not None:

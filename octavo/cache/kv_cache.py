@@ -154,16 +154,24 @@ class KVCache:
         rest, which ``admits`` must have confirmed. With ``may_share``, offloaded or partially matching
         blocks are reused, too."""
         needs = self._first_needs(seq, ends, max_step_tokens)
+        recalled = None
         if self.states is not None:
             branch = self.groups[0].match(seq, (len(seq.tokens) - 1) // self.block_size) if may_share else ends[0]
+            if may_share and self.offload is not None:
+                recalled = self.offload.recall_state(seq, branch.depth, ends[0].depth)
+                ends = ends if recalled is None else [branch.above(recalled.num_blocks)]
             self.states.start(seq, ends[0], branch.depth * self.block_size)
         self.adopt(seq, ends)
-        contents = self.recall(seq) if may_share else []
+        contents = self.recall(seq) if may_share and self.states is None else []
+        if recalled is not None:
+            contents = recalled.contents
         sources, num_copied = self._find_parts(seq, ends) if may_share and not contents else ([], 0)
         for group, need in zip(self.groups, needs, strict=True):
             group.grow(seq, need)
         seq.capacity = self._capacity(seq)
         self.restore(seq, contents)
+        if recalled is not None and self.states is not None:
+            self.states.restore(seq, recalled.state)
         if num_copied and self.copy_slots is not None:
             # A source that was evicted by ``grow`` above still has its content.
             for group, source in zip(self.groups, sources, strict=True):
@@ -186,17 +194,22 @@ class KVCache:
     # ---- slower tiers
 
     def use_offload(self, offload: Offload) -> None:
-        """Keep the contents of evicted blocks in ``offload``; raises ``ConfigError`` if there is more than one group of
-        keys and values to keep."""
-        if self.states is not None:
-            raise ConfigError("kv_offload_memory: recurrent state is not offloaded, and the model has some")
+        """Keep the contents of evicted blocks and snapshots in ``offload``. Raises ``ConfigError`` if there is more
+        than one group of keys and values to keep."""
         if len(self.groups) > 1:
             raise ConfigError("kv_offload_memory: the model caches different positions in different layers")
         self.offload = offload
         tree = self.groups[0].tree
-        tree.on_evict = offload.save
-        if offload.disk is not None:
-            tree.on_insert = offload.note
+        tree.on_insert, tree.on_evict = offload.note, self._save
+        if self.states is not None:
+            self.states.offload = offload
+            offload.blocks_per_state = self.states.interval // self.block_size
+
+    def _save(self, node: Node) -> None:
+        assert self.offload is not None
+        self.offload.save(node)
+        if self.states is not None:
+            self.states.forget(node)
 
     def prefetch(self, request: Request) -> Future[None] | None:
         """Start to read the blocks of ``request`` that are only on disk; ``None`` if there are none."""
@@ -204,7 +217,8 @@ class KVCache:
             return None
         tokens: list[int | None] = [*request.prompt_tokens, *request.output_tokens]
         end = self.groups[0].tree.find(keyed(tokens, request), (len(tokens) - 1) // self.block_size, request.cache_salt)
-        return self.offload.prefetch(request, end.depth)
+        num_with_state = 0 if self.states is None else self.states.match(end).depth
+        return self.offload.prefetch(request, end.depth, num_with_state)
 
     def recall(self, seq: Sequence) -> list[bytes]:
         """Contents in host memory of the blocks that follow those that ``seq`` has just adopted.

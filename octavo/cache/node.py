@@ -66,6 +66,13 @@ class Node:
         self.entry: Any = None
         """Its valid entry in the eviction heap, if any."""
 
+    def above(self, depth: int) -> Node:
+        """The node of the first ``depth`` blocks of the path, or this one if it has no more."""
+        node = self
+        while node.depth > depth and node.parent is not None:
+            node = node.parent
+        return node
+
     def path(self) -> list[int]:
         """The blocks from the root to here."""
         blocks = []

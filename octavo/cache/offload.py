@@ -7,6 +7,9 @@
     request arrives      prefetch: disk ──> loader thread ──> host memory
     sequence admitted    host memory ──write──> a block of the sequence, published like a computed one
 
+Snapshots of recurrent states are kept like blocks, under keys of their own. Of a model that has some, a prefix is as
+long as there is a snapshot of: blocks behind the last one are of no use.
+
 The engine's thread never waits for the disk, but for ``CLOSING_SECONDS`` when it ends. Blocks that are not in host
 memory when their sequence is admitted are recomputed.
 """
@@ -19,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from octavo.cache.node import Node, as_digest, folded
 from octavo.cache.tiers import DiskTier, HostTier
@@ -27,8 +30,11 @@ from octavo.types import Request, Sequence, Tokens, keyed
 
 MAX_PENDING = 1024
 """Most blocks pending to be saved; further evicted blocks are dropped."""
+MAX_PENDING_STATES = 16
+"""Most recurrent states among them: each is as large as many blocks."""
 IDLE_PENDING = 32
-"""Most blocks pending to be saved while the engine is idle, so that a request never waits for more of them."""
+"""Most blocks pending to be saved while the engine is idle, so that a request never waits for more of them; one of
+them may be a state."""
 CLOSING_SECONDS = 3.0
 """How long cached blocks are written to disk when the engine ends or falls asleep."""
 CLOSING_POLL_SECONDS = 0.002
@@ -38,7 +44,9 @@ class BlockStore(Protocol):
     """Copies blocks from and to the device's KV storage."""
 
     num_bytes: int
-    """Size of one block's content."""
+    """Size of one block's content; 0 for models with recurrent state alone."""
+    state_bytes: int
+    """Size of a recurrent state; 0 for models without."""
 
     def read(self, block: int) -> Callable[[], bytes]:
         """Start to copy ``block`` out, before any step that is submitted later.
@@ -51,14 +59,31 @@ class BlockStore(Protocol):
         """Write ``content`` to ``block``, before any step that is submitted later."""
         ...
 
+    def read_state(self, slot: int) -> Callable[[], bytes]:
+        """``read`` for the recurrent state in a slot."""
+        ...
+
+    def write_state(self, slot: int, content: bytes) -> None:
+        """``write`` for the recurrent state in a slot, in one order with copies of states."""
+        ...
+
+
+class RecalledState(NamedTuple):
+    """A prefix of a sequence for which slower tiers have a recurrent state."""
+
+    num_blocks: int
+    state: bytes
+    contents: list[bytes]
+    """Of its last blocks, which are not in the prefix cache."""
+
 
 @dataclass
 class OffloadStats:
-    """Counts of blocks."""
+    """Counts of blocks, and of recurrent states."""
 
     num_saved: int = 0
     num_dropped: int = 0
-    """Blocks evicted while ``MAX_PENDING`` were pending."""
+    """Those evicted while ``MAX_PENDING`` were pending."""
     num_prefetched: int = 0
     num_restored: int = 0
 
@@ -78,38 +103,70 @@ class Offload:
         self.disk = disk
         self.stats = OffloadStats()
         self.identify(identity)
+        self.blocks_per_state = 0
+        """A recurrent state may be kept behind every so many blocks; 0: the model has none."""
         self._pending: dict[bytes, Callable[[], bytes]] = {}
-        self._unsaved: dict[Node, None] = {}
-        """Cached blocks that may not be on disk, oldest first, so that each comes after its parent."""
+        self._pending_states: set[bytes] = set()
+        self._unsaved: dict[tuple[Node, bool], None] = {}
+        """Nodes of cached blocks that may not be on disk, oldest first, so that each comes after its parent; and, with
+        ``True``, those of snapshots."""
         self._writer = ThreadPoolExecutor(1, "kv-offload-writer")
         self._loader = ThreadPoolExecutor(1, "kv-offload-loader")
 
     def identify(self, identity: str) -> None:
         """Keep blocks of another identity from now on; no block of the earlier one is cached any more."""
-        self._root = hashlib.sha256(f"{identity}\n{self.block_size}\n{self.store.num_bytes}".encode()).digest()
+        sizes = f"{self.block_size}\n{self.store.num_bytes}\n{self.store.state_bytes}"
+        self._root = hashlib.sha256(f"{identity}\n{sizes}".encode()).digest()
 
-    def note(self, node: Node) -> None:
-        """The block of ``node`` was added to the prefix cache; it shall be on disk, too."""
-        self._unsaved[node] = None
+    def note(self, node: Node, is_state: bool = False) -> None:
+        """The block of ``node``, or the state behind it, was added to the prefix cache; it shall be on disk, too."""
+        if self.disk is not None and (is_state or self.store.num_bytes):
+            self._unsaved[node, is_state] = None
 
     def save(self, node: Node) -> None:
         """Save the content of ``node``'s block, which is being evicted."""
-        self._unsaved.pop(node, None)
-        key = self._key_of(node)
+        self._unsaved.pop((node, False), None)
+        self._unsaved.pop((node, True), None)  # of a snapshot that another took the place of
+        if self.store.num_bytes:
+            self._save(self._key_of(node), lambda: self.store.read(node.block))
+
+    def save_state(self, node: Node, slot: int) -> None:
+        """Save the snapshot behind ``node``, which is being evicted from a slot."""
+        self._unsaved.pop((node, True), None)
+        key = _state_key(self._key_of(node))
+        if len(self._pending_states) < MAX_PENDING_STATES or key in self._pending_states:
+            self._save(key, lambda: self.store.read_state(slot), is_state=True)
+        else:
+            self.stats.num_dropped += 1
+
+    def _save(self, key: bytes, read: Callable[[], Callable[[], bytes]], is_state: bool = False) -> None:
         if key in self._pending or key in self.host:
             return
         if len(self._pending) >= MAX_PENDING:
             self.stats.num_dropped += 1
             return
         self.stats.num_saved += 1
-        self._pending[key] = self.store.read(node.block)
-        self._writer.submit(self._write, key)
+        self._start(key, read, is_state, self._keep)
 
-    def _write(self, key: bytes) -> None:
+    def _start(
+        self,
+        key: bytes,
+        read: Callable[[], Callable[[], bytes]],
+        is_state: bool,
+        keep: Callable[[bytes, bytes], object],
+    ) -> None:
+        """Start to read a content, which the writer's thread waits for and keeps."""
+        self._pending[key] = read()
+        if is_state:
+            self._pending_states.add(key)
+        self._writer.submit(self._write, key, keep)
+
+    def _write(self, key: bytes, keep: Callable[[bytes, bytes], object]) -> None:
         try:
-            self._keep(key, self._pending[key]())
+            keep(key, self._pending[key]())
         finally:
             del self._pending[key]
+            self._pending_states.discard(key)
 
     def _keep(self, key: bytes, content: bytes) -> None:
         self.host.put(key, content)
@@ -117,21 +174,21 @@ class Offload:
             self.disk.put(key, content)
 
     def save_idle(self) -> bool:
-        """Start to write some cached blocks to disk; return whether there are more."""
-        while self._unsaved and len(self._pending) < IDLE_PENDING:
-            node = next(iter(self._unsaved))
-            del self._unsaved[node]
-            key = self._key_of(node)
+        """Start to write some of what is cached to disk; return whether there is more."""
+        while self._unsaved and len(self._pending) < IDLE_PENDING and not self._pending_states:
+            node, is_state = next(iter(self._unsaved))
+            del self._unsaved[node, is_state]
+            if is_state and node.snapshot is None:
+                continue  # another took its place
+            key = _state_key(self._key_of(node)) if is_state else self._key_of(node)
             if self.disk is not None and key not in self._pending and key not in self.disk:
-                self._pending[key] = self.store.read(node.block)
-                self._writer.submit(self._write_to_disk, key, self.disk)
+                self._start(key, self._reader(node, is_state), is_state, self.disk.put)
         return bool(self._unsaved)
 
-    def _write_to_disk(self, key: bytes, disk: DiskTier) -> None:
-        try:
-            disk.put(key, self._pending[key]())
-        finally:
-            del self._pending[key]
+    def _reader(self, node: Node, is_state: bool) -> Callable[[], Callable[[], bytes]]:
+        if is_state:
+            return lambda: self.store.read_state(node.snapshot.slot)
+        return lambda: self.store.read(node.block)
 
     def save_all(self) -> None:
         """Write cached blocks to disk, as many as ``CLOSING_SECONDS`` allow."""
@@ -139,8 +196,10 @@ class Offload:
         while self.save_idle() and time.monotonic() < end:
             time.sleep(CLOSING_POLL_SECONDS)
 
-    def prefetch(self, request: Request, num_cached: int) -> Future[None] | None:
+    def prefetch(self, request: Request, num_cached: int, num_with_state: int = 0) -> Future[None] | None:
         """Start to read the blocks after the first ``num_cached`` of ``request`` from disk; ``None`` if there are none.
+        Where the model has recurrent states, of which the prefix cache has one behind ``num_with_state`` blocks, those
+        up to the last other one, and it.
 
         The future is done when all that could be read is in host memory.
         """
@@ -148,14 +207,31 @@ class Offload:
             return None
         self.disk.refresh()
         tokens: list[int | None] = [*request.prompt_tokens, *request.output_tokens]
-        on_disk = []
+        on_disk: list[bytes] = []
+        wanted: list[bytes] = []
         for index, key in enumerate(self._keys(keyed(tokens, request), request.cache_salt)):
-            if index < num_cached or key in self._pending or key in self.host:
-                continue
-            if key not in self.disk:
-                break
-            on_disk.append(key)
-        return self._loader.submit(self._load, on_disk) if on_disk else None
+            if index >= num_cached and not self._has_block(key):
+                if key not in self.disk:
+                    break
+                on_disk.append(key)
+            state = self._state_behind(index, key, num_with_state)
+            if state is not None and (self._has(state) or state in self.disk):
+                wanted = [*([] if self._has(state) else [state]), *on_disk]
+        wanted = wanted if self.blocks_per_state else on_disk
+        return self._loader.submit(self._load, wanted) if wanted else None
+
+    def _has(self, key: bytes) -> bool:
+        return key in self._pending or key in self.host
+
+    def _has_block(self, key: bytes) -> bool:
+        return not self.store.num_bytes or self._has(key)
+
+    def _state_behind(self, index: int, key: bytes, num_with_state: int) -> bytes | None:
+        """The key of the recurrent state behind block ``index``, whose key is given, if there can be one that is of
+        use."""
+        num_blocks = index + 1
+        may_be = self.blocks_per_state and num_blocks > num_with_state and num_blocks % self.blocks_per_state == 0
+        return _state_key(key) if may_be else None
 
     def _load(self, keys: list[bytes]) -> None:
         assert self.disk is not None
@@ -172,17 +248,43 @@ class Offload:
         for index, key in enumerate(self._keys(seq.keys, seq.request.cache_salt)):
             if index < num_cached:
                 continue
-            pending = self._pending.get(key)
-            content = self.host.get(key) if pending is None else pending()
-            if content is None or len(content) != self.store.num_bytes:
+            content = self._content(key, self.store.num_bytes)
+            if content is None:
                 break
             contents.append(content)
         return contents
 
+    def recall_state(self, seq: Sequence, num_cached: int, num_with_state: int) -> RecalledState | None:
+        """The longest prefix of ``seq`` of which host memory has a recurrent state, and the blocks after the first
+        ``num_cached``; ``None`` if it has none of more than ``num_with_state`` blocks."""
+        contents: list[bytes] = []
+        found = None
+        for index, key in enumerate(self._keys(seq.keys, seq.request.cache_salt)):
+            if index >= num_cached:
+                content = self._content(key, self.store.num_bytes) if self.store.num_bytes else b""
+                if content is None:
+                    break
+                contents.append(content)
+            state = self._state_behind(index, key, num_with_state)
+            if state is not None and self._has(state):
+                found = index + 1, state, len(contents)
+        if found is None:
+            return None
+        num_blocks, key, count = found
+        state = self._content(key, self.store.state_bytes)
+        return None if state is None else RecalledState(num_blocks, state, contents[:count])
+
+    def _content(self, key: bytes, size: int) -> bytes | None:
+        """What host memory has, if it has so many bytes."""
+        pending = self._pending.get(key)
+        content = self.host.get(key) if pending is None else pending()
+        return content if content is not None and len(content) == size else None
+
     def restore(self, blocks: list[int], contents: list[bytes]) -> None:
         """Write ``contents`` to ``blocks``, one each."""
         for block, content in zip(blocks, contents, strict=True):
-            self.store.write(block, content)
+            if content:
+                self.store.write(block, content)
         self.stats.num_restored += len(blocks)
 
     def close(self) -> None:
@@ -220,3 +322,8 @@ class Offload:
         packed = struct.pack(f"<q{len(tokens)}q", len(encoded), *map(folded, tokens))
         packed += b"".join(as_digest(token) for token in dict.fromkeys(tokens) if isinstance(token, int) and token < 0)
         return hashlib.sha256(parent + packed + encoded).digest()
+
+
+def _state_key(key: bytes) -> bytes:
+    """The key of the recurrent state behind a block."""
+    return hashlib.sha256(b"state" + key).digest()

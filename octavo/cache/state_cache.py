@@ -30,6 +30,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 from octavo.cache.node import Node
+from octavo.cache.offload import Offload
 from octavo.cache.radix_tree import RadixTree
 from octavo.steps.limits import StateSize
 from octavo.types import HeldState, Sequence
@@ -61,7 +62,9 @@ class StateCache:
         self.interval = math.lcm(size.interval, tree.block_size)
         self.every = -(-size.every // self.interval) * self.interval
         self.tree = tree
-        tree.on_evict = self._forget
+        tree.on_evict = self.forget
+        self.offload: Offload | None = None
+        """Slower tiers that keep evicted snapshots."""
         self.copy: CopyState = lambda source, target: None
         self.most_pending = size.num_slots - size.num_held if enable_prefix_caching else 0
         assert size.num_slots >= size.num_held, "there are fewer slots than running sequences need"
@@ -95,6 +98,19 @@ class StateCache:
             self.copy(snapshot.slot, slot)
         spare = self._take() if self.size.has_drafts else -1
         seq.state = HeldState(slot, spare, len(seq.tokens), branch - branch % self.interval)
+
+    def restore(self, seq: Sequence, content: bytes) -> None:
+        """Fill the state of ``seq``, which has just started, with one from slower tiers; it becomes a snapshot, too."""
+        assert seq.state is not None
+        assert self.offload is not None
+        write = self.offload.store.write_state
+        write(seq.state.slot, content)
+        self.offload.stats.num_restored += 1
+        if self.num_pending < self.most_pending:  # attached once a step is committed, behind which it was written
+            slot = self._take()
+            write(slot, content)
+            seq.state.pending.append((seq.num_computed_tokens, slot))
+            self.num_pending += 1
 
     # ---- running sequences
 
@@ -131,9 +147,7 @@ class StateCache:
         while state is not None and state.pending and state.pending[0][0] <= num_tokens:
             position, slot = state.pending.pop(0)
             self.num_pending -= 1
-            node = published
-            while node.depth * self.block_size > position and node.parent is not None:
-                node = node.parent
+            node = published.above(position // self.block_size)
             assert node.depth * self.block_size == position, "a snapshot was committed before its blocks"
             self._attach(state, node, position, slot)
 
@@ -146,6 +160,8 @@ class StateCache:
         snapshot = node.snapshot = Snapshot(node, slot, position - before.depth * self.block_size)
         self.num_snapshots += 1
         self._place(snapshot)
+        if self.offload is not None:
+            self.offload.note(node, is_state=True)
         if position > state.known:
             old: Snapshot | None = state.rolling
             if old is not None and old.node.snapshot is old and old.uses == 1:
@@ -193,7 +209,7 @@ class StateCache:
             if entry[2].entry is entry:
                 self._age = entry[0]
                 self.num_evicted += 1
-                self._drop(entry[2])
+                self._evict(entry[2])
         return self._free.pop()
 
     def _place(self, snapshot: Snapshot) -> None:
@@ -204,15 +220,20 @@ class StateCache:
             self._heap = [entry for entry in self._heap if entry[2].entry is entry]
             heapq.heapify(self._heap)
 
+    def _evict(self, snapshot: Snapshot) -> None:
+        if self.offload is not None:
+            self.offload.save_state(snapshot.node, snapshot.slot)
+        self._drop(snapshot)
+
     def _drop(self, snapshot: Snapshot) -> None:
         snapshot.entry = snapshot.node.snapshot = None
         self.num_snapshots -= 1
         self._free.append(snapshot.slot)
 
-    def _forget(self, node: Node) -> None:
+    def forget(self, node: Node) -> None:
         """The block of ``node`` is evicted, and with it its snapshot."""
         if node.snapshot is not None:
-            self._drop(node.snapshot)
+            self._evict(node.snapshot)
 
     def check(self, holders: Several[Sequence]) -> None:
         """Assert that every slot is accounted for, given all sequences that hold blocks. Costs O(tree)."""

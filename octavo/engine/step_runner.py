@@ -26,12 +26,14 @@ from octavo.steps.messages import (
     LoadWeights,
     Message,
     ReadBlock,
+    ReadState,
     Reply,
     Sleep,
     Step,
     StepResult,
     Wake,
     WriteBlock,
+    WriteState,
 )
 from octavo.steps.shapes import StepShape
 from octavo.system.background import stop_if_ending
@@ -252,10 +254,10 @@ def compute_padding(runner: StepRunner) -> None:
 class BlockMessages:
     """Access to the blocks of an executor's KV storage, for offloading and copying (see ``BlockStore``)."""
 
-    def __init__(self, runner: StepRunner, num_bytes: int) -> None:
-        """``num_bytes``: size of one block's content."""
+    def __init__(self, runner: StepRunner, num_bytes: int, state_bytes: int = 0) -> None:
+        """Sizes of a block's content, and of a recurrent state."""
         self._runner = runner
-        self.num_bytes = num_bytes
+        self.num_bytes, self.state_bytes = num_bytes, state_bytes
 
     def read(self, block: int) -> Callable[[], bytes]:
         """Start to copy ``block`` out; the returned function waits for its content, in any thread."""
@@ -265,6 +267,15 @@ class BlockMessages:
     def write(self, block: int, content: bytes) -> None:
         """Write ``content`` to ``block``, before any step that is sent later."""
         self._runner.send(WriteBlock(block, content))
+
+    def read_state(self, slot: int) -> Callable[[], bytes]:
+        """Start to copy a recurrent state out, like ``read``; its last change must be one of a step that has ended."""
+        reply: Reply[bytes] = self._runner.send(ReadState(slot))
+        return reply.wait
+
+    def write_state(self, slot: int, content: bytes) -> None:
+        """Write ``content`` to a slot, behind all steps submitted before, and what is copied from it behind them."""
+        self._runner.send_behind(WriteState(slot, content))
 
     def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` slots of ``source`` to ``target`` in one KV group, before any later step."""

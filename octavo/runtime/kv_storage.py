@@ -114,6 +114,19 @@ class KVStorage:
         """Bytes of one block of the first group, in all its layers."""
         return sum(part[:, :, 0].nbytes for part in self.pools[0])
 
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one slot of recurrent state, in all layers."""
+        return sum(pool[:, 0].nbytes for pool in self.state_pools)
+
+    def block(self, block: int) -> list[Tensor]:
+        """The views of a block of the first group, in all its layers."""
+        return [part[:, :, block] for part in self.pools[0]]
+
+    def state(self, slot: int) -> list[Tensor]:
+        """The views of a slot of recurrent state, in all layers."""
+        return [pool[:, slot] for pool in self.state_pools]
+
     def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` positions of block ``source``, in all layers of a group, to ``target``."""
         for pool_LPNKSH in self.pools[group]:

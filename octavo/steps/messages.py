@@ -191,6 +191,19 @@ class WriteBlock(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fals
     content: bytes
 
 
+class ReadState(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Return the recurrent state in a slot, in all layers that have one, as bytes."""
+
+    slot: int
+
+
+class WriteState(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Write bytes from ``ReadState`` to a slot."""
+
+    slot: int
+    content: bytes
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Load the adapter in the folder ``path`` under ``number``. Fails with a ``CheckpointError``, and then nothing is
     changed."""
@@ -285,6 +298,8 @@ Message = (
     | CopyState
     | ReadBlock
     | WriteBlock
+    | ReadState
+    | WriteState
     | LoadAdapter
     | UnloadAdapter
     | LoadWeights
@@ -327,7 +342,7 @@ class Executor(Protocol):
         ...
 
     def send(self, message: Message) -> Reply[Any]:
-        """Execute ``message`` after all earlier ones. The reply to ``Step`` is a ``StepResult``, to ``ReadBlock``
-        bytes, to ``Encode`` a list of bytes or ``None``, to ``PrepareTuning`` a list of keys, to ``MeasureKernels`` a
-        dict of fields, to all others ``None``."""
+        """Execute ``message`` after all earlier ones. The reply to ``Step`` is a ``StepResult``, to ``ReadBlock`` and
+        ``ReadState`` bytes, to ``Encode`` a list of bytes or ``None``, to ``PrepareTuning`` a list of keys, to
+        ``MeasureKernels`` a dict of fields, to all others ``None``."""
         ...

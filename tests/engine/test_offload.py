@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cache import offload as offload_module
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.offload import Offload
 from octavo.cache.tiers import DiskTier, HostTier
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
+from octavo.steps.limits import StateSize
 from octavo.types import Output, Request
 from tests.engine.tiers import OracleStore, attach, damage_some
 from tests.engine.workload import Features, Run
@@ -29,6 +31,9 @@ VARIANTS = {
     "fair": Features(tight=True, policy="fair", depth=2),
     "longest prefix": Features(tight=True, policy="longest-prefix"),
     "windows": Features(tight=True, windows=1, full_attention=False, depth=2),
+    "states": Features(tight=True, states=True, depth=2),
+    "states and trouble": Features(tight=True, states=True, fault_rate=0.05, poison=True, bad_rows=True, aborts=True),
+    "states and drafts": Features(tight=True, states=True, drafts=True, grammar=True),
 }
 
 
@@ -54,9 +59,18 @@ class Conversations:
 
     block_size = 4
 
-    def __init__(self, num_blocks: int, host_blocks: int | None, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        host_blocks: int | None,
+        folder: Path | None = None,
+        num_snapshots: int | None = None,
+    ) -> None:
         self.runner = OracleRunner(self.block_size)
-        self.cache = KVCache(num_blocks, self.block_size)
+        states = None if num_snapshots is None else StateSize(num_snapshots + 2, 2, every=40, interval=8)
+        self.cache = KVCache(num_blocks, self.block_size, states=states)
+        if self.cache.states is not None:
+            self.cache.states.copy = self.runner.copy_state
         self.engine = Engine(Scheduler(self.cache, max_num_seqs=2, max_num_batched_tokens=64), self.runner)
         self.offload: Offload | None = None
         store = OracleStore(self.runner)
@@ -115,8 +129,28 @@ def test_tiers_keep_the_hit_rate_of_a_cache_four_times_as_large(tmp_path: Path) 
     assert with_host == with_disk == roomy
 
 
-def test_files_that_are_damaged_or_gone_cost_time_and_nothing_else(tmp_path: Path) -> None:
-    talks = Conversations(100, 20, tmp_path)
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_states_that_were_given_up_come_back_with_their_blocks(
+    tmp_path: Path, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From memory and from a disk, also one that a former engine left, with or without the time to write all."""
+    monkeypatch.setattr(offload_module, "CLOSING_SECONDS", seconds)
+    roomy = Conversations(1000, None, num_snapshots=200).talk(10, 4)
+    poor = Conversations(1000, None, num_snapshots=3).talk(10, 4)
+    with_host = Conversations(100, 1000, num_snapshots=3)
+    assert with_host.talk(10, 4) >= roomy > 2 * poor
+    assert with_host.offload is not None
+    with_host.engine.close()
+    for _ in range(2):
+        with_disk = Conversations(100, 20, tmp_path, num_snapshots=3)
+        share = with_disk.talk(10, 4)
+        with_disk.engine.close()
+    assert share > roomy  # its first turns are found, too
+
+
+@pytest.mark.parametrize("num_snapshots", [None, 3])
+def test_files_that_are_damaged_or_gone_cost_time_and_nothing_else(tmp_path: Path, num_snapshots: int | None) -> None:
+    talks = Conversations(100, 20, tmp_path, num_snapshots)
     assert talks.offload is not None
     disk = talks.offload.disk
     assert disk is not None

@@ -21,7 +21,7 @@ class OracleStore:
 
     def __init__(self, runner: OracleRunner) -> None:
         self.runner = runner
-        self.num_bytes = runner.block_size * SLOT
+        self.num_bytes, self.state_bytes = runner.block_size * SLOT, SLOT
 
     def read(self, block: int) -> Callable[[], bytes]:
         content = struct.pack(f"<{self.runner.block_size}q", *self.runner.read_block(block))
@@ -29,6 +29,13 @@ class OracleStore:
 
     def write(self, block: int, content: bytes) -> None:
         self.runner.write_block(block, struct.unpack(f"<{self.runner.block_size}q", content))
+
+    def read_state(self, slot: int) -> Callable[[], bytes]:
+        content = struct.pack("<q", self.runner.read_state(slot))
+        return lambda: content
+
+    def write_state(self, slot: int, content: bytes) -> None:
+        self.runner.write_state(slot, *struct.unpack("<q", content))
 
 
 def damage_some(folder: Path, rng: random.Random) -> None:

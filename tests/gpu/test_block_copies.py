@@ -49,10 +49,10 @@ class Copies:
 def test_blocks_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     made = Copies(dtype)
     before = made.bits.clone()
-    contents = [made.copies.read(block).wait() for block in range(BLOCKS)]
+    contents = [made.copies.read(made.storage.block(block)).wait() for block in range(BLOCKS)]
     assert {len(content) for content in contents} == {made.num_bytes}
     for block, content in enumerate(contents):
-        made.copies.write((block + 2) % BLOCKS, content)
+        made.copies.write(made.storage.block((block + 2) % BLOCKS), content)
     torch.cuda.synchronize()
     assert torch.equal(made.bits, before.roll(2, dims=2))
 
@@ -62,7 +62,7 @@ def test_a_copy_out_is_of_the_steps_before_it_and_of_none_behind() -> None:
     pending = []
     for value in range(5):
         made.step(1, value)
-        pending.append(made.copies.read(1))
+        pending.append(made.copies.read(made.storage.block(1)))
     made.step(1, 99)
     for value, content in reversed(list(enumerate(pending))):
         assert set(content.wait()) == {value}
@@ -72,7 +72,7 @@ def test_a_copy_in_is_behind_the_steps_before_it_and_in_front_of_those_behind() 
     made, seen = Copies(), []
     for value in range(5):
         made.step(2, 200)
-        made.copies.write(2, bytes([value]) * made.num_bytes)
+        made.copies.write(made.storage.block(2), bytes([value]) * made.num_bytes)
         with torch.cuda.stream(made.steps):
             seen.append(made.bits[:, :, 2].clone())
     torch.cuda.synchronize()
@@ -83,24 +83,26 @@ def test_a_copy_in_is_behind_the_steps_before_it_and_in_front_of_those_behind() 
 def test_memory_of_copies_without_a_reader_may_be_allocated_again() -> None:
     made = Copies()
     for i in range(200):
-        made.copies.read(i % BLOCKS)
-        made.copies.write(3, bytes([i]) * made.num_bytes)
-    content = made.copies.read(3)
+        made.copies.read(made.storage.block(i % BLOCKS))
+        made.copies.write(made.storage.block(3), bytes([i]) * made.num_bytes)
+    content = made.copies.read(made.storage.block(3))
     noise = [torch.full((made.num_bytes,), 255, dtype=torch.uint8, pin_memory=True) for _ in range(50)]
     assert set(content.wait()) == {199}
     assert len(noise) == 50
 
 
-def test_prefixes_that_were_given_up_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", ["llama/gqa", "qwen3_5/dense"])
+def test_prefixes_that_were_given_up_come_back(tmp_path: Path, row: str) -> None:
     """A pool for two prompts, eight of them in turn, three times: the tokens are those of a large pool."""
-    make_checkpoint(tmp_path, "llama/gqa", hidden_size=256)
+    make_checkpoint(tmp_path, row, hidden_size=256)
     rng = random.Random(0)
     some = [rng.choices(range(VOCAB_SIZE), k=100) for _ in range(8)] * 3
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "block_size": 16, "max_num_seqs": 2}
+    settings["batch_invariant"] = row != "llama/gqa"
     with LLM(str(tmp_path), num_kv_blocks=200, enable_prefix_caching=False, **settings) as llm:
         expected = [list(result.outputs[0].token_ids) for result in llm.generate(some, params)]
     with LLM(str(tmp_path), num_kv_blocks=16, kv_offload_memory=0.1, **settings) as llm:
         results = llm.generate(some, params)
     assert [list(result.outputs[0].token_ids) for result in results] == expected
-    assert sum((result.num_cached_tokens or 0) >= 96 for result in results) >= 12
+    assert sum((result.num_cached_tokens or 0) >= 64 for result in results) >= 12

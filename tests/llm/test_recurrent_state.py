@@ -138,7 +138,6 @@ def test_steps_of_dense_models_are_recorded(folder: Path, caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"kv_offload_memory": 0.01}, "kv_offload_memory"),
         ({"speculative_config": '{"method": "mtp"}'}, "speculative_config"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size"),
         ({"num_state_snapshots": 10**9}, "num_state_snapshots"),
@@ -147,6 +146,23 @@ def test_steps_of_dense_models_are_recorded(folder: Path, caplog: pytest.LogCapt
 def test_what_cannot_be_is_refused_by_name(folder: Path, settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         LLM(folder, **{**SETTINGS, **settings})
+
+
+@pytest.mark.parametrize("row", [ROW, "mamba2/alone"])
+def test_snapshots_are_found_in_memory_and_after_a_restart(tmp_path: Path, row: str) -> None:
+    """More conversations than the cache has snapshots for; the answers keep their bits."""
+    make_checkpoint(tmp_path / "model", row)
+    prompts = [words(150, seed) for seed in range(6)]
+    of_all = SETTINGS | {"max_model_len": 400}
+    settings = of_all | {"num_state_snapshots": 2, "max_num_seqs": 1, "kv_offload_dir": str(tmp_path / "kv")}
+    with LLM(tmp_path / "model", **of_all, enable_prefix_caching=False) as llm:
+        expected, _ = ask(llm, prompts)
+    for is_new in (True, False):
+        with LLM(tmp_path / "model", **settings) as llm:
+            for known in (not is_new, True):
+                answers, hits = ask(llm, prompts)
+                assert answers == expected
+                assert hits == [128 if known else 0] * 6
 
 
 def test_states_of_sixteen_bits_are_nearly_as_good(folder: Path, alone: dict[tuple[int, ...], Told]) -> None:

@@ -18,10 +18,10 @@ from octavo.cache.offloading import fingerprint
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
-from octavo.models.layer_cache import kv_groups
+from octavo.models.layer_cache import LayerCacheSpec, conv_state, kv_groups, recurrent_state, state_layer
 from octavo.models.registry import read_config
 from octavo.runtime.executors.block_copies import HostBlockCopies
-from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.kv_storage import KVStorage, StatePool
 from octavo_fleet.sim.shapes import SHAPES
 from tests.llm.tiny import write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
@@ -41,12 +41,29 @@ def test_blocks_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8))
     before = bits.clone()
     copies = HostBlockCopies(storage)
-    contents = [copies.read(block).wait() for block in range(5)]
+    contents = [copies.read(storage.block(block)).wait() for block in range(5)]
     assert {len(content) for content in contents} == {storage.bytes_per_block}
     bits.fill_(255)
     for block, content in enumerate(contents):
-        copies.write((block + 2) % 5, content)
+        copies.write(storage.block((block + 2) % 5), content)
     assert torch.equal(bits, before.roll(2, dims=2))
+
+
+def test_states_come_back_bit_for_bit() -> None:
+    """Of all layers, inputs of convolutions and sums alike, and beside the states of others."""
+    layer = state_layer(conv_state(4, 6, 2), recurrent_state(2, 3, 5, 2))
+    specs = [layer, LayerCacheSpec(2, 8), layer]
+    states = StatePool(5, torch.bfloat16)
+    storage = KVStorage(specs, kv_groups(specs), [3], 4, torch.bfloat16, torch.device("cpu"), states=states)
+    for pool in storage.state_pools:
+        pool.view(torch.uint8).random_()
+    before, copies = [pool.clone().view(torch.uint8) for pool in storage.state_pools], HostBlockCopies(storage)
+    contents = [copies.read(storage.state(slot)).wait() for slot in range(5)]
+    assert {len(content) for content in contents} == {storage.bytes_per_state} == {2 * (18 * 2 + 30 * 4)}
+    for slot, content in enumerate(contents):
+        copies.write(storage.state((slot + 2) % 5), content)
+    for pool, old in zip(storage.state_pools, before, strict=True):
+        assert torch.equal(pool.view(torch.uint8), old.roll(2, dims=1))
 
 
 def test_a_changed_checkpoint_has_another_name(tmp_path: Path) -> None:

@@ -42,11 +42,13 @@ from octavo.steps.messages import (
     LoadWeights,
     Message,
     ReadBlock,
+    ReadState,
     Reply,
     Step,
     StepResult,
     UnloadAdapter,
     WriteBlock,
+    WriteState,
 )
 
 logger = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ class HostExecutor:
         rows = None if adapters is None else adapters.rows
         self._program = StepProgram(model, self._compute, self._state, rows, drafter, verify, logits, embeddings)
         self._reader = RowReader(model, ChunkPooler(model, pooler), vocabulary)
-        self._copies = HostBlockCopies(storage)
+        self._storage, self._copies = storage, HostBlockCopies(storage)
         self._buffers = StepBuffers(storage.num_groups)
         self._num_groups, self._block_size = storage.num_groups, storage.block_size
 
@@ -113,9 +115,13 @@ class HostExecutor:
             case CopyState(source, target):
                 self._copies.copy_state(source, target)
             case ReadBlock(block):
-                return self._copies.read(block)
+                return self._copies.read(self._storage.block(block))
             case WriteBlock(block, content):
-                self._copies.write(block, content)
+                self._copies.write(self._storage.block(block), content)
+            case ReadState(slot):
+                return self._copies.read(self._storage.state(slot))
+            case WriteState(slot, content):
+                self._copies.write(self._storage.state(slot), content)
             case LoadAdapter() | UnloadAdapter():
                 return change_adapters(self.adapters, message)
             case LoadWeights():

@@ -52,6 +52,7 @@ from octavo.steps.messages import (
     Message,
     PrepareTuning,
     ReadBlock,
+    ReadState,
     Reply,
     Sleep,
     Step,
@@ -61,6 +62,7 @@ from octavo.steps.messages import (
     UseKernels,
     Wake,
     WriteBlock,
+    WriteState,
 )
 from octavo.system.background import start_thread, stop_if_ending
 
@@ -132,6 +134,7 @@ class StreamExecutor:
         self._stream = torch.cuda.Stream(device) if self._is_gpu else None  # type: ignore[no-untyped-call]
         has_graphs = self._is_gpu and not enforce_eager
         self._graphs = Graphs(self._program, self._backend.launched_early) if has_graphs else None
+        self._storage = storage
         self._copies = HostBlockCopies(storage) if self._stream is None else DeviceBlockCopies(storage, self._stream)
         self._compiling: Compiling | None = None
         self._pool = storage.tensors
@@ -155,9 +158,13 @@ class StreamExecutor:
             case CopyState(source, target):
                 self._copies.copy_state(source, target)
             case ReadBlock(block):
-                return self._copies.read(block)
+                return self._copies.read(self._storage.block(block))
             case WriteBlock(block, content):
-                self._copies.write(block, content)
+                self._copies.write(self._storage.block(block), content)
+            case ReadState(slot):
+                return self._copies.read(self._storage.state(slot))
+            case WriteState(slot, content):
+                self._copies.write(self._storage.state(slot), content)
             case LoadAdapter() | UnloadAdapter():
                 return change_adapters(self._adapters, message)
             case LoadWeights():

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -23,11 +24,13 @@ from octavo.steps.messages import (
     LoadWeights,
     Message,
     ReadBlock,
+    ReadState,
     Reply,
     Step,
     StepResult,
     UnloadAdapter,
     WriteBlock,
+    WriteState,
 )
 
 STEPS_AHEAD = 2
@@ -77,14 +80,15 @@ class RankExecutor:
                 return StepReply(self._executor.send(message), self._compare)
             case EncodeImages():
                 return self._encode_images(message)
-            case ReadBlock():
+            case ReadBlock() | ReadState():
                 content = self._executor.send(message).wait()
                 parts = self._collective.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8))
                 return Done(parts.numpy().tobytes())
-            case WriteBlock(block, content):
+            case WriteBlock(_, content) | WriteState(_, content):
                 size = len(content) // self._collective.size
                 first = self._collective.rank * size
-                return self._executor.send(WriteBlock(block, content[first : first + size]))
+                own = content[first : first + size]
+                return self._executor.send(msgspec.structs.replace(message, content=own))
             case LoadAdapter():
                 return self._load_adapter(message)
             case LoadWeights():
