@@ -79,6 +79,12 @@ class ServerSettings:
         "folder of checkpoints whose weights clients may have this server take while it serves, as trainers do, with "
         "POST /update_weights, /pause and /resume; default: none",
     )
+    weight_transfer_config: str | None = setting(
+        None,
+        'let clients broadcast weights to this server while it serves, as trainers do, as JSON: {"backend": "nccl"}, '
+        'or "gloo"; default: off',
+        is_json=True,
+    )
     models_memory_budget: float | None = setting(
         None,
         "GiB of memory that several models may take together; those used least recently sleep until asked for; "

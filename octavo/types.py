@@ -529,5 +529,48 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Whether the engine can take other weights while it lives."""
 
 
+class JoinGroup(msgspec.Struct, frozen=True, tag=True):
+    """Become a process of the group in which a trainer, rank 0, broadcasts weights."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+    """That of torch.distributed: "gloo" or "nccl"."""
+    name: str = ""
+    is_packed: bool = False
+    """Whether tensors come as bytes, one behind the other, in buffers; see ``ReceiveTensors``."""
+
+
+class ReceiveTensors(msgspec.Struct, frozen=True, tag=True):
+    """Receive tensors in this order, in the background. They are taken by ``TakeWeights``."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    is_packed: bool | None = None
+    """``None``: as the group."""
+
+
+class DropTensors(msgspec.Struct, frozen=True, tag=True):
+    """Forget what was received."""
+
+    leaves_group: bool = False
+
+
+class AskReceiver(msgspec.Struct, frozen=True, tag=True):
+    """Say whether anything is being received."""
+
+
+class TakeWeights(msgspec.Struct, frozen=True, tag=True):
+    """Take the weights of a folder, or with "" what was received, once all requests have ended."""
+
+    folder: str = ""
+
+
+WeightOrder = JoinGroup | ReceiveTensors | DropTensors | AskReceiver | TakeWeights
+
+
 Masks = Mapping[int, Any]
 """Allowed tokens by sequence id, one bit mask (uint8 array) for each position sampled."""

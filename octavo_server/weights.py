@@ -17,10 +17,11 @@ from starlette.responses import Response
 
 from octavo.errors import ConfigError, InvalidParameter
 from octavo.server_settings import ServerSettings
+from octavo.types import DropTensors, JoinGroup, ReceiveTensors
 from octavo_server.engines.engine_client import SleepMode
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import UnsupportedParameter, printable
+from octavo_server.http.errors import MissingParameter, UnsupportedParameter, printable
 from octavo_server.http.middleware import LOOPBACK
 from octavo_server.http.sse import json_response
 from octavo_server.services import ModelServices, asked_services_of
@@ -32,12 +33,66 @@ INFORMATIVE = frozenset(("_name_or_path", "transformers_version", "torch_dtype",
 """Fields of ``config.json`` that may differ between a model and its update."""
 
 
-class UpdateBody(msgspec.Struct, kw_only=True):
-    """The body of a request to take the weights of a folder."""
+class Announced(msgspec.Struct, kw_only=True):
+    """Tensors that a trainer broadcasts next, in this order."""
 
-    weight_dir: str
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[tuple[int, ...]]
+    packed: bool | None = None
+
+
+class TrainerGroup(msgspec.Struct, kw_only=True):
+    """The group in which a trainer broadcasts: its rank 0 listens at this address."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int = 1
+    world_size: int
+    packed: bool = False
+
+
+class UpdateBody(msgspec.Struct, kw_only=True):
+    """The body of a request to take the weights of a folder, or to receive some."""
+
+    weight_dir: str | None = None
+    update_info: Announced | None = None
     weight_version: str | None = None
     mode: str = "keep"
+
+
+class InitBody(msgspec.Struct, kw_only=True):
+    """The body of a request to join the trainer's group."""
+
+    init_info: TrainerGroup
+
+
+class FinishBody(msgspec.Struct, kw_only=True):
+    """The body of a request to take the weights that were received."""
+
+    weight_version: str | None = None
+    mode: str = "keep"
+
+
+class SglangGroupBody(msgspec.Struct, kw_only=True):
+    """The body of SGLang's request to join the trainer's group."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str | None = None
+
+
+class SglangTensorsBody(msgspec.Struct, kw_only=True):
+    """The body of SGLang's request to take tensors that are broadcast next."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    weight_version: str | None = None
+    abort_all_requests: bool = False
 
 
 class DiskUpdateBody(msgspec.Struct, kw_only=True):
@@ -48,6 +103,12 @@ class DiskUpdateBody(msgspec.Struct, kw_only=True):
     abort_all_requests: bool = False
 
 
+class Transfer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The setting ``weight_transfer_config``."""
+
+    backend: typing.Literal["nccl", "gloo"]
+
+
 class PauseBody(msgspec.Struct, kw_only=True):
     """The body of SGLang's request to pause: ``abort``, ``retract`` or ``in_place``."""
 
@@ -56,14 +117,20 @@ class PauseBody(msgspec.Struct, kw_only=True):
 
 _WITHOUT_EFFECT = ("load_format", "flush_cache", "is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph")
 update_decoder = BodyDecoder(UpdateBody, {}, frozenset())
+init_decoder = BodyDecoder(InitBody, {}, frozenset())
+finish_decoder = BodyDecoder(FinishBody, {}, frozenset())
+sglang_group_decoder = BodyDecoder(SglangGroupBody, {}, frozenset())
+sglang_tensors_decoder = BodyDecoder(SglangTensorsBody, {}, frozenset(("group_name", "flush_cache", "load_format")))
 disk_decoder = BodyDecoder(DiskUpdateBody, {}, frozenset(_WITHOUT_EFFECT))
 pause_decoder = BodyDecoder(PauseBody, {}, frozenset())
 
 
 def check_settings(settings: ServerSettings, keys: Keys) -> None:
     """Raise ``ConfigError`` if strangers could change the weights."""
-    if settings.weight_updates_dir is not None and settings.host not in LOOPBACK and not keys.has_admin:
-        raise ConfigError("weight_updates_dir: needs an admin_key, as host is not a loopback address")
+    for name in ("weight_updates_dir", "weight_transfer_config"):
+        if getattr(settings, name) is not None and settings.host not in LOOPBACK and not keys.has_admin:
+            raise ConfigError(f"{name}: needs an admin_key, as host is not a loopback address")
+    _backend(settings)
 
 
 async def pause(request: Request) -> Response:
@@ -84,7 +151,10 @@ async def pause_generation(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
+    """What was received in parts meanwhile, as from SGLang's trainers, is taken first."""
     engine = _services(request).engine
+    if engine.is_paused and engine.has_received:
+        await engine.take_weights(None)
     engine.resume()
     return json_response({"status": "resumed", "is_paused": engine.is_paused}, {})
 
@@ -97,8 +167,75 @@ async def update_weights(request: Request) -> Response:
     services = _services(request)
     _, body, headers = await services.server.read(request, update_decoder)
     mode = _mode(body.mode)
+    if (info := body.update_info) is not None:
+        await services.engine.order_weights(_tensors(info.names, info.dtype_names, info.shapes, info.packed))
+        return json_response({"status": "received"}, headers)
+    if body.weight_dir is None:
+        raise MissingParameter("weight_dir")
     version = await _update(services, "weight_dir", body.weight_dir, body.weight_version, mode)
     return json_response({"status": "updated", "weight_version": version}, headers)
+
+
+async def init_weight_transfer_engine(request: Request) -> Response:
+    services = _services(request)
+    _, body, headers = await services.server.read(request, init_decoder)
+    info = body.init_info
+    place = info.master_address, info.master_port, info.rank_offset, info.world_size
+    await services.engine.order_weights(JoinGroup(*place, _asked_backend(services), is_packed=info.packed))
+    return json_response({"message": "Weight transfer initialized"}, headers)
+
+
+async def start_weight_update(request: Request) -> Response:
+    await _services(request).engine.order_weights(DropTensors())
+    return json_response({"message": "Weight update started"}, {})
+
+
+async def finish_weight_update(request: Request) -> Response:
+    services, body = _services(request), FinishBody()
+    if request.headers.get("content-length", "0") != "0":
+        _, body, _ = await services.server.read(request, finish_decoder)
+    version = await services.engine.take_weights(_version(body.weight_version), _mode(body.mode))
+    return json_response({"message": "Weight update finished", "weight_version": version}, {})
+
+
+async def init_weights_update_group(request: Request) -> Response:
+    services = _services(request)
+    _, body, headers = await services.server.read(request, sglang_group_decoder)
+    backend = body.backend or _asked_backend(services)
+    place = body.master_address, body.master_port, body.rank_offset, body.world_size
+    await services.engine.order_weights(JoinGroup(*place, backend, body.group_name))
+    return json_response({"success": True, "message": "Succeeded to initialize the group."}, headers)
+
+
+async def update_weights_from_distributed(request: Request) -> Response:
+    """What comes while the server is paused is taken when it goes on, as trainers send a model in parts."""
+    services = _services(request)
+    _, body, headers = await services.server.read(request, sglang_tensors_decoder)
+    engine = services.engine
+    await engine.order_weights(_tensors(body.names, body.dtypes, body.shapes, None))
+    if not engine.is_paused:
+        await engine.take_weights(_version(body.weight_version), "abort" if body.abort_all_requests else "keep")
+    return json_response({"success": True, "message": "Succeeded to receive the weights."}, headers)
+
+
+async def destroy_weights_update_group(request: Request) -> Response:
+    await _services(request).engine.order_weights(DropTensors(leaves_group=True))
+    return json_response({"success": True, "message": "Succeeded to leave the group."}, {})
+
+
+async def server_info(request: Request) -> Response:
+    """In the form of vLLM's, as far as trainers read it."""
+    services = asked_services_of(request)
+    backend, info = _backend(services.config.server), services.engine.info
+    config = {
+        "weight_transfer_config": None if backend is None else {"backend": backend},
+        "model_config": {"model": services.engine.metrics.model_name, "max_model_len": info.max_model_len},
+        "parallel_config": {
+            "tensor_parallel_size": info.tensor_parallel_size,
+            "data_parallel_size": services.config.server.data_parallel_size,
+        },
+    }
+    return json_response({"vllm_config": config, "weight_version": services.engine.weight_version}, {})
 
 
 async def update_weights_from_disk(request: Request) -> Response:
@@ -125,39 +262,101 @@ async def abort_requests(request: Request) -> Response:
 
 
 async def weight_info(request: Request) -> Response:
+    """``world_size``: how many processes join a trainer's group, one for each engine, whatever its ranks."""
     services = _services(request)
-    parallel = services.config.model.tensor_parallel_size * services.config.server.data_parallel_size
-    return json_response({"weight_version": services.engine.weight_version, "world_size": parallel}, {})
+    size = services.config.server.data_parallel_size
+    return json_response({"weight_version": services.engine.weight_version, "world_size": size}, {})
 
 
-_NEEDS = "; needs `--weight-updates-dir`"
+_NEEDS = "; needs `--weight-updates-dir` or `--weight-transfer-config`"
+_GROUP = "; needs `--weight-transfer-config`"
 ENDPOINTS = [
     Endpoint("POST", "/pause", pause, f"Compute nothing until `/resume`{_NEEDS}"),
     Endpoint("POST", "/resume", resume, f"Go on after `/pause`{_NEEDS}"),
     Endpoint("GET", "/is_paused", is_paused, f"Whether the server is paused{_NEEDS}"),
     Endpoint("POST", "/update_weights", update_weights, f"Take the weights of a folder{_NEEDS}", UpdateBody),
+    Endpoint(
+        *("POST", "/init_weight_transfer_engine", init_weight_transfer_engine),
+        *(f"Join the group in which a trainer broadcasts weights{_GROUP}", InitBody),
+    ),
+    Endpoint("POST", "/start_weight_update", start_weight_update, f"Forget what was received{_GROUP}"),
+    Endpoint(
+        *("POST", "/finish_weight_update", finish_weight_update, f"Take the weights that were received{_GROUP}"),
+        FinishBody,
+    ),
+    Endpoint("GET", "/server_info", server_info, "Settings that trainers read, in vLLM's form"),
     Endpoint("POST", "/reset_prefix_cache", reset_prefix_cache, f"Empty the prefix cache{_NEEDS}"),
     Endpoint("POST", "/abort_requests", abort_requests, f"End all running requests{_NEEDS}"),
-    Endpoint("GET", "/get_world_size", weight_info, f"Number of ranks, and the version of the weights{_NEEDS}"),
-    Endpoint("GET", "/weight_info", weight_info, f"Number of ranks, and the version of the weights{_NEEDS}"),
+    Endpoint("GET", "/get_world_size", weight_info, f"How many processes join a trainer's group{_NEEDS}"),
+    Endpoint("GET", "/weight_info", weight_info, f"The version of the weights{_NEEDS}"),
     Endpoint("POST", "/pause_generation", pause_generation, f"SGLang's `/pause`{_NEEDS}"),
     Endpoint("POST", "/continue_generation", resume, f"SGLang's `/resume`{_NEEDS}"),
     Endpoint(
         *("POST", "/update_weights_from_disk", update_weights_from_disk),
         *(f"SGLang's `/update_weights`{_NEEDS}", DiskUpdateBody),
     ),
+    Endpoint(
+        *("POST", "/init_weights_update_group", init_weights_update_group),
+        *(f"SGLang's `/init_weight_transfer_engine`{_GROUP}", SglangGroupBody),
+    ),
+    Endpoint(
+        *("POST", "/update_weights_from_distributed", update_weights_from_distributed),
+        *(f"Receive weights, and take them unless the server is paused{_GROUP}", SglangTensorsBody),
+    ),
+    Endpoint(
+        *("POST", "/destroy_weights_update_group", destroy_weights_update_group, f"Leave the trainer's group{_GROUP}")
+    ),
     Endpoint("GET", "/flush_cache", reset_prefix_cache, f"SGLang's `/reset_prefix_cache`{_NEEDS}"),
     Endpoint("POST", "/flush_cache", reset_prefix_cache, f"SGLang's `/reset_prefix_cache`{_NEEDS}"),
     Endpoint("POST", "/abort_request", abort_requests, f"SGLang's `/abort_requests`{_NEEDS}"),
 ]
+GROUP_PATHS = (
+    *("/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"),
+    *("/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"),
+)
 
 
 def _services(request: Request) -> ModelServices:
     services = asked_services_of(request)
-    if services.config.server.weight_updates_dir is None:
-        message = f"{request.url.path} is for a server started with --weight-updates-dir."
-        raise UnsupportedParameter("weight_updates_dir", message)
+    settings = services.config.server
+    is_group = request.url.path in GROUP_PATHS
+    if settings.weight_transfer_config is None and (is_group or settings.weight_updates_dir is None):
+        other = "" if is_group else " or --weight-updates-dir"
+        message = f"{request.url.path} is for a server started with --weight-transfer-config{other}."
+        raise UnsupportedParameter("weight_transfer_config", message)
     return services
+
+
+def _backend(settings: ServerSettings) -> str | None:
+    """What weights are broadcast with; ``None``: nothing. Raises ``ConfigError``."""
+    if settings.weight_transfer_config is None:
+        return None
+    try:
+        return msgspec.json.decode(settings.weight_transfer_config, type=Transfer).backend
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"weight_transfer_config: {error}") from None
+
+
+def _asked_backend(services: ModelServices) -> str:
+    backend = _backend(services.config.server)
+    assert backend is not None, "its routes are refused"
+    return backend
+
+
+def _tensors(
+    names: list[str], dtypes: list[str], shapes: list[tuple[int, ...]], is_packed: bool | None
+) -> ReceiveTensors:
+    if not len(names) == len(dtypes) == len(shapes):
+        raise InvalidParameter("names", "There must be a name, a type and a shape for each tensor.")
+    if any(size < 0 for shape in shapes for size in shape):
+        raise InvalidParameter("shapes", "'shapes' must have no negative sizes.")
+    return ReceiveTensors(names, [dtype.removeprefix("torch.") for dtype in dtypes], shapes, is_packed)
+
+
+def _version(version: str | None) -> str | None:
+    if version is not None and not (version and len(version) <= MAX_VERSION and version.isprintable()):
+        raise InvalidParameter("weight_version", f"'weight_version' must have 1 to {MAX_VERSION} printable characters.")
+    return version
 
 
 def _mode(value: str) -> SleepMode:
@@ -169,10 +368,11 @@ def _mode(value: str) -> SleepMode:
 
 async def _update(services: ModelServices, field: str, folder: str, version: str | None, mode: SleepMode) -> str:
     """Have the engine take the weights of a folder; return their version. Raises ``InvalidParameter``."""
+    if services.config.server.weight_updates_dir is None:
+        raise UnsupportedParameter(field, f"'{field}' is for a server started with --weight-updates-dir.")
     path = _allowed(services, field, folder)
     name = path.name if version is None else version
-    if not name or len(name) > MAX_VERSION or not name.isprintable():
-        raise InvalidParameter("weight_version", f"'weight_version' must have 1 to {MAX_VERSION} printable characters.")
+    _version(name)
     _check_same_model(Path(services.config.model.model), path, field)
     await services.engine.update_weights(str(path), name, mode)
     return name

@@ -80,6 +80,7 @@ from octavo.runtime.ranks.rank_group import RankGroup
 from octavo.runtime.ranks.rank_processes import RankProcesses
 from octavo.runtime.ranks.ranks import OneRank, OnLost, Ranks, check_divides
 from octavo.runtime.sharded_logits import part_of_vocabulary
+from octavo.runtime.weight_group import WeightGroup
 from octavo.speculative_config import Method, parse_speculative_config
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
@@ -334,7 +335,7 @@ def _connect_blocks(
         cache.states.copy = blocks.copy_state
     if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
         cache.use_offload(offload)
-    return WeightMessages(runner, model, forms) if info.changes_weights else None
+    return WeightMessages(runner, model, forms, WeightGroup(storage.device)) if info.changes_weights else None
 
 
 def _read_model(

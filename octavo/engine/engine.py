@@ -16,7 +16,19 @@ from octavo.engine.spare_time import SpareTime
 from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter, ModelNotFound, RunnerError
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
-from octavo.types import EngineStats, Masks, Output, Plan, Request, Sequence
+from octavo.types import (
+    DropTensors,
+    EngineStats,
+    JoinGroup,
+    Masks,
+    Output,
+    Plan,
+    ReceiveTensors,
+    Request,
+    Sequence,
+    TakeWeights,
+    WeightOrder,
+)
 
 
 class NoGrammars:
@@ -199,6 +211,27 @@ class Engine:
         self.scheduler.clear()
         if self.scheduler.cache.offload is not None:
             self.scheduler.cache.offload.identify(self.weights.identity)
+
+    def order_weights(self, order: WeightOrder) -> bool:
+        """Do what a server's trainer asks for; return whether anything is still being received.
+
+        Raises ``CheckpointError``, also for an earlier order whose work in the background failed.
+        """
+        if self.weights is None:
+            raise CheckpointError("the weights of this engine cannot be changed while it lives")
+        receiver = self.weights.receiver
+        receiver.check()
+        match order:
+            case JoinGroup():
+                receiver.join(order)
+            case ReceiveTensors():
+                receiver.receive(order)
+            case DropTensors(leaves_group=leaves_group):
+                receiver.drop(leaves_group)
+            case TakeWeights(folder=folder):
+                self.load_weights(folder, () if folder else receiver.files())
+                receiver.drop(leaves_group=False)
+        return receiver.is_busy
 
     def sleep(self) -> None:
         """Free the device's memory until ``wake``, once all requests have ended or were aborted.

@@ -11,7 +11,18 @@ from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
-from octavo.types import EngineInfo, EngineStats, Masks, Output, Plan, Request, Sampled
+from octavo.types import (
+    EngineInfo,
+    EngineStats,
+    JoinGroup,
+    Masks,
+    Output,
+    Plan,
+    ReceiveTensors,
+    Request,
+    Sampled,
+    WeightOrder,
+)
 
 OnLost = Callable[[int], None]
 """Called when another process that computes for an engine ends, with its exit status."""
@@ -65,6 +76,28 @@ class WeightChanger(Protocol):
         """See ``LoadWeights``. Raises ``CheckpointError``, and then nothing is changed."""
         ...
 
+    @property
+    def receiver(self) -> TensorReceiver: ...
+
+
+class TensorReceiver(Protocol):
+    """Receives tensors that a trainer broadcasts, one order after the other, while steps are computed."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def join(self, group: JoinGroup) -> None: ...
+    def receive(self, tensors: ReceiveTensors) -> None: ...
+    def drop(self, leaves_group: bool) -> None: ...
+
+    def check(self) -> None:
+        """Raise ``CheckpointError`` if an order failed since the last call."""
+        ...
+
+    def files(self) -> list[str]:
+        """Paths of files with what was received, until ``drop``. Raises ``CheckpointError`` if that is nothing."""
+        ...
+
 
 class Grammars(Protocol):
     """Structured output: masks of the tokens that each sequence may sample next."""
@@ -108,7 +141,7 @@ class EngineLike(Protocol):
     def take_events(self) -> list[Event]: ...
     def take_kv_events(self) -> list[KVEvent]: ...
     def clear_cache(self) -> None: ...
-    def load_weights(self, folder: str, files: SequenceOf[str] = ()) -> None: ...
+    def order_weights(self, order: WeightOrder) -> bool: ...
     def save_idle(self) -> bool: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...

@@ -15,6 +15,7 @@ from typing import Any
 
 from octavo.cache.offloading import identity
 from octavo.engine.persistent_batch import Indices
+from octavo.engine.protocols import TensorReceiver
 from octavo.engine.sequence_images import encode_message
 from octavo.engine.step_encoder import NO_MASKS, StepEncoder
 from octavo.sampling_params import SamplingParams
@@ -289,7 +290,8 @@ class BlockMessages:
 class WeightMessages:
     """Changes the weights of an executor's model; ``identity`` says whose keys and values there are."""
 
-    def __init__(self, runner: StepRunner, folder: Path, forms: str) -> None:
+    def __init__(self, runner: StepRunner, folder: Path, forms: str, receiver: TensorReceiver) -> None:
+        self.receiver = receiver
         self._runner, self._forms = runner, forms
         self._folder = folder
         self.identity = identity(folder, forms)

@@ -14,10 +14,10 @@ from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig
 from octavo.engine.engine import NoAdapters
 from octavo.engine.protocols import Adapters, OnLost
-from octavo.errors import InvalidParameter
+from octavo.errors import CheckpointError, InvalidParameter
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
-from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs
+from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs, WeightOrder
 from octavo_fleet.backends.certain import certain, make_info, refuse_what_needs_a_model
 from octavo_fleet.backends.toy_models import WORDS
 from octavo_fleet.backends.vocabulary import FIRST_WORD, VOCAB_SIZE, word_tokenizer
@@ -125,6 +125,10 @@ class InstantEngine:
     def cache_view(self) -> CacheView | None:
         """There is no cache."""
         return None
+
+    def order_weights(self, order: WeightOrder) -> bool:
+        """Raises ``CheckpointError``."""
+        raise CheckpointError("there are no weights")
 
     def clear_cache(self) -> None:
         """There is no cache."""

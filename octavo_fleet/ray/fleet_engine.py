@@ -18,7 +18,7 @@ from octavo.errors import CANCELLATIONS, InvalidParameter, RequestFailed, Unavai
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
-from octavo.types import EngineInfo, EngineStats, FinishReason, Request
+from octavo.types import DropTensors, EngineInfo, EngineStats, FinishReason, JoinGroup, ReceiveTensors, Request
 from octavo_fleet.ray.messages import AnswerPart, decode_answer, decode_info, encode
 from octavo_server.engines.engine_client import FIRST_WEIGHTS, OutputListener, SleepMode
 from octavo_server.engines.engine_stats import summed
@@ -54,6 +54,7 @@ class FleetEngine(RequestJournal):
         self.num_restarts = self.sleep_level = 0
         self.is_paused = False
         self.weight_version = FIRST_WEIGHTS
+        self.has_received = False
         self.last_answer = time.monotonic()
         self._info: EngineInfo | None = None
         self._handle = handle
@@ -112,6 +113,14 @@ class FleetEngine(RequestJournal):
         """Replicas never pause."""
 
     async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
+        """Raises ``Unavailable``."""
+        raise Unavailable("Replicas of Ray keep the weights that they began with; deploy the new ones.")
+
+    async def order_weights(self, order: JoinGroup | ReceiveTensors | DropTensors) -> None:
+        """Raises ``Unavailable``."""
+        raise Unavailable("Replicas of Ray keep the weights that they began with; deploy the new ones.")
+
+    async def take_weights(self, version: str | None, mode: SleepMode = "keep") -> str:
         """Raises ``Unavailable``."""
         raise Unavailable("Replicas of Ray keep the weights that they began with; deploy the new ones.")
 

@@ -20,7 +20,17 @@ from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
-from octavo.types import EngineInfo, EngineStats, FinishReason, Request
+from octavo.types import (
+    AskReceiver,
+    DropTensors,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    JoinGroup,
+    ReceiveTensors,
+    Request,
+    TakeWeights,
+)
 from octavo_server.engines import wire
 from octavo_server.engines.crash_isolation import CrashIsolation
 from octavo_server.engines.engine_client import FIRST_WEIGHTS, KVEventSink, OutputListener, SleepMode
@@ -88,7 +98,14 @@ class AsyncEngine(RequestJournal):
         self.is_paused = False
         """Between ``pause`` and ``resume``: requests wait."""
         self.weight_version = FIRST_WEIGHTS
-        """That of the last ``update_weights``."""
+        """That of the last ``update_weights`` or ``take_weights``."""
+        self._folder_version = FIRST_WEIGHTS
+        """That of the folder which the next engine process loads."""
+        self._holder = 0
+        """Generation of the engine process that has received weights, which are lost with it; 0: none has."""
+        self.has_received = False
+        """Whether tensors were received that ``take_weights`` would take."""
+        self._num_received = 0
         self._update_error = ""
         """Why the last update's weights could not be loaded."""
         self._holds_new = False
@@ -207,12 +224,16 @@ class AsyncEngine(RequestJournal):
     async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
         """Serve the weights of another folder with the same configuration, as ``version``.
 
-        The next engine process loads them, so that quantisation, drafters, adapters and ranks are those of a start
-        with them, and each step has the weights of one version. Running requests continue from where they are, unless
-        ``mode`` says otherwise. Raises ``InvalidParameter`` if they cannot be loaded: the engine then has the earlier
-        ones again.
+        The engine process writes them over the earlier ones. If it cannot, the next engine process loads them. Each
+        step has the weights of one version. Running requests continue from where they are, unless ``mode`` says
+        otherwise. Raises ``InvalidParameter`` if they cannot be loaded: the engine then has the earlier ones again.
         """
         async with self._changing_weights:
+            reason = await self._change_in_place(TakeWeights(model), version, mode)
+            if not reason:
+                self._engine_settings["model"], self._folder_version, self._holder = model, version, 0
+                return
+            logger.info("weights are not changed in place, but by a new engine process: %s", reason)
             self._previous_model, self._next_version = self._engine_settings["model"], version
             self._engine_settings["model"], self._update_error = model, ""
             try:
@@ -222,6 +243,61 @@ class AsyncEngine(RequestJournal):
                 self._previous_model = None
             if self._update_error:
                 raise InvalidParameter("weight_dir", f"These weights cannot be loaded: {self._update_error}")
+
+    async def order_weights(self, order: JoinGroup | ReceiveTensors | DropTensors) -> None:
+        """Have the engine process receive weights, and wait until it has. Raises ``InvalidParameter``."""
+        async with self._changing_weights:
+            if self.sleep_level:
+                await self.wake_up()
+            link = self._ready_link()
+            self.has_received = isinstance(order, ReceiveTensors)
+            error, is_busy = await link.order_weights(order)
+            while is_busy and not error:
+                await asyncio.sleep(DRAIN_POLL_SECONDS)
+                error, is_busy = await link.order_weights(AskReceiver())
+            if error:
+                raise InvalidParameter("update_info", error)
+
+    async def take_weights(self, version: str | None, mode: SleepMode = "keep") -> str:
+        """Serve the weights that were received, as ``version``, which is returned, or the number of such updates.
+
+        As ``update_weights``, but the next engine process has the weights of the folder again.
+        """
+        async with self._changing_weights:
+            version = version or str(self._num_received + 1)
+            error = await self._change_in_place(TakeWeights(), version, mode)
+            if error:
+                raise InvalidParameter("update_info", f"These weights cannot be taken: {error}")
+            self._holder, self.has_received = self._supervisor.generation, False
+            self._num_received += 1
+            return version
+
+    async def _change_in_place(self, order: TakeWeights, version: str, mode: SleepMode) -> str:
+        """Change the weights between two steps; return why that is not possible, "" if it was."""
+        if self._info is None or not self._info.changes_weights:
+            return "this engine cannot"
+        async with self._changing_sleep:
+            link = self._supervisor.link
+            if self.sleep_level or not self._is_up or link is None:
+                return "the engine sleeps or restarts"
+            self._holds_new = True
+            try:
+                await self._withdraw(mode, "The weights were changed before this request was finished.")
+                await link.settle()  # a request that is submitted again must contain all of its output
+                error, _ = await link.order_weights(order)
+                self._isolation.hold_all(self._live.values())
+                if not error:
+                    self._note_weights(version)
+            finally:
+                self._holds_new = False
+                self._isolation.holds_back = True
+                self._admit_waiting()
+            return error
+
+    def _note_weights(self, version: str) -> None:
+        self.weight_version = version
+        for live in self._live.values():
+            live.listener.on_weights(version)
 
     async def clear_prefix_cache(self) -> None:
         """Drop what the prefix cache holds of ended requests."""
@@ -411,9 +487,9 @@ class AsyncEngine(RequestJournal):
             self._engine_settings["lora_modules"] = None  # ``prepare`` loads them into the next process
         self._has_engine, self.failure = True, None
         if self._next_version is not None:
-            self.weight_version, self._next_version = self._next_version, None
-            for live in self._live.values():
-                live.listener.on_weights(self.weight_version)
+            self._folder_version, self._next_version = self._next_version, None
+        if self._holder != self._supervisor.generation and self.weight_version != self._folder_version:
+            self._note_weights(self._folder_version)  # what was received is lost with the process
         self._admit_waiting()
 
     def on_down(self, is_from_outside: bool) -> None:

@@ -10,7 +10,16 @@ from octavo.cache.kv_events import KVEvent
 from octavo.errors import RequestError
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import Metrics
-from octavo.types import EngineInfo, EngineStats, FinishReason, Output, Request
+from octavo.types import (
+    DropTensors,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    JoinGroup,
+    Output,
+    ReceiveTensors,
+    Request,
+)
 from octavo_server.engines.lora_adapters import AdapterTable
 from octavo_server.observe.timelines import KVEventRing, Timelines
 
@@ -113,6 +122,13 @@ class EngineClient(Monitored, Protocol):
     async def pause(self, mode: SleepMode = "abort") -> None: ...
     def resume(self) -> None: ...
     async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None: ...
+    @property
+    def has_received(self) -> bool:
+        """Whether tensors were received that ``take_weights`` would take."""
+        ...
+
+    async def order_weights(self, order: JoinGroup | ReceiveTensors | DropTensors) -> None: ...
+    async def take_weights(self, version: str | None, mode: SleepMode = "keep") -> str: ...
     async def clear_prefix_cache(self) -> None: ...
     def next_id(self) -> int: ...
     def add(self, request: Request, listener: OutputListener) -> None: ...

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from octavo.errors import OctavoError
 from octavo.telemetry.logs import current_format, current_level
-from octavo.types import EngineInfo
+from octavo.types import EngineInfo, WeightOrder
 from octavo_server.engines import wire
 from octavo_server.engines.process_exit import is_from_outside, num_oom_kills
 
@@ -46,6 +46,8 @@ class EngineLink(asyncio.Protocol):
         """Pending load and unload requests by adapter name; each resolves to an error message or ""."""
         self._slept: dict[bool, asyncio.Future[str]] = {}
         """Pending answers to ``Sleep`` (true) and ``Wake``, as those of ``_adapters``."""
+        self._ordered: list[asyncio.Future[tuple[str, bool]]] = []
+        """Pending answers to ``OrderWeights``, in order."""
         self._settling: list[asyncio.Future[str]] = []
         """Pending answers to ``Settle``, in order."""
         self._on_step = on_step
@@ -111,6 +113,15 @@ class EngineLink(asyncio.Protocol):
         self._slept[isinstance(message, wire.Sleep)] = answer
         self.last_sign = time.monotonic()  # one that slept was silent for long
         self.send(message)
+        return await answer
+
+    async def order_weights(self, order: WeightOrder) -> tuple[str, bool]:
+        """Have the process do what a trainer asks for; return its error message, and whether it is still receiving."""
+        if self.closed.is_set():
+            return GONE, False
+        answer: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
+        self._ordered.append(answer)
+        self.send(wire.OrderWeights(self.generation, order))
         return await answer
 
     async def settle(self, clears_cache: bool = False) -> None:
@@ -190,6 +201,8 @@ class EngineLink(asyncio.Protocol):
             self._answer(self._slept, is_asleep, GONE)
         while self._settling:
             self._end_settling()
+        while self._ordered:
+            self._end_order(GONE, False)
         if not self.ready.done():
             self._fail(OctavoError("the engine process ended while it was starting; its output says why"))
 
@@ -206,10 +219,17 @@ class EngineLink(asyncio.Protocol):
             self._answer(self._slept, message.is_asleep, message.error)
         elif isinstance(message, wire.Settled):
             self._end_settling()
+        elif isinstance(message, wire.WeightsDone):
+            self._end_order(message.error, message.is_busy)
         elif isinstance(message, wire.BuildFailed):
             self._fail(message.as_error())
         elif not self.ready.done():
             self.ready.set_result(message.info)
+
+    def _end_order(self, error: str, is_busy: bool) -> None:
+        answer = self._ordered.pop(0)
+        if not answer.done():
+            answer.set_result((error, is_busy))
 
     def _end_settling(self) -> None:
         answer = self._settling.pop(0)

@@ -30,7 +30,7 @@ from octavo.system.collector import importing, leave_out_what_exists
 from octavo.system.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.telemetry.logs import log_to_stderr
 from octavo.telemetry.phases import Phases
-from octavo.types import EngineInfo, EngineStats, Output
+from octavo.types import EngineInfo, EngineStats, Output, WeightOrder
 from octavo_server.engines import wire
 
 SWITCH_INTERVAL = 0.0001
@@ -141,6 +141,8 @@ class EngineLoop:
                 if clears_cache:
                     self.engine.clear_cache()
                 self.channel.send(wire.Settled(self.generation))
+            case wire.OrderWeights(order=order):
+                self._order_weights(order)
             case wire.Stop():
                 self._stopped = True
             case wire.Ping(wants_view=wants_view):
@@ -156,6 +158,14 @@ class EngineLoop:
         except CheckpointError as found:
             error = str(found)
         self.channel.send(wire.AdapterDone(self.generation, name, error))
+
+    def _order_weights(self, order: WeightOrder) -> None:
+        error, is_busy = "", False
+        try:
+            is_busy = self.engine.order_weights(order)
+        except CheckpointError as found:
+            error = str(found)
+        self.channel.send(wire.WeightsDone(self.generation, error, is_busy))
 
     def _answer_sleep(self, is_asleep: bool, change: Callable[[], None]) -> None:
         error = ""

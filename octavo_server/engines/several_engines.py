@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import msgspec
+
+from octavo.types import DropTensors, JoinGroup, ReceiveTensors
 from octavo_server.engines.async_engine import AsyncEngine
+from octavo_server.engines.engine_client import SleepMode
 
 
 class SeveralEngines:
@@ -20,6 +24,22 @@ class SeveralEngines:
     async def stop(self, timeout: float) -> None:
         """Drain all engines, then stop them."""
         await asyncio.gather(*(engine.stop(timeout) for engine in self.engines))
+
+    @property
+    def has_received(self) -> bool:
+        """Whether tensors were received that ``take_weights`` would take."""
+        return any(engine.has_received for engine in self.engines)
+
+    async def order_weights(self, order: JoinGroup | ReceiveTensors | DropTensors) -> None:
+        """Have all engines receive weights; their ranks in a group follow each other."""
+        orders = [order for _ in self.engines]
+        if isinstance(order, JoinGroup):
+            orders = [msgspec.structs.replace(order, rank=order.rank + i) for i in range(len(self.engines))]
+        await asyncio.gather(*(engine.order_weights(own) for engine, own in zip(self.engines, orders, strict=True)))
+
+    async def take_weights(self, version: str | None, mode: SleepMode = "keep") -> str:
+        """Have all engines serve the weights that they received, as ``AsyncEngine.take_weights`` does."""
+        return (await asyncio.gather(*(engine.take_weights(version, mode) for engine in self.engines)))[0]
 
     @property
     def failure(self) -> str | None:

@@ -28,7 +28,7 @@ from octavo.errors import (
 )
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
-from octavo.types import EngineInfo, EngineStats, Output, Request
+from octavo.types import EngineInfo, EngineStats, Output, Request, WeightOrder
 
 MAX_FRAME_BYTES = 64 << 20
 HEADER = struct.Struct("<I")
@@ -116,7 +116,14 @@ class Settle(msgspec.Struct, tag="settle", array_like=True, gc=False):
     """Whether to drop what the prefix cache holds of ended requests."""
 
 
-ToEngine = Start | Submit | Abort | Ping | Stop | LoadAdapter | UnloadAdapter | Settle | Sleep | Wake
+class OrderWeights(msgspec.Struct, tag="order_weights", array_like=True):
+    """What a trainer asks for; answered with a ``WeightsDone``."""
+
+    generation: int
+    order: WeightOrder
+
+
+ToEngine = Start | Submit | Abort | Ping | Stop | LoadAdapter | UnloadAdapter | Settle | Sleep | Wake | OrderWeights
 
 
 # --- engine to front ---
@@ -190,7 +197,16 @@ class SleepDone(msgspec.Struct, tag="slept", array_like=True, gc=False):
     error: str = ""
 
 
-FromEngine = Ready | BuildFailed | StepDone | AdapterDone | SleepDone | Settled
+class WeightsDone(msgspec.Struct, tag="weights", array_like=True, gc=False):
+    """The answer to ``OrderWeights``: it was done, or ``error`` says why not."""
+
+    generation: int
+    error: str = ""
+    is_busy: bool = False
+    """Whether weights are still being received."""
+
+
+FromEngine = Ready | BuildFailed | StepDone | AdapterDone | SleepDone | Settled | WeightsDone
 
 START_ERRORS: dict[str, type[OctavoError]] = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
 REFUSALS: dict[str, type[RequestError]] = {

@@ -31,6 +31,8 @@ SHARED_PATHS = frozenset(
         *("/metrics", "/stats", "/stats/live", "/v1/kv_events", "/sleep", "/wake_up"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/pause", "/resume", "/update_weights", "/reset_prefix_cache", "/abort_requests"),
+        *("/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"),
+        *("/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"),
         *("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/flush_cache", "/abort_request"),
     )
 )

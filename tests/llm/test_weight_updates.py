@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
+from octavo.runtime.weight_group import packs
+from octavo.types import AskReceiver, DropTensors, JoinGroup, ReceiveTensors, TakeWeights, WeightOrder
 from tests.llm.tiny import write_checkpoint
 from tests.models.adapter_files import make_adapter
 from tests.models.drafter_files import mtp
@@ -193,6 +200,77 @@ def test_blocks_on_disk_are_those_of_the_weights(folders: tuple[Path, Path], tmp
         assert num_restored(llm) == before
         llm.load_weights(folders[0])
         assert num_restored(llm) == 2 * before
+
+
+TRAINER = """
+import datetime, sys, torch
+from safetensors.torch import load_file
+from torch.distributed import BroadcastOptions, distributed_c10d
+from torch.distributed.rendezvous import rendezvous
+
+folder, port, name = sys.argv[1:]
+store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2))
+store = distributed_c10d.PrefixStore(name, store)
+backend = distributed_c10d.Backend("gloo")
+own = {"group_name": name, "timeout": datetime.timedelta(minutes=1)}
+group, _ = distributed_c10d._new_process_group_helper(2, 0, [], backend, store, **own)
+tensors = list(load_file(folder + "/model.safetensors").values())
+for tensor in tensors:
+    group.broadcast([tensor], BroadcastOptions()).wait()
+packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+group.broadcast([packed], BroadcastOptions()).wait()
+"""
+
+
+def test_weights_that_a_trainer_broadcasts(folders: tuple[Path, Path]) -> None:
+    """As tensors, then as one buffer of bytes, while steps are computed; then what cannot be received."""
+    tensors = load_file(folders[1] / "model.safetensors")
+    names, types = list(tensors), [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
+    announced = ReceiveTensors(names, types, [tuple(tensor.shape) for tensor in tensors.values()])
+    with LLM(str(folders[1]), **SETTINGS) as fresh:
+        expected = said(fresh)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(folders[1]), str(port), "one"])
+    try:
+        with LLM(str(folders[0]), **SETTINGS) as llm:
+            before, engine = said(llm), llm.engine
+
+            def received(order: WeightOrder) -> None:
+                is_busy = engine.order_weights(order)
+                while is_busy:
+                    time.sleep(0.01)
+                    is_busy = engine.order_weights(AskReceiver())
+
+            with pytest.raises(CheckpointError, match="join one first"):
+                engine.order_weights(announced)
+            with pytest.raises(CheckpointError, match="nccl needs a GPU"):
+                engine.order_weights(JoinGroup("127.0.0.1", port, 1, 2, "nccl"))
+            received(JoinGroup("127.0.0.1", port, 1, 2, "gloo", "one"))
+            with pytest.raises(CheckpointError, match="no weights were received"):
+                engine.order_weights(TakeWeights())
+            with pytest.raises(CheckpointError, match="float5 is no type of weights"):
+                engine.order_weights(msgspec.structs.replace(announced, dtypes=["float5"] * len(names)))
+            for is_packed in (False, True):
+                received(msgspec.structs.replace(announced, is_packed=is_packed))
+                assert said(llm) == before
+                engine.order_weights(TakeWeights())
+                assert said(llm) == expected
+                engine.order_weights(TakeWeights(str(folders[0])))
+            assert trainer.wait(30) == 0
+            with pytest.raises(CheckpointError, match="weights were not received"):
+                received(announced)
+            assert said(llm) == before
+            engine.order_weights(DropTensors(leaves_group=True))
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
+def test_a_packed_buffer_ends_behind_the_tensor_that_fills_it() -> None:
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in (3, 4, 1, 9, 2)]
+    assert [[len(each) for each in pack] for pack in packs(tensors, 7)] == [[3, 4, 1], [9], [2]]
+    assert [len(pack) for pack in packs(tensors, 0)] == [1] * 5
 
 
 def test_other_models_say_that_they_cannot(tmp_path: Path) -> None:

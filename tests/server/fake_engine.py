@@ -20,7 +20,18 @@ import msgspec
 
 from octavo import errors
 from octavo.config import EngineConfig
-from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs
+from octavo.types import (
+    AskReceiver,
+    EngineInfo,
+    EngineStats,
+    JoinGroup,
+    Output,
+    ReceiveTensors,
+    Request,
+    TakeWeights,
+    TokenLogprobs,
+    WeightOrder,
+)
 from octavo_fleet.backends.instant import InstantEngine, NextToken, Running
 
 VOCAB = 50_000
@@ -59,6 +70,8 @@ class Knobs(msgspec.Struct, forbid_unknown_fields=True):
     max_num_seqs: int = 64
     weights: int = 0
     """Added to each token."""
+    changes_weights: bool = False
+    """Whether weights can be changed while the process lives."""
     memory: int = 0
     """Bytes that the engine says it takes."""
     start_error: str = ""
@@ -125,11 +138,13 @@ class FakeEngine(InstantEngine):
 
     def __init__(self, next_token: NextToken | None = None, knobs: Knobs | None = None, num_blocks: int = 1024) -> None:
         self.knobs = knobs or Knobs()
-        own = self.knobs.weights
-        tokens = next_token or (lambda request, position: (token_at(request.prompt_tokens, position) + own) % VOCAB)
+        tokens = next_token or (
+            lambda request, position: (token_at(request.prompt_tokens, position) + self.knobs.weights) % VOCAB
+        )
         super().__init__(tokens, self.knobs.max_num_seqs)
         self.num_blocks = num_blocks
         self.slowed: set[int] = set()
+        self.num_received = 0
 
     def add(self, request: Request) -> None:
         if request.prompt_tokens[0] == self.knobs.refuse:
@@ -190,6 +205,28 @@ class FakeEngine(InstantEngine):
     def clear_cache(self) -> None:
         pass
 
+    def order_weights(self, order: WeightOrder) -> bool:
+        """Received are weights of which each token is one more; it takes a while."""
+        match order:
+            case JoinGroup(port=0):
+                raise errors.CheckpointError("nobody listens")
+            case ReceiveTensors():
+                self.num_received = 2
+            case AskReceiver():
+                self.num_received -= 1
+                return self.num_received > 0
+            case TakeWeights(folder=""):
+                self.knobs.weights += 1
+            case TakeWeights(folder=folder):
+                knobs = msgspec.json.decode(folder, type=Knobs)
+                if knobs.start_error == "KeyError":
+                    os._exit(1)
+                if knobs.start_error:
+                    raise errors.CheckpointError("layer 3 is missing")
+                assert not self.requests
+                self.knobs.weights = knobs.weights
+        return isinstance(order, ReceiveTensors)
+
     def sleep(self) -> None:
         assert not self.requests
         if self.knobs.sleep_error:
@@ -229,5 +266,6 @@ def build(config: EngineConfig) -> tuple[FakeEngine, EngineInfo]:
         open(knobs.start_crash_after, "w").close()
     if knobs.writes:
         threading.Thread(target=time.sleep, args=(3600,)).start()
-    info = make_info(memory={"weights": knobs.memory} if knobs.memory else {}, sleeps_in_host_memory=knobs.sleeps)
-    return FakeEngine(knobs=knobs), info
+    memory = {"weights": knobs.memory} if knobs.memory else {}
+    changes = {"sleeps_in_host_memory": knobs.sleeps, "changes_weights": knobs.changes_weights}
+    return FakeEngine(knobs=knobs), make_info(memory=memory, **changes)

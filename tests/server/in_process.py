@@ -18,7 +18,7 @@ from octavo.config import ModelSettings
 from octavo.errors import QueueFull, RequestError, Unavailable
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.metrics import Metrics
-from octavo.types import EngineInfo, EngineStats, FinishReason, Request
+from octavo.types import DropTensors, EngineInfo, EngineStats, FinishReason, JoinGroup, ReceiveTensors, Request
 from octavo_fleet.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa: F401 (for the tests)
 from octavo_server.engines.engine_client import FIRST_WEIGHTS, LiveProgress, OutputListener, SleepMode
 from octavo_server.engines.lora_adapters import AdapterTable
@@ -65,6 +65,8 @@ class InProcessEngine:
     weights: list[str] = field(default_factory=list)
     """Folders of all updates."""
     num_clears: int = 0
+    orders: list[JoinGroup | ReceiveTensors | DropTensors] = field(default_factory=list)
+    """Of trainers, since weights were last taken."""
     pid: int | None = 4711
     seconds_since_progress: float = 0.0
     max_live: int = 0
@@ -138,6 +140,18 @@ class InProcessEngine:
     async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
         self.weights.append(model)
         self.weight_version = version
+
+    @property
+    def has_received(self) -> bool:
+        return bool(self.orders) and isinstance(self.orders[-1], ReceiveTensors)
+
+    async def order_weights(self, order: JoinGroup | ReceiveTensors | DropTensors) -> None:
+        self.orders.append(order)
+
+    async def take_weights(self, version: str | None, mode: SleepMode = "keep") -> str:
+        self.weight_version = version or "1"
+        self.orders.clear()
+        return self.weight_version
 
     async def clear_prefix_cache(self) -> None:
         self.num_clears += 1

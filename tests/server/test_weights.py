@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, InvalidParameter, Unavailable
+from octavo.types import DropTensors, JoinGroup, ReceiveTensors
 from octavo_server.app import create_app
+from octavo_server.weights import GROUP_PATHS
 from tests.server.child_engine import SLOW, assert_right, finish, kill, running, send, until
 from tests.server.conftest import Served
 from tests.server.fake_engine import VOCAB, expected
@@ -40,6 +44,77 @@ def test_running_requests_go_on_with_new_weights() -> None:
             await finish([after])
             assert after[1].tokens == [(token + 7) % VOCAB for token in expected(after[0])]
             assert not after[1].weights
+
+    asyncio.run(main())
+
+
+IN_PLACE = {**SLOW, "changes_weights": True}
+
+
+def later(tokens: list[int], by: int) -> list[int]:
+    return [(token + by) % VOCAB for token in tokens]
+
+
+def test_sixty_four_streams_over_twenty_updates_in_place() -> None:
+    """Each token is that of the version which its answer names, and it is one process all the while."""
+
+    async def main() -> None:
+        async with running(**IN_PLACE) as engine:
+            pid, streams = engine.pid, [send(engine, max_tokens=300) for _ in range(64)]
+            for version in range(1, 21):
+                least = min(len(recorder.tokens) for _, recorder in streams)
+                await until(lambda least=least: min(len(recorder.tokens) for _, recorder in streams) > least + 2)
+                await engine.update_weights(json.dumps({**IN_PLACE, "weights": version}), str(version))
+            await finish(streams)
+            assert engine.pid == pid
+            for request, recorder in streams:
+                plain, places = expected(request), [*recorder.weights, ("", 300)]
+                assert [version for version, _ in recorder.weights] == [str(version) for version in range(1, 21)]
+                found = plain[: places[0][1]]
+                for (version, start), (_, end) in itertools.pairwise(places):
+                    found += later(plain[start:end], int(version))
+                assert recorder.tokens == found
+
+    asyncio.run(main())
+
+
+def test_weights_that_cannot_be_taken_in_place_are_those_of_a_new_process() -> None:
+    async def main() -> None:
+        async with running(**IN_PLACE) as engine:
+            pid = engine.pid
+            with pytest.raises(InvalidParameter, match="layer 3 is missing"):
+                await engine.update_weights(json.dumps({**IN_PLACE, "start_error": "CheckpointError"}), "1")
+            assert (engine.pid != pid, engine.weight_version) == (True, "default")
+            await finish([stream := send(engine, max_tokens=5)])
+            assert_right([stream])
+
+    asyncio.run(main())
+
+
+def test_weights_that_were_received_are_lost_with_the_process() -> None:
+    async def main() -> None:
+        async with running(**IN_PLACE) as engine:
+            group = JoinGroup("127.0.0.1", 1, 1, 2, "gloo")
+            with pytest.raises(InvalidParameter, match="nobody listens"):
+                await engine.order_weights(msgspec.structs.replace(group, port=0))
+            await engine.order_weights(group)
+            stream = send(engine, max_tokens=200)
+            await until(lambda: len(stream[1].tokens) > 3)
+            await engine.order_weights(ReceiveTensors(["a"], ["float32"], [(1,)]))
+            assert engine.has_received
+            assert not stream[1].weights
+            assert await engine.take_weights(None) == "1"
+            assert not engine.has_received
+            num_tokens = len(stream[1].tokens)
+            await until(lambda: len(stream[1].tokens) > num_tokens + 3)
+            kill(engine)
+            await until(lambda: engine.num_restarts == 1)
+            assert engine.weight_version == "default"
+            await finish([stream])
+            (first, start), (second, end) = stream[1].weights
+            plain = expected(stream[0])
+            assert (first, second) == ("1", "default")
+            assert stream[1].tokens == [*plain[:start], *later(plain[start:end], 1), *plain[end:]]
 
     asyncio.run(main())
 
@@ -138,6 +213,66 @@ def test_the_routes_of_trainers(served: Served, folder: Path) -> None:
     assert client.get("/weight_info").json() == {"weight_version": "7", "world_size": 1}
 
 
+@pytest.fixture
+def group() -> Iterator[Served]:
+    served = Served(InProcessEngine(), byte_tokenizer(), {"weight_transfer_config": '{"backend": "gloo"}'})
+    yield served
+    served.stop()
+
+
+def test_a_trainer_broadcasts_weights(group: Served) -> None:
+    client, engine = group.client, group.engine
+    assert client.get("/server_info").json()["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}
+    place = {"master_address": "127.0.0.1", "master_port": 51216, "rank_offset": 1, "world_size": 2, "packed": True}
+    assert client.post("/init_weight_transfer_engine", json={"init_info": place}).status_code == 200
+    assert engine.orders == [JoinGroup("127.0.0.1", 51216, 1, 2, "gloo", is_packed=True)]
+    assert client.post("/start_weight_update", json={}).status_code == 200
+    info = {"names": ["a", "b"], "dtype_names": ["bfloat16", "torch.float32"], "shapes": [[2, 3], []]}
+    assert client.post("/update_weights", json={"update_info": info}).json() == {"status": "received"}
+    assert engine.orders[1:] == [DropTensors(), ReceiveTensors(["a", "b"], ["bfloat16", "float32"], [(2, 3), ()])]
+    assert client.post("/finish_weight_update", json={"weight_version": "9"}).json()["weight_version"] == "9"
+    assert engine.weight_version == "9"
+    assert client.post("/finish_weight_update", json={}).json()["weight_version"] == "1"
+
+
+def test_a_trainer_of_sglang_sends_a_model_in_parts(group: Served) -> None:
+    client, engine = group.client, group.engine
+    place = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 3, "group_name": "one"}
+    assert client.post("/init_weights_update_group", json=place).json()["success"]
+    assert engine.orders == [JoinGroup("127.0.0.1", 9, 1, 3, "gloo", "one")]
+    part = {"names": ["a"], "dtypes": ["float16"], "shapes": [[2]], "flush_cache": True}
+    client.post("/pause_generation", json={})
+    assert client.post("/update_weights_from_distributed", json=part).json()["success"]
+    assert engine.weight_version == "default"
+    client.post("/continue_generation")
+    assert engine.weight_version == "1"
+    client.post("/update_weights_from_distributed", json={**part, "weight_version": "4"})
+    assert engine.weight_version == "4"
+    assert client.post("/destroy_weights_update_group", json={}).json()["success"]
+    assert engine.orders == [DropTensors(leaves_group=True)]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "'weight_dir'"),
+        ({"weight_dir": "step-1"}, "is for a server started with --weight-updates-dir"),
+        ({"update_info": {"names": ["a"], "dtype_names": [], "shapes": [[1]]}}, "a name, a type and a shape for each"),
+        ({"update_info": {"names": ["a"], "dtype_names": ["f"], "shapes": [[-1]]}}, "no negative sizes"),
+    ],
+)
+def test_what_is_no_update_is_refused(group: Served, body: dict[str, Any], message: str) -> None:
+    response = group.client.post("/update_weights", json=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_other_backends_are_refused() -> None:
+    config = ServeConfig.from_flat({"model": "test", "weight_transfer_config": '{"backend": "mpi"}'})
+    with pytest.raises(ConfigError, match="weight_transfer_config: Invalid enum value 'mpi'"):
+        create_app(config, InProcessEngine(), byte_tokenizer())
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -169,14 +304,17 @@ def test_a_server_without_the_setting_has_no_updates() -> None:
     served = Served(InProcessEngine(), byte_tokenizer(), {})
     for path in ("/pause", "/resume", "/abort_requests", "/flush_cache"):
         assert "--weight-updates-dir" in served.client.post(path).json()["error"]["message"]
+    for path in GROUP_PATHS:
+        assert "--weight-transfer-config" in served.client.post(path, json={}).json()["error"]["message"]
+    assert served.client.get("/server_info").json()["vllm_config"]["weight_transfer_config"] is None
     served.stop()
 
 
 def test_strangers_need_the_admin_key(folder: Path) -> None:
-    settings = {"weight_updates_dir": str(folder), "host": "0.0.0.0", "api_key": "secret"}
-    config = ServeConfig.from_flat({"model": "test", **settings})
-    with pytest.raises(ConfigError, match="needs an admin_key"):
-        create_app(config, InProcessEngine(), byte_tokenizer())
+    for own in ({"weight_updates_dir": str(folder)}, {"weight_transfer_config": '{"backend": "gloo"}'}):
+        config = ServeConfig.from_flat({"model": "test", **own, "host": "0.0.0.0", "api_key": "secret"})
+        with pytest.raises(ConfigError, match="needs an admin_key"):
+            create_app(config, InProcessEngine(), byte_tokenizer())
 
 
 # --- token ids ---
