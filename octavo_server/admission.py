@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from typing import Literal
 
 import msgspec
 
@@ -52,9 +53,19 @@ LONG_BYTES = 1 << 18
 THREAD_TOKENS = 64 << 10
 """Longer lists of token ids are checked in a thread."""
 
-PromptSource = str | list[int] | tuple[str, str] | Callable[[], ChatPrompt]
-"""Text, token ids, a text pair for a cross-encoder, or a slow function that renders a chat, called in a thread; its
-attribute ``images`` has the parts that are images, if there is one."""
+
+@dataclass(frozen=True)
+class ShortenedText:
+    """A text, or a pair for a cross-encoder, that loses the tokens at one side that are beyond a number."""
+
+    texts: tuple[str, ...]
+    max_tokens: int
+    side: Literal["left", "right"] = "right"
+
+
+PromptSource = str | list[int] | tuple[str, str] | ShortenedText | Callable[[], ChatPrompt]
+"""Text, token ids, a text pair for a cross-encoder, either one shortened, or a slow function that renders a chat,
+called in a thread; its attribute ``images`` has the parts that are images, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +383,12 @@ class Admission:
         if self.tokenizer is None:
             message = f"This model has no tokenizer: '{field}' must be given as token ids, to /v1/completions."
             raise InvalidParameter(field, message)
+        if isinstance(source, ShortenedText):
+            if not any(source.texts):
+                raise InvalidParameter(field, f"'{field}' must not be empty.")
+            most = min(source.max_tokens, self.engine.info.max_model_len)
+            tokens, second_start = self.tokenizer.encode_shortened(source.texts, most, source.side, adds_special)
+            return Prompt(tokens, None, second_start if len(source.texts) == 2 else None)
         if isinstance(source, tuple):
             for text in source:
                 self._check_bytes(text, field)
@@ -438,8 +455,8 @@ def images_of(source: PromptSource) -> Sequence[Part]:
 
 def _size(source: PromptSource) -> int:
     """Approximate tokenisation cost in bytes; token ids, which are only validated, count less."""
-    if isinstance(source, tuple):
-        return sum(map(len, source))
+    if isinstance(source, tuple | ShortenedText):
+        return sum(map(len, source if isinstance(source, tuple) else source.texts))
     if isinstance(source, list):
         return len(source) * THREAD_BYTES // THREAD_TOKENS
     return len(source) if isinstance(source, str) else 0

@@ -32,10 +32,11 @@ from octavo_server.dialects.batches import batches, files
 from octavo_server.dialects.native import completions, generate, infer, tgi, token_ids
 from octavo_server.dialects.ollama import endpoints as ollama
 from octavo_server.dialects.ollama import models as ollama_models
-from octavo_server.dialects.openai import adapters, chat, embeddings, models, scoring, tokenize
+from octavo_server.dialects.openai import adapters, chat, classification, embeddings, models, scoring, tokenize
 from octavo_server.dialects.responses import conversations
 from octavo_server.dialects.responses import endpoints as responses
 from octavo_server.dialects.responses.background import BackgroundResponses
+from octavo_server.dialects.tei import endpoints as tei
 from octavo_server.durable import endpoints as durable
 from octavo_server.durable.background_jobs import BackgroundJobs
 from octavo_server.durable.journal import Journal
@@ -66,6 +67,8 @@ PARTS = (
     durable,
     embeddings,
     scoring,
+    classification,
+    tei,
     adapters,
     models,
     tokenize,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request
 
@@ -11,7 +11,7 @@ from octavo.errors import InvalidParameter
 from octavo.sampling_params import SamplingParams
 from octavo.text.vectors import Floats, cosine, late_interaction, result_of
 from octavo.types import Task
-from octavo_server.admission import ClientRequest, PromptSource
+from octavo_server.admission import ClientRequest, PromptSource, ShortenedText
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.sse import finished_choices
 from octavo_server.services import ModelServices
@@ -19,6 +19,35 @@ from octavo_server.tenants.api_keys import caller_of
 
 MAX_TEXTS = 2048
 """Most texts per request, as in the OpenAI API."""
+WHOLE_CONTEXT = -1
+"""Value of ``truncate_prompt_tokens`` for as many tokens as a text may have."""
+
+
+class Shortening(NamedTuple):
+    """To how many tokens texts are shortened, and at which side they lose the others."""
+
+    max_tokens: int
+    side: Literal["left", "right"] = "right"
+
+    def of(self, source: PromptSource) -> PromptSource:
+        """The source, shortened. Token ids lose tokens like texts, without regard to special ones."""
+        if isinstance(source, list):
+            return source[: self.max_tokens] if self.side == "right" else source[-self.max_tokens :]
+        texts = (source,) if isinstance(source, str) else source
+        return ShortenedText(texts, self.max_tokens, self.side) if isinstance(texts, tuple) else source
+
+
+def shortening(
+    services: ModelServices, max_tokens: int | None, side: Literal["left", "right"] | None
+) -> Shortening | None:
+    """That of the fields ``truncate_prompt_tokens`` and ``truncation_side``. Raises ``InvalidParameter``."""
+    longest = services.engine.info.max_model_len
+    if max_tokens is None:
+        return None
+    if max_tokens != WHOLE_CONTEXT and not 1 <= max_tokens <= longest:
+        message = f"'truncate_prompt_tokens' must be from 1 to {longest}, or -1 for that, not {max_tokens}."
+        raise InvalidParameter("truncate_prompt_tokens", message)
+    return Shortening(longest if max_tokens == WHOLE_CONTEXT else max_tokens, side or "right")
 
 
 async def ask(
@@ -30,10 +59,13 @@ async def ask(
     field: str,
     *,
     add_special_tokens: bool = True,
+    shorten: Shortening | None = None,
     priority: int = 0,
     user: str | None = None,
 ) -> list[GeneratedChoice]:
     """Run ``task`` on each text, ``max_num_seqs`` at a time. Raises ``RequestError`` about ``field``."""
+    if shorten is not None:
+        sources = [shorten.of(source) for source in sources]
     if len(sources) > MAX_TEXTS:
         raise InvalidParameter(field, f"'{field}' must have at most {MAX_TEXTS} texts, not {len(sources)}.")
     choices: list[GeneratedChoice] = []
@@ -56,11 +88,16 @@ async def ask(
 
 
 def numbers(
-    services: ModelServices, choice: GeneratedChoice, *, is_raw: bool = False, dimensions: int | None = None
+    services: ModelServices,
+    choice: GeneratedChoice,
+    *,
+    is_raw: bool = False,
+    normalizes: bool | None = None,
+    dimensions: int | None = None,
 ) -> Floats:
     """The result of a choice's task, see ``result_of``."""
-    request = choice.request
-    return result_of(request.task, choice.values, services.engine.info.pooling, is_raw=is_raw, dimensions=dimensions)
+    task, pooling = choice.request.task, services.engine.info.pooling
+    return result_of(task, choice.values, pooling, is_raw=is_raw, normalizes=normalizes, dimensions=dimensions)
 
 
 async def scores(
@@ -71,6 +108,7 @@ async def scores(
     fields: tuple[str, str],
     *,
     is_raw: bool = False,
+    shorten: Shortening | None = None,
     priority: int = 0,
     user: str | None = None,
 ) -> tuple[list[float], int]:
@@ -80,7 +118,7 @@ async def scores(
     their late interaction.
     """
     tasks = services.engine.info.tasks
-    labels: dict[str, Any] = {"priority": priority, "user": user}
+    labels: dict[str, Any] = {"shorten": shorten, "priority": priority, "user": user}
     if "score" in tasks or not {"embed", "token_embed"} & set(tasks):
         choices = await ask(services, request, "score", model, pairs, fields[1], **labels)
         return [float(numbers(services, choice, is_raw=is_raw)[0]) for choice in choices], num_tokens(choices)

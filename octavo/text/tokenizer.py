@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Literal
 
 import tokenizers
 from tokenizers import models
@@ -143,6 +144,26 @@ class Tokenizer:
         types = list(encoding.type_ids)
         return list(encoding.ids), types.index(1) if 1 in types else len(types)
 
+    def encode_shortened(
+        self, texts: Sequence[str], max_tokens: int, side: Literal["left", "right"] = "right", adds_special: bool = True
+    ) -> tuple[list[int], int]:
+        """As ``encode`` a text or ``encode_pair`` two, without tokens at the ``side`` beyond ``max_tokens``, special
+        ones included: of two texts, the longer one loses them. Raises ``InvalidParameter``."""
+        characters = max_tokens * self.longest_token_bytes + FIRST_PART  # what is beyond has no part in the result
+        shown = [text[:characters] if side == "right" else text[-characters:] for text in texts]
+        for text in shown:
+            _check_unicode(text)
+            self._limits.check(text)
+        parts = encode_texts(self._backend, shown, add_special_tokens=False)
+        num_special = self._backend.num_special_tokens_to_add(len(parts) == 2) if adds_special else 0
+        room = max(0, max_tokens - num_special)
+        if sum(len(part.ids) for part in parts) > room:
+            for part, length in zip(parts, _shortened([len(part.ids) for part in parts], room), strict=True):
+                part.truncate(length, direction=side)
+        whole = self._backend.post_process(parts[0], parts[1] if len(parts) == 2 else None, adds_special)
+        types = list(whole.type_ids)
+        return list(whole.ids), types.index(1) if 1 in types else len(types)
+
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ``tokens``; unknown ids are ignored."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
@@ -223,6 +244,14 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidParameter("prompt", f"Character {error.start} of the text is an unpaired surrogate.") from None
+
+
+def _shortened(lengths: Sequence[int], room: int) -> list[int]:
+    """The lengths of one text or two that are too long together: as much of the shorter one as half of the room has."""
+    if len(lengths) == 1:
+        return [room]
+    shorter = min(*lengths, room // 2)
+    return [shorter, room - shorter] if lengths[0] <= lengths[1] else [room - shorter, shorter]
 
 
 def encode_texts(

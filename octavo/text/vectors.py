@@ -14,18 +14,25 @@ Floats = npt.NDArray[np.float32]
 
 
 def result_of(
-    task: Task, values: bytes, info: PoolingInfo, *, is_raw: bool = False, dimensions: int | None = None
+    task: Task,
+    values: bytes,
+    info: PoolingInfo,
+    *,
+    is_raw: bool = False,
+    normalizes: bool | None = None,
+    dimensions: int | None = None,
 ) -> Floats:
     """What a request for ``task`` asked for, of the values in the engine's output: numbers, or a row for each token.
 
-    Embeddings are shortened and normalised, and scores made of logits, unless ``is_raw``.
+    Scores are made of logits unless ``is_raw``. Embeddings are shortened, and normalised if ``normalizes`` says so;
+    ``None``: if the model's own files do.
     """
     numbers = np.frombuffer(values, dtype="<f4")
     if task in ("token_embed", "token_classify"):
         numbers = numbers.reshape(-1, info.token_size if task == "token_embed" else len(info.labels))
     if task not in ("embed", "token_embed"):
         return numbers if is_raw else activated(numbers, info.activation)
-    return shortened(numbers, dimensions, info.normalizes and not is_raw)
+    return shortened(numbers, dimensions, info.normalizes if normalizes is None else normalizes)
 
 
 def activated(logits: Floats, activation: LabelActivation) -> Floats:

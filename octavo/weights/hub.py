@@ -18,8 +18,9 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 """What is fetched where a worker has the weights."""
 PYTORCH_FILES = ["*.bin", "*.json", "*.jinja", "tokenizer.model"]
 """What is fetched instead with load format pt."""
-IGNORED_FILES = ["*/*.safetensors", "*/*.bin", "*/*.model", "consolidated*", "training_args.bin"]
-"""Duplicates of the weights in other layouts. Other files in subfolders are kept: they may configure pooling."""
+IGNORED_FILES = ["[!0-9]*/*.safetensors", "[!0-9]*/*.bin", "*/*.model", "consolidated*", "training_args.bin"]
+"""Duplicates of the weights in other layouts. Other files in subfolders are kept: they may configure pooling, and have
+weights of its modules, in folders whose names begin with a number."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 

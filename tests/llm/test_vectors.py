@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo import LLM, BeamSearchParams, InvalidParameter, RequestError
-from tests.models.encoder_families import make_encoder, word_tokenizer
+from tests.models.encoder_families import make_encoder, word_tokenizer, write_dense
 
 TEXTS = ["A bird sings", "in the old tree", "nobody hears it and the birds sing", "a"]
 
@@ -88,3 +88,29 @@ def test_bad_texts_are_refused_by_name(call: Any, param: str, llm: LLM) -> None:
     with pytest.raises(RequestError) as found:
         call(llm)
     assert found.value.param == param
+
+
+def test_a_classifier_has_labels_and_logits(tmp_path: Path) -> None:
+    model = make_encoder(tmp_path, "Bert/ForSequenceClassification")
+    ids = [[2, 5, 6, 7, 3], [2, 8, 3]]
+    with LLM(tmp_path, device="cpu", dtype="float32") as llm:
+        assert llm.info.pooling.labels == ("no", "maybe", "yes")
+        found, logits, same = llm.classify(ids), llm.reward(ids), llm.encode(ids)
+    for i, tokens in enumerate(ids):
+        with torch.inference_mode():
+            wanted = model(torch.tensor([tokens]), torch.ones(1, len(tokens))).logits[0]
+        np.testing.assert_allclose(found[i].outputs.probs, wanted.softmax(dim=-1), atol=1e-5)
+        np.testing.assert_allclose(logits[i].outputs.data, wanted, atol=1e-5)
+        assert same[i].outputs.data.tolist() == found[i].outputs.probs
+        assert (found[i].outputs.num_classes, found[i].prompt_token_ids) == (3, tokens)
+
+
+def test_texts_are_compared_token_by_token(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "Bert/Model")
+    write_dense(tmp_path, [(32, 10)], is_pooled=False)
+    with LLM(tmp_path, device="cpu", dtype="float32") as llm:
+        rows = [output.outputs.data for output in llm.encode(TEXTS[:2])]
+        scores = llm.score(TEXTS[0], TEXTS[:2])
+    assert [rows[i].shape[1] for i in range(2)] == [10, 10]
+    wanted = [(rows[0] @ rows[i].T).max(axis=1).sum() for i in range(2)]
+    assert [output.outputs.score for output in scores] == pytest.approx(wanted, abs=1e-5)

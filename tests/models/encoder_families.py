@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedModel
 
@@ -123,6 +124,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OWN_SHAPE = ("DistilBert", "T5Encoder")
 """Beginnings of classes whose configurations have other names for sizes."""
+NORMALIZE = {"type": "sentence_transformers.models.Normalize", "path": "9_Normalize"}
 WORDS = ("a", "bird", "sings", "in", "the", "old", "tree", "##s", "and", "nobody", "hears", "it")
 
 
@@ -166,3 +168,28 @@ def write_pooling(folder: Path, mode: str, normalizes: bool) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, mode: True}))
+
+
+def write_dense(folder: Path, sizes: list[tuple[int, int]], *, is_pooled: bool) -> list[torch.nn.Linear]:
+    """Linear maps of these sizes in folders of their own, behind a pooling or without one; tanh between them."""
+    kinds = [("Transformer", ""), *([("Pooling", "1_Pooling")] if is_pooled else [])]
+    maps = []
+    for place, (num_inputs, num_outputs) in enumerate(sizes):
+        name, is_last = f"{len(kinds)}_Dense", place == len(sizes) - 1
+        linear = torch.nn.Linear(num_inputs, num_outputs, bias=not is_last)
+        kinds.append(("Dense", name))
+        (folder / name).mkdir()
+        function = "linear.Identity" if is_last else "activation.Tanh"
+        values = {"in_features": num_inputs, "out_features": num_outputs, "bias": not is_last}
+        values |= {"activation_function": f"torch.nn.modules.{function}"}
+        (folder / name / "config.json").write_text(json.dumps(values))
+        save_file(
+            {f"linear.{key}": value for key, value in linear.state_dict().items()}, folder / name / "model.safetensors"
+        )
+        maps.append(linear)
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds]
+    (folder / "modules.json").write_text(json.dumps([*modules, *([NORMALIZE] if is_pooled else [])]))
+    if is_pooled:
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    return maps

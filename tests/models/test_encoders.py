@@ -24,7 +24,16 @@ from octavo.models.registry import read_config
 from octavo.sampling_params import SamplingParams
 from octavo.text.vectors import result_of
 from octavo.types import EngineInfo, Request, Task
-from tests.models.encoder_families import MAX_LEN, ROWS, SHAPES, VARIANTS, VOCAB_SIZE, make_encoder, write_pooling
+from tests.models.encoder_families import (
+    MAX_LEN,
+    ROWS,
+    SHAPES,
+    VARIANTS,
+    VOCAB_SIZE,
+    make_encoder,
+    write_dense,
+    write_pooling,
+)
 from tests.tiers import nightly
 
 LENGTHS = (MAX_LEN, 1, 2, 17, 64, MAX_LEN - 1, 3, 40)
@@ -203,7 +212,8 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, settings: dict[st
 @pytest.mark.parametrize(
     ("modules", "named"),
     [
-        ([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}], "Dense"),
+        ([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}], "config.json"),
+        ([{"type": "sentence_transformers.models.LSTM", "path": "2_LSTM"}], "LSTM"),
         ([{"type": "sentence_transformers.models.Pooling", "path": "../elsewhere"}], "path"),
         ([{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}], "config.json"),
         ({}, "list"),
@@ -213,6 +223,36 @@ def test_modules_of_other_arithmetic_are_refused_by_name(tmp_path: Path, modules
     make_encoder(tmp_path, "Bert/Model")
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(CheckpointError, match=named):
+        build(tmp_path)
+
+
+def test_linear_maps_behind_the_pooling(tmp_path: Path) -> None:
+    model = make_encoder(tmp_path, "Bert/Model")
+    first, second = write_dense(tmp_path, [(32, 20), (20, 12)], is_pooled=True)
+    _, info = built = build(tmp_path)
+    assert (info.embedding_size, info.pooling.token_size) == (12, 32)
+    for text, found in zip(TEXTS, answers(built, "embed"), strict=True):
+        with torch.inference_mode():
+            wanted = second(first(token_vectors(model, text).mean(dim=0)).tanh())
+        np.testing.assert_allclose(found, wanted / wanted.norm(), atol=1e-5)
+
+
+def test_linear_maps_of_tokens(tmp_path: Path) -> None:
+    """As in checkpoints of ColBERT's kind, whose vectors of tokens are compared one by one."""
+    model = make_encoder(tmp_path, "Bert/Model")
+    [linear] = write_dense(tmp_path, [(32, 10)], is_pooled=False)
+    _, info = built = build(tmp_path)
+    assert (info.tasks, info.pooling.token_size) == (("token_embed",), 10)
+    for text, found in zip(TEXTS, answers(built, "token_embed"), strict=True):
+        with torch.inference_mode():
+            wanted = linear(token_vectors(model, text))
+        np.testing.assert_allclose(found, wanted / wanted.norm(dim=1, keepdim=True), atol=1e-5)
+
+
+def test_linear_maps_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "Bert/Model")
+    write_dense(tmp_path, [(31, 20)], is_pooled=True)
+    with pytest.raises(CheckpointError, match="in_features is 31"):
         build(tmp_path)
 
 

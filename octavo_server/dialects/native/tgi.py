@@ -18,6 +18,7 @@ from octavo.sampling_params import MAX_STOP_STRINGS
 from octavo.text.tokenizer import Tokenizer
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.fields import sampling
+from octavo_server.dialects.tei.endpoints import description, embed, predict
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
@@ -117,9 +118,11 @@ _STATUSES: dict[type[RequestError], int] = {
 
 
 async def info(request: Request) -> Response:
-    """What TGI's clients ask a server about itself, with its names."""
+    """What clients of TGI ask a server about itself, or those of TEI one whose model generates nothing."""
     services = asked_services_of(request)
     engine = services.engine.info
+    if "generate" not in engine.tasks:
+        return json_response(description(services), {})
     members = {
         "model_id": services.model_name,
         "model_pipeline_tag": "text-generation",
@@ -248,10 +251,20 @@ class TGIStream(EventStream):
 
 _decoder = BodyDecoder(TGIBody, {}, frozenset({"options"}))
 TEXT = Dialect(_decoder, _translate, statuses=_STATUSES)
+
+
+async def of_any_kind(request: Request) -> Response:
+    """Continue a text, or do what the model does with one, as TEI's root does. Raises ``RequestError``."""
+    tasks = asked_services_of(request).engine.info.tasks
+    if "generate" in tasks:
+        return await TEXT.serve(request)
+    return await (predict if "classify" in tasks else embed)(request)
+
+
 STREAM = Dialect(_decoder, _translate_stream, statuses=_STATUSES)
 ENDPOINTS = [
     Endpoint("GET", "/info", info, "Model and limits, as TGI says them"),
-    Endpoint("POST", "/", TEXT.serve, "Continue a text, as TGI does", TGIBody, name="continue_text", errors=ERRORS),
+    Endpoint("POST", "/", of_any_kind, "Continue a text, as TGI does", TGIBody, name="continue_text", errors=ERRORS),
     Endpoint(
         "POST",
         "/generate_stream",

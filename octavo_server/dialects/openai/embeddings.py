@@ -19,7 +19,7 @@ from octavo_server.dialects.openai.fields import ACCEPTED, check_labels
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.sse import json_response
-from octavo_server.pooling import ask, num_tokens, numbers
+from octavo_server.pooling import ask, num_tokens, numbers, shortening
 from octavo_server.services import server_of
 
 
@@ -31,11 +31,13 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: int = 0
     user: str | None = None
 
 
-decoder = BodyDecoder(EmbeddingBody, {"truncate_prompt_tokens": (), "messages": ()}, ACCEPTED)
+decoder = BodyDecoder(EmbeddingBody, {"messages": ()}, ACCEPTED)
 
 
 async def create_embeddings(request: Request) -> Response:
@@ -52,6 +54,7 @@ async def create_embeddings(request: Request) -> Response:
         prompts_of(body.input, "input"),
         "input",
         add_special_tokens=body.add_special_tokens,
+        shorten=shortening(services, body.truncate_prompt_tokens, body.truncation_side),
         priority=body.priority,
         user=body.user,
     )

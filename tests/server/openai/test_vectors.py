@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import openai
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from octavo_server.pooling import MAX_TEXTS
 from tests.conftest import Server, start_server
-from tests.models.encoder_families import make_encoder, word_tokenizer
+from tests.models.encoder_families import MAX_LEN, make_encoder, word_tokenizer
 
 pytestmark = pytest.mark.slow  # a real engine process
 
@@ -47,15 +48,30 @@ class Served:
         return np.asarray(mean / mean.norm())
 
     @torch.inference_mode()
-    def score(self, first: str, second: str) -> float:
-        pair = self.tokenizer.encode(first, second)
+    def rows(self, text: str) -> np.ndarray:
+        ids = self.tokenizer.encode(text).ids
+        return np.asarray(self.model(torch.tensor([ids]), torch.ones(1, len(ids))).last_hidden_state[0])
+
+    @torch.inference_mode()
+    def logits(self, *texts: str) -> torch.Tensor:
+        pair = self.tokenizer.encode(*texts)
         ids, types = torch.tensor([pair.ids]), torch.tensor([pair.type_ids])
-        return float(self.model(ids, torch.ones_like(ids), token_type_ids=types).logits.sigmoid())
+        return self.model(ids, torch.ones_like(ids), token_type_ids=types).logits[0]
+
+    def score(self, first: str, second: str) -> float:
+        return float(self.logits(first, second).sigmoid())
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served = Served(tmp_path_factory.mktemp("encoder"), "Bert/Model")
+    yield served
+    served.server.stop()
+
+
+@pytest.fixture(scope="module")
+def sorter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("sorter"), "Bert/ForSequenceClassification")
     yield served
     served.server.stop()
 
@@ -171,3 +187,101 @@ def test_documents_are_ranked(judge: Served) -> None:
 )
 def test_bad_pairs_are_refused_by_name(judge: Served, path: str, body: dict[str, Any], param: str) -> None:
     assert judge.refusal(path, **body) == (400, param)
+
+
+def test_a_text_has_a_score_for_each_label(sorter: Served) -> None:
+    wanted = [sorter.logits(text).softmax(dim=-1) for text in TEXTS]
+    data = sorter.post("/classify", input=TEXTS)["data"]
+    for entry, probs in zip(data, wanted, strict=True):
+        np.testing.assert_allclose(entry["probs"], probs, atol=1e-5)
+        assert (entry["label"], entry["num_classes"]) == (("no", "maybe", "yes")[int(probs.argmax())], 3)
+    raw = sorter.post("/classify", input=TEXTS[0], use_activation=False)["data"][0]["probs"]
+    np.testing.assert_allclose(raw, sorter.logits(TEXTS[0]), atol=1e-5)
+    assert sorter.refusal("/v1/score", text_1="a", text_2="a") == (400, "model")
+    assert sorter.refusal("/pooling", input="a", dimensions=3) == (400, "dimensions")
+
+
+def test_tokens_have_vectors(encoder: Served) -> None:
+    [entry] = encoder.post("/pooling", input=TEXTS[0], task="token_embed")["data"]
+    rows = encoder.rows(TEXTS[0])
+    np.testing.assert_allclose(entry["data"], rows / np.linalg.norm(rows, axis=1, keepdims=True), atol=1e-5)
+    [packed] = encoder.post("/pooling", input=TEXTS[0], task="token_embed", encoding_format="base64")["data"]
+    found = np.frombuffer(base64.b64decode(packed["data"]), dtype="<f4")
+    assert found.tolist() == np.ravel(entry["data"]).tolist()
+    [whole] = encoder.post("/pooling", input=TEXTS[0], normalize=False)["data"]
+    np.testing.assert_allclose(whole["data"], rows.mean(axis=0), atol=1e-5)
+    assert encoder.refusal("/pooling", input="a", task="classify") == (400, "model")
+
+
+def test_texts_that_are_too_long_may_be_shortened(encoder: Served, judge: Served) -> None:
+    words = "a bird " * 80
+    for most, side in ((-1, "right"), (7, "right"), (7, "left")):
+        fields = {"truncate_prompt_tokens": most, "truncation_side": side}
+        encoder.tokenizer.enable_truncation(MAX_LEN if most < 0 else most, direction=side)
+        judge.tokenizer.enable_truncation(MAX_LEN if most < 0 else most, direction=side)
+        found = encoder.post("/v1/embeddings", input=[words], **fields)
+        np.testing.assert_allclose(
+            found["data"][0]["embedding"], encoder.vector(encoder.tokenizer.encode(words).ids), atol=1e-5
+        )
+        for pair in (("a bird sings", words), (words, "a"), (words, words)):
+            score = judge.post("/v1/score", text_1=pair[0], text_2=pair[1], **fields)["data"][0]["score"]
+            assert score == pytest.approx(judge.score(*pair), abs=1e-5)
+    encoder.tokenizer.no_truncation()
+    judge.tokenizer.no_truncation()
+    assert encoder.refusal("/v1/embeddings", input="a", truncate_prompt_tokens=0) == (400, "truncate_prompt_tokens")
+    assert encoder.refusal("/v1/embeddings", input="", truncate_prompt_tokens=5) == (400, "input")
+
+
+def test_tei_embeds(encoder: Served) -> None:
+    vectors = [encoder.vector(encoder.tokenizer.encode(text).ids) for text in TEXTS]
+    np.testing.assert_allclose(encoder.server.post("/embed", {"inputs": TEXTS}).json(), vectors, atol=1e-5)
+    client = huggingface_hub.InferenceClient(model=encoder.server.url)
+    np.testing.assert_allclose(client.feature_extraction(TEXTS[0]), [vectors[0]], atol=1e-5)
+    raw = encoder.server.post("/embed", {"inputs": TEXTS[0], "normalize": False}).json()
+    np.testing.assert_allclose(raw, [encoder.rows(TEXTS[0]).mean(axis=0)], atol=1e-5)
+    of_all = encoder.server.post("/embed_all", {"inputs": TEXTS[:2]}).json()
+    for found, text in zip(of_all, TEXTS[:2], strict=True):
+        np.testing.assert_allclose(found, encoder.rows(text), atol=1e-5)
+    compared = {"source_sentence": TEXTS[0], "sentences": TEXTS}
+    found = encoder.server.post("/similarity", {"inputs": compared}).json()
+    assert found == pytest.approx([float(vectors[0] @ vector) for vector in vectors], abs=1e-5)
+    info = encoder.server.get("/info").json()
+    assert (info["model_type"], info["max_input_length"]) == ({"embedding": {"pooling": "auto"}}, MAX_LEN)
+    long = {"inputs": "a bird " * 80}
+    refused = encoder.server.post("/embed", long)
+    assert (refused.status_code, refused.json()["error_type"]) == (400, "Validation")
+    assert encoder.server.post("/embed", {**long, "truncate": True}).status_code == 200
+
+
+def test_tei_ranks(judge: Served) -> None:
+    scores = [judge.score("old birds", text) for text in TEXTS]
+    order = sorted(range(len(TEXTS)), key=lambda i: -scores[i])
+    found = judge.server.post("/rerank", {"query": "old birds", "texts": TEXTS, "return_text": True}).json()
+    assert [(entry["index"], entry["text"]) for entry in found] == [(i, TEXTS[i]) for i in order]
+    assert [entry["score"] for entry in found] == pytest.approx([scores[i] for i in order], abs=1e-5)
+    raw = judge.server.post("/rerank", {"query": "old birds", "texts": TEXTS, "raw_scores": True}).json()
+    logits = [float(judge.logits("old birds", TEXTS[i])) for i in order]
+    assert [entry["score"] for entry in raw] == pytest.approx(logits, abs=1e-5)
+    others = judge.post("/rerank", query="old birds", documents=TEXTS)["results"]
+    assert others == judge.post("/v2/rerank", query="old birds", documents=TEXTS)["results"]
+    assert [entry["index"] for entry in others] == order
+    assert judge.server.get("/info").json()["model_type"]["reranker"]["id2label"] == {"0": "LABEL_0"}
+
+
+def test_tei_predicts(sorter: Served) -> None:
+    def wanted(*texts: str) -> list[dict[str, Any]]:
+        scores = sorter.logits(*texts).softmax(dim=-1).tolist()
+        rows = [{"score": score, "label": name} for score, name in zip(scores, ("no", "maybe", "yes"), strict=True)]
+        return sorted(rows, key=lambda row: -row["score"])
+
+    def check(found: list[dict[str, Any]], *texts: str) -> None:
+        assert [row["label"] for row in found] == [row["label"] for row in wanted(*texts)]
+        assert [row["score"] for row in found] == pytest.approx([row["score"] for row in wanted(*texts)], abs=1e-5)
+
+    check(sorter.server.post("/predict", {"inputs": TEXTS[0]}).json(), TEXTS[0])
+    check(sorter.server.post("/predict", {"inputs": TEXTS[:2]}).json(), *TEXTS[:2])
+    first, second = sorter.server.post("/predict", {"inputs": [[TEXTS[0]], TEXTS[1:3]]}).json()
+    check(first, TEXTS[0])
+    check(second, *TEXTS[1:3])
+    check(sorter.server.post("/", {"inputs": TEXTS[3]}).json(), TEXTS[3])
+    assert sorter.server.post("/predict", {"inputs": ["a", "a", "a"]}).status_code == 400

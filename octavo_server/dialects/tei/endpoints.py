@@ -1,0 +1,255 @@
+"""POST /embed, /embed_all, /rerank, /predict and /similarity: the API of Text Embeddings Inference.
+
+https://huggingface.github.io/text-embeddings-inference/. Names of models are not part of it: a server with several
+takes the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidParameter, QueueFull, RequestError, Unavailable
+from octavo.text.vectors import check_dimensions, pairs_of
+from octavo.types import Task
+from octavo_server.admission import PromptSource
+from octavo_server.dialects.openai.completions import prompts_of
+from octavo_server.dialects.openai.scoring import Document, RerankBody, rerank_documents
+from octavo_server.generation import GeneratedChoice
+from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.errors import ErrorForm, UnsupportedParameter
+from octavo_server.http.sse import json_response
+from octavo_server.observe.probes import version
+from octavo_server.pooling import MAX_TEXTS, WHOLE_CONTEXT, Shortening, ask, numbers, scores, shortening
+from octavo_server.services import Body, ModelServices, server_of
+
+SIDES: dict[str, Literal["left", "right"]] = {"Left": "left", "Right": "right", "left": "left", "right": "right"}
+
+
+def tei_error(error: RequestError) -> dict[str, Any]:
+    """The body of an error response."""
+    if isinstance(error, QueueFull | Unavailable):
+        kind = "Overloaded"
+    else:
+        kind = "Validation" if error.status < 500 else "Backend"
+    return {"error": error.message, "error_type": kind}
+
+
+ERRORS = ErrorForm(
+    "TEIError",
+    {
+        "type": "object",
+        "required": ["error", "error_type"],
+        "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
+    },
+    tei_error,
+    ("/embed", "/embed_all", "/predict", "/similarity"),
+)
+
+
+class TruncatedBody(msgspec.Struct, kw_only=True):
+    """What every body has."""
+
+    truncate: bool | None = None
+    """Whether texts that are too long lose what does not fit; else they are refused."""
+    truncation_direction: Literal["Left", "Right", "left", "right"] = "Right"
+
+    def shortening(self, services: ModelServices) -> Shortening | None:
+        """To what texts are shortened."""
+        side = SIDES[self.truncation_direction]
+        return shortening(services, WHOLE_CONTEXT, side) if self.truncate else None
+
+
+class EmbedInputsBody(TruncatedBody, kw_only=True):
+    """The body of a request for vectors."""
+
+    inputs: str | list[int | str | list[int]]
+    normalize: bool = True
+    dimensions: int | None = None
+    prompt_name: str | None = None
+
+
+class AllInputsBody(TruncatedBody, kw_only=True):
+    """The body of a request for something of each token."""
+
+    inputs: str | list[int | str | list[int]]
+    prompt_name: str | None = None
+
+
+class PredictBody(TruncatedBody, kw_only=True):
+    """The body of a request for labels of a text, of a pair of texts, or of a list of lists of one text or two."""
+
+    inputs: str | list[str | list[str]]
+    raw_scores: bool = False
+
+
+class RankedTextsBody(RerankBody, kw_only=True):
+    """The body of a request to rank texts; with ``documents`` in place of ``texts``, that of `/v1/rerank`."""
+
+    documents: list[str | Document] = []
+    texts: list[str] | None = None
+    raw_scores: bool = False
+    return_text: bool = False
+    truncate: bool | None = None
+    truncation_direction: Literal["Left", "Right", "left", "right"] = "Right"
+
+
+class Sentences(msgspec.Struct, kw_only=True):
+    """A text and those that it is compared with."""
+
+    source_sentence: str
+    sentences: list[str]
+
+
+class SimilarityBody(msgspec.Struct, kw_only=True):
+    """The body of a request for similarities."""
+
+    inputs: Sentences
+    parameters: dict[str, Any] = {}
+
+
+async def read(request: Request, decoder: BodyDecoder[Body]) -> tuple[ModelServices, Body, dict[str, str]]:
+    """The services of the model, the body, and headers of the response. Raises ``RequestError``."""
+    server = server_of(request)
+    server.check_room(request)
+    return await server.read(request, decoder)
+
+
+async def _choices(
+    services: ModelServices, request: Request, body: EmbedInputsBody | AllInputsBody, task: Task
+) -> list[GeneratedChoice]:
+    if body.prompt_name is not None:
+        raise UnsupportedParameter("prompt_name")
+    sources: Sequence[PromptSource] = prompts_of(body.inputs, "inputs")
+    shorten = body.shortening(services)
+    return await ask(services, request, task, services.model_name, sources, "inputs", shorten=shorten)
+
+
+async def embed(request: Request) -> Response:
+    services, body, headers = await read(request, embed_decoder)
+    check_dimensions(body.dimensions, services.engine.info.embedding_size)
+    choices = await _choices(services, request, body, "embed")
+    how: dict[str, Any] = {"normalizes": body.normalize, "dimensions": body.dimensions}
+    return await asyncio.to_thread(
+        lambda: json_response([numbers(services, choice, **how).tolist() for choice in choices], headers)
+    )
+
+
+async def embed_all(request: Request) -> Response:
+    services, body, headers = await read(request, all_decoder)
+    choices = await _choices(services, request, body, "token_embed")
+    return await asyncio.to_thread(
+        lambda: json_response([numbers(services, choice, normalizes=False).tolist() for choice in choices], headers)
+    )
+
+
+async def predict(request: Request) -> Response:
+    services, body, headers = await read(request, predict_decoder)
+    given = body.inputs
+    is_batch = isinstance(given, list) and any(isinstance(item, list) for item in given)
+    texts: list[Any] = list(given) if is_batch else [given]
+    sources: list[PromptSource] = [_one_or_two(text) for text in texts]
+    shorten = body.shortening(services)
+    choices = await ask(services, request, "classify", services.model_name, sources, "inputs", shorten=shorten)
+    names = services.engine.info.pooling.labels
+    answers = []
+    for choice in choices:
+        values = numbers(services, choice, is_raw=body.raw_scores).tolist()
+        rows = [{"score": score, "label": name} for score, name in zip(values, names, strict=True)]
+        answers.append(sorted(rows, key=lambda row: -row["score"]))
+    return json_response(answers if is_batch else answers[0], headers)
+
+
+def _one_or_two(texts: Any) -> PromptSource:
+    texts = [texts] if isinstance(texts, str) else texts
+    if len(texts) not in (1, 2) or not all(isinstance(text, str) for text in texts):
+        message = "'inputs' must be a text, a pair of texts, or a list of lists of one text or two."
+        raise InvalidParameter("inputs", message)
+    return str(texts[0]) if len(texts) == 1 else (str(texts[0]), str(texts[1]))
+
+
+async def rerank(request: Request) -> Response:
+    services, body, headers = await read(request, rank_decoder)
+    if body.texts is None:
+        return await rerank_documents(services, body, headers, request)
+    if not body.texts:
+        raise InvalidParameter("texts", "'texts' must not be empty.")
+    shorten = shortening(services, WHOLE_CONTEXT, SIDES[body.truncation_direction]) if body.truncate else None
+    pairs, fields = pairs_of(body.query, body.texts), ("query", "texts")
+    found, _ = await scores(
+        services, request, services.model_name, pairs, fields, is_raw=body.raw_scores, shorten=shorten
+    )
+    order = sorted(range(len(found)), key=lambda i: (-found[i], i))
+    shown = [{"index": i, "score": found[i]} | ({"text": body.texts[i]} if body.return_text else {}) for i in order]
+    return json_response(shown, headers)
+
+
+async def similarity(request: Request) -> Response:
+    services, body, headers = await read(request, similarity_decoder)
+    if unknown := set(body.parameters) - {"truncate", "truncation_direction"}:
+        raise UnsupportedParameter(f"parameters.{min(unknown)}")
+    shorten = shortening(services, WHOLE_CONTEXT, None) if body.parameters.get("truncate") else None
+    if not body.inputs.sentences:
+        raise InvalidParameter("inputs.sentences", "'inputs.sentences' must not be empty.")
+    pairs = pairs_of(body.inputs.source_sentence, body.inputs.sentences)
+    found, _ = await scores(services, request, services.model_name, pairs, ("inputs", "inputs"), shorten=shorten)
+    return json_response(found, headers)
+
+
+def description(services: ModelServices) -> dict[str, Any]:
+    """What TEI's `/info` says of a model that generates nothing."""
+    info, settings = services.engine.info, services.config
+    labels = {str(i): name for i, name in enumerate(info.pooling.labels)}
+    kind: dict[str, Any] = {"embedding": {"pooling": settings.model.pooling_type}}
+    if labels:
+        ids = {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}
+        kind = {"reranker" if "score" in info.tasks else "classifier": ids}
+    return {
+        "model_id": services.model_name,
+        "model_sha": None,
+        "model_dtype": info.dtype,
+        "model_type": kind,
+        "max_concurrent_requests": info.max_num_seqs + settings.server.max_num_queued_reqs,
+        "max_input_length": info.max_model_len,
+        "max_batch_tokens": info.max_num_batched_tokens,
+        "max_batch_requests": info.max_num_seqs,
+        "max_client_batch_size": MAX_TEXTS,
+        "auto_truncate": False,
+        "tokenization_workers": 1,
+        "version": version(),
+    }
+
+
+NO_LABELS: frozenset[str] = frozenset()
+embed_decoder = BodyDecoder(EmbedInputsBody, {}, NO_LABELS)
+all_decoder = BodyDecoder(AllInputsBody, {}, NO_LABELS)
+predict_decoder = BodyDecoder(PredictBody, {}, NO_LABELS)
+rank_decoder = BodyDecoder(RankedTextsBody, {}, NO_LABELS)
+similarity_decoder = BodyDecoder(SimilarityBody, {}, NO_LABELS)
+ENDPOINTS = [
+    Endpoint("POST", "/embed", embed, "Turn texts into vectors, as TEI does", EmbedInputsBody, "tei_embed", ERRORS),
+    Endpoint(
+        "POST", "/embed_all", embed_all, "Turn all tokens into vectors, as TEI does", AllInputsBody, errors=ERRORS
+    ),
+    Endpoint(
+        "POST", "/predict", predict, "Scores of labels, the best first, as TEI gives them", PredictBody, errors=ERRORS
+    ),
+    Endpoint(
+        "POST",
+        "/rerank",
+        rerank,
+        "Put texts in the order in which they suit a query, as TEI does, or documents as `/v1/rerank` does",
+        RankedTextsBody,
+        "tei_rerank",
+        ERRORS,
+    ),
+    Endpoint(
+        "POST", "/similarity", similarity, "Compare a text with others, as TEI does", SimilarityBody, errors=ERRORS
+    ),
+]
