@@ -61,7 +61,7 @@ export function titleOf(conversation) {
 
 export function isFound(conversation, words) {
   const wanted = words.trim().toLowerCase();
-  return [titleOf(conversation), ...Object.values(conversation.messages).map((message) => message.text)]
+  return !wanted || [titleOf(conversation), ...Object.values(conversation.messages).map((message) => message.text)]
     .some((text) => text.toLowerCase().includes(wanted));
 }
 

@@ -12,6 +12,7 @@ const LANGUAGES = {
 };
 const LANGUAGE_OF = new Map(Object.entries(LANGUAGES).flatMap(([name, others]) => [name, ...others.split(" ")].map((each) => [each, name])));
 const MOST_COLOURED = 100_000; // characters of a block of code
+const CHUNK = 40; // blocks; the browser lays out a chunk only where it is seen
 const CLEAN = {
   RETURN_DOM_FRAGMENT: true,
   ALLOWED_TAGS: ["a", "blockquote", "br", "code", "del", "em", "hr", "li", "ol", "p", "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"],
@@ -146,13 +147,21 @@ export class GrowingText {
     Object.assign(this, { settled: 0, length: 0, rest: [], code: null });
   }
 
+  settle(nodes) {
+    for (const node of nodes) {
+      let chunk = this.box.lastChild;
+      if (!chunk || chunk.childElementCount >= CHUNK) this.box.append(chunk = element("div", { class: "chunk" }));
+      chunk.append(node);
+    }
+  }
+
   draw(text, isFinished) {
     const tokens = marked.lexer(text.slice(this.settled));
     const places = [...tokens.keys()].filter((place) => tokens[place].type !== "space");
     const count = isFinished ? tokens.length : places.at(-2) ?? 0;
     for (const node of this.rest) node.remove();
     const settled = tokens.slice(0, count);
-    if (settled.length) this.box.append(...nodesOf(settled, true));
+    if (settled.length) this.settle(nodesOf(settled, true));
     this.settled += settled.reduce((sum, token) => sum + token.raw.length, 0);
     this.rest = nodesOf(tokens.slice(count), false);
     this.box.append(...this.rest);
