@@ -1,6 +1,8 @@
 // A streamed answer of /v1/chat/completions, written into its message as it comes.
 import { ask, events } from "./server.js";
 
+const LEAST_SECONDS = 0.05; // below which a rate tells nothing
+
 // Reads the answer to `body` into `message`, and calls `changed` after each piece. What came stays, whatever happens.
 export async function readAnswer(message, body, signal, changed) {
   const times = { started: performance.now(), first: 0 };
@@ -49,6 +51,6 @@ function factsOf({ started, first }, usage) {
   if (first) facts.first = first - started;
   if (usage) Object.assign(facts, { prompt: usage.prompt_tokens, output: usage.completion_tokens });
   const seconds = (performance.now() - first) / 1000;
-  if (first && usage?.completion_tokens > 1 && seconds > 0) facts.rate = (usage.completion_tokens - 1) / seconds;
+  if (first && usage?.completion_tokens > 1 && seconds > LEAST_SECONDS) facts.rate = (usage.completion_tokens - 1) / seconds;
   return facts;
 }

@@ -17,6 +17,8 @@ const streams = new Map(); // of answers that are coming: message id -> {convers
 let views = new Map(); // of the shown conversation: message id -> MessageView
 let conversation = newConversation();
 let isFollowing = true; // whether the page follows an answer: until somebody scrolls up
+let lastTop = 0;
+const sizes = new ResizeObserver(() => isFollowing && toEnd()); // of the messages
 
 export function startChat() {
   find("composer").addEventListener("submit", (event) => {
@@ -29,7 +31,10 @@ export function startChat() {
   find("reset").addEventListener("click", () => open(newConversation()));
   find("messages").addEventListener("scroll", () => {
     const { scrollHeight, scrollTop, clientHeight } = find("messages");
-    isFollowing = scrollHeight - scrollTop - clientHeight < NEAR_END;
+    // What grows meanwhile moves the end, but not the place; only somebody who reads moves up.
+    if (scrollHeight - scrollTop - clientHeight < NEAR_END) isFollowing = true;
+    else if (scrollTop < lastTop) isFollowing = false;
+    lastTop = scrollTop;
   });
   startAttachments();
   show();
@@ -40,7 +45,7 @@ export const shownId = () => conversation.id;
 // Shows a conversation; answers to others go on coming.
 export function open(next) {
   conversation = next;
-  views = new Map();
+  forgetViews();
   find("messages").replaceChildren();
   show();
   toEnd();
@@ -130,7 +135,6 @@ async function stream(owner, message, settings) {
   if (view) {
     view.isStreaming = false;
     view.drawNow();
-    follow(view);
     announce(message.problem ?? `Answer: ${message.text.slice(0, 2000)}`);
   }
   showState();
@@ -214,9 +218,14 @@ function versionsOf(message) {
   return all.filter((each) => !each.group || each === message || (each.group !== message.group && each === all.find((other) => other.group === each.group)));
 }
 
+function forgetViews() {
+  views = new Map();
+  sizes.disconnect();
+}
+
 function redraw() {
   keep(conversation);
-  views = new Map();
+  forgetViews();
   show();
 }
 
@@ -238,7 +247,7 @@ function nodeOf(message) {
   const isStreaming = streams.has(message.id);
   if (!view) {
     view = new MessageView(message, actions);
-    view.drawn = () => follow(view);
+    sizes.observe(view.node);
     views.set(message.id, view);
   }
   if (view.isStreaming !== isStreaming || !isStreaming) {
@@ -271,10 +280,6 @@ function greeting() {
   }));
   return element("div", { class: "greeting" }, element("h2", {}, "What shall it be about?"),
     element("p", {}, "Conversations stay in this browser. Pictures, texts and questions go to this server alone."), ...examples);
-}
-
-function follow(view) {
-  if (isFollowing && view.node.isConnected) toEnd();
 }
 
 function toEnd() {

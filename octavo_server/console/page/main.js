@@ -4,7 +4,7 @@ import { newConversation } from "./conversation.js";
 import { find, remember, remembered, shown } from "./elements.js";
 import { startEngine } from "./engine.js";
 import { startHistory } from "./history.js";
-import { loadModels } from "./models.js";
+import { loadModels, showOthers } from "./models.js";
 import { setKeys } from "./server.js";
 import { startServed } from "./served.js";
 import { startSettings } from "./settings.js";
@@ -80,6 +80,7 @@ for (const name of ["engine", "history"]) {
 isWide.addEventListener("change", showPanels);
 addEventListener("show-engine", () => togglePanel("engine", true));
 addEventListener("back", showModels); // the server answers again
+find("model").addEventListener("change", showOthers);
 find("key-button").addEventListener("click", openKeyDialog);
 find("help-button").addEventListener("click", () => find("help-dialog").showModal());
 find("key-dialog").addEventListener("close", () => {

@@ -38,11 +38,11 @@ export class MessageView {
         return;
       }
       this.isDue = false;
+      if (!this.isStreaming) return; // it has ended, and is drawn to its end
       const started = performance.now();
       this.drawNow();
       const spent = performance.now() - started;
       this.nextFrame = spent > SLOW_FRAME ? now + 10 * spent : 0;
-      this.drawn?.();
     };
     requestAnimationFrame(frame);
   }

@@ -30,5 +30,10 @@ export async function loadModels() {
   });
   find("beside").replaceChildren(element("legend", {}, "Answer side by side with"), ...boxes);
   find("beside").hidden = models.length < 2;
-  dispatchEvent(new Event("models"));
+  showOthers();
+}
+
+// The chosen model is not beside itself.
+export function showOthers() {
+  for (const box of find("beside").querySelectorAll("input")) box.parentElement.hidden = box.value === chosenModel();
 }

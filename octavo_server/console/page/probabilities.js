@@ -3,7 +3,8 @@ import { element } from "./elements.js";
 
 const percent = (logprob) => {
   const value = 100 * Math.exp(logprob);
-  return `${value >= 10 ? value.toFixed(0) : value.toPrecision(2)} %`;
+  if (value < 0.01) return "< 0.01 %";
+  return `${value >= 10 ? value.toFixed(0) : value.toFixed(2)} %`;
 };
 const visible = (token) => token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 // Four classes: certain tokens are left plain.
