@@ -29,6 +29,7 @@ from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.engine_client import LiveProgress, OutputListener, SleepMode
 from octavo_server.engines.engine_stats import summed
 from octavo_server.engines.several_engines import SeveralEngines
+from octavo_server.observe.step_log import StepLog
 from octavo_server.observe.timelines import KVEventRing, Timelines
 
 GPUS = Path("/proc/driver/nvidia/gpus")
@@ -47,12 +48,13 @@ class DataParallelEngine(SeveralEngines):
         )
         self.adapters = self.engines[0].adapters
         self.timelines = Timelines()
+        self.steps = StepLog()
         self.kv_events = KVEventRing()
         self._replicas = [_Replica(engine) for engine in self.engines]
         self._router = make_router(config.server.data_parallel_router)
         self._ids = itertools.count(1)
         for rank, (engine, replica) in enumerate(zip(self.engines, self._replicas, strict=True)):
-            engine.timelines = self.timelines
+            engine.timelines, engine.steps = self.timelines, self.steps
             if config.server.data_parallel_router == "prefix-aware" and config.cache.enable_prefix_caching:
                 engine.send_kv_events_to(replica.prefixes)
             if config.cache.enable_kv_events:
@@ -120,6 +122,10 @@ class DataParallelEngine(SeveralEngines):
     def cache_views(self) -> list[CacheView]:
         """The latest view of each engine's KV cache, if any; asks the engines for the next ones."""
         return [view for engine in self.engines for view in engine.cache_views()]
+
+    def set_pace(self, steps: int | None) -> None:
+        for engine in self.engines:
+            engine.set_pace(steps)
 
     # --- requests ---
 

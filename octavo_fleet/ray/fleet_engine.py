@@ -25,6 +25,7 @@ from octavo_server.engines.engine_stats import summed
 from octavo_server.engines.live_request import LiveRequest, adapters_of
 from octavo_server.engines.lora_adapters import AdapterTable
 from octavo_server.engines.request_table import RequestJournal
+from octavo_server.observe.step_log import StepLog
 from octavo_server.observe.timelines import KVEventRing, Timelines
 
 MAX_MOVES = 5
@@ -48,6 +49,7 @@ class FleetEngine(RequestJournal):
         self.metrics.condition = self._condition
         self.adapters = AdapterTable(config.model)
         self.timelines = Timelines()
+        self.steps = StepLog()
         self.kv_events = KVEventRing()
         self.failure: str | None = None
         self.pid: int | None = None
@@ -97,6 +99,10 @@ class FleetEngine(RequestJournal):
     def cache_views(self) -> list[CacheView]:
         """None: the replicas' caches are not viewed from here."""
         return []
+
+    def set_pace(self, steps: int | None) -> None:
+        """Raises ``Unavailable``."""
+        raise Unavailable("Replicas of Ray do not go step by step.")
 
     async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
         """Raises ``Unavailable``: Ray decides how many replicas there are."""

@@ -15,11 +15,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from octavo.errors import InvalidParameter
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.counts import Histogram
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.sse import HEADERS, encode_line
+from octavo_server.http.errors import UnsupportedParameter
+from octavo_server.http.sse import HEADERS, encode_line, json_response
 from octavo_server.services import asked_services_of
 
 INTERVAL = 0.5
@@ -32,6 +34,9 @@ MAX_VIEW_SHARE = 0.01
 """Share of an engine's time that views of its cache may take."""
 MAX_SHOWN = 256
 """Most requests in a snapshot: the oldest."""
+TOY = "toy"
+"""The architecture of the engine that may go step by step: nobody waits for its answers."""
+MAX_PACE = 1000
 
 
 class LiveView:
@@ -40,6 +45,7 @@ class LiveView:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._num_viewers = 0
+        self._is_held = False
         self._task: asyncio.Task[None] | None = None
         self._next: asyncio.Future[bytes | None]
 
@@ -62,14 +68,22 @@ class LiveView:
             await asyncio.sleep(FIRST_SECONDS)
             while self._num_viewers and self._engine.is_ready:
                 views = self._engine.cache_views()
-                event = b"data: " + encode_line(snapshot(self._engine, views)) + b"\n\n"
+                shown = {**snapshot(self._engine, views), "is_held": self._is_held}
+                event = b"data: " + encode_line(shown) + b"\n\n"
                 taken, self._next = self._next, loop.create_future()
                 taken.set_result(event)
                 cost = max((view.seconds for view in views), default=0.0)
                 await asyncio.sleep(max(INTERVAL, self._num_viewers / MAX_EVENTS_PER_SECOND, cost / MAX_VIEW_SHARE))
         finally:
+            if self._is_held and self._engine.is_ready:
+                self.set_pace(None)  # nobody is left who could let it go on
             # Also of a viewer that is still sending an earlier event, and asks for this one later.
             self._next.set_result(None)
+
+    def set_pace(self, steps: int | None) -> None:
+        """Let the engine compute so many steps and then hold, as long as anybody watches; ``None``: go on."""
+        self._is_held = steps is not None
+        self._engine.set_pace(steps)
 
 
 def snapshot(engine: EngineClient, views: Sequence[CacheView] = ()) -> dict[str, Any]:
@@ -100,6 +114,9 @@ def snapshot(engine: EngineClient, views: Sequence[CacheView] = ()) -> dict[str,
         "restarts": engine.num_restarts,
         "requests": [each._asdict() for each in itertools.islice(engine.progress(), MAX_SHOWN)],
         "caches": views,
+        "last_steps": engine.steps.take(time.monotonic()),
+        "max_step_tokens": info.max_num_batched_tokens,
+        "can_hold": info.architecture == TOY,
     }
 
 
@@ -109,9 +126,24 @@ def _sums(histograms: Any) -> dict[str, float]:
     return {"count": sum(each.count for each in found), "sum": round(sum(each.total for each in found), 6)}
 
 
+async def pace(request: Request) -> Response:
+    """Hold the engine of backend toy, let it compute some steps, or go on."""
+    services, steps = asked_services_of(request), request.query_params.get("steps")
+    if services.engine.info.architecture != TOY:
+        raise UnsupportedParameter("steps", "Only an engine of --backend toy goes step by step.")
+    if steps is not None and not (steps.isascii() and steps.isdigit() and int(steps) <= MAX_PACE):
+        raise InvalidParameter("steps", f"'steps' must be from 0 to {MAX_PACE}, or be left out to go on.")
+    view: LiveView = request.app.state.live_views[services.model_name]
+    view.set_pace(None if steps is None else int(steps))
+    return json_response({"is_held": steps is not None}, {})
+
+
 async def watch(request: Request) -> Response:
     view: LiveView = request.app.state.live_views[asked_services_of(request).model_name]
     return StreamingResponse(view.watch(), headers=HEADERS)
 
 
-ENDPOINTS = [Endpoint("GET", "/stats/live", watch, "What the engine does, twice a second")]
+ENDPOINTS = [
+    Endpoint("GET", "/stats/live", watch, "What the engine does, twice a second"),
+    Endpoint("POST", "/stats/pace", pace, "Let the engine of `--backend toy` go step by step, or on"),
+]

@@ -40,6 +40,7 @@ from octavo_server.engines.live_request import LiveRequest, adapters_of
 from octavo_server.engines.lora_adapters import AdapterTable
 from octavo_server.engines.request_table import RequestJournal, had_grammars
 from octavo_server.engines.supervisor import Supervisor
+from octavo_server.observe.step_log import StepLog
 from octavo_server.observe.timelines import KVEventRing, Timelines
 
 ENGINE_ARGV = (sys.executable, "-m", "octavo_server.engines.engine_process")
@@ -72,6 +73,7 @@ class AsyncEngine(RequestJournal):
         self.metrics = Metrics((config.server.served_model_name or config.model.model).partition(",")[0], config, rank)
         self.metrics.condition = self._condition
         self.timelines = Timelines()
+        self.steps = StepLog()
         self.kv_events = KVEventRing()
         self.failure: str | None = None
         """Why requests are rejected: ``PATIENCE`` consecutive engine starts failed. ``None`` otherwise."""
@@ -347,6 +349,12 @@ class AsyncEngine(RequestJournal):
             link.send(wire.Ping(link.generation, wants_view=True))
         return [] if self._cache_view is None else [self._cache_view]
 
+    def set_pace(self, steps: int | None) -> None:
+        """Let the engine process compute so many further steps and then hold; ``None``: go on. The next one goes on."""
+        link = self._supervisor.link
+        if self._is_up and link is not None:
+            link.send(wire.Pace(link.generation, steps))
+
     @property
     def _accepts(self) -> bool:
         return self._info is not None and self.failure is None and not self._is_draining
@@ -521,6 +529,7 @@ class AsyncEngine(RequestJournal):
         self.metrics.observe_step(self._total_stats.total(step.stats))
         if step.cache_view is not None:
             self._cache_view = step.cache_view
+        self.steps.note(step.stats, step.outputs, step.events, now)
         if step.events:
             self.timelines.add(step.events)
             self._note_computed(step.events)

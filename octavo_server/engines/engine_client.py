@@ -21,6 +21,7 @@ from octavo.types import (
     Request,
 )
 from octavo_server.engines.lora_adapters import AdapterTable
+from octavo_server.observe.step_log import StepLog
 from octavo_server.observe.timelines import KVEventRing, Timelines
 
 SleepMode = Literal["wait", "abort", "keep"]
@@ -85,6 +86,7 @@ class EngineClient(Monitored, Protocol):
 
     adapters: AdapterTable
     timelines: Timelines
+    steps: StepLog
     kv_events: KVEventRing
 
     @property
@@ -106,6 +108,10 @@ class EngineClient(Monitored, Protocol):
 
     def cache_views(self) -> list[CacheView]:
         """The latest view of each engine's KV cache, if any; asks the engines for the next ones."""
+        ...
+
+    def set_pace(self, steps: int | None) -> None:
+        """Compute so many further steps and then none; ``None``: as many as there are."""
         ...
 
     @property

@@ -94,18 +94,24 @@ class EngineLoop:
         self._progress = (0, 0)
         self._wants_view = False
         """Whether the next report shall have a view of the KV cache."""
+        self._steps_left: int | None = None
+        """Steps until it holds; ``None`` if it does not."""
         self._stopped = False
+
+    @property
+    def _can_step(self) -> bool:
+        return self.engine.has_work and self._steps_left != 0
 
     def run(self) -> None:
         """Run until a ``Stop`` message. Raises ``FrontGone`` when the front process closed the socket."""
         while not self._stopped:
             if not self.engine.has_work:
                 self._save_until_message()
-            messages = self.channel.receive(wait=not self.engine.has_work)
+            messages = self.channel.receive(wait=not self._can_step)
             for message in messages:
                 if message.generation == self.generation:
                     self._handle(message)
-            if self.engine.has_work:
+            if self._can_step:
                 spare = self.engine.spare_seconds()
                 if spare <= 0 or not self.channel.wait_readable(spare):
                     self._step()
@@ -145,6 +151,8 @@ class EngineLoop:
                 self._order_weights(order)
             case wire.Stop():
                 self._stopped = True
+            case wire.Pace(steps=steps):
+                self._steps_left = steps
             case wire.Ping(wants_view=wants_view):
                 # It is answered by the report that follows every batch of messages.
                 self._wants_view |= wants_view
@@ -178,6 +186,8 @@ class EngineLoop:
         self.channel.send(wire.SleepDone(self.generation, is_asleep, error))
 
     def _step(self) -> None:
+        if self._steps_left is not None:
+            self._steps_left -= 1
         outputs = self.engine.step()
         stats = self.engine.stats()
         progress = (stats.num_steps, stats.num_faults)

@@ -123,7 +123,16 @@ class OrderWeights(msgspec.Struct, tag="order_weights", array_like=True):
     order: WeightOrder
 
 
-ToEngine = Start | Submit | Abort | Ping | Stop | LoadAdapter | UnloadAdapter | Settle | Sleep | Wake | OrderWeights
+class Pace(msgspec.Struct, tag="pace", array_like=True, gc=False):
+    """Compute so many further steps and then hold, though there is work; ``None``: go on."""
+
+    generation: int
+    steps: int | None
+
+
+ToEngine = (
+    Start | Submit | Abort | Ping | Stop | LoadAdapter | UnloadAdapter | Settle | Sleep | Wake | OrderWeights | Pace
+)
 
 
 # --- engine to front ---

@@ -28,7 +28,7 @@ REPORTS_PREFIX = "/v1/requests/"
 """Reports on single requests: a key reads those of its own requests, the admin key those of all."""
 SHARED_PATHS = frozenset(
     (
-        *("/metrics", "/stats", "/stats/live", "/v1/kv_events", "/sleep", "/wake_up"),
+        *("/metrics", "/stats", "/stats/live", "/stats/pace", "/v1/kv_events", "/sleep", "/wake_up"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/pause", "/resume", "/update_weights", "/reset_prefix_cache", "/abort_requests"),
         *("/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"),

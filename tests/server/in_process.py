@@ -22,6 +22,7 @@ from octavo.types import DropTensors, EngineInfo, EngineStats, FinishReason, Joi
 from octavo_fleet.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa: F401 (for the tests)
 from octavo_server.engines.engine_client import FIRST_WEIGHTS, LiveProgress, OutputListener, SleepMode
 from octavo_server.engines.lora_adapters import AdapterTable
+from octavo_server.observe.step_log import StepLog
 from octavo_server.observe.timelines import KVEventRing, Timelines
 from tests.server.fake_engine import FakeEngine, make_info
 
@@ -78,6 +79,10 @@ class InProcessEngine:
     metrics: Metrics = field(default_factory=lambda: Metrics("test"))
     adapters: AdapterTable = field(default_factory=lambda: AdapterTable(ModelSettings()))
     timelines: Timelines = field(default_factory=Timelines)
+    steps: StepLog = field(default_factory=StepLog)
+    paces: list[int | None] = field(default_factory=list)
+    """Of every call of ``set_pace``."""
+    architecture: str = "test"
     kv_events: KVEventRing = field(default_factory=KVEventRing)
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -99,7 +104,7 @@ class InProcessEngine:
             eos_token_ids=(EOS,),
             num_kv_blocks=NUM_BLOCKS,
             max_num_seqs=self.max_num_seqs,
-            architecture="test",
+            architecture=self.architecture,
             sampling_defaults=self.sampling_defaults,
         )
 
@@ -122,6 +127,9 @@ class InProcessEngine:
 
     def cache_views(self) -> list[CacheView]:
         return self.views
+
+    def set_pace(self, steps: int | None) -> None:
+        self.paces.append(steps)
 
     async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
         self.sleep_level = level

@@ -337,6 +337,16 @@ def test_a_view_of_the_cache_comes_once_for_each_ping_that_wants_it() -> None:
     assert sum(views[0].owners[1::2]) * views[0].blocks_per_cell == info.num_kv_blocks
 
 
+def test_a_held_engine_computes_as_many_steps_as_it_is_told() -> None:
+    engine, _ = toy.build(EngineConfig.from_flat({"model": "toy", "backend": "toy"}))
+    request = Request(1, [65, 66], SamplingParams(ignore_eos=True), max_tokens=8)
+    batches = [[wire.Submit(1, request), wire.Pace(1, 0)], [wire.Ping(1)], [wire.Pace(1, 3)], [], [], [wire.Ping(1)]]
+    channel = ScriptedChannel(*batches, [wire.Pace(1, None)], *[[]] * 4, [wire.Stop(1)])
+    engine_process.EngineLoop(engine, channel, 1).run()
+    lengths = [sum(len(o.tokens) for o in each.outputs) for each in channel.sent if isinstance(each, wire.StepDone)]
+    assert lengths == [0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0]
+
+
 @pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"openai"}))
 def test_an_engine_of_any_backend_can_be_restarted(backend: str) -> None:
     """Settings of a restart are not refused as some that the backend does not honour."""

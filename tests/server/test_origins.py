@@ -38,7 +38,7 @@ READING = {
     *("/tokenizer_info", "/health", "/ready", "/metrics", "/load", "/version", "/stats", "/stats/live"),
     *("/is_paused", "/weight_info", "/get_world_size"),
     *("/is_sleeping", "/admin/keys", "/info", "/api/version", "/api/tags", "/api/ps"),
-    *("/", "/docs", "/console/{name}", "/openapi.json"),
+    *("/", "/docs", "/console/{name:path}", "/openapi.json"),
 }
 """Paths whose GET was looked at: it changes nothing. A page may send it, and cannot read the answer."""
 

@@ -3,11 +3,11 @@ import { readAnswer } from "./answers.js";
 import { hasAttachments, startAttachments, takeAttachments } from "./attachments.js";
 import { add, asBody, childrenOf, newConversation, newId, pathOf, remove } from "./conversation.js";
 import { announce, button, element, find } from "./elements.js";
-import { showTimeline } from "./engine.js";
 import { MessageView } from "./message_view.js";
 import { chosenModel } from "./models.js";
 import { requestSettings } from "./settings.js";
 import { conversations, put } from "./store.js";
+import { showTimeline } from "./timeline.js";
 
 const SAVE_EVERY = 2000; // ms, while an answer comes
 const NEAR_END = 80; // pixels from the end, within which the page follows an answer

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from octavo.telemetry.cache_view import CACHED, FREE, SHARED, CacheView, PrefixView
+from octavo.telemetry.events import Event
+from octavo.types import EngineStats, Output
 from tests.server.console.conftest import PHONE, says
 from tests.server.in_process import InProcessEngine
 
@@ -85,4 +88,67 @@ def test_the_page_asks_for_the_key_and_sends_it(visit: Any) -> None:
     page.goto(f"{opened.served.url}/docs")
     page.wait_for_selector(".operation")
     opened.problems = [problem for problem in opened.problems if "401" not in problem]
+    opened.check()
+
+
+def test_steps_are_shown_with_their_reasons_and_a_toy_engine_is_held(visit: Any) -> None:
+    engine = InProcessEngine(views=[VIEW], architecture="toy")
+    opened = visit(engine)
+    page = opened.page
+    page.wait_for_selector("#pace:not([hidden])")
+
+    def note(number: int, outputs: list[Output], *events: Event) -> None:
+        stats = EngineStats(num_steps=number, step_tokens=40, num_waiting=2)
+        opened.served.call(lambda: engine.steps.note(stats, outputs, events, time.monotonic()))
+
+    note(1, [], Event(1, "admitted", 0, 0, 0, tokens=16), Event(1, "chunk", 0, 0, 0, tokens=32, start=16))
+    note(2, [Output(1, [1]), Output(2, [1, 2, 3], "stop", num_drafts=4, num_accepted_drafts=2)])
+    page.wait_for_selector("#step-text:text('Step 2: 40 of at most')")
+    rows = page.locator("#step-shares tr")
+    assert "its next token" in rows.nth(0).inner_text()
+    assert "4 drafts checked at once, 2 accepted ✓✓✗✗ and ends: stop" in rows.nth(1).inner_text()
+    page.focus("#step-choice")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("#step-text:text('Step 1:')")
+    assert "admitted, 16 tokens found in the prefix cache; prompt from token 16, a part" in rows.nth(0).inner_text()
+    for name, pace in (("Hold", 0), ("One step", 1), ("Go on", None)):
+        page.click(f"#pace >> text={name}")
+        opened.until(lambda pace=pace: engine.paces[-1:] == [pace])
+    opened.check()
+
+
+def test_the_cache_is_shown_as_it_was(visit: Any) -> None:
+    engine = InProcessEngine(views=[VIEW])
+    opened = visit(engine)
+    page = opened.page
+    page.wait_for_selector("#cache[aria-label*='by 1 requests']")
+    engine.views = [CacheView(1, [FREE, 64], [], False, 0.0)]
+    page.wait_for_selector("#cache[aria-label*='by 0 requests']")
+    page.focus("#cache-time")
+    page.keyboard.press("Home")
+    page.wait_for_selector("#cache[aria-label*='by 1 requests']")
+    assert "s ago" in page.inner_text("#cache-text")
+    opened.check()
+
+
+def test_the_time_of_a_request_is_drawn(visit: Any) -> None:
+    engine = InProcessEngine()
+    events = [
+        Event(7, "arrived", 1.0, 0, 0, tokens=20),
+        Event(7, "admitted", 1.1, 0, 0),
+        Event(7, "chunk", 1.2, 1, 1, tokens=20),
+        Event(7, "preempted", 1.3, 2, 2, tokens=21, by=8),
+        Event(7, "admitted", 1.4, 2, 2),
+        Event(7, "ended", 2.0, 9, 9, tokens=6, reason="stop", drafts=4, accepted=3),
+    ]
+    engine.timelines.add(events)
+    opened = visit(engine)
+    page = opened.page
+    page.fill("#explain-id", "7")
+    page.click("#explain >> text=Show")
+    page.wait_for_selector(".drawing")
+    kinds = page.locator(".drawing rect").evaluate_all("all => all.map((each) => each.getAttribute('class'))")
+    assert kinds == ["waiting", "prefill", "decode", "waiting", "decode"]
+    assert page.locator(".drawing text.right, .drawing text.left").all_text_contents()[:2] == ["preempted", "ended"]
+    assert "3 of 4 drafts accepted" in page.inner_text("#timeline")
     opened.check()

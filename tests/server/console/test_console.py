@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ import httpx
 import pytest
 
 import octavo_server.console
+from octavo.telemetry.events import Event
+from octavo.types import EngineStats, Output
 from octavo_server.console import stats_stream as live
+from octavo_server.observe.step_log import MAX_SHARES, MAX_STEPS, StepLog, StepShare
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
@@ -159,3 +163,51 @@ def test_the_view_ends_when_the_engine_is_not_ready() -> None:
         return [event async for event in live.LiveView(InProcessEngine(is_ready=False)).watch()]
 
     assert asyncio.run(watch()) == []
+
+
+def test_only_a_toy_engine_goes_step_by_step_and_only_while_somebody_watches(serve_app: Any) -> None:
+    engine = InProcessEngine()
+    served = serve_app(engine)
+    answer = served.client.post("/stats/pace?steps=1")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "steps")
+    engine.architecture = "toy"
+    assert served.client.post("/stats/pace?steps=-1").status_code == 400
+    with served.client.stream("GET", "/stats/live") as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+        assert json.loads(next(lines).removeprefix("data: "))["is_held"] is False
+        assert served.client.post("/stats/pace?steps=2").json() == {"is_held": True}
+        assert json.loads(next(lines).removeprefix("data: "))["is_held"] is True
+    assert engine.paces[0] == 2
+    for _ in range(300):  # until the last viewer is seen to have left
+        if engine.paces[1:] == [None]:
+            break
+        time.sleep(0.01)
+    assert engine.paces == [2, None]
+
+
+def test_steps_are_told_by_request_and_without_their_text() -> None:
+    log = StepLog()
+    stats = EngineStats(num_steps=7, step_tokens=40, step_seconds=0.01, num_waiting=3)
+    events = [
+        Event(1, "admitted", 0.0, 6, 0, tokens=16),
+        Event(1, "chunk", 0.0, 7, 0, tokens=32, start=16),
+        Event(3, "preempted", 0.0, 6, 0, tokens=5),
+    ]
+    outputs = [Output(1, [5]), Output(2, [5, 6, 7], "stop", num_drafts=4, num_accepted_drafts=2)]
+    log.note(stats, outputs, events, now=1.0)
+    assert log.take(1.0) == []  # nobody had asked yet
+    log.note(stats, outputs, events, now=1.1)
+    (step,) = log.take(2.0)
+    assert (step.number, step.tokens, step.waiting, step.others) == (7, 40, 3, 0)
+    assert step.shares == [
+        StepShare(1, prompt=32, start=16, output=1, cached=16),
+        StepShare(3, end="preempted"),
+        StepShare(2, output=3, drafts=4, accepted=2, end="stop"),
+    ]
+    for number in range(100):
+        log.note(stats, [Output(number, [1]) for number in range(80)], [], now=2.1)
+    taken = log.take(3.0)
+    assert len(taken) == MAX_STEPS
+    assert (len(taken[0].shares), taken[0].others) == (MAX_SHARES, 80 - MAX_SHARES)
+    log.note(stats, outputs, [], now=100.0)
+    assert log.take(100.0) == []
