@@ -21,6 +21,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.map_part import MapPart
 from octavo.models.outline import outlined_maps
 from octavo.models.registry import LoadedModel, load_model
+from octavo.models.text_part import own_name
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.device_backend import is_gpu
 from octavo.ops.linear import LowRank
@@ -106,8 +107,8 @@ def _dense(path: Path, linear: Linear) -> Tensor:
 def changes_of(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> Iterator[tuple[Linear, LowRank]]:
     """The low-rank update of each linear map by the adapter in a folder. Raises ``CheckpointError``."""
     for name, (down, up, scale) in read_adapter(path).factors.items():
-        part = maps.get(name)
-        if part is None or name == HEAD:
+        part = maps.get(own_name(name))
+        if part is None or own_name(name) == HEAD:
             raise CheckpointError(f"{path}: {name} cannot be adapted: it is not a linear map of the model's layers")
         found, expected = (len(up), down.shape[1]), part.shape
         if found != expected:

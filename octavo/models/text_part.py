@@ -177,7 +177,7 @@ class TextPart(Renamed):
 
     def __init__(self, source: TensorSource, root: str | None = None) -> None:
         """``root``: what precedes the names of a model with a head; those of a model without any lack it."""
-        stored = {_own_name(name): name for name in source.names() if not LEFT_OUT.match(name)}
+        stored = {own_name(name): name for name in source.names() if not LEFT_OUT.match(name)}
         self._is_renamed = any(own != name for own, name in stored.items())
         if root is not None and not any(name.startswith(root) for name in stored):
             stored = {name if OF_HEADS.match(name) else root + name: stored[name] for name in stored}
@@ -200,7 +200,8 @@ class TextPart(Renamed):
         return tuple((prefix + f"{module}.".removeprefix(own)).removesuffix(".") for prefix, own in stored)
 
 
-def _own_name(name: str) -> str:
+def own_name(name: str) -> str:
+    """The name of a weight or a map in a text-only model."""
     for prefix, own in PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)

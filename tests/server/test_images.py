@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
+import threading
+import time
 import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -352,3 +355,40 @@ def test_allowed_hosts_are_asked_once_at_the_address_that_was_checked(monkeypatc
         fetch("/large")
     assert resolved == ["good.example"] * 3
     assert len(sent) == 3
+
+
+def test_a_journal_keeps_images(seeing: Seeing, tmp_path: Path) -> None:
+    """Another server goes on with a request that was not finished, and gives what was to one that asks again."""
+    journal, key = str(tmp_path / "journal"), {"Idempotency-Key": "a"}
+    body = {"model": "m", "messages": [{"role": "user", "content": [image_part(RED)]}], "max_tokens": 4}
+
+    def send(served: Served) -> httpx.Response:
+        return served.client.post("/v1/chat/completions", json=body, headers=key)
+
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    settings = {"model": str(tmp_path), "served_model_name": "m", "journal": journal}
+    engine = SeeingEngine()
+    engine.runs = False
+    served = Served(engine, byte_tokenizer(TEMPLATE, SPECIAL), settings)
+
+    def ask() -> None:
+        with contextlib.suppress(httpx.HTTPError):  # the server ends
+            send(served)
+
+    threading.Thread(target=ask, daemon=True).start()
+    deadline = time.monotonic() + 10
+    while not engine.requests:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    served.call(engine.step)
+    served.stop()
+    other, after = seeing(journal=journal)
+    answer = send(other)
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["message"]["content"] == "A pi"
+    (again,) = after.requests
+    check_seen(again)
+    assert again.images == engine.requests[0].images
+    assert again.output_tokens == list(b"A")
+    assert send(other).json() == answer.json()
+    assert after.requests == [again]
