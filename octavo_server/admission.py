@@ -32,9 +32,8 @@ from octavo.system.cpus import num_cpus
 from octavo.text.conversation import ChatPrompt, ImageText
 from octavo.text.message_format import MessageFormat
 from octavo.text.reasoning import AnswerMarks, answer_start
-from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
 from octavo.text.text_stream import TextStream
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer import Sequences, Tokenizer, banned_sequences, check_something_is_left
 from octavo.types import Request, Task, ThinkingBudget
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import GeneratedChoice, Generation, Prompt

@@ -43,7 +43,7 @@ from octavo_server.durable.journal import Journal
 from octavo_server.durable.store import Store
 from octavo_server.engines.engine_client import EngineClient, Monitored
 from octavo_server.front.takeover import Predecessor
-from octavo_server.http.body_receiver import BodyReceiver
+from octavo_server.http.body_decoder import BodyReceiver
 from octavo_server.http.endpoint import Endpoint, openapi_document
 from octavo_server.http.errors import ErrorForm, on_http_exception, on_request_error
 from octavo_server.http.middleware import AllowedHosts, AllowedOrigins, RequestMiddleware

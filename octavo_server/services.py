@@ -23,8 +23,7 @@ from octavo_server.durable.journal import Journal
 from octavo_server.durable.store import Store
 from octavo_server.engines.engine_client import EngineClient, Monitored
 from octavo_server.engines.request_table import had_grammars
-from octavo_server.http.body_decoder import BodyDecoder
-from octavo_server.http.body_receiver import BodyReceiver
+from octavo_server.http.body_decoder import BodyDecoder, BodyReceiver
 from octavo_server.http.errors import UnknownParameter, printable
 from octavo_server.tenants.api_keys import Keys, caller_of
 

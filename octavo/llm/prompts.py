@@ -12,8 +12,7 @@ from octavo.images.preparer import ImagePreparer, placed
 from octavo.llm.image_inputs import file_of, images_of
 from octavo.sampling_params import SamplingParams, resolve_max_tokens
 from octavo.text.message_format import find_format
-from octavo.text.restrictions import Sequences, banned_sequences, check_something_is_left
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer import Sequences, Tokenizer, banned_sequences, check_something_is_left
 from octavo.types import EngineInfo, ImageInput, Request, Task, ThinkingBudget
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -18,12 +18,20 @@ from typing import Any
 
 from octavo.errors import InvalidParameter
 from octavo.text import reasoning
-from octavo.text.chat_messages import ImageMarks, Message, normalise_messages
+from octavo.text.chat_messages import (
+    ImageMarks,
+    Message,
+    WriteCalls,
+    joined,
+    normalise_messages,
+    result_in_text,
+    with_calls_in_text,
+    with_tools_told,
+)
 from octavo.text.chat_template import ChatTemplate, TemplateRefusal, check_variables
 from octavo.text.control_tokens import ControlTokens
 from octavo.text.reasoning import Thinking
 from octavo.text.tokenizer import Tokenizer
-from octavo.text.tools_in_text import WriteCalls, joined, result_in_text, with_calls_in_text, with_tools_told
 
 MAX_SECONDS = 1.0
 """After which no further rendering begins: a huge conversation that is refused is not worth more."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from octavo.errors import ConfigError
 from octavo.grammar import forms
 from octavo.text import reasoning
+from octavo.text.chat_messages import WriteCalls
 from octavo.text.reader import Format
 from octavo.text.reasoning import AnswerMarks, Thinking
 from octavo.text.tool_calls import harmony
@@ -28,7 +29,6 @@ from octavo.text.tool_calls.pythonic import LFM2, OLMO3, PYTHONIC
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, talk_rule
 from octavo.text.tool_calls.values import Functions
 from octavo.text.tool_calls.xml_formats import DEEPSEEK_V4, DEEPSEEK_V32, GLM, MINIMAX_M2, QWEN3_CODER, SEED_OSS
-from octavo.text.tools_in_text import WriteCalls
 from octavo.types import ThinkingBudget
 
 TOOL_FORMATS = (

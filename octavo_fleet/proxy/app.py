@@ -17,7 +17,7 @@ from octavo_fleet.proxy.relay import Relay, outgoing
 from octavo_fleet.proxy.upstream import Upstream
 from octavo_server import admin
 from octavo_server.app import all_endpoints, forms_of, outer_middleware
-from octavo_server.http.body_receiver import BodyReceiver
+from octavo_server.http.body_decoder import BodyReceiver
 from octavo_server.http.errors import on_http_exception, on_request_error
 from octavo_server.observe import probes
 from octavo_server.tenants.api_keys import Keys, caller_of

@@ -21,8 +21,7 @@ from starlette.requests import Request
 from octavo.errors import RequestError
 from octavo.text.reader import Call, Piece, Text
 from octavo_server.admission import ClientRequest
-from octavo_server.dialects.openai.chat import ChatBody, client_request, tools_of
-from octavo_server.dialects.openai.chat_message import chat_message
+from octavo_server.dialects.openai.chat import ChatBody, chat_message, client_request, tools_of
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.sse import EventStream
 from octavo_server.pipeline import Answer, Submission

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo_server.http import body_receiver
+from octavo_server.http import body_decoder
 from octavo_server.http.body_decoder import PIECE_BYTES, BodyDecoder, measure
 from octavo_server.http.connection import ByteBudget, Share
 from tests.server.conftest import Served
@@ -206,7 +206,7 @@ def test_the_largest_share_is_given_up() -> None:
 
 
 def test_unfinished_bodies_together(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_receiver, "SPARE_BYTES", 0)
+    monkeypatch.setattr(body_decoder, "SPARE_BYTES", 0)
     served = serve_app(max_request_bytes=MiB)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     small = socket.create_connection(("127.0.0.1", served.port), timeout=10)
@@ -224,7 +224,7 @@ def test_unfinished_bodies_together(serve_app: Any, monkeypatch: pytest.MonkeyPa
     assert len(answers) == 6, "two have room"
     assert all(answer.startswith(b"HTTP/1.1 503 ") for answer in answers.values())
     assert all(b"retry-after: 1" in answer.lower() for answer in answers.values())
-    budget = served.app.state.services.body_receiver._budget
+    budget = served.app.state.services.body_decoder._budget
     assert served.call(lambda: budget.num_bytes) <= MiB
     small.sendall(whole[-5:])
     assert small.recv(4096).startswith(b"HTTP/1.1 200 ")

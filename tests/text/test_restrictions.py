@@ -13,8 +13,7 @@ from octavo.sampling_params import (
     MAX_BAD_WORDS,
     SamplingParams,
 )
-from octavo.text.restrictions import banned_sequences, check_something_is_left
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenizer import Tokenizer, banned_sequences, check_something_is_left
 
 
 def test_a_word_is_banned_alone_and_behind_a_space(small_tokenizer: Tokenizer) -> None:

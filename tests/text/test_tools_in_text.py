@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from octavo.text.chat_messages import normalise_messages
+from octavo.text.chat_messages import normalise_messages, with_calls_in_text, with_tools_told
 from octavo.text.reader import Call, MessageParser
 from octavo.text.tool_calls.hermes import HERMES
 from octavo.text.tool_calls.llama3 import LLAMA3
 from octavo.text.tool_calls.pythonic import PYTHONIC
 from octavo.text.tool_calls.tool_format import ToolFormat
-from octavo.text.tools_in_text import with_calls_in_text, with_tools_told
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Wie ist es in Zürich?"}}]
 CALLS = [Call("weather", '{"city": "Z\u00fcrich \\"1\\"", "days": [1, null]}'), Call("f", "{}")]

@@ -9,7 +9,7 @@ import pytest
 from octavo.text.reader import Call, MessageParser, Piece, Text
 from octavo.text.tool_calls.deepseek import ALL_BEGIN, ALL_END, BEGIN, END, SEPARATOR
 from octavo.text.tool_calls.tool_format import long_id
-from octavo_server.dialects.openai.chat_message import ChatMessage
+from octavo_server.dialects.openai.chat import ChatMessage
 from octavo_server.dialects.openai.constraints import ToolChoice, tool_use
 from tests.text.tool_calls.messages import FORMATS, analysis, joined, v3
 
