@@ -12,10 +12,12 @@ and lengths each time, and calibrations between; and figures are of all its part
 from __future__ import annotations
 
 import heapq
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,10 +30,9 @@ from octavo.engine.step_budget import StepBudget
 from octavo.engine.step_times import REST, StepWork, TimedRunner
 from octavo.errors import ConfigError
 from octavo.types import EngineInfo, Request
-from octavo_bench.replayed import Replayed
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.cost_model import CostModel
-from octavo_fleet.sim.fitted import fit
+from octavo_fleet.sim.fitted import Fitted, fit
 from octavo_fleet.sim.jobs import Job, Lengths, Workload
 from octavo_fleet.sim.replica import ReplicaSizes
 from octavo_fleet.sim.report import LatencyTargets, Ledger, RequestProgress
@@ -283,3 +284,19 @@ def _row(name: str, pools: dict[str, list[PooledTimes]]) -> dict[str, Any]:
             row[figure][how] = round(value / real - 1, 4)
             row["within"][how] = row["within"].get(how, 0) + (abs(value / real - 1) <= aim)
     return row
+
+
+class Replayed(CostModel):
+    """A fit with the ratios of one run, at the time of the run at which they were: its pauses come when they came."""
+
+    def __init__(self, fitted: Fitted, works: Sequence[StepWork], seconds: Sequence[float]) -> None:
+        self.fitted = fitted
+        self._ends = list(itertools.accumulate(seconds))
+        self._ratios = [taken / fitted.expected(work) for work, taken in zip(works, seconds, strict=True)]
+        self._spent = 0.0
+
+    def seconds(self, work: StepWork) -> float:
+        index = min(bisect_right(self._ends, self._spent + 1e-9), len(self._ends) - 1)  # sums are rounded
+        taken = self.fitted.expected(work) * self._ratios[index]
+        self._spent += taken
+        return taken

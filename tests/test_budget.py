@@ -6,6 +6,8 @@ A count above its bound fails, and so does one clearly below it: lower the bound
 from __future__ import annotations
 
 import re
+import sys
+import tempfile
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -15,6 +17,11 @@ from typing import NamedTuple
 
 import pytest
 
+from octavo.build.build_engine import build_engine
+from octavo.config import EngineConfig
+from octavo.sampling_params import SamplingParams
+from octavo.types import Request
+from octavo_bench.chaos.tiny_model import write_tiny_model
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 from tests.test_architecture import MAY_IMPORT, ROOT, imports_of_files, source_files
@@ -48,8 +55,9 @@ BOUNDS = {
     "lines of octavo_server": Bound(21_000, 4_000),
     "lines of octavo_fleet": Bound(8_400, 2_000),
     "lines of octavo_bench": Bound(15_600, 4_000),
-    "small modules with one importer, in their own folder": Bound(76, 30),
-    "files that a chat request enters": Bound(40, 14),
+    "small modules with one importer, in their own folder": Bound(45, 20),
+    "files that a chat request enters": Bound(36, 12),
+    "files that a request enters in the engine process": Bound(46, 8),
     "folders with many loose files": Bound(7, 4),
     "names of several modules": Bound(70, 40),
     "class names of several modules": Bound(10, 3),
@@ -126,7 +134,40 @@ def entered_files() -> set[str]:
         served.stop()
     finally:
         threading.setprofile(None)
-    return {name for name in entered if any(Path(name).is_relative_to(ROOT / package) for package in MAY_IMPORT)}
+    return {name for name in entered if _is_ours(name)}
+
+
+def engine_files() -> set[str]:
+    """Files with a function that a request calls in the engine process, which had some before, on a CPU."""
+    entered: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            entered.add(frame.f_code.co_filename)
+
+    def compute(number: int) -> None:
+        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        engine.add(Request(number, [5, 6, 7, 8], params, 8))
+        tokens = [token for _ in iter(lambda: engine.has_work, False) for out in engine.step() for token in out.tokens]
+        assert len(tokens) == 8
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(write_tiny_model(Path(folder) / "tiny"))
+        engine, _ = build_engine(EngineConfig.from_flat({"model": model, "load_format": "dummy", "device": "cpu"}))
+    compute(1)
+    compute(2)  # by recorded steps
+    sys.setprofile(note)
+    try:
+        compute(3)
+    finally:
+        sys.setprofile(None)
+        engine.close()
+    ends = {ROOT / "octavo_server" / "engines" / name for name in ("engine_process.py", "wire.py")}
+    return {name for name in entered | set(map(str, ends)) if _is_ours(name)}
+
+
+def _is_ours(name: str) -> bool:
+    return any(Path(name).is_relative_to(ROOT / package) for package in MAY_IMPORT)
 
 
 def counted(what: str) -> tuple[int, list[str]]:
@@ -137,6 +178,7 @@ def counted(what: str) -> tuple[int, list[str]]:
     found = {
         "small modules with one importer, in their own folder": single_imports,
         "files that a chat request enters": entered_files,
+        "files that a request enters in the engine process": engine_files,
         "folders with many loose files": crowded_folders,
         "names of several modules": repeated_names,
         "class names of several modules": repeated_classes,

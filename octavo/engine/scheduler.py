@@ -9,22 +9,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
 from octavo.engine.admission import SequenceAdmission, may_share
-from octavo.engine.gauges import snapshot
-from octavo.engine.outcomes import apply_result, error_output
 from octavo.engine.policies import make_policy
-from octavo.engine.policies.policy import PolicyContext
-from octavo.engine.scheduled import take, with_encodes
+from octavo.engine.policies.policy import VICTIMS, PolicyContext
+from octavo.engine.scheduled import apply_result, error_output, take, with_encodes
 from octavo.engine.sequence_images import Images, ImageSettings
 from octavo.engine.speculation import NO_DRAFTS, Speculation, num_proposed
 from octavo.engine.step_budget import StepBudget
 from octavo.engine.suspects import Suspects, divided
-from octavo.engine.victims import VICTIMS
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter, RunnerError
 from octavo.telemetry.events import EventLog
-from octavo.types import EngineStats, FinishReason, Output, Plan, Request, Sampled, Scheduled, Sequence, Status
+from octavo.types import (
+    EngineStats,
+    FinishReason,
+    KVGroupStats,
+    Output,
+    Plan,
+    Request,
+    Sampled,
+    Scheduled,
+    Sequence,
+    Status,
+)
 
 RUNNING = Status.RUNNING
 DEFAULTS = SchedulerSettings()
@@ -455,3 +465,34 @@ class Scheduler(SequenceAdmission):
         for seq in self.leaving:
             assert seq.status is Status.FINISHED, "a leaving sequence has not ended"
             assert seq.num_in_flight, "a finished sequence keeps its blocks"
+
+
+def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waiting: int) -> EngineStats:
+    """``counters`` with the current gauges; O(1), since every gauge is updated incrementally."""
+    first = cache.groups[0]
+    stats = msgspec.structs.replace(
+        counters,
+        accepted_by_position=list(counters.accepted_by_position),
+        num_running=num_running,
+        num_waiting=num_waiting,
+        num_used_blocks=first.num_used,
+        num_empty_slots=cache.num_empty_slots,
+        num_cached_blocks=first.num_cached,
+        num_copied_tokens=cache.num_copied,
+        num_evictions=sum(group.num_evicted for group in cache.groups),
+    )
+    if len(cache.groups) > 1:
+        stats.kv_groups = [
+            KVGroupStats(group.window, group.num_blocks, group.num_used, group.num_cached) for group in cache.groups
+        ]
+    offload = cache.offload
+    if offload is not None:
+        stats.num_offload_saved = offload.stats.num_saved
+        stats.num_offload_dropped = offload.stats.num_dropped
+        stats.num_offload_prefetched = offload.stats.num_prefetched
+        stats.num_offload_restored = offload.stats.num_restored
+        stats.offload_memory_bytes = offload.host.num_bytes
+        if offload.disk is not None:
+            stats.num_offload_bad_files = offload.disk.num_bad
+            stats.offload_disk_bytes = offload.disk.num_bytes
+    return stats

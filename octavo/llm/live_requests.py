@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from octavo.engine.engine import Engine
 from octavo.errors import Unavailable
 from octavo.llm.adapters import BASE, Adapter
 from octavo.llm.continuations import Continuation, GenerationJob
-from octavo.llm.interrupts import interrupts_held_back
 from octavo.llm.outputs import CompletionOutput
 from octavo.llm.prompts import READ, Checked, TokenizedText
 from octavo.sampling_params import choice_key
@@ -158,3 +159,31 @@ class LiveRequests:
                 if continuation.finish_reason != output.finish_reason:
                     engine.abort(output.request_id)  # a stop string ended it; the engine sees tokens only
         return advanced
+
+
+@contextlib.contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Within this block SIGINT is recorded; it is raised at the end of the block.
+
+    An exception in the middle of a step would leave the engine's state inconsistent. A second Ctrl-C is not
+    deferred, so a step that hangs can be interrupted. Only the main thread receives signals; in others this has no
+    effect.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    is_noted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal is_noted
+        is_noted = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if is_noted:
+            signal.raise_signal(signal.SIGINT)

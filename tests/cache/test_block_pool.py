@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.cache.block_pool import BlockPool
+from octavo.cache.group_cache import BlockPool
 
 
 def test_each_block_is_taken_once() -> None:

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from octavo.cache.kv_cache import KVCache
-from octavo.engine.acceptance import AcceptanceRates
 from octavo.engine.device_drafts import DeviceDrafts
-from octavo.engine.draft_choice import STEPS_BETWEEN_MEASUREMENTS, DraftChoice
+from octavo.engine.draft_choice import STEPS_BETWEEN_MEASUREMENTS, AcceptanceRates, DraftChoice
 from octavo.engine.drafter_use import LONGEST_REST, TRIAL, DrafterUse
 from octavo.engine.proposer import Proposal
 from octavo.engine.scheduler import Scheduler

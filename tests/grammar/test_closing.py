@@ -10,9 +10,8 @@ import jsonschema
 import pytest
 
 from octavo.grammar import forms
-from octavo.grammar.closing import closed
+from octavo.grammar.closing import MAX_OPTIONAL, MAX_SCHEMAS, closed
 from octavo.grammar.matchers import compile_matcher, normalised
-from octavo.grammar.wide_objects import MAX_OPTIONAL, MAX_SCHEMAS
 from tests.grammar.schemas import SCHEMAS
 from tests.grammar.walks import tokenizer, write
 

@@ -27,9 +27,8 @@ from octavo.models.drafters.dflash import DFlashModel
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
 from octavo.ops.drafting import NewestTokens
-from octavo.runtime.drafting.draft_rows import Draws
 from octavo.runtime.drafting.drafter import DraftInputs
-from octavo.runtime.drafting.drafters import BlockDrafter, HeadDrafter, ModelDrafter
+from octavo.runtime.drafting.drafters import BlockDrafter, Draws, HeadDrafter, ModelDrafter
 from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.types import EngineStats
 from tests.llm.test_any_requests import some_params, without_rounding

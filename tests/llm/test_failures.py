@@ -11,7 +11,7 @@ import pytest
 
 from octavo import LLM, RunnerError, SamplingParams
 from octavo.engine.protocols import Runner, SubmittedStep
-from octavo.llm.interrupts import interrupts_held_back
+from octavo.llm.live_requests import interrupts_held_back
 from octavo.types import Masks, Plan, Sampled
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -48,13 +48,13 @@ MUTANTS = [
     ),
     Mutant(SCHEDULER, "while seq.tokens[-1] is None:", "if seq.tokens[-1] is None:"),
     # What a result means.
-    Mutant("engine/outcomes.py", "num_committed += len(tokens) - 1", "num_committed += len(tokens)"),
-    Mutant("engine/outcomes.py", " and tokens[0] not in seq.stop_token_ids", ""),
-    Mutant("engine/outcomes.py", "num_committed + 1 < seq.max_computed_tokens", "True"),
+    Mutant("engine/scheduled.py", "num_committed += len(tokens) - 1", "num_committed += len(tokens)"),
+    Mutant("engine/scheduled.py", " and tokens[0] not in seq.stop_token_ids", ""),
+    Mutant("engine/scheduled.py", "num_committed + 1 < seq.max_computed_tokens", "True"),
     Mutant(SCHEDULER, "sum([len(output.tokens) for output in outputs])", "len(outputs)"),
-    Mutant("engine/outcomes.py", "num_rejected = 1 + num_drafts - len(result.tokens)", "num_rejected = 0"),
-    Mutant("engine/outcomes.py", "cache.truncate(seq, seq.num_computed_tokens - num_rejected)", "pass"),
-    Mutant("engine/stopping.py", "if count == room:", "if count == room + 1:"),
+    Mutant("engine/scheduled.py", "num_rejected = 1 + num_drafts - len(result.tokens)", "num_rejected = 0"),
+    Mutant("engine/scheduled.py", "cache.truncate(seq, seq.num_computed_tokens - num_rejected)", "pass"),
+    Mutant("engine/scheduled.py", "if count == room:", "if count == room + 1:"),
     Mutant("engine/suspects.py", "for items in (members[half:], members[:half]):", "for items in (members[:half],):"),
     Mutant("engine/suspects.py", "if is_trial and self._tried.failed_alone:", "if is_trial:"),
     # Prefill priority, and drafts.
@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant("engine/ngram.py", "self._num_seen = max(self._num_seen, last - 1)", "self._num_seen = last"),
     Mutant("engine/ngram.py", "grown[len(grown) - (last - start)]", "grown[0]"),
     Mutant("engine/ngram.py", "num_pending + count)[num_pending:]", "count)"),
-    Mutant("engine/outcomes.py", "seq.num_rejected += num_rejected", "pass"),
+    Mutant("engine/scheduled.py", "seq.num_rejected += num_rejected", "pass"),
     Mutant("types.py", "return self.start - (self.seq.num_rejected - self.num_rejected)", "return self.start"),
     # Queues and policies.
     Mutant(
@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(ADMISSION, "if (count := _num_uncomputed(seq)) > left:", "if (count := _num_uncomputed(seq)) < left:"),
     Mutant(ADMISSION, "if not has_place:", "if True:"),
     Mutant(POLICIES + "round_robin.py", "if self._had_its_turn(seq):", "if False:"),
-    Mutant("engine/victims.py", "return min(candidates, key", "return max(candidates, key"),
+    Mutant("engine/policies/policy.py", "return min(candidates, key", "return max(candidates, key"),
     Mutant("engine/step_budget.py", "num_pending > 0 and num_cut < num_running and ", "num_cut < num_running and "),
     Mutant("engine/step_budget.py", "np.maximum(seconds - alone, 0) + delay", "np.maximum(seconds - alone, 0)"),
     Mutant("engine/step_budget.py", "np.maximum(seconds - alone, 0) + delay", "seconds + delay"),

@@ -21,10 +21,9 @@ from octavo.types import EngineInfo, Masks, Plan, Sampled
 from octavo_bench.fidelity import AIMS, Driver, compare
 from octavo_bench.overhead import InstantStep
 from octavo_fleet.sim.fitted import read_log
-from octavo_fleet.sim.report import LatencyTargets
+from octavo_fleet.sim.report import GROWTH, LatencyTargets
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Simulation
-from octavo_fleet.sim.sketch import GROWTH
 from tests.llm.tiny import write_checkpoint
 
 HOST_SECONDS = 0.0002

@@ -8,7 +8,7 @@ import torch
 
 from octavo.ops.sampling import BANNED, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN
 from octavo_kernels.cpu import threads
-from octavo_kernels.cpu.sampling.best_tokens import BLOCK, best_tokens
+from octavo_kernels.cpu.sampling.sample import BLOCK, best_tokens
 from tests.ops.cpu_cases import needs_float_kernels
 
 pytestmark = needs_float_kernels
@@ -18,7 +18,7 @@ pytestmark = needs_float_kernels
 @pytest.mark.parametrize("width", [1, 5, BLOCK, 3 * BLOCK + 17])
 def test_first_largest_numbers(num_threads: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if num_threads == 0:
-        monkeypatch.setattr("octavo_kernels.cpu.sampling.best_tokens.missing", lambda features: "none can be compiled")
+        monkeypatch.setattr("octavo_kernels.cpu.sampling.sample.missing", lambda features: "none can be compiled")
     threads.set_num_threads(max(1, num_threads))
     rng = np.random.default_rng(width)
     x_RV = rng.standard_normal((9, width), np.float32) - 5

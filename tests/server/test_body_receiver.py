@@ -224,7 +224,7 @@ def test_unfinished_bodies_together(serve_app: Any, monkeypatch: pytest.MonkeyPa
     assert len(answers) == 6, "two have room"
     assert all(answer.startswith(b"HTTP/1.1 503 ") for answer in answers.values())
     assert all(b"retry-after: 1" in answer.lower() for answer in answers.values())
-    budget = served.app.state.services.body_decoder._budget
+    budget = served.app.state.services.body_receiver._budget
     assert served.call(lambda: budget.num_bytes) <= MiB
     small.sendall(whole[-5:])
     assert small.recv(4096).startswith(b"HTTP/1.1 200 ")

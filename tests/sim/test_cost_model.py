@@ -16,9 +16,9 @@ from octavo_fleet.sim.cost_model import Roofline, num_blocks_of
 from octavo_fleet.sim.devices import LAYER_SECONDS, find_device
 from octavo_fleet.sim.fitted import fit, read_log
 from octavo_fleet.sim.jobs import Job
+from octavo_fleet.sim.report import Sketch
 from octavo_fleet.sim.roofline import decode_work, prefill_work, shape_of
 from octavo_fleet.sim.shapes import SHAPES
-from octavo_fleet.sim.sketch import Sketch
 
 SHAPE = shape_of(SHAPES["llama-3.1-8b"])
 H200 = find_device("h200")

@@ -13,7 +13,7 @@ import pytest
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo_fleet.sim import runner, search
+from octavo_fleet.sim import replica, search
 from octavo_fleet.sim.plots import plot
 from octavo_fleet.sim.report import LatencyTargets
 from octavo_fleet.sim.search import cheapest
@@ -85,7 +85,7 @@ def test_decisions_are_those_that_they_always_were(
 
 
 def test_memory_does_not_grow_with_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_ANSWERS", 64)
+    monkeypatch.setattr(replica, "MAX_ANSWERS", 64)
 
     def peak(num_requests: int) -> int:
         spec = SimulationSpec(

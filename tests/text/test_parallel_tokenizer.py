@@ -11,11 +11,10 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from octavo.text import parallel_tokenizer
+from octavo.text import tokenizer as tokenizing
 from octavo.text.gguf_tokenizer import parts_from_metadata
-from octavo.text.parallel_tokenizer import MIN_CHUNK, ParallelTokenizer
 from octavo.text.pre_tokenizers import WORD_RULES
-from octavo.text.tokenizer import Tokenizer, encode_texts
+from octavo.text.tokenizer import MIN_CHUNK, ParallelTokenizer, Tokenizer, encode_texts
 from tests.text.conftest import SPECIAL, byte_level_metadata
 
 WORDS = (*"abthe TM12 \n\t'.,", " the", "  ", "don't ", "и", "中文", "e\u0301", "😀", " naïve ", *SPECIAL)
@@ -37,7 +36,7 @@ def texts_of(backend: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def can_split(backend: tokenizers.Tokenizer, tokens: list[bytes]) -> bool:
-    return parallel_tokenizer.can_split(backend, tokens, partial(encode_texts, backend))
+    return tokenizing.can_split(backend, tokens, partial(encode_texts, backend))
 
 
 @pytest.fixture

@@ -104,3 +104,30 @@ class Policy(WaitingQueue):
 
     def charge(self, plan: Plan, sampled: list[Sampled]) -> None:
         """Account for the results of a step."""
+
+
+ChooseVictim = Callable[[Iterator[Sequence]], Sequence | None]
+"""Takes the sequences that may be preempted, youngest first; returns one of them, or ``None`` if there are none."""
+
+
+def youngest(candidates: Iterator[Sequence]) -> Sequence | None:
+    """The last sequence in the policy's order."""
+    return next(candidates, None)
+
+
+def cheapest(candidates: Iterator[Sequence]) -> Sequence | None:
+    """The sequence with the fewest tokens to recompute."""
+    return min(candidates, key=lambda seq: seq.num_computed_tokens, default=None)
+
+
+def largest(candidates: Iterator[Sequence]) -> Sequence | None:
+    """The sequence with the most blocks, so that few sequences are preempted."""
+    return max(candidates, key=_num_held, default=None)
+
+
+def _num_held(seq: Sequence) -> int:
+    """Blocks of ``seq`` in the first KV group, which reaches furthest back and so holds the most."""
+    return seq.groups[0].num_held
+
+
+VICTIMS: dict[str, ChooseVictim] = {choose.__name__: choose for choose in (youngest, cheapest, largest)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.ops.moe import ClampedSwish, ExpertActivation, Experts, SquaredReLU, has_gates, moe
 from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_rows
-from octavo_kernels.triton.experts.moe import are_few, moe_triton
+from octavo_kernels.triton.experts.grouped_moe import are_few, moe_triton
 from octavo_kernels.triton.launch import invariant
 from tests.ops.triton.poison import poison_new_tensors
 
