@@ -90,11 +90,6 @@ def find_drafter(
     if not isinstance(method, WithDrafter):
         return None
     settings = config.model
-    if any(spec.state for spec in model.cache):
-        raise ConfigError(
-            f'speculative_config: "{_name(method)}" cannot draft for models with recurrent state; "ngram" and '
-            '"suffix" can'
-        )
     if settings.enable_lora or settings.tensor_parallel_size > 1:
         other = "enable_lora" if settings.enable_lora else "tensor_parallel_size above 1"
         raise ConfigError(f'speculative_config: "{_name(method)}" cannot be combined with {other}')

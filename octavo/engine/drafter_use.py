@@ -104,7 +104,7 @@ class DrafterUse:
     def learn(self, plan: Plan, sampled: list[Sampled]) -> None:
         """Record the results of a step."""
         if plan[0].num_proposed != NO_DRAFTER:
-            num_decoding = sum([len(item.tokens) == 1 for item in plan])
+            num_decoding = sum([len(item.tokens) == 1 or bool(item.drafts) for item in plan])
             num_accepted = sum([max(0, len(result.tokens) - 1) for result in sampled])
             if self._tried > MOST_TRIED:
                 self._tried, self._accepted = self._tried / 2, self._accepted / 2

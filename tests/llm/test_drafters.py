@@ -48,6 +48,7 @@ class Case:
 
     def __init__(self, target: Path, reference: Reference, **config: Any) -> None:
         self.target, self.reference = target, reference
+        self.has_states = "linear_attention" in json.loads((target / "config.json").read_text()).get("layer_types", ())
         self.config = {"num_speculative_tokens": NUM_DRAFTS, "adaptive": False, **config}
 
 
@@ -70,10 +71,11 @@ def _eagle3(folder: Path, layout: str, layers: tuple[int, ...], row: str = "llam
     return Case(folder / "model", reference, method="eagle3", model=str(folder / "draft"))
 
 
-def _mtp(folder: Path, row: str, names: str) -> Case:
+def _mtp(folder: Path, row: str, names: str, **changes: Any) -> Case:
     write_checkpoint(folder / "model")
-    reference = mtp(folder / "model", row, names, vocab_size=VOCAB_SIZE)
-    return Case(folder / "model", reference, method="mtp")
+    reference = mtp(folder / "model", row, names, vocab_size=VOCAB_SIZE, **changes)
+    own = {"num_speculative_tokens": 1} if "layer_types" in changes else {}  # most often all or none are accepted
+    return Case(folder / "model", reference, method="mtp", **own)
 
 
 def _dflash(folder: Path, layout: str) -> Case:
@@ -82,6 +84,8 @@ def _dflash(folder: Path, layout: str) -> Case:
     return Case(folder / "model", reference, method="dflash", model=str(folder / "draft"))
 
 
+ONE_OF_TWO = ["linear_attention", "full_attention", "full_attention"]
+"""The last one is the MTP layer's."""
 DFLASH = "dflash of its authors"
 CASES: dict[str, Callable[[Path], Case]] = {
     "draft_model": _draft_model,
@@ -100,6 +104,9 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "mtp of GLM-4": lambda folder: _mtp(folder, "glm4/biases", "deepseek"),
     "mtp of Qwen3-Next": lambda folder: _mtp(folder, "qwen3/wide_heads", "qwen"),
     "mtp of Qwen3-Next with experts": lambda folder: _mtp(folder, "qwen3_moe/normalised", "qwen"),
+    "mtp of Qwen3.5": lambda folder: _mtp(folder, "qwen3_5/dense", "qwen", layer_types=ONE_OF_TWO),
+    "eagle3 of Qwen3-Next": lambda folder: _eagle3(folder, "speculators", (1, 4), "qwen3_next/some_layers_dense"),
+    "draft_model of Qwen3.5": lambda folder: _draft_model(folder, "qwen3_5/dense"),
     DFLASH: lambda folder: _dflash(folder, "authors"),
     "dflash of speculators": lambda folder: _dflash(folder, "speculators"),
 }
@@ -188,8 +195,8 @@ def test_logits_are_those_of_a_plain_reference(
             continue
         found = torch.cat(logits)
         want = case.reference(text[: newest + 1], NUM_DRAFTS)
-        assert found.shape == want.shape
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+        assert len(found) == NUM_DRAFTS or case.has_states  # fewer where a snapshot is due
+        torch.testing.assert_close(found, want[: len(found)], rtol=1e-4, atol=1e-4)
         num_compared += 1
     assert num_compared > 5
 
@@ -225,11 +232,15 @@ def test_no_output_changes(case_of: Made, name: str) -> None:
     adapted, _ = generated(case.target, speculative_config={**case.config, "adaptive": True})
     tight, stats = generated(case.target, **TIGHT, speculative_config=case.config)
     assert adapted == tight == want
-    assert stats.num_drafts > 0 < stats.num_preemptions
+    assert stats.num_drafts > 0
+    assert stats.num_preemptions or case.has_states
 
 
 @pytest.mark.parametrize(
-    "name", nightly_after(2, ["eagle3 of its authors", "mtp of DeepSeek-V3", "draft_model with windows", DFLASH])
+    "name",
+    nightly_after(
+        2, ["eagle3 of its authors", "mtp of DeepSeek-V3", "draft_model with windows", DFLASH, "mtp of Qwen3.5"]
+    ),
 )
 def test_no_output_changes_a_step_ahead(case_of: Made, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: steps are padded, and planned before the results of the step before."""
@@ -241,7 +252,8 @@ def test_no_output_changes_a_step_ahead(case_of: Made, name: str, monkeypatch: p
         # Without graphs there is no thread that prepares them, which is for devices that have their own kernels.
         found, stats = generated(case.target, **TIGHT, speculative_config=case.config, enforce_eager=True)
     assert tokens_of(found) == tokens_of(want)  # the log-probabilities of references depend on the batch
-    assert stats.num_drafts > 0 < stats.num_preemptions
+    assert stats.num_drafts > 0
+    assert stats.num_preemptions or case.has_states
 
 
 def tokens_of(results: list[Any]) -> list[Any]:
@@ -251,7 +263,7 @@ def tokens_of(results: list[Any]) -> list[Any]:
 def stream_executor(settings: Any, model: Any, storage: Any, vocab_size: int, most: Any, *parts: Any) -> Any:
     pooling, adapters, _, drafter, verify, *_ = parts
     return StreamExecutor(
-        model, storage, vocab_size, most, pooling=pooling, adapters=adapters, drafter=drafter, verify=verify
+        model, storage, vocab_size, most, pooler=pooling, adapters=adapters, drafter=drafter, verify=verify
     )
 
 

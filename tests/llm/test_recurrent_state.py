@@ -138,7 +138,6 @@ def test_steps_of_dense_models_are_recorded(folder: Path, caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"speculative_config": '{"method": "mtp"}'}, "speculative_config"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size"),
         ({"num_state_snapshots": 10**9}, "num_state_snapshots"),
     ],

@@ -232,7 +232,7 @@ def mtp(folder: Path, row: str, names: str, **changes: Any) -> Reference:
         stored |= {f"mtp.{public[name.removesuffix('.weight')]}.weight": weight for name, weight in own.items()}
     write(folder, config, stored)
     inner: Any = whole.model
-    layer, layers = inner.layers[num_layers], inner.layers
+    layer, layers, offset = inner.layers[num_layers], inner.layers, float("qwen3_5" in row)
 
     @torch.no_grad()
     def logits(text: list[int], count: int) -> Tensor:
@@ -244,11 +244,13 @@ def mtp(folder: Path, row: str, names: str, **changes: Any) -> Reference:
             embedded = inner.embed_tokens.weight[tokens].clone()
             if names == "deepseek":
                 embedded[0] = 0
-            joined = torch.cat((norm(embedded, own["enorm.weight"]), norm(states, own["hnorm.weight"])), dim=1)
+            joined = torch.cat(
+                (norm(embedded, own["enorm.weight"] + offset), norm(states, own["hnorm.weight"] + offset)), dim=1
+            )
             x, at = (joined @ own["eh_proj.weight"].T)[None], torch.arange(len(tokens))[None]
             mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
             out = layer(x, attention_mask=mask, position_ids=at, position_embeddings=inner.rotary_emb(x, at))
-            last = norm((out[0] if isinstance(out, tuple) else out)[0, -1], own["shared_head.norm.weight"])
+            last = norm((out[0] if isinstance(out, tuple) else out)[0, -1], own["shared_head.norm.weight"] + offset)
             found.append(whole.lm_head.weight @ last)
             states, tokens = torch.cat((states, last[None])), [*tokens, int(found[-1].argmax())]
         return torch.stack(found)
