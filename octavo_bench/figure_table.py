@@ -56,7 +56,8 @@ TABLE: Mapping[tuple[str, Better], str] = {
         ttft itl tpot e2el latency_s ready_s ready_after_s first_answer_s slowest_answer_s median_s answer_asleep
         answer_awake fall_asleep recovery_s finish_s octavo_processor_seconds original_processor_seconds""",
     ("µs", "less"): """
-        us microseconds us_a_layer us_by_class busy_us measured_us front_cpu_us_per_token seen_us_each
+        us microseconds us_a_layer us_by_class busy_us chunks_microseconds rows_microseconds measured_us
+        front_cpu_us_per_token seen_us_each
         chain_without_us cublas_and_kernels_us cublas_products_us octavo octavo_without_peer_access nccl torch_one_shot
         torch_two_shot""",
     ("mJ", "less"): "mj mj_a_layer mj_per_token",
