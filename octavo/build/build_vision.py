@@ -76,8 +76,8 @@ def load_vision(
     if found.is_bidirectional:
         found = dataclasses.replace(found, longest=found.longest or processor.most_tokens)
     check(found, model)
-    known = tuple(token for token in found.placeholders if token < model.vocab_size)
-    found = dataclasses.replace(found, placeholders=known)
+    known = {token for token in (processor.token, *found.placeholders) if token < model.vocab_size}
+    found = dataclasses.replace(found, placeholders=tuple(sorted(known)))
     loaded = load_tower(checkpoint.config, found, checkpoint, form)
     longest = config.model.max_model_len or model.max_position_embeddings
     num_slots = max(found.longest, min(longest, MOST_SLOTS[form.device.type]))

@@ -172,6 +172,7 @@ def _tokens(folder: Path) -> dict[str, int]:
     tokenizer = _read(folder / "tokenizer.json")
     given, vocabulary = tokenizer.get("added_tokens"), (tokenizer.get("model") or {}).get("vocab")
     found = {token["content"]: token["id"] for token in given} if isinstance(given, list) else {}
+    found = {**_read(folder / "added_tokens.json"), **found}
     if isinstance(vocabulary, dict):
         found |= {line: vocabulary[text] for text, line in (("Ċ", LINE), ("ĊĊ", LINES)) if text in vocabulary}
     return found
@@ -296,13 +297,19 @@ def _pair(given: Any) -> tuple[int, int]:
 
 
 def _internvl(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
-    height, width = _pair(config["vision_config"].get("image_size", 448))
-    size, count = given.get("size") or {}, int(config.get("image_seq_length", 256))
-    most, least = int(given.get("max_patches", 12)), int(given.get("min_patches", 1))
+    inner, size = config["vision_config"], given.get("size") or {}
+    height, width = _pair(config.get("force_image_size") or inner.get("image_size", 448))
+    if isinstance(size, Mapping):
+        height, width = int(size.get("height", height)), int(size.get("width", width))
+    merged = _pair(inner.get("patch_size", 14))[0] / float(config.get("downsample_ratio", 0.5))
+    count = int(config.get("image_seq_length") or (height // merged) * (width // merged))
+    least = given.get("min_patches", config.get("min_dynamic_patch", 1))
+    most = given.get("max_patches", config.get("max_dynamic_patch", 12))
+    if config.get("use_thumbnail") is False or config.get("dynamic_image_size") is False:
+        most = 1
     return ImageProcessor(
-        settings={"rule": "grid", "height": int(size.get("height", height)), "width": int(size.get("width", width))}
-        | {"least": least, "most": most, "tokens": count, "resample": int(given.get("resample", 3))}
-        | {"most_pixels": MOST_PIXELS},
+        settings={"rule": "grid", "height": height, "width": width, "least": int(least), "most": int(most)}
+        | {"tokens": count, "resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
         placeholder="<IMG_CONTEXT>",
         before="<img>",
         after="</img>",
@@ -377,7 +384,9 @@ PROCESSORS = {
     "Glm46VForConditionalGeneration": _glm4v,
     "Glm4vForConditionalGeneration": _glm4v,
     "Glm4vMoeForConditionalGeneration": _glm4v,
+    "GlmOcrForConditionalGeneration": _glm4v,
     "Idefics3ForConditionalGeneration": _idefics3,
+    "InternVLChatModel": _internvl,
     "InternVLForConditionalGeneration": _internvl,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava_next,

@@ -80,6 +80,7 @@ TEXT_PARTS: dict[str, str] = {
     "Glm4vForConditionalGeneration": "glm4v_text",
     "Idefics2ForConditionalGeneration": "mistral",
     "Idefics3ForConditionalGeneration": "llama",
+    "InternVLChatModel": "qwen2",
     "InternVLForConditionalGeneration": "qwen2",
     "KimiK25ForConditionalGeneration": "kimi_k2",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
@@ -113,7 +114,7 @@ PREFIXES = {
 """Prefixes of the text part's weights, and the corresponding prefixes in a text-only checkpoint."""
 LEFT_OUT = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_encoder|vision_projection|visual|visual_embeddings_table|connector|"
-    r"multi_modal_projector|mm_projector|patch_merge_mlp|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
+    r"multi_modal_projector|mm_projector|mlp1|patch_merge_mlp|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
     r"embed_audio|vision_embedder|view_seperator)\b"
 )
 """Names of the other parts."""
@@ -133,7 +134,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     whole = architecture(ConfigKeys(values))
     if whole not in TEXT_PARTS:
         return values
-    inner = values.get("text_config")
+    inner = values.get("text_config", values.get("llm_config"))
     if inner is None and "hidden_size" in values:
         inner = {key: value for key, value in values.items() if not key.startswith(("vision_", "image_", "video_"))}
     if not isinstance(inner, Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -65,6 +67,8 @@ class Family(NamedTuple):
     """Tokens of each image, from what the processor gives."""
     tokens: dict[str, int] = {}
     """Ids that have to be in the tokenizer."""
+    rewrite: Callable[[Path], None] = lambda folder: None
+    """Writes the checkpoint in another form."""
 
 
 def _of_grid(found: Any) -> Sequence[list[int]]:
@@ -112,7 +116,9 @@ def _in_split(found: Any) -> list[list[int]]:
 def tokenizer(tokens: dict[str, int]) -> Tokenizer:
     """A byte-level tokenizer with these tokens."""
     others = (i for i in range(256) if i not in tokens.values())
-    made = Tokenizer(BPE(vocab={**tokens, **{f"t{i}": i for i in others}}, merges=[("Ċ", "Ċ")]))
+    made = Tokenizer(
+        BPE(vocab={**tokens, **{f"t{i}": i for i in others}}, merges=[("Ċ", "Ċ")] if "ĊĊ" in tokens else [])
+    )
     made.pre_tokenizer = ByteLevel(add_prefix_space=False)
     made.decoder = ByteLevelDecoder()
     made.add_special_tokens([text for text in tokens if text.startswith("<")])
@@ -136,6 +142,45 @@ SMALL_TOWER = {
 INTERNVL_PROCESSOR = partial(
     GotOcr2ImageProcessorPil, crop_to_patches=True, size={"height": 56, "width": 56}, max_patches=3
 )
+
+
+def _as_published(folder: Path) -> None:
+    """InternVL as its own repositories have it (transformers' ``convert_internvl_weights_to_hf.py`` has the names)."""
+    config, stored = written_config(folder), load_file(folder / "model.safetensors")
+    inner, text = config["vision_config"], {**config["text_config"], "tie_word_embeddings": True}
+    own = {"qkv_bias": True, "qk_normalization": False, "norm_type": "layer_norm", "patch_size": 14, "image_size": 56}
+    kept = {key: inner[key] for key in SMALL_TOWER if key not in own}
+    whole = {"architectures": ["InternVLChatModel"], "llm_config": text, "vision_config": {**kept, **own}}
+    whole |= {"ps_version": "v2", "downsample_ratio": 0.5, "select_layer": -1, "force_image_size": 56}
+    (folder / "config.json").write_text(json.dumps({**whole, "max_dynamic_patch": 3, "use_thumbnail": True}))
+    tensors = dict[str, torch.Tensor]()
+    for name, tensor in stored.items():
+        if ".attention.q_proj." in name:
+            parts = [stored[name.replace(".q_proj.", f".{end}_proj.")] for end in "qkv"]
+            name, tensor = name.replace(".q_proj.", ".qkv."), torch.cat(parts)
+        elif ".attention.k_proj." in name or ".attention.v_proj." in name:
+            continue
+        for pattern, published in PUBLISHED:
+            name = re.sub(pattern, published, name)
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+
+
+PUBLISHED = [
+    (r"^vision_tower\.", "vision_model."),
+    (r"^multi_modal_projector\.layer_norm", "mlp1.0"),
+    (r"^multi_modal_projector\.linear_1", "mlp1.1"),
+    (r"^multi_modal_projector\.linear_2", "mlp1.3"),
+    (r"cls_token", "class_embedding"),
+    (r"patch_embeddings\.projection", "patch_embedding"),
+    (r"position_embeddings", "position_embedding"),
+    (r"encoder\.layer\.", "encoder.layers."),
+    (r"attention\.projection_layer", "attn.proj"),
+    (r"\.attention\.", ".attn."),
+    (r"layernorm_before", "norm1"),
+    (r"layernorm_after", "norm2"),
+    (r"lambda_", "ls"),
+]
 LLAVA = {
     "text_config": {"model_type": "llama", **TEXT},
     "vision_config": {"model_type": "clip_vision_model", **SMALL_TOWER},
@@ -286,6 +331,12 @@ FAMILIES = {
         GLM_PROCESSOR,
         _of_grid,
     ),
+    "glm_ocr": Family(
+        "glm_ocr",
+        {"text_config": {**TEXT, "rope_parameters": ROPE}, "vision_config": GLM_VISION, "image_token_id": IMAGE},
+        GLM_PROCESSOR,
+        _of_grid,
+    ),
     "gemma4": Family(
         "gemma4",
         {
@@ -343,6 +394,19 @@ FAMILIES = {
         },
         INTERNVL_PROCESSOR,
         _by_tile,
+    ),
+    "internvl_chat": Family(
+        "internvl",
+        {
+            "text_config": {"model_type": "qwen3", **TEXT},
+            "vision_config": {**SMALL_TOWER, "attention_bias": True},
+            "image_token_id": IMAGE,
+            "image_seq_length": 4,
+        },
+        INTERNVL_PROCESSOR,
+        _by_tile,
+        {"<IMG_CONTEXT>": IMAGE},
+        _as_published,
     ),
     "llava_onevision": Family(
         "llava_onevision",
@@ -472,6 +536,7 @@ def make(folder: Path, name: str) -> PreTrainedModel:
                 weight.mul_(4)  # so that attention looks at some positions more than at others
     model.eval().save_pretrained(folder)
     family.processor().save_pretrained(folder)
+    family.rewrite(folder)
     if family.tokens:
         tokenizer(family.tokens).save(str(folder / "tokenizer.json"))
     return model

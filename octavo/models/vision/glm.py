@@ -1,7 +1,7 @@
-"""The vision tower of GLM-4.1V, GLM-4.5V and GLM-4.6V (arXiv 2507.01006): Qwen2.5-VL's without windows.
+"""The vision tower of GLM-4.1V, GLM-4.5V, GLM-4.6V (arXiv 2507.01006) and GLM-OCR: Qwen2.5-VL's without windows.
 
-Learned positions are added, which are sampled from a square grid for images of other sides. A convolution makes one row
-of four patches, and gates follow.
+Learned positions are added, which are sampled from a square grid for images of other sides; GLM-OCR has none. A
+convolution makes one row of four patches, and gates follow.
 
 Shapes: N patches, D width of the tower.
 """
@@ -45,8 +45,9 @@ class Glm4vTower(QwenTower):
     def __init__(self, config: QwenConfig, weights: WeightLoader) -> None:
         super().__init__(config, weights)
         D, wide, m = config.width, config.hidden_size, config.merge
-        self.patch_norm = RMSNorm(weights, "visual.post_conv_layernorm", D, config.eps)
-        self.place_table = weights.dense("visual.embeddings.position_embedding.weight", config.num_places, D)
+        if config.num_places:
+            self.patch_norm = RMSNorm(weights, "visual.post_conv_layernorm", D, config.eps)
+            self.place_table = weights.dense("visual.embeddings.position_embedding.weight", config.num_places, D)
         self.norm = RMSNorm(weights, "visual.post_layernorm", D, config.eps)
         self.merge_map = weights.dense("visual.downsample.weight", wide, D, m, m).permute(0, 2, 3, 1).reshape(wide, -1)
         self.merge_bias = weights.dense("visual.downsample.bias", wide)
@@ -58,8 +59,9 @@ class Glm4vTower(QwenTower):
     def __call__(self, image: Pixels) -> Tensor:
         """The embeddings of an image, row by row: [N / merge^2, D of the decoder]."""
         x_ND, rows, columns = self.embedded(image)
-        x_ND = self.patch_norm(x_ND)
-        x_ND = x_ND + self.learned(rows, columns).to(x_ND.dtype)
+        if self.config.num_places:
+            x_ND = self.patch_norm(x_ND)
+            x_ND = x_ND + self.learned(rows, columns).to(x_ND.dtype)
         angles = self.angles(rows, columns)
         for block in self.blocks:
             x_ND = block(x_ND, angles, [])
@@ -75,3 +77,24 @@ class Glm4vTower(QwenTower):
         table = self.place_table.float().view(1, side, side, -1).permute(0, 3, 1, 2)
         found = functional.grid_sample(table, at[None, :, None], "bicubic", "border", align_corners=False)
         return found[0, :, :, 0].t()
+
+
+class GlmOcrTower(Glm4vTower):
+    """The tower of GLM-OCR."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> QwenConfig:
+        inner = part(keys, "vision_config")
+        has_bias = inner.flag("attention_bias", True)
+        return read_qwen(
+            keys,
+            inner,
+            merger_size=3 * inner.size("out_hidden_size"),
+            patch=inner.size("patch_size", 14),
+            eps=inner.number("rms_norm_eps", 1e-5),
+            activation=inner.choice("hidden_act", ACTIVATIONS, "silu"),
+            is_gated=True,
+            has_bias=has_bias,
+            has_qkv_bias=has_bias,
+            norms_heads=True,
+        )

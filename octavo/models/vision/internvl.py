@@ -66,7 +66,10 @@ class InternVLLayer:
         self.norms = [config.norm(weights, f"{prefix}.layernorm_{end}", D, config.eps) for end in ends]
         self.scales = [weights.dense(f"{prefix}.lambda_{i}", D) for i in (1, 2)]
         name = f"{prefix}.attention"
-        self.qkv = [Affine(weights, f"{name}.{end}_proj", (D, D), config.has_qkv_bias) for end in "qkv"]
+        if weights.tensors.has_module(f"{name}.qkv"):
+            self.qkv = [Affine(weights, f"{name}.qkv", (3 * D, D), config.has_qkv_bias)]
+        else:
+            self.qkv = [Affine(weights, f"{name}.{end}_proj", (D, D), config.has_qkv_bias) for end in "qkv"]
         self.head_norms = [RMSNorm(weights, f"{name}.{end}_norm", D, 1e-6) for end in "qk" if config.norms_queries]
         self.out = Affine(weights, f"{name}.projection_layer", (D, D))
         names = f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"
@@ -74,12 +77,30 @@ class InternVLLayer:
 
     def __call__(self, x_BND: Tensor) -> Tensor:
         inner = self.norms[0](x_BND)
-        q, k, v = (affine(inner) for affine in self.qkv)
+        q, k, v = torch.cat([affine(inner) for affine in self.qkv], dim=-1).chunk(3, dim=-1)
         if self.head_norms:
             q, k = (norm(part) for norm, part in zip(self.head_norms, (q, k), strict=True))
         q, k, v = (part.view(*part.shape[:-1], self.num_heads, -1) for part in (q, k, v))
         x_BND = x_BND + self.scales[0] * self.out(attend(q, k, v))
         return x_BND + self.scales[1] * self.mlp(self.norms[1](x_BND))
+
+
+OWN_NAMES = (
+    ("vision_model.embeddings.class_embedding", "vision_tower.embeddings.cls_token"),
+    ("vision_model.embeddings.patch_embedding", "vision_tower.embeddings.patch_embeddings.projection"),
+    ("vision_model.embeddings.position_embedding", "vision_tower.embeddings.position_embeddings"),
+    ("vision_model.encoder.layers.", "vision_tower.encoder.layer."),
+    (".attn.proj.", ".attention.projection_layer."),
+    (".attn.", ".attention."),
+    (".norm1.", ".layernorm_before."),
+    (".norm2.", ".layernorm_after."),
+    (".ls1", ".lambda_1"),
+    (".ls2", ".lambda_2"),
+    ("mlp1.0.", "multi_modal_projector.layer_norm."),
+    ("mlp1.1.", "multi_modal_projector.linear_1."),
+    ("mlp1.3.", "multi_modal_projector.linear_2."),
+)
+"""Parts of names in OpenGVLab's repositories, and what transformers has in their place."""
 
 
 class InternVLTower:
@@ -142,3 +163,33 @@ class InternVLTower:
             x_BND = self.norm(x_BND)
         windows = merged(x_BND[:, 1:], self.config.merge)
         return self.projector(self.projector_norm(windows)).flatten(0, 1)
+
+
+class InternVLChatTower(InternVLTower):
+    """The same as OpenGVLab's repositories have it."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> InternVLConfig:
+        inner = part(keys, "vision_config")
+        version, squares = keys.get("ps_version", "v1"), keys.get("pad2square", False)
+        if version != "v2":
+            raise wrong("ps_version", version, "v2")
+        if squares:
+            raise wrong("pad2square", squares, "false")
+        own = {
+            "attention_bias": inner.get("qkv_bias", True),
+            "use_qk_norm": inner.get("qk_normalization", True),
+            "norm_type": inner.get("norm_type", "rms_norm"),
+            "image_size": keys.get("force_image_size") or inner.get("image_size", 448),
+        }
+        given = {**inner.values, **own}
+        values = {"vision_config": given, "text_config": keys.get("llm_config")}
+        values |= {"downsample_ratio": keys.get("downsample_ratio", 0.5)}
+        return super().read_config(ConfigKeys(values | {"vision_feature_layer": keys.get("select_layer", -1)}))
+
+    @staticmethod
+    def own_name(name: str) -> str:
+        """The name in transformers."""
+        for stored, own in OWN_NAMES:
+            name = name.replace(stored, own)
+        return name

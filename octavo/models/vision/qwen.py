@@ -55,6 +55,8 @@ class QwenConfig(VisionConfig):
     """Width of the feed-forward layer behind the layers, where the other sizes do not give it."""
     has_bias: bool = True
     has_qkv_bias: bool = True
+    norms_heads: bool = False
+    """Whether queries and keys are normalised."""
     window: int = 0
     """Side of an attention window in patches."""
     full_layers: tuple[int, ...] = ()
@@ -127,6 +129,8 @@ class QwenBlock:
         self.num_heads = config.num_heads
         self.qkv = Affine(weights, f"{prefix}.attn.qkv", (3 * D, D), config.has_qkv_bias)
         self.proj = Affine(weights, f"{prefix}.attn.proj", (D, D), config.has_bias)
+        H, ends = D // config.num_heads, "qk" if config.norms_heads else ""
+        self.head_norms = [RMSNorm(weights, f"{prefix}.attn.{end}_norm", H, config.eps) for end in ends]
         self.norms = [norm_of(config)(weights, f"{prefix}.norm{i}", D, config.eps) for i in (1, 2)]
         self.mlp: Feedforward | GatedFeedforward
         if config.is_gated:
@@ -140,6 +144,8 @@ class QwenBlock:
         """``windows``: int64 [windows, patches of each]: the patches that attend to each other; all if empty."""
         N = len(x_ND)
         q, k, v = self.qkv(self.norms[0](x_ND)).view(N, 3, self.num_heads, -1).unbind(1)
+        if self.head_norms:
+            q, k = self.head_norms[0](q), self.head_norms[1](k)
         q, k = turn(q, *angles), turn(k, *angles)
         if windows:
             attended = torch.empty_like(x_ND)

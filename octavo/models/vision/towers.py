@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from octavo.errors import CheckpointError
@@ -12,9 +12,9 @@ from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.models.vision.gemma4 import Gemma4Tower, Gemma4UnifiedTower
-from octavo.models.vision.glm import Glm4vTower
+from octavo.models.vision.glm import Glm4vTower, GlmOcrTower
 from octavo.models.vision.idefics import Idefics3Tower
-from octavo.models.vision.internvl import InternVLTower
+from octavo.models.vision.internvl import InternVLChatTower, InternVLTower
 from octavo.models.vision.llava import LlavaNextTower, LlavaOnevisionTower, LlavaTower
 from octavo.models.vision.pixtral import Mistral3Tower, PixtralTower
 from octavo.models.vision.qwen import Qwen2Tower, Qwen3Tower, Qwen25Tower
@@ -25,7 +25,10 @@ from octavo.quant.tensors import Renamed, TensorSource
 
 
 class Family(Protocol):
-    """A tower's class: it reads its configuration, and is constructed from that and the weights."""
+    """A tower's class: it reads its configuration, and is constructed from that and the weights.
+
+    ``own_name`` gives the name that it has for a weight's name in the checkpoint, if they differ.
+    """
 
     def read_config(self, keys: ConfigKeys) -> Any: ...
 
@@ -39,7 +42,9 @@ TOWERS: dict[str, Family] = {
     "Glm46VForConditionalGeneration": Glm4vTower,
     "Glm4vForConditionalGeneration": Glm4vTower,
     "Glm4vMoeForConditionalGeneration": Glm4vTower,
+    "GlmOcrForConditionalGeneration": GlmOcrTower,
     "Idefics3ForConditionalGeneration": Idefics3Tower,
+    "InternVLChatModel": InternVLChatTower,
     "InternVLForConditionalGeneration": InternVLTower,
     "LlavaForConditionalGeneration": LlavaTower,
     "LlavaNextForConditionalGeneration": LlavaNextTower,
@@ -99,10 +104,11 @@ def load_tower(
     values: Mapping[str, Any], config: VisionConfig, source: TensorSource, form: WeightFormat
 ) -> LoadedTower:
     """Load a tower, which is never quantised. Raises ``CheckpointError``."""
-    names = [name for name in source.names() if not name.startswith(TEXT)]
-    weights = WeightLoader(Renamed(source, {name.removeprefix("model."): name for name in names}), form)
     family = family_of(values)
     assert family is not None, "the configuration was read"
+    own_name: Callable[[str], str] = getattr(family, "own_name", str)
+    names = [name for name in source.names() if not name.startswith(TEXT)]
+    weights = WeightLoader(Renamed(source, {own_name(name.removeprefix("model.")): name for name in names}), form)
     tower = family(config, weights)
     return LoadedTower(config, tower, weights.num_parameters, weights.bytes_by_format)
 
