@@ -25,7 +25,7 @@ import msgspec
 
 from octavo.config import EngineConfig, SchedulerSettings
 from octavo.engine.engine import Engine
-from octavo.engine.spare_time import SpareTime
+from octavo.engine.schedule_delay import ScheduleDelay
 from octavo.engine.step_budget import StepBudget
 from octavo.engine.step_times import REST, StepWork, TimedRunner
 from octavo.errors import ConfigError
@@ -109,7 +109,7 @@ class Driver:
         """What clients saw, and the steps."""
         self.sleep(1.2 * REST)  # a simulation begins after a pause, too
         self.steps = Steps()
-        self.engine.spare_time = SpareTime()  # nor does a simulation know any yet, or what steps cost
+        self.engine.spare_time = ScheduleDelay()  # nor does a simulation know any yet, or what steps cost
         scheduler, known = self.engine.scheduler, self.engine.scheduler.step_budget
         scheduler.step_budget = StepBudget(SchedulerSettings(max_itl=known.max_itl), known.most, known.waiting)
         self.num_served += 1

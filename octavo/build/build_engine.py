@@ -293,7 +293,7 @@ def _settle(
     if vision is not None:
         both, free = both + vision.weight_bytes, free - vision.num_bytes
     sizes = both, free, ranks.collective.size
-    limits, budget = memory.settle(config, model, kv_dtype, form.dtype, form.device.type, *sizes, drafting.cache)
+    limits, budget = memory.plan_memory(config, model, kv_dtype, form.dtype, form.device.type, *sizes, drafting.cache)
     logger.info("memory budget, with contexts of %d tokens:\n%s", limits.max_model_len, budget.table())
     ranks.settle(limits)
     return limits, budget

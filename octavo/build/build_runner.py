@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from octavo.config import ModelSettings
-from octavo.engine.graph_choice import GraphChoice
+from octavo.engine.graph_dispatcher import GraphDispatcher
 from octavo.engine.kernel_tuning import NO_TUNING, TuningPlan, plan_of
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.sequence_images import ImageSettings
@@ -59,7 +59,7 @@ def make_runner(
     if not executor.runs_ahead:
         return runner, partial(compute_padding, runner)
     has_graphs = not settings.enforce_eager
-    graphs = GraphChoice(
+    graphs = GraphDispatcher(
         most.max_num_seqs,
         most.max_num_batched_tokens,
         adapters is not None,

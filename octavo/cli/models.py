@@ -124,7 +124,7 @@ def _check(config: EngineConfig) -> int:
     left = (free // num_ranks if device.type == "cpu" else free) - sum(sizes.values())
     try:
         kinds = kv_dtype, form.dtype, device.type
-        limits, budget = memory.settle(config, model, *kinds, weights=sizes, free=left, num_ranks=num_ranks)
+        limits, budget = memory.plan_memory(config, model, *kinds, weights=sizes, free=left, num_ranks=num_ranks)
     except ConfigError as error:
         print(f"does not fit on {device}: {error}")
         return 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from weakref import WeakKeyDictionary
 
-from octavo.engine.drafter_use import DrafterUse
+from octavo.engine.drafter_switch import DrafterSwitch
 from octavo.engine.proposer import Proposal
 from octavo.engine.step_budget import DraftRoom
 from octavo.engine.step_costs import StepCosts
@@ -43,7 +43,7 @@ class DraftChoice:
         self.costs = StepCosts()
         self.drafting_costs = StepCosts(self.costs.drift) if on_device else self.costs
         """Of steps at whose end a drafter makes as many drafts of a sequence as the step verifies."""
-        self.drafter_use = DrafterUse(self.costs, self.drafting_costs) if on_device else None
+        self.drafter_use = DrafterSwitch(self.costs, self.drafting_costs) if on_device else None
         self.rates = AcceptanceRates(max_drafts)
         self._num_steps = 0
         self._pause = 0
@@ -122,7 +122,7 @@ class DraftChoice:
                 self.rates.learn(item.seq, len(item.drafts), len(result.tokens) - 1)
 
     def note_step(self, plan: Plan, seconds: float, plain: float | None = None) -> None:
-        """Record the duration of a step; see ``DrafterUse``."""
+        """Record the duration of a step; see ``DrafterSwitch``."""
         if self.drafter_use is not None:
             self.drafter_use.note_step(plan, seconds, plain)
         if plain is None:

@@ -11,8 +11,8 @@ from octavo.cache.cache_view import view_of
 from octavo.cache.kv_events import KVEvent
 from octavo.engine.logits_processors import Processors, make_processors
 from octavo.engine.protocols import Adapters, Grammars, Runner, Sleeper, SubmittedStep, WeightChanger
+from octavo.engine.schedule_delay import ScheduleDelay
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.spare_time import SpareTime
 from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter, ModelNotFound, RunnerError
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
@@ -83,7 +83,7 @@ class Engine:
         self.in_flight: deque[tuple[Plan, SubmittedStep]] = deque()
         self.last_plan: Plan = []
         """What the last step computed; empty if it failed."""
-        self.spare_time = SpareTime()
+        self.spare_time = ScheduleDelay()
         self._ended_at = 0.0
         """Time when the last step ended."""
         self.preparing: dict[int, tuple[Request, Future[Any], Processors | None]] = {}

@@ -14,13 +14,13 @@ import msgspec
 from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
 from octavo.engine.admission import SequenceAdmission, may_share
+from octavo.engine.fault_isolation import FaultIsolation, divided
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import VICTIMS, PolicyContext
 from octavo.engine.scheduled import apply_result, error_output, take, with_encodes
 from octavo.engine.sequence_images import Images, ImageSettings
 from octavo.engine.speculation import NO_DRAFTS, Speculation, num_proposed
 from octavo.engine.step_budget import StepBudget
-from octavo.engine.suspects import Suspects, divided
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter, RunnerError
 from octavo.telemetry.events import EventLog
 from octavo.types import (
@@ -60,7 +60,7 @@ class Scheduler(SequenceAdmission):
        ``overtakes``: by at most a tenth of its own tokens (``admission.py``). So a short prompt does not wait
        for a long one, and a long one takes at most a tenth longer. The first and the shortest waiting sequence are
        among these, as long as both have a place and blocks.
-    7. After a failed forward pass its sequences are retried in smaller groups, each alone: see ``Suspects``.
+    7. After a failed forward pass its sequences are retried in smaller groups, each alone: see ``FaultIsolation``.
 
     No cost grows with the number of requests waiting or ever seen, except the logarithm of a heap.
     """
@@ -96,7 +96,7 @@ class Scheduler(SequenceAdmission):
         self.choose_victim = VICTIMS.get(settings.preemption_victim, self.waiting.choose_victim)
         self.step_budget = StepBudget(settings, max_num_batched_tokens, self.waiting)
         self.running, self.leaving, self.yielding, self.promised, self.cut = {}, set(), {}, {}, []
-        self.suspects = Suspects()
+        self.suspects = FaultIsolation()
         self.stats = EngineStats(num_blocks=cache.num_blocks)
         """The counters; ``snapshot`` fills in the gauges."""
         self.events = EventLog(self.stats, clock)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.engine.persistent_batch import BlockTables, Indices, Needs, PersistentBatch
-from octavo.engine.restrictions import masks_of
 from octavo.engine.sequence_images import ImageSettings, span_rows
+from octavo.engine.token_masks import masks_of
 from octavo.steps.layout import NO_INDEX, StepArrays, num_bytes
 from octavo.steps.messages import (
     NO_ADAPTER,

@@ -33,5 +33,5 @@ class VocabParallelEmbedding(Embedding):
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         """Embeddings [T, D] of int64 ids, which must be in the vocabulary."""
-        rows_TD = self.weight.rows(ops.own_ids(token_ids_T, *self._own))
-        return self._collective.all_reduce(ops.keep_own_rows(rows_TD, token_ids_T, *self._own))
+        rows_TD = self.weight.rows(ops.local_vocab_ids(token_ids_T, *self._own))
+        return self._collective.all_reduce(ops.mask_remote_rows(rows_TD, token_ids_T, *self._own))

@@ -14,7 +14,7 @@ from octavo.ops.attention import (
 from octavo.ops.block_linear import block_embedding, block_linear
 from octavo.ops.causal_conv import causal_conv
 from octavo.ops.drafting import accept_by_chance, accept_drafts, draft_rows, drafts_behind, keep_draft, newest_tokens
-from octavo.ops.embedding import embedding, keep_own_rows, own_ids
+from octavo.ops.embedding import embedding, local_vocab_ids, mask_remote_rows
 from octavo.ops.gated_conv import gated_conv
 from octavo.ops.gated_delta import gated_delta
 from octavo.ops.gated_norm import gated_norm
@@ -54,16 +54,16 @@ __all__ = [
     "grouped_output_mlp",
     "head_linear",
     "keep_draft",
-    "keep_own_rows",
     "latent_attention",
     "layer_norm",
     "linear",
     "linear_attention",
+    "local_vocab_ids",
     "lora",
+    "mask_remote_rows",
     "moe",
     "newest_tokens",
     "next_tokens",
-    "own_ids",
     "paged_attention",
     "publish_tokens",
     "pull_step",

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.ops.noise import exponentials
 from octavo.ops.sampling import BANNED, GREEDY_BELOW, NOT_FINITE, NOTHING_LEFT, OUT_OF_RANGE, OVERFLOWN, SampleParams
+from octavo.ops.sampling_noise import exponentials
 
 UNDECIDED = -4
 NEVER = -math.inf

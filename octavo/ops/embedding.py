@@ -21,11 +21,11 @@ def embedding(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype | None =
     return functional.embedding(token_ids_T, table_VD).to(dtype or table_VD.dtype)
 
 
-# ---- own_ids: Token ids as indices of the rows that a rank holds of a vocabulary table. Shapes: T tokens.
+# ---- local_vocab_ids: Token ids as indices of the rows that a rank holds of a vocabulary table. Shapes: T tokens.
 
 
 @op_of_ids
-def own_ids(token_ids_T: Tensor, first: int, count: int) -> Tensor:
+def local_vocab_ids(token_ids_T: Tensor, first: int, count: int) -> Tensor:
     """For a rank with the rows ``first`` to ``first + count``: the index of each id among them (int64), 0 for others.
 
     ``token_ids`` are int64; a new tensor.
@@ -34,11 +34,11 @@ def own_ids(token_ids_T: Tensor, first: int, count: int) -> Tensor:
     return ids_T.masked_fill_((ids_T < 0) | (ids_T >= count), 0)
 
 
-# ---- keep_own_rows: Zeros in place of embeddings that another rank holds. Shapes: T tokens, D model.
+# ---- mask_remote_rows: Zeros in place of embeddings that another rank holds. Shapes: T tokens, D model.
 
 
 @op
-def keep_own_rows(x_TD: Tensor, token_ids_T: Tensor, first: int, count: int) -> Tensor:
+def mask_remote_rows(x_TD: Tensor, token_ids_T: Tensor, first: int, count: int) -> Tensor:
     """``x``, in which the rows are zeros whose id (int64) is not from ``first`` to ``first + count``; overwrites it."""
     is_other_T = (token_ids_T < first) | (token_ids_T >= first + count)
     return x_TD.masked_fill_(is_other_T.unsqueeze(1), 0)

@@ -130,7 +130,7 @@ def free_memory(device: torch.device, gpu_memory_utilization: float) -> int:
     return min((size for size in known if size is not None), default=4 * GIB)
 
 
-def settle(
+def plan_memory(
     settings: EngineConfig,
     model: ModelConfig,
     kv_dtype: torch.dtype,
@@ -173,7 +173,7 @@ def settle(
     needed = settings.model.max_model_len or min(model.max_position_embeddings, LEAST_CONTEXT)
     smaller = _smaller_batch(settings.scheduler, max_num_seqs, max_num_batched_tokens)
     if smaller and (pools.least_bytes(needed) if given is None else given * per_block) > room:
-        return settle(settings, model, kv_dtype, dtype, device, weights, free, num_ranks, draft_specs, smaller)
+        return plan_memory(settings, model, kv_dtype, dtype, device, weights, free, num_ranks, draft_specs, smaller)
     if settings.model.max_model_len is None:
         max_model_len = _longest_that_fits(pools, max_model_len, room if given is None else given * per_block)
     kept = pools.kept(max_model_len)[0]

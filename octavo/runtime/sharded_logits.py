@@ -17,8 +17,8 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops.candidates import UNDECIDED, choose_tokens, find_candidates
 from octavo.ops.collective import Collective
-from octavo.ops.noise import token_hashes
 from octavo.ops.sampling import SampleParams
+from octavo.ops.sampling_noise import token_hashes
 from octavo.quant.stored.shard import Shard
 
 

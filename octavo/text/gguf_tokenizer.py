@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from octavo.errors import CANCELLATIONS, CheckpointError
-from octavo.text.pieces import NORMAL, Pieces, space_marks, text_decoder
 from octavo.text.pre_tokenizers import word_rule
+from octavo.text.sentencepiece_vocab import NORMAL, SentencePieceVocab, space_marks, text_decoder
 from octavo.text.tokenizer_parts import TokenizerParts, wrap_with_special_tokens
 from octavo.weights.generation_config import in_vocabulary, token_ids
 from octavo.weights.gguf.gguf_reader import GGUFFile
@@ -87,11 +87,11 @@ class _Metadata:
             raise self.fail(key, f"a list of {length} numbers is needed")
         return [float(item) for item in value]
 
-    def pieces(self, unknown: str | None) -> Pieces:
+    def pieces(self, unknown: str | None) -> SentencePieceVocab:
         """The vocabulary; scores are used, and required, by SentencePiece models only."""
         default = 0.0 if self.get("model") == "gpt2" else None
         scores = [float(score) for score in self.numbers("scores", len(self.tokens), default)]
-        return Pieces(self.tokens, scores, self.types, unknown, self.fail)
+        return SentencePieceVocab(self.tokens, scores, self.types, unknown, self.fail)
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.get(key, default))

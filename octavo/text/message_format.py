@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.grammar import forms
 from octavo.text import reasoning
 from octavo.text.chat_messages import WriteCalls
-from octavo.text.reader import Format
+from octavo.text.message_parser import Format
 from octavo.text.reasoning import AnswerMarks, Thinking
 from octavo.text.tool_calls import harmony
 from octavo.text.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from octavo.text.reader import Format, Steps, TextReader
+from octavo.text.message_parser import Format, Steps, TextReader
 
 
 class AnswerMarks(NamedTuple):

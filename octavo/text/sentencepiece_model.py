@@ -16,7 +16,16 @@ import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from octavo.errors import CANCELLATIONS, CheckpointError
-from octavo.text.pieces import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Pieces, space_marks, text_decoder
+from octavo.text.sentencepiece_vocab import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    SentencePieceVocab,
+    space_marks,
+    text_decoder,
+)
 from octavo.text.token_bytes import SPACE_MARK
 
 MAX_MODEL_BYTES = 64 << 20
@@ -69,7 +78,7 @@ class SentencePieceModel:
         pieces.add_to(backend)
         return backend
 
-    def _pieces(self, declared: Mapping[int, AddedToken]) -> Pieces:
+    def _pieces(self, declared: Mapping[int, AddedToken]) -> SentencePieceVocab:
         tokens = [piece.piece for piece in self._proto.pieces]
         kinds = [piece.type for piece in self._proto.pieces]
         known = set(tokens)
@@ -86,7 +95,7 @@ class SentencePieceModel:
             raise self._fail("pieces", "none of them is of the kind unknown")
         if len(set(tokens)) < len(tokens):
             raise self._fail("pieces", "some piece is there twice")
-        return Pieces(tokens, [piece.score for piece in self._proto.pieces], kinds, unknown, self._fail)
+        return SentencePieceVocab(tokens, [piece.score for piece in self._proto.pieces], kinds, unknown, self._fail)
 
     def _cleaning(self) -> list[normalizers.Normalizer]:
         """Normalizers applied before spaces are replaced."""

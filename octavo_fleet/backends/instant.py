@@ -18,7 +18,7 @@ from octavo.errors import CheckpointError, InvalidParameter
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs, WeightOrder
-from octavo_fleet.backends.certain import certain, make_info, refuse_what_needs_a_model
+from octavo_fleet.backends.modelless import certain, make_info, refuse_what_needs_a_model
 from octavo_fleet.backends.toy_models import WORDS
 from octavo_fleet.backends.vocabulary import FIRST_WORD, VOCAB_SIZE, word_tokenizer
 

@@ -11,7 +11,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.protocols import OnLost
 from octavo.engine.scheduler import Scheduler
 from octavo.types import EngineInfo, Output, Request, Sequence
-from octavo_fleet.backends.certain import make_info, refuse_what_needs_a_model
+from octavo_fleet.backends.modelless import make_info, refuse_what_needs_a_model
 from octavo_fleet.backends.toy_models import WORDS, FakeRunner, next_word
 from octavo_fleet.backends.vocabulary import FIRST_WORD, VOCAB_SIZE, prompt_text, word_tokenizer
 

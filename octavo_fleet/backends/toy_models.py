@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 
 from octavo.types import Masks, Plan, Sampled, Scheduled, Sequence
-from octavo_fleet.backends.certain import certain
+from octavo_fleet.backends.modelless import certain
 
 VOCAB_SIZE = 32_000
 WORDS = (

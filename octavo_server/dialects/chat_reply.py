@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from octavo.errors import RequestError
-from octavo.text.reader import Call, Piece, Text
+from octavo.text.message_parser import Call, Piece, Text
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.openai.chat import ChatBody, chat_message, client_request, tools_of
 from octavo_server.generation import GeneratedChoice, Generation

@@ -9,7 +9,7 @@ import pytest
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.device_drafts import DeviceDrafts
 from octavo.engine.draft_choice import STEPS_BETWEEN_MEASUREMENTS, AcceptanceRates, DraftChoice
-from octavo.engine.drafter_use import LONGEST_REST, TRIAL, DrafterUse
+from octavo.engine.drafter_switch import LONGEST_REST, TRIAL, DrafterSwitch
 from octavo.engine.proposer import Proposal
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
@@ -113,7 +113,7 @@ def test_a_drafter_runs_again_once_its_drafts_are_accepted() -> None:
     filling, seq, ran = StepCosts(), sequence(), list[bool]()
     for _ in range(LEAST_SEEN):
         filling.note(1, 1.05)
-    use = DrafterUse(filling, StepCosts(filling.drift))
+    use = DrafterSwitch(filling, StepCosts(filling.drift))
     for number in range(8000):
         ran.append(use.runs())
         is_good = number >= 4000

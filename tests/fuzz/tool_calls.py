@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 
-from octavo.text.reader import Call
+from octavo.text.message_parser import Call
 from tests.fuzz.target import Fault, Target
 from tests.text.tool_calls.messages import CASES, FORMATS, parse
 

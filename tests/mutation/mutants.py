@@ -55,8 +55,10 @@ MUTANTS = [
     Mutant("engine/scheduled.py", "num_rejected = 1 + num_drafts - len(result.tokens)", "num_rejected = 0"),
     Mutant("engine/scheduled.py", "cache.truncate(seq, seq.num_computed_tokens - num_rejected)", "pass"),
     Mutant("engine/scheduled.py", "if count == room:", "if count == room + 1:"),
-    Mutant("engine/suspects.py", "for items in (members[half:], members[:half]):", "for items in (members[:half],):"),
-    Mutant("engine/suspects.py", "if is_trial and self._tried.failed_alone:", "if is_trial:"),
+    Mutant(
+        "engine/fault_isolation.py", "for items in (members[half:], members[:half]):", "for items in (members[:half],):"
+    ),
+    Mutant("engine/fault_isolation.py", "if is_trial and self._tried.failed_alone:", "if is_trial:"),
     # Prefill priority, and drafts.
     Mutant(
         "engine/admission.py",

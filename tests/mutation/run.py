@@ -25,7 +25,7 @@ from tests.mutation.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 TESTS = [
-    *("tests/engine/test_waiting.py", "tests/engine/test_suspects.py", "tests/engine/test_stopping.py"),
+    *("tests/engine/test_waiting.py", "tests/engine/test_fault_isolation.py", "tests/engine/test_stopping.py"),
     *("tests/engine/test_step_model.py", "tests/engine/test_ngram.py", "tests/engine/test_step_budget.py"),
     "tests/engine/test_scheduler.py",
     *("tests/engine/test_policies.py", "tests/engine/test_max_itl.py", "tests/engine/test_engine.py"),

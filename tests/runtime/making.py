@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from octavo.engine.graph_choice import GraphChoice
+from octavo.engine.graph_dispatcher import GraphDispatcher
 from octavo.engine.persistent_batch import PersistentBatch
 from octavo.engine.step_encoder import StepEncoder
 from octavo.engine.step_runner import StepRunner
@@ -55,7 +55,7 @@ def stream_runner(
 ) -> StepRunner:
     """Computes a step as soon as it is submitted, with the padding of graphs."""
     executor = StreamExecutor(model, storage, vocab_size, limits, batch_invariant, adapters=adapters, **parts)
-    graphs = GraphChoice(
+    graphs = GraphDispatcher(
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
         numbers is not None,

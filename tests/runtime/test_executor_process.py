@@ -17,7 +17,7 @@ from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.engine import Engine
-from octavo.engine.graph_choice import GraphChoice
+from octavo.engine.graph_dispatcher import GraphDispatcher
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_runner import BlockMessages
 from octavo.models.layer_cache import kv_groups
@@ -121,7 +121,7 @@ def test_recorded_messages_give_the_same_bytes_in_another_process(kind: str, tmp
 
 def _engine(recorder: Recorder, storage: Any, home: Path) -> Engine:
     numbers: dict[str, int] = {}
-    graphs = GraphChoice(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True)
+    graphs = GraphDispatcher(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True)
     choose = graphs.choose if recorder.runs_ahead else exact_shape
     runner = make_runner(recorder, storage, VOCAB_SIZE, LIMITS, choose, numbers)
     groups = zip(NUM_BLOCKS, kv_groups(read_config(FolderSource(home).config).cache, max_window=1000), strict=True)

@@ -16,7 +16,7 @@ from octavo.models.layer_cache import KVGroup
 from octavo.models.registry import read_config
 from octavo.runtime import memory
 from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
-from octavo.runtime.memory import GIB, Limits, MemoryBudget, settle
+from octavo.runtime.memory import GIB, Limits, MemoryBudget, plan_memory
 
 MODEL = read_config(
     {
@@ -35,7 +35,7 @@ PER_TOKEN = 30 * 2 * 3 * 64 * 4
 
 def settled(free: int = 16 * GIB, device: str = "cpu", **settings: Any) -> tuple[Limits, MemoryBudget]:
     config = EngineConfig.from_flat(settings)
-    return settle(config, MODEL, torch.float32, torch.float32, device, weights={"float32": 500}, free=free)
+    return plan_memory(config, MODEL, torch.float32, torch.float32, device, weights={"float32": 500}, free=free)
 
 
 def test_defaults_on_a_cpu_take_one_gib_for_the_cache() -> None:
@@ -69,7 +69,7 @@ def test_steps_have_as_many_tokens_as_take_a_small_share_of_a_gpu(free: int, num
 def test_steps_are_not_long_where_windows_would_have_to_hold_their_tokens() -> None:
     model = dataclasses.replace(MODEL, windows=(128, 0) * 15)
     sizes = {"bfloat16": 500}, 64 * GIB
-    limits, _ = settle(EngineConfig.from_flat({}), model, torch.bfloat16, torch.bfloat16, "cuda", *sizes)
+    limits, _ = plan_memory(EngineConfig.from_flat({}), model, torch.bfloat16, torch.bfloat16, "cuda", *sizes)
     assert limits.max_num_batched_tokens == 2048
     assert len(limits.groups) == 2
 
@@ -98,7 +98,7 @@ def test_a_gpu_keeps_room_to_expand_the_keys_of_prompts_from_latents() -> None:
         config, model = EngineConfig.from_flat({"max_model_len": max_model_len}), read_config({**keys, **changed})
         dtype = torch.bfloat16
         sizes = {"bfloat16": 500}, 16 * GIB, num_ranks
-        return settle(config, model, dtype, dtype, device, *sizes)[1].activations
+        return plan_memory(config, model, dtype, dtype, device, *sizes)[1].activations
 
     plain = activations(v_head_dim=64)
     assert 8192 * (16 * 256 + 64) * 2 <= activations() - plain < 8192 * (16 * 256 + 64) * 2 + 2**21
@@ -210,6 +210,6 @@ def test_the_memory_of_a_cache_that_is_given_bounds_states_without_keys(device: 
     keys = {"architectures": ["Mamba2ForCausalLM"], "vocab_size": 1000, **sizes}
     config = EngineConfig.from_flat({"kv_cache_memory": 0.25, "max_num_seqs": 4, "max_model_len": 4096})
     model = read_config(keys)
-    limits, budget = settle(config, model, torch.float32, torch.float32, device, {"float32": 500}, 16 * GIB)
+    limits, budget = plan_memory(config, model, torch.float32, torch.float32, device, {"float32": 500}, 16 * GIB)
     assert 0.2 * GIB < budget.states < 0.3 * GIB
     assert limits.states is not None

@@ -16,7 +16,7 @@ from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.engine import Engine
-from octavo.engine.graph_choice import GraphChoice
+from octavo.engine.graph_dispatcher import GraphDispatcher
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_runner import BlockMessages
 from octavo.layers.lora import AdapterRows
@@ -102,7 +102,7 @@ def make_engine(home: Path, size: int, packs: bool = False, runs_ahead: bool = F
     storages: list[KVStorage] = []
     executor: Any = make(SINGLE_RANK) if size == 1 else make_ranks(size, make)
     numbers: dict[str, int] = {}
-    graphs = GraphChoice(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True, uses_graphs=False)
+    graphs = GraphDispatcher(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, has_adapters=True, uses_graphs=False)
     choose = graphs.choose if runs_ahead else exact_shape
     runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, choose, numbers)
     groups = kv_groups(config.cache, max_window=1000)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.engine.graph_choice import GraphChoice
+from octavo.engine.graph_dispatcher import GraphDispatcher
 from octavo.errors import RunnerError
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
@@ -99,7 +99,7 @@ def test_an_engine_without_a_sleeper_refuses(loaded: Loaded) -> None:
 
 def test_graphs_are_captured_again_the_first_ones_at_once_and_the_others_when_it_is_idle(loaded: Loaded) -> None:
     runner: Any = stream_engine(loaded).runner
-    graphs: Any = GraphChoice(8, 32)
+    graphs: Any = GraphDispatcher(8, 32)
     first, every = first_shapes(8, 32), graph_shapes(8, 32)
     graphs._captured = {*first, *every[:4]}
     runner.on_wake = partial(graphs.capture_again, runner)
@@ -126,7 +126,7 @@ def test_graphs_are_captured_again_the_first_ones_at_once_and_the_others_when_it
 def test_a_closed_engine_captures_no_more_graphs(loaded: Loaded) -> None:
     """On a GPU a capture and another engine's wait for the device break each other."""
     runner: Any = stream_engine(loaded).runner
-    graphs: Any = GraphChoice(8, 32)
+    graphs: Any = GraphDispatcher(8, 32)
     runner.sleep()
     runner.close()  # waits for no waking
     runner.wake()

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from octavo.cache.kv_cache import KVCache
-from octavo.engine import graph_choice
+from octavo.engine import graph_dispatcher
 from octavo.engine.engine import Engine
-from octavo.engine.graph_choice import LONG_CONTEXT_LOST, SECONDS_BETWEEN_CAPTURES, GraphChoice
+from octavo.engine.graph_dispatcher import LONG_CONTEXT_LOST, SECONDS_BETWEEN_CAPTURES, GraphDispatcher
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_encoder import NOT_NUMBERS
@@ -483,7 +483,7 @@ def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(loaded: 
         return send(message)
 
     runner.executor.send = capture_slowly
-    graphs, shapes = GraphChoice(8, 32), graph_shapes(8, 32)
+    graphs, shapes = GraphDispatcher(8, 32), graph_shapes(8, 32)
     captures = threading.Thread(
         target=lambda: [graphs.capture_when_idle(runner, shape) for shape in shapes], daemon=True
     )
@@ -503,7 +503,7 @@ def test_a_step_waits_for_one_capture_of_an_idle_device_and_not_for_all(loaded: 
 
 
 def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> None:
-    graphs: Any = GraphChoice(64, 512)
+    graphs: Any = GraphDispatcher(64, 512)
     first, few, extra = first_shapes(64, 512), next_shapes(64, 512), first_extra_shapes(64, 512)
     small, mixed = StepShape(4, 4, 1), StepShape(48, 8, 48)
     small_extra = small._replace(has_extras=True)
@@ -534,7 +534,7 @@ def test_steps_are_brought_to_graphs_that_are_there_or_to_kernels_that_are() -> 
 
 def test_a_graph_of_nearly_the_size_will_do_until_the_device_is_idle() -> None:
     """Then the graphs that steps have asked for come first, the newest of them before the others."""
-    graphs: Any = GraphChoice(64, 512)
+    graphs: Any = GraphDispatcher(64, 512)
     graphs._captured, graphs._has_all_kernels = {StepShape(20, 20, 1), StepShape(512, 64, 512)}, True
     assert graphs.fit(StepShape(16, 16, 1)) == (StepShape(20, 20, 1), True)
     assert graphs.fit(StepShape(448, 64, 448)) == (StepShape(512, 64, 512), True)
@@ -562,9 +562,9 @@ STEPS_OF_A_CAPTURE = 16
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What ``GraphChoice`` takes for the time."""
+    """What ``GraphDispatcher`` takes for the time."""
     clock = Clock()
-    monkeypatch.setattr(graph_choice, "time", SimpleNamespace(monotonic=clock, perf_counter=clock))
+    monkeypatch.setattr(graph_dispatcher, "time", SimpleNamespace(monotonic=clock, perf_counter=clock))
     return clock
 
 
@@ -593,15 +593,15 @@ class SlowCaptures:
         self.captured.add(shape)
 
 
-def warmed_up(clock: Clock, **options: Any) -> GraphChoice:
+def warmed_up(clock: Clock, **options: Any) -> GraphDispatcher:
     """Everything is compiled, and the first graphs are captured."""
-    graphs, runner = GraphChoice(256, 2048, **options), SlowCaptures(clock)
+    graphs, runner = GraphDispatcher(256, 2048, **options), SlowCaptures(clock)
     graphs.warm_up(cast(StepRunner, runner))
     wait_until_prepared()
     return graphs
 
 
-def steps_until_captured(graphs: GraphChoice, clock: Clock, shape: StepShape, pause: float = 0.0) -> int:
+def steps_until_captured(graphs: GraphDispatcher, clock: Clock, shape: StepShape, pause: float = 0.0) -> int:
     """Steps of a shape that are padded to a larger one, before one has its own; with pauses between them."""
     for num_steps in range(1000):
         found, has_graph = graphs.fit(shape)
@@ -698,7 +698,7 @@ def test_until_all_is_compiled_padding_counts_for_what_is(clock: Clock) -> None:
 
 
 def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to() -> None:
-    graphs: Any = GraphChoice(8, 32)
+    graphs: Any = GraphDispatcher(8, 32)
     graphs._has_extra_kernels.clear()
     told: list[tuple[list[StepShape], bool]] = []
 
@@ -714,7 +714,7 @@ def test_steps_with_extras_go_on_when_there_are_shapes_to_bring_them_to() -> Non
 def test_only_plain_steps_have_graphs_captured(loaded: Loaded) -> None:
     """A graph that a step does not run through must not be taken for captured."""
     engine = stream_engine(loaded)
-    graphs: Any = GraphChoice(8, 32)
+    graphs: Any = GraphDispatcher(8, 32)
     graphs._has_all_kernels = True
     runner: Any = engine.runner
     runner.encoder.choose_shape = graphs.choose

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.text.chat_messages import normalise_messages, with_calls_in_text, with_tools_told
-from octavo.text.reader import Call, MessageParser
+from octavo.text.message_parser import Call, MessageParser
 from octavo.text.tool_calls.hermes import HERMES
 from octavo.text.tool_calls.llama3 import LLAMA3
 from octavo.text.tool_calls.pythonic import PYTHONIC

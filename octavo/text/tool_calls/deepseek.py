@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Steps, TextReader
+from octavo.text.message_parser import Call, Steps, TextReader
 from octavo.text.tool_calls.json_calls import read_arguments
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated, section
 

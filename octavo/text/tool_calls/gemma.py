@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.grammar.forms import literal
+from octavo.text.message_parser import MAX_DEPTH, Steps, TextReader
 from octavo.text.message_pieces import Call
-from octavo.text.reader import MAX_DEPTH, Steps, TextReader
 from octavo.text.tool_calls.json_calls import stream_arguments
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated
 from octavo.text.tool_calls.values import Functions, text_of, value_of

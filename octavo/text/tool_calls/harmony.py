@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import MAX_HEAD, Call, Steps, TextReader
+from octavo.text.message_parser import MAX_HEAD, Call, Steps, TextReader
 from octavo.text.reasoning import AnswerMarks
 from octavo.text.tool_calls.json_calls import read_arguments
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from octavo.text.reader import Call, Steps, TextReader
+from octavo.text.message_parser import Call, Steps, TextReader
 from octavo.text.tool_calls.values import is_name, make_call, value_of
 
 ARGUMENT_KEYS = ("arguments", "parameters")

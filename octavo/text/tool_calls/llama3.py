@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Steps, TextReader
+from octavo.text.message_parser import Call, Steps, TextReader
 from octavo.text.tool_calls import json_calls
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, one_of, repeated
 from octavo.text.tool_calls.values import Functions

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from octavo.grammar.forms import literal
-from octavo.text.reader import Call, Steps, TextReader
+from octavo.text.message_parser import Call, Steps, TextReader
 from octavo.text.tool_calls import json_calls
 from octavo.text.tool_calls.tool_format import Marks, ToolFormat, marked, one_of, repeated
 from octavo.text.tool_calls.values import Functions

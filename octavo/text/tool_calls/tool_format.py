@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.grammar.forms import TEXT, Part, literal
-from octavo.text.reader import Call, Format, Steps, TextReader
+from octavo.text.message_parser import Call, Format, Steps, TextReader
 from octavo.text.tool_calls.values import Functions
 
 MAX_PARALLEL_CALLS = 16

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.text.reader import Call, Steps, TextReader
+from octavo.text.message_parser import Call, Steps, TextReader
 from octavo.text.tool_calls.pythonic import literal_of
 from octavo.text.tool_calls.values import Functions, is_name, text_of, type_of, types_of, value_of
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.embedding import embedding, keep_own_rows, own_ids
+from octavo.ops.embedding import embedding, local_vocab_ids, mask_remote_rows
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver, inlined
 from octavo_kernels.cpu.half import widen
@@ -88,16 +88,16 @@ def embedding_numba(token_ids_T: Tensor, table_VD: Tensor, dtype: torch.dtype | 
     return out_TD
 
 
-# ---- own_ids: ``own_ids`` as a compiled call, so that recorded steps contain it.
+# ---- local_vocab_ids: ``local_vocab_ids`` as a compiled call, so that recorded steps contain it.
 
 
-OWN_IDS_ARGUMENTS = fields("ids out T first count")
+LOCAL_VOCAB_IDS_ARGUMENTS = fields("ids out T first count")
 
 
 @functools.cache
-def _own_ids_driver() -> int:
+def _local_vocab_ids_driver() -> int:
     def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, OWN_IDS_ARGUMENTS)
+        a = read(arguments, LOCAL_VOCAB_IDS_ARGUMENTS)
         ids, out = view(a.ids, a.T, np.int64), view(a.out, a.T, np.int64)
         for t in range(a.T):
             own = ids[t] - a.first
@@ -107,27 +107,27 @@ def _own_ids_driver() -> int:
     return compiled_driver(drive)
 
 
-@own_ids.kernel(device="cpu", name="numba", preference=10, supports=supports_ids)
-def own_ids_numba(token_ids_T: Tensor, first: int, count: int) -> Tensor:
-    """See ``ops.own_ids``."""
+@local_vocab_ids.kernel(device="cpu", name="numba", preference=10, supports=supports_ids)
+def local_vocab_ids_numba(token_ids_T: Tensor, first: int, count: int) -> Tensor:
+    """See ``ops.local_vocab_ids``."""
     ids = token_ids_T.contiguous()
     out_T = torch.empty(len(ids), dtype=torch.int64)
-    arguments = np.empty(1, OWN_IDS_ARGUMENTS)
+    arguments = np.empty(1, LOCAL_VOCAB_IDS_ARGUMENTS)
     arguments[0] = (ids.data_ptr(), out_T.data_ptr(), len(ids), first, count)
-    call(_own_ids_driver(), arguments)
+    call(_local_vocab_ids_driver(), arguments)
     return out_T
 
 
-# ---- keep_own_rows: ``keep_own_rows`` as a compiled call, so that recorded steps contain it.
+# ---- mask_remote_rows: ``mask_remote_rows`` as a compiled call, so that recorded steps contain it.
 
 
-KEEP_OWN_ROWS_ARGUMENTS = fields("x ids T first count row_bytes")
+MASK_REMOTE_ROWS_ARGUMENTS = fields("x ids T first count row_bytes")
 
 
 @functools.cache
-def _keep_own_rows_driver() -> int:
+def _mask_remote_rows_driver() -> int:
     def drive(pool: int, arguments: int) -> int:
-        a = read(arguments, KEEP_OWN_ROWS_ARGUMENTS)
+        a = read(arguments, MASK_REMOTE_ROWS_ARGUMENTS)
         ids = view(a.ids, a.T, np.int64)
         for t in range(a.T):
             if not a.first <= ids[t] < a.first + a.count:
@@ -141,12 +141,12 @@ def _supports(dtype: torch.dtype) -> str | None:
     return missing(FLOAT_FEATURES)
 
 
-@keep_own_rows.kernel(device="cpu", name="numba", preference=10, supports=_supports)
-def keep_own_rows_numba(x_TD: Tensor, token_ids_T: Tensor, first: int, count: int) -> Tensor:
-    """See ``ops.keep_own_rows``."""
+@mask_remote_rows.kernel(device="cpu", name="numba", preference=10, supports=_supports)
+def mask_remote_rows_numba(x_TD: Tensor, token_ids_T: Tensor, first: int, count: int) -> Tensor:
+    """See ``ops.mask_remote_rows``."""
     assert x_TD.is_contiguous(), "rows are overwritten in place"
     ids = token_ids_T.contiguous()
-    arguments = np.empty(1, KEEP_OWN_ROWS_ARGUMENTS)
+    arguments = np.empty(1, MASK_REMOTE_ROWS_ARGUMENTS)
     arguments[0] = (x_TD.data_ptr(), ids.data_ptr(), len(ids), first, count, x_TD.shape[1] * x_TD.itemsize)
-    call(_keep_own_rows_driver(), arguments)
+    call(_mask_remote_rows_driver(), arguments)
     return x_TD

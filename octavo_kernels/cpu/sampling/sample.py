@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.ops.noise import hashes_of, token_hashes
 from octavo.ops.sampling import (
     BANNED,
     GREEDY_BELOW,
@@ -22,6 +21,7 @@ from octavo.ops.sampling import (
     sample,
     token_logprobs,
 )
+from octavo.ops.sampling_noise import hashes_of, token_hashes
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver, compiled_task
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing

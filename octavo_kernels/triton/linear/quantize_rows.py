@@ -44,7 +44,7 @@ def round_kernel(
     tl.store(scales_ptr + t, scale)
 
 
-def round_rows(x_TK: Tensor, norm_K: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_TK: Tensor, norm_K: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``rms_norm(x)`` as numbers of this type, float8_e4m3fn or int8, [T, K], and float32 scales [T, 1]:
     ``value * scale`` is what was rounded."""
     T, K = x_TK.shape

@@ -21,7 +21,7 @@ from octavo_kernels.triton.launch import is_compiling, is_invariant
 from octavo_kernels.triton.linear.gemv import GemvConfig, gemv
 from octavo_kernels.triton.linear.invariant_linear import BLOCK_T, invariant_config
 from octavo_kernels.triton.linear.linear_configs import bucket_of
-from octavo_kernels.triton.linear.quantize_rows import finish_rows, round_rows
+from octavo_kernels.triton.linear.quantize_rows import finish_rows, quantize_rows
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig, skinny_gemm
 from octavo_kernels.triton.tuning.linear_cost import Product, gpu_of, ranked
 
@@ -71,7 +71,7 @@ def scaled_linear_triton(
         assert isinstance(one, GemvConfig)
         given = x_TK.contiguous(), weight.values_NK, bias_N, norm_K, eps, residual_TN, activation
         return gemv(*given, one, weight.scales_NG)
-    values_TK, x_scales_T1 = round_rows(x_TK.contiguous(), norm_K, eps, weight.values_NK.dtype)
+    values_TK, x_scales_T1 = quantize_rows(x_TK.contiguous(), norm_K, eps, weight.values_NK.dtype)
     if T > FEW_ROWS and not is_invariant() and K % LIBRARY_MULTIPLE == N % LIBRARY_MULTIPLE == 0:
         return _by_library(values_TK, x_scales_T1, weight, bias_N, residual_TN, activation, x_TK.dtype)
     config, block_t, in_turn = _config(T, N, K, activation is not None, x_TK.device)

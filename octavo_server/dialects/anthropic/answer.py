@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from octavo.errors import RequestError
-from octavo.text.reader import Call, CallProgress, Piece, Text
+from octavo.text.message_parser import Call, CallProgress, Piece, Text
 from octavo_server.dialects.chat_reply import ChatReply, members_of
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.errors import ErrorForm

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.errors import RequestError
-from octavo.text.reader import Call, Piece, Text
+from octavo.text.message_parser import Call, Piece, Text
 from octavo.text.tool_calls.tool_format import long_id
 from octavo_server.dialects.chat_reply import members_of
 from octavo_server.generation import GeneratedChoice

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.text.reader import Piece, Text
+from octavo.text.message_parser import Piece, Text
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.chat_reply import ChatReply, submission
 from octavo_server.dialects.ollama.answer import ERRORS, LineStream, OllamaAnswer, as_message, as_response, now

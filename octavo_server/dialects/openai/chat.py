@@ -17,7 +17,7 @@ from octavo.text import reasoning
 from octavo.text.chat_messages import ANSWER_REASONING_KEYS, ImageMarks, normalise_messages
 from octavo.text.conversation import Conversation
 from octavo.text.message_format import MessageFormat
-from octavo.text.reader import Call, CallProgress, MessageParser, Piece, Text
+from octavo.text.message_parser import Call, CallProgress, MessageParser, Piece, Text
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.batches.files import file_reader
 from octavo_server.dialects.openai import fields

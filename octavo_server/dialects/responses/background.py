@@ -11,9 +11,9 @@ from starlette.applications import Starlette
 from octavo.errors import CANCELLATIONS, RequestError, Unavailable
 from octavo_server.dialects.chat_reply import ChatReply, chat_request
 from octavo_server.dialects.responses.answer import end_status, ended, failed
+from octavo_server.dialects.responses.background_stream import LiveResponse
 from octavo_server.dialects.responses.body import PATH, translated
 from octavo_server.dialects.responses.events import add_output
-from octavo_server.dialects.responses.live import LiveResponse
 from octavo_server.dialects.responses.records import KIND, PENDING, PendingResponse, Record, item_of, keep
 from octavo_server.durable.background_jobs import inner_request, retry_while_unavailable
 from octavo_server.durable.own_requests import admit_inner, can_continue, end_inner

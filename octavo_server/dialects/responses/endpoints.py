@@ -12,11 +12,11 @@ from octavo_server.dialects.chat_reply import submission
 from octavo_server.dialects.openai.pages import page_of_items
 from octavo_server.dialects.responses.answer import ResponseAnswer, ResponseStream, begun
 from octavo_server.dialects.responses.background import BackgroundResponses
+from octavo_server.dialects.responses.background_stream import LiveResponse, event_stream, position
 from octavo_server.dialects.responses.body import PATH, ResponseBody, check, decoder, translated, without_effect
 from octavo_server.dialects.responses.conversations import items_of
 from octavo_server.dialects.responses.events import response_of
 from octavo_server.dialects.responses.items import REFERENCE, input_items, new_items
-from octavo_server.dialects.responses.live import LiveResponse, event_stream, position
 from octavo_server.dialects.responses.records import PendingResponse, Record, find, keep, not_found, requested
 from octavo_server.dialects.responses.tools import Item, with_added
 from octavo_server.durable.background_jobs import RETRY_SECONDS

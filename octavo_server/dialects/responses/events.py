@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from octavo.text.reader import Call, CallProgress, Piece, Text
+from octavo.text.message_parser import Call, CallProgress, Piece, Text
 from octavo_server.dialects.responses.tools import KEYS, CallTypes, Item, call_of, written
 from octavo_server.http.sse import encode_line
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from octavo.errors import InvalidParameter
-from octavo.text.reader import Call
+from octavo.text.message_parser import Call
 from octavo_server.dialects.history import LeftOut
 from octavo_server.dialects.openai.constraints import arguments_of, input_of
 from octavo_server.http.errors import UnsupportedParameter, printable

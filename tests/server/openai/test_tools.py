@@ -12,7 +12,7 @@ import pytest
 
 from octavo.grammar.matchers import compile_matcher, make_tokenizer
 from octavo.text.message_format import TOOL_FORMATS
-from octavo.text.reader import Call
+from octavo.text.message_parser import Call
 from octavo.text.tool_calls.deepseek import ALL_BEGIN, ALL_END, BEGIN, END, SEPARATOR
 from tests.server.conftest import Served
 from tests.server.in_process import EOS, IM_END, InProcessEngine, byte_tokenizer

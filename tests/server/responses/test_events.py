@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.text.reader import Call, Piece, Text
+from octavo.text.message_parser import Call, Piece, Text
 from octavo_server.dialects.openai.constraints import arguments_of
 from octavo_server.dialects.responses.events import ResponseEvents, add_output, pieces_of
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.text import reasoning
-from octavo.text.reader import Call, CallProgress, Format, MessageParser, Piece, Text
+from octavo.text.message_parser import Call, CallProgress, Format, MessageParser, Piece, Text
 from octavo.text.tool_calls.deepseek import ALL_BEGIN, ALL_END, BEGIN, DEEPSEEK_V3, END, SEPARATOR
 from octavo.text.tool_calls.harmony import HARMONY
 from octavo.text.tool_calls.hermes import HERMES

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from octavo.text.reader import Call, MessageParser, Piece, Text
+from octavo.text.message_parser import Call, MessageParser, Piece, Text
 from octavo.text.tool_calls.deepseek import ALL_BEGIN, ALL_END, BEGIN, END, SEPARATOR
 from octavo.text.tool_calls.tool_format import long_id
 from octavo_server.dialects.openai.chat import ChatMessage

@@ -25,7 +25,7 @@ from octavo.text.message_format import (
     Tool,
     find_format,
 )
-from octavo.text.reader import Call, CallProgress, Format, MessageParser, Piece, Text
+from octavo.text.message_parser import Call, CallProgress, Format, MessageParser, Piece, Text
 from octavo.text.tool_calls.harmony import HARMONY
 from octavo.text.tool_calls.hermes import HERMES
 from octavo.text.tool_calls.kimi import KIMI

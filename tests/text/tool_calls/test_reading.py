@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.text.reader import Call, MessageParser, Piece, Text
+from octavo.text.message_parser import Call, MessageParser, Piece, Text
 from tests.text.tool_calls.messages import CASES, FORMATS, content, parse
 
 EXAMPLES = int(os.environ.get("OCTAVO_EXAMPLES", "150"))

@@ -8,8 +8,8 @@ import pytest
 
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
+from octavo.engine.schedule_delay import MARGIN, NUM_SEEN, ScheduleDelay
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.spare_time import MARGIN, NUM_SEEN, SpareTime
 from octavo.errors import RunnerError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Masks, Plan, Request, Sampled
@@ -88,7 +88,7 @@ def settled(device: Device, num_requests: int = 1, depth: int = 2) -> Engine:
 def test_nothing_is_spare_before_enough_is_known_and_then_the_least_less_a_margin() -> None:
     device = Device()
     plan = settled(device).in_flight[0][0]
-    spare = SpareTime()
+    spare = ScheduleDelay()
     for count in range(NUM_SEEN):
         assert spare.during(plan) == 0.0
         spare.note(plan, 0.001 * count, 0.004)

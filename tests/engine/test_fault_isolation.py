@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.engine.suspects import Suspects
+from octavo.engine.fault_isolation import FaultIsolation
 from octavo.types import Plan, Scheduled, Sequence, Status
 from tests.engine.making import make_engine, make_request, run_to_end, tokens_of
 from tests.oracle import OracleRunner, Trouble, expected_output
@@ -24,7 +24,7 @@ def sequences_of(plan: Plan) -> list[Sequence]:
 
 def test_halves_are_tried_one_after_the_other() -> None:
     a, b, c = make_sequences(3)
-    suspects = Suspects()
+    suspects = FaultIsolation()
     plan = make_plan(a, b, c)
     assert suspects.accuse(plan, plan) is None
     first = suspects.next_group()
@@ -43,7 +43,7 @@ def test_halves_are_tried_one_after_the_other() -> None:
 
 def test_a_finished_sequence_is_not_suspected() -> None:
     a, b = make_sequences(2)
-    suspects = Suspects()
+    suspects = FaultIsolation()
     plan = make_plan(a, b)
     suspects.accuse(plan, plan)
     a.status = b.status = Status.FINISHED
@@ -53,7 +53,7 @@ def test_a_finished_sequence_is_not_suspected() -> None:
 
 def test_a_single_failure_alone_fails_no_sequence() -> None:
     (a,) = make_sequences(1)
-    suspects = Suspects()
+    suspects = FaultIsolation()
     plan = make_plan(a)
     assert suspects.accuse(plan, plan) is None
     trial = suspects.next_group()
@@ -64,7 +64,7 @@ def test_a_single_failure_alone_fails_no_sequence() -> None:
 
 def test_an_acquittal_wipes_the_slate_clean() -> None:
     (a,) = make_sequences(1)
-    suspects = Suspects()
+    suspects = FaultIsolation()
     for _ in range(3):
         plan = make_plan(a)
         assert suspects.accuse(plan, plan) is None
@@ -75,7 +75,7 @@ def test_an_acquittal_wipes_the_slate_clean() -> None:
 
 def test_a_trial_waits_for_steps_in_flight() -> None:
     a, b = make_sequences(2)
-    suspects = Suspects()
+    suspects = FaultIsolation()
     plan = make_plan(a, b)
     suspects.accuse(plan, plan)
     a.num_in_flight = 1
@@ -86,7 +86,7 @@ def test_a_trial_waits_for_steps_in_flight() -> None:
 
 def test_a_finished_sequence_is_not_tried() -> None:
     a, b = make_sequences(2)
-    suspects = Suspects()
+    suspects = FaultIsolation()
     plan = make_plan(a, b)
     suspects.accuse(plan, plan)
     a.status = Status.FINISHED

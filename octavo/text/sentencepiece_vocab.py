@@ -21,7 +21,7 @@ MAX_MERGES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Pieces:
+class SentencePieceVocab:
     """A vocabulary: text, score and kind of each token. ``fail`` makes the error for one of these lists."""
 
     tokens: list[str]

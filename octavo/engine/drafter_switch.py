@@ -27,7 +27,7 @@ MOST_FILLING = 0.01
 in every step, and what its cache lacks is gone with the sequences of the rest."""
 
 
-class DrafterUse:
+class DrafterSwitch:
     """Compares what drafts save with what the drafter costs, over the steps of a trial.
 
     A drafter costs time in every step, even if none of its drafts is verified: it fills its cache with all tokens.

@@ -18,7 +18,7 @@ NUM_SEEN = 8
 """Steps remembered per batch size class; the least slack among them is the estimate."""
 
 
-class SpareTime:
+class ScheduleDelay:
     """Learns how much later each step could have been scheduled without idling the device.
 
     The slack depends on the step that runs meanwhile. A step with prefill takes longer than decode alone, by an unknown

@@ -55,7 +55,7 @@ HANDOVER_SECONDS = 0.001
 """Pause between two captures on an idle device, in which a waiting step can take the lock."""
 
 
-class GraphChoice:
+class GraphDispatcher:
     """The padded shapes of steps, and the shapes that have a graph or may have one captured."""
 
     def __init__(
@@ -323,7 +323,7 @@ def _is_nearly(known: StepShape, shape: StepShape) -> bool:
     return is_alike and (has_few or size <= NEARLY * least)
 
 
-def _prepare_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner]) -> None:
+def _prepare_the_rest(graphs: GraphDispatcher, weak: weakref.ref[StepRunner]) -> None:
     """Compile in the background, then capture, until all is done or the runner has been garbage-collected."""
     runner = weak()
     shapes: Iterable[StepShape] = [] if runner is None else graphs.compile_the_rest(runner)
@@ -331,7 +331,7 @@ def _prepare_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner]) -> Non
     _capture_the_rest(graphs, weak, shapes)
 
 
-def _capture_the_rest(graphs: GraphChoice, weak: weakref.ref[StepRunner], shapes: Iterable[StepShape]) -> None:
+def _capture_the_rest(graphs: GraphDispatcher, weak: weakref.ref[StepRunner], shapes: Iterable[StepShape]) -> None:
     """Capture the graphs of these shapes while the device is idle, until the runner has been garbage-collected."""
     started = time.perf_counter()
     for shape in shapes:

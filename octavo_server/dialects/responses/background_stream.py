@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from octavo.errors import InvalidParameter
-from octavo.text.reader import Piece
+from octavo.text.message_parser import Piece
 from octavo_server.dialects.chat_reply import ChatReply
 from octavo_server.dialects.responses.events import ResponseEvents, pieces_of
 from octavo_server.dialects.responses.records import Record

@@ -30,7 +30,7 @@ class Group(NamedTuple):
 NO_GROUP = Group([], False)
 
 
-class Suspects:
+class FaultIsolation:
     """The groups to retry, most suspect first, and the trial in flight."""
 
     def __init__(self) -> None:
