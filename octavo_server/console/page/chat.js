@@ -45,6 +45,7 @@ export const shownId = () => conversation.id;
 // Shows a conversation; answers to others go on coming.
 export function open(next) {
   conversation = next;
+  find("chat-note").replaceChildren();
   forgetViews();
   find("messages").replaceChildren();
   show();
@@ -97,6 +98,7 @@ function send() {
 // Asks for the message that follows `parent`: of each chosen model one, side by side if there are several.
 function answer(parent, settings) {
   const owner = conversation;
+  find("chat-note").replaceChildren(); // an undo would lose what is added now
   stop(owner.id);
   const group = settings.models.length > 1 ? { group: newId() } : {};
   const messages = settings.models.map((model) => add(owner, parent, { role: "assistant", model, ...group }));
@@ -191,8 +193,16 @@ const actions = {
   },
   remove(message) {
     stop();
-    remove(conversation, message.id);
+    const owner = conversation;
+    const { messages, chosen } = structuredClone(owner);
+    remove(owner, message.id);
     redraw();
+    find("chat-note").replaceChildren("The message and what followed it are deleted. ", button("Undo", () => {
+      Object.assign(owner, { messages, chosen });
+      find("chat-note").replaceChildren();
+      if (owner === conversation) redraw();
+      else keep(owner);
+    }));
   },
   timeline: (message) => showTimeline(message.requestId),
   wantsResult: (message) => !!message.calls?.length && pathOf(conversation).at(-1) === message,

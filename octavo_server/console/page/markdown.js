@@ -100,6 +100,26 @@ export function codeBlock(text, name = "", isColoured = true) {
   return element("div", { class: "code-block" }, head, element("pre", { tabindex: "0", "aria-label": name ? `Code in ${name}` : "Code" }, code));
 }
 
+// A text that is an object or a list in JSON, with line ends; null if it is none. Its numbers and strings stay to the letter.
+export function jsonBlock(text) {
+  if (!/^\s*[{[]/.test(text)) return null;
+  try {
+    JSON.parse(text);
+  } catch {
+    return null;
+  }
+  let depth = 0;
+  const line = (change) => `\n${"  ".repeat(depth += change)}`;
+  const shown = text.replace(/"(?:\\.|[^"\\])*"|\{\s*\}|\[\s*\]|[{}[\],:]|\s+/g, (part) => {
+    if (part === "{" || part === "[") return part + line(1);
+    if (part === "}" || part === "]") return line(-1) + part;
+    if (part === ",") return part + line(0);
+    if (part === ":") return ": ";
+    return /^[{[\s]/.test(part) ? part.replace(/\s+/g, "") : part;
+  });
+  return codeBlock(shown, "json");
+}
+
 // The DOM nodes of some of marked's tokens. What is not finished yet is not coloured.
 function nodesOf(tokens, isFinished) {
   const fragment = DOMPurify.sanitize(marked.parser(tokens), CLEAN);
@@ -112,7 +132,7 @@ function nodesOf(tokens, isFinished) {
     block.replaceWith(codeBlock(code.textContent, code.className, isFinished));
   }
   for (const table of fragment.querySelectorAll("table")) {
-    const box = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" });
+    const box = element("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table" });
     table.replaceWith(box);
     box.append(table);
   }

@@ -1,6 +1,6 @@
 // A message on the page.
 import { button, copyButton, element } from "./elements.js";
-import { GrowingText, codeBlock } from "./markdown.js";
+import { GrowingText, codeBlock, jsonBlock } from "./markdown.js";
 import { probabilities } from "./probabilities.js";
 
 const NAMES = { user: "You", assistant: "Answer", tool: "Result of a tool" };
@@ -57,15 +57,21 @@ export class MessageView {
       this.above.replaceChildren(...attached(message));
     } else if (message.role === "tool") {
       this.content.replaceChildren(codeBlock(message.text));
-    } else {
-      this.growing.show(message.text, !this.isStreaming);
-    }
+    } else this.drawAnswer();
     // What is below changes with the end of the answer, and with its calls and its size while it comes.
     if (!this.isStreaming) this.below.replaceChildren(...this.ending());
     else if (message.calls?.length) this.below.replaceChildren(...message.calls.filter(Boolean).map(toolCall));
     else if (!this.below.firstChild?.matches?.(".waiting-dots") && !message.text && !message.thoughts) {
       this.below.replaceChildren(element("p", { class: "waiting-dots" }, "Waiting for the first token"));
     } else if (message.text || message.thoughts) this.below.replaceChildren();
+  }
+
+  drawAnswer() {
+    const block = this.isStreaming ? null : jsonBlock(this.message.text);
+    if (block) {
+      this.growing.clear();
+      this.content.append(block);
+    } else this.growing.show(this.message.text, !this.isStreaming);
   }
 
   drawThoughts() {
@@ -117,7 +123,7 @@ export class MessageView {
       const isOn = node.getAttribute("aria-pressed") === "true";
       node.setAttribute("aria-pressed", String(!isOn));
       this.growing.clear();
-      if (isOn) this.growing.show(this.message.text, true);
+      if (isOn) this.drawAnswer();
       else this.content.append(probabilities(this.message.logprobs));
     }, { "aria-pressed": "false" });
     return node;
@@ -166,13 +172,8 @@ function attached({ images = [], files = [] }) {
   return [...pictures, ...texts];
 }
 
-// A call as JSON with line ends, if it is complete.
 function toolCall({ name, arguments: text }) {
-  let shown = text;
-  try {
-    shown = JSON.stringify(JSON.parse(text), null, 2);
-  } catch { /* not complete yet */ }
-  return element("details", { class: "call", open: "" }, element("summary", {}, "Calls ", element("code", {}, name)), codeBlock(shown, "json"));
+  return element("details", { class: "call", open: "" }, element("summary", {}, "Calls ", element("code", {}, name)), jsonBlock(text) ?? codeBlock(text, "json"));
 }
 
 function factsOf({ facts, reason }) {

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.server.console.conftest import PHONE, says
 from tests.server.in_process import InProcessEngine
 from tests.server.test_images import RED
@@ -23,6 +25,10 @@ def one() -> int: return 1
 | a | b |
 |---|---|
 | 1 | 2 |
+
+| c |
+|---|
+| 3 |
 
 - one
 - **two**
@@ -51,12 +57,64 @@ def test_an_answer_is_markdown_and_no_html(visit: Any) -> None:
         "https://a.example/p.pngnoopener noreferrer",
         "https://a.examplenoopener noreferrer",
     ]
-    assert answer.locator("td").all_inner_texts() == ["1", "2"]
+    assert answer.locator("td").all_inner_texts() == ["1", "2", "3"]
     assert answer.locator("li").all_inner_texts() == ["one", "two"]
     assert "$5 or $6" in answer.inner_text()
     assert answer.locator("pre").inner_text().strip() == "def one() -> int: return 1"
     assert f"+ {len(MARKDOWN) + 1} tokens" in page.inner_text(".message .about")
     opened.check()
+
+
+def test_json_gets_line_ends_and_keeps_its_numbers(visit: Any) -> None:
+    text = '{"a": 123456789012345678901234567890, "b": [], "c": [1.10, "x: {y}"]}'
+    opened = visit(InProcessEngine(says(text)))
+    opened.ask("Hi")
+    shown = opened.page.locator(".message.assistant pre").inner_text().strip()
+    assert (
+        shown
+        == """{
+  "a": 123456789012345678901234567890,
+  "b": [],
+  "c": [
+    1.10,
+    "x: {y}"
+  ]
+}"""
+    )
+    opened.check()
+
+
+@pytest.mark.timing
+def test_a_page_with_20000_tokens_has_60_frames_a_second(visit: Any) -> None:
+    opened = visit(InProcessEngine())
+    frames = opened.page.evaluate(
+        """async (text) => {
+          const { MessageView } = await import("/console/message_view.js");
+          const list = document.getElementById("messages");
+          const nothing = { siblings: () => ({ count: 1 }), wantsResult: () => false, canGoOn: () => false };
+          const message = { role: "assistant", text: text.repeat(Math.ceil(80000 / text.length)) };
+          const view = new MessageView(message, nothing);
+          view.isStreaming = true;
+          list.append(view.node);
+          const frame = () => new Promise((done) => requestAnimationFrame(done));
+          const times = [];
+          view.draw();
+          for (let wait = 0; wait < 30; wait += 1) await frame();
+          for (let last = await frame(), end = last + 3000; last < end;) {
+            message.text += text.slice(times.length % text.length).slice(0, 30);
+            view.draw();
+            list.scrollTop = list.scrollHeight;
+            const now = await frame();
+            times.push(now - last);
+            last = now;
+          }
+          return times.sort((one, other) => one - other);
+        }""",
+        MARKDOWN,
+    )
+    assert len(frames) > 150
+    assert frames[int(len(frames) * 0.95)] < 20
+    assert not opened.problems  # axe-core takes a minute for so much
 
 
 def test_a_streamed_text_ends_as_if_it_had_come_at_once(visit: Any) -> None:
@@ -223,6 +281,10 @@ def test_editing_and_regenerating_make_branches(visit: Any) -> None:
     assert page.inner_text(".message.user .text") == "Count again."
     page.locator(".message.user [aria-label='Earlier version']").click()
     page.wait_for_selector(".message.assistant p:text('One.')")
+    page.click(".message.user >> text=Delete")
+    page.wait_for_selector(".message.user .text:text('Count again.')")
+    page.click("#chat-note >> text=Undo")
+    page.wait_for_selector(".message.user >> text=1 / 2")
     opened.check()
 
 
