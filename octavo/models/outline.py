@@ -23,9 +23,12 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "BOOL": torch.bool,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
 }

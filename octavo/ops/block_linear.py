@@ -41,8 +41,16 @@ PANEL = 16
 BLOCK = 256
 """Inputs whose scales may have a factor in common."""
 FACTOR_BYTES = 2
-FOUR_BIT_KINDS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
-NUMBER_BITS = dict.fromkeys(FOUR_BIT_KINDS, 4) | {"Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
+FOUR_BIT_KINDS = frozenset({"Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0"})
+FIVE_BIT_KINDS = frozenset({"IQ1_S", "IQ3_S", "Q5_0", "Q5_1", "Q5_K"})
+EIGHT_BIT_KINDS = frozenset({"IQ1_M", "NVFP4", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_XXS", "IQ4_NL", "IQ4_XS", "Q8_0"})
+NUMBER_BITS = {
+    **dict.fromkeys(FOUR_BIT_KINDS, 4),
+    **dict.fromkeys(FIVE_BIT_KINDS, 5),
+    "Q6_K": 6,
+    **dict.fromkeys(EIGHT_BIT_KINDS, 8),
+}
+"""The width of the packed numbers of each kind, which may be wider than those in the file."""
 KINDS = frozenset(NUMBER_BITS)
 """The block kinds that can be packed."""
 

@@ -99,6 +99,8 @@ class Tensors:
     def load(self, name: str, shape: tuple[int, ...]) -> Part:
         """A floating-point or block-quantised tensor of this shape."""
         part = self._take(name, shape)
+        if isinstance(part, Tensor) and part.dtype == torch.float8_e5m2:
+            return part.half()  # exactly: half precision with two bits of the fraction
         if isinstance(part, Tensor) and part.dtype not in FLOATS:
             raise CheckpointError(f"tensor {name} is {_type_name(part)}; expected floating-point numbers")
         return part

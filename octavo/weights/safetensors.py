@@ -20,8 +20,9 @@ from octavo.weights.folder import MAX_JSON_BYTES, find_file, parse_json, read_js
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
-DTYPES = (*FLOATS, "F8_E4M3", "F8_E8M0", "I8", "U8", "I32", "I64")
-"""Types behind the floating-point ones hold quantised weights, which their quantisation methods decode."""
+DTYPES = (*FLOATS, "F8_E4M3", "F8_E5M2", "F8_E8M0", "BOOL", "I8", "U8", "I16", "I32", "I64")
+"""Types behind the floating-point ones hold quantised weights, which their quantisation methods decode, or none at all.
+F8_E5M2 needs no scales."""
 METHOD_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
 """Files that hold the quantisation settings where ``config.json`` does not, and the method that writes each."""
 

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from octavo import LLM, SamplingParams
@@ -19,7 +20,8 @@ from octavo.weights.gguf.gguf_reader import GGUFFile
 from tests.models.families import make_checkpoint, rope
 from tests.models.gguf_files import ARCHITECTURES, Array, write_gguf
 from tests.models.test_architectures import SETTINGS, random_tokens
-from tests.ops.cpu_cases import needs_float_kernels
+from tests.ops.cpu_cases import needs_float_kernels, random_blocks
+from tests.tiers import nightly_after
 
 ROWS: dict[str, dict[str, Any]] = {
     "llama/gqa": {},
@@ -99,6 +101,30 @@ def test_quantised_experts(row: str, form: str, tmp_path: Path) -> None:
                 )
                 weight.copy_(exact.transpose(1, 2) if is_input_first else exact)
     check(path, model)
+
+
+FEW_BITS = ("Q2_K", "IQ4_XS", "Q3_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL")
+
+
+@pytest.mark.parametrize("kind", nightly_after(2, (*FEW_BITS, "TQ1_0", "TQ2_0", "NVFP4")))
+def test_a_file_of_few_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random blocks, as the package has no quantisation to them."""
+    model = make_checkpoint(tmp_path, "llama/gqa", hidden_size=256, intermediate_size=256)
+    form = gguf.GGMLQuantizationType[kind]
+    made: list[Array] = []
+
+    def blocks(values: Array, form: gguf.GGMLQuantizationType) -> Array:
+        made.append(random_blocks(kind, *values.shape, seed=len(made)).data)
+        return made[-1]
+
+    monkeypatch.setattr(gguf.quants, "quantize", blocks)
+    path = write_gguf(tmp_path, model, lambda name, values: form if "ffn_" in name and values.ndim > 1 else None)
+    names = [name for name in load_file(tmp_path / "model.safetensors") if ".mlp." in name]
+    assert len(names) == len(made) == 6
+    with torch.no_grad():
+        for name, data in zip(names, made, strict=True):
+            model.get_parameter(name).copy_(torch.from_numpy(gguf.quants.dequantize(data, form)))
+    check(path, model, 1e-3)  # of logits around 17
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

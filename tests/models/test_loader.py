@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.build.device_settings import weight_format
@@ -213,3 +214,22 @@ def test_a_named_method_must_be_that_of_the_checkpoint() -> None:
     for method, told in [(None, "not quantised"), ("gptq", "quantised by gptq"), ("gguf", "quantised by gguf")]:
         with pytest.raises(ConfigError, match=f"quantization: awq names .* are {told}"):
             form("awq", method)
+
+
+def test_weights_of_eight_bits_without_scales_are_exact(tmp_path: Path) -> None:
+    """F8_E5M2, the start of a float16; beside tensors of types that no model reads."""
+    model = families.make_checkpoint(tmp_path, "llama/gqa")
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(path)
+    tensors[name] = tensors[name].to(torch.float8_e5m2)
+    masks = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3, dtype=torch.bool)}
+    save_file({**tensors, **masks}, path)
+    with torch.no_grad():
+        model.get_parameter(name).copy_(tensors[name].float())
+    prompt = list(range(40))
+    with LLM(tmp_path, dtype="float32", device="cpu", kv_cache_memory=0.01, tokenizer=None) as llm:
+        [result] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
+    for i, entry in enumerate((result.prompt_logprobs or [])[1:]):
+        assert (entry or {})[prompt[i + 1]].logprob == pytest.approx(float(wanted[i, prompt[i + 1]]), abs=1e-4)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, attention
-from octavo.ops.block_linear import PackedBlocks
+from octavo.ops.block_linear import KINDS, PackedBlocks
 from octavo.ops.scaled_linear import ScaledValues
 from octavo.weights.gguf.blocks import BLOCK_KINDS, BlockTensor, Groups
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
+from tests.tiers import nightly
 
 needs_float_kernels = pytest.mark.skipif(missing(FLOAT_FEATURES) is not None, reason=str(missing(FLOAT_FEATURES)))
 
@@ -27,17 +28,31 @@ FLOAT16_PLACES = {
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
+    "IQ1_M": [],
+    "NVFP4": [],
 }
-"""Bytes of a block where a float16 factor begins; any other byte may be anything."""
+"""Bytes of a block where a float16 factor begins, if not at its own beginning; any other byte may be anything."""
+ALIKE = ("IQ1_S", "IQ2_S", "IQ2_XXS", "IQ3_S", "IQ3_XXS", "IQ4_NL", "NVFP4", "TQ1_0", "TQ2_0")
+"""Kinds that are packed as others are."""
+EVERY_KIND = [nightly(kind) if kind in ALIKE else kind for kind in sorted(KINDS)]
+"""As values of a parameter."""
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> BlockTensor:
     rng = np.random.default_rng(seed)
     length, num_bytes = BLOCK_KINDS[kind]
     data = rng.integers(0, 256, (rows, columns // length, num_bytes), dtype=np.uint8)
-    for at in FLOAT16_PLACES[kind]:
+    for at in FLOAT16_PLACES.get(kind, [0]):
         factors = rng.uniform(-0.01, 0.01, (rows, columns // length, 1)).astype(np.float16)
         data[:, :, at : at + 2] = factors.view(np.uint8)
+    if kind == "IQ1_M":  # the top bits of four words are a float16
+        halves = rng.uniform(-0.01, 0.01, data.shape[:2]).astype(np.float16).view(np.uint16)
+        for place in range(4):
+            data[:, :, 49 + 2 * place] = data[:, :, 49 + 2 * place] & 15 | (halves >> 4 * place & 15) << 4
     return BlockTensor(kind, (rows, columns), data.reshape(rows, -1))
 
 

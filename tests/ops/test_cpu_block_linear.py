@@ -13,7 +13,7 @@ from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
 from octavo.weights.gguf.blocks import Groups, dequantize, split_groups
 from octavo_kernels.cpu import threads
-from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
+from tests.ops.cpu_cases import EVERY_KIND, needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
 
 SHAPES = [(64, 512), (37, 768), (5, 256), (16, 1536)]
 
@@ -24,7 +24,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_tensors(monkeypatch)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("shape", [(64, 512), (37, 768), (1, 256), (2051, 256)])
 def test_packing_is_exact(kind: str, shape: tuple[int, int]) -> None:
     blocks = random_blocks(kind, *shape)
@@ -39,7 +39,7 @@ def test_scales_that_float16_cannot_hold_stay_float32() -> None:
 
 
 def test_packed_blocks_take_no_more_room_than_the_file() -> None:
-    for kind in sorted(KINDS):
+    for kind in sorted(kind for kind in KINDS if kind[:2] in ("Q4", "Q5", "Q6", "Q8")):  # others get wider numbers
         blocks = random_blocks(kind, 64, 512)
         more = 1.03 if kind in ("Q4_K", "Q5_K") else 1  # multiples of 6 bits take a byte each
         assert blocks.data.nbytes <= PackedBlocks.pack(blocks).num_bytes <= more * blocks.data.nbytes
@@ -81,7 +81,7 @@ def test_the_reference_is_the_matrix_product() -> None:
 
 
 @needs_float_kernels
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_error_is_within_the_stated_bound(kind: str, shape: tuple[int, int]) -> None:
     packed = PackedBlocks.pack(random_blocks(kind, *shape))
@@ -97,7 +97,7 @@ def test_error_is_within_the_stated_bound(kind: str, shape: tuple[int, int]) -> 
 
 
 @needs_float_kernels
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_a_row_does_not_depend_on_other_rows_or_on_threads(kind: str) -> None:
     packed, x = PackedBlocks.pack(random_blocks(kind, 83, 512)), torch.randn(300, 512)
     alone = torch.cat([block_linear(row, packed) for row in x[:, None]])
@@ -175,7 +175,7 @@ def rows_with_large_channels(num_rows: int, columns: int, seed: int = 3) -> Tens
 
 
 @needs_float_kernels
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_large_channels_cost_the_others_no_precision(kind: str) -> None:
     packed, x = PackedBlocks.pack(random_blocks(kind, 37, 768)), rows_with_large_channels(9, 768)
     weight = packed.unpack().double()
@@ -189,7 +189,7 @@ def test_large_channels_cost_the_others_no_precision(kind: str) -> None:
 
 
 @needs_float_kernels
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_more_large_numbers_than_there_is_room_for(kind: str) -> None:
     packed, x = PackedBlocks.pack(random_blocks(kind, 37, 1024)), torch.randn(13, 1024)
     groups = x.view(13, -1, packed.group)

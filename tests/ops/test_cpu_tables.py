@@ -9,9 +9,9 @@ import torch
 
 from octavo import ops
 from octavo.ops import dispatch
-from octavo.ops.block_linear import KINDS, PackedBlocks
+from octavo.ops.block_linear import PackedBlocks
 from octavo.weights.gguf.blocks import dequantize
-from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks
+from tests.ops.cpu_cases import EVERY_KIND, needs_float_kernels, poison_new_tensors, random_blocks
 
 LEVELS = [pytest.param("numba", marks=needs_float_kernels), "reference"]
 IDS = torch.tensor([49, 0, 7, 7, 16, 15, 31, 48])
@@ -24,7 +24,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_rows_of_blocks_are_exactly_the_table(kind: str, level: str) -> None:
     blocks = random_blocks(kind, 50, 512)
     packed, table = PackedBlocks.pack(blocks), torch.from_numpy(dequantize(blocks))

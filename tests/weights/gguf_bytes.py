@@ -11,7 +11,12 @@ import numpy as np
 from octavo.weights.gguf.blocks import BLOCK_KINDS
 
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13}
-NUMBERS |= {"Q6_K": 14, "BF16": 30, "MXFP4": 39}
+NUMBERS |= {"Q6_K": 14, "BF16": 30, "MXFP4": 39, "Q2_K": 10, "Q3_K": 11, "IQ2_XXS": 16, "IQ2_XS": 17}
+NUMBERS |= {"IQ3_XXS": 18, "IQ1_S": 19, "IQ4_NL": 20, "IQ3_S": 21, "IQ2_S": 22, "IQ4_XS": 23, "IQ1_M": 29}
+NUMBERS |= {"TQ1_0": 34, "TQ2_0": 35, "NVFP4": 40}
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82)}
+HALVES |= {"Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,), "NVFP4": ()}
+"""Where blocks have a float16, unless it is at their start alone."""
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -51,7 +56,12 @@ def random_blocks(kind: str, num_blocks: int, random: np.random.Generator) -> np
     if kind == "MXFP4":  # a byte of exponent
         blocks[:, 0] %= 200
         return blocks
-    for at in {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
+    if kind == "IQ1_M":  # its float16 is in the top bits of four words
+        halves = random.normal(size=num_blocks).astype("<f2").view(np.uint16)
+        for place in range(4):
+            blocks[:, 49 + 2 * place] = blocks[:, 49 + 2 * place] & 15 | (halves >> 4 * place & 15) << 4
+        return blocks
+    for at in HALVES.get(kind, (0,)):
         scales = random.normal(size=num_blocks).astype("<f2")
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
     return blocks

@@ -7,7 +7,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from octavo.errors import CheckpointError
 from octavo.weights.gguf.blocks import BLOCK_KINDS, VALUES_AT_ONCE, BlockTensor, dequantize
-from tests.weights.gguf_bytes import NUMBERS, random_blocks
+from tests.weights.gguf_bytes import HALVES, NUMBERS, random_blocks
 
 QUANTISABLE = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 
@@ -56,14 +56,10 @@ def test_tensors_larger_than_one_stretch_and_strided_rows() -> None:
     np.testing.assert_array_equal(found, reference(np.ascontiguousarray(data), "Q8_0"))
 
 
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where blocks have a float16, unless it is at their start alone."""
-
-
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize(
     ("kind", "at"),
-    [(kind, at) for kind in BLOCK_KINDS if kind.startswith("Q") for at in HALVES.get(kind, (0,))],
+    [(kind, at) for kind in BLOCK_KINDS if kind[0] in "QIT" and kind != "IQ1_M" for at in HALVES.get(kind, (0,))],
 )
 def test_scales_that_are_not_numbers_are_refused(kind: str, at: int, value: float) -> None:
     data = random_blocks(kind, 6, np.random.default_rng(5))
@@ -75,7 +71,7 @@ def test_scales_that_are_not_numbers_are_refused(kind: str, at: int, value: floa
 
 @pytest.mark.parametrize(
     ("kind", "shape", "data_shape"),
-    [("Q4_0", (2, 48), (2, 27)), ("Q4_0", (2, 64), (2, 35)), ("Q4_0", (3, 64), (2, 36)), ("Q2_K", (1, 256), (1, 84))],
+    [("Q4_0", (2, 48), (2, 27)), ("Q4_0", (2, 64), (2, 35)), ("Q4_0", (3, 64), (2, 36)), ("Q1_0", (1, 128), (1, 18))],
 )
 def test_what_does_not_fit_is_refused(kind: str, shape: tuple[int, int], data_shape: tuple[int, int]) -> None:
     with pytest.raises(CheckpointError, match=kind):

@@ -151,7 +151,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         file(tensors=[tensor("t", [48], 2, 0)], data=bytes(64)),
         "row length 48 is not a",
     ),
-    "unsupported type": (file(tensors=[tensor("t", [256], 10, 0)]), "tensor 't': has type Q2_K, supported are F32"),
+    "unsupported type": (file(tensors=[tensor("t", [256], 41, 0)]), "tensor 't': has type Q1_0, supported are F32"),
     "unknown type": (file(tensors=[tensor("t", [256], 999, 0)]), "tensor 't': has type 999"),
     "tensor twice": (file(tensors=[*ONE, tensor("t", [8], 0, 128)], data=bytes(256)), "tensor 't': appears twice"),
     "same place": (file(tensors=[*ONE, tensor("u", [32], 0, 0)], data=bytes(128)), "inside tensor"),

@@ -200,3 +200,16 @@ def test_loading_says_what_is_wrong(opened: Opener) -> None:
         checkpoint.load("model.embed_tokens.weight", (41, 64))
     with pytest.raises(CheckpointError, match=r"type Q8_0 and shape .* only matrices can be quantised"):
         checkpoint.load("model.norm.weight", (64,))
+
+
+def test_an_unknown_key_that_turns_something_off_is_named_only(
+    opened: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = opened({}).config
+    for value in (0, 0.0, False, "", [0, 0]):
+        caplog.clear()
+        assert opened({"llama.attention.of_tomorrow": value}).config == plain
+        assert "'llama.attention.of_tomorrow' is not known" in caplog.text
+    for other in (1, 0.5, True, "yes", [0, 1]):
+        with pytest.raises(CheckpointError, match=r"of_tomorrow': this key is not known"):
+            opened({"llama.attention.of_tomorrow": other})

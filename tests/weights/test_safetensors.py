@@ -17,7 +17,7 @@ TENSORS = {
     "a.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
     "b.weight": torch.ones(4, dtype=torch.bfloat16),
     "c.weight": torch.ones(4, 1, dtype=torch.float16),
-    "positions": torch.arange(4).short(),
+    "positions": torch.arange(4).to(torch.uint16),
 }
 
 
@@ -70,7 +70,7 @@ def test_loading_says_what_is_wrong(sharded: Path) -> None:
     message = r"shard-0.safetensors: tensor 'a.weight': has shape \(2, 3\), expected \(3, 2\)"
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load("a.weight", (3, 2))
-    with pytest.raises(CheckpointError, match="tensor 'positions': has dtype I16, supported are F32, F16, BF16"):
+    with pytest.raises(CheckpointError, match="tensor 'positions': has dtype U16, supported are F32, F16, BF16"):
         checkpoint.load("positions", (4,))
 
 

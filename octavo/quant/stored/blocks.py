@@ -1,4 +1,4 @@
-"""Block-quantised weights of GGUF files; Q4_0 to Q8_0 and Q4_K to Q6_K are repacked once for ``ops.block_linear``.
+"""Block-quantised weights of GGUF files; all but MXFP4 are repacked once for ``ops.block_linear``.
 
 Shapes: T tokens, K inputs, N outputs.
 """
@@ -29,7 +29,7 @@ from octavo.quant.stored.stored_weight import (
 from octavo.weights.gguf.blocks import BLOCK_KINDS, BlockTensor, dequantize, split_groups
 
 NUMBERS: dict[str, Number] = {kind: "uint4" if kind in FOUR_BIT_KINDS else "int8" for kind in KINDS}
-NUMBERS |= {"Q4_0": "int4"}
+NUMBERS |= dict.fromkeys(("Q3_K", "Q4_0", "TQ1_0", "TQ2_0"), "int4")
 """Numbers as which blocks are packed for GPUs."""
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import CheckpointError
+from octavo.weights.gguf import codebook_blocks
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -51,6 +52,20 @@ BLOCK_KINDS: dict[str, BlockKind] = {
     "Q5_K": BlockKind(256, 176),
     "Q6_K": BlockKind(256, 210),
     "MXFP4": BlockKind(32, 17),
+    "Q2_K": BlockKind(256, 84),
+    "Q3_K": BlockKind(256, 110),
+    "IQ1_S": BlockKind(256, 50),
+    "IQ1_M": BlockKind(256, 56),
+    "IQ2_XXS": BlockKind(256, 66),
+    "IQ2_XS": BlockKind(256, 74),
+    "IQ2_S": BlockKind(256, 82),
+    "IQ3_XXS": BlockKind(256, 98),
+    "IQ3_S": BlockKind(256, 110),
+    "IQ4_NL": BlockKind(32, 18),
+    "IQ4_XS": BlockKind(256, 136),
+    "TQ1_0": BlockKind(256, 54),
+    "TQ2_0": BlockKind(256, 66),
+    "NVFP4": BlockKind(64, 36),
 }
 
 
@@ -245,6 +260,27 @@ def _q6_k(blocks: Bytes) -> _Parts:
     return nibbles | top_bits << np.uint8(4), _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
 
 
+def _two_bits(packed: Bytes) -> Bytes:
+    """[n, 64] bytes to [n, 256] numbers below 4: of each run of 32 bytes the lowest bits, then the next."""
+    runs = packed.reshape(-1, 2, 1, 32)
+    return (runs >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & np.uint8(3)).reshape(-1, 256)
+
+
+def _q2_k(blocks: Bytes) -> _Parts:
+    scales, minima = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    return _two_bits(blocks[:, 16:80]), _half(blocks, 80) * scales, -(_half(blocks, 82) * minima)
+
+
+def _q3_k(blocks: Bytes) -> _Parts:
+    """The third bits are those of one byte for eight runs of 32; 6-bit scales have their low four bits in eight bytes,
+    their high two in four."""
+    third = (blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)).reshape(-1, 256)
+    low, high = blocks[:, 96:104], blocks[:, None, 104:108]
+    top = (high >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & np.uint8(3)).reshape(-1, 16)
+    multiples = (np.concatenate([low & 15, low >> 4], axis=1) | top << np.uint8(4)).astype(np.float32) - 32
+    return _two_bits(blocks[:, 32:96]) | third << np.uint8(2), _half(blocks, 108) * multiples, None
+
+
 _FP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], dtype=np.uint8)
 _FP4 = np.concatenate([12 + _FP4_DOUBLED, 12 - _FP4_DOUBLED])
 """Twice the value of each code, plus 12 so that none is negative."""
@@ -264,8 +300,17 @@ _FORMS: dict[str, tuple[int, Callable[[Bytes], _Parts]]] = {
     "Q5_K": (0, _q5_k),
     "Q6_K": (32, _q6_k),
     "MXFP4": (12, _mxfp4),
+    "Q2_K": (0, _q2_k),
+    "Q3_K": (4, _q3_k),
+    **{kind: (codebook_blocks.ZERO_POINTS[kind], split) for kind, split in codebook_blocks.FORMS.items()},
 }
 """The zero point, and the function that unpacks blocks."""
 
-_FACTORS = {"Q4_K": ((0, 1), (2, -1)), "Q5_K": ((0, 1), (2, -1)), "Q6_K": ((208, 1),)}
+_FACTORS = {
+    "Q2_K": ((80, 1), (82, -1)),
+    "Q3_K": ((108, 1),),
+    "Q4_K": ((0, 1), (2, -1)),
+    "Q5_K": ((0, 1), (2, -1)),
+    "Q6_K": ((208, 1),),
+}
 """Where the float16 factors of a block's scales and minima are, and their signs."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any, NoReturn
 
 from octavo.errors import CheckpointError
 from octavo.weights.gguf.gguf_reader import GGUFFile
+
+logger = logging.getLogger(__name__)
 
 WITHOUT_EFFECT = {"tensor_data_layout", "rope.scaling.finetuned", "attention.causal"}
 
@@ -64,8 +67,13 @@ class Metadata:
         raise CheckpointError(f"{self.file.path}: metadata {self.prefix + key!r}: {problem}")
 
     def finish(self) -> None:
-        """Refuse an unread key, because it may change what the model computes."""
-        for key in self.file.metadata:
+        """Refuse an unread key, because it may change what the model computes. One that is zero, false or empty turns
+        something off that is off here, and is named in a warning."""
+        for key, value in self.file.metadata.items():
             name = key.removeprefix(self.prefix)
-            if key.startswith(self.prefix) and name not in self._read | WITHOUT_EFFECT:
-                self.fail(name[:100], "this key is not known, and may change what the model computes")
+            if not key.startswith(self.prefix) or name in self._read | WITHOUT_EFFECT:
+                continue
+            if not (value if isinstance(value, bool | int | float | str) else any(value)):
+                logger.warning("%s: metadata %r is not known, and is %r", self.file.path, key, value)
+                continue
+            self.fail(name[:100], "this key is not known, and may change what the model computes")
