@@ -50,7 +50,7 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "lines of octavo": Bound(54_000, 6_000),
+    "lines of octavo": Bound(56_000, 8_000),
     "lines of octavo_kernels": Bound(20_500, 3_000),
     "lines of octavo_server": Bound(21_000, 4_000),
     "lines of octavo_fleet": Bound(8_400, 2_000),
