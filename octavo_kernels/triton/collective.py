@@ -121,22 +121,10 @@ def _padded(x: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["count", "stride"], debug=True)
 def _small_exchange_kernel(
-    x: tl.tensor,
-    residual: tl.tensor,
-    out: tl.tensor,
-    addresses: tl.tensor,
-    launches: tl.tensor,
-    count: tl.tensor,
-    stride: tl.tensor,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PAIRS_AT: tl.constexpr,
-    SLOT: tl.constexpr,
-    GATHERS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LONGEST_WAIT: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x: tl.tensor, residual: tl.tensor, out: tl.tensor, addresses: tl.tensor, launches: tl.tensor, count: tl.tensor,
+    stride: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr, PAIRS_AT: tl.constexpr, SLOT: tl.constexpr,
+    GATHERS: tl.constexpr, BLOCK: tl.constexpr, LONGEST_WAIT: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """``count`` units of 16 bytes. They are moved as words of 32 bits: one number of 32 bits, or two of 16."""
     program = tl.program_id(0)
     kind: tl.constexpr = x.dtype.element_ty
@@ -230,23 +218,10 @@ def _word(low: tl.tensor, high: tl.tensor, kind: tl.constexpr) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["count", "stride"], debug=True)
 def _large_exchange_kernel(
-    x: tl.tensor,
-    residual: tl.tensor,
-    out: tl.tensor,
-    addresses: tl.tensor,
-    launches: tl.tensor,
-    count: tl.tensor,
-    stride: tl.tensor,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    DATA_AT: tl.constexpr,
-    SLOT: tl.constexpr,
-    GATHERS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LONGEST_WAIT: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x: tl.tensor, residual: tl.tensor, out: tl.tensor, addresses: tl.tensor, launches: tl.tensor, count: tl.tensor,
+    stride: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr, DATA_AT: tl.constexpr, SLOT: tl.constexpr,
+    GATHERS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, LONGEST_WAIT: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """``count`` units of 16 bytes, moved as words."""
     program = tl.program_id(0)
     kind: tl.constexpr = x.dtype.element_ty
@@ -288,14 +263,9 @@ def _large_exchange_kernel(
 
 @triton.jit
 def _meet(
-    addresses: tl.tensor,
-    program: tl.tensor,
-    number: tl.tensor,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    LONGEST_WAIT: tl.constexpr,
-) -> None:
+    addresses: tl.tensor, program: tl.tensor, number: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr, LONGEST_WAIT: tl.constexpr,
+) -> None:  # fmt: skip
     """Tell the same program of every other rank that all is written, and wait until it has told this one."""
     tl.debug_barrier()  # the release covers the writes of all threads
     for p in tl.static_range(SIZE):

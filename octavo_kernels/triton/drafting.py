@@ -45,14 +45,9 @@ def accept_drafts_triton(tokens_R: Tensor, token_ids_T: Tensor, logits_indices_R
 
 @triton.jit
 def _accept_kernel(
-    tokens: tl.tensor,
-    token_ids: tl.tensor,
-    logits_indices: tl.tensor,
-    cu_samples: tl.tensor,
-    num_accepted: tl.tensor,
-    SAMPLED: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    tokens: tl.tensor, token_ids: tl.tensor, logits_indices: tl.tensor, cu_samples: tl.tensor, num_accepted: tl.tensor,
+    SAMPLED: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     seq, j = tl.program_id(0), tl.arange(0, SAMPLED)
     after_predecessor(PDL)
     first = tl.load(cu_samples + seq)
@@ -126,14 +121,9 @@ def drafts_behind_triton(token_ids_T: Tensor, logits_indices_R: Tensor, cu_sampl
 
 @triton.jit(do_not_specialize=["num_samples"])
 def _behind_kernel(
-    token_ids: tl.tensor,
-    logits_indices: tl.tensor,
-    cu_samples: tl.tensor,
-    drafts: tl.tensor,
-    num_samples: tl.tensor,
-    SAMPLED: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    token_ids: tl.tensor, logits_indices: tl.tensor, cu_samples: tl.tensor, drafts: tl.tensor, num_samples: tl.tensor,
+    SAMPLED: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     seq, j = tl.program_id(0), tl.arange(0, SAMPLED)
     after_predecessor(PDL)
     sample, end = tl.load(cu_samples + seq) + j, tl.load(cu_samples + seq + 1)
@@ -276,16 +266,9 @@ def keep_draft_triton(tokens_S: Tensor, drafts_SK: Tensor, index: int, vocab_siz
 
 @triton.jit(do_not_specialize=["S", "index", "row_stride"])
 def _keep_kernel(
-    tokens: tl.tensor,
-    drafts: tl.tensor,
-    kept: tl.tensor,
-    S: tl.tensor,
-    index: tl.tensor,
-    row_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    tokens: tl.tensor, drafts: tl.tensor, kept: tl.tensor, S: tl.tensor, index: tl.tensor, row_stride: tl.tensor,
+    vocab_size: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     after_predecessor(PDL)
     token = tl.load(tokens + seq, mask=seq < S, other=0).to(tl.int64)

@@ -20,18 +20,10 @@ NUMBERS_A_PROGRAM = 1024
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    eps: tl.tensor,
-    num_rows: tl.tensor,
-    row_stride: tl.tensor,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, eps: tl.tensor,
+    num_rows: tl.tensor, row_stride: tl.tensor, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """ROWS rows of D columns, padded to BLOCK with zeros."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, BLOCK)[None, :]
@@ -71,16 +63,9 @@ def rms_norm_triton(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Ten
 
 @triton.jit
 def layer_norm_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    eps: tl.tensor,
-    row_stride: tl.tensor,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, out_ptr: tl.tensor, eps: tl.tensor,
+    row_stride: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One row of D columns, filled up to BLOCK with zeros."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)

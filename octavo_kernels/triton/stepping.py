@@ -27,14 +27,9 @@ def pull_step_triton(inputs_B: Tensor, uploads_QB: Tensor, counter: Tensor) -> N
 
 @triton.jit
 def _pull_kernel(
-    inputs: tl.tensor,
-    uploads: tl.tensor,
-    counter: tl.tensor,
-    stride: tl.tensor,
-    Q: tl.constexpr,
-    BLOCK: tl.constexpr,
+    inputs: tl.tensor, uploads: tl.tensor, counter: tl.tensor, stride: tl.tensor, Q: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     after_predecessor(PDL)
     uploads += (tl.load(counter) % Q).to(tl.int64) * stride
     end = tl.load(uploads)

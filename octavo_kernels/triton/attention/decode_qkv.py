@@ -64,14 +64,9 @@ def load_angles(
 
 @triton.jit
 def turned(
-    head: tl.tensor,
-    norm: tl.tensor,
-    weights: tl.tensor,
-    angles: tl.tensor,
-    eps: tl.tensor,
-    H: tl.constexpr,
+    head: tl.tensor, norm: tl.tensor, weights: tl.tensor, angles: tl.tensor, eps: tl.tensor, H: tl.constexpr,
     AXIS: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """The result of ``load_heads``, normed along its last axis and rotated."""
     own, other = head
     if norm is not None:

@@ -231,15 +231,9 @@ def rotary_angles_triton(positions_T: Tensor, frequencies_R: Tensor, factor: flo
 
 @triton.jit
 def _angles_kernel(
-    positions: tl.tensor,
-    frequencies: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    factor: tl.tensor,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    positions: tl.tensor, frequencies: tl.tensor, cos: tl.tensor, sin: tl.tensor, factor: tl.tensor, R: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     frequency = tl.load(frequencies + pair, mask=pair < R, other=0.0)
@@ -264,18 +258,9 @@ def axis_angles_triton(
 
 @triton.jit
 def _axis_kernel(
-    positions: tl.tensor,
-    shifts: tl.tensor,
-    axes: tl.tensor,
-    frequencies: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    factor: tl.tensor,
-    T: tl.tensor,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    positions: tl.tensor, shifts: tl.tensor, axes: tl.tensor, frequencies: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    factor: tl.tensor, T: tl.tensor, R: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     frequency = tl.load(frequencies + pair, mask=pair < R, other=0.0)

@@ -67,13 +67,9 @@ def _rows_of(
 
 @triton.jit
 def row_starts(
-    start: tl.tensor,
-    num_outputs: tl.tensor,
-    K: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    start: tl.tensor, num_outputs: tl.tensor, K: tl.constexpr, OUTPUTS: tl.constexpr, IS_GATED: tl.constexpr,
     EVEN_N: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Where the rows of the outputs from ``start`` on begin in the weight."""
     return _rows_of(start, num_outputs, OUTPUTS, IS_GATED, EVEN_N).to(tl.int64)[:, None] * K
 
@@ -123,13 +119,9 @@ def column_chunk(ptr: tl.tensor, chunk: tl.tensor, K: tl.constexpr, BLOCK_K: tl.
 
 @triton.jit
 def _scales_of(
-    scales_ptr: tl.tensor,
-    start: tl.tensor,
-    num_outputs: tl.tensor,
-    OUTPUTS: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    scales_ptr: tl.tensor, start: tl.tensor, num_outputs: tl.tensor, OUTPUTS: tl.constexpr, IS_GATED: tl.constexpr,
     EVEN_N: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Scales of a tile's rows, 1 if ``scales_ptr`` is None."""
     scales = 1.0
     if scales_ptr is not None:
@@ -155,18 +147,10 @@ def _of_outputs(
 
 @triton.jit
 def finish_rows(
-    y: tl.tensor,
-    residual: tl.tensor,
-    start: tl.tensor,
-    num_outputs: tl.tensor,
-    bias_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    OUTPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    ALPHA: tl.constexpr = 0.0,
-    LIMIT: tl.constexpr = 0.0,
-) -> None:
+    y: tl.tensor, residual: tl.tensor, start: tl.tensor, num_outputs: tl.tensor, bias_ptr: tl.tensor,
+    out_ptr: tl.tensor, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_N: tl.constexpr,
+    ALPHA: tl.constexpr = 0.0, LIMIT: tl.constexpr = 0.0,
+) -> None:  # fmt: skip
     """Bias, gate and residual of the sums of a tile's rows; store the outputs from ``start`` on."""
     bias = _of_outputs(bias_ptr, start, num_outputs, OUTPUTS, EVEN_N)
     if ACTIVATION is None:

@@ -38,15 +38,9 @@ def _clear_kernel(counts_RV: tl.tensor, slot_R: tl.tensor, V: tl.tensor, PDL: tl
 
 @triton.jit
 def _count_kernel(
-    counts_RV: tl.tensor,
-    history: tl.tensor,
-    history_stride: tl.tensor,
-    slot_R: tl.tensor,
-    length_R: tl.tensor,
-    num_prompt_tokens_R: tl.tensor,
-    V: tl.tensor,
-    PDL: tl.constexpr,
-) -> None:
+    counts_RV: tl.tensor, history: tl.tensor, history_stride: tl.tensor, slot_R: tl.tensor, length_R: tl.tensor,
+    num_prompt_tokens_R: tl.tensor, V: tl.tensor, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Count a strided share of one row's history."""
     row = tl.program_id(1)
     after_predecessor(PDL)
@@ -66,26 +60,11 @@ def _count_kernel(
 
 @triton.jit
 def _adjust_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    out_RV: tl.tensor,
-    slot_R: tl.tensor,
-    repetition_R: tl.tensor,
-    frequency_R: tl.tensor,
-    presence_R: tl.tensor,
-    bias_ids_RB: tl.tensor,
-    bias_RB: tl.tensor,
-    banned_ids_RE: tl.tensor,
-    mask_RW: tl.tensor,
-    has_mask_R: tl.tensor,
-    V: tl.tensor,
-    B: tl.tensor,
-    E: tl.tensor,
-    W: tl.tensor,
-    BIASES: tl.constexpr,
-    BANS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits: tl.tensor, row_stride: tl.tensor, out_RV: tl.tensor, slot_R: tl.tensor, repetition_R: tl.tensor,
+    frequency_R: tl.tensor, presence_R: tl.tensor, bias_ids_RB: tl.tensor, bias_RB: tl.tensor, banned_ids_RE: tl.tensor,
+    mask_RW: tl.tensor, has_mask_R: tl.tensor, V: tl.tensor, B: tl.tensor, E: tl.tensor, W: tl.tensor,
+    BIASES: tl.constexpr, BANS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One chunk of one row; BIASES and BANS are B and E rounded up to powers of two."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     after_predecessor(PDL)
@@ -109,20 +88,10 @@ def _adjust_kernel(
 
 @triton.jit
 def _ban_and_bias(
-    x: tl.tensor,
-    ids: tl.tensor,
-    out: tl.tensor,
-    chunk: tl.tensor,
-    row: tl.tensor,
-    bias_ids_RB: tl.tensor,
-    bias_RB: tl.tensor,
-    banned_ids_RE: tl.tensor,
-    V: tl.tensor,
-    B: tl.tensor,
-    E: tl.tensor,
-    BIASES: tl.constexpr,
+    x: tl.tensor, ids: tl.tensor, out: tl.tensor, chunk: tl.tensor, row: tl.tensor, bias_ids_RB: tl.tensor,
+    bias_RB: tl.tensor, banned_ids_RE: tl.tensor, V: tl.tensor, B: tl.tensor, E: tl.tensor, BIASES: tl.constexpr,
     BANS: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """The chunk's logits with the row's bans and biases, which threads exchange through the result's memory."""
     b, e = tl.arange(0, BIASES), tl.arange(0, BANS)
     bias_ids = tl.load(bias_ids_RB + row * B + b, mask=b < B, other=-1)

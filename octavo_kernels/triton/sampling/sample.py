@@ -52,22 +52,10 @@ _LAST_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _race_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    temperatures: tl.tensor,
-    min_ps: tl.tensor,
-    top_ks: tl.tensor,
-    top_ps: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    token_ids: tl.tensor,
-    keys_RC: tl.tensor,
-    peaks_RG: tl.tensor,
-    masses_RC: tl.tensor,
-    V: tl.tensor,
-    IS_CUDA: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits: tl.tensor, row_stride: tl.tensor, temperatures: tl.tensor, min_ps: tl.tensor, top_ks: tl.tensor,
+    top_ps: tl.tensor, seeds: tl.tensor, positions: tl.tensor, token_ids: tl.tensor, keys_RC: tl.tensor,
+    peaks_RG: tl.tensor, masses_RC: tl.tensor, V: tl.tensor, IS_CUDA: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One chunk of one row."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     after_predecessor(PDL)
@@ -87,26 +75,11 @@ def _race_kernel(
 
 @triton.jit
 def _settle_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    temperatures: tl.tensor,
-    min_ps: tl.tensor,
-    top_ks: tl.tensor,
-    top_ps: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    token_ids: tl.tensor,
-    keys_RC: tl.tensor,
-    peaks_RG: tl.tensor,
-    masses_RC: tl.tensor,
-    live_RG: tl.tensor,
-    tokens_R: tl.tensor,
-    V: tl.tensor,
-    CHUNKS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    IS_CUDA: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits: tl.tensor, row_stride: tl.tensor, temperatures: tl.tensor, min_ps: tl.tensor, top_ks: tl.tensor,
+    top_ps: tl.tensor, seeds: tl.tensor, positions: tl.tensor, token_ids: tl.tensor, keys_RC: tl.tensor,
+    peaks_RG: tl.tensor, masses_RC: tl.tensor, live_RG: tl.tensor, tokens_R: tl.tensor, V: tl.tensor,
+    CHUNKS: tl.constexpr, SHIFT: tl.constexpr, IS_CUDA: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One row; CHUNKS is the number of chunks, filled up to a power of two."""
     row = tl.program_id(0)
     after_predecessor(PDL)
@@ -132,15 +105,9 @@ def _settle_kernel(
 
 @triton.jit
 def _race(
-    x: tl.tensor,
-    ids: tl.tensor,
-    token_ids: tl.tensor,
-    temperature: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
-    V: tl.tensor,
-    IS_CUDA: tl.constexpr,
-) -> tl.tensor:
+    x: tl.tensor, ids: tl.tensor, token_ids: tl.tensor, temperature: tl.tensor, seed: tl.tensor, position: tl.tensor,
+    V: tl.tensor, IS_CUDA: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """For each column a key, int64: the larger the better, with what makes the logits bad above all.
 
     The upper half is the value in the race, the lower the id, so that the smaller wins a tie.
@@ -160,16 +127,9 @@ def _race(
 
 @triton.jit
 def _best_kept(
-    logits: tl.tensor,
-    keys_C: tl.tensor,
-    cut: tl.tensor,
-    token_ids: tl.tensor,
-    temperature: tl.tensor,
-    seed: tl.tensor,
-    position: tl.tensor,
-    V: tl.tensor,
-    IS_CUDA: tl.constexpr,
-) -> tl.tensor:
+    logits: tl.tensor, keys_C: tl.tensor, cut: tl.tensor, token_ids: tl.tensor, temperature: tl.tensor, seed: tl.tensor,
+    position: tl.tensor, V: tl.tensor, IS_CUDA: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The best key among tokens whose score reaches ``cut``, from the best keys of all chunks."""
     scale = 1.0 / temperature
     ids_C = _LAST_ID - (keys_C & _LAST_ID).to(tl.int32)

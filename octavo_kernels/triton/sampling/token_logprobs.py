@@ -21,17 +21,9 @@ _NO_KEY = tl.constexpr(-(2**63))
 
 @triton.jit
 def _chunk_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    tokens_R: tl.tensor,
-    peaks_RC: tl.tensor,
-    masses_RC: tl.tensor,
-    above_RC: tl.tensor,
-    keys_RCn: tl.tensor,
-    V: tl.tensor,
-    n: tl.tensor,
-    PDL: tl.constexpr,
-) -> None:
+    logits: tl.tensor, row_stride: tl.tensor, tokens_R: tl.tensor, peaks_RC: tl.tensor, masses_RC: tl.tensor,
+    above_RC: tl.tensor, keys_RCn: tl.tensor, V: tl.tensor, n: tl.tensor, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Of a chunk: the largest logit, the sum of exp(logit - largest), logits above the token's, the n best keys."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     after_predecessor(PDL)
@@ -55,23 +47,11 @@ def _chunk_kernel(
 
 @triton.jit
 def _row_kernel(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
-    tokens_R: tl.tensor,
-    peaks_RC: tl.tensor,
-    masses_RC: tl.tensor,
-    above_RC: tl.tensor,
-    keys_RCn: tl.tensor,
-    logprob_R: tl.tensor,
-    rank_R: tl.tensor,
-    top_ids_Rn: tl.tensor,
-    top_logprobs_Rn: tl.tensor,
-    num_chunks: tl.tensor,
-    n: tl.tensor,
-    CHUNKS: tl.constexpr,
-    KEYS: tl.constexpr,
+    logits: tl.tensor, row_stride: tl.tensor, tokens_R: tl.tensor, peaks_RC: tl.tensor, masses_RC: tl.tensor,
+    above_RC: tl.tensor, keys_RCn: tl.tensor, logprob_R: tl.tensor, rank_R: tl.tensor, top_ids_Rn: tl.tensor,
+    top_logprobs_Rn: tl.tensor, num_chunks: tl.tensor, n: tl.tensor, CHUNKS: tl.constexpr, KEYS: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One row; CHUNKS and KEYS are the numbers of chunks and of their keys, filled up to powers of two."""
     row = tl.program_id(0)
     after_predecessor(PDL)

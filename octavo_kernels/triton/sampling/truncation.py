@@ -30,19 +30,9 @@ def ordered(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def least_kept(
-    logits: tl.tensor,
-    live: tl.tensor,
-    peaks: tl.tensor,
-    masses: tl.tensor,
-    scale: tl.tensor,
-    min_p: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    V: tl.tensor,
-    CHUNKS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SHIFT: tl.constexpr,
-) -> tl.tensor:
+    logits: tl.tensor, live: tl.tensor, peaks: tl.tensor, masses: tl.tensor, scale: tl.tensor, min_p: tl.tensor,
+    top_k: tl.tensor, top_p: tl.tensor, V: tl.tensor, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, SHIFT: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The score from which on tokens of a row stay in the draw, see ``ops.sample.least_kept``.
 
     ``peaks`` are the largest logits of the groups and ``masses`` the sums of exp(score - largest score) of CHUNKS
@@ -97,14 +87,9 @@ def _bound_of_count(peaks_G: tl.tensor, largest: tl.tensor, count: tl.tensor) ->
 
 @triton.jit
 def _total_mass(
-    peaks: tl.tensor,
-    masses: tl.tensor,
-    scale: tl.tensor,
-    top: tl.tensor,
-    num_groups: tl.tensor,
-    CHUNKS: tl.constexpr,
+    peaks: tl.tensor, masses: tl.tensor, scale: tl.tensor, top: tl.tensor, num_groups: tl.tensor, CHUNKS: tl.constexpr,
     GROUPS: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """The sum of exp(score - top) of the row."""
     c = tl.arange(0, CHUNKS)
     g = c[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
@@ -124,17 +109,9 @@ def _list_live(live: tl.tensor, peaks_G: tl.tensor, g: tl.tensor, floor: tl.tens
 
 @triton.jit
 def _search(
-    logits: tl.tensor,
-    live: tl.tensor,
-    num_live: tl.tensor,
-    V: tl.tensor,
-    scale: tl.tensor,
-    largest: tl.tensor,
-    floor: tl.tensor,
-    target: tl.tensor,
-    COUNT: tl.constexpr,
-    SHIFT: tl.constexpr,
-) -> tl.tensor:
+    logits: tl.tensor, live: tl.tensor, num_live: tl.tensor, V: tl.tensor, scale: tl.tensor, largest: tl.tensor,
+    floor: tl.tensor, target: tl.tensor, COUNT: tl.constexpr, SHIFT: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The largest logit from which on the tokens weigh at least ``target``, or ``floor``.
 
     The interval is one of ``ordered`` numbers without their last SHIFT bits, which are the same in all logits.
@@ -152,17 +129,9 @@ def _search(
 
 @triton.jit
 def _weigh(
-    logits: tl.tensor,
-    live: tl.tensor,
-    num_live: tl.tensor,
-    V: tl.tensor,
-    scale: tl.tensor,
-    top: tl.tensor,
-    pivot_1: tl.tensor,
-    pivot_2: tl.tensor,
-    pivot_3: tl.tensor,
-    COUNT: tl.constexpr,
-) -> tl.tensor:
+    logits: tl.tensor, live: tl.tensor, num_live: tl.tensor, V: tl.tensor, scale: tl.tensor, top: tl.tensor,
+    pivot_1: tl.tensor, pivot_2: tl.tensor, pivot_3: tl.tensor, COUNT: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """For each pivot the sum of exp(score - top), or the number, of the live groups' tokens that reach it."""
     sum_1 = tl.zeros([_GROUPS_AT_ONCE, _GROUP], tl.float32)
     sum_2 = sum_1
