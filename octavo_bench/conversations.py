@@ -7,14 +7,12 @@ few tokens. It waits for the answer, and a pause, before the next turn.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
+from octavo_bench.http_client import HttpClient
 from octavo_fleet.sim.jobs import Awaits, Job
 
 
@@ -46,15 +44,18 @@ async def converse(url: str, model: str, shape: ConversationShape, seed: int = 0
     """Hold all conversations over HTTP."""
     measured = ConversationTimes()
     began = time.monotonic()
-    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False, verify=False) as client:
+    client = HttpClient(url, "completions", None, timeout=600)
+    try:
         rngs = [random.Random(seed * 1000 + number) for number in range(shape.num_clients)]
         await asyncio.gather(*(_client(client, model, shape, rng, measured) for rng in rngs))
+    finally:
+        client.close()
     measured.seconds = time.monotonic() - began
     return measured
 
 
 async def _client(
-    client: httpx.AsyncClient, model: str, shape: ConversationShape, rng: random.Random, measured: ConversationTimes
+    client: HttpClient, model: str, shape: ConversationShape, rng: random.Random, measured: ConversationTimes
 ) -> None:
     await asyncio.sleep(rng.random() * shape.pause)
     vocabulary = range(20, shape.vocab_size)
@@ -67,22 +68,14 @@ async def _client(
 
 
 async def _turn(
-    client: httpx.AsyncClient, model: str, tokens: list[int], num_tokens: int, measured: ConversationTimes
+    client: HttpClient, model: str, tokens: list[int], num_tokens: int, measured: ConversationTimes
 ) -> list[int]:
     body: dict[str, Any] = {"model": model, "prompt": tokens, "max_tokens": num_tokens, "temperature": 0}
-    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
-    answer: list[int] = []
-    began = time.monotonic()
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            for choice in json.loads(line[6:]).get("choices", []):
-                if choice.get("token_ids") and not answer:
-                    measured.ttft.append(time.monotonic() - began)
-                answer += choice.get("token_ids") or []
-    measured.num_failed += len(answer) != num_tokens
-    return answer
+    answer = await client.ask(body | {"ignore_eos": True, "stream": True, "return_token_ids": True})
+    if answer.times:
+        measured.ttft.append(answer.ttft)
+    measured.num_failed += len(answer.token_ids) != num_tokens
+    return answer.token_ids
 
 
 class Conversations:

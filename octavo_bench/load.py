@@ -1,7 +1,7 @@
 """HTTP load in the forms that GPT-2 is measured by: many at a time, and arrivals at once, evenly and at random.
 
-The client is a connection and the bytes of a request: at 64 at a time, a library with a pool took 10 ms of processor
-time for each, more than the server.
+The client is that of the proxy: at 64 at a time, a general library took 10 ms of processor time for each, more than the
+server.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from octavo.errors import ConfigError
 from octavo_bench.server_process import ServerProcess, free_port
 from octavo_bench.suite_sizes import PROMPT_WORDS, SuiteSizes
 from octavo_bench.suites import Row, row
+from octavo_fleet.proxy.connections import Connections, Headers
 
 READY_SECONDS = 300.0
 STEADY_SECONDS = 0.1
 POISSON_RATE = 10.0
+HEADERS: Headers = [(b"content-type", b"application/json")]
 
 
 def served(model: Path, arguments: Sequence[str], sizes: SuiteSizes, rounds: int, log: Path) -> Iterator[Row]:
@@ -53,41 +55,31 @@ def _text(length: str) -> str:
     return " ".join("".join(rng.choices("bdgklmnprst", k=2)) + "a" for _ in range(PROMPT_WORDS[length]))
 
 
-class _Connection:
-    """One that is kept for one request after the other."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    async def ask(self, text: str, output: int) -> int:
-        """Tokens that were made. Raises ``ConfigError`` for an answer that is none."""
-        body = json.dumps({"prompt": text, "max_tokens": output}).encode()
-        head = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        self._writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-        status, *fields = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        length = next(int(field.split(":")[1]) for field in fields if field.lower().startswith("content-length:"))
-        answer = await self._reader.readexactly(length)
-        if " 200 " not in status:
-            raise ConfigError(f"the server answered {status}: {answer[:200].decode()}")
-        return int(json.loads(answer)["token_count"])
+async def _ask(client: Connections, text: str, output: int) -> int:
+    """Tokens that were made. Raises ``ConfigError`` for an answer that is none."""
+    body = json.dumps({"prompt": text, "max_tokens": output}).encode()
+    async with client.request("POST", "generate", HEADERS, body) as connection:
+        answer = await connection.read_all()
+        if connection.status != 200:
+            raise ConfigError(f"the server answered {connection.status}: {answer[:200].decode(errors='replace')}")
+    return int(json.loads(answer)["token_count"])
 
 
-@contextlib.asynccontextmanager
-async def _connected(port: int) -> AsyncIterator[_Connection]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+@contextlib.contextmanager
+def _connected(port: int) -> Iterator[Connections]:
+    client = Connections(f"http://127.0.0.1:{port}/")
     try:
-        yield _Connection(reader, writer)
+        yield client
     finally:
-        writer.close()
+        client.close()
 
 
 async def _at_once(port: int, text: str, output: int, places: int, repeats: int) -> float:
     """Tokens per second while ``places`` clients ask ``repeats`` times each, one after the other."""
 
     async def keep_asking() -> int:
-        async with _connected(port) as connection:
-            return sum([await connection.ask(f"{text} {i}", output) for i in range(repeats)])
+        with _connected(port) as client:
+            return sum([await _ask(client, f"{text} {i}", output) for i in range(repeats)])
 
     start = time.perf_counter()
     counts = await asyncio.gather(*(keep_asking() for _ in range(places)))
@@ -102,8 +94,8 @@ async def _arrivals(port: int, pattern: str, sizes: SuiteSizes) -> list[float]:
     async def timed(delay: float) -> float:
         await asyncio.sleep(delay)
         start = time.perf_counter()
-        async with _connected(port) as connection:
-            await connection.ask(_text("short"), sizes.output)
+        with _connected(port) as client:
+            await _ask(client, _text("short"), sizes.output)
         return time.perf_counter() - start
 
     delays, at = [], 0.0
