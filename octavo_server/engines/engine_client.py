@@ -42,6 +42,8 @@ class LiveProgress(NamedTuple):
     max_tokens: int
     running: bool
     """Whether a step has computed a part of it."""
+    owner: str
+    """Name of its API key."""
 
 
 class OutputListener(Protocol):

@@ -58,7 +58,7 @@ class RequestJournal:
         for live in self._live.values():
             request = live.request
             counts = len(request.prompt_tokens), live.num_computed, len(live.tokens), request.max_tokens
-            yield LiveProgress(live.id, *counts, live.has_advanced)
+            yield LiveProgress(live.id, *counts, live.has_advanced, request.owner)
 
     def next_id(self) -> int:
         """A request id unique within this server."""

@@ -123,7 +123,8 @@ class InProcessEngine:
     def progress(self) -> Iterator[LiveProgress]:
         for number, live in self.live.items():
             num_prompt = len(live.request.prompt_tokens)
-            yield LiveProgress(number, num_prompt, num_prompt, live.num_tokens, live.request.max_tokens, True)
+            counts = num_prompt, num_prompt, live.num_tokens, live.request.max_tokens
+            yield LiveProgress(number, *counts, True, live.request.owner)
 
     def cache_views(self) -> list[CacheView]:
         return self.views

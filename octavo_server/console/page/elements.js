@@ -47,10 +47,15 @@ export function copyButton(label, text) {
     } catch {
       said = "Not copied";
     }
-    node.textContent = said;
+    show(said, said);
     announce(said);
-    setTimeout(() => { node.textContent = "Copy"; }, 1500);
-  }, { "aria-label": label });
+    setTimeout(() => show("Copy", label), 1500);
+  });
+  const show = (shownText, name) => {
+    node.textContent = shownText;
+    node.setAttribute("aria-label", name);
+  };
+  show("Copy", label);
   return node;
 }
 

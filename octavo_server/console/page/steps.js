@@ -7,6 +7,7 @@ import { ask } from "./server.js";
 const KEPT = 120;
 let steps = null;
 let budget = 0;
+const owners = new Map(); // of requests: the names of their API keys
 
 export function startSteps() {
   steps = new Moments("step-choice", KEPT, drawSteps);
@@ -32,7 +33,31 @@ export function takeSteps(snapshot) {
   find("hold").setAttribute("aria-pressed", String(snapshot.is_held));
   if (snapshot.is_held) find("pace-text").textContent = "Held: no step is computed until you say so.";
   else if (snapshot.can_hold) find("pace-text").textContent = "";
+  for (const { id, owner } of snapshot.requests) owners.set(id, owner);
+  const isNew = snapshot.last_steps.length > 0;
   steps.add(...snapshot.last_steps);
+  if (isNew) drawOwners();
+}
+
+// Each API key's share of the tokens of the steps that are kept, where there are several keys.
+function drawOwners() {
+  const tokens = new Map();
+  const seen = new Set();
+  for (const share of steps.kept.flatMap((each) => each.shares)) {
+    seen.add(share[0]);
+    const owner = owners.get(share[0]);
+    if (owner === undefined) continue; // it began and ended between two snapshots
+    tokens.set(owner, (tokens.get(owner) ?? 0) + tokensOf(share));
+  }
+  for (const request of owners.keys()) if (!seen.has(request)) owners.delete(request);
+  find("owners").hidden = tokens.size < 2;
+  const all = [...tokens.values()].reduce((sum, each) => sum + each, 0);
+  const rows = [...tokens].sort(([, one], [, other]) => other - one).map(([owner, count]) => {
+    const bar = element("progress", { max: String(all), value: String(count), "aria-label": `Share of ${owner || "no key"}` });
+    const cells = [owner || "no key", String(count), `${((100 * count) / all).toFixed(0)} %`].map((cell) => element("td", {}, cell));
+    return element("tr", {}, ...cells, element("td", {}, bar));
+  });
+  find("owner-shares").replaceChildren(...rows);
 }
 
 export function drawSteps() {

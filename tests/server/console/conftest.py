@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from octavo.text.tokenizer import Tokenizer
 from octavo.types import Request
 from tests.server.conftest import Served
 from tests.server.in_process import IM_END, InProcessEngine, byte_tokenizer
@@ -48,7 +49,7 @@ def says(*texts: str) -> Callable[[Request], list[int]]:
 class Visit:
     """A page of a server, and what must not happen on it."""
 
-    def __init__(self, browser: Any, served: Served, prepare: Callable[[Any], None] | None, **options: Any) -> None:
+    def __init__(self, browser: Any, served: Served, **options: Any) -> None:
         self.served = served
         self.is_stopped = False
         self.context = browser.new_context(**options)
@@ -59,8 +60,6 @@ class Visit:
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("dialog", lambda dialog: self.problems.append(dialog.message))
         self.page.on("request", self._on_request)
-        if prepare is not None:
-            prepare(self.page)
         self.page.goto(served.url)
         self.page.wait_for_selector("#model option", state="attached")
 
@@ -115,10 +114,10 @@ def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
     def open_page(
         engine: InProcessEngine,
         settings: dict[str, Any] | None = None,
-        prepare: Callable[[Any], None] | None = None,
+        tokenizer: Tokenizer | None = None,
         **options: Any,
     ) -> Visit:
-        visits.append(Visit(browser, Served(engine, byte_tokenizer(), settings or {}), prepare, **options))
+        visits.append(Visit(browser, Served(engine, tokenizer or byte_tokenizer(), settings or {}), **options))
         return visits[-1]
 
     yield open_page

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +116,26 @@ def test_steps_are_shown_with_their_reasons_and_a_toy_engine_is_held(visit: Any)
     for name, pace in (("Hold", 0), ("One step", 1), ("Go on", None)):
         page.click(f"#pace >> text={name}")
         opened.until(lambda pace=pace: engine.paces[-1:] == [pace])
+    opened.check()
+
+
+def test_the_shares_of_api_keys_are_shown(visit: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("".join(f"{name} {sha256(name.encode()).hexdigest()}\n" for name in ("ann", "bob")))
+    engine = InProcessEngine(runs=False)
+    opened = visit(engine, {"api_key_file": str(tmp_path / "keys"), "admin_key": "admin"})
+    page = opened.page
+    page.fill("#key", "ann")
+    page.fill("#admin-key", "admin")
+    page.keyboard.press("Enter")
+    for name in ("ann", "bob"):
+        headers = {"Authorization": f"Bearer {name}"}
+        opened.served.client.post("/v1/responses", json={"input": "Hi", "background": True}, headers=headers)
+    page.wait_for_selector("#requests tr:nth-child(2)")
+    outputs = [Output(1, [1, 2, 3, 4], num_drafts=5, num_accepted_drafts=3), Output(2, [1, 2], num_drafts=1)]
+    opened.served.call(lambda: engine.steps.note(EngineStats(), outputs, [], time.monotonic()))
+    page.wait_for_selector("#owners:not([hidden])")
+    assert page.locator("#owner-shares tr").all_inner_texts() == ["ann\t6\t75 %\t", "bob\t2\t25 %\t"]
+    opened.problems = [problem for problem in opened.problems if "401" not in problem and "403" not in problem]
     opened.check()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.server.console.conftest import PHONE, says
-from tests.server.in_process import InProcessEngine
-from tests.server.test_images import RED
+from tests.server.in_process import InProcessEngine, byte_tokenizer
+from tests.server.test_images import CONFIG, GREEN, RED, SPECIAL, TEMPLATE, SeeingEngine, url
 
 HOSTILE = (
     "<img src=x onerror=alert(1)> ![p](https://a.example/p.png) [no](javascript:alert(1)) [yes](https://a.example)\n"
@@ -38,6 +38,14 @@ It costs $5 or $6, and $x^2$.
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+GIVE = """(node, [kind, bytes]) => {
+  const data = new DataTransfer();
+  data.items.add(new File([new Uint8Array(bytes)], "green.png", { type: "image/png" }));
+  const about = { bubbles: true, cancelable: true };
+  if (kind === "paste") node.dispatchEvent(new ClipboardEvent(kind, { ...about, clipboardData: data }));
+  else node.dispatchEvent(new DragEvent(kind, { ...about, dataTransfer: data }));
+}"""
+"""Pastes or drops a file."""
 
 
 def open_settings(page: Any) -> None:
@@ -45,7 +53,7 @@ def open_settings(page: Any) -> None:
 
 
 def test_an_answer_is_markdown_and_no_html(visit: Any) -> None:
-    opened = visit(InProcessEngine(says(MARKDOWN)))
+    opened = visit(InProcessEngine(says(MARKDOWN)), permissions=["clipboard-read", "clipboard-write"])
     page = opened.page
     opened.ask("Hi")
     answer = page.locator(".message.assistant .text")
@@ -61,6 +69,10 @@ def test_an_answer_is_markdown_and_no_html(visit: Any) -> None:
     assert answer.locator("li").all_inner_texts() == ["one", "two"]
     assert "$5 or $6" in answer.inner_text()
     assert answer.locator("pre").inner_text().strip() == "def one() -> int: return 1"
+    for button, copied in (("Copy the message", MARKDOWN), ("Copy code", "def one() -> int: return 1")):
+        page.click(f"[aria-label='{button}'] >> nth=-1")
+        page.wait_for_selector("text=Copied")
+        assert page.evaluate("navigator.clipboard.readText()").strip() == copied.strip()
     assert f"+ {len(MARKDOWN) + 1} tokens" in page.inner_text(".message .about")
     opened.check()
 
@@ -288,12 +300,11 @@ def test_editing_and_regenerating_make_branches(visit: Any) -> None:
     opened.check()
 
 
-def test_pictures_and_texts_are_attached(visit: Any) -> None:
-    def see(page: Any) -> None:
-        models = {"data": [{"id": "test", "input_modalities": ["text", "image"]}]}
-        page.route("**/v1/models", lambda route: route.fulfill(json=models))
-
-    opened = visit(InProcessEngine(), prepare=see)
+def test_pictures_and_texts_are_attached(visit: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    engine = SeeingEngine()
+    settings = {"model": str(tmp_path), "served_model_name": "eyes"}
+    opened = visit(engine, settings, byte_tokenizer(TEMPLATE, SPECIAL))
     page = opened.page
     page.set_input_files(
         "#attach-files",
@@ -304,12 +315,16 @@ def test_pictures_and_texts_are_attached(visit: Any) -> None:
         ],
     )
     page.wait_for_selector("#attachments >> text=blob.bin: this is neither")
+    for count, (kind, target) in enumerate((("paste", "#prompt"), ("drop", "#messages")), 2):
+        page.locator(target).evaluate(GIVE, [kind, list(GREEN)])
+        page.wait_for_selector(f"#attachments img >> nth={count - 1}")
+    page.click("[aria-label='Remove picture 3']")
     content = opened.ask("What is it?")["messages"][0]["content"]
-    assert content[0]["image_url"]["url"].startswith("data:image/png;base64,")
-    assert content[1]["text"] == "What is it?\n\nnotes.txt:\n````\na ``` fence\n````"
-    assert page.locator(".message.user img").count() == 1
-    assert "does not take images" in page.inner_text(".message .error") or page.locator(".message .error").count()
-    opened.problems = [problem for problem in opened.problems if "400" not in problem]
+    assert [each["image_url"]["url"] for each in content[:-1]] == [url(RED), url(GREEN)]
+    assert content[-1]["text"] == "What is it?\n\nnotes.txt:\n````\na ``` fence\n````"
+    assert page.locator(".message.user img").count() == 2
+    assert page.inner_text(".message.assistant p").startswith("A picture.")
+    assert len(engine.seen[0].images) == 2
     opened.check()
 
 
