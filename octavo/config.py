@@ -44,6 +44,9 @@ def cache_dir() -> Path:
     return base.expanduser()
 
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """The model and how to load it."""
@@ -109,6 +112,15 @@ class ModelSettings:
         "pooling of hidden states into an embedding; auto: from the checkpoint, else last for a decoder, mean for an "
         "encoder",
         ("auto", "mean", "last", "cls"),
+    )
+    logprobs_mode: str = setting(
+        "raw_logprobs",
+        "what log-probabilities are of: the model's logits, or what tokens are sampled from, after penalties, masks, "
+        "temperature and filters (of prompts: after the temperature); or these logits themselves",
+        LOGPROBS_MODES,
+    )
+    max_logprobs: int = setting(
+        20, "most tokens whose log-probabilities a request may ask for at each position; -1: all", low=-1
     )
     batch_invariant: bool = setting(
         False, "on a GPU, make results bitwise independent of the rest of the batch; slower (a CPU always does)"

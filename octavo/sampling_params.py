@@ -210,7 +210,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(self, name, 0, MAX_LOGPROBS)
+                _integer(self, name, 0, MAX_TOKEN_ID)
         _check_repetition(self)
         if self.extra_args is not None and not (isinstance(self.extra_args, dict) and self.extra_args):
             raise InvalidParameter("extra_args", "'extra_args' must be a dict that is not empty.")
@@ -225,6 +225,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         """Whether to take the most likely token; dividing by a temperature this low would overflow."""
         return self.temperature < 1e-5
+
+
+def check_num_logprobs(params: SamplingParams, most: int, name: str = "logprobs") -> None:
+    """Raise ``InvalidParameter`` for more log-probabilities than ``most``; ``name`` is what a request calls them."""
+    for field, count in ((name, params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and count > most:
+            raise InvalidParameter(field, f"'{field}' must be a whole number from 0 to {most} (max_logprobs).")
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}

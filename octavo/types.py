@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from octavo.sampling_params import RepetitionDetectionParams, SamplingParams
+from octavo.sampling_params import MAX_LOGPROBS, RepetitionDetectionParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -525,6 +525,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Whether a sleeping engine can keep its weights in host memory."""
     num_image_slots: int = 0
     """Most tokens of the images of a request; 0: the model takes no images."""
+    max_logprobs: int = MAX_LOGPROBS
+    """Most log-probabilities at each position."""
     changes_weights: bool = False
     """Whether the engine can take other weights while it lives."""
 

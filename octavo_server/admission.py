@@ -26,7 +26,7 @@ from octavo.grammar.compiler import GrammarCompiler, GrammarRefused
 from octavo.grammar.forms import FormError
 from octavo.grammar.vocabulary import PackedVocabulary
 from octavo.images.processors import PreparedImage
-from octavo.sampling_params import SamplingParams, choice_key, resolve_max_tokens
+from octavo.sampling_params import SamplingParams, check_num_logprobs, choice_key, resolve_max_tokens
 from octavo.server_settings import ServerSettings
 from octavo.system.cpus import num_cpus
 from octavo.text.conversation import ChatPrompt, ImageText
@@ -431,6 +431,7 @@ class Admission:
                 raise InvalidParameter(field, message)
 
     def _check_tokens(self, client_request: ClientRequest) -> None:
+        check_num_logprobs(client_request.params, self.engine.info.max_logprobs)
         self.check_in_vocabulary(client_request.params.stop_token_ids, "stop_token_ids")
         self.check_in_vocabulary(tuple(client_request.params.logit_bias), "logit_bias")
         self.check_in_vocabulary(client_request.params.allowed_token_ids or (), "allowed_token_ids")

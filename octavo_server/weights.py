@@ -229,7 +229,12 @@ async def server_info(request: Request) -> Response:
     backend, info = _backend(services.config.server), services.engine.info
     config = {
         "weight_transfer_config": None if backend is None else {"backend": backend},
-        "model_config": {"model": services.engine.metrics.model_name, "max_model_len": info.max_model_len},
+        "model_config": {
+            "model": services.engine.metrics.model_name,
+            "max_model_len": info.max_model_len,
+            "logprobs_mode": services.config.model.logprobs_mode,
+            "max_logprobs": info.max_logprobs,
+        },
         "parallel_config": {
             "tensor_parallel_size": info.tensor_parallel_size,
             "data_parallel_size": services.config.server.data_parallel_size,

@@ -161,7 +161,7 @@ def build_engine(
         phases.done("memory")
         warm_up()
         phases.done("kernels and graphs")
-    info = _info(model_config, loaded, form, limits, budget, collective.size, *generation, images, updates, pooling)
+    info = _info(model_config, loaded, form, limits, budget, config.model, *generation, images, updates, pooling)
     scheduler = _scheduler(config, limits, method, images)
     weights = _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
@@ -186,7 +186,7 @@ def _info(
     form: WeightFormat,
     limits: memory.Limits,
     budget: memory.MemoryBudget,
-    num_ranks: int,
+    settings: ModelSettings,
     eos_token_ids: tuple[int, ...],
     defaults: dict[str, int | float],
     images: ImageSettings | None,
@@ -215,9 +215,10 @@ def _info(
         embedding_size=tasks.embedding_size,
         pooling=tasks.meaning,
         sampling_defaults=defaults,
-        tensor_parallel_size=num_ranks,
-        sleeps_in_host_memory=is_gpu(form.device) and num_ranks == 1,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        sleeps_in_host_memory=is_gpu(form.device) and settings.tensor_parallel_size == 1,
         num_image_slots=0 if images is None else images.num_slots,
+        max_logprobs=model.vocab_size if settings.max_logprobs < 0 else settings.max_logprobs,
         changes_weights=updates is not None,
     )
 
@@ -478,11 +479,11 @@ def make_executor(
     """The executor for the storage's device. Results on a CPU never depend on the batch."""
     if storage.device.type == "cpu":
         forward = make_forward(model, storage.layers, storage.device, settings.enforce_eager)
-        vocabulary = part_of_vocabulary(vocab_size, collective)
+        vocabulary = part_of_vocabulary(vocab_size, collective, mode=settings.logprobs_mode)
         logits = make_logits(model, storage.device, settings.enforce_eager)
         parts = forward, pooler, adapters, vocabulary, drafter, verify, logits, pool, updates
         return HostExecutor(model, storage, vocab_size, most, *parts)
-    vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False)
+    vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False, mode=settings.logprobs_mode)
     own = (
         settings.batch_invariant,
         settings.enforce_eager,

@@ -377,7 +377,7 @@ def _prompt_rows(plan: Plan, counts: list[int]) -> Iterator[PromptRows]:
         request = item.seq.request
         if request.params.prompt_logprobs is not None:
             tokens = request.prompt_tokens[item.settled_start + 1 :][: len(item.tokens)]
-            yield PromptRows(first_row, tokens, request.params.prompt_logprobs)
+            yield PromptRows(first_row, tokens, request.params.prompt_logprobs, request.params.temperature)
         first_row += count
 
 

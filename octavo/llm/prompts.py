@@ -10,7 +10,7 @@ from octavo.engine.protocols import Grammars
 from octavo.errors import CANCELLATIONS, InvalidParameter, RequestError
 from octavo.images.preparer import ImagePreparer, placed
 from octavo.llm.image_inputs import file_of, images_of
-from octavo.sampling_params import SamplingParams, resolve_max_tokens
+from octavo.sampling_params import SamplingParams, check_num_logprobs, resolve_max_tokens
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Sequences, Tokenizer, banned_sequences, check_something_is_left
 from octavo.types import EngineInfo, ImageInput, Request, Task, ThinkingBudget
@@ -63,7 +63,7 @@ def check_all(
         name = "prompt" if len(items) == 1 else f"prompts[{place}]"
         text, tokens = _encode(prompt, name, tokenizer, info.vocab_size, preparer)
         tokens, images = _with_images(prompt, name, tokens, preparer)
-        _check_params(own, tokenizer, info.vocab_size)
+        _check_params(own, tokenizer, info)
         max_tokens = resolve_max_tokens(own, len(tokens), info.max_model_len, field=name)
         ends = _eos_token_ids(own, tokenizer, info)
         banned = () if tokenizer is None else banned_sequences(own.bad_words, tokenizer)
@@ -205,7 +205,9 @@ def _from_mapping(prompt: Mapping[str, Any], name: str) -> Any:
     return next(iter(prompt.values()))
 
 
-def _check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+def _check_params(params: SamplingParams, tokenizer: Tokenizer | None, info: EngineInfo) -> None:
+    vocab_size = info.vocab_size
+    check_num_logprobs(params, info.max_logprobs)
     for name in ("stop", "bad_words"):
         if getattr(params, name) and tokenizer is None:
             raise InvalidParameter(name, f"The model has no tokenizer, so '{name}' cannot be used.")

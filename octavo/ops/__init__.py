@@ -24,7 +24,7 @@ from octavo.ops.linear import concat, head_linear, linear, lora, put_columns, st
 from octavo.ops.linear_attention import linear_attention
 from octavo.ops.moe import grouped_moe, moe, route
 from octavo.ops.norms import layer_norm, rms_norm
-from octavo.ops.sampling import adjust_logits, sample, token_logprobs
+from octavo.ops.sampling import adjust_logits, processed_logits, sample, token_logprobs
 from octavo.ops.scaled_linear import scaled_linear
 from octavo.ops.state_space import state_space
 from octavo.ops.stepping import next_tokens, publish_tokens, pull_step, stage_step
@@ -65,6 +65,7 @@ __all__ = [
     "newest_tokens",
     "next_tokens",
     "paged_attention",
+    "processed_logits",
     "publish_tokens",
     "pull_step",
     "put_columns",

@@ -204,6 +204,28 @@ def least_kept(scores_V: Tensor, min_p: float, top_k: int, top_p: float) -> Tens
     return cut
 
 
+def processed_logits(logits_RV: Tensor, params: SampleParams) -> Tensor:
+    """The logits from which ``sample`` draws: divided by the temperature, tokens that it does not keep -inf; float32.
+
+    Greedy rows stay as they are.
+    """
+    is_greedy_R1 = (params.temperature < GREEDY_BELOW).unsqueeze(1)
+    temperature_R1 = params.temperature.unsqueeze(1).masked_fill(is_greedy_R1, 1.0)
+    scores_RV = (logits_RV.float() / temperature_R1).masked_fill(logits_RV == BANNED, -math.inf)
+    sorted_RV = scores_RV.sort(dim=1, descending=True).values
+    V = sorted_RV.shape[1]
+    cut_R1 = sorted_RV[:, :1] + params.min_p.unsqueeze(1).log()
+    top_k_R1 = params.top_k.long().unsqueeze(1)
+    kth_R1 = sorted_RV.gather(1, (top_k_R1 - 1).clamp(0, V - 1))
+    cut_R1 = torch.where((top_k_R1 > 0) & (top_k_R1 < V), torch.maximum(cut_R1, kth_R1), cut_R1)
+    is_kept_RV = sorted_RV >= cut_R1
+    reached_RV = sorted_RV.masked_fill(~is_kept_RV, -math.inf).double().softmax(1).cumsum(1)
+    last_R1 = (is_kept_RV & (reached_RV < params.top_p.unsqueeze(1))).sum(1, keepdim=True)
+    last_R1 = torch.minimum(last_R1, is_kept_RV.sum(1, keepdim=True) - 1)
+    cut_R1 = torch.where(params.top_p.unsqueeze(1) < 1, sorted_RV.gather(1, last_R1.clamp(min=0)), cut_R1)
+    return scores_RV.masked_fill((scores_RV < cut_R1) & ~is_greedy_R1, -math.inf)
+
+
 # ---- token_logprobs: Log-probabilities of tokens, computed on the logits' device. Shapes: R rows, V vocabulary, n
 # likeliest tokens.
 

@@ -17,9 +17,13 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops.candidates import UNDECIDED, choose_tokens, find_candidates
 from octavo.ops.collective import Collective
-from octavo.ops.sampling import SampleParams
+from octavo.ops.sampling import GREEDY_BELOW, SampleParams
 from octavo.ops.sampling_noise import token_hashes
 from octavo.quant.stored.shard import Shard
+
+RAW = "raw_logprobs"
+LOWEST = -9999.0
+"""Reported where there is no probability: JSON has no infinity, and other servers have this."""
 
 
 class ShardedVocabulary(Protocol):
@@ -47,6 +51,16 @@ class ShardedVocabulary(Protocol):
         """
         ...
 
+    def report_sampled(
+        self, logits_RV: Tensor, adjusted_RV: Tensor, params: SampleParams, tokens_R: Tensor, num_top: int
+    ) -> Tensor:
+        """``report`` of sampled tokens, in the mode of the settings; ``adjusted``: what was sampled from."""
+        ...
+
+    def report_prompt(self, logits_RV: Tensor, tokens_R: Tensor, num_top: int, temperature: float) -> Tensor:
+        """``report`` of a prompt's tokens, in the mode of the settings."""
+        ...
+
     def are_finite(self, logits_RV: Tensor) -> bool:
         """Whether all logits are finite numbers."""
         ...
@@ -60,6 +74,10 @@ class WholeVocabulary:
     """The vocabulary on one device."""
 
     first = 0
+
+    def __init__(self, mode: str = RAW) -> None:
+        """``mode``: one of ``config.LOGPROBS_MODES``."""
+        self._mode = mode
 
     def own_ids(self, ids: Sequence[int]) -> list[int]:
         """See ``ShardedVocabulary``."""
@@ -78,6 +96,34 @@ class WholeVocabulary:
         found = ops.token_logprobs(logits_RV, tokens_R, min(num_top, logits_RV.shape[1]))
         return _as_report(found.logprob_R, found.rank_R, found.top_ids_Rn, found.top_logprobs_Rn)
 
+    def report_sampled(
+        self, logits_RV: Tensor, adjusted_RV: Tensor, params: SampleParams, tokens_R: Tensor, num_top: int
+    ) -> Tensor:
+        """See ``ShardedVocabulary``."""
+        if self._mode == RAW:
+            return self.report(logits_RV, tokens_R, num_top)
+        if self._mode.startswith("processed"):
+            return self._report_whole(ops.processed_logits(self.whole(adjusted_RV), params), tokens_R, num_top)
+        return self._report_whole(self.whole(logits_RV), tokens_R, num_top)
+
+    def report_prompt(self, logits_RV: Tensor, tokens_R: Tensor, num_top: int, temperature: float) -> Tensor:
+        """See ``ShardedVocabulary``."""
+        if self._mode == RAW:
+            return self.report(logits_RV, tokens_R, num_top)
+        whole_RV = self.whole(logits_RV).float()
+        if self._mode.startswith("processed") and temperature >= GREEDY_BELOW:
+            whole_RV = whole_RV / torch.tensor(temperature, dtype=torch.float32, device=whole_RV.device)
+        return self._report_whole(whole_RV, tokens_R, num_top)
+
+    def _report_whole(self, logits_RV: Tensor, tokens_R: Tensor, num_top: int) -> Tensor:
+        found = ops.token_logprobs(logits_RV, tokens_R, min(num_top, logits_RV.shape[1]))
+        chosen_R, top_Rn = found.logprob_R, found.top_logprobs_Rn
+        if self._mode.endswith("logits"):
+            chosen_R = logits_RV.float().gather(1, tokens_R.clamp(min=0).long().unsqueeze(1))[:, 0]
+            top_Rn = logits_RV.float().gather(1, found.top_ids_Rn.long())
+        lowest = [value.clamp(min=LOWEST) for value in (chosen_R, top_Rn)]
+        return _as_report(lowest[0], found.rank_R, found.top_ids_Rn, lowest[1])
+
     def are_finite(self, logits_RV: Tensor) -> bool:
         """See ``ShardedVocabulary``."""
         return bool(logits_RV.float().sum(dim=-1).isfinite().all())
@@ -93,7 +139,8 @@ WHOLE = WholeVocabulary()
 class GatheredVocabulary(WholeVocabulary):
     """A rank's part of the vocabulary, on a GPU: logits are gathered, so that captured steps never ask the host."""
 
-    def __init__(self, own: range, vocab_size: int, collective: Collective) -> None:
+    def __init__(self, own: range, vocab_size: int, collective: Collective, mode: str = RAW) -> None:
+        super().__init__(mode)
         self.first = own.start
         self._own, self._vocab_size, self._collective = own, vocab_size, collective
         self._widest = -(-vocab_size // (8 * collective.size)) * 8
@@ -127,8 +174,8 @@ class GatheredVocabulary(WholeVocabulary):
 class CandidateVocabulary(GatheredVocabulary):
     """A rank's part of the vocabulary, on the host: logits are only gathered where candidates do not decide."""
 
-    def __init__(self, own: range, vocab_size: int, collective: Collective) -> None:
-        super().__init__(own, vocab_size, collective)
+    def __init__(self, own: range, vocab_size: int, collective: Collective, mode: str = RAW) -> None:
+        super().__init__(own, vocab_size, collective, mode)
         self._hashes = token_hashes(vocab_size, torch.device("cpu"))
 
     def sample(self, logits_RV: Tensor, params: SampleParams) -> Tensor:
@@ -183,12 +230,14 @@ class CandidateVocabulary(GatheredVocabulary):
         return values_An, ids_An
 
 
-def part_of_vocabulary(vocab_size: int, collective: Collective, is_on_host: bool = True) -> ShardedVocabulary:
+def part_of_vocabulary(
+    vocab_size: int, collective: Collective, is_on_host: bool = True, mode: str = RAW
+) -> ShardedVocabulary:
     """The part of a rank."""
     if collective.size == 1:
-        return WHOLE
+        return WholeVocabulary(mode)
     own = Shard(collective.rank, collective.size).tokens(vocab_size)
-    return (CandidateVocabulary if is_on_host else GatheredVocabulary)(own, vocab_size, collective)
+    return (CandidateVocabulary if is_on_host else GatheredVocabulary)(own, vocab_size, collective, mode)
 
 
 def _as_report(logprob_R: Tensor, rank_R: Tensor, top_ids_Rn: Tensor, top_logprobs_Rn: Tensor) -> Tensor:

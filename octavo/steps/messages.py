@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from octavo.sampling_params import MAX_LOGPROBS
 from octavo.steps.shapes import StepShape
 from octavo.types import Task
 
@@ -55,6 +56,8 @@ class PromptRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: list[int]
     num_top: int
     """Number of most likely tokens to report for each row."""
+    temperature: float = 1.0
+    """By which processed log-probabilities are divided."""
 
 
 class PooledRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -109,7 +112,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     @property
     def is_plain(self) -> bool:
         """Whether the step consists of its arrays alone, so that it may run through a graph."""
-        return not (self.masks or self.prompts or self.pooled or self.shape.has_images)
+        is_wide = self.num_top > MAX_LOGPROBS
+        return not (self.masks or self.prompts or self.pooled or self.shape.has_images or is_wide)
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -23,7 +23,7 @@ from octavo.runtime.drafting.drafter import Drafter, Drafting
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.pooler import ChunkPooler
 from octavo.runtime.executors.sampling_state import SamplingState
-from octavo.runtime.executors.step_views import ExtraInputs, StepTensors
+from octavo.runtime.executors.step_views import StepTensors
 from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
 from octavo.steps.messages import PromptRows, Step, StepResult
 from octavo.steps.shapes import StepShape
@@ -121,18 +121,18 @@ class StepProgram:
             tokens_R = vocabulary.sample(adjusted_RV, step.params)
         if step.logits_indices_R is not None and step.cu_samples is not None:
             num_accepted_S = ops.accept_drafts(tokens_R, step.token_ids_T, step.logits_indices_R, step.cu_samples)
-        reports_RW = self._reports(logits_RV, tokens_R, extras, message)
+        reports_RW = self._reports(logits_RV, adjusted_RV, tokens_R, step, message)
         drafts_SK = None if draft is None else draft(step, shape, tokens_R, num_accepted_S, x_TD)
         return DeviceResults(tokens_R, num_accepted_S, reports_RW, x_TD, drafts_SK)
 
     def _reports(
-        self, logits_RV: Tensor, tokens_R: Tensor, extras: ExtraInputs | None, message: Step | None
+        self, logits_RV: Tensor, adjusted_RV: Tensor, tokens_R: Tensor, step: StepTensors, message: Step | None
     ) -> Tensor | None:
         num_top = self.state.most_top if message is None else message.num_top
-        if extras is None or num_top < 0:
+        if step.extras is None or num_top < 0:
             return None
-        asked_R = tokens_R.masked_fill(extras.wants_logprobs_R == 0, -1)
-        return self.state.vocabulary.report(logits_RV, asked_R, num_top)
+        asked_R = tokens_R.masked_fill(step.extras.wants_logprobs_R == 0, -1)
+        return self.state.vocabulary.report_sampled(logits_RV, adjusted_RV, step.params, asked_R, num_top)
 
     def _adapted(self, step: StepTensors) -> contextlib.AbstractContextManager[None]:
         if step.adapters_T is None:
@@ -174,7 +174,9 @@ class RowReader:
             if not self._vocabulary.are_finite(logits_RV):
                 return None
             tokens_R = torch.tensor(tokens, dtype=torch.int32, device=logits_RV.device)
-            parts.append(as_bytes(self._vocabulary.report(logits_RV, tokens_R, prompt.num_top)))
+            parts.append(
+                as_bytes(self._vocabulary.report_prompt(logits_RV, tokens_R, prompt.num_top, prompt.temperature))
+            )
         return b"".join(parts)
 
 

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 
 from octavo.errors import InvalidParameter
-from octavo.sampling_params import DEFAULTS, MAX_LOGPROBS, OPTIONS
+from octavo.sampling_params import DEFAULTS, OPTIONS
 from octavo.text import reasoning
 from octavo.text.chat_messages import ANSWER_REASONING_KEYS, ImageMarks, normalise_messages
 from octavo.text.conversation import Conversation
@@ -199,7 +199,7 @@ def client_request(body: ChatBody, services: ModelServices, request: Request, to
         **scheduling_fields(body, services, request),
         prompts=[prompt],
         prompt_field="messages",
-        params=sampling_params(body, services, max_tokens, _logprobs(body), body.prompt_logprobs),
+        params=sampling_params(body, services, max_tokens, _logprobs(body, services), body.prompt_logprobs),
         default_max_tokens=default_max_tokens(services, max_tokens),
         add_special_tokens=body.add_special_tokens,
         grammar=grammar,
@@ -261,10 +261,10 @@ def _max_tokens(body: ChatBody) -> int | None:
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
-def _logprobs(body: ChatBody) -> int | None:
-    top = body.top_logprobs or 0
-    if not 0 <= top <= MAX_LOGPROBS:
-        raise InvalidParameter("top_logprobs", f"'top_logprobs' must be from 0 to {MAX_LOGPROBS}.")
+def _logprobs(body: ChatBody, services: ModelServices) -> int | None:
+    top, most = body.top_logprobs or 0, services.engine.info.max_logprobs
+    if not 0 <= top <= most:
+        raise InvalidParameter("top_logprobs", f"'top_logprobs' must be from 0 to {most}.")
     if top and not body.logprobs:
         raise InvalidParameter("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
     return top if body.logprobs else None
