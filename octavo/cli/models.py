@@ -51,8 +51,12 @@ def families() -> Iterator[tuple[str, str, str, str, str]]:
     from octavo.models.text_part import TEXT_MODELS, TEXT_PARTS
     from octavo.models.vision.towers import TOWERS
     from octavo.weights.gguf.gguf_families import FAMILIES, MIXTRAL
+    from octavo.weights.gguf.gguf_hybrids import HYBRIDS
 
-    in_gguf = {family.architecture: name for name, family in FAMILIES.items()}
+    in_gguf: dict[str, str] = {}
+    for name, form in (FAMILIES | HYBRIDS).items():
+        known = in_gguf.get(form.architecture)
+        in_gguf[form.architecture] = f"{known}, {name}" if known else name
     in_gguf |= {MIXTRAL.architecture: "llama", "DeepseekV3ForCausalLM": "deepseek2"}
     yield "architecture", "GGUF", "LoRA", "windows", "about"
     shown = {}

@@ -67,29 +67,33 @@ class GraniteHybridLayer(LlamaLayer):
     def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
         if config.moe is not None:
             return self.mixture(config, config.moe, weights, prefix)
-        D, F, (gate_up, down) = config.hidden_size, config.dense_size, self.mlp_names
+        D, F, (_, down) = config.hidden_size, config.dense_size, self.mlp_names
         return GatedMLP(
             weights.norm(f"{prefix}.{self.norm_name}", D, config.norm_eps),
-            weights.gate_up([f"{prefix}.{name}" for name in gate_up], F, D, config.mlp_bias),
+            weights.gate_up(self.gate_ups(weights, prefix), F, D, config.mlp_bias),
             weights.row(f"{prefix}.{down}", D, F, config.mlp_bias),
             config.activation,
         )
 
+    def gate_ups(self, weights: WeightLoader, prefix: str) -> list[str]:
+        """The projection to gates and ups, or those that GGUF files have instead."""
+        names = [f"{prefix}.{name}" for name in self.mlp_names[0]]
+        apart = [f"{prefix}.shared_mlp.{part}_proj" for part in ("gate", "up")]
+        return apart if weights.tensors.has_module(apart[0]) else names
+
     def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
-        D, X, name, (gate_ups, down) = (
-            config.hidden_size,
-            moe.num_experts,
-            f"{prefix}.block_sparse_moe",
-            self.mlp_names,
-        )
+        D, X, name, down = config.hidden_size, moe.num_experts, f"{prefix}.block_sparse_moe", self.mlp_names[1]
         norm = weights.norm(f"{prefix}.{self.norm_name}", D, config.norm_eps)
         router = ExpertRouter(
             norm, weights.router(f"{name}.router.layer", X, D), Routing(moe.num_chosen, normalises=True)
         )
         shape, order = ExpertShape(X, D, moe.expert_size, moe.activation), np.arange(2 * moe.expert_size)
-        experts = weights.stacked_experts(name, shape, order, names=STACKED, is_transposed=False)
+        if weights.tensors.has_module(f"{name}.experts"):
+            experts = weights.experts(f"{name}.experts", shape)
+        else:
+            experts = weights.stacked_experts(name, shape, order, names=STACKED, is_transposed=False)
         shared = SharedExpert(
-            weights.gate_up([f"{prefix}.{gate_up}" for gate_up in gate_ups], moe.shared_size, D),
+            weights.gate_up(self.gate_ups(weights, prefix), moe.shared_size, D),
             weights.partial_row(f"{prefix}.{down}", D, moe.shared_size),
             config.activation,
         )

@@ -9,6 +9,7 @@ import dataclasses
 
 from octavo.models.keys import ConfigKeys
 from octavo.models.llama import LlamaForCausalLM
+from octavo.models.loader import WeightLoader
 from octavo.models.map_part import MatrixRows
 from octavo.models.qwen3_next import DeltaSizes, Qwen3NextConfig, Qwen3NextLayer, read_qwen3_next
 from octavo.models.qwen_moe import read_qwen_experts
@@ -16,7 +17,7 @@ from octavo.quant.stored.shard import Section
 
 
 class Qwen3p5Layer(Qwen3NextLayer):
-    def projections(self, sizes: DeltaSizes, name: str) -> list[MatrixRows]:
+    def projections(self, sizes: DeltaSizes, name: str, weights: WeightLoader) -> list[MatrixRows]:
         gates, heads = Section(sizes.values, sizes.num_key_heads), Section(sizes.num_heads, sizes.num_key_heads)
         parts = {"qkv": sizes.channels, "z": [gates], "b": [heads], "a": [heads]}
         return [MatrixRows(f"{name}.in_proj_{part}", sections) for part, sections in parts.items()]

@@ -17,9 +17,11 @@ import numpy.typing as npt
 from torch import Tensor
 
 from octavo import ops
+from octavo.errors import CheckpointError
 from octavo.layers.gated_delta import GatedDelta
 from octavo.layers.linear import Linear
 from octavo.layers.output_mlp import output_mlp
+from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
 from octavo.models.gemma2 import norm_offset
 from octavo.models.keys import ConfigKeys, wrong
@@ -47,6 +49,8 @@ class DeltaSizes(NamedTuple):
     value_dim: int
     width: int
     """Of the convolution."""
+    is_tiled: bool = False
+    """See ``DeltaHeads``: the order of the output projection's inputs."""
 
     @property
     def keys(self) -> int:
@@ -115,6 +119,7 @@ def read_qwen3_next(keys: ConfigKeys, max_len: int | None, ffn_size: int | None 
         keys.size("linear_key_head_dim", 128),
         keys.size("linear_value_head_dim", 128),
         keys.size("linear_conv_kernel_dim", 4, low=2),
+        keys.flag("has_tiled_heads"),
     )
     if delta.num_heads % delta.num_key_heads:
         raise wrong("linear_num_value_heads", delta.num_heads, f"a multiple of {delta.num_key_heads} key heads")
@@ -136,24 +141,34 @@ class Qwen3NextLayer(LlamaLayer):
         D, eps, name = config.hidden_size, config.norm_eps, f"{prefix}.linear_attn"
         norm = weights.norm(f"{prefix}.input_layernorm", D, eps, config.norm_offset)
         heads = delta_heads(config.delta, weights, name, eps)
-        projections = weights.fused(self.projections(config.delta, name), D)
+        projections = weights.fused(self.projections(config.delta, name, weights), D)
         conv_WC = weights.conv(f"{name}.conv1d", config.delta.channels, config.delta.width)
         self.delta = GatedDelta(norm, projections, conv_WC, heads)
-        self.o_proj = weights.row(f"{name}.out_proj", D, config.delta.values)
+        self.o_proj = self.output(config, weights, name)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
-    def projections(self, sizes: DeltaSizes, name: str) -> list[MatrixRows]:
+    def output(self, config: Qwen3NextConfig, weights: WeightLoader, name: str) -> Linear | RowParallelLinear:
+        """The map of the heads' outputs; where these are tiled, ranks cannot divide it, nor can adapters change it."""
+        sizes, output = config.delta, f"{name}.out_proj"
+        is_tiled = sizes.is_tiled and sizes.num_key_heads < sizes.num_heads
+        if is_tiled and weights.collective.size > 1:
+            raise CheckpointError(f"{output}: the heads of its inputs are not in order, so ranks cannot divide it")
+        projection = weights.row(output, config.hidden_size, sizes.values)
+        if is_tiled:
+            del weights.maps[output]
+        return projection
+
+    def projections(self, sizes: DeltaSizes, name: str, weights: WeightLoader) -> list[MatrixRows]:
         """The stored matrices, whose rows are queries, keys, values, gates, betas and time steps in this order; here
-        they are grouped by key head in the checkpoint."""
+        they are grouped by key head in the checkpoint, all of them or, in GGUF files, the last two."""
         G, per_key = sizes.num_key_heads, sizes.num_heads // sizes.num_key_heads
         values = per_key * sizes.value_dim
         gates, heads = Section(sizes.values, G), Section(sizes.num_heads, G)
-        return [
-            MatrixRows(
-                f"{name}.in_proj_qkvz", [*sizes.channels, gates], by_part(G, [sizes.key_dim] * 2 + [values] * 2)
-            ),
-            MatrixRows(f"{name}.in_proj_ba", [heads, heads], by_part(G, [per_key] * 2)),
-        ]
+        last = MatrixRows(f"{name}.in_proj_ba", [heads, heads], by_part(G, [per_key] * 2))
+        if weights.tensors.has_module(f"{name}.in_proj_z"):
+            return [MatrixRows(f"{name}.in_proj_qkv", sizes.channels), MatrixRows(f"{name}.in_proj_z", [gates]), last]
+        order = by_part(G, [sizes.key_dim] * 2 + [values] * 2)
+        return [MatrixRows(f"{name}.in_proj_qkvz", [*sizes.channels, gates], order), last]
 
     def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
         names = (f"{prefix}.{part}_norm.weight" for part in "qk")
@@ -191,7 +206,7 @@ def delta_heads(
     dt_bias = weights.exact_part(f"{name}.dt_bias", own._replace(num_rows=sizes.num_heads * decays_of_head))
     norm_V = weights.dense(f"{name}.{norm}.weight", sizes.value_dim)
     dims = sizes.key_dim, sizes.value_dim
-    return DeltaHeads(num_key_heads, len(a_log_N), *dims, a_log_N, dt_bias, norm_V, eps)
+    return DeltaHeads(num_key_heads, len(a_log_N), *dims, a_log_N, dt_bias, norm_V, eps, is_tiled=sizes.is_tiled)
 
 
 def by_part(num_heads: int, sizes: list[int]) -> npt.NDArray[np.int64]:

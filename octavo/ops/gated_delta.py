@@ -37,6 +37,8 @@ class DeltaHeads(NamedTuple):
     gate: Gate = "silu"
     beta_scale: float = 1.0
     """2 allows negative eigenvalues of the state's transition (arXiv 2411.12537)."""
+    is_tiled: bool = False
+    """Whether outputs are in the order of GGUF files: the first value head of every key head, then the second."""
 
     @property
     def sizes(self) -> list[int]:
@@ -82,6 +84,8 @@ def gated_delta(
         heads.gate,
         is_gated_first=False,
     )
+    if heads.is_tiled:
+        normed_TM = normed_TM.view(T, heads.num_key_heads, -1, heads.value_dim).transpose(1, 2).reshape(T, -1)
     return normed_TM.to(qkv_TC.dtype)
 
 

@@ -232,6 +232,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
         },
     ),
+    "nemotron_h/dense": (
+        "nemotron_h",
+        {**NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention"]},
+    ),
     "nemotron_h/latent_experts": (
         "nemotron_h",
         {
@@ -369,7 +373,7 @@ OWN_ROWS = list(ROWS)
 ROWS |= decoder_families.ROWS
 FIRST_ROWS = list({row.partition("/")[0]: row for row in reversed(ROWS)}.values())
 """One of each family."""
-NIGHTLY_ROWS = ("falcon_h1/gated_first",)
+NIGHTLY_ROWS = ("falcon_h1/gated_first", "nemotron_h/dense")
 """Further rows of families of their own that differ little from others."""
 EVERY_ROW = [row if row in (*OWN_ROWS, *FIRST_ROWS) and row not in NIGHTLY_ROWS else nightly(row) for row in ROWS]
 """As values of a parameter: further rows of families that are put together from parts are for `make nightly`."""

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.models.gguf_hybrid_files import HYBRIDS, converted, fused_experts, write_keys
+
 Array = npt.NDArray[np.float32]
 Quantise = Callable[[str, Array], gguf.GGMLQuantizationType | None]
 
@@ -38,6 +40,7 @@ ARCHITECTURES = {
     "gpt_oss": "GPT_OSS",
     "deepseek_v2": "DEEPSEEK2",
     "deepseek_v3": "DEEPSEEK2",
+    **HYBRIDS,
 }
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 
@@ -51,11 +54,13 @@ def write_gguf(
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
+    if kind == "nemotron_h" and "moe" not in config["layers_block_type"]:
+        kind = "nemotron_h_dense"
     arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[kind])
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=tensors_of_a_part)
-    _write_keys(writer, kind, config)
-    layers = config.get("num_hidden_layers") or config["n_layer"]
+    (write_keys if kind in HYBRIDS else _write_keys)(writer, kind, config)
+    layers = config.get("num_hidden_layers") or config.get("n_layer") or len(config["layers_block_type"])
     names = gguf.get_tensor_name_map(arch, layers)
     for name, tensor in _converted(kind, config, load_file(folder / "model.safetensors")).items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
@@ -80,12 +85,14 @@ def _converted(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) ->
             base = (
                 match[1]
                 .replace("block_sparse_moe", "feed_forward")
-                .replace("model.", "" if kind == "mixtral" else "model.")
+                .replace("model.", "" if kind in ("mixtral", "kimi_linear", "lfm2_moe") else "model.")
             )
+            base = re.sub(r"backbone(.*)\.mixer", r"model\1.mlp", base)
             experts.setdefault(f"{base}.experts.{match[3]}.weight", {})[int(match[2])] = tensor
         else:
-            found |= _one(kind, config, name, tensor)
-    return found | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in experts.items()}
+            found |= (converted if kind in HYBRIDS else _one)(kind, config, name, tensor)
+    stacked = {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in experts.items()}
+    return found | (fused_experts(stacked) if kind == "qwen3_next" else stacked)
 
 
 def _one(kind: str, config: dict[str, Any], name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,20 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from octavo import LLM, SamplingParams
 from octavo.build import build_engine as build
 from octavo.errors import CheckpointError
+from octavo.models.registry import load_model, read_config
+from octavo.ops.collective import SingleRank
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.gguf.gguf_families import FAMILIES
+from octavo.weights.gguf.gguf_hybrids import HYBRIDS
 from octavo.weights.gguf.gguf_reader import GGUFFile
+from tests.models import families
 from tests.models.families import make_checkpoint, rope
 from tests.models.gguf_files import ARCHITECTURES, Array, write_gguf
 from tests.models.test_architectures import SETTINGS, random_tokens
@@ -51,6 +58,24 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3/groups": {},
     "deepseek_v3/half_split": {"rope_interleave": True},
+    "qwen3_next/experts": {},
+    "qwen3_5/dense": {},
+    "qwen3_5_moe/experts": {"linear_num_value_heads": 6},
+    "lfm2/conv": {"block_auto_adjust_ff_dim": False},
+    "lfm2/biases": {},
+    "lfm2_moe/experts": {},
+    "mamba2/alone": {},
+    "mamba2/biases": {},
+    "nemotron_h/experts": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"]
+    },
+    "nemotron_h/latent_experts": {"n_group": 1},
+    "nemotron_h/dense": {},
+    "granitemoehybrid/experts": {},
+    "granitemoehybrid/dense_with_rope": {},
+    "falcon_h1/factors": {},
+    "falcon_h1/gated_first": {"attention_bias": False, "mlp_bias": False},
+    "kimi_linear/experts": {},
 }
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((90, 1, 40))]
 
@@ -74,9 +99,46 @@ def test_a_file_gives_what_its_checkpoint_gives(row: str, tmp_path: Path) -> Non
 
 
 def test_every_architecture_has_a_row() -> None:
-    kinds = {row.partition("/")[0].replace("gemma3", "gemma3_text") for row in ROWS}
+    kinds = {families.ROWS[row][0] + "_dense" * (row == "nemotron_h/dense") for row in ROWS}
     names = {gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, ARCHITECTURES[kind])] for kind in kinds}
-    assert names == set(FAMILIES)
+    assert names == set(FAMILIES) | set(HYBRIDS)
+
+
+def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "qwen3_5/dense")
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
+    save_file({**tensors, "mtp.fc.weight": torch.ones(2, 4)}, tmp_path / "model.safetensors")
+    check(write_gguf(tmp_path, model), model)
+
+
+@needs_float_kernels
+def test_blocks_wider_than_the_heads_of_a_recurrence(tmp_path: Path) -> None:
+    """Value heads are in another order in files of Qwen3.5, and columns of blocks cannot be put into the model's."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    model = make_checkpoint(tmp_path, "qwen3_5/dense", **sizes, initializer_range=0.05)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    path = write_gguf(tmp_path, model, lambda name, values: kind if values.ndim > 1 and "conv" not in name else None)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
+    with torch.inference_mode():
+        exact = model(torch.tensor([PROMPTS[0]]), use_cache=False).logits[0].log_softmax(dim=-1)
+    for dtype in ("auto", "float32"):
+        with LLM(path, dtype=dtype, tokenizer=None, **SETTINGS) as llm:
+            told = llm.generate([PROMPTS[0]], params)[0].prompt_logprobs
+        apart = [abs(entry.logprob - exact[i, t].item()) for i, of in enumerate(told[1:]) for t, entry in of.items()]
+        assert np.mean(apart) < 0.05
+
+
+def test_ranks_do_not_divide_tiled_heads(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path, make_checkpoint(tmp_path, "qwen3_5/dense"))
+    checkpoint = open_checkpoint(path)
+    form = WeightFormat(torch.float32, torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"out_proj: the heads of its inputs are not in order"):
+        load_model(read_config(checkpoint.config), checkpoint, form, collective=OneOfTwo())
+
+
+class OneOfTwo(SingleRank):
+    size = 2
 
 
 @pytest.mark.parametrize(

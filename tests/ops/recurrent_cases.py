@@ -66,6 +66,7 @@ def delta_case(
     by_channel: bool = False,
     gate: Gate = "silu",
     beta_scale: float = 1.0,
+    is_tiled: bool = False,
 ) -> Case:
     """The delta rule with decays near 1, so that old rows matter."""
     num_decays = heads * (key_dim if by_channel else 1)
@@ -77,6 +78,7 @@ def delta_case(
         1e-6,
         gate,
         beta_scale,
+        is_tiled,
     )
     widths = [sum(layout.sizes), num_decays, heads, heads * value_dim]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from octavo.errors import CheckpointError
 from octavo.sampling_params import OPTIONS
 from octavo.weights.generation_config import in_vocabulary, token_ids
 from octavo.weights.gguf.blocks import BlockTensor, dequantize
-from octavo.weights.gguf.gguf_families import TensorPlace, translate
+from octavo.weights.gguf.gguf_families import FAMILIES, TensorPlace, translate
+from octavo.weights.gguf.gguf_hybrids import HYBRIDS
 from octavo.weights.gguf.gguf_reader import GGUFFile
 
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 SAMPLING_KEYS = {option.model_key: option.gguf_key for option in OPTIONS.values() if option.gguf_key}
+RATES = ".A_log"
+"""Converters store the rates of decay, negated, not their logarithms."""
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Metadata keys of the token ids that end a text, a turn, and a message to a tool."""
 
@@ -31,7 +35,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = GGUFFile.open(path)
-        self._family, self.config, self._places = translate(self._file)
+        self._family, self.config, self._places = translate(self._file, FAMILIES | HYBRIDS)
         special_tokens = _special_tokens(self._file)
         self.config.update(special_tokens)
         self.generation_config = special_tokens | _sampling(self._file)
@@ -48,7 +52,8 @@ class GGUFCheckpoint:
         if place.values is not None:
             (heads, latent, width), values = tensor.shape, self._file.tensors[place.values].shape
             return tensor.kind, (heads * (width + values[1]), latent)
-        return tensor.kind, tensor.shape if place.part is None else tensor.shape[1:]
+        shape = tensor.shape if place.part is None else tensor.shape[1:]
+        return tensor.kind, shape if place.half is None else (shape[0] // 2, *shape[1:])
 
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | BlockTensor:
         """The parameter: a copy if it is dense, a ``BlockTensor`` over the mapped file if quantised."""
@@ -59,14 +64,16 @@ class GGUFCheckpoint:
             return self._joined(place.tensor, place.values, shape)
         tensor = self._file.tensors[place.tensor]
         what = f"{self.path}: tensor {place.tensor!r}"
-        found = tensor.shape if place.part is None else tensor.shape[1:]
-        if found != shape and found != shape[1:] * (shape[0] == 1):  # converters drop an axis of length 1
+        found = self.describe(name)[1]
+        is_same = _without_ones(found) == _without_ones(shape)  # converters drop and add axes of length 1
+        if not is_same and (len(shape) > 1 or math.prod(found) != shape[0]):  # vectors may be stored in rows
             raise CheckpointError(f"{what}: has shape {tensor.shape}, expected {shape} for {name!r}")
         if tensor.kind not in DENSE_KINDS and len(shape) != 2:
             raise CheckpointError(f"{what}: has type {tensor.kind} and shape {shape}, only matrices can be quantised")
         rows = self._hugging_face_rows(name, self._rows(place, shape[0]))
         if tensor.kind in DENSE_KINDS:
-            return torch.from_numpy(rows.copy()).view(DENSE_KINDS[tensor.kind]).reshape(shape)
+            numbers = torch.from_numpy(rows.copy()).view(DENSE_KINDS[tensor.kind]).reshape(shape)
+            return torch.log(-numbers.float()) if name.endswith(RATES) else numbers
         return BlockTensor(tensor.kind, (shape[0], shape[1]), rows, place.tensor)
 
     def _rows(self, place: TensorPlace, count: int) -> npt.NDArray[np.uint8]:
@@ -74,7 +81,7 @@ class GGUFCheckpoint:
         data = self._file.data(place.tensor)
         if place.part is not None:
             data = data.reshape(self._file.tensors[place.tensor].shape[0], -1)[place.part]
-        return data.reshape(count, -1)
+        return data.reshape(count, -1) if place.half is None else data.reshape(2, count, -1)[place.half]
 
     def _joined(self, keys: str, values: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The map from the latent to keys and values, head by head, joined from two tensors.
@@ -101,11 +108,13 @@ class GGUFCheckpoint:
         return torch.from_numpy(dequantize(blocks)).reshape(tensor.shape)
 
     def _hugging_face_rows(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Undo the permutation of query and key rows in files of the Llama family.
+        """Undo the family's order of rows, and the permutation of query and key rows in files of the Llama family.
 
         In these files, the two numbers of a rotary pair are adjacent; in Hugging Face's order they are half a head
         apart.
         """
+        if (own := self._family.order(self.config, name, len(rows))) is not None:
+            return rows[own]
         if not self._family.is_permuted:
             return rows
         if ".q_proj." in name:
@@ -118,6 +127,10 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{self.path}: {name!r} has {len(rows)} rows, which is not {num_heads} even heads")
         order = np.arange(len(rows)).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
         return rows[order]
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _special_tokens(file: GGUFFile) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from octavo.errors import CheckpointError
 from octavo.weights.gguf.gguf_metadata import Metadata
 from octavo.weights.gguf.gguf_reader import GGUFFile
@@ -39,7 +42,8 @@ EXPERTS = {
     "ffn_down_exps": "mlp.experts.*.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-"""A star stands for the index of an expert; the tensor stacks all experts."""
+"""A star stands for the index of an expert; the tensor stacks all experts. With a bar, it has two parameters of each,
+one after the other."""
 FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 
 
@@ -50,6 +54,8 @@ class TensorPlace(NamedTuple):
     part: int | None = None
     values: str | None = None
     """The tensor of the value projection, if key and value projections of a latent are stored separately."""
+    half: int | None = None
+    """Which half of the rows, if the tensor has gates and ups."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +72,21 @@ class GgufFamily:
     layer_prefix: str = "model.layers."
     is_permuted: bool = False
     """Whether rows of query and key projections are permuted."""
+    has_attention: bool = True
+    order: Callable[[Config, str, int], npt.NDArray[np.int64] | None] = lambda config, name, count: None
+    """The index of the stored row for each of a parameter's rows, if they are in another order."""
 
 
-def translate(file: GGUFFile) -> tuple[GgufFamily, Config, dict[str, TensorPlace]]:
+def translate(file: GGUFFile, families: Mapping[str, GgufFamily]) -> tuple[GgufFamily, Config, dict[str, TensorPlace]]:
     """The file's family, its configuration, and the location of each parameter. Raises ``CheckpointError``."""
     name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in families:
         raise CheckpointError(
             f"{file.path}: architecture {str(name)[:100]!r} is not supported in GGUF files, "
-            f"supported are {', '.join(FAMILIES)}"
+            f"supported are {', '.join(families)}"
         )
     data = Metadata(file, name + ".")
-    family = FAMILIES[name]
+    family = families[name]
     if name == "llama" and data.count("expert_count", 0, low=0):
         family = MIXTRAL
     config = _common(data, family)
@@ -88,10 +97,11 @@ def translate(file: GGUFFile) -> tuple[GgufFamily, Config, dict[str, TensorPlace
 
 def _common(data: Metadata, family: GgufFamily) -> Config:
     file, config = data.file, Config(architectures=[family.architecture])
-    config["num_hidden_layers"] = data.count("block_count")
+    drafting = data.count("nextn_predict_layers", 0, low=0)  # the last layers, which draft tokens
+    config["num_hidden_layers"] = data.count("block_count", low=drafting + 1) - drafting
     config["hidden_size"] = data.count("embedding_length")
     config["vocab_size"] = _vocab_size(data, config["hidden_size"])
-    config["num_attention_heads"] = data.count("attention.head_count")
+    config["num_attention_heads"] = data.count("attention.head_count", low=int(family.has_attention))
     config["max_position_embeddings"] = data.count("context_length")
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     if config["num_hidden_layers"] > len(file.tensors):
@@ -99,17 +109,24 @@ def _common(data: Metadata, family: GgufFamily) -> Config:
     return config
 
 
-def _llama(data: Metadata, config: Config) -> None:
-    """Keys common to the Llama family; biases are detected by their tensors."""
-    heads, tensors = config["num_attention_heads"], data.file.tensors
+def read_llama(data: Metadata, config: Config, ffn_size: int | None = None, kv_heads: int | None = None) -> None:
+    """Keys common to the Llama family; biases are detected by their tensors.
+
+    ``ffn_size``: if the file has none; ``kv_heads``: if the file has some for each layer.
+    """
+    heads = config["num_attention_heads"]
     config["hidden_act"] = "silu"
-    config["intermediate_size"] = data.count("feed_forward_length")
-    config["num_key_value_heads"] = data.count("attention.head_count_kv", heads)
+    config["intermediate_size"] = data.count("feed_forward_length", ffn_size)
+    config["num_key_value_heads"] = kv_heads or data.count("attention.head_count_kv", heads)
     config["rms_norm_eps"] = data.real("attention.layer_norm_rms_epsilon")
     config["head_dim"] = _head_dim(data, config["hidden_size"] // heads)
     config.update(read_rope(data, config["head_dim"]))
-    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    config["attention_bias"], config["mlp_bias"] = has_bias(data, "attn_q"), has_bias(data, "ffn_up")
+
+
+def has_bias(data: Metadata, module: str) -> bool:
+    """Whether any layer has a bias of this module."""
+    return any(name.endswith(f".{module}.bias") for name in data.file.tensors)
 
 
 def _head_dim(data: Metadata, default: int) -> int:
@@ -120,21 +137,21 @@ def _head_dim(data: Metadata, default: int) -> int:
     return width
 
 
-def _experts(data: Metadata, config: Config) -> None:
+def read_experts(data: Metadata, config: Config) -> None:
     config["num_local_experts"] = data.count("expert_count")
     config["num_experts_per_tok"] = data.count("expert_used_count")
 
 
 def _mixtral(data: Metadata, config: Config) -> None:
-    _llama(data, config)
-    _experts(data, config)
+    read_llama(data, config)
+    read_experts(data, config)
 
 
 def _qwen_moe(data: Metadata, config: Config) -> None:
-    _llama(data, config)
-    _experts(data, config)
+    read_llama(data, config)
+    read_experts(data, config)
     config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
-    config["norm_topk_prob"] = data.flag("expert_weights_norm", config["architectures"] == ["Qwen3MoeForCausalLM"])
+    config["norm_topk_prob"] = data.flag("expert_weights_norm", config["architectures"] != ["Qwen2MoeForCausalLM"])
 
 
 def _qwen2_moe(data: Metadata, config: Config) -> None:
@@ -144,19 +161,19 @@ def _qwen2_moe(data: Metadata, config: Config) -> None:
 
 
 def _phi3(data: Metadata, config: Config) -> None:
-    _llama(data, config)
+    read_llama(data, config)
     window = data.count("attention.sliding_window", 0, low=0)
     config["sliding_window"] = window or None
 
 
 def _glm4(data: Metadata, config: Config) -> None:
-    _llama(data, config)
+    read_llama(data, config)
     config.setdefault("partial_rotary_factor", 1.0)
 
 
 def _gemma(data: Metadata, config: Config) -> None:
     """The converter has already added 1 to the norm weights."""
-    _llama(data, config)
+    read_llama(data, config)
     del config["hidden_act"]
     config["hidden_activation"] = "gelu_pytorch_tanh"
     config["norms_include_one"] = True
@@ -205,8 +222,8 @@ def _gpt2(data: Metadata, config: Config) -> None:
 
 
 def _gpt_oss(data: Metadata, config: Config) -> None:
-    _llama(data, config)
-    _experts(data, config)
+    read_llama(data, config)
+    read_experts(data, config)
     config["intermediate_size"] = data.count("expert_feed_forward_length")
     config["sliding_window"] = data.count("attention.sliding_window")
     if config["rope_scaling"] is None or config["rope_scaling"]["rope_type"] != "yarn":
@@ -260,36 +277,43 @@ def _vocab_size(data: Metadata, hidden_size: int) -> int:
     return rows
 
 
-WITHOUT_SUFFIX = ("_bias", ".sinks")
+WITHOUT_SUFFIX = ("_bias", ".sinks", ".A_log", ".D")
 """Suffixes of parameter names that are not followed by ".weight"."""
-_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z0-9_]+)(?:\.(weight|bias))?")
+_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z0-9_]+(?:\.[a-z_]+)??)(?:\.(weight|bias))?")
 
 
 def _places(file: GGUFFile, architecture: str, family: GgufFamily, config: Config) -> dict[str, TensorPlace]:
     """Hugging Face name to location of each parameter; tensors of rotary factors are not parameters."""
     places: dict[str, TensorPlace] = {}
-    num_experts = config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    block_count = file.metadata[f"{architecture}.block_count"]
+    num_layers = config.get("num_hidden_layers", block_count)
+    counts = (config.get(key) for key in ("num_local_experts", "n_routed_experts", "num_experts"))
+    num_experts = next(filter(None, counts), 0)
     for name, tensor in file.tensors.items():
         if name in FACTOR_TENSORS:
             continue
         stem, _, kind = name.rpartition(".")
         layer = _LAYER_NAME.fullmatch(name)
+        if layer and num_layers <= int(layer[1]) < block_count:
+            continue  # a layer that drafts tokens
         if stem in family.outer:
             places[f"{family.outer[stem]}.{kind}"] = TensorPlace(name)
-        elif layer and layer[2] in SPLIT_MAPS and family.layer is DEEPSEEK:
+        elif layer and layer[2] in SPLIT_MAPS and "attn_kv_b" in family.layer:
             own = f"{family.layer_prefix}{layer[1]}.self_attn.kv_b_proj.weight"
             places[own] = TensorPlace(f"blk.{layer[1]}.attn_k_b.weight", values=f"blk.{layer[1]}.attn_v_b.weight")
         elif layer and layer[2] in family.layer:
-            own = f"{family.layer_prefix}{layer[1]}.{family.layer[layer[2]]}"
-            own += "" if layer[3] is None or own.endswith(WITHOUT_SUFFIX) else f".{layer[3]}"
-            if "*" not in own:
-                places[own] = TensorPlace(name)
-            elif len(tensor.shape) > 1 and tensor.shape[0] == num_experts:
-                places |= {own.replace("*", str(i)): TensorPlace(name, i) for i in range(num_experts)}
-            else:
-                raise CheckpointError(
-                    f"{file.path}: tensor {name!r}: has shape {tensor.shape}, expected those of {num_experts} experts"
-                )
+            halves = family.layer[layer[2]].split("|")
+            for half, part in enumerate(halves):
+                own = f"{family.layer_prefix}{layer[1]}.{part}"
+                own += "" if own.endswith(WITHOUT_SUFFIX) else f".{layer[3] or 'weight'}"
+                side = half if len(halves) > 1 else None
+                if "*" not in own:
+                    places[own] = TensorPlace(name)
+                elif len(tensor.shape) > 1 and tensor.shape[0] == num_experts:
+                    places |= {own.replace("*", str(i)): TensorPlace(name, i, half=side) for i in range(num_experts)}
+                else:
+                    problem = f"has shape {tensor.shape}, expected those of {num_experts} experts"
+                    raise CheckpointError(f"{file.path}: tensor {name!r}: {problem}")
         else:
             raise CheckpointError(f"{file.path}: tensor {name[:100]!r} has no place in the {architecture} architecture")
     return places
@@ -334,13 +358,13 @@ SPLIT_MAPS = {"attn_k_b", "attn_v_b"}
 """Newer files have these instead of ``attn_kv_b``: for each head, keys [latent, P] and values [V, latent]."""
 
 FAMILIES: dict[str, GgufFamily] = {
-    "llama": GgufFamily("LlamaForCausalLM", LLAMA, _llama, is_permuted=True),
-    "qwen2": GgufFamily("Qwen2ForCausalLM", LLAMA, _llama),
-    "qwen3": GgufFamily("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}, _llama),
+    "llama": GgufFamily("LlamaForCausalLM", LLAMA, read_llama, is_permuted=True),
+    "qwen2": GgufFamily("Qwen2ForCausalLM", LLAMA, read_llama),
+    "qwen3": GgufFamily("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}, read_llama),
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, **SHARED}, _qwen2_moe),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen_moe),
     "phi3": GgufFamily("Phi3ForCausalLM", {**LLAMA, **FUSED, "attn_qkv": "self_attn.qkv_proj"}, _phi3),
-    "olmo2": GgufFamily("Olmo2ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, _llama),
+    "olmo2": GgufFamily("Olmo2ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, read_llama),
     "gemma": GgufFamily("GemmaForCausalLM", LLAMA, _gemma),
     "gemma2": GgufFamily("Gemma2ForCausalLM", {**SANDWICH, **GATED}, _gemma2),
     "gemma3": GgufFamily("Gemma3ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, _gemma3),

@@ -6,6 +6,8 @@ import logging
 import math
 from typing import Any, NoReturn
 
+import numpy as np
+
 from octavo.errors import CheckpointError
 from octavo.weights.gguf.gguf_reader import GGUFFile
 
@@ -37,6 +39,14 @@ class Metadata:
         if type(value) is not int or not low <= value < 1 << 31:
             self.fail(key, f"is {str(value)[:100]}, expected an integer from {low} to 2**31 - 1")
         return value
+
+    def counts(self, key: str, num_layers: int) -> list[int]:
+        """An integer from 0 for each layer: an array, or one for all of them."""
+        value = self.get(key)
+        values = value.tolist() if isinstance(value, np.ndarray) else [value] * num_layers
+        if len(values) < num_layers or not all(type(count) is int and 0 <= count < 1 << 31 for count in values):
+            self.fail(key, f"is {str(value)[:100]}, expected integers from 0 to 2**31 - 1 for {num_layers} layers")
+        return values[:num_layers]
 
     def real(self, key: str, default: float | None = None) -> float:
         """A positive number; required if there is no default."""

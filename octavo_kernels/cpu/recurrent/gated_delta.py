@@ -35,9 +35,10 @@ NUMBERS_A_PIECE = 4096
 ARGUMENTS = fields(
     STATE,
     "num_decays prepare finish qkv qkv_stride G dt dt_stride raw_beta beta_stride gate gate_stride a_log dt_bias "
-    "norm eps:float kind beta_scale:float result",
+    "norm eps:float kind beta_scale:float tile result",
 )
-"""Fields of STATE that are addresses of inputs and outputs of the recurrence are set by the driver; ``G`` key heads."""
+"""Fields of STATE that are addresses of inputs and outputs of the recurrence are set by the driver; ``G`` key heads;
+``tile``: value heads of a key head that are as many outputs apart as there are key heads, 1 for none."""
 
 
 @inlined
@@ -91,9 +92,10 @@ def _finish_task() -> int:
         a = read(arguments, ARGUMENTS)
         padded = np.zeros((2, (a.V + LANES - 1) // LANES * LANES), np.float32)
         for index in range(begin, end):
-            gate = a.gate + index // a.N * a.gate_stride + 4 * (index % a.N) * a.V
-            at = 4 * index * a.V
-            normalise_group(a.out + at, gate, a.norm, a.result + at, a.V, a.eps, a.kind, 0, padded)
+            t, n = index // a.N, index % a.N
+            gate, place = a.gate + t * a.gate_stride + 4 * n * a.V, n % a.tile * (a.N // a.tile) + n // a.tile
+            result = a.result + 4 * (t * a.N + place) * a.V
+            normalise_group(a.out + 4 * index * a.V, gate, a.norm, result, a.V, a.eps, a.kind, 0, padded)
         keep(padded)
 
     return compiled_task(finish)
@@ -140,7 +142,7 @@ def gated_delta_numba(
         *(num_decays, _prepare_task(), _finish_task()),
         *(qkv.data_ptr(), 4 * qkv.stride(0), G, dt.data_ptr(), 4 * dt.stride(0), beta.data_ptr(), 4 * beta.stride(0)),
         *(gate.data_ptr(), 4 * gate.stride(0), *(x.data_ptr() for x in statics), heads.norm_eps),
-        *(GATES[heads.gate], heads.beta_scale, out.data_ptr()),
+        *(GATES[heads.gate], heads.beta_scale, N // G if heads.is_tiled else 1, out.data_ptr()),
     )
     call(_driver(), arguments, "gated_delta: rows or slots do not fit the tensors")
     return out

@@ -231,8 +231,9 @@ def chunk_outputs_kernel(
     gate_stride: tl.tensor, factor_ptr: tl.tensor, u_ptr: tl.tensor, sums_ptr: tl.tensor, scales_ptr: tl.tensor,
     before_ptr: tl.tensor, out_ptr: tl.tensor, starts_ptr: tl.tensor, slots_ptr: tl.tensor, S: tl.tensor,
     few: tl.tensor, eps: tl.tensor, RULE: tl.constexpr, ACTIVATION: tl.constexpr, GATE: tl.constexpr, N: tl.constexpr,
-    SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    SEQUENCES: tl.constexpr, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SHARE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, SEQUENCES: tl.constexpr, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Outputs of one chunk of one head."""
     n, place = tl.program_id(0), tl.program_id(1)
@@ -269,7 +270,8 @@ def chunk_outputs_kernel(
         if RULE == 2:
             v = load_tile(v_ptr + t * row_stride + n * V, v_V, is_row, V, ACTIVATION)
             out += tl.load(factor_ptr + n) * v.to(tl.float32)
-        ptrs = out_ptr + ((t * N + n) * V)[:, None] + v_V[None, :]
+        own = t * N + n % TILE * (N // TILE) + n // TILE
+        ptrs = out_ptr + (own * V)[:, None] + v_V[None, :]
         tl.store(ptrs, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_value[None, :])
 
 
@@ -312,6 +314,6 @@ def recur_chunks(inputs: Inputs, state: Tensor, rows: StateRows, out: Tensor, fe
     launch(
         chunk_outputs_kernel, (N, places), q, k, v, q.stride(0), inputs.gate, strides[2], inputs.factor, u, sums,
         of_delta[1], before, out, starts, slots, S, few, inputs.eps, RULE=inputs.rule, GATE=inputs.gate_kind,
-        V_BLOCK=width, B=KEYS, **options, num_warps=8 if width >= 128 else 4,
+        TILE=inputs.tile, V_BLOCK=width, B=KEYS, **options, num_warps=8 if width >= 128 else 4,
     )
     # fmt: on

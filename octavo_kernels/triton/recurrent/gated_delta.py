@@ -34,5 +34,6 @@ def gated_delta_triton(
         gate_kind=heads.gate,
         eps=heads.norm_eps,
         beta_scale=heads.beta_scale,
+        tile=N // heads.num_key_heads if heads.is_tiled else 1,
     )
     return recur(inputs, state, rows, out)

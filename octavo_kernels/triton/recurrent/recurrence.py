@@ -43,7 +43,8 @@ def recurrence_kernel(
     a_log_ptr: tl.tensor, bias_ptr: tl.tensor, factor_ptr: tl.tensor, state_ptr: tl.tensor, out_ptr: tl.tensor,
     starts_ptr: tl.tensor, lengths_ptr: tl.tensor, slots_ptr: tl.tensor, most: tl.tensor, eps: tl.tensor,
     beta_scale: tl.tensor, low: tl.tensor, high: tl.tensor, RULE: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATE: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_BLOCK: tl.constexpr,
+    GATE: tl.constexpr, N: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """All rows of one sequence that has at most ``most``, for V_BLOCK columns of one head; see ``Inputs``. Programs of
@@ -92,7 +93,8 @@ def recurrence_kernel(
             if IS_DELTA:
                 gate = load_row(gate_ptr + t * gate_stride + n * V + v_B, is_value, None)
                 out = normed(out, gate, norm, eps, V, GATE)
-            tl.store(out_ptr + (t * N + n) * V + v_B, out.to(out_ptr.dtype.element_ty), mask=is_value)
+            place = n % TILE * (N // TILE) + n // TILE
+            tl.store(out_ptr + (t * N + place) * V + v_B, out.to(out_ptr.dtype.element_ty), mask=is_value)
             t += 1
         tl.store(state_ptr + at_KB, state_KB.to(state_ptr.dtype.element_ty), mask=is_in)
 
@@ -115,8 +117,8 @@ def recur(inputs: Inputs, state: Tensor, rows: StateRows, out: Tensor) -> Tensor
         recurrence_kernel, (N, S, triton.cdiv(V, block)), *inputs.parts, inputs.parts[0].stride(0), inputs.dt,
         strides[0], inputs.beta, strides[1], inputs.gate, strides[2], inputs.a_log, inputs.bias, inputs.factor, state,
         out, rows.cu_seqlens_q, rows.seq_lens_S, rows.slots_S, most, inputs.eps, inputs.beta_scale, *inputs.limits,
-        RULE=rule, ACTIVATION=inputs.activation, GATE=inputs.gate_kind, N=N, SHARE=inputs.share, K=K, V=V,
-        K_BLOCK=key_block, V_BLOCK=block, num_warps=min(32, max(4, key_block * block // 2048)),
+        RULE=rule, ACTIVATION=inputs.activation, GATE=inputs.gate_kind, N=N, SHARE=inputs.share, TILE=inputs.tile, K=K,
+        V=V, K_BLOCK=key_block, V_BLOCK=block, num_warps=min(32, max(4, key_block * block // 2048)),
     )
     # fmt: on
     return out

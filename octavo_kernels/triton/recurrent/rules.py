@@ -37,6 +37,8 @@ class Inputs(NamedTuple):
     beta_scale: float = 1.0
     limits: tuple[float, float] = (0.0, float("inf"))
     """Of time steps, of STATE_SPACE."""
+    tile: int = 1
+    """Neighbouring heads whose outputs are N / tile heads apart."""
 
     def strides(self) -> list[int]:
         """Between rows of dt, beta and gate."""

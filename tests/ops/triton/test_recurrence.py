@@ -87,7 +87,7 @@ LONG = {
     "delta": lambda: delta_case(1, 2),
     "state space": lambda: state_space_case(2, groups=1),
     "linear": lambda: linear_case(2),
-    "delta with negative eigenvalues": lambda: delta_case(beta_scale=2.0, gate="sigmoid"),
+    "delta with negative eigenvalues": lambda: delta_case(beta_scale=2.0, gate="sigmoid", is_tiled=True),
     "state space in groups": state_space_case,
     "state space with limits": lambda: state_space_case(groups=1, limits=(0.6, 0.9)),
     "linear without activation": lambda: linear_case(2, activation=False),

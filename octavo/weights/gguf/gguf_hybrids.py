@@ -1,0 +1,386 @@
+"""GGUF architectures with recurrent layers; see ``gguf_families``.
+
+llama.cpp's converter writes ``-exp(A_log)`` in place of ``A_log``, and adds one to the norms of Qwen's models.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.weights.gguf.gguf_families import (
+    ATTENTION,
+    DEEPSEEK,
+    EXPERTS,
+    GATED,
+    HEAD_NORMS,
+    LLAMA,
+    SHARED,
+    Config,
+    GgufFamily,
+    has_bias,
+    read_experts,
+    read_llama,
+)
+from octavo.weights.gguf.gguf_metadata import Metadata
+from octavo.weights.gguf.gguf_rope import read_rope
+
+SIGMOID = 2
+"""Value of ``expert_gating_func``."""
+
+
+# Qwen3-Next and Qwen3.5: the gated delta rule.
+
+DELTA = {
+    **ATTENTION,
+    **HEAD_NORMS,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+DELTA_EXPERTS = {**DELTA, **EXPERTS, **SHARED, "ffn_gate_up_exps": "mlp.experts.*.gate_proj|mlp.experts.*.up_proj"}
+
+
+def _delta(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    _delta_sizes(data, config)
+
+
+def _delta_experts(data: Metadata, config: Config) -> None:
+    expert_size = data.count("expert_feed_forward_length")
+    read_llama(data, config, ffn_size=expert_size)
+    read_experts(data, config)
+    config["moe_intermediate_size"] = expert_size
+    config["shared_expert_intermediate_size"] = data.count("expert_shared_feed_forward_length")
+    config["norm_topk_prob"] = data.flag("expert_weights_norm", True)
+    _delta_sizes(data, config)
+
+
+def _delta_sizes(data: Metadata, config: Config) -> None:
+    heads = data.count("ssm.time_step_rank")
+    config["linear_num_value_heads"] = heads
+    config["linear_num_key_heads"] = data.count("ssm.group_count")
+    config["linear_key_head_dim"] = data.count("ssm.state_size")
+    config["linear_value_head_dim"] = _of_heads(data, heads)
+    config["linear_conv_kernel_dim"] = data.count("ssm.conv_kernel")
+    config["full_attention_interval"] = data.count("full_attention_interval", 4)
+    config["norms_include_one"] = True
+    data.get("rope.dimension_sections")  # of images; the three positions of a text token are the same
+
+
+def _tiled_delta(data: Metadata, config: Config) -> None:
+    _delta(data, config)
+    config["has_tiled_heads"] = True
+
+
+def _tiled_delta_experts(data: Metadata, config: Config) -> None:
+    _delta_experts(data, config)
+    config["has_tiled_heads"] = True
+
+
+def _tiled_order(config: Config, name: str, count: int) -> npt.NDArray[np.int64] | None:
+    """Where the rows of value heads are: the first one of every key head, then the second of every one, and so on.
+
+    The columns of ``out_proj`` are left in this order (``has_tiled_heads``), as blocks may be wider than a head.
+    """
+    G, N = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    module = name.partition(".linear_attn.")[2].removesuffix(".weight")
+    if module not in ("in_proj_qkv", "conv1d", "in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        return None
+    before = 2 * G * config["linear_key_head_dim"] if module in ("in_proj_qkv", "conv1d") else 0
+    heads = np.arange(N).reshape(-1, G).T.ravel()
+    own = np.arange(before, count).reshape(N, -1)[heads].ravel()
+    return np.concatenate((np.arange(before), own))
+
+
+def _of_heads(data: Metadata, heads: int) -> int:
+    """The numbers of each head of a recurrent layer."""
+    if (inner := data.count("ssm.inner_size")) % heads:
+        data.fail("ssm.inner_size", f"is {inner}, but must be a multiple of the number of heads, {heads}")
+    return inner // heads
+
+
+# LFM2: short convolutions.
+
+LFM2_EXPERTS = {
+    **ATTENTION,
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b": "feed_forward.expert_bias",
+    "ffn_gate_exps": "feed_forward.experts.*.w1",
+    "ffn_up_exps": "feed_forward.experts.*.w3",
+    "ffn_down_exps": "feed_forward.experts.*.w2",
+}
+LFM2_OUTER = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
+
+
+def _lfm2(data: Metadata, config: Config) -> None:
+    kv_heads = _attention_layers(data, config)
+    read_llama(data, config, kv_heads=max(kv_heads))
+    config["norm_eps"] = config.pop("rms_norm_eps")
+    config["layer_types"] = ["full_attention" if count else "conv" for count in kv_heads]
+    config["conv_L_cache"] = data.count("shortconv.l_cache")
+    config["conv_bias"] = has_bias(data, "shortconv.conv")
+    config["block_auto_adjust_ff_dim"] = False
+    for key in ("hidden_act", "attention_bias", "mlp_bias"):
+        del config[key]
+
+
+def _lfm2_moe(data: Metadata, config: Config) -> None:
+    _lfm2(data, config)
+    del config["block_auto_adjust_ff_dim"]
+    if data.count("expert_gating_func", SIGMOID) != SIGMOID:
+        data.fail("expert_gating_func", f"must be {SIGMOID}, sigmoid")
+    config["num_experts"] = data.count("expert_count")
+    config["num_experts_per_tok"] = data.count("expert_used_count")
+    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    config["num_dense_layers"] = data.count("leading_dense_block_count", 0, low=0)
+    config["norm_topk_prob"] = data.flag("expert_weights_norm", True)
+    config["routed_scaling_factor"] = data.real("expert_weights_scale", 1.0)
+    config["use_expert_bias"] = any(".exp_probs_b" in name for name in data.file.tensors)
+
+
+def _attention_layers(data: Metadata, config: Config) -> list[int]:
+    """The KV heads of each layer, 0 for those without attention."""
+    kv_heads = data.counts("attention.head_count_kv", config["num_hidden_layers"])
+    if len(set(kv_heads) - {0}) > 1:
+        data.fail("attention.head_count_kv", "layers with attention must have as many")
+    return kv_heads
+
+
+# Mamba-2, alone and beside other layers.
+
+
+def _mamba_names(prefix: str) -> dict[str, str]:
+    parts = {"in": "in_proj", "conv1d": "conv1d", "a": "A_log", "d": "D", "dt": "dt_bias", "norm": "norm"}
+    return {f"ssm_{part}": f"{prefix}.{own}" for part, own in {**parts, "out": "out_proj"}.items()}
+
+
+MAMBA_OUTER = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
+NEMOTRON = {
+    **_mamba_names("mixer"),
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.*.up_proj",
+    "ffn_down_exps": "mixer.experts.*.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+}
+GRANITE = {
+    **_mamba_names("mamba"),
+    **ATTENTION,
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "shared_mlp.gate_proj",
+    "ffn_up": "shared_mlp.up_proj",
+    "ffn_down": "shared_mlp.output_linear",
+    "ffn_gate_shexp": "shared_mlp.gate_proj",
+    "ffn_up_shexp": "shared_mlp.up_proj",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.*.up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.*.down_proj",
+}
+FALCON = {
+    **_mamba_names("mamba"),
+    **ATTENTION,
+    "ffn_norm": "pre_ff_layernorm",
+    **{name: own.replace("mlp", "feed_forward") for name, own in GATED.items()},
+}
+FALCON_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
+
+
+def _mamba2(data: Metadata, config: Config) -> None:
+    del config["num_attention_heads"]
+    data.get("feed_forward_length")  # 0
+    heads = data.count("ssm.time_step_rank")
+    config["num_heads"], config["head_dim"] = heads, _of_heads(data, heads)
+    config["expand"] = heads * config["head_dim"] // config["hidden_size"]
+    config["n_groups"] = data.count("ssm.group_count")
+    config["state_size"] = data.count("ssm.state_size")
+    config["conv_kernel"] = data.count("ssm.conv_kernel")
+    config["layer_norm_epsilon"] = data.real("attention.layer_norm_rms_epsilon")
+    config["use_conv_bias"], config["use_bias"] = has_bias(data, "ssm_conv1d"), has_bias(data, "ssm_in")
+
+
+def _nemotron_h(data: Metadata, config: Config) -> None:
+    num_layers, kv_heads = config["num_hidden_layers"], _attention_layers(data, config)
+    sizes, feeds = data.counts("feed_forward_length", num_layers), "moe" if data.has("expert_count") else "mlp"
+    config["layers_block_type"] = [
+        "attention" if heads else feeds if size else "mamba" for heads, size in zip(kv_heads, sizes, strict=True)
+    ]
+    config["intermediate_size"] = max(1, *sizes)
+    config["num_key_value_heads"] = max(1, *kv_heads)
+    config["head_dim"] = data.count("attention.key_length")
+    data.get("attention.value_length")
+    for key in ("freq_base", "dimension_count", "scaling.type"):
+        data.get(f"rope.{key}")  # no position is rotated
+    config["attention_bias"], config["mlp_bias"] = has_bias(data, "attn_q"), has_bias(data, "ffn_up")
+    config["use_conv_bias"], config["use_bias"] = has_bias(data, "ssm_conv1d"), has_bias(data, "ssm_in")
+    config["layer_norm_epsilon"] = data.real("attention.layer_norm_rms_epsilon")
+    heads = data.count("ssm.time_step_rank")
+    config["mamba_num_heads"], config["mamba_head_dim"] = heads, _of_heads(data, heads)
+    config["n_groups"] = data.count("ssm.group_count")
+    config["ssm_state_size"] = data.count("ssm.state_size")
+    config["conv_kernel"] = data.count("ssm.conv_kernel")
+
+
+def _nemotron_h_moe(data: Metadata, config: Config) -> None:
+    _nemotron_h(data, config)
+    config["n_routed_experts"] = data.count("expert_count")
+    config["num_experts_per_tok"] = data.count("expert_used_count")
+    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    config["moe_shared_expert_intermediate_size"] = data.count("expert_shared_feed_forward_length")
+    config["n_shared_experts"] = data.count("expert_shared_count", 1)
+    config["norm_topk_prob"] = data.flag("expert_weights_norm", True)
+    config["routed_scaling_factor"] = data.real("expert_weights_scale", 1.0)
+    config["n_group"] = data.count("expert_group_count", 1)
+    config["topk_group"] = data.count("expert_group_used_count", 1)
+    config["moe_latent_size"] = data.count("moe_latent_size", 0, low=0)
+    if data.count("expert_gating_func", SIGMOID) != SIGMOID:
+        data.fail("expert_gating_func", f"must be {SIGMOID}, sigmoid")
+
+
+def _bamba_sizes(data: Metadata, config: Config) -> None:
+    heads = data.count("ssm.time_step_rank")
+    config["mamba_n_heads"], config["mamba_d_head"] = heads, _of_heads(data, heads)
+    config["mamba_n_groups"] = data.count("ssm.group_count")
+    config["mamba_d_state"] = data.count("ssm.state_size")
+    config["mamba_d_conv"] = data.count("ssm.conv_kernel")
+    config["mamba_conv_bias"], config["mamba_proj_bias"] = has_bias(data, "ssm_conv1d"), has_bias(data, "ssm_in")
+
+
+def _granite_hybrid(data: Metadata, config: Config) -> None:
+    kv_heads = _attention_layers(data, config)
+    read_llama(data, config, kv_heads=max(1, *kv_heads))
+    if "partial_rotary_factor" in config:
+        data.fail("rope.dimension_count", f"must be the width of a head, {config['head_dim']}")
+    _bamba_sizes(data, config)
+    config["mamba_expand"] = config["mamba_n_heads"] * config["mamba_d_head"] // config["hidden_size"]
+    config["layer_types"] = ["attention" if count else "mamba" for count in kv_heads]
+    config["position_embedding_type"] = "rope" if data.flag("rope.scaling.finetuned", False) else "nope"
+    config["attention_multiplier"] = data.real("attention.scale", config["head_dim"] ** -0.5)
+    config["embedding_multiplier"] = data.real("embedding_scale", 1.0)
+    config["residual_multiplier"] = data.real("residual_scale", 1.0)
+    config["logits_scaling"] = data.real("logit_scale", 1.0)
+    config["num_local_experts"] = data.count("expert_count", 0, low=0)
+    config["shared_intermediate_size"] = data.count("expert_shared_feed_forward_length", config["intermediate_size"])
+    if config["num_local_experts"]:
+        config["num_experts_per_tok"] = data.count("expert_used_count")
+    else:
+        config["shared_intermediate_size"] = config["intermediate_size"]
+
+
+def _falcon_h1(data: Metadata, config: Config) -> None:
+    """The converter multiplies the weights by the model's factors; where there is a norm, it is behind the gate."""
+    read_llama(data, config)
+    _bamba_sizes(data, config)
+    config["mamba_d_ssm"] = config["mamba_n_heads"] * config["mamba_d_head"]
+    config["mamba_rms_norm"] = "blk.0.ssm_norm.weight" in data.file.tensors
+    config["mamba_norm_before_gate"] = False
+
+
+# Kimi-Linear: Kimi Delta Attention and latent attention.
+
+KIMI = {
+    **{name: own.replace("mlp.", "block_sparse_moe.") for name, own in DEEPSEEK.items()},
+    **LLAMA,
+    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+    "ssm_conv1d_q": "self_attn.q_conv1d",
+    "ssm_conv1d_k": "self_attn.k_conv1d",
+    "ssm_conv1d_v": "self_attn.v_conv1d",
+    "ssm_f_a": "self_attn.f_a_proj",
+    "ssm_f_b": "self_attn.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
+}
+
+
+def _kimi_linear(data: Metadata, config: Config) -> None:
+    num_layers = config["num_hidden_layers"]
+    attends = [i + 1 for i, heads in enumerate(data.counts("attention.head_count_kv", num_layers)) if heads]
+    config["linear_attn_config"] = {
+        "full_attn_layers": attends,
+        "kda_layers": [i + 1 for i in range(num_layers) if i + 1 not in attends],
+        "num_heads": config["num_attention_heads"],
+        "head_dim": data.count("kda.head_dim"),
+        "short_conv_kernel_size": data.count("ssm.conv_kernel"),
+    }
+    rotated = data.count("rope.dimension_count")
+    read_rope(data, rotated)  # no position is rotated
+    for key in ("key_length", "value_length"):
+        data.get(f"attention.{key}")  # of a cache of latents
+    config["qk_rope_head_dim"] = rotated
+    config["qk_nope_head_dim"] = data.count("attention.key_length_mla") - rotated
+    config["v_head_dim"] = data.count("attention.value_length_mla")
+    config["kv_lora_rank"] = data.count("attention.kv_lora_rank")
+    config["q_lora_rank"] = data.count("attention.q_lora_rank", 0, low=0) or None
+    config["rms_norm_eps"] = data.real("attention.layer_norm_rms_epsilon")
+    config["hidden_act"] = "silu"
+    config["intermediate_size"] = data.count("feed_forward_length")
+    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    config["num_experts"] = data.count("expert_count")
+    config["num_experts_per_token"] = data.count("expert_used_count")
+    config["num_shared_experts"] = data.count("expert_shared_count")
+    config["first_k_dense_replace"] = data.count("leading_dense_block_count", 0, low=0)
+    config["routed_scaling_factor"] = data.real("expert_weights_scale", 1.0)
+    config["moe_renormalize"] = data.flag("expert_weights_norm", True)
+    config["num_expert_group"] = data.count("expert_group_count", 1)
+    config["topk_group"] = data.count("expert_group_used_count", 1)
+    if data.count("expert_gating_func", SIGMOID) != SIGMOID:
+        data.fail("expert_gating_func", f"must be {SIGMOID}, sigmoid")
+
+
+HYBRIDS: dict[str, GgufFamily] = {
+    "qwen3next": GgufFamily("Qwen3NextForCausalLM", DELTA_EXPERTS, _delta_experts),
+    "qwen35": GgufFamily("Qwen3_5ForCausalLM", {**DELTA, **GATED}, _tiled_delta, order=_tiled_order),
+    "qwen35moe": GgufFamily("Qwen3_5MoeForCausalLM", DELTA_EXPERTS, _tiled_delta_experts, order=_tiled_order),
+    "lfm2": GgufFamily("Lfm2ForCausalLM", LFM2_EXPERTS, _lfm2, LFM2_OUTER),
+    "lfm2moe": GgufFamily("Lfm2MoeForCausalLM", LFM2_EXPERTS, _lfm2_moe, LFM2_OUTER),
+    "mamba2": GgufFamily(
+        "Mamba2ForCausalLM", NEMOTRON, _mamba2, MAMBA_OUTER, layer_prefix="backbone.layers.", has_attention=False
+    ),
+    "nemotron_h": GgufFamily(
+        "NemotronHForCausalLM", NEMOTRON, _nemotron_h, MAMBA_OUTER, layer_prefix="backbone.layers."
+    ),
+    "nemotron_h_moe": GgufFamily(
+        "NemotronHForCausalLM", NEMOTRON, _nemotron_h_moe, MAMBA_OUTER, layer_prefix="backbone.layers."
+    ),
+    "granitehybrid": GgufFamily("GraniteMoeHybridForCausalLM", GRANITE, _granite_hybrid, is_permuted=True),
+    "falcon-h1": GgufFamily("FalconH1ForCausalLM", FALCON, _falcon_h1, FALCON_OUTER),
+    "kimi-linear": GgufFamily("KimiLinearForCausalLM", KIMI, _kimi_linear),
+}
