@@ -467,6 +467,15 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     offload_disk_bytes: int = 0
     num_evictions: int = 0
     """Blocks evicted from the prefix cache."""
+    num_state_slots: int = 0
+    """Slots for recurrent states, of running sequences and of snapshots."""
+    num_used_states: int = 0
+    """Of these, slots held by sequences."""
+    num_snapshots: int = 0
+    """Of these, slots of snapshots in the prefix cache."""
+    num_snapshot_hits: int = 0
+    """Times that a sequence began with a snapshot."""
+    num_snapshot_evictions: int = 0
 
 
 class KVGroupInfo(msgspec.Struct, frozen=True):

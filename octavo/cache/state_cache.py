@@ -71,10 +71,17 @@ class StateCache:
         self.num_pending = 0
         self.num_snapshots = 0
         self.num_evicted = 0
+        self.num_hits = 0
+        """Times that a sequence began with a snapshot."""
         self._free = list(range(size.num_slots - 1, -1, -1))
         self._heap: list[Entry] = []
         self._num_placed = 0
         self._age = 0.0
+
+    @property
+    def num_used(self) -> int:
+        """Slots held by sequences."""
+        return self.size.num_slots - len(self._free) - self.num_snapshots
 
     # ---- prefixes
 
@@ -91,6 +98,7 @@ class StateCache:
         """
         snapshot: Snapshot | None = end.snapshot
         if snapshot is not None:
+            self.num_hits += 1
             snapshot.uses += 1
             self._place(snapshot)
         slot = self._take()
@@ -105,6 +113,7 @@ class StateCache:
         assert self.offload is not None
         write = self.offload.store.write_state
         write(seq.state.slot, content)
+        self.num_hits += 1
         self.offload.stats.num_restored += 1
         if self.num_pending < self.most_pending:  # attached once a step is committed, behind which it was written
             slot = self._take()

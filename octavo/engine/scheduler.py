@@ -485,6 +485,10 @@ def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waitin
         stats.kv_groups = [
             KVGroupStats(group.window, group.num_blocks, group.num_used, group.num_cached) for group in cache.groups
         ]
+    if (states := cache.states) is not None:
+        stats.num_state_slots, stats.num_used_states = states.size.num_slots, states.num_used
+        stats.num_snapshots, stats.num_snapshot_hits = states.num_snapshots, states.num_hits
+        stats.num_snapshot_evictions = states.num_evicted
     offload = cache.offload
     if offload is not None:
         stats.num_offload_saved = offload.stats.num_saved

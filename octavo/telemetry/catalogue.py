@@ -67,6 +67,21 @@ GAUGES: list[tuple[str, str, Reader]] = [
         "Bytes of files with evicted KV cache blocks.",
         lambda c: c.stats.offload_disk_bytes,
     ),
+    (
+        "octavo_recurrent_state_slots",
+        "Slots for recurrent states, of running requests and of snapshots; 0 for models without recurrent state.",
+        lambda c: c.stats.num_state_slots,
+    ),
+    (
+        "octavo_recurrent_state_used_slots",
+        "Of octavo_recurrent_state_slots, those held by requests.",
+        lambda c: c.stats.num_used_states,
+    ),
+    (
+        "octavo_recurrent_state_snapshots",
+        "Of octavo_recurrent_state_slots, snapshots that the prefix cache keeps.",
+        lambda c: c.stats.num_snapshots,
+    ),
     ("octavo_requests_live", "Requests accepted and not yet ended.", lambda c: c.condition().num_live),
     (
         "octavo_engine_ready",
@@ -102,6 +117,16 @@ COUNTERS: list[tuple[str, str, Reader]] = [
         "octavo_prefix_cache_evictions",
         "KV cache blocks evicted from the prefix cache.",
         lambda c: c.stats.num_evictions,
+    ),
+    (
+        "octavo_recurrent_state_hits",
+        "Times that a request began with a snapshot of a recurrent state.",
+        lambda c: c.stats.num_snapshot_hits,
+    ),
+    (
+        "octavo_recurrent_state_evictions",
+        "Snapshots of recurrent states evicted from the prefix cache.",
+        lambda c: c.stats.num_snapshot_evictions,
     ),
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda c: c.stats.prefix_queries),
     ("vllm:prefix_cache_hits", "Of vllm:prefix_cache_queries, tokens found.", lambda c: c.stats.prefix_hits),

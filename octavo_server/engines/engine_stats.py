@@ -14,12 +14,12 @@ COUNTER_FIELDS = (
     *("prefix_queries", "prefix_hits", "num_copied_tokens", "num_faults", "num_speculations", "num_drafts"),
     "num_accepted_drafts",
     *("num_offload_saved", "num_offload_dropped", "num_offload_prefetched", "num_offload_restored"),
-    *("num_offload_bad_files", "num_evictions"),
+    *("num_offload_bad_files", "num_evictions", "num_snapshot_hits", "num_snapshot_evictions"),
 )
 """Cumulative fields of ``EngineStats``; each engine process counts them from 0."""
 GAUGE_FIELDS = (
     *("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_empty_slots", "num_cached_blocks"),
-    *("offload_memory_bytes", "offload_disk_bytes"),
+    *("offload_memory_bytes", "offload_disk_bytes", "num_state_slots", "num_used_states", "num_snapshots"),
 )
 
 

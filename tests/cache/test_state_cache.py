@@ -50,10 +50,16 @@ def test_a_turn_begins_where_the_last_one_ended_less_an_interval() -> None:
     engine, _ = made()
     prompt = words(200)
     assert answer(engine, make_request(0, prompt, 150)) == 0
+    assert engine.stats().num_used_states == 0
     assert snapshots(engine) == [192, 320]  # 192 ends the prompt; of those in the output only the newest is left
     turn = [*prompt, *expected_output(make_request(0, prompt, 150))[0], *words(30, 1)]
     assert answer(engine, make_request(1, turn, 5)) == 320
     assert answer(engine, make_request(2, [*prompt, *words(90, 2)], 5)) == 192  # another answer to the same prompt
+    engine.add(make_request(3, [*prompt, *words(90, 3)], 5))
+    engine.step()
+    told = engine.stats()
+    assert (told.num_state_slots, told.num_used_states, told.num_snapshots) == (54, 1, 5)
+    assert (told.num_snapshot_hits, told.num_snapshot_evictions) == (3, 0)
 
 
 def test_a_shared_prefix_is_found_from_the_third_request_on() -> None:

@@ -169,6 +169,14 @@ def test_metrics_of_the_cache_its_tiers_and_drafts() -> None:
     assert found == [4, 5, 6, 7, 8, 9, 10]
 
 
+def test_recurrent_states_are_counted() -> None:
+    metrics = Metrics("tiny")
+    counts = {"num_state_slots": 9, "num_used_states": 4, "num_snapshots": 3}
+    metrics.observe_step(EngineStats(**counts, num_snapshot_hits=6, num_snapshot_evictions=2, num_steps=1))
+    names = ("slots", "used_slots", "snapshots", "hits_total", "evictions_total")
+    assert [read(metrics)[f"octavo_recurrent_state_{name}",] for name in names] == [9, 4, 3, 6, 2]
+
+
 def test_blocks_of_groups_with_windows_have_a_share_of_their_own() -> None:
     metrics = Metrics("tiny")
     assert read(metrics)["octavo_kv_cache_window_usage_perc",] == 0
