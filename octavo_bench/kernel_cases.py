@@ -21,6 +21,8 @@ def sizes_of(model: str) -> MatrixSizes:
     shape = shape_of(SHAPES[model])
     if shape.mixture is not None:
         raise ConfigError(f"model: the feed-forward parts of {model} are experts; kernels are measured for dense ones")
+    if shape.recurrent is not None:
+        raise ConfigError(f"model: {model} has recurrent layers, which `octavo bench recurrences` measures")
     if shape.ffn_matrices != 3:
         raise ConfigError(f"model: {model} has no gated feed-forward part; kernels are measured for those that have")
     sizes = MatrixSizes(shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, shape.vocab)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from octavo.config import CacheSettings
 from octavo.engine.step_times import StepWork
 from octavo.errors import ConfigError
+from octavo.steps.limits import StateSize
 from octavo_fleet.sim.devices import LAYER_SECONDS, LINK_LATENCY, Device
 from octavo_fleet.sim.roofline import Shape
 
@@ -25,8 +27,8 @@ class CostModel(Protocol):
 
 
 class Roofline(CostModel):
-    """Matrices, the layers after the last attention (only for rows that sample a token), and attention each take the
-    longer of moving their bytes and doing their arithmetic.
+    """Matrices, the layers after the last attention (only for rows that sample a token), attention and recurrent states
+    each take the longer of moving their bytes and doing their arithmetic.
 
     ``tensor_parallel`` devices share the work evenly and all-reduce twice per layer: 2 (p - 1) / p of the activations
     cross each link (ring all-reduce).
@@ -43,6 +45,7 @@ class Roofline(CostModel):
         self._last_active = shape.last_weights_read(1)
         self._body_active = shape.active_weights - self._last_active
         self._attention = (shape.kv_values_per_token * VALUE_BYTES / bandwidth, shape.pair_flops / arithmetic)
+        self._states = 2 * shape.state_bytes / bandwidth, shape.state_flops / arithmetic
         self._base = shape.layers * LAYER_SECONDS
         self._per_token = 0.0
         if tensor_parallel > 1:
@@ -57,20 +60,43 @@ class Roofline(CostModel):
         body = max(moving * body_read, computing * self._body_active * tokens)
         last = max(moving * self._shape.last_weights_read(rows), computing * self._last_active * rows) if rows else 0.0
         attention = max(self._attention[0] * context, self._attention[1] * pairs)
-        return self._base + self._per_token * tokens + body + last + attention
+        states = max(self._states[0] * rows, self._states[1] * tokens)
+        return self._base + self._per_token * tokens + body + last + attention + states
 
 
-def num_blocks_of(
-    shape: Shape, device: Device, tensor_parallel: int, block_size: int, utilization: float, weight_bytes: float
-) -> int:
-    """Number of KV cache blocks that fit next to the weights; raise ``ConfigError`` if none fits."""
+class Pools(NamedTuple):
+    """What the memory next to the weights is divided into."""
+
+    num_blocks: int
+    states: StateSize | None = None
+
+
+def pools_of(
+    shape: Shape,
+    device: Device,
+    tensor_parallel: int,
+    cache: CacheSettings,
+    sizes: tuple[int, int],
+    weight_bytes: float,
+) -> Pools:
+    """The KV cache blocks and recurrent states that fit, with ``sizes``: of a block, and most sequences of a step. As
+    in an engine, half of what is left for both is for snapshots. Raises ``ConfigError`` if no block fits."""
+    block_size, max_num_seqs = sizes
     embedding = shape.hidden * shape.vocab
     weights = (shape.matrix_weights + embedding) * weight_bytes
-    room = device.memory * tensor_parallel * utilization - weights
-    count = int(room // (shape.kv_values_per_token * VALUE_BYTES * block_size))
+    memory = device.memory * tensor_parallel * cache.gpu_memory_utilization
+    per_token, per_state = shape.kv_values_per_token * VALUE_BYTES, shape.state_bytes
+    room, states, num_snapshots = memory - weights - max_num_seqs * per_state, None, 0
+    if per_state:
+        num_snapshots = 0 if cache.num_state_snapshots is None else cache.num_state_snapshots
+        if cache.num_state_snapshots is None and cache.enable_prefix_caching:
+            num_snapshots = max(0, int(room / 2 // per_state))
+        states = StateSize(max_num_seqs + num_snapshots, max_num_seqs, -(-per_state // per_token))
+    count = cache.num_kv_blocks or int((room - num_snapshots * per_state) // (per_token * block_size))
     if count < 1:
+        held = f" and the states of {max_num_seqs} sequences" if per_state else ""
         raise ConfigError(
-            f"device: the weights take {weights / 1e9:.0f} GB, and {tensor_parallel} {device.name} have "
-            f"{device.memory * tensor_parallel * utilization / 1e9:.0f} GB; raise tensor_parallel"
+            f"device: the weights{held} take {(memory - room) / 1e9:.0f} GB, and {tensor_parallel} {device.name} have "
+            f"{memory / 1e9:.0f} GB; raise tensor_parallel"
         )
-    return count
+    return Pools(count, states)

@@ -14,6 +14,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_times import REST, work_of
 from octavo.errors import RequestError
+from octavo.steps.limits import StateSize
 from octavo.types import EngineStats, Masks, Output, Plan, Sampled, Sequence
 from octavo_fleet.sim.clock import Clock
 from octavo_fleet.sim.cost_model import CostModel
@@ -30,6 +31,8 @@ class ReplicaSizes(NamedTuple):
     max_num_batched_tokens: int
     depth: int
     """Steps in flight."""
+    states: StateSize | None = None
+    """Pool of recurrent states, for models that have any."""
 
 
 class Result(NamedTuple):
@@ -84,6 +87,7 @@ class Replica:
             eviction=cache.eviction_policy,
             watermark=cache.kv_watermark,
             clock=self.clock,
+            states=sizes.states,
         )
         if cache.enable_partial_reuse:
             self.cache.copy_slots = lambda *part: None  # its cost is negligible
@@ -130,6 +134,8 @@ class Replica:
         cache.start(seq, ends, True, len(tokens))
         cache.note_filled(len(tokens) - seq.num_computed_tokens)
         seq.num_computed_tokens = len(tokens)
+        if cache.states is not None and len(tokens) > cache.states.interval:
+            cache.states.note_submitted(seq, (len(tokens) - 1) // cache.states.interval * cache.states.interval)
         cache.publish(seq, len(tokens))
         cache.release(seq)
 

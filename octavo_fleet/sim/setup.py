@@ -10,7 +10,7 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.weights.safetensors import read_configs
-from octavo_fleet.sim.cost_model import CostModel, Roofline, num_blocks_of
+from octavo_fleet.sim.cost_model import CostModel, Roofline, pools_of
 from octavo_fleet.sim.devices import Device, find_device
 from octavo_fleet.sim.fitted import fit, read_log
 from octavo_fleet.sim.jobs import Workload
@@ -55,14 +55,13 @@ class SimulationSpec:
         cache, scheduler = engine.cache, engine.scheduler
         block_size = cache.block_size or BLOCK_SIZE
         weight_bytes = self.weight_bits / 8
-        num_blocks = cache.num_kv_blocks or num_blocks_of(
-            shape, device, self.tensor_parallel, block_size, cache.gpu_memory_utilization, weight_bytes
-        )
         max_tokens = scheduler.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, scheduler.max_num_seqs or 0)
         max_num_seqs = scheduler.max_num_seqs or min(MAX_NUM_SEQS, max_tokens)
+        sizes = block_size, max_num_seqs
+        pools = pools_of(shape, device, self.tensor_parallel, cache, sizes, weight_bytes)
         return Fleet(
             self._cost(shape, device, weight_bytes),
-            ReplicaSizes(num_blocks, block_size, max_num_seqs, max_tokens, self.depth),
+            ReplicaSizes(pools.num_blocks, *sizes, max_tokens, self.depth, pools.states),
             self.replicas,
             self.tensor_parallel,
             self.router,

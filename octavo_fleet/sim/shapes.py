@@ -111,6 +111,38 @@ def _deepseek_v2_lite() -> dict[str, Any]:
     return shape
 
 
+def _qwen3_5(layers: int, hidden: int, kv_heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    """Three of four layers have a gated delta rule; sizes are the defaults of transformers' configurations."""
+    delta = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+    delta |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128)
+    names = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "rms_norm_eps": 1e-6}
+    rope = {"rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
+    sizes = {"vocab_size": 248_320, "max_position_embeddings": 262_144}
+    kinds = ["full_attention" if (i + 1) % 4 == 0 else "linear_attention" for i in range(layers)]
+    shape = _llama(layers, hidden, 16, kv_heads, 256, ffn, **{**names, **sizes, **delta, **more})
+    return {**shape, "rope_parameters": {"rope_type": "default", **rope}, "layer_types": kinds}
+
+
+def _experts_of_qwen(experts: int, chosen: int, width: int) -> dict[str, Any]:
+    sizes = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
+    return {**sizes, "shared_expert_intermediate_size": width, "norm_topk_prob": True}
+
+
+NEMOTRON_LETTERS = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
+
+
+def _nemotron_h(letters: str, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
+    """Each letter is a layer."""
+    shape = _llama(len(letters), hidden, 32, 8, 128, ffn, vocab_size=131_072, max_position_embeddings=8192)
+    own: dict[str, Any] = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
+    own["mlp_hidden_act"] = "relu2"
+    own |= {"layers_block_type": [NEMOTRON_LETTERS[letter] for letter in letters], "layer_norm_epsilon": 1e-5}
+    own |= {"mamba_num_heads": heads, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
+    own |= {"use_conv_bias": True}
+    unused = ("hidden_act", "rms_norm_eps", "num_hidden_layers")
+    return {**{key: value for key, value in shape.items() if key not in unused}, **own}
+
+
 def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -252,6 +284,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek-v2-lite": _deepseek_v2_lite(),
+    "qwen3.5-9b": _qwen3_5(32, 4096, 4, 12_288),
+    "qwen3.5-35b-a3b": _qwen3_5(
+        40,
+        2048,
+        2,
+        512,
+        architectures=["Qwen3_5MoeForCausalLM"],
+        model_type="qwen3_5_moe_text",
+        **_experts_of_qwen(256, 8, 512),
+    ),
+    "qwen3-next-80b-a3b": _qwen3_5(
+        48,
+        2048,
+        2,
+        5120,
+        architectures=["Qwen3NextForCausalLM"],
+        model_type="qwen3_next",
+        vocab_size=151_936,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        **_experts_of_qwen(512, 10, 512),
+    ),
+    "nemotron-h-8b": _nemotron_h("M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 4096, 21_504, 128),
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from octavo.config import CacheSettings
 from octavo.engine.step_times import StepWork, work_of
 from octavo.errors import ConfigError
 from octavo.types import Scheduled, Sequence
-from octavo_fleet.sim.cost_model import Roofline, num_blocks_of
+from octavo_fleet.sim.cost_model import Roofline, pools_of
 from octavo_fleet.sim.devices import LAYER_SECONDS, find_device
 from octavo_fleet.sim.fitted import fit, read_log
 from octavo_fleet.sim.jobs import Job
@@ -65,11 +66,29 @@ def test_more_devices_are_faster_but_not_in_proportion() -> None:
 
 
 def test_blocks_fill_what_the_weights_leave() -> None:
-    count = num_blocks_of(SHAPE, H200, 1, 64, 0.9, 2)
+    count, states = pools_of(SHAPE, H200, 1, CacheSettings(), (64, 256), 2)
     used = count * 64 * 131_072 + 8.03e9 * 2
+    assert states is None
     assert 0.99 < used / (141e9 * 0.9) <= 1.0
-    with pytest.raises(ConfigError, match="device"):
-        num_blocks_of(shape_of(SHAPES["llama-3.1-8b"]), find_device("l4"), 1, 64, 0.5, 2)
+    with pytest.raises(ConfigError, match="device: the weights take 16 GB"):
+        pools_of(SHAPE, find_device("l4"), 1, CacheSettings(gpu_memory_utilization=0.5), (64, 256), 2)
+
+
+def test_recurrent_states_take_memory_and_time() -> None:
+    shape = shape_of(SHAPES["qwen3.5-9b"])
+    count, states = pools_of(shape, H200, 1, CacheSettings(), (64, 256), 2)
+    assert states is not None
+    assert (states.num_held, states.every) == (256, 1572)
+    rest = 141e9 * 0.9 - 2 * (shape.matrix_weights + 4096 * 248_320) - 256 * shape.state_bytes
+    of_snapshots = (states.num_slots - 256) * shape.state_bytes
+    assert 0.99 < 2 * of_snapshots / rest <= 1.0
+    assert 0.99 < 2 * count * 64 * 32_768 / rest <= 1.01
+    assert pools_of(shape, H200, 1, CacheSettings(num_state_snapshots=3), (64, 8), 2).states == (11, 8, 1572, 64, False)
+    with pytest.raises(ConfigError, match=r"states of 256 sequences take \d\d GB"):
+        pools_of(shape, find_device("l4"), 1, CacheSettings(), (64, 256), 2)
+    cost, work = Roofline(shape, H200), StepWork(64, 64, 64_000, 64_000)
+    moved = decode_work(shape, 64, 1000).bytes / H200.bandwidth
+    assert cost.seconds(work) == pytest.approx(moved + shape.layers * LAYER_SECONDS, rel=1e-3)
 
 
 def random_steps(count: int, seed: int) -> tuple[list[StepWork], list[float]]:

@@ -15,11 +15,12 @@ DENSE = [
     *("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "gemma-3-1b", "gpt2"),
 ]
 MIXTURES = ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v2-lite"]
+RECURRENT = ["qwen3.5-9b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "nemotron-h-8b"]
 RANKED = {**SHAPES["deepseek-v2-lite"], "q_lora_rank": 96, "v_head_dim": 80, "num_attention_heads": 4}
 """Latent attention whose queries are projected in two steps."""
 
 
-@pytest.mark.parametrize("name", [*DENSE, *MIXTURES, "ranked"])
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES, *RECURRENT, "ranked"])
 def test_matrix_weights_are_the_matrices_of_the_model(name: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -53,6 +54,17 @@ def test_a_decode_step_of_latent_attention() -> None:
     assert shape.last_weights_read(1) == pytest.approx(behind)
 
 
+def test_a_decode_step_of_recurrent_layers() -> None:
+    """It reads and writes the states of all sequences, of float32, and inputs of convolutions of 16 bits."""
+    shape = shape_of(SHAPES["qwen3.5-9b"])
+    assert shape.kv_values_per_token == 8 * 2 * 4 * 256
+    assert shape.state_bytes == 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    work = decode_work(shape, batch=64, context=1000)
+    assert work.bytes == 2 * shape.matrix_weights + 64 * (1000 * 2 * shape.kv_values_per_token + 2 * shape.state_bytes)
+    more = decode_work(shape, batch=64, context=1001).flops - work.flops
+    assert more == 64 * 4 * 8 * 16 * 256
+
+
 def test_a_step_of_a_mixture_reads_the_experts_of_its_tokens() -> None:
     shape = shape_of(SHAPES["qwen3-30b-a3b"])
     expert = 48 * 3 * 2048 * 768
@@ -71,11 +83,11 @@ def test_layers_without_experts_and_shared_ones() -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     places = {"mlp_only_layers": [1], "decoder_sparse_step": 2, "shared_expert_intermediate_size": 48}
     dense = SHAPES["qwen3-0.6b"]
-    assert shape_of({**dense, **sizes, **places}).mixture == (13, 4, 2, 32, 48)  # every second of 28 but one
-    assert shape_of({**dense, **sizes, **places, "mlp_only_layers": [0]}).mixture == (14, 4, 2, 32, 48)
+    assert shape_of({**dense, **sizes, **places}).mixture == (13, 4, 2, 32, 48, 1)  # every second of 28 but one
+    assert shape_of({**dense, **sizes, **places, "mlp_only_layers": [0]}).mixture == (14, 4, 2, 32, 48, 1)
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "nemotron-h-8b"])
 def test_one_token_of_prompt_is_one_step_of_decoding(name: str) -> None:
     shape = shape_of(SHAPES[name])
     assert prefill_work(shape, 1) == decode_work(shape, 1, 1)
@@ -90,5 +102,7 @@ def test_the_slower_of_moving_and_computing_counts() -> None:
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="no v_head_dim"):
         shape_of({key: value for key, value in SHAPES["deepseek-v2-lite"].items() if key != "v_head_dim"})
+    with pytest.raises(ConfigError, match="kinds conv of lfm2 are not counted"):
+        shape_of({**SHAPES["qwen3-8b"], "model_type": "lfm2", "layer_types": ["conv"] * 36})
     with pytest.raises(ConfigError, match="no intermediate_size"):
         shape_of({"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1})

@@ -12,6 +12,7 @@ import pytest
 from octavo.cli import main
 from octavo.config import EngineConfig, SchedulerSettings
 from octavo.engine.step_times import StepWork
+from octavo.steps.limits import StateSize
 from octavo_bench.virtual import StepCost, VirtualEngine
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.cost_model import CostModel
@@ -124,6 +125,12 @@ def test_later_turns_find_what_the_turns_before_left() -> None:
     run = simulate(Sessions(profile, 4.0, 80, seed=1), sizes=SIZES._replace(num_blocks=8192))
     assert run.figures["requests"] == 80
     assert run.figures["prefix_hit_rate"] > 0.5
+    sizes = SIZES._replace(num_blocks=8192, states=StateSize(8 + 400, 8, 1536))
+    recurrent = simulate(Sessions(profile, 4.0, 80, seed=1), sizes=sizes)
+    assert run.figures["prefix_hit_rate"] > recurrent.figures["prefix_hit_rate"] > 0.9 * run.figures["prefix_hit_rate"]
+    for replica in recurrent.simulation.replicas:
+        replica.cache.check([])
+        assert replica.engine.stats().num_used_states == 0
 
 
 def test_routers_keep_conversations_where_they_are_cached() -> None:
