@@ -320,3 +320,9 @@ class Generation:
         if self.account is not None:
             self.account.charge(sum(choice.num_tokens for choice in self.choices))
         self.choices = []  # breaks the reference cycle, so that memory is freed without a garbage collection
+
+    def end(self) -> None:
+        """``close``, once nobody waits for it any more."""
+        self.close()
+        # These, too, break cycles: the error has a traceback, and that has frames that refer to this object.
+        self.error, self._listener = None, ignore_updates

@@ -58,6 +58,10 @@ class ByteBudget:
             largest._give_up()
 
 
+def _nothing() -> None:
+    pass
+
+
 class Share:
     """The bytes held by one request."""
 
@@ -73,6 +77,11 @@ class Share:
         """Set the share's size; without effect once it was revoked."""
         if not self.is_given_up and num_bytes != self.num_bytes:
             self._budget._resize(self, num_bytes)
+
+    def end(self) -> None:
+        """Hold nothing from now on, not even what was to be given up: it refers to this share."""
+        self.resize(0)
+        self._give_up = _nothing
 
     def settle(self) -> None:
         """Mark the request as complete: it still counts, but can no longer be revoked."""
@@ -158,7 +167,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._share.resize(0)
+        self._share.end()
         self._unparsed = b""
         # uvicorn tells only the last of several pipelined requests.
         if self._running is not None and not self._running.response_complete:

@@ -19,15 +19,18 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.errors import CANCELLATIONS, RequestError
+from octavo.errors import CANCELLATIONS, QueueFull, RequestError, Unavailable
 from octavo.server_settings import ServerSettings
 from octavo.telemetry.metrics import Metrics
 from octavo_server.generation import ClientGone
 from octavo_server.http.errors import ErrorForm, HTTPRefusal, UnexpectedError, error_response, printable, rejection_of
-from octavo_server.http.server import WRITE_PIECE
+from octavo_server.http.server import IS_GONE, WRITE_PIECE
 from octavo_server.observe.tracing import TRACE_HEADERS
 from octavo_server.tenants.api_keys import CALLER, Caller, Keys
 from octavo_server.tenants.places import TurnQueue
+
+PAUSE = 0.005
+"""Seconds between two requests of an API key of which the last one was refused."""
 
 
 class RequestPacer:
@@ -35,32 +38,75 @@ class RequestPacer:
 
     The synchronous start of a request, from its headers until its prompt goes to the tokenizer, takes a fraction of a
     millisecond. Fifty at once would make one long iteration and delay the tokens of all streams.
+
+    A refusal takes nearly as long. A key of which the last request was refused, as it has its share of everything, has
+    a turn only once in ``PAUSE``: else, trying again and again, it would need the time of all others.
     """
 
     def __init__(self) -> None:
-        self._waiting: TurnQueue[asyncio.Future[None]] = TurnQueue()
+        self._waiting: TurnQueue[tuple[asyncio.Future[bool], Callable[[], bool]]] = TurnQueue()
         self._is_taken = False
         """Whether a request was started in this iteration."""
+        self._next_turns: dict[str, float] = {}
+        """By API key of which the last request was refused: the time of its next turn."""
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def enter(self, owner: str) -> None:
-        """Wait for this request's turn; returns at once without contention."""
-        loop = asyncio.get_running_loop()
-        if not self._is_taken:
+    async def enter(self, owner: str, is_gone: Callable[[], bool] = lambda: False) -> None:
+        """Wait for this request's turn; returns at once without contention.
+
+        ``is_gone`` says whether its client has left. Raises ``ClientDisconnect`` if it has, when its turn comes.
+        """
+        if not self._is_taken and self._may_go(owner):
             self._is_taken = True
-            loop.call_soon(self._turn)
+            self._begin(owner)
             return
-        turn = loop.create_future()
-        self._waiting.push(owner, turn)
-        await turn
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.push(owner, (turn, is_gone))
+        if not self._is_taken:
+            self._rest()
+        if not await turn:
+            raise ClientDisconnect
+
+    def note(self, owner: str, is_refused: bool) -> None:
+        """Take note of whether a request was refused. Those without an API key may be anybody's, and wait for none."""
+        if not is_refused:
+            self._next_turns.pop(owner, None)
+        elif owner:
+            self._next_turns.setdefault(owner, asyncio.get_running_loop().time() + PAUSE)
+
+    def _may_go(self, owner: str) -> bool:
+        return owner not in self._next_turns or asyncio.get_running_loop().time() >= self._next_turns[owner]
+
+    def _begin(self, owner: str) -> None:
+        loop = asyncio.get_running_loop()
+        if owner in self._next_turns:
+            self._next_turns[owner] = loop.time() + PAUSE
+        loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        while (found := self._waiting.pop()) is not None:
-            _, turn = found
-            if not turn.done():  # skip cancelled requests
-                turn.set_result(None)
+        while (found := self._waiting.pop(self._may_go)) is not None:
+            owner, (turn, is_gone) = found
+            if turn.done():  # skip cancelled requests
+                continue
+            turn.set_result(is_here := not is_gone())
+            if is_here:
+                self._begin(owner)
+            else:
                 asyncio.get_running_loop().call_soon(self._turn)
-                return
+            return
         self._is_taken = False
+        self._rest()
+
+    def _rest(self) -> None:
+        """Until the next turn of one that waits."""
+        if self._waiting and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(PAUSE, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        if not self._is_taken:
+            self._is_taken = True
+            self._turn()
 
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -175,6 +221,8 @@ SINGLE_HEADERS = frozenset(
 )
 """Headers that a request may have once: a proxy before this server may go by the first of two, and it by the last."""
 MAX_REQUEST_ID_BYTES = 128
+REFUSALS = (QueueFull.status, Unavailable.status)
+"""Statuses of a request that may be tried again later."""
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that disconnected before the response; used in the log and the metrics."""
 
@@ -222,7 +270,7 @@ class RequestMiddleware:
         scope["path"] = _tidy(scope["path"])
         request_id = _request_id(headers)
         start = time.monotonic()
-        status = 0
+        status, owner = 0, ""
         if self._is_traced:
             TRACE_HEADERS.set({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
 
@@ -230,13 +278,15 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                self._pacer.note(owner, status in REFUSALS)
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
             await send(message)
 
         try:
             self._check(scope, headers)
             caller: Caller = scope.get(CALLER) or Caller()
-            await self._pacer.enter(caller.name)
+            owner = caller.name
+            await self._pacer.enter(owner, scope.get(IS_GONE) or bool)
             await self.app(scope, receive, send_named)
         except (ClientGone, ClientDisconnect):
             logger.debug("%s: the client left", request_id)
@@ -250,7 +300,8 @@ class RequestMiddleware:
             logger.exception("%s: unexpected error", request_id)
             if not status:
                 await error_response(UnexpectedError(), scope["path"], self._error_forms)(scope, receive, send_named)
-        scope.pop(WRITE_PIECE, None)  # breaks a reference cycle: it refers to the connection, which refers to the scope
+        for name in (WRITE_PIECE, IS_GONE):
+            scope.pop(name, None)  # breaks a reference cycle: it refers to the connection, which refers to the scope
         # The route's pattern, not the path: clients must not be able to create metric labels.
         handler = getattr(scope.get("route"), "path", "other")
         seconds = time.monotonic() - start

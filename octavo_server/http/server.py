@@ -34,6 +34,9 @@ TICKS_PER_SECOND = 10
 WRITE_PIECE = "octavo.write_piece"
 """Key of the ASGI scope: a ``WritePiece`` for the body of this response."""
 
+IS_GONE = "octavo.is_gone"
+"""Key of the ASGI scope: a function that says whether the client has closed the connection."""
+
 WritePiece = Callable[[bytes], bool]
 """Writes one piece of a chunked body, after the head. Returns false, with nothing written, when the client is slow or
 gone; the caller then uses ASGI's ``send``, which waits."""
@@ -82,6 +85,7 @@ class PieceProtocol(BoundedProtocol):
         transport = ResponseTransport(self.transport, self.flow, joins_head)
         self.cycle.transport = transport  # type: ignore[assignment]
         self.scope[WRITE_PIECE] = transport.write_piece  # type: ignore[literal-required]
+        self.scope[IS_GONE] = transport.is_closing  # type: ignore[literal-required]
 
 
 class HTTPServer(uvicorn.Server):

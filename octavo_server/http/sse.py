@@ -53,7 +53,7 @@ async def attended(generation: Generation, receive: Receive) -> AsyncIterator[No
         yield
     finally:
         watcher.cancel()
-        generation.close()
+        generation.end()
 
 
 async def _watch(generation: Generation, receive: Receive) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import socket
@@ -361,3 +362,45 @@ def test_a_client_that_leaves_between_pipelined_requests(
         time.sleep(0.005)
     assert len(engine.aborted) == len(engine.requests) == 1
     assert not caplog.records
+
+
+def test_ended_connections_leave_nothing_for_the_garbage_collector(serve_app: Callable[..., Served]) -> None:
+    """Each search for garbage stops all streams: those of one key's flood took 0.1 s, several times a second."""
+    engine = InProcessEngine()
+    served = serve_app(engine, api_key="key")
+
+    def exchange(data: bytes, leaves: bool = False) -> None:
+        with connect(served) as client:
+            client.sendall(data.replace(b"Host: ", b"Connection: close\r\nAuthorization: Bearer key\r\nHost: "))
+            if not leaves:
+                assert rest(client)
+
+    def exchange_all() -> None:
+        engine.runs = True
+        exchange(COMPLETION)
+        exchange(request_bytes("/v1/completions", {"prompt": "Hi", "max_tokens": 4, "stream": True}))
+        exchange(request_bytes("/v1/completions", {"prompt": "Hi", "max_tokens": -1}))
+        exchange(request_bytes("/unknown", {}))
+        exchange(b"no HTTP")
+        engine.runs = False
+        for is_streamed in (False, True):
+            body = {"prompt": "Hi", "max_tokens": 100, "stream": is_streamed}
+            exchange(request_bytes("/v1/completions", body), leaves=True)
+        deadline, state = time.monotonic() + 10, served._server.server_state
+        while (state.connections or engine.live or state.tasks) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert not [*state.connections, *engine.live, *state.tasks]
+
+    exchange_all()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        exchange_all()
+        gc.collect()
+        names = {f"{type(found).__module__}.{type(found).__qualname__}" for found in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not [name for name in names if name.startswith(("octavo", "uvicorn", "starlette", "uvloop"))]

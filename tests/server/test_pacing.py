@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 
+import pytest
+from starlette.requests import ClientDisconnect
+
+from octavo_server.http import middleware
 from octavo_server.http.middleware import RequestPacer
 
 
@@ -50,3 +56,48 @@ def test_a_single_body_does_not_wait_and_one_that_ends_early_delays_none() -> No
         await asyncio.wait_for(asyncio.gather(first, last), 5)
 
     asyncio.run(check())
+
+
+def test_a_refused_key_has_one_turn_in_a_while_and_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "PAUSE", 0.02)
+    begun: list[tuple[str, float]] = []
+
+    async def request(pacer: RequestPacer, owner: str) -> None:
+        await pacer.enter(owner)
+        begun.append((owner, asyncio.get_running_loop().time()))
+        pacer.note(owner, owner == "flood")
+
+    async def check() -> None:
+        pacer = RequestPacer()
+        pacer.note("flood", True)
+        requests = [asyncio.create_task(request(pacer, owner)) for owner in ["flood"] * 5 + ["other"] * 20]
+        await asyncio.gather(*requests)
+        pacer.note("flood", False)
+        with pytest.raises(StopIteration):
+            pacer.enter("flood").send(None)
+
+    asyncio.run(check())
+    assert [owner for owner, _ in begun] == ["other"] * 20 + ["flood"] * 5
+    times = [time for owner, time in begun if owner == "flood"]
+    assert all(later - earlier >= 0.019 for earlier, later in itertools.pairwise(times))
+
+
+def test_clients_that_left_use_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "PAUSE", 0.3)
+    outcomes: list[str] = []
+
+    async def request(pacer: RequestPacer, is_gone: bool) -> None:
+        with contextlib.suppress(ClientDisconnect):
+            await pacer.enter("flood", lambda: is_gone)
+            outcomes.append("begun")
+            return
+        outcomes.append("left")
+
+    async def check() -> None:
+        pacer = RequestPacer()
+        pacer.note("flood", True)
+        requests = [request(pacer, is_gone) for is_gone in [True] * 10 + [False]]
+        await asyncio.wait_for(asyncio.gather(*requests), 2.5)
+
+    asyncio.run(check())
+    assert outcomes == ["left"] * 10 + ["begun"]

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import httpx
+import psutil
 import pytest
 
 from octavo.config import EngineConfig, ServeConfig
@@ -277,6 +278,17 @@ def figures(answers: list[Answer]) -> dict[str, Any]:
     }
 
 
+def busy_seconds(server: int) -> dict[str, float]:
+    """Processor time so far of the server's processes by what they are; of children that ended, with their parent's."""
+    seconds = Counter[str]()
+    for process in [psutil.Process(server), *psutil.Process(server).children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            used, words = process.cpu_times(), " ".join(process.cmdline())
+            kind = "front" if process.pid == server else "engine" if words.endswith("engine") else "children"
+            seconds[kind] += used.user + used.system + used.children_user + used.children_system
+    return seconds
+
+
 def keep_rows(rows: dict[str, Any], path: Path) -> None:
     """Write the record, with the rows of other kinds that the file holds."""
     earlier = json.loads(path.read_text())["result"] if path.is_file() else {}
@@ -302,6 +314,7 @@ def main(seconds: float, names: list[str], settings: list[str], output: Path | N
             alone = figures(asyncio.run(others(port, rounds)))
             print(f"{'none':12}{alone}", flush=True)
             for name in names:
+                before = busy_seconds(server.pid)
                 kinds = [kind.__name__ for kind in KINDS if name in (kind.__name__, "all")]
                 spawn = multiprocessing.get_context("spawn")
                 flooding = spawn.Process(target=run_flood, args=(port, kinds, seconds + 2))
@@ -310,6 +323,8 @@ def main(seconds: float, names: list[str], settings: list[str], output: Path | N
                 found = rows[name] = figures(asyncio.run(others(port, rounds))) | {"p99_ms_without": alone["p99_ms"]}
                 print(f"{name:12}{found}  x {found['p99_ms'] / alone['p99_ms']:.2f}", flush=True)
                 flooding.join()
+                used = {kind: round(now - before[kind], 1) for kind, now in busy_seconds(server.pid).items()}
+                print("    processor seconds of", used, flush=True)
             if output is not None:
                 keep_rows(rows, output)
         finally:
