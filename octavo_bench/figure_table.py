@@ -130,11 +130,6 @@ def is_figure(name: str) -> bool:
     return _base(name) in MEANINGS
 
 
-def is_known_number(name: str) -> bool:
-    """Whether the table says what a number of this name is."""
-    return is_figure(name) or name in COUNTS or name in case_names()
-
-
 def meaning(name: str) -> Meaning:
     """Of a figure; "ratio NAME" and "times_better NAME" are quotients of two engines, which are better above 1.
 

@@ -47,8 +47,6 @@ class EmbeddingCache:
         """The image that was released last comes last."""
         self._free = np.arange(num_slots, dtype=np.int64)
         self._num_free = num_slots
-        self.num_hits = 0
-        """Images whose embeddings were still there."""
 
     def admits(self, seq: Sequence, images: Iterable[tuple[ImageInput, int]]) -> bool:
         """Whether there are slots for these images, of so many rows each, besides those of other sequences."""
@@ -62,7 +60,6 @@ class EmbeddingCache:
         for image, count in images:
             entry = self.by_digest.get(image.digest)
             if entry is not None:
-                self.num_hits += entry.is_ready
                 entry.holders.add(seq)  # before anything is forgotten for the others
                 held.append(entry)
             else:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import Protocol
 
 from octavo.errors import ConfigError
 from octavo.system.private_files import (
@@ -36,24 +35,8 @@ _PART = re.compile("[0-9a-f]{2}")
 """Name of a subfolder: the first two hex digits of the names of its files."""
 
 
-class Tier(Protocol):
-    """One level of storage; thread-safe."""
-
-    def __contains__(self, key: bytes) -> bool:
-        """Whether ``get`` will most likely find it; never does I/O."""
-        ...
-
-    def get(self, key: bytes) -> bytes | None:
-        """The content as it was put; ``None`` if it is missing, unreadable or damaged."""
-        ...
-
-    def put(self, key: bytes, content: bytes) -> list[Stored]:
-        """Store ``content`` if possible; returns the entries displaced by it that the next tier may store."""
-        ...
-
-
 class HostTier:
-    """Host memory, at most ``capacity`` bytes."""
+    """Host memory, at most ``capacity`` bytes; thread-safe, as the other tier is."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -65,6 +48,7 @@ class HostTier:
         return key in self._contents
 
     def get(self, key: bytes) -> bytes | None:
+        """The content as it was put; ``None`` if it is missing."""
         with self._lock:
             content = self._contents.get(key)
             if content is not None:
@@ -72,6 +56,7 @@ class HostTier:
             return content
 
     def put(self, key: bytes, content: bytes) -> list[Stored]:
+        """Store ``content``; returns the entries displaced by it, which the next tier may store."""
         with self._lock:
             if key in self._contents:
                 self._contents.move_to_end(key)

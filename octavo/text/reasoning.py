@@ -122,7 +122,6 @@ THINK = Thinking(
         *("minimax_m2", "nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"),
     ),
 )
-OPENS, CLOSES = THINK.opens, THINK.closes
 FAMILIES = (
     Thinking("[THINK]", "[/THINK]", ("mistral",)),
     Thinking("<seed:think>", "</seed:think>", ("seed_oss",)),

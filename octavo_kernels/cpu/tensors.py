@@ -31,12 +31,6 @@ def whole_vectors(x: Tensor) -> Tensor:
     return functional.pad(x, (0, missing_columns)) if missing_columns else x.contiguous()
 
 
-def by_token(x: Tensor) -> Tensor:
-    """``x`` as float32 [T, heads, H] with the heads of a token contiguous, as they are in a wider projection."""
-    x = x.float()
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
 def address(x: Tensor | None) -> int:
     """Address of a tensor's data; 0 for ``None``."""
     return 0 if x is None else x.data_ptr()

@@ -29,7 +29,6 @@ class Deadline(Policy):
     """
 
     name = "deadline"
-    has_targets = True
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)

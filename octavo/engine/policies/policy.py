@@ -47,9 +47,6 @@ class Policy(WaitingQueue):
     overtakes: ClassVar[bool] = False
     """Whether a short prompt may be computed before a long one that comes first, see ``Scheduler``."""
 
-    has_targets: ClassVar[bool] = False
-    """Whether ``seconds_left`` and ``targets`` can yield values."""
-
     def __init__(self, context: PolicyContext) -> None:
         super().__init__()
         self.context = context
