@@ -132,7 +132,7 @@ async function stream(owner, message, settings) {
     keep(owner);
   });
   streams.delete(message.id);
-  keep(owner);
+  if (conversations.has(owner.id)) keep(owner); // else it was deleted meanwhile
   const view = viewOf(owner, message);
   if (view) {
     view.isStreaming = false;
@@ -303,7 +303,10 @@ function showState() {
   find("send").hidden = isRunning;
 }
 
-// Another tab has changed what is shown here.
+// Another tab has changed a conversation: it is shown as it is now, where it stands.
 export function refresh(id, now) {
-  if (id === conversation.id && now && !isAnswering(id)) open(conversations.get(id));
+  if (id !== conversation.id || !now || isAnswering(id)) return;
+  conversation = now;
+  forgetViews();
+  show();
 }

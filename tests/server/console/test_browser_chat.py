@@ -222,6 +222,41 @@ def test_conversations_are_kept_found_renamed_and_deleted(visit: Any) -> None:
     opened.check()
 
 
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(visit: Any) -> None:
+    engine = InProcessEngine(says("Once"), runs=False)
+    opened = visit(engine)
+    opened.say("Hi")
+    opened.until(lambda: engine.num_live == 1)
+    opened.page.locator("#conversations >> text=Delete").click()
+    opened.until(lambda: len(engine.aborted) == 1)
+    opened.page.wait_for_selector("text=is deleted.")
+    opened.page.reload()
+    opened.page.wait_for_selector("#history-empty:text('No chats yet.')")
+    opened.check()
+
+
+def test_two_tabs_show_the_same_conversation(visit: Any) -> None:
+    opened = visit(InProcessEngine(says("One.", "Two.")))
+    opened.ask("First")
+    other = opened.context.new_page()
+    other.goto(opened.served.url)
+    other.click("#conversations .title")
+    opened.ask("Second", 2)
+    other.wait_for_selector(".message.assistant p:text('Two.')")
+    other.fill("#prompt", "Third")
+    with other.expect_request("**/v1/chat/completions") as sent:
+        other.click("#send")
+    assert [each["content"] for each in sent.value.post_data_json["messages"]] == [
+        "First",
+        "One.",
+        "Second",
+        "Two.",
+        "Third",
+    ]
+    opened.page.wait_for_selector(".message.user .text:text('Third')")
+    opened.check()
+
+
 def test_conversations_leave_and_come_back_as_files(visit: Any, tmp_path: Path) -> None:
     opened = visit(InProcessEngine(says("**Four.**")))
     page = opened.page
