@@ -123,6 +123,7 @@ export function jsonBlock(text) {
 // The DOM nodes of some of marked's tokens. What is not finished yet is not coloured.
 function nodesOf(tokens, isFinished) {
   const fragment = DOMPurify.sanitize(marked.parser(tokens), CLEAN);
+  for (const link of fragment.querySelectorAll("a:not([href])")) link.replaceWith(...link.childNodes); // its address was unsafe
   for (const link of fragment.querySelectorAll("a")) {
     link.setAttribute("target", "_blank");
     link.setAttribute("rel", "noopener noreferrer");
