@@ -201,7 +201,7 @@ def _divide(
     """Blocks of each group, and snapshots of recurrent state: in the first of the ``most`` bytes, or in the second
     where the blocks are ``given``."""
     per_block = sum(pools.bytes_per_block)
-    if given is None:
+    if given is None or not per_block:  # blocks without keys and values take no memory
         asked = settings.cache.kv_cache_memory  # here for models of states alone: else it gives the number of blocks
         largest = most[0] if asked is None else min(int(asked * GIB), most[1])
         size = max(least := pools.least_bytes(max_model_len), largest)

@@ -222,6 +222,22 @@ def generated(model: Path, **settings: Any) -> tuple[list[Any], EngineStats]:
         return found, llm.engine.stats()
 
 
+def test_a_conversation_is_the_same_again_with_an_mtp_layer(case_of: Made) -> None:
+    """A model with recurrent state, whose turns begin at snapshots: also those that drafts led past."""
+    case, said = case_of("mtp of Qwen3.5"), []
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for config in (None, case.config):
+        with LLM(case.target, **SETTINGS, speculative_config=config) as llm:
+            for _ in range(2):
+                text = [(7 * i + 3) % 90 for i in range(70)]
+                for turn in range(3):
+                    [result] = llm.generate([text], params)
+                    text = [*text, *result.outputs[0].token_ids, 5 + turn, 6]
+                said.append(text)
+            assert result.num_cached_tokens == 128
+    assert said[1:] == said[:1] * 3
+
+
 TIGHT = {"num_kv_blocks": 16, "max_model_len": 120}
 
 

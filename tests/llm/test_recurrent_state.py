@@ -13,6 +13,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.runtime.kv_storage import KVStorage
 from tests.models.families import VOCAB_SIZE, make_checkpoint
+from tests.tiers import nightly_after
 
 ROW = "qwen3_5/dense"
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 100}
@@ -76,6 +77,7 @@ def next_turn(prompt: list[int], answer: Told) -> list[int]:
         {"max_num_batched_tokens": 100, "block_size": 1, "num_kv_blocks": 2000},
         {"max_num_batched_tokens": 100, "num_kv_blocks": 13, "enforce_eager": True},
         {"max_num_batched_tokens": 48, "speculative_config": '{"method": "ngram", "prompt_lookup_min": 1}'},
+        {"max_num_batched_tokens": 80, "speculative_config": '{"method": "suffix"}'},
         {"max_num_batched_tokens": 100, "num_state_snapshots": 1},
     ],
     ids=str,
@@ -93,6 +95,30 @@ def test_bits_do_not_depend_on_chunks_batches_and_hits(
             if prompts is PROMPTS:
                 prompts = [next_turn(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
     assert num_cached or settings.get("num_kv_blocks") == 13 or "num_state_snapshots" in settings
+
+
+FAMILIES = (
+    *("lfm2/conv", "falcon_h1/factors", "kimi_linear/experts", "mamba2/alone", "minimax/lightning"),
+    *("nemotron_h/experts", "granitemoehybrid/experts", "olmo_hybrid/no_positions", "qwen3_next/some_layers_dense"),
+)
+
+
+@pytest.mark.parametrize("row", nightly_after(3, FAMILIES))
+def test_families_keep_their_bits_with_drafts_and_over_hits(tmp_path: Path, row: str) -> None:
+    """States of every kind, those of convolutions too, are taken back where drafts are rejected, and found again."""
+    make_checkpoint(tmp_path, row)
+    settings = SETTINGS | {"max_model_len": 400}
+    prompts, drafts = [PROMPTS[0], [7, 8] * 40, words(3, 1)], '{"method": "ngram", "prompt_lookup_min": 1}'
+    with LLM(tmp_path, **settings, enable_prefix_caching=False) as llm:
+        expected = [ask(llm, [prompt])[0][0] for prompt in prompts]
+    with LLM(tmp_path, **settings, max_num_batched_tokens=48, speculative_config=drafts) as llm:
+        for is_known in (False, True):
+            answers, hits = ask(llm, prompts)
+            assert answers == expected
+            assert hits == ([192, 64, 0] if is_known else [0, 0, 0])
+        stats = llm.engine.stats()
+        assert stats.num_drafts > stats.num_accepted_drafts
+        llm.engine.check()
 
 
 def test_answers_are_the_same_over_a_hit_at_every_snapshot(folder: Path) -> None:
