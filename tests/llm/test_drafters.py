@@ -78,8 +78,8 @@ def _mtp(folder: Path, row: str, names: str, **changes: Any) -> Case:
     return Case(folder / "model", reference, method="mtp", **own)
 
 
-def _dflash(folder: Path, layout: str) -> Case:
-    _target(folder, "qwen3/wide_heads", num_hidden_layers=4, layer_types=None)
+def _dflash(folder: Path, layout: str, row: str = "qwen3/wide_heads") -> Case:
+    _target(folder, row, num_hidden_layers=4, layer_types=None)
     reference = dflash(folder / "draft", folder / "model", (0, 2), layout)
     return Case(folder / "model", reference, method="dflash", model=str(folder / "draft"))
 
@@ -108,6 +108,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "eagle3 of Qwen3-Next": lambda folder: _eagle3(folder, "speculators", (1, 4), "qwen3_next/some_layers_dense"),
     "draft_model of Qwen3.5": lambda folder: _draft_model(folder, "qwen3_5/dense"),
     DFLASH: lambda folder: _dflash(folder, "authors"),
+    "dflash of Qwen3.5": lambda folder: _dflash(folder, "authors", "qwen3_5/dense"),
     "dflash of speculators": lambda folder: _dflash(folder, "speculators"),
 }
 MUCH_ALIKE = (
@@ -116,6 +117,7 @@ MUCH_ALIKE = (
     "eagle3 with more flags",
     "mtp of GLM-4",
     "mtp of Qwen3-Next with experts",
+    "dflash of Qwen3.5",
     "dflash of speculators",
 )
 """Cases of which `make test` has one that differs little."""
