@@ -25,9 +25,23 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = "|".join((_CONTRACTION, _LETTERS, r"\p{N}{1,3}", _MARKS, _SPACES))
 _QWEN2 = "|".join((_CONTRACTION, _LETTERS, r"\p{N}", _MARKS, _SPACES))
+_QWEN35 = "|".join(
+    (_CONTRACTION, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _SPACES)
+)
 _TEKKEN = "|".join((_LOWER_WORD, _UPPER_WORD, r"\p{N}", _MARKS_AND_SLASHES, _SPACES))
 _GPT4O = "|".join(
     (f"{_LOWER_WORD}{_CONTRACTION}?", f"{_UPPER_WORD}{_CONTRACTION}?", r"\p{N}{1,3}", _MARKS_AND_SLASHES, _SPACES)
+)
+_KIMI_UPPER, _KIMI_LOWER = (f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI = "|".join(
+    (
+        r"\p{Han}+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTION}?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTION}?",
+        r"\p{N}{1,3}",
+        _MARKS,
+        _SPACES,
+    )
 )
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
@@ -91,6 +105,11 @@ WORD_RULES = {
     "llama-bpe": _LLAMA3_RULE,
     "llama3": _LLAMA3_RULE,
     "llama-v3": _LLAMA3_RULE,
+    "falcon3": _LLAMA3_RULE,
+    "falcon-h1": _LLAMA3_RULE,
+    "lfm2": _LLAMA3_RULE,
+    "midm-2.0": _LLAMA3_RULE,
+    "pixtral": _LLAMA3_RULE,
     "smaug-bpe": WordRule((_LLAMA3,)),
     "dbrx": WordRule((_LLAMA3,)),
     "glm4": WordRule((_LLAMA3,)),
@@ -100,6 +119,8 @@ WORD_RULES = {
     "deepseek-v3": WordRule(_DEEPSEEK_V3),
     "qwen2": _QWEN2_RULE,
     "deepseek-r1-qwen": _QWEN2_RULE,
+    "qwen35": WordRule((_QWEN35,), compose=True),
+    "kimi-k2": WordRule((_KIMI,)),
     "tekken": WordRule((_TEKKEN,), whole_words=True, add_bos=True),
     "gpt-4o": WordRule((_GPT4O,)),
     "llama4": WordRule((_GPT4O,)),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from octavo.errors import CheckpointError
 from octavo.text import sentencepiece_vocab
 from octavo.text.gguf_tokenizer import parts_from_metadata
+from octavo.text.pre_tokenizers import word_rule
 from octavo.text.sentencepiece_vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 from .conftest import build, byte_level_metadata
@@ -168,7 +169,7 @@ def test_special_tokens_beyond_the_vocabulary_are_left_out(caplog: pytest.LogCap
 
 
 SENTENCE = "The cat's 1234 HATS, don't they?\n\n Été e\u0301 日本語 naïve \u212b 3.14 x=y+z  \t😀 'LL it'll"
-WORDS = tuple(SENTENCE.split(" "))
+WORDS = (*SENTENCE.split(" "), "हिन्दी")
 
 
 def byte_level_reference(name: str) -> Any:
@@ -178,6 +179,9 @@ def byte_level_reference(name: str) -> Any:
         return transformers.GPT2Tokenizer(vocab={}, merges=[]).backend_tokenizer
     if name == "qwen2":
         return transformers.Qwen2Tokenizer(vocab={"<|endoftext|>": 0}, merges=[]).backend_tokenizer
+    if name == "qwen35":
+        classes = pytest.importorskip("transformers.models.qwen3_5.tokenization_qwen3_5")
+        return classes.Qwen3_5Tokenizer(vocab={"<|endoftext|>": 0}, merges=[]).backend_tokenizer
     convert = pytest.importorskip("transformers.convert_slow_tokenizer")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     pattern = convert.TikTokenConverter().pattern
@@ -190,7 +194,15 @@ def byte_level_reference(name: str) -> Any:
     return backend
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "qwen2", "glm4", "llama-bpe"])
+def test_words_of_kimi() -> None:
+    """Chinese characters are words of their own, and a contraction belongs to its word."""
+    cut = word_rule("kimi-k2", "").pre_tokenizer(add_prefix_space=False)
+    text = "aé日本HELLOworld's 12345 it'll\n"
+    words = ["aé", "日本", "HELLOworld's", " ", "123", "45", " it'll", "\n"]
+    assert [text[slice(*span)] for _, span in cut.pre_tokenize_str(text)] == words
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "qwen2", "qwen35", "glm4", "llama-bpe", "lfm2"])
 def test_byte_level_tokens_equal_the_reference(name: str) -> None:
     reference, chance = byte_level_reference(name), random.Random(3)
     sentences = [" ".join(chance.choices(WORDS, k=8)) for _ in range(300)]
