@@ -27,7 +27,7 @@ export function startChat() {
   });
   find("prompt").addEventListener("keydown", onKey);
   find("prompt").addEventListener("input", fit);
-  find("stop").addEventListener("click", stop);
+  find("stop").addEventListener("click", () => stop());
   find("reset").addEventListener("click", () => open(newConversation()));
   find("messages").addEventListener("scroll", () => {
     const { scrollHeight, scrollTop, clientHeight } = find("messages");
@@ -60,7 +60,7 @@ export const isAnswering = (id) => streamsOf(id).length > 0;
 
 // Ends the answers of a conversation that are coming.
 export function stop(id = conversation.id) {
-  for (const { controller } of streamsOf(typeof id === "string" ? id : conversation.id)) controller.abort();
+  for (const { controller } of streamsOf(id)) controller.abort();
 }
 
 function onKey(event) {
@@ -210,10 +210,7 @@ const actions = {
   giveResult(message, call, text) {
     const results = { ...message.results, [message.calls.indexOf(call)]: text };
     message.results = results;
-    if (Object.keys(results).length < message.calls.length) {
-      announce("Kept. The model goes on when every call has its result.");
-      return;
-    }
+    if (Object.keys(results).length < message.calls.length) return;
     const settings = requestSettings();
     if (!settings) return;
     let parent = message.id;

@@ -10,7 +10,7 @@ const LANGUAGES = {
   bash: "sh shell zsh console shellsession", c: "h", cpp: "c++ cc cxx hpp cuda cu", css: "", diff: "patch", go: "golang", java: "",
   javascript: "js jsx mjs", json: "jsonc json5", python: "py python3 pycon", rust: "rs", sql: "", typescript: "ts tsx", xml: "html svg", yaml: "yml",
 };
-const LANGUAGE_OF = new Map(Object.entries(LANGUAGES).flatMap(([name, others]) => [name, ...others.split(" ")].map((each) => [each, name])));
+const LANGUAGE_OF = new Map(Object.entries(LANGUAGES).flatMap(([name, others]) => `${name} ${others}`.trim().split(" ").map((each) => [each, name])));
 const MOST_COLOURED = 100_000; // characters of a block of code
 const CHUNK = 40; // blocks; the browser lays out a chunk only where it is seen
 const CLEAN = {
@@ -18,7 +18,7 @@ const CLEAN = {
   ALLOWED_TAGS: ["a", "blockquote", "br", "code", "del", "em", "hr", "li", "ol", "p", "pre", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul"],
   ALLOWED_ATTR: ["align", "class", "href", "start", "title"],
   ALLOW_DATA_ATTR: false,
-  ALLOWED_URI_REGEXP: /^(?:https?:|mailto:|#)/i,
+  ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
 };
 
 const escaped = (text) => text.replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
@@ -34,14 +34,14 @@ function formula(name, level, start, patterns) {
       }
       return undefined;
     },
-    renderer: ({ text, isDisplayed }) => `<code class="math${isDisplayed ? " display" : ""}">${escaped(text)}</code>`,
+    renderer: ({ text, isDisplayed }) => `<span class="math${isDisplayed ? " display" : ""}">${escaped(text)}</span>`,
   };
 }
 
 const marked = new Marked({
   gfm: true,
   extensions: [
-    formula("formulaBlock", "block", /\$\$|\\\[/, [[/^ {0,3}\$\$([\s\S]+?)\$\$ *(?:\n|$)/, true], [/^ {0,3}\\\[([\s\S]+?)\\\] *(?:\n|$)/, true]]),
+    formula("formulaBlock", "block", /\n {0,3}(?:\$\$|\\\[)/, [[/^ {0,3}\$\$([\s\S]+?)\$\$ *(?:\n|$)/, true], [/^ {0,3}\\\[([\s\S]+?)\\\] *(?:\n|$)/, true]]),
     formula("formula", "inline", /\$|\\[([]/, [
       [/^\$\$([^$]+?)\$\$/, true], [/^\\\[([\s\S]+?)\\\]/, true], [/^\\\(([\s\S]+?)\\\)/, false],
       // Not "$5 or $6": no space inside at either end, and no digit behind.
@@ -73,12 +73,9 @@ function loadKatex() {
 }
 
 async function set(node) {
-  const source = node.textContent;
   const library = globalThis.katex ?? (await loadKatex());
   const options = { displayMode: node.classList.contains("display"), throwOnError: false, maxSize: 40, maxExpand: 500 };
-  const box = element("span", { class: node.className });
-  library.render(source, box, options);
-  node.replaceWith(box);
+  library.render(node.textContent, node, options);
 }
 
 async function coloured(code, language) {
@@ -137,7 +134,7 @@ function nodesOf(tokens, isFinished) {
     table.replaceWith(box);
     box.append(table);
   }
-  for (const node of fragment.querySelectorAll("code.math")) set(node);
+  for (const node of fragment.querySelectorAll(".math")) set(node);
   return [...fragment.childNodes];
 }
 

@@ -6,7 +6,7 @@ import { probabilities } from "./probabilities.js";
 const NAMES = { user: "You", assistant: "Answer", tool: "Result of a tool" };
 const SLOW_FRAME = 8; // ms of drawing, above which frames are left out
 
-// `actions` are the functions {edit, regenerate, goOn, remove, choose, siblings, timeline, giveResult}, each of a message.
+// `actions` are functions of a message: edit, regenerate, canGoOn, goOn, remove, choose, siblings, timeline, wantsResult, giveResult.
 export class MessageView {
   constructor(message, actions) {
     this.message = message;
@@ -156,9 +156,11 @@ export class MessageView {
 
   resultForm(call) {
     const area = element("textarea", { rows: "2", "aria-label": `Result of ${call.name}`, placeholder: `what ${call.name} gives` });
-    const form = element("form", { class: "editor" }, area, element("button", {}, "Give the result"));
+    const state = element("span", { class: "about", role: "status" });
+    const form = element("form", { class: "editor" }, area, element("div", { class: "row" }, element("button", {}, "Give the result"), state));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
+      state.textContent = "Kept. The model goes on when every call has its result.";
       this.actions.giveResult(this.message, call, area.value);
     });
     return form;

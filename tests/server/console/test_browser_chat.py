@@ -77,6 +77,32 @@ def test_an_answer_is_markdown_and_no_html(visit: Any) -> None:
     opened.check()
 
 
+def test_formulas_and_code_are_told_from_other_text(visit: Any) -> None:
+    opened = visit(InProcessEngine())
+    found = opened.page.evaluate(
+        """async () => {
+          const { GrowingText, rendered } = await import("/console/markdown.js");
+          const box = document.createElement("div"), growing = new GrowingText(box);
+          growing.show("$$x$$", false);
+          while (!box.querySelector(".katex")) await new Promise((done) => setTimeout(done, 10));
+          growing.show("$$x$$\\n\\nMore", false);
+          const plain = rendered("```\\nselect 1 from a\\n```");
+          await import("/console/vendor/highlight/languages/sql.min.js");
+          await new Promise((done) => setTimeout(done, 50)); // colours come later
+          const count = (text, selector) => rendered(text).querySelectorAll(selector).length;
+          return [
+            box.querySelectorAll(".katex-display").length,
+            count("It has $$ in it\\nand \\\\[ too", "p"),
+            count("a\\n\\\\[x\\\\]\\nb", ".katex-display"),
+            plain.querySelectorAll("[class^=hljs]").length,
+            count("[a](#here) [b](data:text/html,x)", "a"),
+          ];
+        }"""
+    )
+    assert found == [1, 1, 1, 0, 0]
+    opened.check()
+
+
 def test_json_gets_line_ends_and_keeps_its_numbers(visit: Any) -> None:
     text = '{"a": 123456789012345678901234567890, "b": [], "c": [1.10, "x: {y}"]}'
     opened = visit(InProcessEngine(says(text)))
