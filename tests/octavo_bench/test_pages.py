@@ -149,6 +149,21 @@ def test_figures_of_formats_are_those_of_the_records() -> None:
         assert f"| `{name}` | {number(ours[name])} | {number(figure)} |" in page
 
 
+def test_the_modules_that_pages_name_are_there() -> None:
+    root = DOCS.parent
+    modules = {f"/{path.relative_to(root)}" for path in root.glob("*/**/*.py") if path.parts[len(root.parts)][0] != "."}
+    pages = [root / "README.md", *DOCS.rglob("*.md")]
+    named = {
+        (page.name, name)
+        for page in pages
+        if page.name != "clients.md"  # has those of other projects
+        for name in re.findall(r"`([\w/]+/\w+\.py)`", page.read_text())
+        if "NAME" not in name
+    }
+    assert len(named) > 100
+    assert [at for at in sorted(named) if not any(module.endswith("/" + at[1]) for module in modules)] == []
+
+
 def test_what_shows_the_features_of_other_projects_exists() -> None:
     root, text = DOCS.parent, (DOCS / "seeds.md").read_text()
     paths = re.findall(r"`((?:tests|octavo|deploy|docs)/[^` ]*|\.github/[^`]*)`", text)
