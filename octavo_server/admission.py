@@ -39,9 +39,8 @@ from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import GeneratedChoice, Generation, Prompt
 from octavo_server.http.errors import RETRY_AFTER_SECONDS
 from octavo_server.image_files import ImageFiles, Part, ReadFile
-from octavo_server.tenants.api_keys import Caller
+from octavo_server.tenants.api_keys import Caller, has_share
 from octavo_server.tenants.places import Places
-from octavo_server.tenants.quotas import has_share
 
 THREAD_BYTES = 1 << 10
 """Longer texts are tokenised in a thread: a millisecond each for many requests would stall every stream."""

@@ -225,7 +225,7 @@ def outer_middleware(
     keys: Keys,
     metrics: Metrics,
     error_forms: tuple[ErrorForm, ...],
-    is_open: Callable[[str, str], bool] | None = None,
+    is_open: Callable[[str], bool] | None = None,
 ) -> list[Middleware]:
     """The middleware of every application: request ids, hosts, origins, API keys and CORS."""
     origins = AllowedOrigins(settings)

@@ -21,7 +21,7 @@ from octavo.types import FinishReason, ImageInput, Output, TokenLogprobs
 from octavo.types import Request as EngineRequest
 from octavo_server.engines.engine_client import FIRST_WEIGHTS
 from octavo_server.http.errors import UnexpectedError
-from octavo_server.tenants.quotas import Account
+from octavo_server.tenants.api_keys import Account
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ BOUNDS = {
     "lines of octavo_fleet": Bound(8_400, 2_000),
     "lines of octavo_bench": Bound(15_600, 4_000),
     "small modules with one importer, in their own folder": Bound(45, 20),
-    "files that a chat request enters": Bound(36, 12),
+    "files that a chat request enters": Bound(33, 10),
     "files that a request enters in the engine process": Bound(46, 8),
     "folders with many loose files": Bound(7, 4),
     "names of several modules": Bound(70, 40),

@@ -14,7 +14,7 @@ import time
 from octavo.telemetry.counts import Timing
 from octavo.telemetry.metrics import Metrics
 from octavo.types import FinishReason
-from octavo_server.tenants.quotas import Account
+from octavo_server.tenants.api_keys import Account
 
 MAX_LINE = 64 << 10
 """Bytes of an unfinished line, or of the end of a body, in which ``usage`` is looked for."""

@@ -24,8 +24,8 @@ from octavo_fleet.proxy.connections import (
 )
 from octavo_fleet.proxy.upstream_process import UpstreamProcess
 from octavo_server.http.errors import RETRY_AFTER_SECONDS
+from octavo_server.tenants.api_keys import has_share
 from octavo_server.tenants.places import Places
-from octavo_server.tenants.quotas import has_share
 
 MAX_NUM_SEQS = 1024
 """Requests that the upstream has at once, if ``max_num_seqs`` is not set."""

@@ -39,9 +39,9 @@ FOLDER = "/console/"
 """What a page without a key must be able to load; it holds nothing of this server."""
 
 
-def is_open(method: str, path: str) -> bool:
+def is_open(path: str) -> bool:
     """Whether this is a file of the page, which needs no API key."""
-    return method in ("GET", "HEAD") and (path in PATHS or path.startswith(FOLDER))
+    return path in PATHS or path.startswith(FOLDER)
 
 
 class File(NamedTuple):

@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from octavo.errors import QueueFull, Unavailable
-from octavo_server.tenants.api_keys import CALLER, Caller
-from octavo_server.tenants.quotas import has_share
+from octavo_server.tenants.api_keys import CALLER, Caller, has_share
 
 MAX_JOBS = 1024
 """Unfinished jobs of clients, as long as a single API key has all of them."""

@@ -43,7 +43,7 @@ from octavo_server.durable.records import (
 from octavo_server.durable.recovery import Restored
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import GeneratedChoice, Generation, Prompt
-from octavo_server.tenants.quotas import Account
+from octavo_server.tenants.api_keys import Account
 
 MAX_TOKEN_BYTES = 5
 """Of a token in a record of a whole request."""

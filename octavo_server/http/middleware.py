@@ -243,11 +243,11 @@ class RequestMiddleware:
         is_logged: bool,
         is_traced: bool,
         error_forms: tuple[ErrorForm, ...] = (),
-        is_open: Callable[[str, str], bool] | None = None,
+        is_open: Callable[[str], bool] | None = None,
     ) -> None:
-        """``is_open`` says of a method and a path whether they need no API key; by default, none is without."""
+        """``is_open`` says of a path that is read whether that needs no API key; by default, none is without."""
         self.app = app
-        self._is_open = is_open or (lambda method, path: False)
+        self._is_open = is_open or (lambda path: False)
         self._error_forms = error_forms
         self._metrics = metrics
         self._keys = keys
@@ -315,7 +315,7 @@ class RequestMiddleware:
             return
         self._hosts.check(headers)
         self._origins.check(scope["method"], scope["path"], headers)
-        if not self._is_open(scope["method"], scope["path"]):
+        if scope["method"] not in ("GET", "HEAD") or not self._is_open(scope["path"]):
             scope[CALLER] = self._keys.check(scope["path"], _secret(headers))
 
 

@@ -17,9 +17,8 @@ from octavo.errors import ConfigError, QueueFull
 from octavo.server_settings import ServerSettings
 from octavo_server.http.middleware import AllowedHosts
 from octavo_server.http.server import HTTPServer
-from octavo_server.tenants import quotas
-from octavo_server.tenants.api_keys import Keys
-from octavo_server.tenants.quotas import Account
+from octavo_server.tenants import api_keys
+from octavo_server.tenants.api_keys import Account, Keys
 from tests.server.in_process import InProcessEngine
 
 
@@ -160,7 +159,7 @@ def test_a_bad_line_is_named_but_not_shown(tmp_path: Path, bad: str) -> None:
 
 def test_an_account_never_gets_more_than_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(quotas.time, "monotonic", lambda: now)
+    monkeypatch.setattr(api_keys.time, "monotonic", lambda: now)
     account = Account(requests_per_minute=60)
     admitted = 0
     for _ in range(20_000):
@@ -175,7 +174,7 @@ def test_an_account_never_gets_more_than_its_rate(monkeypatch: pytest.MonkeyPatc
 
 def test_tokens_are_owed_and_paid_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(quotas.time, "monotonic", lambda: now)
+    monkeypatch.setattr(api_keys.time, "monotonic", lambda: now)
     account = Account(tokens_per_minute=60)
     account.admit()
     account.charge(119)

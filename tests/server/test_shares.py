@@ -29,9 +29,8 @@ from octavo_server.http import body_decoder
 from octavo_server.http import server as http
 from octavo_server.http.connection import ByteBudget
 from octavo_server.observe import timelines
-from octavo_server.tenants.api_keys import Caller
+from octavo_server.tenants.api_keys import LEAST_SHARE, Caller, has_share
 from octavo_server.tenants.places import Places, TurnQueue
-from octavo_server.tenants.quotas import LEAST_SHARE, has_share
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.test_keys import bearer, key_file, line

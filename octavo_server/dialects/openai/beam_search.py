@@ -19,7 +19,7 @@ from octavo_server.generation import GeneratedChoice, Prompt
 from octavo_server.http.body_decoder import GATHERED
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import finished_choices
-from octavo_server.tenants.quotas import Account
+from octavo_server.tenants.api_keys import Account
 
 IRRELEVANT = ("temperature", "top_p", "top_k", "min_p", "seed", "num_speculative_tokens", "stream_options")
 """Fields without an effect, since nothing is sampled."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from octavo_fleet.proxy import connections, relay, upstream
-from octavo_server.tenants.quotas import Account
+from octavo_server.tenants.api_keys import Account
 from tests.server.proxy.proxied import HEAD, OK, Proxy, Raw, chunk
 
 MiB = 1 << 20
