@@ -31,7 +31,7 @@ EXCEPTIONS = {("octavo/ray.py", "octavo_fleet")}
 # each other on the base: neither may import the other.
 BASE: list[set[str]] = [
     {"errors", "plugins"},
-    {"setting", "speculative_config", "backend_settings"},
+    {"setting", "speculative_config", "backend_settings", "names_of_others"},
     {"sampling_params", "server_settings"},
     {"config"},
     {"system"},
@@ -69,6 +69,7 @@ PLACES = {
 
 TORCH_FREE = {
     *("plugins", "backend_settings", "errors", "setting", "speculative_config", "sampling_params", "server_settings"),
+    "names_of_others",
     *("config", "types", "telemetry", "system"),
     *("steps", "text", "cache", "engine", "grammar", "images", "client"),
 }

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol, cast
 
 from octavo import __version__, plugins
-from octavo.cli.aliases import translated
 from octavo.cli.parser import EXIT_ERROR, Parser
 from octavo.cli.settings import environment_warnings
 from octavo.errors import OctavoError
+from octavo.names_of_others import translated
 
 COMMANDS = (
     *("serve", "chat", "generate", "pull", "list", "show", "rm", "models"),

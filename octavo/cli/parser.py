@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from octavo.cli.aliases import ADVICE
+from octavo.names_of_others import ADVICE
 
 EXIT_ERROR = 2
 SETTINGS = "settings"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator
 
-from octavo.cli.aliases import ADVICE, FLAGS_OF_OTHERS
 from octavo.cli.settings import flag_name
 from octavo.config import ServeConfig, settings
+from octavo.names_of_others import ADVICE, FLAGS_OF_OTHERS, PASSED_OVER
 from octavo.setting import Setting
 
 START = """\
@@ -26,6 +26,12 @@ OTHERS = """
 These mean the setting beside them:
 
 | flag | setting |
+|---|---|
+"""
+PASSED = """
+These are passed over, with a line that says why; those with values, only with these:
+
+| flag | why |
 |---|---|
 """
 REFUSED = """
@@ -53,6 +59,10 @@ def _lines() -> Iterator[str]:
     yield from OTHERS.splitlines()
     for flag, name in FLAGS_OF_OTHERS.items():
         yield f"| `{flag}` | `{flag_name(name)}` |"
+    yield from PASSED.splitlines()
+    for flag, passed in PASSED_OVER.items():
+        values = "".join(f" `{value}`" for value in passed.values or ())
+        yield f"| `{flag}`{values} | {_cell(passed.why)} |"
     yield from REFUSED.splitlines()
     for flag, advice in ADVICE.items():
         yield f"| `{flag}` | {_cell(advice)} |"

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from octavo.cli.aliases import FLAGS_OF_OTHERS, VARIABLES_OF_OTHERS
 from octavo.cli.parser import SETTINGS, Parser
 from octavo.config import EngineConfig, ServeConfig, settings, to_flat
 from octavo.errors import ConfigError
+from octavo.names_of_others import FLAGS_OF_OTHERS, VARIABLES_OF_OTHERS
 from octavo.setting import SECRETS, Setting
 
 PREFIX_OF_INFERENGINE = "INFERENGINE_"

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
+from octavo.config import settings as known_settings
 from octavo.engine.engine import Engine
+from octavo.names_of_others import of_llm
 from octavo.plugins import ENGINE_BACKENDS, load
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.types import EngineInfo
 from octavo.weights.hub import resolve_model
 
+logger = logging.getLogger(__name__)
+
 
 def settle(model: str | Path, settings: Mapping[str, Any]) -> tuple[EngineConfig, Tokenizer | None]:
     """The configuration, with the model's folder, and the tokenizer. Raises ``ConfigError`` or ``CheckpointError``."""
-    config = EngineConfig.from_flat({"model": model, **settings})
+    kept, notes = of_llm(settings, {item.name for item in known_settings(EngineConfig)})
+    for note in notes:
+        logger.warning("%s", note)
+    config = EngineConfig.from_flat({"model": model, **kept})
     if config.model.backend == "toy":
         return config, load(ENGINE_BACKENDS, "toy").word_tokenizer()
     path = resolve_model(config.model)

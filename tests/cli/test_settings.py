@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from octavo.cli import build_parser, main, parse_arguments
-from octavo.cli.aliases import ADVICE, FLAGS_OF_OTHERS, VARIABLES_OF_OTHERS
 from octavo.cli.reference import page
 from octavo.cli.settings import environment_warnings, flag_name, load_config, secret_warnings, variable_name
 from octavo.config import OWNERS, STORED_METHODS, EngineConfig, ServeConfig, settings, to_flat
 from octavo.errors import ConfigError
+from octavo.names_of_others import ADVICE, FLAGS_OF_OTHERS, VARIABLES_OF_OTHERS
 from octavo.quant.methods import METHODS
 from octavo.setting import Setting
 
@@ -150,7 +150,7 @@ def test_values_of_other_servers() -> None:
 @pytest.mark.parametrize("flag", ADVICE)
 def test_what_other_servers_have_and_octavo_has_not(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["serve", f"{flag}=1"])
+        main(["serve", f"{flag}=other"])
     error = capsys.readouterr().err
     assert f"there is no flag {flag}: " in error
     advised = re.findall(r"--(?:no-)?([a-z-]+)", error.partition(f"no flag {flag}: ")[2].partition("Try")[0])

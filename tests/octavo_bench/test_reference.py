@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import COMMANDS
-from octavo.cli.aliases import ADVICE, FLAGS_OF_OTHERS
 from octavo.cli.settings import flag_name
 from octavo.config import ServeConfig, settings
+from octavo.names_of_others import ADVICE, FLAGS_OF_OTHERS
 from octavo_bench.reference.__main__ import PAGES
 
 ROOT = Path(__file__).parents[2]
