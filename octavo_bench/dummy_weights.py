@@ -17,7 +17,7 @@ from rich.progress import track
 from safetensors.torch import save_file
 
 from octavo.errors import CheckpointError
-from octavo.models.outline import Outline
+from octavo.models.meta_model import Outline
 from octavo.models.registry import load_model, read_config
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Part

@@ -16,8 +16,8 @@ from typing import Any
 from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OctavoError
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.features import KEYS, OWN_KEYS
-from octavo.models.keys import ConfigKeys
 from octavo.models.registry import ARCHITECTURES
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request

@@ -26,8 +26,8 @@ from octavo.models.encoder import EncoderConfig
 from octavo.models.in_place import overwrite
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.mtp_names import mtp_prefixes
+from octavo.models.multimodal_text import TextPart
 from octavo.models.registry import LoadedModel, load_model, read_config
-from octavo.models.text_part import TextPart
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import TensorSource
 from octavo.runtime.drafting.drafter import Drafter

@@ -54,12 +54,12 @@ from octavo.engine.step_times import logged
 from octavo.errors import ConfigError
 from octavo.models.adapters import ModelAdapters, load_with_adapters
 from octavo.models.config import ModelConfig
+from octavo.models.config_checks import check_dummy, check_sizes, eos_token_ids
 from octavo.models.encoder import EncoderConfig
 from octavo.models.layer_cache import LayerCacheSpec, rank_cache
+from octavo.models.multimodal_text import text_config
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, LoadedModel, read_config
-from octavo.models.sizes import check_dummy, check_sizes, eos_token_ids
-from octavo.models.text_part import text_config
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops import dispatch
 from octavo.ops.collective import SINGLE_RANK, Collective

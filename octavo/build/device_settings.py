@@ -11,7 +11,7 @@ import torch
 from octavo import ops
 from octavo.config import STORED_METHODS, ModelSettings
 from octavo.errors import ConfigError
-from octavo.models.text_part import text_config
+from octavo.models.multimodal_text import text_config
 from octavo.ops import dispatch
 from octavo.ops.device_backend import backend_of
 from octavo.plugins import CPU, GPU

@@ -47,8 +47,8 @@ def families() -> Iterator[tuple[str, str, str, str, str]]:
     from octavo.models.encoders import BIDIRECTIONAL, CLASSES, ENCODERS
     from octavo.models.encoders import FAMILIES as ENCODER_FAMILIES
     from octavo.models.features import features
+    from octavo.models.multimodal_text import TEXT_MODELS, TEXT_PARTS
     from octavo.models.registry import ARCHITECTURES
-    from octavo.models.text_part import TEXT_MODELS, TEXT_PARTS
     from octavo.models.vision.towers import TOWERS
     from octavo.weights.gguf.gguf_families import FAMILIES, MIXTRAL
     from octavo.weights.gguf.gguf_hybrids import HYBRIDS
@@ -89,10 +89,10 @@ def _about(family: object) -> str:
 def _check(config: EngineConfig) -> int:
     from octavo.build.build_engine import model_backend
     from octavo.build.device_settings import resolve_device, resolve_kv_dtype, weight_format
+    from octavo.models.config_checks import check_sizes
     from octavo.models.encoder import EncoderConfig
-    from octavo.models.outline import outline
+    from octavo.models.meta_model import outline
     from octavo.models.registry import read_config
-    from octavo.models.sizes import check_sizes
     from octavo.runtime import memory
     from octavo.runtime.ranks.ranks import check_divides
     from octavo.weights.checkpoint import open_checkpoint
@@ -223,7 +223,7 @@ def _check_drafter(
 
 def describe(model: ModelConfig, loaded: LoadedModel | LoadedEncoder, checkpoint: Checkpoint) -> Iterator[str]:
     """Lines about a model: architecture, parameters, quantisation, sizes and windows."""
-    from octavo.models.text_part import text_config
+    from octavo.models.multimodal_text import text_config
     from octavo.quant.methods import weights_method
 
     kinds = sorted({checkpoint.describe(name)[0] for name in checkpoint.names()})

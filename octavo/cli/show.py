@@ -39,7 +39,7 @@ def _lines(path: Path, settings: ModelSettings) -> Iterator[str]:
     import torch
 
     from octavo.build.device_settings import weight_format
-    from octavo.models.outline import outline
+    from octavo.models.meta_model import outline
     from octavo.models.registry import read_config
     from octavo.text.tokenizer import load_tokenizer
     from octavo.weights.checkpoint import open_checkpoint

@@ -18,10 +18,10 @@ from octavo.layers.linear import Linear
 from octavo.layers.lora import AdaptedLinear, AdapterRows
 from octavo.layers.stacked_lora import StackedLinear, StackedRows
 from octavo.models.config import ModelConfig
-from octavo.models.map_part import MapPart
-from octavo.models.outline import outlined_maps
+from octavo.models.linear_parts import MapPart
+from octavo.models.meta_model import outlined_maps
+from octavo.models.multimodal_text import own_name
 from octavo.models.registry import LoadedModel, load_model
-from octavo.models.text_part import own_name
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.device_backend import is_gpu
 from octavo.ops.linear import LowRank

@@ -5,8 +5,8 @@ Nemotron also has LayerNorms that multiply by 1 + weight, and rotates half of ea
 
 from __future__ import annotations
 
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import PLAIN_ACTIVATIONS, Decoder, read_decoder
-from octavo.models.keys import ConfigKeys
 from octavo.models.parts import DecoderConfig, Names, NormPart
 
 UNGATED = Names(ups=("mlp.up_proj",))

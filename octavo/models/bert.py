@@ -10,8 +10,8 @@ import dataclasses
 from typing import Any
 
 from octavo.layers.mlp import gelu
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import Encoder, EncoderConfig, read_encoder
-from octavo.models.keys import ConfigKeys
 from octavo.models.labels import LabelPart, read_activation, read_label_names, tanh
 from octavo.models.parts import Names
 

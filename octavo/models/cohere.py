@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.keys import ConfigKeys
 from octavo.models.moe import read_dense_first, read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, MLPPart, Names, NormPart
 from octavo.ops.moe import Routing

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.labels import LabelPart
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.ops.linear import Activation

@@ -20,8 +20,8 @@ from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import gelu, gelu_tanh, relu
 from octavo.models.bert import BERT, BertModel, read_labels, with_bert_embeddings, with_positions
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.encoder import EncoderConfig, EncoderLayer, read_encoder
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.labels import tanh
 from octavo.models.loader import WeightLoader
 from octavo.ops.attention import MAX_SCRATCH

@@ -16,8 +16,8 @@ from octavo.layers.mlp import PlainActivation, gelu, gelu_tanh, relu, squared_re
 from octavo.layers.norm import Norm
 from octavo.layers.rotary import Rotary
 from octavo.models.config import ACTIVATIONS, FULL, layer_windows, read_common, read_layer_types
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder_layer import DecoderLayer
-from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import LLAMA, RMS, AttentionPart, DecoderConfig, LayerPart, MLPPart, Names, NormPart
 from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width

@@ -18,7 +18,7 @@ from octavo import ops
 from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
 from octavo.layers.output_mlp import output_mlp
 from octavo.models.config import ACTIVATIONS, read_common
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader

@@ -6,8 +6,8 @@ import dataclasses
 
 from octavo.layers.mlp import relu
 from octavo.models.bert import OTHER_HEADS, read_labels, with_positions
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import Encoder, EncoderConfig, read_encoder, under_names
-from octavo.models.keys import ConfigKeys
 from octavo.models.parts import Names
 
 NAMES = Names(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import Encoder, EncoderConfig, read_encoder
 from octavo.models.gemma3 import rope_keys
-from octavo.models.keys import ConfigKeys
 from octavo.models.parts import HeadNorm, Names, NormPart
 from octavo.models.rope import RopeContext, read_rope
 

@@ -25,9 +25,9 @@ from octavo.layers.mlp import MLP, PlainActivation
 from octavo.layers.norm import Norm
 from octavo.layers.rotary import DefaultRope, Rotary
 from octavo.models.config import architecture
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import PLAIN_ACTIVATIONS
 from octavo.models.decoder_layer import DecoderLayer
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import AttentionPart, DecoderConfig, LayerPart, MLPPart, Names, NormPart
 from octavo.ops.linear import Activation

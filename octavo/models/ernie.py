@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from octavo.models.config import ACTIVATIONS
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.keys import ConfigKeys
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.ops.moe import Routing

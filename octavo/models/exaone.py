@@ -7,8 +7,8 @@ and the feed-forward layer give, K-EXAONE what they get.
 from __future__ import annotations
 
 from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
 from octavo.models.olmo import AFTER
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names

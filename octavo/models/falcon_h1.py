@@ -16,6 +16,7 @@ from octavo.layers.mlp import GatedMLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.hybrid import (
     HybridConfig,
     HybridForCausalLM,
@@ -24,7 +25,6 @@ from octavo.models.hybrid import (
     of_llama,
     read_bamba_sizes,
 )
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.config import ModelConfig
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.registry import ARCHITECTURES, load_model
 from octavo.quant.stored.stored_weight import WeightFormat
 

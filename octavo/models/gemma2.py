@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from octavo.models.config import FULL, SLIDING, read_layer_types
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
 from octavo.models.loader import WeightLoader
 from octavo.models.post_norm import NormNames, PostNormLayer

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from octavo.layers.rotary import DefaultRope, Rotary
 from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.gemma2 import Gemma2Config, Gemma2ForCausalLM, Gemma2Layer, read_gemma2
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import LlamaConfig, read_llama
 from octavo.models.loader import WeightLoader
 from octavo.models.rope import RopeContext, read_rope, rope_values

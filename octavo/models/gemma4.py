@@ -26,9 +26,9 @@ from octavo.layers.moe import ExpertRouter
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import DefaultRope, ProportionalRope
 from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import FeedForward
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts

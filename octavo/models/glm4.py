@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from octavo.layers.linear import Linear
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
 from octavo.models.post_norm import NormNames, PostNormLayer

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.deepseek import DeepseekConfig, DeepseekV3ForCausalLM
-from octavo.models.keys import ConfigKeys
 from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm
 from octavo.models.rope import rope_values

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.models.config import ModelConfig, architecture
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.weights.generation_config import token_ids

@@ -13,7 +13,7 @@ import numpy as np
 
 from octavo.layers.moe import ExpertRouter, MoE
 from octavo.models.config import FULL, SLIDING, read_layer_types
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts

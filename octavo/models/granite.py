@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.models.rope import RopeContext, read_rope, rope_values

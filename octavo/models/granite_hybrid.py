@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
 from octavo.models.config import FULL
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.hybrid import (
     LINEAR,
     HybridConfig,
@@ -25,7 +26,6 @@ from octavo.models.hybrid import (
     of_llama,
     read_bamba_sizes,
 )
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import ExpertShape, WeightLoader

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.models.config import ACTIVATIONS
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.moe import read_dense_first, read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names
 from octavo.models.rope import rope_values

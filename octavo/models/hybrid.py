@@ -17,11 +17,11 @@ from torch import Tensor
 from octavo.layers.mamba2 import GatedNorm, Mamba2
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import Rotary
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, recurrent_state, state_layer
+from octavo.models.linear_parts import MatrixRows
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM
 from octavo.models.loader import WeightLoader
-from octavo.models.map_part import MatrixRows
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.state_space import StateSpaceHeads
 from octavo.quant.stored.shard import Section

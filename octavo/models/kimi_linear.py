@@ -14,13 +14,13 @@ from octavo.layers.mlp import GatedMLP
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import ProportionalRope
 from octavo.models.config import FULL
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_deepseek
 from octavo.models.hybrid import LINEAR
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
+from octavo.models.linear_parts import MatrixRows
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM
 from octavo.models.loader import WeightLoader
-from octavo.models.map_part import MatrixRows
 from octavo.models.qwen3_next import DeltaSizes, delta_heads
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.stored.shard import Section

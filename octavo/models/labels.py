@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import PlainActivation
 from octavo.layers.norm import Norm
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.types import LabelActivation
 
 MOST_LABELS = 1 << 16

@@ -14,12 +14,12 @@ from octavo.layers.moe import ExpertRouter, MoE
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.short_conv import ShortConv
 from octavo.models.config import FULL
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.hybrid import HybridConfig, HybridForCausalLM, layer_kinds, of_llama
-from octavo.models.keys import ConfigKeys
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, state_layer
+from octavo.models.linear_parts import MatrixRows
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.map_part import MatrixRows
 from octavo.models.moe import MoESettings, read_experts
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.moe import Routing

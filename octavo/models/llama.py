@@ -16,7 +16,7 @@ from octavo.layers.mlp import GatedMLP
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import DefaultRope, Rotary
 from octavo.models.config import ACTIVATIONS, FULL, ModelConfig, layer_windows, read_common, read_layer_types
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import MoESettings
 from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width

@@ -26,7 +26,7 @@ from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.in_place import Kept
 from octavo.models.labels import LabelHead, LabelPart
 from octavo.models.layer_cache import LayerCacheSpec
-from octavo.models.map_part import MapPart, MatrixRows
+from octavo.models.linear_parts import MapPart, MatrixRows
 from octavo.models.parts import NormPart
 from octavo.ops.attention import HeadLayout, KVScales
 from octavo.ops.collective import SINGLE_RANK, Collective

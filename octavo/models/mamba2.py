@@ -9,8 +9,8 @@ from torch import Tensor
 
 from octavo.layers.rotary import DefaultRope
 from octavo.models.config import architecture
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.hybrid import LINEAR, HybridConfig, HybridForCausalLM, MambaSizes, load_mamba2, read_limits
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import LlamaLayer
 from octavo.models.loader import WeightLoader
 from octavo.ops.attention import LayerCache, PagedRows

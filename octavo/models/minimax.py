@@ -16,12 +16,12 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.moe import ExpertRouter, MoE
 from octavo.models.config import FULL
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.hybrid import LINEAR, HybridConfig, HybridForCausalLM, of_llama
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec, recurrent_state, state_layer
+from octavo.models.linear_parts import MatrixRows
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.map_part import MatrixRows
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.qwen3_next import by_part
 from octavo.ops.attention import LayerCache, PagedRows, attention

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.keys import ConfigKeys
 from octavo.models.parts import DecoderConfig, QueryScale
 from octavo.models.rope import rope_values
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.models.config import FULL, SLIDING, read_layer_types
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
 from octavo.models.rope import rope_values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from octavo.layers.moe import ExpertRouter, MoE
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.mistral import read_mistral

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish, Routing
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from octavo.models.bert import BERT, OTHER_HEADS, RobertaModel, with_positions
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import DistancePart, EncoderConfig, read_encoder
-from octavo.models.keys import ConfigKeys
 
 NAMES = BERT._replace(
     queries=("attention.attn.q", "attention.attn.k", "attention.attn.v"),

@@ -19,6 +19,7 @@ from octavo.layers.moe import ExpertRouter
 from octavo.layers.norm import RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.hybrid import (
     LINEAR,
     HybridConfig,
@@ -29,7 +30,6 @@ from octavo.models.hybrid import (
     of_llama,
     read_limits,
 )
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec, state_layer
 from octavo.models.llama import LlamaLayer, read_llama
 from octavo.models.loader import ExpertShape, WeightLoader

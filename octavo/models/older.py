@@ -12,9 +12,9 @@ import numpy as np
 
 from octavo.layers.linear import Linear
 from octavo.models.config import FULL, SLIDING
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import PLAIN_ACTIVATIONS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, Names, NormPart
 from octavo.models.rope import rope_values

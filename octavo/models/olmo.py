@@ -10,8 +10,8 @@ import dataclasses
 from typing import Any
 
 from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.keys import ConfigKeys
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names, NormPart
 from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width

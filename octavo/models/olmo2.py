@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
 from octavo.models.loader import WeightLoader
 from octavo.models.post_norm import NormNames, PostNormLayer

@@ -14,12 +14,12 @@ from octavo.layers.gated_delta import GatedDelta
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.output_mlp import output_mlp
 from octavo.models.config import FULL
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.hybrid import LINEAR, HybridConfig, HybridForCausalLM, of_llama
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec
+from octavo.models.linear_parts import MatrixRows
 from octavo.models.llama import read_llama
 from octavo.models.loader import WeightLoader
-from octavo.models.map_part import MatrixRows
 from octavo.models.olmo2 import Olmo2Layer
 from octavo.models.post_norm import NormNames
 from octavo.models.qwen3_next import DeltaSizes, delta_heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.layers.linear import Linear
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import WeightLoader
 from octavo.models.mistral import read_mistral

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from octavo.layers.moe import ExpertRouter, MoE
 from octavo.models.config import ACTIVATIONS, FULL, SLIDING
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer
-from octavo.models.keys import ConfigKeys
 from octavo.models.llama import FeedForward
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import read_experts

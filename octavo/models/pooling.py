@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import PlainActivation, gelu, relu
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.labels import tanh
 from octavo.models.loader import WeightLoader
 from octavo.ops.elementwise import sigmoid

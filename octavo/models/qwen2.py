@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable
 
 from octavo.models.config import FULL, SLIDING, read_layer_types
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import WeightLoader
 from octavo.models.qwen2 import read_qwen

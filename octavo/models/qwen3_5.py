@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
+from octavo.models.linear_parts import MatrixRows
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.loader import WeightLoader
-from octavo.models.map_part import MatrixRows
 from octavo.models.qwen3_next import DeltaSizes, Qwen3NextConfig, Qwen3NextLayer, read_qwen3_next
 from octavo.models.qwen_moe import read_qwen_experts
 from octavo.quant.stored.shard import Section

@@ -23,12 +23,12 @@ from octavo.layers.linear import Linear
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.gemma2 import norm_offset
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, recurrent_state, state_layer
+from octavo.models.linear_parts import MatrixRows
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
-from octavo.models.map_part import MatrixRows
 from octavo.models.qwen_moe import qwen_mixture, read_qwen_experts
 from octavo.models.rope import rope_values
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention

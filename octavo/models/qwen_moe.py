@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts

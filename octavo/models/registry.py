@@ -17,6 +17,7 @@ from octavo.models.apertus import ApertusForCausalLM
 from octavo.models.arcee import ArceeForCausalLM, NemotronForCausalLM
 from octavo.models.cohere import Cohere2ForCausalLM, Cohere2MoeForCausalLM, CohereForCausalLM
 from octavo.models.config import ModelConfig, architecture
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import ENCODERS, encoder_family
@@ -44,21 +45,21 @@ from octavo.models.granite import (
 from octavo.models.granite_hybrid import BambaForCausalLM, GraniteMoeHybridForCausalLM
 from octavo.models.hunyuan import HunYuanDenseV1ForCausalLM, HunYuanMoEV1ForCausalLM, HYV3ForCausalLM
 from octavo.models.in_place import Kept
-from octavo.models.keys import ConfigKeys
 from octavo.models.kimi_linear import KimiLinearForCausalLM
 from octavo.models.labels import LabelHead, LabelPart, read_activation, read_label_names
 from octavo.models.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
+from octavo.models.linear_parts import MapPart
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.llama4 import Llama4ForCausalLM
 from octavo.models.loader import WeightLoader
 from octavo.models.mamba2 import Mamba2ForCausalLM
-from octavo.models.map_part import MapPart
 from octavo.models.mimo import MiMoV2FlashForCausalLM
 from octavo.models.minimax import MiniMaxForCausalLM
 from octavo.models.ministral3 import Ministral3ForCausalLM
 from octavo.models.mistral import MistralForCausalLM
 from octavo.models.mixtral import MixtralForCausalLM
 from octavo.models.mtp_names import mtp_prefixes
+from octavo.models.multimodal_text import TEXT_PARTS, TextPart, text_config
 from octavo.models.nemotron_h import NemotronHForCausalLM
 from octavo.models.older import (
     FalconForCausalLM,
@@ -81,7 +82,6 @@ from octavo.models.qwen3_next import Qwen3NextForCausalLM
 from octavo.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from octavo.models.seed_oss import SeedOssForCausalLM
 from octavo.models.smollm3 import SmolLM3ForCausalLM
-from octavo.models.text_part import TEXT_PARTS, TextPart, text_config
 from octavo.ops.attention import KVScales, LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method

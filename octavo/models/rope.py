@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.layers.rotary import DefaultRope, FactorsRope, LinearRope, Llama3Rope, YarnRope
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 
 OLD_NAMES = {"su": "longrope"}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.keys import ConfigKeys
 from octavo.models.parts import DecoderConfig
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.parts import DecoderConfig
 
 

@@ -8,8 +8,8 @@ import dataclasses
 from typing import Any
 
 from octavo.layers.mlp import gelu, gelu_tanh, relu
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import DistancePart, Encoder, EncoderConfig, read_encoder, under_names
-from octavo.models.keys import ConfigKeys
 from octavo.models.parts import RMS, Names
 
 NAMES = Names(

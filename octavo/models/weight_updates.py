@@ -10,7 +10,7 @@ from octavo.errors import CheckpointError
 from octavo.models.adapters import merge
 from octavo.models.config import ModelConfig
 from octavo.models.in_place import overwrite
-from octavo.models.outline import outline
+from octavo.models.meta_model import outline
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored.stored_weight import WeightFormat

@@ -15,9 +15,9 @@ from octavo import LLM
 from octavo.cli import main
 from octavo.models.encoders import ENCODERS
 from octavo.models.features import LAYER, features
-from octavo.models.outline import outline
+from octavo.models.meta_model import outline
+from octavo.models.multimodal_text import TEXT_PARTS
 from octavo.models.registry import ARCHITECTURES, LoadedModel, read_config
-from octavo.models.text_part import TEXT_PARTS
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.checkpoint import open_checkpoint
 from tests.models.adapter_files import make_adapter

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.models.layer_cache import kv_groups, rank_cache
-from octavo.models.outline import FirstOf, outline
+from octavo.models.meta_model import FirstOf, outline
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.ops import dispatch
 from octavo.ops.attention import GroupRows, PagedRows

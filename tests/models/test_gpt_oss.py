@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
-from octavo.models.outline import outline
+from octavo.models.meta_model import outline
 from octavo.models.registry import read_config
 from octavo.quant.stored.float4 import Float4Stored
 from octavo.quant.stored.stored_weight import WeightFormat

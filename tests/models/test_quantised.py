@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
-from octavo.models.outline import outline
+from octavo.models.meta_model import outline
 from octavo.models.registry import load_model, read_config
 from octavo.ops.grouped_linear import grouped_linear
 from octavo.quant.stored.stored_weight import WeightFormat

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.experts import DenseMixture
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.features import KEYS, OWN_KEYS
-from octavo.models.keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import ARCHITECTURES
 from octavo.quant.formats.plain import PLAIN, Plain

@@ -15,9 +15,9 @@ import torch
 from octavo.build import build_engine as build
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError
-from octavo.models import sizes
+from octavo.models import config_checks
+from octavo.models.config_checks import check_dummy
 from octavo.models.registry import read_config
-from octavo.models.sizes import check_dummy
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
@@ -121,7 +121,7 @@ def test_a_dummy_may_take_what_is_free(whole: Path, monkeypatch: pytest.MonkeyPa
     """What is compared with the memory is what loading takes."""
     checkpoint = open_checkpoint(whole, "dummy")
     config = read_config({**checkpoint.config, "num_hidden_layers": 5})
-    needed = sizes.outline(config, checkpoint, FORM).num_bytes
+    needed = config_checks.outline(config, checkpoint, FORM).num_bytes
     check_dummy(config, checkpoint, FORM, 1, needed)
     with pytest.raises(CheckpointError, match="num_hidden_layers 5"):
         check_dummy(config, checkpoint, FORM, 1, needed - 1)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.errors import CheckpointError
-from octavo.models.outline import outline
+from octavo.models.meta_model import outline
 from octavo.models.registry import load_model, read_config
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.checkpoint import open_checkpoint

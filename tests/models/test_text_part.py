@@ -21,10 +21,10 @@ from octavo.build.device_settings import quant_method, weight_format
 from octavo.config import ModelSettings
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.rotary import DefaultRope
+from octavo.models.config_checks import check_sizes
 from octavo.models.llama import LlamaConfig
+from octavo.models.multimodal_text import TEXT_MODELS, TEXT_PARTS
 from octavo.models.registry import ARCHITECTURES, read_config
-from octavo.models.sizes import check_sizes
-from octavo.models.text_part import TEXT_MODELS, TEXT_PARTS
 from octavo.weights.safetensors import SafetensorsCheckpoint
 from octavo_bench.tiny_models import tiny_config, tiny_model
 from tests.models.families import GEMMA, SHAPE, make_checkpoint

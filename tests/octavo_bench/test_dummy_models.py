@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.models.outline import outline
+from octavo.models.meta_model import outline
 from octavo.models.registry import read_config
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.text.tokenizer import load_tokenizer

@@ -17,8 +17,8 @@ from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import Rotary
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.drafters.head import llama_like
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import LlamaConfig
 from octavo.models.loader import WeightLoader
 from octavo.models.qwen2 import read_qwen

@@ -21,8 +21,8 @@ from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import Rotary
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.drafters.head import llama_like
-from octavo.models.keys import ConfigKeys, wrong
 from octavo.models.llama import LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM

@@ -22,8 +22,8 @@ from octavo.models.drafters.head import llama_like
 from octavo.models.llama import LlamaConfig
 from octavo.models.loader import WeightLoader
 from octavo.models.mtp_names import QWEN_PREFIX, mtp_prefixes
+from octavo.models.multimodal_text import TextPart
 from octavo.models.registry import CausalLM
-from octavo.models.text_part import TextPart
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Renamed, TensorSource

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.vision.parts import ACTIVATIONS, Affine, GatedFeedforward, LayerNorm, RMSNorm, part, places
 from octavo.models.vision.qwen import QwenConfig, QwenTower, read_qwen

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
 from octavo.models.vision.parts import Affine, merged, normalised, part
 from octavo.models.vision.siglip import Siglip, SiglipConfig, read_siglip

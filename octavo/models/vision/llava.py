@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
 from octavo.models.vision.parts import ACTIVATIONS, Activation, Affine, normalised, part
 from octavo.models.vision.siglip import Siglip, SiglipConfig, read_siglip, tower_prefix

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.vision.parts import (
     ACTIVATIONS,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from octavo.errors import CheckpointError
 from octavo.models.config import architecture
-from octavo.models.keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.models.vision.gemma4 import Gemma4Tower, Gemma4UnifiedTower

@@ -49,7 +49,7 @@ class WeightFormat:
     """Whether weights are quantised, in the checkpoint or while loading."""
 
     outlined_for: str | None = None
-    """Type of the device that weights on the "meta" device stand for; see ``models.outline``."""
+    """Type of the device that weights on the "meta" device stand for; see ``models.meta_model``."""
 
     @property
     def kernel_device(self) -> str:
@@ -233,7 +233,7 @@ class PackedWeight(Generic[P]):
 
 @dataclass(frozen=True)
 class OutlinedWeight:
-    """A packed weight without content: its size, for ``models.outline``."""
+    """A packed weight without content: its size, for ``models.meta_model``."""
 
     shape: tuple[int, int]
     format: str

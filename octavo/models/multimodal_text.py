@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.models.config import architecture
-from octavo.models.keys import ConfigKeys, wrong
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.quant.tensors import Renamed, TensorSource
 
 GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}

@@ -9,8 +9,8 @@ from typing import Any
 
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
-from octavo.models.outline import outline
-from octavo.models.text_part import TextPart
+from octavo.models.meta_model import outline
+from octavo.models.multimodal_text import TextPart
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import TensorSource
 from octavo.weights.checkpoint import Checkpoint

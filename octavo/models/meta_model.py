@@ -11,7 +11,7 @@ from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import LoadedEncoder, load_encoder
-from octavo.models.map_part import MapPart
+from octavo.models.linear_parts import MapPart
 from octavo.models.registry import LoadedModel, load_model
 from octavo.ops.collective import SingleRank
 from octavo.quant.stored.stored_weight import WeightFormat
