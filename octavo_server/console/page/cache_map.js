@@ -11,6 +11,8 @@ export function startCacheMap() {
   moments = new Moments("cache-time", KEPT, drawCache);
 }
 
+export const forgetCache = () => moments.clear();
+
 export function takeCache(snapshot) {
   const { time, blocks, caches } = snapshot;
   moments.add({ time, blocks, runs: caches.map((cache) => cache.owners), sizes: sizesOf(caches) });

@@ -33,9 +33,16 @@ export class Moments {
     this.kept.push(...moments);
     const dropped = Math.max(0, this.kept.length - this.most);
     this.kept.splice(0, dropped);
-    this.slider.max = String(this.kept.length - 1);
-    this.slider.value = String(this.isLive ? this.kept.length - 1 : Math.max(0, Number(this.slider.value) - dropped));
+    const end = Math.max(0, this.kept.length - 1);
+    this.slider.max = String(end);
+    this.slider.value = String(this.isLive ? end : Math.max(0, Number(this.slider.value) - dropped));
     this.slider.disabled = this.kept.length < 2;
+  }
+
+  clear() {
+    this.kept = [];
+    this.isLive = true;
+    this.add();
   }
 
   get place() {

@@ -1,9 +1,10 @@
 // The live view of the engine: /stats/live.
-import { drawCache, startCacheMap, takeCache } from "./cache_map.js";
+import { drawCache, forgetCache, startCacheMap, takeCache } from "./cache_map.js";
 import { canvas, colour } from "./drawing.js";
 import { element, find, shown } from "./elements.js";
+import { modelQuery } from "./models.js";
 import { ask, events } from "./server.js";
-import { drawSteps, startSteps, takeSteps } from "./steps.js";
+import { drawSteps, forgetSteps, startSteps, takeSteps } from "./steps.js";
 import { showTimeline } from "./timeline.js";
 
 const KEPT = 240;
@@ -17,6 +18,10 @@ export function startEngine() {
   startSteps();
   watch();
   addEventListener("key", () => controller?.abort());
+  find("model").addEventListener("change", () => {
+    forget();
+    controller?.abort();
+  });
   addEventListener("theme", draw);
   addEventListener("resize", draw);
   find("explain").addEventListener("submit", (event) => {
@@ -33,7 +38,7 @@ async function watch() {
     const leave = () => document.hidden && controller.abort();
     document.addEventListener("visibilitychange", leave);
     try {
-      for await (const snapshot of events(await ask("/stats/live", undefined, controller.signal))) {
+      for await (const snapshot of events(await ask(`/stats/live${modelQuery()}`, undefined, controller.signal))) {
         if (isAway) dispatchEvent(new Event("back"));
         setAway(false);
         take(snapshot);
@@ -50,6 +55,14 @@ async function watch() {
     }
     await new Promise((go) => setTimeout(go, 1500));
   }
+}
+
+// Another model may have another engine.
+function forget() {
+  last = null;
+  rates.length = 0;
+  forgetCache();
+  forgetSteps();
 }
 
 // What is shown is no longer how it is.

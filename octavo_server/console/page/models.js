@@ -5,6 +5,8 @@ import { ask } from "./server.js";
 let models = [];
 
 export const chosenModel = () => find("model").value;
+// For what is told of one engine, of the several that a server may have.
+export const modelQuery = () => (models.length > 1 ? `?model=${encodeURIComponent(chosenModel())}` : "");
 export const takesImages = (name = chosenModel()) => !!models.find((model) => model.id === name)?.input_modalities?.includes("image");
 
 // The models that answer: the chosen one, and those beside it.

@@ -2,6 +2,7 @@
 // An engine of the backend toy can be held, and let go on step by step.
 import { Moments, canvas, colour, colourOf } from "./drawing.js";
 import { button, element, find } from "./elements.js";
+import { modelQuery } from "./models.js";
 import { ask } from "./server.js";
 
 const KEPT = 120;
@@ -12,15 +13,22 @@ const owners = new Map(); // of requests: the names of their API keys
 export function startSteps() {
   steps = new Moments("step-choice", KEPT, drawSteps);
   find("pace").append(
-    button("Hold", () => setPace("?steps=0"), { id: "hold" }),
-    button("One step", () => setPace("?steps=1"), { id: "one-step" }),
-    button("Ten steps", () => setPace("?steps=10")),
-    button("Go on", () => setPace("")));
+    button("Hold", () => setPace(0), { id: "hold" }),
+    button("One step", () => setPace(1), { id: "one-step" }),
+    button("Ten steps", () => setPace(10)),
+    button("Go on", () => setPace()));
 }
 
-async function setPace(query) {
+export function forgetSteps() {
+  steps.clear();
+  owners.clear();
+}
+
+// Lets the engine compute so many steps and then hold, or go on.
+async function setPace(count) {
+  const query = [modelQuery().slice(1), count === undefined ? "" : `steps=${count}`].filter(Boolean).join("&");
   try {
-    await ask(`/stats/pace${query}`, {});
+    await ask(`/stats/pace?${query}`, {});
     find("pace-text").textContent = "";
   } catch (error) {
     find("pace-text").textContent = error.message;

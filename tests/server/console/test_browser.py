@@ -139,6 +139,16 @@ def test_the_shares_of_api_keys_are_shown(visit: Any, tmp_path: Path) -> None:
     opened.check()
 
 
+def test_the_engine_of_the_chosen_model_is_shown(visit: Any) -> None:
+    opened = visit(InProcessEngine(views=[VIEW]), {"served_model_name": "one,two"})
+    page = opened.page
+    page.wait_for_selector("#cache[aria-label*='by 1 requests']")
+    with page.expect_request("**/stats/live?model=two"):
+        page.select_option("#model", "two")
+    page.wait_for_selector("#state:text('idle')")
+    opened.check()
+
+
 def test_the_cache_is_shown_as_it_was(visit: Any) -> None:
     engine = InProcessEngine(views=[VIEW])
     opened = visit(engine)
