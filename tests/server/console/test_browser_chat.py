@@ -47,6 +47,8 @@ GIVE = """(node, [kind, bytes]) => {
 }"""
 """Pastes or drops a file."""
 
+SIZES = pytest.mark.parametrize("options", [{}, {**PHONE, "color_scheme": "dark"}], ids=["desktop", "phone"])
+
 
 def open_settings(page: Any) -> None:
     page.locator("#settings > summary").click()
@@ -396,8 +398,9 @@ def test_a_picture_is_refused_for_a_model_without_eyes(visit: Any) -> None:
     opened.check()
 
 
-def test_models_answer_side_by_side(visit: Any) -> None:
-    opened = visit(InProcessEngine(says("Left.", "Right.")), {"served_model_name": "one,two"})
+@SIZES
+def test_models_answer_side_by_side(visit: Any, options: dict[str, Any]) -> None:
+    opened = visit(InProcessEngine(says("Left.", "Right.")), {"served_model_name": "one,two"}, **options)
     page = opened.page
     open_settings(page)
     page.check("#beside >> text=two")
@@ -410,8 +413,9 @@ def test_models_answer_side_by_side(visit: Any) -> None:
     opened.check()
 
 
-def test_probabilities_of_tokens(visit: Any) -> None:
-    opened = visit(InProcessEngine(says("abc")))
+@SIZES
+def test_probabilities_of_tokens(visit: Any, options: dict[str, Any]) -> None:
+    opened = visit(InProcessEngine(says("abc")), **options)
     page = opened.page
     open_settings(page)
     page.check("#probabilities")
@@ -426,9 +430,10 @@ def test_probabilities_of_tokens(visit: Any) -> None:
     opened.check()
 
 
-def test_reasoning_is_folded_and_calls_get_their_results(visit: Any) -> None:
+@SIZES
+def test_reasoning_is_folded_and_calls_get_their_results(visit: Any, options: dict[str, Any]) -> None:
     engine = InProcessEngine(says(f"<think>Hm, weather.</think>{CALL}", "Sunny."), max_model_len=4096)
-    opened = visit(engine, {"reasoning_parser": "deepseek_r1", "tool_call_parser": "hermes"})
+    opened = visit(engine, {"reasoning_parser": "deepseek_r1", "tool_call_parser": "hermes"}, **options)
     page = opened.page
     open_settings(page)
     page.click("text=Tools >> nth=0")
@@ -448,8 +453,9 @@ def test_reasoning_is_folded_and_calls_get_their_results(visit: Any) -> None:
     opened.check()
 
 
-def test_presets_and_the_schema_editor(visit: Any) -> None:
-    opened = visit(InProcessEngine())
+@SIZES
+def test_presets_and_the_schema_editor(visit: Any, options: dict[str, Any]) -> None:
+    opened = visit(InProcessEngine(), **options)
     page = opened.page
     open_settings(page)
     page.fill("#system", "Be brief.")
