@@ -34,6 +34,7 @@ ENGINE_GROUPS = "octavo.engine_groups"
 OWN: Mapping[str, Mapping[str, str]] = {
     COMMANDS: {
         "serve": "octavo_server.cli.serve",
+        "launch": "octavo_server.cli.launch",
         "run-batch": "octavo_server.cli.run_batch",
         "state": "octavo_server.cli.state",
         "simulate": "octavo_fleet.cli.simulate",

@@ -22,7 +22,7 @@ from octavo.names_of_others import translated
 
 COMMANDS = (
     *("serve", "chat", "generate", "pull", "list", "show", "rm", "models"),
-    *("run-batch", "doctor", "tune", "cache", "state", "simulate", "explain", "debug", "completion"),
+    *("launch", "run-batch", "doctor", "tune", "cache", "state", "simulate", "explain", "debug", "completion"),
 )
 """In the order of the help; then come the other plug-ins."""
 
@@ -30,6 +30,7 @@ EXAMPLES = """\
 octavo chat                          chat with a small model, in this terminal
 octavo serve                         serve it at http://127.0.0.1:8000/v1
 octavo serve Qwen/Qwen3-8B           serve a model of the Hugging Face Hub
+octavo launch claude                 start Claude Code with a server of its own
 octavo doctor                        what this machine has, and what is missing
 octavo run-batch in.jsonl out.jsonl  answer the requests in a file
 octavo COMMAND --help                the flags of a command
