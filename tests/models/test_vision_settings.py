@@ -1,7 +1,8 @@
-"""Images with what changes the decoder: ranks, adapters, quantised weights."""
+"""Images with what changes the decoder: ranks, adapters, quantised weights, drafts."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from octavo import LLM
+from octavo import LLM, SamplingParams
 from octavo.errors import CheckpointError
 from tests.models import vision
 from tests.models.test_vision import GREEDY, PROMPTS, SETTINGS, TOLERANCE, as_inputs, worst_difference
@@ -19,7 +20,8 @@ from tests.quant import writers
 from tests.tiers import nightly_after
 
 pytestmark = needs_float_kernels
-FAMILIES = nightly_after(1, ["qwen3_vl", "qwen3_5", "gemma4", "glm4v_moe", "llava_onevision"])
+PROMPT_LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
+FAMILIES = nightly_after(1, ["qwen3_5", "qwen3_vl", "gemma4", "glm4v_moe", "llava_onevision"])
 
 
 def check(name: str, folder: Path, model: PreTrainedModel, adapter: str | None = None, **settings: Any) -> None:
@@ -31,10 +33,22 @@ def check(name: str, folder: Path, model: PreTrainedModel, adapter: str | None =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", nightly_after(1, ["qwen3_vl", "qwen3_5", "gemma4", "glm4v_moe", "llava_onevision"]))
 def test_each_rank_has_the_tower(name: str, tmp_path: Path) -> None:
     model = vision.make(tmp_path, name)
     check(name, tmp_path, model, device="cpu", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafts_after_images(name: str, tmp_path: Path) -> None:
+    """Of prompt lookup, which finds the placeholders, too; some drafts are right, some wrong."""
+    model = vision.make(tmp_path, name)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
+    with LLM(tmp_path, **SETTINGS, speculative_config=json.dumps(PROMPT_LOOKUP)) as llm:
+        for prompt, output in zip(PROMPTS, llm.generate(as_inputs(PROMPTS), params), strict=True):
+            assert worst_difference(name, model, prompt, output) < TOLERANCE
+        assert 0 < llm.engine.stats().num_accepted_drafts < llm.engine.stats().num_drafts
+        llm.engine.check()
 
 
 def make_adapter(base: Path, folder: Path, maps: str) -> PreTrainedModel:
