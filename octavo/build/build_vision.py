@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.sequence_images import ImageSettings
@@ -17,9 +19,13 @@ from octavo.models.vision.tower import VisionConfig
 from octavo.models.vision.towers import LoadedTower, connect, load_tower, read_vision
 from octavo.plugins import GPU
 from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.quant.tensors import TensorSource
 from octavo.runtime.executors.embedding_pool import EmbeddingPool, pool_bytes
 from octavo.steps.limits import StepLimits
 from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.gguf.gguf_checkpoint import ProjectorTensors
+from octavo.weights.gguf.gguf_reader import vocabulary
+from octavo.weights.gguf.projector import open_projector
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +75,12 @@ def load_vision(
     """
     if config.model.language_model_only or config.model.backend != "octavo":
         return None
-    found = read_vision(checkpoint.config)
+    values: Mapping[str, Any] = checkpoint.config
+    source: TensorSource = checkpoint
+    if (projector := open_projector(path)) is not None:
+        source = ProjectorTensors(projector)
+        values = projector.config(values, vocabulary(path))
+    found = read_vision(values)
     processor = None if found is None else read_processor(path)
     if found is None or processor is None:
         return None
@@ -78,7 +89,7 @@ def load_vision(
     check(found, model)
     known = {token for token in (processor.token, *found.placeholders) if token < model.vocab_size}
     found = dataclasses.replace(found, placeholders=tuple(sorted(known)))
-    loaded = load_tower(checkpoint.config, found, checkpoint, form)
+    loaded = load_tower(values, found, source, form)
     longest = config.model.max_model_len or model.max_position_embeddings
     num_slots = max(found.longest, min(longest, MOST_SLOTS[form.device.type]))
     logger.info("the model takes images: %d M parameters, %d slots", loaded.num_parameters // 1_000_000, num_slots)

@@ -15,6 +15,8 @@ from octavo.errors import CheckpointError
 from octavo.images.resizing import limited, low
 from octavo.text.conversation import ImageText
 from octavo.types import ImageInput
+from octavo.weights.gguf.gguf_reader import vocabulary
+from octavo.weights.gguf.projector import open_projector
 
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -151,18 +153,25 @@ class ImageProcessor:
 
 
 def read_processor(folder: Path) -> ImageProcessor | None:
-    """The processor of the checkpoint in a folder; ``None`` if it takes no images, or is of no known family.
+    """The processor of the checkpoint in a folder or a GGUF file; ``None`` if it takes no images, or if its family is
+    not known.
 
     Raises ``CheckpointError`` naming what is missing or wrong.
     """
-    config = _read(folder / "config.json")
+    if (projector := open_projector(folder)) is not None:
+        tokens = vocabulary(folder)
+        config, given = projector.config({}, tokens), projector.processing
+        known = {text: number for number, text in enumerate(tokens)}
+    else:
+        config = _read(folder / "config.json")
+        own = _read(folder / "processor_config.json").get("image_processor")
+        given, known = own or _read(folder / "preprocessor_config.json"), _tokens(folder)
     names = config.get("architectures") or [None]
     make = PROCESSORS.get(str(names[0]))
     if make is None or not config.get("vision_config"):
         return None
-    given = _read(folder / "processor_config.json").get("image_processor") or _read(folder / "preprocessor_config.json")
     try:
-        return make({**config, TOKENS: _tokens(folder)}, given)
+        return make({**config, TOKENS: known}, given)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: the image processor cannot be read: {error!r}") from None
 

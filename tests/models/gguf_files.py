@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "llama": "LLAMA",
     "mixtral": "LLAMA",
     "qwen2": "QWEN2",
+    "qwen2_vl_text": "QWEN2VL",
     "qwen3": "QWEN3",
     "qwen2_moe": "QWEN2MOE",
     "qwen3_moe": "QWEN3MOE",
@@ -46,7 +47,11 @@ EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 
 
 def write_gguf(
-    folder: Path, model: torch.nn.Module, quantise: Quantise = lambda name, values: None, tensors_of_a_part: int = 0
+    folder: Path,
+    model: torch.nn.Module,
+    quantise: Quantise = lambda name, values: None,
+    tensors_of_a_part: int = 0,
+    tokens: list[str] | None = None,
 ) -> Path:
     """Write what is in a checkpoint folder as a GGUF file; weights that are quantised are so in the model too.
 
@@ -60,6 +65,8 @@ def write_gguf(
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=tensors_of_a_part)
     (write_keys if kind in HYBRIDS else _write_keys)(writer, kind, config)
+    if tokens is not None:
+        writer.add_token_list(tokens)
     layers = config.get("num_hidden_layers") or config.get("n_layer") or len(config["layers_block_type"])
     names = gguf.get_tensor_name_map(arch, layers)
     for name, tensor in _converted(kind, config, load_file(folder / "model.safetensors")).items():
@@ -154,6 +161,10 @@ def _write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> N
     writer.add_value_length(head_dim)
     if config.get("sliding_window") and kind != "qwen2_moe" and not kind.startswith("qwen"):
         writer.add_sliding_window(config["sliding_window"])
+    if kind == "qwen2_vl_text":
+        writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
+    if kind == "gemma3_text" and "full_attention" in config["layer_types"]:
+        writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(key):
             getattr(writer, f"add_{key}")(config[key])
@@ -231,3 +242,51 @@ def _write_deepseek(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) 
     if (config.get("n_group") or 1) > 1:
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
+
+
+def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array], Array]) -> None:
+    """Write the tower of a vision-language checkpoint, as the converter does it, with its matrices in a form."""
+    config = json.loads((folder / "config.json").read_text())
+    inner = config["vision_config"]
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_string("clip.projector_type", kind)
+    writer.add_bool("clip.has_vision_encoder", True)
+    layers = inner.get("num_hidden_layers") or inner["depth"]
+    writer.add_vision_block_count(layers)
+    writer.add_vision_image_size(inner.get("image_size", 560))
+    writer.add_vision_patch_size(inner["patch_size"])
+    writer.add_vision_embedding_length(inner["hidden_size"])
+    writer.add_vision_feed_forward_length(inner["intermediate_size"])
+    writer.add_vision_head_count(inner.get("num_attention_heads") or inner["num_heads"])
+    writer.add_vision_attention_layernorm_eps(1e-6)
+    writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    writer.add_vision_image_mean(processor["image_mean"])
+    writer.add_vision_image_std(processor["image_std"])
+    if kind == "gemma3":
+        writer.add_vision_projector_scale_factor(2)
+    if kind == "qwen2.5vl_merger":
+        writer.add_vision_n_wa_pattern(inner["fullatt_block_indexes"][0] + 1)
+        writer.add_uint32(gguf.Keys.ClipVision.WINDOW_SIZE, inner["window_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, layers)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for stored, part in _tower_parts(name.removeprefix("model."), tensor):
+            own = stored if stored.startswith("v.") else names.get_name(stored, try_suffixes=(".weight", ".bias"))
+            if own is not None and own.startswith(("v.", "mm.")):
+                values = np.ascontiguousarray(part.float().numpy())
+                writer.add_tensor(own, form(values) if values.ndim > 1 else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _tower_parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    if name == "visual.patch_embed.proj.weight":
+        return [("v.patch_embd.weight", tensor[:, :, 0]), ("v.patch_embd.weight.1", tensor[:, :, 1])]
+    if ".attn.qkv." in name:
+        return [(name.replace("qkv", part), piece) for part, piece in zip("qkv", tensor.chunk(3), strict=True)]
+    if name.endswith("soft_emb_norm.weight"):
+        return [(name, tensor + 1)]
+    name = name.replace("mm_input_projection_weight", "mm_input_projection.weight")
+    return [(re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name), tensor)]

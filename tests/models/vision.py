@@ -495,7 +495,7 @@ FAMILIES = {
     "gemma3": Family(
         "gemma3",
         {
-            "text_config": {**TEXT, "sliding_window": 24, "sliding_window_pattern": 2},
+            "text_config": {**TEXT, "sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
             "vision_config": {
                 "hidden_size": 32,
                 "intermediate_size": 48,

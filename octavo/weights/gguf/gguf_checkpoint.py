@@ -17,6 +17,7 @@ from octavo.weights.gguf.blocks import BlockTensor, dequantize
 from octavo.weights.gguf.gguf_families import FAMILIES, TensorPlace, translate
 from octavo.weights.gguf.gguf_hybrids import HYBRIDS
 from octavo.weights.gguf.gguf_reader import GGUFFile
+from octavo.weights.gguf.projector import FRAME, MINUS_ONE, Projector
 
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -91,7 +92,7 @@ class GGUFCheckpoint:
         for name in (keys, values):
             if name not in self._file.tensors:
                 raise CheckpointError(f"{self.path}: tensor {name!r} is missing")
-        keys_NLP, values_NVL = (self._dense(name) for name in (keys, values))
+        keys_NLP, values_NVL = (dense(self._file, name) for name in (keys, values))
         sizes = keys_NLP.shape, values_NVL.shape
         if [len(size) for size in sizes] != [3, 3] or sizes[0][:2] != (sizes[1][0], sizes[1][2]):
             raise CheckpointError(f"{self.path}: tensors {keys!r} and {values!r} of {sizes} do not fit each other")
@@ -99,13 +100,6 @@ class GGUFCheckpoint:
         if joined.shape != shape:
             raise CheckpointError(f"{self.path}: tensor {keys!r}: has shape {sizes[0]}, expected such for {shape}")
         return joined
-
-    def _dense(self, name: str) -> torch.Tensor:
-        """A tensor of any number of axes as float32."""
-        tensor = self._file.tensors[name]
-        rows = int(np.prod(tensor.shape[:-1]))
-        blocks = BlockTensor(tensor.kind, (rows, tensor.shape[-1]), self._file.data(name).reshape(rows, -1), name)
-        return torch.from_numpy(dequantize(blocks)).reshape(tensor.shape)
 
     def _hugging_face_rows(self, name: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Undo the family's order of rows, and the permutation of query and key rows in files of the Llama family.
@@ -131,6 +125,44 @@ class GGUFCheckpoint:
 
 def _without_ones(shape: tuple[int, ...]) -> list[int]:
     return [size for size in shape if size != 1]
+
+
+class ProjectorTensors:
+    """The tensors of a tower, dense even if they are stored in blocks, under the names of transformers."""
+
+    is_dummy = False
+
+    def __init__(self, projector: Projector) -> None:
+        self._projector, self._file = projector, projector.file
+
+    def names(self) -> set[str]:
+        return set(self._projector.places)
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The type and shape of the first part of a tensor."""
+        tensor = self._file.tensors[self._projector.places[name][0]]
+        return tensor.kind, tensor.shape
+
+    def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Raises ``CheckpointError``."""
+        path, parts = self._file.path, self._projector.places.get(name)
+        if parts is None:
+            raise CheckpointError(f"{path}: there is no tensor for {name!r}; expected one of shape {shape}")
+        if absent := [part for part in parts if part not in self._file.tensors]:
+            raise CheckpointError(f"{path}: tensor {absent[0]!r} is missing")
+        joined = [dense(self._file, part) - int(part == MINUS_ONE) for part in parts]
+        found = torch.stack(joined, dim=2) if FRAME in parts else torch.cat(joined)
+        if found.shape != shape:
+            raise CheckpointError(f"{path}: {name!r} has shape {tuple(found.shape)}, expected {shape}")
+        return found
+
+
+def dense(file: GGUFFile, name: str) -> torch.Tensor:
+    """A tensor of any number of axes as float32."""
+    tensor = file.tensors[name]
+    rows = int(np.prod(tensor.shape[:-1]))
+    blocks = BlockTensor(tensor.kind, (rows, tensor.shape[-1]), file.data(name).reshape(rows, -1), name)
+    return torch.from_numpy(dequantize(blocks)).reshape(tensor.shape)
 
 
 def _special_tokens(file: GGUFFile) -> dict[str, Any]:

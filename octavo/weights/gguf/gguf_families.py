@@ -205,6 +205,14 @@ def _gemma_scalar(config: Config, largest: int) -> float:
     return float(config["head_dim"])
 
 
+def _qwen2vl(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    sections = [int(count) for count in data.get("rope.dimension_sections", ())]
+    if len(sections) not in (3, 4) or any(sections[3:]):
+        data.fail("rope.dimension_sections", f"is {sections}, expected the rotated pairs of time, rows and columns")
+    config["rope_scaling"] = {"rope_type": "default", **(config["rope_scaling"] or {}), "mrope_section": sections[:3]}
+
+
 def _gpt2(data: Metadata, config: Config) -> None:
     names = {
         "num_hidden_layers": "n_layer",
@@ -360,6 +368,7 @@ SPLIT_MAPS = {"attn_k_b", "attn_v_b"}
 FAMILIES: dict[str, GgufFamily] = {
     "llama": GgufFamily("LlamaForCausalLM", LLAMA, read_llama, is_permuted=True),
     "qwen2": GgufFamily("Qwen2ForCausalLM", LLAMA, read_llama),
+    "qwen2vl": GgufFamily("Qwen2_5_VLForConditionalGeneration", LLAMA, _qwen2vl),
     "qwen3": GgufFamily("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}, read_llama),
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, **SHARED}, _qwen2_moe),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen_moe),

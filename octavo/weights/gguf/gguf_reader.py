@@ -113,6 +113,12 @@ class GGUFFile:
         return np.frombuffer(self.mapped[tensor.part], dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
 
 
+def vocabulary(path: Path) -> list[str]:
+    """The tokens of a GGUF file, by id; none if it has no tokenizer. Raises ``CheckpointError``."""
+    tokens = GGUFFile.open(path).metadata.get("tokenizer.ggml.tokens")
+    return tokens if isinstance(tokens, list) else []
+
+
 def _read_file(path: Path, part: int) -> GGUFFile:
     mapped = _map(path)
     header = _Header(path, mapped)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from octavo.config import ModelSettings
 from octavo.errors import CANCELLATIONS, ConfigError
 from octavo.weights.gguf.gguf_parts import part_names, without_number
+from octavo.weights.gguf.projector import is_projector, order_of
 
 _ID = re.compile(
     r"(?:https://)?(?:hf\.co/|huggingface\.co/|hf:)?([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}):([\w.-]{1,64})",
@@ -58,6 +59,13 @@ def choose_file(files: Iterable[str], wanted: HubGGUF) -> str:
     return part_names(min(matches, key=lambda file: (len(file), file)))[0]
 
 
+def choose_projector(files: Iterable[str], beside: str) -> str | None:
+    """The file of the vision tower next to the one that was chosen; ``None`` if there is none."""
+    paths = [PurePosixPath(file) for file in files]
+    found = [path for path in paths if path.parent == PurePosixPath(beside).parent and is_projector(path.name)]
+    return str(min(found, key=lambda path: order_of(path.name))) if found else None
+
+
 def fetch_gguf(wanted: HubGGUF, settings: ModelSettings) -> Path:
     """The file or its first part, fetched with the others if they are not on this machine.
 
@@ -76,8 +84,11 @@ def fetch_gguf(wanted: HubGGUF, settings: ModelSettings) -> Path:
         raise
     except BaseException as error:  # offline, or an error of the library's HTTP client, which depends on its version
         return _local_gguf(wanted, settings, error)
-    file = choose_file((file.rfilename for file in repo.siblings or ()), wanted)
+    files = [file.rfilename for file in repo.siblings or ()]
+    file = choose_file(files, wanted)
     fetch = partial(hf_hub_download, wanted.repo, revision=settings.revision, cache_dir=settings.download_dir)
+    if not settings.language_model_only and (projector := choose_projector(files, file)) is not None:
+        fetch(projector)
     first, *_ = (Path(fetch(part)) for part in part_names(file))
     return first
 

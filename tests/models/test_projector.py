@@ -1,0 +1,99 @@
+"""Towers in GGUF next to the text part, with the logits of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from octavo import LLM
+from octavo.errors import CheckpointError
+from octavo.weights.gguf.hub_gguf import choose_projector
+from octavo.weights.gguf.projector import projector_of
+from tests.models import vision
+from tests.models.gguf_files import write_gguf, write_projector
+from tests.models.test_vision import PROMPTS, SCORED, SETTINGS, TOLERANCE, as_inputs, worst_difference
+
+Array = npt.NDArray[np.float32]
+TEXT = {"gemma3": ("gemma3_text", "gemma3_text"), "qwen2_5_vl": ("qwen2", "qwen2_vl_text")}
+"""The text part's ``model_type`` of a family in transformers, and in ``write_gguf``."""
+KINDS = {"gemma3": ("gemma3", "<image_soft_token>"), "qwen2_5_vl": ("qwen2.5vl_merger", "<|image_pad|>")}
+
+
+def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values: values) -> PreTrainedModel:
+    """Write the two files of a model: ``model.gguf`` and ``mmproj-model-f32.gguf``."""
+    whole = folder / "whole"
+    model = vision.make(whole, name)
+    given: dict[str, Any] = {**vision.written_config(whole)["text_config"], "model_type": TEXT[name][0]}
+    part = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
+    own = {key.replace("model.language_model.", "model."): tensor for key, tensor in model.state_dict().items()}
+    assert not part.load_state_dict(own, strict=False).missing_keys
+    part.save_pretrained(folder)
+    written = {**vision.written_config(folder), "model_type": TEXT[name][1]}
+    (folder / "config.json").write_text(json.dumps(written))
+    kind, token = KINDS[name]
+    write_gguf(folder, part, tokens=[token if i == vision.IMAGE else f"t{i}" for i in range(256)])
+    write_projector(whole, folder / "mmproj-model-f32.gguf", kind, form)
+    return model
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_a_tower_next_to_the_text_part(name: str, tmp_path: Path) -> None:
+    model = made(name, tmp_path)
+    with LLM(tmp_path / "model.gguf", **SETTINGS) as llm:
+        for prompt, output in zip(PROMPTS, llm.generate(as_inputs(PROMPTS), SCORED), strict=True):
+            assert worst_difference(name, model, prompt, output) < TOLERANCE
+        llm.engine.check()
+
+
+def test_towers_in_sixteen_bits(tmp_path: Path) -> None:
+    model = made("gemma3", tmp_path, lambda values: values.astype(np.float16))
+    with LLM(tmp_path / "model.gguf", **SETTINGS) as llm:
+        (output,) = llm.generate(as_inputs(PROMPTS[:1]), SCORED)
+    assert 0 < worst_difference("gemma3", model, PROMPTS[0], output) < 0.1
+
+
+def test_the_most_exact_file_is_used(tmp_path: Path) -> None:
+    assert projector_of(tmp_path / "a.gguf") is None
+    for name in ("mmproj-Q8_0.gguf", "mmproj-model-f16.gguf", "mmproj-F32.gguf", "other.gguf"):
+        (tmp_path / name).touch()
+    assert projector_of(tmp_path / "a.gguf") == tmp_path / "mmproj-model-f16.gguf"
+    assert projector_of(tmp_path) is None
+
+
+def test_other_kinds_leave_the_text_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made("qwen2_5_vl", tmp_path)
+    writer = gguf.GGUFWriter(tmp_path / "mmproj-a-bf16.gguf", "clip")
+    writer.add_string("clip.projector_type", "ultravox")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with LLM(tmp_path / "model.gguf", **SETTINGS) as llm:
+        assert llm.info.num_image_slots == 0
+        assert "mmproj-a-bf16.gguf: images are refused: projector_type is ultravox, not gemma3" in caplog.text
+        assert llm.generate([[5, 6, 7]], SCORED)[0].outputs[0].error is None
+
+
+def test_the_tower_of_another_model_is_refused(tmp_path: Path) -> None:
+    made("qwen2_5_vl", tmp_path)
+    (tmp_path / "other").mkdir()
+    made("gemma3", tmp_path / "other")
+    (tmp_path / "mmproj-model-f32.gguf").unlink()
+    (tmp_path / "other" / "model.gguf").unlink()
+    (tmp_path / "model.gguf").rename(tmp_path / "other" / "model.gguf")
+    with pytest.raises(CheckpointError, match="this tower is of Gemma3ForCausalLM; Qwen2_5_VL"):
+        LLM(tmp_path / "other" / "model.gguf", **SETTINGS)
+
+
+def test_a_repository_has_the_tower_next_to_the_file() -> None:
+    files = ["a/mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf", "x-Q4_K_M.gguf"]
+    assert choose_projector(files, "x-Q4_K_M.gguf") == "mmproj-F16.gguf"
+    assert choose_projector(files, "a/x-Q8_0.gguf") == "a/mmproj-BF16.gguf"
+    assert choose_projector(files, "b/x-Q8_0.gguf") is None
