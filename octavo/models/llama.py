@@ -5,6 +5,7 @@ Shapes: T tokens of the step, R rows whose logits are needed, D model, V vocabul
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,15 @@ class LlamaConfig(ModelConfig):
     def dense_size(self) -> int:
         """Width of a feed-forward layer without experts."""
         return self.ffn_size if self.moe is None else self.moe.dense_size
+
+    def with_mtp(self) -> LlamaConfig:
+        """The configuration with the layers of multi-token prediction behind its own: one, with full attention and, in
+        a mixture, with experts."""
+        moe = self.moe
+        if moe is not None:
+            moe = dataclasses.replace(moe, is_sparse=(*moe.is_sparse, True))
+        windows = (*self.windows, 0) if self.windows else ()
+        return dataclasses.replace(self, num_layers=self.num_layers + 1, windows=windows, moe=moe)
 
 
 def read_llama(

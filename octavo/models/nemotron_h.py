@@ -51,6 +51,23 @@ class NemotronHConfig(HybridConfig):
     groups: tuple[int, int]
     """Groups of experts, and of those that a token may use."""
     share_scale: float
+    mtp_kinds: tuple[str, ...]
+    """Kinds of the layers of multi-token prediction."""
+
+    def with_mtp(self) -> NemotronHConfig:
+        """Those of ``mtp_kinds``."""
+        kinds, caches = (*self.kinds, *self.mtp_kinds), {FULL: LayerCacheSpec(self.num_kv_heads, self.head_dim)}
+        moe = self.moe
+        if moe is not None:
+            moe = dataclasses.replace(moe, is_sparse=tuple(kind == SPARSE for kind in kinds))
+        return dataclasses.replace(
+            self,
+            num_layers=len(kinds),
+            kinds=kinds,
+            caches=(*self.caches, *(caches.get(kind, state_layer()) for kind in self.mtp_kinds)),
+            windows=(*self.windows, *[0] * len(self.mtp_kinds)) if self.windows else (),
+            moe=moe,
+        )
 
 
 class UngatedMLP:
@@ -146,14 +163,27 @@ def _mixture(config: NemotronHConfig, moe: MoESettings, weights: WeightLoader, n
 
 
 def _kinds(keys: ConfigKeys) -> tuple[str, ...]:
-    pattern, listed = keys.get("hybrid_override_pattern"), keys.get("layers_block_type") or keys.get("layer_types")
+    listed = keys.get("layers_block_type") or keys.get("layer_types")
+    return _listed("layers_block_type", keys.get("hybrid_override_pattern"), listed, (LINEAR, FULL, DENSE, SPARSE))
+
+
+def _mtp_kinds(keys: ConfigKeys) -> tuple[str, ...]:
+    """States of drafts that are rejected could not be taken back, so that there are none."""
+    name = "mtp_layers_block_type"
+    pattern, listed = keys.get("mtp_hybrid_override_pattern"), keys.get(name)
+    if pattern is None and listed is None:
+        return (FULL, SPARSE)
+    return _listed(name, pattern, listed, (FULL, DENSE, SPARSE))
+
+
+def _listed(name: str, pattern: Any, listed: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Kinds of layers, as a list or as a word of letters."""
     if listed is None and isinstance(pattern, str) and set(pattern) <= set(LETTERS):
-        return tuple(LETTERS[letter] for letter in pattern)
+        listed = [LETTERS[letter] for letter in pattern]
     if not isinstance(listed, list | tuple):
-        raise wrong("layers_block_type", listed, "a list of the kinds of the layers")
+        raise wrong(name, listed, "a list of the kinds of the layers")
     kinds = [OLD_NAMES.get(str(kind), kind) for kind in listed]
-    allowed = (LINEAR, FULL, DENSE, SPARSE)
-    return layer_kinds(ConfigKeys({"layers_block_type": kinds}), "layers_block_type", allowed, len(kinds))
+    return layer_kinds(ConfigKeys({name: kinds}), name, allowed, len(kinds))
 
 
 class NemotronHForCausalLM(HybridForCausalLM):
@@ -177,8 +207,8 @@ class NemotronHForCausalLM(HybridForCausalLM):
             *(keys.flag("use_conv_bias", True), keys.flag("use_bias")),
             (keys.get("time_step_min", 0.001), read_limits(keys)[1]),
         )
-        moe = None
-        if SPARSE in kinds:
+        moe, mtp_kinds = None, _mtp_kinds(keys)
+        if SPARSE in kinds or (keys.get("num_nextn_predict_layers") and SPARSE in mtp_kinds):
             moe = read_experts(
                 keys,
                 len(kinds),
@@ -205,6 +235,7 @@ class NemotronHForCausalLM(HybridForCausalLM):
             latent_size=keys.get("moe_latent_size", 0),
             groups=(keys.size("n_group", 1), keys.size("topk_group", 1)),
             share_scale=keys.number("routed_scaling_factor", 1.0),
+            mtp_kinds=mtp_kinds,
         )
 
 
@@ -227,7 +258,6 @@ UNUSED = (
     "residual_in_fp32",
     "rescale_prenorm_residual",
     "num_nextn_predict_layers",
-    "mtp_layers_block_type",
     "sliding_window",
     "hybrid_override_pattern",
     "layers_block_type",

@@ -33,7 +33,7 @@ from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.types import EngineStats
 from tests.llm.test_any_requests import some_params, without_rounding
 from tests.llm.tiny import write_checkpoint
-from tests.models.drafter_files import Reference, dflash, eagle3, model_reference, mtp
+from tests.models.drafter_files import Reference, dflash, eagle3, model_reference, mtp, nemotron_mtp
 from tests.models.families import make_checkpoint
 from tests.quant.writers import Writer, compressed, gptq, quantise
 from tests.tiers import nightly, nightly_after
@@ -48,7 +48,7 @@ class Case:
 
     def __init__(self, target: Path, reference: Reference, **config: Any) -> None:
         self.target, self.reference = target, reference
-        self.has_states = "linear_attention" in json.loads((target / "config.json").read_text()).get("layer_types", ())
+        self.has_states = "linear_attention" in (target / "config.json").read_text()
         self.config = {"num_speculative_tokens": NUM_DRAFTS, "adaptive": False, **config}
 
 
@@ -78,6 +78,12 @@ def _mtp(folder: Path, row: str, names: str, **changes: Any) -> Case:
     return Case(folder / "model", reference, method="mtp", **own)
 
 
+def _nemotron_mtp(folder: Path) -> Case:
+    write_checkpoint(folder / "model")
+    reference = nemotron_mtp(folder / "model", vocab_size=VOCAB_SIZE)
+    return Case(folder / "model", reference, method="mtp")
+
+
 def _dflash(folder: Path, layout: str, row: str = "qwen3/wide_heads") -> Case:
     _target(folder, row, num_hidden_layers=4, layer_types=None)
     reference = dflash(folder / "draft", folder / "model", (0, 2), layout)
@@ -105,6 +111,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "mtp of Qwen3-Next": lambda folder: _mtp(folder, "qwen3/wide_heads", "qwen"),
     "mtp of Qwen3-Next with experts": lambda folder: _mtp(folder, "qwen3_moe/normalised", "qwen"),
     "mtp of Qwen3.5": lambda folder: _mtp(folder, "qwen3_5/dense", "qwen", layer_types=ONE_OF_TWO),
+    "mtp of Nemotron 3": _nemotron_mtp,
     "eagle3 of Qwen3-Next": lambda folder: _eagle3(folder, "speculators", (1, 4), "qwen3_next/some_layers_dense"),
     "draft_model of Qwen3.5": lambda folder: _draft_model(folder, "qwen3_5/dense"),
     DFLASH: lambda folder: _dflash(folder, "authors"),

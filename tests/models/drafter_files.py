@@ -258,6 +258,39 @@ def mtp(folder: Path, row: str, names: str, **changes: Any) -> Reference:
     return logits
 
 
+def nemotron_mtp(folder: Path, **changes: Any) -> Reference:
+    """Write a Nemotron 3 model, whose MTP layers are one with attention and one with experts."""
+    own_kinds, kinds = ["linear_attention", "mlp", "full_attention"], ["full_attention", "moe"]
+    whole = make_checkpoint(folder, "nemotron_h/experts", layers_block_type=[*own_kinds, *kinds], **changes)
+    config, L = json.loads((folder / "config.json").read_text()), len(own_kinds)
+    config |= {"layers_block_type": own_kinds, "mtp_layers_block_type": kinds, "num_nextn_predict_layers": 1}
+    stored = load_file(folder / "model.safetensors")
+    for i in range(2):
+        prefix = f"backbone.layers.{L + i}."
+        stored = {name.replace(prefix, f"mtp.layers.{i}."): weight for name, weight in stored.items()}
+    own = random_weights({"0.enorm": (D,), "0.hnorm": (D,), "0.eh_proj": (D, 2 * D), "1.final_layernorm": (D,)})
+    write(folder, config, stored | {f"mtp.layers.{name}.weight": weight for name, weight in own.items()})
+    inner: Any = whole.model
+    layers = inner.layers
+
+    @torch.no_grad()
+    def logits(text: list[int], count: int) -> Tensor:
+        inner.layers, inner.config.layers_block_type = layers[:L], own_kinds
+        states = inner(torch.tensor([text])).last_hidden_state[0, :-1]
+        tokens, found = text[1:], []
+        for _ in range(count):
+            embedded = inner.embeddings.weight[tokens]
+            x = torch.cat((norm(embedded, own["0.enorm"]), norm(states, own["0.hnorm"])), dim=1) @ own["0.eh_proj"].T
+            mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+            out = layers[L + 1](layers[L](x[None], attention_mask=mask))
+            last = norm(out[0, -1], own["1.final_layernorm"])
+            found.append(whole.lm_head.weight @ last)
+            states, tokens = torch.cat((states, last[None])), [*tokens, int(found[-1].argmax())]
+        return torch.stack(found)
+
+    return logits
+
+
 # ---- DFlash
 
 

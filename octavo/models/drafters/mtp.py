@@ -1,15 +1,16 @@
 """Multi-token prediction layers (MTP), which checkpoints have behind their decoder layers.
 
-The layer is one more of the model's decoder layers, over the model's last hidden state and the next token's embedding.
-Two ways of naming are read: that of DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5, ``model.layers.N`` with N the number of
-layers, and that of Qwen3-Next, ``mtp.``. Of several layers the first is used for all drafts.
+The layer is one more of the model's decoder layers, over the model's last hidden state and the next token's embedding;
+in Nemotron 3, whose layers are single parts, it is one more with attention and one more with experts.
+Three ways of naming are read: that of DeepSeek-V3 (arXiv 2412.19437) and GLM-4.5, ``model.layers.N`` with N the number
+of layers, that of Qwen3-Next, ``mtp.``, and that of Nemotron 3, ``mtp.layers.``. Of several layers for tokens further
+ahead, the first is used for all drafts.
 
 Shapes: T rows, S sequences, D model, V vocabulary.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,15 +22,14 @@ from octavo.models.config import ModelConfig
 from octavo.models.drafters.head import llama_like
 from octavo.models.llama import LlamaConfig
 from octavo.models.loader import WeightLoader
-from octavo.models.mtp_names import QWEN_PREFIX, mtp_prefixes
+from octavo.models.mtp_names import NEMOTRON_PREFIX, QWEN_PREFIX, mtp_prefixes
 from octavo.models.multimodal_text import TextPart
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Renamed, TensorSource
 
-LATER = re.compile(r"mtp\.layers\.[1-9]")
-"""Layers behind the first."""
+LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
 class MTPNames(NamedTuple):
@@ -37,7 +37,7 @@ class MTPNames(NamedTuple):
 
     prefix: str
     """Of all its tensors."""
-    layer: str
+    layers: tuple[str, ...]
     embedding_norm: str
     hidden_norm: str
     projection: str
@@ -50,14 +50,19 @@ class MTPNames(NamedTuple):
     """Whether the first position has no embedding."""
 
 
-def mtp_names(prefix: str) -> MTPNames:
-    """The names under a prefix that ``mtp_prefixes`` found."""
+def mtp_names(prefix: str, count: int) -> MTPNames:
+    """The names under a prefix that ``mtp_prefixes`` found, of so many layers."""
+    layers, shared = tuple(f"mtp.layers.{i}" for i in range(count)), ("mtp.embed_tokens", "mtp.lm_head")
     if prefix == QWEN_PREFIX:
         norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
-        return MTPNames(prefix, "mtp.layers.0", *norms, "mtp.fc", "mtp.norm", "mtp.embed_tokens", "mtp.lm_head", False)
+        return MTPNames(prefix, layers, *norms, "mtp.fc", "mtp.norm", *shared, False)
+    if prefix == NEMOTRON_PREFIX:
+        norms = f"{layers[0]}.enorm", f"{layers[0]}.hnorm"
+        projection, last = f"{layers[0]}.eh_proj", f"{layers[-1]}.final_layernorm"
+        return MTPNames(prefix, layers, *norms, projection, last, *shared, False)
     norms = f"{prefix}enorm", f"{prefix}hnorm"
-    shared = f"{prefix}shared_head.norm", f"{prefix}embed_tokens", f"{prefix}shared_head.head"
-    return MTPNames(prefix, prefix.removesuffix("."), *norms, f"{prefix}eh_proj", *shared, True)
+    of_head = f"{prefix}shared_head.norm", f"{prefix}embed_tokens", f"{prefix}shared_head.head"
+    return MTPNames(prefix, (prefix.removesuffix("."),), *norms, f"{prefix}eh_proj", *of_head, True)
 
 
 class MTPHead:
@@ -69,14 +74,15 @@ class MTPHead:
         target = llama_like(model, "mtp")
         assert isinstance(config, LlamaConfig)
         source = TextPart(source)
-        names = mtp_names(mtp_prefixes(source.names(), config.num_layers)[0])
-        own = {name: name for name in source.names() if name.startswith(names.prefix) and not LATER.match(name)}
+        L, config = config.num_layers, config.with_mtp()
+        count = config.num_layers - L
+        names = mtp_names(mtp_prefixes(source.names(), L)[0], count)
+        own = {name: name for name in source.names() if name.startswith(names.prefix) and not _is_later(name, count)}
         weights = WeightLoader(Renamed(source, own), form, method=config.quantization)
-        D, L, eps, offset = config.hidden_size, config.num_layers, config.norm_eps, config.norm_offset
-        config = _with_layer(config)
+        D, eps, offset = config.hidden_size, config.norm_eps, config.norm_offset
         self.layers: tuple[int, ...] = (L,)
         self.target_ids: Tensor | None = None
-        self.cache = config.cache[-1:]
+        self.cache = config.cache[-count:]
         self._target, self._masks_first = target, names.masks_first
         has = weights.tensors.has_module
         self._embedding = target.embedding
@@ -85,7 +91,7 @@ class MTPHead:
         self._embedding_norm = weights.norm(names.embedding_norm, D, eps, offset)
         self._hidden_norm = weights.norm(names.hidden_norm, D, eps, offset)
         self._projection = weights.replicated(names.projection, D, 2 * D)
-        self._layer = target.layer_class(config, weights, names.layer, L)
+        self._layers = [target.layer_class(config, weights, name, L + i) for i, name in enumerate(names.layers)]
         self._norm = weights.norm(names.norm, D, eps, offset)
         self._head = target.head
         if has(names.head):
@@ -103,7 +109,10 @@ class MTPHead:
         if self._masks_first:
             embedded_TD = embedded_TD.masked_fill((positions_T == 0).unsqueeze(1), 0)
         joined_TE = ops.concat(self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD))
-        return self._layer(self._projection(joined_TE), self._target.rotary(positions_T), caches[0], rows)
+        x_TD, angles = self._projection(joined_TE), self._target.rotary(positions_T)
+        for layer, cache, own_rows in zip(self._layers, caches, rows.of_layers(len(self._layers)), strict=True):
+            x_TD = layer(x_TD, angles, cache, own_rows)
+        return x_TD
 
     def remember(
         self, tokens_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
@@ -117,10 +126,7 @@ class MTPHead:
         return self._head(x_SD, norm=self._norm)
 
 
-def _with_layer(config: LlamaConfig) -> LlamaConfig:
-    """The configuration with one more layer, with full attention and, in a mixture, with experts."""
-    moe = config.moe
-    if moe is not None:
-        moe = dataclasses.replace(moe, is_sparse=(*moe.is_sparse, True))
-    windows = (*config.windows, 0) if config.windows else ()
-    return dataclasses.replace(config, num_layers=config.num_layers + 1, windows=windows, moe=moe)
+def _is_later(name: str, count: int) -> bool:
+    """Whether a tensor belongs to a layer behind the first ``count``."""
+    found = LAYER.match(name)
+    return found is not None and int(found[1]) >= count
