@@ -12,6 +12,7 @@ RESPONSES = "v1/responses"
 EMBEDDINGS = "v1/embeddings"
 BATCHES = "v1/batches"
 BATCH_LINES = 4
+LIMITS = ("max_tokens", "max_output_tokens", "min_tokens")
 ADAPTER = "lent"
 """Name of the adapter that requests may select."""
 SENTENCE = "An octavo is a book made of sheets folded three times into eight leaves, small enough for a pocket. "
@@ -39,12 +40,15 @@ class RepeatableRequest(NamedTuple):
         return self.is_streamed and (self.is_durable or bool(self.body.get("background")))
 
 
-def make_requests(count: int, seed: int, has_adapter: bool) -> list[RepeatableRequest]:
-    """``count`` requests, all of them different, the kinds in turn."""
+def make_requests(count: int, seed: int, has_adapter: bool, most_tokens: int | None = None) -> list[RepeatableRequest]:
+    """``count`` requests, all of them different, the kinds in turn; none asks for more than ``most_tokens``."""
     rng = random.Random(seed)
     made: list[RepeatableRequest] = []
     while len(made) < count:
         made += [asked for asked in _one_of_each(len(made), rng) if has_adapter or "model" not in asked.body]
+    for asked in made if most_tokens is not None else ():
+        for body in (asked.body, *asked.body.get("lines", ())):
+            body.update({name: min(body[name], most_tokens) for name in LIMITS if name in body})
     return made[:count]
 
 

@@ -32,6 +32,7 @@ def add_kinds(kinds: Any) -> None:
     )
     chaos.add_argument("--clients", type=positive, default=6, help="requests at once")
     chaos.add_argument("--num-requests", type=positive, default=60, help="different requests")
+    chaos.add_argument("--max-tokens", type=positive, help="most tokens of an answer; default: up to 1,600")
     chaos.add_argument("--faults", metavar="NAME,...", help="only these; default: all")
     chaos.add_argument("--port", type=int, help="of the server; default: any that is free")
     chaos.add_argument("--logs", type=Path, metavar="DIR", help="keep the server's logs here")
@@ -77,7 +78,7 @@ def _chaos(args: argparse.Namespace) -> int:
             model += ["--enable-lora", "--lora-modules", f"{ADAPTER}={write_tiny_adapter(folder / ADAPTER)}"]
         model += flags
         target = ServerUnderTest(model, args.port or free_port(), folder, logs)
-        requests = make_requests(args.num_requests, args.seed, has_adapter=args.model is None)
+        requests = make_requests(args.num_requests, args.seed, args.model is None, args.max_tokens)
         findings = asyncio.run(Chaos(target, requests, plan, _say).run())
     code = finish(args, _result(args, findings, target), shown=_table(findings))
     return code if findings.is_good else EXIT_WORSE
@@ -101,6 +102,7 @@ def _result(args: argparse.Namespace, findings: Findings, target: ServerUnderTes
         "model": args.model or "tiny, random weights",
         "seed": args.seed,
         "clients": args.clients,
+        "max_tokens": args.max_tokens,
         "server_starts": target.num_starts,
         "kills": dict(target.kills),
         "faults": {name: len(times) for name, times in findings.recoveries.items()},

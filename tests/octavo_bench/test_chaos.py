@@ -9,6 +9,7 @@ import pytest
 
 from octavo.cli import main
 from octavo_bench.chaos.faults import FAULTS
+from octavo_bench.chaos.traffic import LIMITS, make_requests
 
 pytestmark = pytest.mark.slow
 
@@ -39,3 +40,11 @@ def test_a_supervised_server_loses_nothing(tmp_path: Path) -> None:
 def test_unknown_faults_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "chaos", "--faults", "earthquake"]) == 2
     assert f"earthquake: not among {', '.join(FAULTS)}" in capsys.readouterr().err
+
+
+def test_answers_can_be_short_and_a_third_of_the_requests_has_a_grammar() -> None:
+    made = make_requests(240, 0, has_adapter=True, most_tokens=32)
+    bodies = [body for asked in made for body in (asked.body, *asked.body.get("lines", ()))]
+    assert max(body.get(name, 0) for body in bodies for name in LIMITS) == 32
+    forms = ("tools", "response_format", "structured_outputs")
+    assert sum(any(name in asked.body for name in forms) for asked in made) >= 80

@@ -1,0 +1,227 @@
+"""Sessions of coding agents of forty turns: what each turn finds in the KV cache.
+
+The requests have the shapes that Claude Code, Codex and OpenCode send (``agent_requests.json``), with texts of our own.
+The server reads and renders them as it does all, and a real cache takes the tokens of each; the model's answers are
+given. Nearly all of a turn and of its answer must be found in the next one, which repeats both: so what the model wrote
+must be rendered as it was written, and nothing may come before it that changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from octavo.cache.kv_cache import KVCache
+from octavo.types import Request, Sequence
+from octavo_fleet.backends.vocabulary import byte_tokenizer
+from tests.server.conftest import Served
+from tests.server.in_process import IM_END, InProcessEngine
+from tests.text.family_templates import FAMILIES
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 8192, 1 << 16
+TURNS = 40
+INSTRUCTIONS = "You help in a workshop of bookbinders. Read what is there before you change it. " * 40
+HELPER = "You count the leaves of sheets, and say nothing else. " * 40
+NUM_TURNS = {"result": 25, "results": 10, "question": 4, "helper": 1}
+TOOLS = ("read_sheet", "write_sheet", "count_leaves", "sew")
+PARAMETERS = {"type": "object", "properties": {"place": {"type": "string", "description": "Which sheet"}}}
+RESULT = "Sheet {}: eight leaves, the third one torn at the fold; thread of linen, two stations."
+
+
+class Turn(NamedTuple):
+    """What a turn is, its tokens, and how many of them were found."""
+
+    kind: str
+    num_tokens: int
+    num_before: int
+    """Tokens of the turn before and of its answer."""
+    num_found: int
+
+
+class Cached(InProcessEngine):
+    """Answers what is in ``said``, and keeps the tokens of each request in a cache."""
+
+    def start(self) -> Cached:
+        self.said = ""
+        self.requests.clear()
+        self.cache = KVCache(NUM_BLOCKS, BLOCK_SIZE)
+        self.answer = lambda request: [*self.said.encode(), IM_END]
+        return self
+
+    def compute(self, request: Request) -> int:
+        """Compute prompt and answer of a request as a scheduler does it; the number of tokens found."""
+        seq = Sequence(request, order=(0,))
+        self.cache.adopt(seq, self.cache.match(seq))
+        num_found = seq.num_computed_tokens
+        seq.tokens += self.answer(request)
+        total = len(seq.tokens) - 1  # the last token is never computed
+        assert self.cache.reserve(seq, total)
+        self.cache.note_filled(total - num_found)
+        seq.num_computed_tokens = total
+        self.cache.publish(seq, total)
+        self.cache.release(seq)
+        return num_found
+
+
+class Session:
+    """A conversation in one dialect."""
+
+    path = ""
+
+    def __init__(self, served: Served, engine: Cached, system: str = INSTRUCTIONS) -> None:
+        self.served, self.engine, self.system = served, engine, system
+        self.history: list[Any] = []
+        self.turns: list[Turn] = []
+        self._num_before = 0
+
+    def ask(self, kind: str, text: str, calls: list[str]) -> list[tuple[str, str, str]]:
+        """One turn, of which the model's answer is ``text`` and calls of a tool; their ids, names and arguments."""
+        written = [
+            f'<tool_call>\n{{"name": "{TOOLS[number % 4]}", "arguments": {{"place": "{place}"}}}}\n</tool_call>'
+            for number, place in enumerate(calls)
+        ]
+        self.engine.said = "\n".join(filter(None, [text, *written]))
+        answer = self.served.client.post(self.path, json=self.body(), headers=self.headers())
+        assert answer.status_code == 200, answer.text
+        request = self.engine.requests[-1]
+        self.turns.append(Turn(kind, len(request.prompt_tokens), self._num_before, self.engine.compute(request)))
+        self._num_before = len(request.prompt_tokens) + len(self.engine.answer(request))
+        return self.take(answer)
+
+    def headers(self) -> dict[str, str]:
+        return {}
+
+    def body(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        self.history.append({"role": "user", "content": text})
+
+    def take(self, answer: httpx.Response) -> list[tuple[str, str, str]]:
+        """Add the answer to the history as the client does."""
+        raise NotImplementedError
+
+    def give(self, results: list[tuple[str, str]]) -> None:
+        """Add the results of calls, by id."""
+        raise NotImplementedError
+
+
+class Claude(Session):
+    """Claude Code: blocks with marks for the cache, the last of which moves on with each turn."""
+
+    path = "/v1/messages"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-claude-code-session-id": "1", "anthropic-version": "2023-06-01"}
+
+    def body(self) -> dict[str, Any]:
+        messages = json.loads(json.dumps(self.history))
+        messages[-1]["content"][-1]["cache_control"] = {"type": "ephemeral"}
+        marked = {"type": "text", "text": self.system, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+        tools = [{"name": name, "description": "A tool.", "input_schema": PARAMETERS} for name in TOOLS]
+        return {"model": "m", "max_tokens": 900, "system": [marked], "tools": tools, "messages": messages}
+
+    def say(self, text: str) -> None:
+        self.history.append({"role": "user", "content": [{"type": "text", "text": text}]})
+
+    def take(self, answer: httpx.Response) -> list[tuple[str, str, str]]:
+        content = answer.json()["content"]
+        self.history.append({"role": "assistant", "content": content})
+        return [
+            (block["id"], block["name"], json.dumps(block["input"])) for block in content if block["type"] == "tool_use"
+        ]
+
+    def give(self, results: list[tuple[str, str]]) -> None:
+        blocks = [{"type": "tool_result", "tool_use_id": id, "content": text} for id, text in results]
+        self.history.append({"role": "user", "content": blocks})
+
+
+class Codex(Session):
+    """Codex: items of the Responses API, all of them each time, as nothing is stored."""
+
+    path = "/v1/responses"
+
+    def body(self) -> dict[str, Any]:
+        tools = [
+            {"type": "function", "name": name, "description": "A tool.", "parameters": PARAMETERS} for name in TOOLS
+        ]
+        own = {"prompt_cache_key": "1", "store": False, "parallel_tool_calls": True, "tool_choice": "auto"}
+        return {"model": "m", "instructions": self.system, "tools": tools, "input": self.history, **own}
+
+    def say(self, text: str) -> None:
+        self.history.append({"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]})
+
+    def take(self, answer: httpx.Response) -> list[tuple[str, str, str]]:
+        items = answer.json()["output"]
+        self.history += items
+        return [(x["call_id"], x["name"], x["arguments"]) for x in items if x["type"] == "function_call"]
+
+    def give(self, results: list[tuple[str, str]]) -> None:
+        self.history += [{"type": "function_call_output", "call_id": id, "output": text} for id, text in results]
+
+
+class OpenCode(Session):
+    """OpenCode: chat completions."""
+
+    path = "/v1/chat/completions"
+
+    def body(self) -> dict[str, Any]:
+        functions = [{"name": name, "description": "A tool.", "parameters": PARAMETERS} for name in TOOLS]
+        tools = [{"type": "function", "function": function} for function in functions]
+        messages = [{"role": "system", "content": self.system}, *self.history]
+        return {"model": "m", "max_tokens": 900, "tool_choice": "auto", "tools": tools, "messages": messages}
+
+    def take(self, answer: httpx.Response) -> list[tuple[str, str, str]]:
+        message = answer.json()["choices"][0]["message"]
+        kept = {name: message[name] for name in ("role", "content", "tool_calls") if message.get(name)}
+        self.history.append({"content": "", **kept})
+        calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or []]
+        return [(id, function["name"], function["arguments"]) for id, function in calls]
+
+    def give(self, results: list[tuple[str, str]]) -> None:
+        self.history += [{"role": "tool", "tool_call_id": id, "content": text} for id, text in results]
+
+
+@pytest.fixture(scope="module", params=["qwen 3"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    engine = Cached(max_model_len=MAX_LEN).start()
+    served = Served(engine, byte_tokenizer(FAMILIES[request.param]), {"served_model_name": "m"})
+    yield served
+    served.stop()
+
+
+@pytest.mark.parametrize("agent", [Claude, Codex, OpenCode])
+def test_each_turn_of_an_agent_finds_the_one_before(served: Served, agent: type[Session]) -> None:
+    """Two helpers with instructions of their own come in between; the second finds those of the first."""
+    engine: Any = served.engine
+    engine.start()
+    session, helpers = agent(served, engine), [agent(served, engine, HELPER) for _ in range(2)]
+    session.say("Mend the third sheet.")
+    kind = "first"
+    for number in range(TURNS):
+        if number in (10, 20):
+            helpers[number // 20].say(f"Count the leaves of sheet {number}.")
+            helpers[number // 20].ask("helper", "Eight.", [])
+        is_last = number % 8 == 7
+        places = [] if is_last else [f"{number}", f"{number}b"] if number % 4 == 2 else [f"{number}"]
+        text = "The sheet is mended." if is_last else "" if number % 3 == 1 else f"I look at place {number}."
+        calls = session.ask(kind, text, places)
+        assert len(calls) == len(places)
+        if calls:
+            session.give([(id, RESULT.format(arguments)) for id, _, arguments in calls])
+            kind = "results" if len(calls) > 1 else "result"
+        else:
+            session.say(f"Now sheet {number}.")
+            kind = "question"
+    rates: dict[str, list[float]] = {}
+    for turn in session.turns[1:]:
+        rates.setdefault(turn.kind, []).append(turn.num_found / turn.num_before)
+    [turn] = helpers[1].turns
+    rates["helper"] = [turn.num_found / turn.num_tokens]
+    assert {kind: len(found) for kind, found in rates.items()} == NUM_TURNS
+    lowest = {kind: round(min(found), 3) for kind, found in rates.items()}
+    assert all(rate >= 0.95 for rate in lowest.values()), lowest
