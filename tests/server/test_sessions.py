@@ -71,6 +71,8 @@ class Session:
     """A conversation in one dialect."""
 
     path = ""
+    name, seconds = "", 0.0
+    """Of the session, and for how long its prompts are to be kept, as the engine gets them."""
 
     def __init__(self, served: Served, engine: Cached, system: str = INSTRUCTIONS) -> None:
         self.served, self.engine, self.system = served, engine, system
@@ -88,6 +90,7 @@ class Session:
         answer = self.served.client.post(self.path, json=self.body(), headers=self.headers())
         assert answer.status_code == 200, answer.text
         request = self.engine.requests[-1]
+        assert (request.session, request.cache_ttl) == (self.name, self.seconds)
         self.turns.append(Turn(kind, len(request.prompt_tokens), self._num_before, self.engine.compute(request)))
         self._num_before = len(request.prompt_tokens) + len(self.engine.answer(request))
         return self.take(answer)
@@ -114,6 +117,7 @@ class Claude(Session):
     """Claude Code: blocks with marks for the cache, the last of which moves on with each turn."""
 
     path = "/v1/messages"
+    name, seconds = "1", 3600.0
 
     def headers(self) -> dict[str, str]:
         return {"x-claude-code-session-id": "1", "anthropic-version": "2023-06-01"}
@@ -144,6 +148,7 @@ class Codex(Session):
     """Codex: items of the Responses API, all of them each time, as nothing is stored."""
 
     path = "/v1/responses"
+    name = "1"
 
     def body(self) -> dict[str, Any]:
         tools = [

@@ -22,7 +22,9 @@ from octavo_server.http.errors import UnsupportedParameter, printable
 from octavo_server.services import ModelServices
 
 ACCEPTED = frozenset({"service_tier", "cache_control", "anthropic_version", "anthropic_beta", "betas"})
-"""Where a request is computed, and caching hints, which are ignored because caching is automatic."""
+"""Where a request is computed, and a caching hint that says nothing to a count of tokens."""
+LONGER = "1h"
+"""Value of ``cache_control.ttl``; with any other, prompts are kept for five minutes."""
 IGNORED: dict[str, tuple[Any, ...]] = IGNORED_IN_CHAT | {
     "container": (),
     "inference_geo": (),
@@ -66,6 +68,7 @@ class MessageBody(Counted, kw_only=True):
     top_k: int | None = None
     top_p: float | None = None
     metadata: dict[str, Any] = {}
+    cache_control: Any = None
     timeout: float | None = None
 
 
@@ -139,12 +142,22 @@ def translated_message(body: MessageBody, services: ModelServices) -> Translated
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
         stream=body.stream,
+        prompt_cache_retention=_retention(body),
         sampling=conversation.chat.sampling
         | sampling(temperature=body.temperature, top_k=body.top_k, top_p=body.top_p),
         user=user,
         timeout=body.timeout,
     )
     return conversation._replace(chat=chat)
+
+
+def _retention(body: MessageBody) -> str | None:
+    """For how long the marks for the cache ask to keep the prompt: all of it, as it is one path of the cache."""
+    parts = [body.system, body.tools, *(message.get("content") for message in body.messages)]
+    blocks = [block for part in parts if isinstance(part, list) for block in part if isinstance(block, dict)]
+    marks = [mark for mark in (body.cache_control, *(block.get("cache_control") for block in blocks)) if mark]
+    is_longer = any(isinstance(mark, dict) and mark.get("ttl") == LONGER for mark in marks)
+    return LONGER if is_longer else "5m" if marks else None
 
 
 def wants_thinking(body: Counted) -> bool:

@@ -26,7 +26,6 @@ from octavo_server.services import ModelServices
 
 OWN_FIELDS = frozenset(("echo", "model", "prompt", "stream", "stream_options", "use_beam_search"))
 """Fields of a completion that are not sampling parameters."""
-SESSION = "x-session-id"
 
 
 class TokenIdsBody(msgspec.Struct, kw_only=True):
@@ -47,8 +46,7 @@ async def _translate(body: TokenIdsBody, services: ModelServices, request: Reque
         raise InvalidParameter("sampling_params", f"'{foreign[0]}' is no sampling parameter.")
     fields = {"prompt": body.token_ids, "model": body.model, "priority": body.priority, **body.sampling_params}
     fields |= {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
-    session = body.session_id or request.headers.get(SESSION)
-    fields |= {} if session is None else {"prompt_cache_key": session}
+    fields |= {} if body.session_id is None else {"session_id": body.session_id}
     completion, ignored = completion_decoder.read(msgspec.json.encode(fields), services.engine.info.max_model_len)
     services.report(request, [f"sampling_params.{name}" for name in ignored])
     return Submission(

@@ -26,7 +26,7 @@ IRRELEVANT = ("temperature", "top_p", "top_k", "min_p", "seed", "num_speculative
 _HONOURED = {
     *("model", "prompt", "max_tokens", "n", "use_beam_search", "length_penalty", "ignore_eos", "add_special_tokens"),
     *("priority", "cache_salt", "user", "prompt_cache_key", "prompt_cache_retention", "ttft_target", "tpot_target"),
-    *("timeout", "return_token_ids", "skip_special_tokens"),
+    *("session_id", "timeout", "return_token_ids", "skip_special_tokens"),
 }
 
 

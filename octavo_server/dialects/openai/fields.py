@@ -19,8 +19,10 @@ from octavo_server.tenants.api_keys import caller_of
 
 MAX_CACHE_SALT = 256
 MAX_USER = 256
-CACHE_RETENTIONS = {"in_memory": 0.0, "in-memory": 0.0, "24h": 86400.0}
+CACHE_RETENTIONS = {"in_memory": 0.0, "in-memory": 0.0, "5m": 300.0, "1h": 3600.0, "24h": 86400.0}
 """Values of ``prompt_cache_retention`` and the seconds for which cached blocks are then evicted last."""
+SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
+"""Headers that name the conversation of a request: ours, Codex's, Claude Code's."""
 MAX_TARGET = 86400.0
 MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0
 
@@ -64,9 +66,7 @@ IGNORED: dict[str, tuple[Any, ...]] = {
 """Fields without which an answer is no less right: what concerns where and how it is computed, or what comes with it.
 Values other than these are reported in a response header."""
 
-ACCEPTED = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "session_id"}
-)
+ACCEPTED = frozenset({"metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier"})
 """Labels and hints for the operator of a service; no answer depends on them."""
 
 NO_LIMIT = -1
@@ -116,6 +116,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    session_id: str | None = None
     ttft_target: float | None = None
     tpot_target: float | None = None
     timeout: float | None = None
@@ -175,10 +176,12 @@ def check_generation_fields(body: GenerationFields, services: ModelServices) -> 
             raise InvalidParameter("stream_options", f"'stream_options.{name}' must be true or false.")
     if len(body.cache_salt) > MAX_CACHE_SALT:
         raise InvalidParameter("cache_salt", f"'cache_salt' must have at most {MAX_CACHE_SALT} characters.")
-    if len(body.prompt_cache_key or "") > MAX_USER:
-        raise InvalidParameter("prompt_cache_key", f"'prompt_cache_key' must have at most {MAX_USER} characters.")
+    for name in ("prompt_cache_key", "session_id"):
+        if len(getattr(body, name) or "") > MAX_USER:
+            raise InvalidParameter(name, f"'{name}' must have at most {MAX_USER} characters.")
     if body.prompt_cache_retention not in (None, *CACHE_RETENTIONS):
-        raise InvalidParameter("prompt_cache_retention", "'prompt_cache_retention' must be 'in_memory' or '24h'.")
+        allowed = "'in_memory', '5m', '1h' or '24h'"
+        raise InvalidParameter("prompt_cache_retention", f"'prompt_cache_retention' must be {allowed}.")
     for name, target in (("ttft_target", body.ttft_target), ("tpot_target", body.tpot_target)):
         if target is not None:
             _check_target(name, target, services.config.scheduler)
@@ -199,12 +202,18 @@ def scheduling_fields(body: GenerationFields, services: ModelServices, request: 
         "tenant": services.tenant(request, body.user, body.model),
         "ttft_target": body.ttft_target or 0.0,
         "tpot_target": body.tpot_target or 0.0,
-        "session": body.prompt_cache_key or "",
+        "session": _session(body, request),
         "cache_ttl": body.cache_ttl,
         "timeout": body.timeout,
         "message_format": services.message_format,
         "report": lambda names: services.report(request, names),
     }
+
+
+def _session(body: GenerationFields, request: Request) -> str:
+    """Name of the conversation that the request is a turn of, from the body or else a header; "": none."""
+    named = (request.headers.get(name) for name in SESSION_HEADERS)
+    return body.prompt_cache_key or body.session_id or next(filter(None, named), "")[:MAX_USER]
 
 
 def _check_target(name: str, seconds: float, scheduler: SchedulerSettings) -> None:

@@ -32,7 +32,7 @@ IGNORED: dict[str, tuple[Any, ...]] = IGNORED_IN_CHAT | {
     "truncation": ("disabled",),
 }
 """No tools run on this server, and a conversation that does not fit is rejected, never shortened."""
-ACCEPTED = frozenset({"prompt_cache_retention", "client_metadata", "request_id", "session_id"})
+ACCEPTED = frozenset({"client_metadata", "request_id"})
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = ("reasoning.encrypted_content",)
 """Values of ``include`` without effect, as reasoning is returned unencrypted. Others ask about tools of a server."""
@@ -103,6 +103,8 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     metadata: dict[str, str] = {}
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    session_id: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
     timeout: float | None = None
@@ -177,6 +179,8 @@ def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0, ta
         reasoning_effort=body.reasoning.effort,
         stream=body.stream,
         prompt_cache_key=body.prompt_cache_key,
+        prompt_cache_retention=body.prompt_cache_retention,
+        session_id=body.session_id,
         user=body.user,
         timeout=body.timeout,
         priority=body.priority,

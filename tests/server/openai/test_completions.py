@@ -302,7 +302,7 @@ def test_hints_for_the_prefix_cache(serve_app: Any) -> None:
     first, second = served.engine.requests
     assert (first.session, first.cache_ttl) == ("talk 1", 86400)
     assert (second.session, second.cache_ttl) == ("", 0)
-    assert served.complete(prompt_cache_retention="1h").json()["error"]["param"] == "prompt_cache_retention"
+    assert served.complete(prompt_cache_retention="1w").json()["error"]["param"] == "prompt_cache_retention"
     assert served.complete(prompt_cache_key="x" * 257).json()["error"]["param"] == "prompt_cache_key"
 
 

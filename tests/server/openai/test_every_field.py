@@ -63,6 +63,7 @@ TOLD: dict[str, tuple[Any, Callable[[Request], Any], Any]] = {
     "cache_salt": ("me", lambda request: request.cache_salt, "me"),
     "user": ("me", lambda request: request.tenant, "me"),
     "prompt_cache_key": ("talk", lambda request: request.session, "talk"),
+    "session_id": ("talk", lambda request: request.session, "talk"),
     "prompt_cache_retention": ("24h", lambda request: request.cache_ttl, 86400.0),
     "max_completion_tokens": (3, lambda request: request.max_tokens, 3),
     "structured_outputs": ({"regex": "a"}, lambda request: request.params.grammar is not None, True),
