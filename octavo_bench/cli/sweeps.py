@@ -18,7 +18,7 @@ from octavo.cli.settings import (
 )
 from octavo.config import EngineConfig
 from octavo_bench.cli.arguments import engine_config, numbers
-from octavo_bench.cli.results import add_results, begin, finish
+from octavo_bench.cli.results import add_results
 
 TRIED = {"max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory"}
 """Settings that follow from the length of a context that `limit` tries."""
@@ -39,7 +39,7 @@ def add_kinds(kinds: Any) -> None:
     sweep.add_argument("--gap", type=float, default=0.0, help="seconds between two requests; default: all at once")
     sweep.add_argument("--rounds", type=positive, default=3, help="visits to each value, in turns")
     add_results(sweep)
-    sweep.set_defaults(run=_sweep)
+    sweep.set_defaults(measure=_sweep)
 
     recompute = kinds.add_parser("recompute", help="decoding with a KV cache, and without one")
     add_settings(recompute, EngineConfig)
@@ -47,7 +47,7 @@ def add_kinds(kinds: Any) -> None:
     recompute.add_argument("--tokens", type=positive, default=8, help="tokens that are timed at each length")
     recompute.add_argument("--rounds", type=positive, default=3)
     add_results(recompute)
-    recompute.set_defaults(run=_recompute)
+    recompute.set_defaults(measure=_recompute)
 
     limit = kinds.add_parser(
         "limit", help="the longest context before memory runs out, tried in processes of their own"
@@ -60,7 +60,7 @@ def add_kinds(kinds: Any) -> None:
     )
     limit.add_argument("--context", type=positive, default=256, help="tokens of each sequence of --sequences")
     add_results(limit)
-    limit.set_defaults(run=_limit)
+    limit.set_defaults(measure=_limit)
 
 
 def _say(line: str) -> None:
@@ -76,30 +76,27 @@ def _value(text: str) -> int | float | str:
     return text
 
 
-def _sweep(args: argparse.Namespace) -> int:
+def _sweep(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.sweep import SweepWork, sweep
 
-    begin(args)
     config = engine_config(args)
     work = SweepWork(args.num_prompts, args.input_len, args.output_len, args.shared_len, args.gap)
     vary, values = args.vary.replace("-", "_"), [_value(text) for text in args.values.split(",")]
     rows = list(sweep(config, work, vary, values, args.rounds, _say))
-    return finish(args, {"model": Path(config.model.model).name, **work._asdict(), "rows": rows})
+    return {"model": Path(config.model.model).name, **work._asdict(), "rows": rows}
 
 
-def _recompute(args: argparse.Namespace) -> int:
+def _recompute(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.sweep import without_cache
 
-    begin(args)
     config = engine_config(args)
     rows = list(without_cache(config, args.lengths, args.tokens, args.rounds))
-    return finish(args, {"model": Path(config.model.model).name, "rows": rows})
+    return {"model": Path(config.model.model).name, "rows": rows}
 
 
-def _limit(args: argparse.Namespace) -> int:
+def _limit(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.memory_limit import largest_batches, memory_limit
 
-    begin(args)
     refuse_settings(args, TRIED, "`bench limit` sets it for each try")
     config = load_config(EngineConfig, args)
     model = config.model.model
@@ -108,4 +105,4 @@ def _limit(args: argparse.Namespace) -> int:
         found = memory_limit(flags, args.memory, args.longest, _say)
     else:
         found = largest_batches(flags, args.memory, args.sequences, args.context, args.longest, _say)
-    return finish(args, {"model": Path(model).name, "memory": args.memory or "all", **found})
+    return {"model": Path(model).name, "memory": args.memory or "all", **found}

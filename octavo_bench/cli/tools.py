@@ -37,7 +37,7 @@ def add_kinds(kinds: Any) -> None:
     lora.add_argument("--steps", type=positive, default=32)
     lora.add_argument("--rounds", type=positive, default=3, help="in which the numbers of adapters take turns")
     add_results(lora)
-    lora.set_defaults(run=_lora)
+    lora.set_defaults(measure=_lora)
 
     switch = kinds.add_parser(
         "switch", help="several models on one port: right answers, memory held, times of a switch"
@@ -51,7 +51,7 @@ def add_kinds(kinds: Any) -> None:
         "--rounds", type=positive, default=5, help="switches to each model, of which medians are reported"
     )
     add_results(switch)
-    switch.set_defaults(run=_switch)
+    switch.set_defaults(measure=_switch)
 
     journal = kinds.add_parser("journal", help="how fast a server that starts reads its journal")
     journal.add_argument("--megabytes", type=positive, default=512, help="of the journal")
@@ -59,7 +59,7 @@ def add_kinds(kinds: Any) -> None:
     journal.add_argument("--rounds", type=positive, default=3)
     journal.add_argument("--history", action="store_true", help="write so much as a server does, and read what is left")
     add_results(journal)
-    journal.set_defaults(run=_journal)
+    journal.set_defaults(measure=_journal)
 
     report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
     report.add_argument("files", nargs="*", type=Path, metavar="FILE")
@@ -135,39 +135,35 @@ def _sanity(args: argparse.Namespace) -> int:
     return EXIT_WORSE if any("failed" in row for row in result["rows"]) else code
 
 
-def _lora(args: argparse.Namespace) -> int:
+def _lora(args: argparse.Namespace) -> dict[str, Any]:
     import tempfile
 
     from octavo_bench.lora import step_times
     from octavo_bench.report import spread
 
-    begin(args)
     work = {"sequences": args.sequences, "rank": args.rank, "steps": args.steps, "rounds": args.rounds}
     with tempfile.TemporaryDirectory() as folder:
         times = step_times(args.model, Path(folder), args.adapters, args.sequences, args.rank, args.steps, args.rounds)
     rows = [{"adapters": count, "step_ms": spread(ms), "least_ms": round(min(ms), 3)} for count, ms in times.items()]
-    return finish(args, {"model": args.model.name, **work, "rows": rows})
+    return {"model": args.model.name, **work, "rows": rows}
 
 
-def _switch(args: argparse.Namespace) -> int:
+def _switch(args: argparse.Namespace) -> dict[str, Any]:
     import tempfile
 
     from octavo_bench.switch import measure, write_tiny_model
 
-    begin(args)
     flags = ["--kv-cache-memory", str(args.kv_cache_memory)]
     with tempfile.TemporaryDirectory() as folder:
         models = [str(write_tiny_model(Path(folder) / "tiny")) if model == "tiny" else model for model in args.models]
-        result = measure(models, flags, args.models_memory_budget, args.requests, args.concurrency, args.rounds)
-    return finish(args, result)
+        return measure(models, flags, args.models_memory_budget, args.requests, args.concurrency, args.rounds)
 
 
-def _journal(args: argparse.Namespace) -> int:
+def _journal(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.journal import measure, measure_history
 
-    begin(args)
     run = measure_history if args.history else measure
-    return finish(args, run(args.megabytes * 1_000_000, args.sequences, args.rounds))
+    return run(args.megabytes * 1_000_000, args.sequences, args.rounds)
 
 
 def add_architectures(kinds: Any) -> None:
