@@ -49,7 +49,8 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
         StepResult,
     )
-    from octavo.sampling_params import RepetitionDetectionParams, SamplingParams
+    from octavo.llm.vllm_arguments import LoRARequest
+    from octavo.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -75,6 +76,7 @@ __all__ = [
     "EngineConfig",
     "EngineMetrics",
     "InvalidParameter",
+    "LoRARequest",
     "Logprob",
     "ModelNotFound",
     "OctavoError",
@@ -93,6 +95,7 @@ __all__ = [
     "SamplingParams",
     "ScoringRequestOutput",
     "StepResult",
+    "StructuredOutputsParams",
     "Unavailable",
     "WorkerLost",
     "__version__",
@@ -107,16 +110,28 @@ _MODULES = {
         *("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
         *("Engine", "Computed", "EngineMetrics", "Percentiles", "StepResult"),
     ),
-    "octavo.sampling_params": ("RepetitionDetectionParams", "SamplingParams"),
+    "octavo.llm.vllm_arguments": ("LoRARequest",),
+    "octavo.sampling_params": ("RepetitionDetectionParams", "SamplingParams", "StructuredOutputsParams"),
 }
 """Where the names come from that are imported on first access: processes that need few of them start often."""
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
+_ASYNC = "AsyncClient is for a server, which `octavo serve` starts; LLM.stream and Engine.step run in this process"
+_OF_VLLM = {
+    **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), _ASYNC),
+    **dict.fromkeys(("EngineArgs", "AsyncEngineArgs"), "LLM and Engine take the settings by name; see EngineConfig"),
+    "LLMEngine": "Engine is added to and run step by step",
+    **dict.fromkeys(("TextPrompt", "TokensPrompt"), "a prompt is text, a list of token ids, or a dict of either"),
+    "GuidedDecodingParams": "SamplingParams has structured_outputs=StructuredOutputsParams(...)",
+    "PoolingParams": "LLM.embed, classify, encode, score and reward take what they need by name",
+}
+"""What to use in place of public names of vLLM."""
 
 
 def __getattr__(name: str) -> Any:
     """Import what a name needs on first access (PEP 562)."""
     if name not in _PLACES:
-        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+        instead = f"; {_OF_VLLM[name]}" if name in _OF_VLLM else ""
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}{instead}")
     return getattr(importlib.import_module(_PLACES[name]), name)
 
 

@@ -60,6 +60,18 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, omit_defaults=True)
         return False
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an output of ``LLM`` is held to: one of these. Names and meaning are vLLM's."""
+
+    json: dict[str, Any] | str | None = None
+    """A JSON schema, or its text."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In GBNF or Lark."""
+    json_object: bool | None = None
+
+
 @dataclass(frozen=True)
 class Option:
     """A number or a switch among the sampling parameters. Checks, flags of commands, fields of HTTP bodies with their
@@ -177,6 +189,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The same for prompt tokens."""
     grammar: str | None = None
     """Grammar of the output, as written by ``octavo.grammar.forms``; ``None``: unconstrained."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """In place of ``grammar``, for ``LLM`` and ``Engine``."""
+    detokenize: bool = True
+    """Whether ``LLM`` and ``Engine`` give texts, which stop strings need, or token ids alone."""
+    truncate_prompt_tokens: int | None = None
+    """``LLM`` and ``Engine`` keep so many tokens at the end of the prompt; ``None``: all."""
     repetition_detection: RepetitionDetectionParams | None = None
     """Ends a text that repeats a pattern of tokens, with the stop reason ``"repetition"``; ``None``: never."""
     thinking_token_budget: int | None = None
@@ -212,6 +230,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if getattr(self, name) is not None:
                 _integer(self, name, 0, MAX_TOKEN_ID)
         _check_repetition(self)
+        _check_of_llm(self)
         if self.extra_args is not None and not (isinstance(self.extra_args, dict) and self.extra_args):
             raise InvalidParameter("extra_args", "'extra_args' must be a dict that is not empty.")
         _check_stops(self)
@@ -220,6 +239,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_allowed(self)
         if self.grammar is not None and not isinstance(self.grammar, str):
             raise InvalidParameter("grammar", "'grammar' must be a string made by octavo.grammar.forms.")
+
+    def clone(self) -> SamplingParams:
+        """An equal one."""
+        return msgspec.structs.replace(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -318,6 +341,17 @@ def _check_repetition(params: SamplingParams) -> None:
     if given is not None and not isinstance(given, RepetitionDetectionParams):
         message = f"'repetition_detection' must be RepetitionDetectionParams, not {_shown(given)}."
         raise InvalidParameter("repetition_detection", message)
+
+
+def _check_of_llm(params: SamplingParams) -> None:
+    given = params.structured_outputs
+    if given is not None and (not isinstance(given, StructuredOutputsParams) or params.grammar is not None):
+        message = "'structured_outputs' must be StructuredOutputsParams, and there must be no 'grammar' beside it."
+        raise InvalidParameter("structured_outputs", message)
+    if params.truncate_prompt_tokens is not None:
+        _integer(params, "truncate_prompt_tokens", 1, MAX_TOKEN_ID)
+    if not params.detokenize and params.stop:
+        raise InvalidParameter("detokenize", "'detokenize' must be true where there are stop strings.")
 
 
 def _check_stops(params: SamplingParams) -> None:

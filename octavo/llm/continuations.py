@@ -29,7 +29,7 @@ class Continuation:
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
         self._error: str | None = None
-        self._text_stream = TextStream(tokenizer, request.params)
+        self._text_stream = TextStream(tokenizer if request.params.detokenize else None, request.params)
         self._text = ""
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []

@@ -136,6 +136,18 @@ class LiveRequests:
                 self._step()
             self.engine.load_weights(folder, files)
 
+    def sleep(self) -> None:
+        """See ``Engine.sleep``; the requests of all threads end first."""
+        with self._lock:
+            while self.engine.has_work:
+                self._step()
+            self.engine.sleep()
+
+    def wake(self) -> None:
+        """Undo ``sleep``."""
+        with self._lock:
+            self.engine.wake()
+
     def next_piece(self, continuation: Continuation) -> CompletionOutput | None:
         """What is new of a continuation, while no thread adds to it."""
         with self._lock:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from rich.console import Console
 from rich.progress import Progress
@@ -18,7 +18,7 @@ from octavo.engine.beam_search import BeamSearchParams, check_beam_search
 from octavo.engine.engine import Engine
 from octavo.errors import RequestFailed, Unavailable
 from octavo.images.preparer import preparer_of
-from octavo.llm.adapters import adapters_of, chosen
+from octavo.llm.adapters import Adapter, adapters_of, chosen
 from octavo.llm.beam_search import BeamSearchOutput, search_beams
 from octavo.llm.continuations import GenerationJob
 from octavo.llm.image_inputs import image_in
@@ -47,6 +47,7 @@ from octavo.llm.prompts import (
     check_task,
     check_texts,
 )
+from octavo.llm.vllm_arguments import VLLMArguments, adapter_of, check_names, priorities
 from octavo.sampling_params import SamplingParams
 from octavo.text.chat_template import load_chat_template
 from octavo.text.conversation import Conversation
@@ -86,6 +87,7 @@ class LLM:
         *,
         use_progress: bool = False,
         adapter: str | None = None,
+        **of_vllm: Unpack[VLLMArguments],
     ) -> list[RequestOutput]:
         """Continue every prompt; results are in the order of the prompts.
 
@@ -94,11 +96,14 @@ class LLM:
         Every prompt is validated before the first one starts; an invalid one raises a ``RequestError`` that names it.
         A later failure ends the affected continuation only, with the ``finish_reason`` ``"error"``. Ctrl-C ends all
         of them, between two steps. Requests without a seed get one derived from the setting ``seed`` and the number
-        of earlier requests.
+        of earlier requests. ``of_vllm`` are names that scripts for vLLM use.
         """
+        check_names(of_vllm, "generate")
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        jobs = self._jobs(check_all(prompts, params, self._tokenizer, self.info, self._images), adapter)
-        self._run(jobs, use_progress)
+        prompts_read = check_all(prompts, params, self._tokenizer, self.info, self._images)
+        used = adapter_of(adapter, of_vllm.get("lora_request"), self._adapters, self.engine)
+        jobs = self._jobs(prompts_read, used, priorities(of_vllm.get("priority"), len(prompts_read)))
+        self._run(jobs, use_progress or bool(of_vllm.get("use_tqdm")))
         return [job.result() for job in jobs]
 
     def beam_search(
@@ -204,7 +209,8 @@ class LLM:
         has its ``finish_reason``. Closing the generator early aborts the unfinished continuations.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        (job,) = self._jobs(check_all([prompt], params, self._tokenizer, self.info, self._images), adapter)
+        checked = check_all([prompt], params, self._tokenizer, self.info, self._images)
+        (job,) = self._jobs(checked, chosen(adapter, self._adapters), [0])
         return self._pieces(job)
 
     def chat(
@@ -218,6 +224,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         adapter: str | None = None,
+        **of_vllm: Unpack[VLLMArguments],
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of messages; otherwise like ``generate``.
 
@@ -228,7 +235,7 @@ class LLM:
         conversations: Sequence[Any] = [messages] if is_one else messages
         ends = add_generation_prompt, continue_final_message
         prompts = [self.chat_prompt(each, chat_template_kwargs, tools, *ends) for each in conversations]
-        return self.generate(prompts, sampling_params, use_progress=use_progress, adapter=adapter)
+        return self.generate(prompts, sampling_params, use_progress=use_progress, adapter=adapter, **of_vllm)
 
     def render_chat(
         self,
@@ -303,10 +310,21 @@ class LLM:
             raise Unavailable("The model has no tokenizer.")
         return self._tokenizer
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the GPU's memory until ``wake_up``, once the requests of all threads have ended; the weights are kept in
+        host memory at each ``level``. Raises ``RunnerError`` where that is not possible, as on a CPU."""
+        self._requests.sleep()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo ``sleep``, as a whole whatever the ``tags``."""
+        self._requests.wake()
+
     @property
     def engine(self) -> Engine:
         """The engine, for its statistics; raises ``Unavailable`` after ``close``."""
         return self._requests.engine
+
+    llm_engine = engine
 
     def close(self) -> None:
         """Free the memory and drop unfinished requests. May be called twice."""
@@ -353,10 +371,12 @@ class LLM:
                 self._requests.step(unfinished)
                 advance(left - unfinished.count)
 
-    def _jobs(self, prompts: Sequence[Checked], adapter: str | None) -> list[GenerationJob]:
-        used = chosen(adapter, self._adapters)
+    def _jobs(self, prompts: Sequence[Checked], adapter: Adapter, order: Sequence[int]) -> list[GenerationJob]:
         check_grammars(prompts, self.engine.grammars)
-        return [self._requests.make(str(next(self._job_ids)), prompt, adapter=used) for prompt in prompts]
+        return [
+            self._requests.make(str(next(self._job_ids)), prompt, priority, adapter)
+            for prompt, priority in zip(prompts, order, strict=True)
+        ]
 
     def _pieces(self, job: GenerationJob) -> Generator[CompletionOutput, None, None]:
         unfinished = list(job.continuations)

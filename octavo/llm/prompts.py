@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from octavo.engine.protocols import Grammars
 from octavo.errors import CANCELLATIONS, InvalidParameter, RequestError
 from octavo.images.preparer import ImagePreparer, placed
 from octavo.llm.image_inputs import file_of, images_of
+from octavo.llm.vllm_arguments import grammar_of
 from octavo.sampling_params import SamplingParams, check_num_logprobs, resolve_max_tokens
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Sequences, Tokenizer, banned_sequences, check_something_is_left
@@ -61,7 +64,11 @@ def check_all(
     checked = []
     for place, (prompt, own) in enumerate(zip(items, _params_for_each(params, len(items)), strict=True)):
         name = "prompt" if len(items) == 1 else f"prompts[{place}]"
+        if own.structured_outputs is not None:
+            own = msgspec.structs.replace(own, grammar=grammar_of(own.structured_outputs), structured_outputs=None)
         text, tokens = _encode(prompt, name, tokenizer, info.vocab_size, preparer)
+        if own.truncate_prompt_tokens is not None:
+            tokens = tokens[-own.truncate_prompt_tokens :]
         tokens, images = _with_images(prompt, name, tokens, preparer)
         _check_params(own, tokenizer, info)
         max_tokens = resolve_max_tokens(own, len(tokens), info.max_model_len, field=name)

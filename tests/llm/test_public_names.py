@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import octavo
 from octavo import errors
 
@@ -21,7 +23,9 @@ def test_all_public_names_exist_and_are_the_ones_meant() -> None:
         "CompletionOutput",
         "Logprob",
         "RequestMetrics",
+        "ClassificationRequestOutput",
         "EmbeddingRequestOutput",
+        "PoolingRequestOutput",
         "ScoringRequestOutput",
     }
     steps = {"Engine", "StepResult", "Computed", "EngineMetrics", "Percentiles"}
@@ -31,6 +35,8 @@ def test_all_public_names_exist_and_are_the_ones_meant() -> None:
         "LLM",
         "SamplingParams",
         "RepetitionDetectionParams",
+        "StructuredOutputsParams",
+        "LoRARequest",
         "EngineConfig",
         "__version__",
         *outputs,
@@ -43,6 +49,11 @@ def test_all_public_names_exist_and_are_the_ones_meant() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(octavo, "LLMM")
+
+
+def test_names_of_vllm_are_explained() -> None:
+    with pytest.raises(AttributeError, match=r"LLM\.stream and Engine\.step run in this process"):
+        _ = octavo.AsyncLLM  # type: ignore[attr-defined]
 
 
 def test_the_version_is_the_packages() -> None:
