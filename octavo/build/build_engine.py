@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -85,6 +85,7 @@ from octavo.speculative_config import Method, parse_speculative_config
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import Executor
 from octavo.telemetry.phases import Phases
+from octavo.text.tokenizer import load_tokenizer
 from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.dtypes import DTYPES
@@ -347,12 +348,26 @@ def _read_model(
     if (backend := model_backend(config.model)) is not None:
         return *backend.read_model(config, path, form), form
     values = {**text_config(checkpoint.config), **parse_hf_overrides(config.model.hf_overrides)}
+    if isinstance(words := values.get("classifier_from_token"), list):
+        values["classifier_from_token"] = _token_ids(words, Path(config.model.tokenizer or path))
     model = read_config(values, config.model.max_model_len)
     check_sizes(model, checkpoint)
     if checkpoint.is_dummy:
         free = memory.free_memory(device, config.cache.gpu_memory_utilization)
         check_dummy(model, checkpoint, form, config.model.tensor_parallel_size, free)
     return config, model, form
+
+
+def _token_ids(words: list[Any], path: Path) -> list[Any]:
+    """The ids of words that are one token each; what is no word stays. Raises ``ConfigError``."""
+    tokenizer = load_tokenizer(path) if any(isinstance(word, str) for word in words) else None
+    found: list[Any] = []
+    for word in words:
+        ids = tokenizer.encode(word, add_special_tokens=False) if tokenizer and isinstance(word, str) else [word]
+        if len(ids) != 1 or isinstance(ids[0], str):
+            raise ConfigError(f"classifier_from_token: {word!r} is no token of the model's tokenizer")
+        found += ids
+    return found
 
 
 def model_backend(settings: ModelSettings) -> ModelBackend | None:

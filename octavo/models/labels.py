@@ -40,6 +40,8 @@ class LabelPart:
     """The norm behind that."""
     out: str = "classifier"
     out_has_bias: bool = True
+    tokens: tuple[int, int] | None = None
+    """Without a map of its own: the score is how much larger the second token's logit is than the first one's."""
 
 
 class LabelHead:
@@ -56,7 +58,8 @@ class LabelHead:
             x_RD = self.part.between(x_RD)
         if self.norm is not None:
             x_RD = self.norm(x_RD)
-        return self.out(x_RD).float()
+        logits_RL = self.out(x_RD).float()
+        return logits_RL if self.part.tokens is None else logits_RL[:, 1:] - logits_RL[:, :1]
 
 
 def tanh(x: Tensor) -> Tensor:

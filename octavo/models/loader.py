@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -423,11 +424,18 @@ class WeightLoader:
 
     # Labels.
 
-    def labels(self, part: LabelPart, width: int, eps: float = 0.0, norm: NormPart | None = None) -> LabelHead:
+    def labels(
+        self, part: LabelPart, width: int, eps: float = 0.0, norm: NormPart | None = None, vocab_size: int = 0
+    ) -> LabelHead:
         """A classification head of a model of this width; ``eps`` and ``norm`` are those of its norm."""
         dense = self.replicated(part.dense, width, width, part.dense_has_bias) if part.dense else None
         normed = self.stream_norm(part.norm, width, eps, norm or NormPart()) if part.norm else None
-        out = self.replicated(part.out, len(part.names), width, part.out_has_bias)
+        if part.tokens is None:
+            out = self.replicated(part.out, len(part.names), width, part.out_has_bias)
+        else:
+            name = next(name for name in ("lm_head", "model.embed_tokens") if self.tensors.has_module(name))
+            rows = self._method.matrix(name, (vocab_size, width), self.tensors, False).rows(np.array(part.tokens))
+            out = Linear([self.kept(weight) for weight in make_weights([rows], self.form)])
         return LabelHead(part, dense, normed, out)
 
     # Helpers.

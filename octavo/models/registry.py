@@ -17,7 +17,7 @@ from octavo.models.apertus import ApertusForCausalLM
 from octavo.models.arcee import ArceeForCausalLM, NemotronForCausalLM
 from octavo.models.cohere import Cohere2ForCausalLM, Cohere2MoeForCausalLM, CohereForCausalLM
 from octavo.models.config import ModelConfig, architecture
-from octavo.models.config_keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import ENCODERS, encoder_family
@@ -234,9 +234,11 @@ def read_config(values: Mapping[str, Any], max_len: int | None = None) -> ModelC
     config: ModelConfig = family.read_config(keys, max_len)
     if (purpose := _purpose(name)) is not None and not isinstance(config, EncoderConfig):
         labels = _labels(keys, *purpose) if purpose[1] in CLASSIFIERS else None
-        config = dataclasses.replace(config, has_head=False, labels=labels, tie_word_embeddings=True)
-        if isinstance(config, DecoderConfig):
-            config = dataclasses.replace(config, has_head_bias=False)
+        config = dataclasses.replace(config, has_head=False, labels=labels)
+        if labels is None or labels.tokens is None:
+            config = dataclasses.replace(config, tie_word_embeddings=True)
+            if isinstance(config, DecoderConfig):
+                config = dataclasses.replace(config, has_head_bias=False)
     keys.finish()
     return dataclasses.replace(config, quantization=method)
 
@@ -250,7 +252,15 @@ def _purpose(name: str) -> tuple[str, str] | None:
 
 
 def _labels(keys: ConfigKeys, family: str, kind: str) -> LabelPart:
-    """The head of a decoder that classifies texts or tokens: a linear map of the last vectors."""
+    """The head of a decoder that classifies texts or tokens: a linear map of the last vectors, or the logits of two
+    tokens such as "no" and "yes", of which ``classifier_from_token`` has the ids (as Qwen3-Reranker is meant)."""
+    keys.must_be({"is_original_qwen3_reranker": (True, False)})
+    if (tokens := keys.get("classifier_from_token")) is not None:
+        vocab_size = keys.size("vocab_size")
+        is_pair = isinstance(tokens, list | tuple) and len(tokens) == 2
+        if not is_pair or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+            raise wrong("classifier_from_token", tokens, f"two tokens, or their ids from 0 to {vocab_size - 1}")
+        return LabelPart(names=("LABEL_0",), activation="sigmoid", of="last", tokens=(tokens[0], tokens[1]))
     names = read_label_names(keys)
     activation = read_activation(keys, len(names))
     if kind == "ForSequenceClassification":
@@ -289,7 +299,11 @@ def load_model(
     model = _family(config.architecture)(config, weights)
     for prefix in mtp_prefixes(weights.tensors.names, config.num_layers):
         weights.tensors.leave_out(prefix)  # drafters load them
-    labels = None if config.labels is None else weights.labels(config.labels, config.hidden_size)
+    labels = (
+        None
+        if config.labels is None
+        else weights.labels(config.labels, config.hidden_size, vocab_size=config.vocab_size)
+    )
     if not config.has_head:
         weights.tensors.leave_out("lm_head.")
     kv_scales = weights.cache_scales(config.cache)

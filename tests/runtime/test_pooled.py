@@ -20,11 +20,12 @@ from transformers import (
 
 from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.models.registry import ARCHITECTURES
 from octavo.sampling_params import SamplingParams
 from octavo.text.vectors import result_of
 from octavo.types import Output, Request, Task
+from tests.models.encoder_families import word_tokenizer
 from tests.models.families import ROWS, VOCAB_SIZE, make_checkpoint
 from tests.tiers import nightly_after
 
@@ -92,10 +93,10 @@ def test_a_vector_that_is_no_number_ends_its_request_alone(tmp_path: Path) -> No
     assert all(found[i].values is not None for i in range(len(TEXTS)) if i not in spoilt)
 
 
-def results(folder: Path, task: Task, tasks: tuple[Task, ...]) -> list[np.ndarray]:
+def results(folder: Path, task: Task, tasks: tuple[Task, ...], **settings: Any) -> list[np.ndarray]:
     """What ``task`` makes of every text, in chunks."""
     values = {"model": str(folder), "device": "cpu", "dtype": "float32", "max_num_batched_tokens": 48, "block_size": 16}
-    engine, info = build_engine(EngineConfig.from_flat({**values, "kv_cache_memory": 0.05}))
+    engine, info = build_engine(EngineConfig.from_flat({**values, "kv_cache_memory": 0.05, **settings}))
     assert info.tasks == tasks
     for i, text in enumerate(TEXTS):
         engine.add(Request(i, text, SamplingParams(max_tokens=0), 0, task=task))
@@ -138,6 +139,30 @@ def test_a_decoder_that_classifies_tokens(row: str, tmp_path: Path) -> None:
         with torch.inference_mode():
             logits = model(torch.tensor([text]), use_cache=False).logits[0]
         np.testing.assert_allclose(found, logits.softmax(dim=-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_ranker_that_says_yes_or_no(is_tied: bool, tmp_path: Path) -> None:
+    """As Qwen3-Reranker is meant: a checkpoint that generates, and the chance of one of two words."""
+    model = make_checkpoint(tmp_path, "qwen3/biases", tie_word_embeddings=is_tied)
+    words = word_tokenizer(has_types=False)
+    words.save(str(tmp_path / "tokenizer.json"))
+    no, yes = (words.token_to_id(word) for word in ("nobody", "it"))
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["nobody", "it"]}
+    found = results(tmp_path, "score", ("score", "classify"), hf_overrides=json.dumps(overrides))
+    for text, score in zip(TEXTS, found, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([text]), use_cache=False).logits[0, -1]
+        assert score[0] == pytest.approx(float(logits[[no, yes]].softmax(dim=-1)[1]), abs=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [["bird"], ["birds", "it"], [1, 97], 5])
+def test_other_words_of_a_ranker_are_refused(tokens: Any, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3/biases")
+    word_tokenizer(has_types=False).save(str(tmp_path / "tokenizer.json"))
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": tokens}
+    with pytest.raises((CheckpointError, ConfigError), match="classifier_from_token"):
+        results(tmp_path, "score", ("score",), hf_overrides=json.dumps(overrides))
 
 
 def made_with(auto_class: Any, folder: Path, row: str, **changes: Any) -> PreTrainedModel:
