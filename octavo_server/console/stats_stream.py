@@ -80,6 +80,10 @@ class LiveView:
             # Also of a viewer that is still sending an earlier event, and asks for this one later.
             self._next.set_result(None)
 
+    @property
+    def is_watched(self) -> bool:
+        return self._num_viewers > 0
+
     def set_pace(self, steps: int | None) -> None:
         """Let the engine compute so many steps and then hold, as long as anybody watches; ``None``: go on."""
         self._is_held = steps is not None
@@ -134,6 +138,8 @@ async def pace(request: Request) -> Response:
     if steps is not None and not (steps.isascii() and steps.isdigit() and int(steps) <= MAX_PACE):
         raise InvalidParameter("steps", f"'steps' must be from 0 to {MAX_PACE}, or be left out to go on.")
     view: LiveView = request.app.state.live_views[services.model_name]
+    if steps is not None and not view.is_watched:
+        raise InvalidParameter("steps", "The engine holds only while somebody reads /stats/live, as the console does.")
     view.set_pace(None if steps is None else int(steps))
     return json_response({"is_held": steps is not None}, {})
 

@@ -36,6 +36,9 @@ export function startChat() {
     else if (scrollTop < lastTop) isFollowing = false;
     lastTop = scrollTop;
   });
+  addEventListener("pagehide", () => {
+    for (const { conversation: owner } of streams.values()) keep(owner);
+  });
   startAttachments();
   show();
 }
@@ -184,7 +187,8 @@ const actions = {
     const settings = requestSettings();
     if (settings) answer(message.parent, settings);
   },
-  canGoOn: (message) => !!message.text && !message.calls?.length && (!!message.problem || ["stopped", "length"].includes(message.reason)),
+  // Also what was edited, and what a reload of the page cut off: it has no reason to have ended.
+  canGoOn: (message) => !!message.text && !message.calls?.length && message.reason !== "stop",
   goOn(message) {
     const settings = requestSettings();
     if (!settings) return;

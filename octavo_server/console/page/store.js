@@ -5,6 +5,7 @@ const STORE = "conversations";
 const own = newId(); // of this tab
 const others = "BroadcastChannel" in globalThis ? new BroadcastChannel("octavo-conversations") : null;
 
+let database; // once it is open; null if there is none
 const opened = new Promise((resolve) => {
   let request;
   try {
@@ -20,11 +21,13 @@ const opened = new Promise((resolve) => {
 
 // Runs a request on the store; undefined where there is no store, as in some private windows.
 async function ask(mode, make) {
-  const database = await opened;
+  // Without a wait if it is open: a page that goes away waits for nothing.
+  if (database === undefined) database = await opened;
   if (!database) return undefined;
   return new Promise((resolve, reject) => {
     const transaction = database.transaction(STORE, mode);
     const request = make(transaction.objectStore(STORE));
+    transaction.commit();
     transaction.oncomplete = () => resolve(request.result);
     transaction.onabort = () => reject(new Error(`The browser could not keep the conversation: ${transaction.error?.message ?? "no reason given"}`));
   });

@@ -222,6 +222,24 @@ def test_an_answer_can_be_stopped_and_go_on(visit: Any) -> None:
     opened.check()
 
 
+def test_what_a_reload_cuts_off_is_kept_and_can_go_on(visit: Any) -> None:
+    engine = InProcessEngine(says("Once upon a time"), runs=False)
+    opened = visit(engine)
+    page = opened.page
+    opened.say("Tell me a story.")
+    opened.until(lambda: engine.num_live == 1)
+    for _ in range(4):
+        opened.served.call(engine.step)
+    page.wait_for_selector(".message.assistant p:text('Once')")
+    page.reload()
+    page.click("#conversations .title")
+    page.wait_for_selector(".message.assistant p:text('Once')")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.click("text=Continue")
+    assert sent.value.post_data_json["messages"][-1] == {"role": "assistant", "content": "Once"}
+    opened.check()
+
+
 def test_conversations_are_kept_found_renamed_and_deleted(visit: Any) -> None:
     opened = visit(InProcessEngine(says("A fine answer.")))
     page = opened.page

@@ -172,6 +172,7 @@ def test_only_a_toy_engine_goes_step_by_step_and_only_while_somebody_watches(ser
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "steps")
     engine.architecture = "toy"
     assert served.client.post("/stats/pace?steps=-1").status_code == 400
+    assert "while somebody reads" in served.client.post("/stats/pace?steps=1").json()["error"]["message"]
     with served.client.stream("GET", "/stats/live") as stream:
         lines = (line for line in stream.iter_lines() if line.startswith("data: "))
         assert json.loads(next(lines).removeprefix("data: "))["is_held"] is False
