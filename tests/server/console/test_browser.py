@@ -127,10 +127,10 @@ def test_the_shares_of_api_keys_are_shown(visit: Any, tmp_path: Path) -> None:
     page.fill("#key", "ann")
     page.fill("#admin-key", "admin")
     page.keyboard.press("Enter")
-    for name in ("ann", "bob"):
+    for number, name in enumerate(("ann", "bob"), 1):
         headers = {"Authorization": f"Bearer {name}"}
         opened.served.client.post("/v1/responses", json={"input": "Hi", "background": True}, headers=headers)
-    page.wait_for_selector("#requests tr:nth-child(2)")
+        page.wait_for_selector(f"#requests tr:nth-child({number})")
     outputs = [Output(1, [1, 2, 3, 4], num_drafts=5, num_accepted_drafts=3), Output(2, [1, 2], num_drafts=1)]
     opened.served.call(lambda: engine.steps.note(EngineStats(), outputs, [], time.monotonic()))
     page.wait_for_selector("#owners:not([hidden])")

@@ -254,7 +254,7 @@ def test_conversations_are_kept_found_renamed_and_deleted(visit: Any) -> None:
     assert titles.all_inner_texts() == ["Second things", "First things"]
     page.fill("#search", "first")
     titles.first.click()
-    assert page.inner_text(".message.assistant p") == "A fine answer."
+    page.wait_for_selector(".message.assistant p:text('A fine answer.')")
     page.click("text=Rename")
     page.keyboard.type("Another name")
     page.keyboard.press("Enter")
@@ -320,7 +320,7 @@ def test_conversations_leave_and_come_back_as_files(visit: Any, tmp_path: Path) 
         page.set_input_files("#import-files", path)
         page.wait_for_selector(f"#history-state >> text={said}")
     page.click("#conversations .title")
-    assert page.inner_text(".message.assistant strong") == "Four."
+    page.wait_for_selector(".message.assistant strong:text('Four.')")
     opened.check()
 
 
@@ -371,7 +371,7 @@ def test_editing_and_regenerating_make_branches(visit: Any) -> None:
     page.fill(".editor textarea", "Count again.")
     page.click(".editor >> text=Send")
     page.wait_for_selector(".message.assistant >> text=Four.")
-    assert page.inner_text(".message.user .text") == "Count again."
+    page.wait_for_selector(".message.user .text:text('Count again.')")
     page.locator(".message.user [aria-label='Earlier version']").click()
     page.wait_for_selector(".message.assistant p:text('One.')")
     page.click(".message.user >> text=Delete")
@@ -510,7 +510,7 @@ def test_a_server_that_is_gone_is_said_so(visit: Any) -> None:
     page.wait_for_selector(".message.assistant p:text('Once')")
     opened.stop_server()
     page.wait_for_selector(".message .error")
-    assert page.inner_text(".message .text p") == "Once"
+    page.wait_for_selector(".message .text p:text('Once')")
     page.wait_for_selector("#state.bad")
     assert "does not answer" in page.inner_text("#state")
     opened.problems.clear()
