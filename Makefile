@@ -80,7 +80,7 @@ $(BIN)/python:
 $(VENV)/.run: pyproject.toml | $(BIN)/python
 	@echo "octavo: installing what serving needs, once"
 	$(PIP) install --upgrade "pip>=23.3"
-	$(PIP) install "$(TORCH)"
+	$(PIP) install $(TORCH)
 	$(PIP) install -e .
 	@touch $@
 
@@ -107,7 +107,7 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 $(CLIENTS)/.done: $(wildcard tests/clients/requirements/*.txt) tests/clients/package.json Makefile
 	@echo "octavo: installing client packages in $(CLIENTS)"
 	$(PYTHON) -m venv $(CLIENTS)/main
-	$(CLIENTS)/main/bin/python -m pip --disable-pip-version-check install uv "$(TORCH)"
+	$(CLIENTS)/main/bin/python -m pip --disable-pip-version-check install uv $(TORCH)
 	for name in $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))); do \
 	  $(PYTHON) -m venv $(CLIENTS)/$$name && \
 	  $(CLIENTS)/main/bin/uv pip install --python $(CLIENTS)/$$name/bin/python -r tests/clients/requirements/$$name.txt || exit 1; \

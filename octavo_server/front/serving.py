@@ -378,7 +378,7 @@ def _url(listener: socket.socket, is_secure: bool) -> str:
 
 
 def _startup_message(server: ServerServices, url: str) -> str:
-    """The startup message with an example request."""
+    """The startup message: where people, and programs, can ask the first question."""
     model, tokenizer = server.first.model_name, server.first.tokenizer
     if tokenizer is not None and (tokenizer.chat_template or server.config.model.chat_template):
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is 2+2?"}]}
@@ -389,7 +389,12 @@ def _startup_message(server: ServerServices, url: str) -> str:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if server.keys.are_asked_for else ""
     curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
     names = ", ".join(each.model_name for each in server.models)
-    return f"Serving {names} on {url}\nTry:\n  {curl}"
+    lines = [f"Serving {names} on {url}"]
+    if server.config.server.console:
+        lines.append(f"  in a browser:   {url}/")
+    if path == "/v1/chat/completions":
+        lines.append(f"  in a terminal:  octavo chat {url}")
+    return "\n".join([*lines, f"  in a program:   {curl}"])
 
 
 def _raise_file_limit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,6 +39,7 @@ from octavo_kernels.cpu.vector_ir import LANES
 # ---- attention: ``attention`` in one call, straight from the block table; prefill and decode rows by the same code.
 
 
+logger = logging.getLogger(__name__)
 NUMBERS_A_PIECE = 2048
 MULTIPLICATIONS_A_PIECE = 50_000
 """One or two microseconds for a single row, which waits for memory."""
@@ -120,6 +122,8 @@ def compiling_in_background(kv_dtype: torch.dtype) -> AbstractContextManager[Non
     rarely, if any is missing."""
     if kv_dtype not in FORMATS or not (is_missing(attend_task) or any(map(is_missing, RARE))):
         return contextlib.nullcontext()
+
+    logger.info("compiling kernels for this processor, once: later starts find them. This may take a minute")
 
     def work() -> None:
         attend_task(FORMATS[kv_dtype])
