@@ -86,6 +86,9 @@ class DataParallelEngine(SeveralEngines):
         """Update all engines, as ``AsyncEngine.update_weights`` does."""
         await asyncio.gather(*(engine.update_weights(model, version, mode) for engine in self.engines))
 
+    async def forget_session(self, owner: str, session: str) -> None:
+        await asyncio.gather(*(engine.forget_session(owner, session) for engine in self.engines))
+
     async def clear_prefix_cache(self) -> None:
         await asyncio.gather(*(engine.clear_prefix_cache() for engine in self.engines))
 

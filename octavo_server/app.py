@@ -29,7 +29,7 @@ from octavo_server.console import pages as console
 from octavo_server.console import stats_stream as live
 from octavo_server.dialects.anthropic import messages
 from octavo_server.dialects.batches import batches, files
-from octavo_server.dialects.native import completions, generate, infer, tgi, token_ids
+from octavo_server.dialects.native import completions, generate, infer, sessions, tgi, token_ids
 from octavo_server.dialects.ollama import endpoints as ollama
 from octavo_server.dialects.ollama import models as ollama_models
 from octavo_server.dialects.openai import adapters, chat, classification, embeddings, models, scoring, tokenize
@@ -78,6 +78,7 @@ PARTS = (
     sleep,
     weights,
     token_ids,
+    sessions,
     admin,
     generate,
     infer,

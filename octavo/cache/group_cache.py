@@ -70,8 +70,8 @@ class GroupCache:
         """Cache of ``_num_idle``: the last node asked for, the deepest held node on its path, and the first idle one.
         A waiting sequence for which there are no blocks asks again in every step."""
         self._asks_for_turns = eviction == "session"
-        self._last_turns: OrderedDict[tuple[str, str], Node] = OrderedDict()
-        """Last node of the latest turn of each session, by salt and session; at most ``num_blocks`` entries."""
+        self._last_turns: OrderedDict[tuple[str, str, str], Node] = OrderedDict()
+        """Last node of the latest turn of each session, by owner, session and salt; at most ``num_blocks`` entries."""
 
     @property
     def num_blocks(self) -> int:
@@ -253,8 +253,8 @@ class GroupCache:
         if held.published is not None:
             if request.cache_ttl:
                 self.tree.keep(held.published, self.clock() + request.cache_ttl)
-            if request.session and self._asks_for_turns:
-                self._note_turn((request.cache_salt, request.session), held)
+            if request.session:
+                self._note_turn((request.owner, request.session, request.cache_salt), held)
         self.num_slots -= len(held.block_table) * self.block_size
         for block in reversed(held.block_table[held.first_block :]):  # deepest first: see RadixTree
             self._drop(block)
@@ -264,11 +264,20 @@ class GroupCache:
         held.table_version += 1
         held.published = None
 
-    def _note_turn(self, session: tuple[str, str], held: GroupBlocks) -> None:
+    def forget_session(self, owner: str, session: str) -> None:
+        """Evict what only the latest turns of a session of ``owner`` need."""
+        for turn in [turn for turn in self._last_turns if turn[:2] == (owner, session)]:
+            node = self._last_turns.pop(turn)
+            if self.tree.node_of.get(node.block) is node:
+                for block in self.tree.cut(node):
+                    self.pool.free(block)
+                    self.num_evicted += 1
+
+    def _note_turn(self, session: tuple[str, str, str], held: GroupBlocks) -> None:
         """Record the end of a session's latest turn; blocks of the turn before that are not on its path are
         superseded."""
         before = self._last_turns.pop(session, None)
-        if before is not None:
+        if before is not None and self._asks_for_turns:
             self.tree.supersede(before, held.block_table)
         self._last_turns[session] = held.published
         if len(self._last_turns) > self.num_blocks:

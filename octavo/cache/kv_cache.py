@@ -315,6 +315,11 @@ class KVCache:
         self.num_filled -= seq.num_computed_tokens
         seq.num_computed_tokens = seq.capacity = 0
 
+    def forget_session(self, owner: str, session: str) -> None:
+        """Evict what only the latest turns of a session of ``owner`` need."""
+        for group in self.groups:
+            group.forget_session(owner, session)
+
     def clear(self) -> None:
         """Evict every block that no sequence holds."""
         for group in self.groups:

@@ -164,7 +164,20 @@ class RadixTree:
 
     def evict(self) -> int:
         """Evict the first idle block in the policy's order, and return it; there must be one."""
-        node = self.idle.pop()
+        return self._evict(self.idle.pop())
+
+    def cut(self, node: Node) -> list[int]:
+        """Evict the path to ``node``, from its end up to where another path leaves it or a sequence holds it; returns
+        its blocks."""
+        blocks = []
+        while node.parent is not None and node.is_idle and not node.children:
+            parent = node.parent
+            self.idle.remove(node)
+            blocks.append(self._evict(node))
+            node = parent
+        return blocks
+
+    def _evict(self, node: Node) -> int:
         block, parent = node.block, node.parent
         assert parent is not None
         assert self.has_window or not node.children, "only leaves can be evicted"

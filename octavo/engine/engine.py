@@ -196,6 +196,10 @@ class Engine:
         """Drop what the prefix cache holds of ended requests."""
         self.scheduler.cache.clear()
 
+    def forget_session(self, owner: str, session: str) -> None:
+        """Drop what the prefix cache holds of the latest turns of a session alone."""
+        self.scheduler.cache.forget_session(owner, session)
+
     def load_weights(self, folder: str, files: SequenceOf[str] = ()) -> None:
         """Take the weights of a folder, or with "" those in use, with the tensors of ``files`` in place of its own.
 

@@ -133,6 +133,9 @@ class InstantEngine:
     def clear_cache(self) -> None:
         """There is no cache."""
 
+    def forget_session(self, owner: str, session: str) -> None:
+        """There is no cache."""
+
     def save_idle(self) -> bool:
         """There is nothing to save."""
         return False

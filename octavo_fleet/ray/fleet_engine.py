@@ -130,6 +130,10 @@ class FleetEngine(RequestJournal):
         """Raises ``Unavailable``."""
         raise Unavailable("Replicas of Ray keep the weights that they began with; deploy the new ones.")
 
+    async def forget_session(self, owner: str, session: str) -> None:
+        """Raises ``Unavailable``."""
+        raise Unavailable("The prefix caches of Ray's replicas cannot be emptied.")
+
     async def clear_prefix_cache(self) -> None:
         """Raises ``Unavailable``."""
         raise Unavailable("The prefix caches of Ray's replicas cannot be emptied.")

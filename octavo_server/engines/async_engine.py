@@ -306,6 +306,11 @@ class AsyncEngine(RequestJournal):
         if (link := self._supervisor.link) is not None and self._is_up and not self.sleep_level:
             await link.settle(clears_cache=True)
 
+    async def forget_session(self, owner: str, session: str) -> None:
+        """Drop what the prefix cache holds of the latest turns of a session of an API key alone."""
+        if (link := self._supervisor.link) is not None and self._is_up and not self.sleep_level:
+            await link.settle(forgets=(owner, session))
+
     # --- state ---
 
     @property

@@ -124,12 +124,12 @@ class EngineLink(asyncio.Protocol):
         self.send(wire.OrderWeights(self.generation, order))
         return await answer
 
-    async def settle(self, clears_cache: bool = False) -> None:
+    async def settle(self, clears_cache: bool = False, forgets: tuple[str, str] | None = None) -> None:
         """Wait until every output under way has arrived, or the process is gone."""
         if not self.closed.is_set():
             answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             self._settling.append(answer)
-            self.send(wire.Settle(self.generation, clears_cache))
+            self.send(wire.Settle(self.generation, clears_cache, forgets))
             await answer
 
     def has_exited(self) -> bool:

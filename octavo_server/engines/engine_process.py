@@ -143,9 +143,11 @@ class EngineLoop:
                 self._answer_sleep(True, self.engine.sleep)
             case wire.Wake():
                 self._answer_sleep(False, self.engine.wake)
-            case wire.Settle(clears_cache=clears_cache):
+            case wire.Settle(clears_cache=clears_cache, forgets=forgets):
                 if clears_cache:
                     self.engine.clear_cache()
+                if forgets is not None:
+                    self.engine.forget_session(*forgets)
                 self.channel.send(wire.Settled(self.generation))
             case wire.OrderWeights(order=order):
                 self._order_weights(order)

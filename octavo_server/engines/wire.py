@@ -114,6 +114,8 @@ class Settle(msgspec.Struct, tag="settle", array_like=True, gc=False):
     generation: int
     clears_cache: bool = False
     """Whether to drop what the prefix cache holds of ended requests."""
+    forgets: tuple[str, str] | None = None
+    """Owner and name of a session of which to drop it."""
 
 
 class OrderWeights(msgspec.Struct, tag="order_weights", array_like=True):

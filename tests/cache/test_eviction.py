@@ -197,9 +197,25 @@ def test_hints_do_not_pile_up() -> None:
     for number in range(1000):
         run_through(cache, [1, 2], session=f"s{number}")
     assert len(cache.groups[0]._last_turns) == 8
-    cache = KVCache(8, 1)
-    run_through(cache, [1, 2, 3], session="s")
-    assert not cache.groups[0]._last_turns, "nobody asks for them, and they would keep what is evicted in memory"
+
+
+def test_a_session_is_forgotten_but_for_what_others_use() -> None:
+    cache = KVCache(16, 1)
+    there = cache.groups[0].tree.node_of
+    run_through(cache, [1, 2, 3, 4], session="a", ttl=math.inf)
+    run_through(cache, [1, 2, 5, 6], session="b")
+    held = Sequence(Request(0, [1, 2, 3, 9], SamplingParams(), 1), order=(0,))
+    cache.adopt(held, cache.match(held))
+    cache.forget_session("", "unknown")
+    cache.forget_session("somebody else", "a")
+    assert len(there) == 6
+    cache.forget_session("", "a")
+    assert {node.edge[-1] for node in there.values()} == {1, 2, 3, 5, 6}, "a sequence holds three"
+    cache.check([held])
+    cache.release(held)
+    cache.forget_session("", "b")
+    assert {node.edge[-1] for node in there.values()} == {1, 2, 3}
+    cache.check([])
 
 
 def test_admission_leaves_the_watermark_to_running_sequences() -> None:

@@ -66,6 +66,7 @@ class InProcessEngine:
     weights: list[str] = field(default_factory=list)
     """Folders of all updates."""
     num_clears: int = 0
+    forgotten: list[tuple[str, str]] = field(default_factory=list)
     orders: list[JoinGroup | ReceiveTensors | DropTensors] = field(default_factory=list)
     """Of trainers, since weights were last taken."""
     pid: int | None = 4711
@@ -161,6 +162,9 @@ class InProcessEngine:
         self.weight_version = version or "1"
         self.orders.clear()
         return self.weight_version
+
+    async def forget_session(self, owner: str, session: str) -> None:
+        self.forgotten.append((owner, session))
 
     async def clear_prefix_cache(self) -> None:
         self.num_clears += 1

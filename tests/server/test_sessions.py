@@ -230,3 +230,9 @@ def test_each_turn_of_an_agent_finds_the_one_before(served: Served, agent: type[
     assert {kind: len(found) for kind, found in rates.items()} == NUM_TURNS
     lowest = {kind: round(min(found), 3) for kind, found in rates.items()}
     assert all(rate >= 0.95 for rate in lowest.values()), lowest
+
+
+def test_a_client_lets_go_of_its_session(served: Served) -> None:
+    answer = served.client.delete("/v1/sessions/1")
+    assert answer.json() == {"id": "1", "object": "session", "deleted": True}
+    assert served.engine.forgotten == [("", "1")]
