@@ -11,6 +11,7 @@ let presets = remembered("presets", []);
 export function startSettings() {
   fill(remembered("settings", {}));
   find("settings").addEventListener("input", () => {
+    showSet();
     if (problem()) return;
     showProblem(null);
     remember("settings", values());
@@ -39,6 +40,17 @@ function values() {
 function fill(kept) {
   for (const id of FIELDS) find(id).value = typeof kept[id] === "string" ? kept[id] : "";
   find("probabilities").checked = kept.probabilities === true;
+  showSet();
+}
+
+// Says beside the title which settings differ from the model's own: they outlive the page, and may be folded.
+function showSet() {
+  const set = FIELDS.filter((id) => find(id).value.trim()).map((id) => {
+    const name = labelOf(id);
+    return NUMBERS.includes(id) || id === "effort" ? `${name} ${find(id).value}` : name;
+  });
+  if (find("probabilities").checked) set.push("Token probabilities");
+  find("settings-set").textContent = set.length ? `: ${set.join(", ")}` : "";
 }
 
 function showPresets(name) {

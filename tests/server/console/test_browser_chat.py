@@ -492,6 +492,7 @@ def test_presets_and_the_schema_editor(visit: Any, options: dict[str, Any]) -> N
     page.reload()
     open_settings(page)
     page.select_option("#preset", "brief")
+    assert page.inner_text("#settings-set") == ": System prompt, JSON schema of the answer, Temperature 0.5"
     body = opened.ask("Hi")
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     assert body["temperature"] == 0.5
