@@ -27,6 +27,8 @@ ONE, TALL, SMALL = picture(100, 70, 1), picture(64, 150, 2), picture(33, 44, 3)
 TOLERANCE = 1e-3
 WITH_STATE = ("qwen3_5",)
 """Families that reuse a prefix of 64 tokens or a multiple, as they have recurrent states."""
+ROOM = {"llava_next": (22, 128), "llava_onevision": (18, 128)}
+"""Blocks, and tokens of a sequence, with room for two prompts of an image but not for the answers."""
 Prompt = tuple[list[int], list[Image.Image]]
 
 
@@ -166,7 +168,8 @@ def test_snapshots_of_states_are_found_by_images(
 @common_families
 def test_preempted_sequences_and_several_continuations(family: tuple[str, Path, PreTrainedModel]) -> None:
     name, folder, model = family
-    settings = {**SETTINGS, "num_kv_blocks": 14, "max_model_len": 96, "enable_prefix_caching": False}
+    room = ROOM.get(name, (14, 96))
+    settings = {**SETTINGS, "num_kv_blocks": room[0], "max_model_len": room[1], "enable_prefix_caching": False}
     prompts = [([*words(4, seed=i), IMAGE, *words(6)], [picture(80 + i, 60, i)]) for i in range(4)]
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2)
     with LLM(folder, **settings, max_num_seqs=4) as llm:
