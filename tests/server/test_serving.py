@@ -78,7 +78,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 def test_it_prints_a_command_that_works(start: Callable[..., Process]) -> None:
     process = start()
     url = process.wait_ready()
-    words = shlex.split(process.read_until("curl"))
+    assert process.read_until("browser").split()[-1] == f"{url}/"
+    words = shlex.split(process.read_until("curl").partition("program:")[2])
     assert words[0] == "curl"
     assert words[1] == url + "/v1/completions", "this model has no chat"
     body = json.loads(words[words.index("-d") + 1])
