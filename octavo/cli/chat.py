@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
-import json
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
-from rich.console import Console
-from rich.live import Live
-from rich.markdown import Markdown
-from rich.text import Text
 
+from octavo.cli.conversation import ChatHistory
 from octavo.cli.sampling import add_sampling, sampling_values
 from octavo.cli.settings import add_settings, flag_name, from_flags, load_config
-from octavo.cli.terminal import note, table, without_control, write
-from octavo.client import Client
+from octavo.cli.terminal import note, table, write
 from octavo.config import EngineConfig, settings, to_flat
-from octavo.errors import ConfigError, RequestError, Unavailable
+from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import SamplingParams
 
 NAME = "chat"
@@ -121,7 +113,7 @@ def _partner(args: argparse.Namespace) -> Partner:
         if args.api_key is not None:
             raise ConfigError("--api-key: applies only to a server at a URL")
         return LocalChat(load_config(EngineConfig, args), values)
-    from octavo.cli.chat import RemoteChat
+    from octavo.cli.remote_chat import RemoteChat
 
     args.model_argument = None
     others = from_flags({item.name: item for item in settings(EngineConfig) if item.name != "model"}, args)
@@ -242,176 +234,7 @@ def _output() -> Iterator[Callable[[str], None]]:
     if not sys.stdout.isatty():
         yield write
         return
-    from octavo.cli.chat import MarkdownWriter
+    from octavo.cli.markdown import MarkdownWriter
 
     with MarkdownWriter() as writer:
         yield writer.write
-
-
-_FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
-
-
-class MarkdownWriter:
-    """Prints the text that it gets; blocks end at empty lines outside of fenced code."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
-        self._live = Live(console=self._console, transient=True, refresh_per_second=12)
-        self._open = ""
-
-    def __enter__(self) -> MarkdownWriter:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.update("")
-        self._live.stop()
-        self._print(self._open)
-
-    def write(self, piece: str) -> None:
-        """Add a piece of the answer, whose control characters are dropped."""
-        self._open += without_control(piece)
-        blocks, self._open = split_blocks(self._open)
-        for block in blocks:
-            self._print(block)
-        height = max(1, self._console.height - 2)
-        self._live.update(Text("\n".join(self._open.splitlines()[-height:])))
-
-    def _print(self, block: str) -> None:
-        if block.strip():
-            self._console.print(Markdown(block, hyperlinks=False))  # a link must show where it leads
-            self._console.print()
-
-
-def split_blocks(text: str) -> tuple[list[str], str]:
-    """The complete blocks at the start of a text, and what follows them."""
-    blocks, rest, start = [], text, 0
-    while (end := rest.find("\n\n", start)) >= 0:
-        block = rest[:end]
-        if len(_FENCE.findall(block)) % 2:
-            start = end + 2
-            continue
-        blocks.append(block)
-        rest, start = rest[end + 2 :], 0
-    return blocks, rest
-
-
-class RemoteChat:
-    """A chat with a server at a URL."""
-
-    def __init__(self, url: str, model: str | None, api_key: str | None, values: Mapping[str, Any]) -> None:
-        """Connect; if ``model`` is ``None``, use the first that the server lists. Raises ``RequestError``."""
-        self._client = Client(url, api_key=api_key, max_retries=0)
-        self._values = dict(values)
-        self.model = model or self._first_model()
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} at {self._client.base_url}/v1"
-
-    def reply(self, messages: list[dict[str, Any]]) -> Generator[str, None, None]:
-        """Stream the answer's text; closing the iterator disconnects, which aborts the request at the server."""
-        stream = self._client.stream_chat(messages, model=self.model, **self._values)
-        with contextlib.closing(stream) as pieces:
-            for piece in pieces:
-                if piece.text:
-                    yield piece.text
-
-    def models(self) -> list[str]:
-        """The models that the server lists."""
-        return self._client.models()
-
-    def choose(self, model: str) -> None:
-        """Let another model of the server answer. Raises ``ConfigError`` if the server lists no such model."""
-        if model not in (names := self.models()):
-            raise ConfigError(f"the server has no model {model!r}; there are {', '.join(names)}")
-        self.model = model
-
-    def close(self) -> None:
-        self._client.close()
-
-    def _first_model(self) -> str:
-        if models := self._client.models():
-            return models[0]
-        raise Unavailable(f"{self._client.base_url}/v1/models lists no model; name one with --model.")
-
-
-ROLES = ("system", "user", "assistant")
-Message = dict[str, Any]
-
-
-class ChatHistory:
-    """Messages as in the OpenAI API, the system prompt first."""
-
-    def __init__(self, system: str | None) -> None:
-        self.system = system or ""
-        self.turns: list[Message] = []
-        """Messages of user and assistant in turn."""
-        self.images: list[str] = []
-        """data: URLs of images that go with the next message."""
-
-    @property
-    def messages(self) -> list[Message]:
-        """What a model gets: the system prompt, if there is one, and the turns."""
-        opening = [{"role": "system", "content": self.system}] if self.system else []
-        return [*opening, *self.turns]
-
-    def add_image(self, path: str) -> None:
-        """Let the image in a file go with the next message. Raises ``ConfigError``."""
-        if not path:
-            raise ConfigError("/image needs the name of a file")
-        try:
-            data = Path(path).expanduser().read_bytes()
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-        self.images.append(f"data:;base64,{base64.b64encode(data).decode()}")
-
-    def with_images(self, text: str) -> str | list[Message]:
-        """The content of a message: its text, behind the images that were added."""
-        images, self.images = self.images, []
-        parts: list[Message] = [{"type": "image_url", "image_url": {"url": url}} for url in images]
-        return [*parts, {"type": "text", "text": text}] if parts else text
-
-    def save(self, path: Path) -> None:
-        """Write the messages as JSON. Raises ``ConfigError``, also for an existing file that holds no conversation."""
-        if path.exists():
-            try:
-                _read(path)
-            except ConfigError:
-                raise ConfigError(f"{path} exists and holds no conversation; it is left as it is") from None
-        try:
-            path.write_text(json.dumps({"messages": self.messages}, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-
-    def load(self, path: Path) -> None:
-        """Replace the conversation by that of a file. Raises ``ConfigError``, and then nothing has changed."""
-        messages = _read(path)
-        self.system = "\n".join(str(message["content"]) for message in messages if message["role"] == "system")
-        self.turns = [message for message in messages if message["role"] != "system"]
-
-
-def _read(path: Path) -> list[Message]:
-    """The messages of a file, ``{"messages": [{"role": ..., "content": ...}, ...]}``."""
-    try:
-        body = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{path} is not JSON") from None
-    messages = body.get("messages") if isinstance(body, dict) else None
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise ConfigError(f"{path} has no list 'messages' of objects with a role and text content")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and value.get("role") in ROLES and _is_content(value.get("content"))
-
-
-def _is_content(value: object) -> bool:
-    """Whether this is a text, or parts as a message with images has them."""
-    is_list = isinstance(value, list) and all(isinstance(part, dict) and "type" in part for part in value)
-    return isinstance(value, str) or is_list

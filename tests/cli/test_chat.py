@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from octavo.cli import chat, main
-from octavo.cli.chat import MarkdownWriter, split_blocks
+from octavo.cli.markdown import MarkdownWriter, split_blocks
 from octavo.cli.terminal import write
 from tests.cli.fake_server import DONE, FakeServer, event, running
 from tests.llm.tiny import write_checkpoint

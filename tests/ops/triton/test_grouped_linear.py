@@ -15,9 +15,10 @@ from octavo_kernels.triton import launch
 from octavo_kernels.triton.config_tables import FOLDER, ConfigTable
 from octavo_kernels.triton.grouped import grouped_configs, grouped_gemv
 from octavo_kernels.triton.grouped.grouped_configs import TABLE, GroupedConfig, config_for
+from octavo_kernels.triton.grouped.grouped_dense import dense
 from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
 from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig
-from octavo_kernels.triton.grouped.grouped_linear import dense, grouped_linear_triton, run_grouped
+from octavo_kernels.triton.grouped.grouped_linear import grouped_linear_triton, run_grouped
 from octavo_kernels.triton.grouped.grouped_product import GroupedProduct
 from octavo_kernels.triton.launch import counters, invariant
 from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES
