@@ -25,7 +25,7 @@ from octavo_server.app import create_app
 from octavo_server.dialects.batches import batches, runner
 from octavo_server.dialects.responses import conversations
 from octavo_server.durable import background_jobs, journal, store
-from octavo_server.http import body_decoder
+from octavo_server.http import body_decoder, middleware
 from octavo_server.http import server as http
 from octavo_server.http.connection import ByteBudget
 from octavo_server.observe import timelines
@@ -316,6 +316,7 @@ BOUNDS: dict[str, str] = {
     "grammars that wait": "",
     "requests begun at a time": "one",
     "timelines": f"{timelines.MAX_REQUESTS:,} requests",
+    "names of sessions": "one for each block",
     "adapters": f"`--max-loras` ({ModelSettings().max_loras})",
     "connections": f"{http.MAX_CONNECTIONS:,};",
     "heads that arrive": f"{http.MAX_UNFINISHED_HEADS // MIB} MiB",
@@ -329,6 +330,7 @@ def test_the_table_of_shares_has_the_bounds_of_the_code() -> None:
     for what, bound in BOUNDS.items():
         assert bound in found[what][0], what
         assert found[what][2], "what follows"
+    assert f"one in {middleware.PAUSE * 1000:g} ms" in found["requests begun at a time"][1]
     assert found["grammars that wait"][1] == str(compiler.MAX_WAITING)
     assert found["batches worked on at a time"][1] == str(batches.MAX_AT_ONCE)
     assert f", and {LEAST_SHARE} at least" in (ROOT / "docs/security.md").read_text()
