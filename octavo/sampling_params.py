@@ -14,6 +14,7 @@ from octavo.errors import ContextLengthExceeded, InvalidParameter
 
 MAX_N = 128
 MAX_SPECULATIVE_TOKENS = 32
+MAX_LOGPROB_IDS = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
@@ -187,6 +188,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """``None``: no log-probabilities. k: of the sampled token and the k most likely tokens, per position."""
     prompt_logprobs: int | None = None
     """The same for prompt tokens."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are reported at each position, most likely first, in place of the most likely."""
     grammar: str | None = None
     """Grammar of the output, as written by ``octavo.grammar.forms``; ``None``: unconstrained."""
     structured_outputs: StructuredOutputsParams | None = None
@@ -207,7 +210,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             force_setattr(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids"):
             value = getattr(self, name)
             if value is None and name == "allowed_token_ids":
                 continue
@@ -229,6 +232,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(self, name, 0, MAX_TOKEN_ID)
+        if len(self.logprob_token_ids) > MAX_LOGPROB_IDS:
+            message = f"'logprob_token_ids' must have at most {MAX_LOGPROB_IDS} token ids."
+            raise InvalidParameter("logprob_token_ids", message)
+        if self.logprob_token_ids and self.logprobs is None:
+            force_setattr(self, "logprobs", 0)
         _check_repetition(self)
         _check_of_llm(self)
         if self.extra_args is not None and not (isinstance(self.extra_args, dict) and self.extra_args):

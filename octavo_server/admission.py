@@ -434,6 +434,7 @@ class Admission:
         self.check_in_vocabulary(client_request.params.stop_token_ids, "stop_token_ids")
         self.check_in_vocabulary(tuple(client_request.params.logit_bias), "logit_bias")
         self.check_in_vocabulary(client_request.params.allowed_token_ids or (), "allowed_token_ids")
+        self.check_in_vocabulary(client_request.params.logprob_token_ids, "logprob_token_ids")
 
     def max_tokens(self, client_request: ClientRequest, prompt: Prompt) -> int:
         """The most output tokens for ``prompt``. Raises ``ContextLengthExceeded``."""

@@ -24,6 +24,9 @@ from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.sse import EventStream, finished_choices, json_response
 from octavo_server.services import Body, ModelServices, server_of
 
+WEIGHT_VERSION = "x-octavo-weight-version"
+"""Header of answers of a server whose weights may change: their version, of a stream when it begins."""
+
 
 class Answer(EventWriter, Protocol):
     """Renders the outputs of a generation."""
@@ -93,6 +96,8 @@ class Dialect(Generic[Body]):
         request.state.started = time.monotonic()
         server.check_room(request)
         services, body, headers = await server.read(request, self._decoder, self._without_effect)
+        if services.takes_weights:
+            headers[WEIGHT_VERSION] = services.engine.weight_version
         asked = await self._translate(body, services, request)
         if isinstance(asked, Response):
             return asked
@@ -112,6 +117,8 @@ class Dialect(Generic[Body]):
         if reader is not None:
             reader.begin(None)
         choices = await finished_choices(generation, request)
+        if services.takes_weights:
+            headers[WEIGHT_VERSION] = choices[-1].weight_versions[-1][0]
         if asked.is_large:
             return await asyncio.to_thread(lambda: json_response(answer.unstreamed(choices), headers))
         shown = answer.unstreamed(choices)

@@ -150,6 +150,12 @@ class ModelServices:
     """API names of the model; responses contain the first."""
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def takes_weights(self) -> bool:
+        """Whether its weights may change while it serves."""
+        settings = self.config.server
+        return settings.weight_updates_dir is not None or settings.weight_transfer_config is not None
+
     def warm_up(self) -> None:
         """Do one-time work before the first request. Raises ``ConfigError`` for an invalid configured template."""
         if self.tokenizer is not None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from octavo.engine.persistent_batch import BlockTables, Indices, Needs, PersistentBatch
 from octavo.engine.sequence_images import ImageSettings, span_rows
 from octavo.engine.token_masks import masks_of
+from octavo.sampling_params import SamplingParams
 from octavo.steps.layout import NO_INDEX, StepArrays, num_bytes
 from octavo.steps.messages import (
     NO_ADAPTER,
@@ -120,7 +121,7 @@ class StepEncoder:
             histories,
             lists,
             is_sampled=any(item.samples and item.seq.request.task == "generate" for item in plan),
-            num_top=_num_top(plan) if needs & Needs.LOGPROBS else -1,
+            num_top=_num_top(plan, self.vocab_size) if needs & Needs.LOGPROBS else -1,
             masks=masks,
             prompts=list(_prompt_rows(plan, counts)) if needs_rows else [],
             pooled=list(_pooled_rows(plan, counts, of_seq)) if needs_rows else [],
@@ -303,9 +304,7 @@ class StepEncoder:
                 sampled.values = next(values)
                 sampled.error = NOT_NUMBERS if item.samples and sampled.values is None else None
             elif item.samples:
-                sampled = _sampled(
-                    request.params.logprobs, tokens[row:end], reports if reports is None else reports[row:end]
-                )
+                sampled = _sampled(request.params, tokens[row:end], reports if reports is None else reports[row:end])
             if request.params.prompt_logprobs is not None:
                 _add_prompt_logprobs(sampled, item, next(prompts))
             sampled.drafts = next(drafts, ())
@@ -357,8 +356,13 @@ def _rope_shifts(plan: Plan, counts: list[int], num_axes: int) -> npt.NDArray[np
     return shifts_AT
 
 
-def _num_top(plan: Plan) -> int:
-    """Top log-probabilities to report for each row: the most that any request asks for; -1 if none does."""
+def _num_top(plan: Plan, vocab_size: int) -> int:
+    """Top log-probabilities to report for each row: the most that any request asks for; -1 if none does.
+
+    Of tokens that a request names, all are reported, as sorting has them all, and ``read_reports`` takes those.
+    """
+    if any(item.seq.request.params.logprob_token_ids for item in plan if item.samples):
+        return vocab_size
     counts = [item.seq.request.params.logprobs for item in plan if item.samples]
     return max((count for count in counts if count is not None), default=-1)
 
@@ -389,13 +393,13 @@ def _pooled_rows(plan: Plan, counts: list[int], of_seq: Indices) -> Iterator[Poo
         first_row += count
 
 
-def _sampled(num_logprobs: int | None, tokens: list[int], reports_RW: npt.NDArray[np.int32] | None) -> Sampled:
+def _sampled(params: SamplingParams, tokens: list[int], reports_RW: npt.NDArray[np.int32] | None) -> Sampled:
     """Accepted drafts and the bonus token; a negative last token is an error code."""
     if tokens[-1] < 0:
         return Sampled([], error=ERRORS[tokens[-1]])
-    if num_logprobs is None or reports_RW is None:
+    if params.logprobs is None or reports_RW is None:
         return Sampled(tokens)
-    return Sampled(tokens, read_reports(tokens, reports_RW, num_logprobs))
+    return Sampled(tokens, read_reports(tokens, reports_RW, params.logprobs, params.logprob_token_ids))
 
 
 def _add_prompt_logprobs(sampled: Sampled, item: Scheduled, reports: bytes | None) -> None:
@@ -408,17 +412,16 @@ def _add_prompt_logprobs(sampled: Sampled, item: Scheduled, reports: bytes | Non
     sampled.prompt_logprobs = read_reports(tokens, reports_RW, request.params.prompt_logprobs or 0)
 
 
-def read_reports(tokens: list[int], reports_RW: npt.NDArray[np.int32], count: int) -> list[TokenLogprobs]:
-    """Log-probabilities of the tokens and of the ``count`` most likely ones, from reports [R, W]."""
+def read_reports(
+    tokens: list[int], reports_RW: npt.NDArray[np.int32], count: int, ids: tuple[int, ...] = ()
+) -> list[TokenLogprobs]:
+    """Log-probabilities of the tokens and of the ``count`` most likely ones, or of those named, from reports [R, W]."""
     end = HEAD + (reports_RW.shape[1] - HEAD) // 2
     logprobs_RW = reports_RW.view(np.float32)
-    return [
-        TokenLogprobs(
-            token,
-            float(logprobs_W[0]),
-            int(report_W[1]),
-            report_W[HEAD:end][:count].tolist(),
-            logprobs_W[end:][:count].tolist(),
-        )
-        for token, report_W, logprobs_W in zip(tokens, reports_RW, logprobs_RW, strict=True)
-    ]
+    found = []
+    for token, report_W, logprobs_W in zip(tokens, reports_RW, logprobs_RW, strict=True):
+        top, values = report_W[HEAD:end], logprobs_W[end:]
+        at = np.isin(top, ids).nonzero()[0] if ids else np.arange(min(count, len(top)))
+        own = float(logprobs_W[0]), int(report_W[1])
+        found.append(TokenLogprobs(token, *own, top[at].tolist(), values[at].tolist()))
+    return found

@@ -221,6 +221,7 @@ def _check_params(params: SamplingParams, tokenizer: Tokenizer | None, info: Eng
     _check_in_vocabulary(params.stop_token_ids, "stop_token_ids", vocab_size)
     _check_in_vocabulary(tuple(params.logit_bias), "logit_bias", vocab_size)
     _check_in_vocabulary(params.allowed_token_ids or (), "allowed_token_ids", vocab_size)
+    _check_in_vocabulary(params.logprob_token_ids, "logprob_token_ids", vocab_size)
 
 
 def _eos_token_ids(params: SamplingParams, tokenizer: Tokenizer | None, info: EngineInfo) -> tuple[int, ...]:

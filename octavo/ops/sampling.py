@@ -205,10 +205,8 @@ def least_kept(scores_V: Tensor, min_p: float, top_k: int, top_p: float) -> Tens
 
 
 def processed_logits(logits_RV: Tensor, params: SampleParams) -> Tensor:
-    """The logits from which ``sample`` draws: divided by the temperature, tokens that it does not keep -inf; float32.
-
-    Greedy rows stay as they are.
-    """
+    """The logits from which ``sample`` draws: divided by the temperature, those of tokens that it does not keep
+    ``BANNED``; float32. Greedy rows stay as they are."""
     is_greedy_R1 = (params.temperature < GREEDY_BELOW).unsqueeze(1)
     temperature_R1 = params.temperature.unsqueeze(1).masked_fill(is_greedy_R1, 1.0)
     scores_RV = (logits_RV.float() / temperature_R1).masked_fill(logits_RV == BANNED, -math.inf)
@@ -223,7 +221,8 @@ def processed_logits(logits_RV: Tensor, params: SampleParams) -> Tensor:
     last_R1 = (is_kept_RV & (reached_RV < params.top_p.unsqueeze(1))).sum(1, keepdim=True)
     last_R1 = torch.minimum(last_R1, is_kept_RV.sum(1, keepdim=True) - 1)
     cut_R1 = torch.where(params.top_p.unsqueeze(1) < 1, sorted_RV.gather(1, last_R1.clamp(min=0)), cut_R1)
-    return scores_RV.masked_fill((scores_RV < cut_R1) & ~is_greedy_R1, -math.inf)
+    is_left_out_RV = ((scores_RV < cut_R1) & ~is_greedy_R1) | (scores_RV == -math.inf)
+    return scores_RV.masked_fill(is_left_out_RV, BANNED)
 
 
 # ---- token_logprobs: Log-probabilities of tokens, computed on the logits' device. Shapes: R rows, V vocabulary, n

@@ -37,9 +37,7 @@ def distributions(folder: Path, mode: str, params: SamplingParams, **settings: A
     return torch.tensor([[row[token].logprob for token in range(V)] for row in rows])
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, pytest.param({"tensor_parallel_size": 2}, marks=needs_float_kernels)], ids=str
-)
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=needs_float_kernels)])
 def test_modes(folder: Path, size: int) -> None:
     """All follow from the raw logits by the documented steps."""
     settings = {"tensor_parallel_size": size}
@@ -77,7 +75,7 @@ def test_processed_logits_are_those_from_which_tokens_are_drawn() -> None:
             continue
         scores_V = (logits_V / temperature).masked_fill(logits_V == BANNED, -math.inf)
         cut = least_kept(scores_V, float(min_p), int(top_k), top_p)
-        assert torch.equal(row, scores_V.masked_fill(scores_V < cut, -math.inf))
+        assert torch.equal(row, scores_V.masked_fill((scores_V < cut) | (scores_V == -math.inf), BANNED))
 
 
 def test_no_more_than_the_setting_allows(folder: Path) -> None:
@@ -88,6 +86,32 @@ def test_no_more_than_the_setting_allows(folder: Path) -> None:
 
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+
+
+def test_log_probabilities_of_named_tokens(folder: Path) -> None:
+    """Those of the whole distribution, best first, beside requests that want others or none."""
+    ids = (200, 3, 77)
+    asked = [
+        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **more)
+        for more in ({"logprob_token_ids": ids}, {"logprobs": 2}, {}, {"logprobs": V})
+    ]
+    with LLM(str(folder), max_logprobs=-1, **SETTINGS) as llm:
+        named, best, none, whole = (output.outputs[0] for output in llm.generate([PROMPT] * 4, asked))
+        with pytest.raises(InvalidParameter, match="'logprob_token_ids' has 264, which is not a token id"):
+            llm.generate([PROMPT], SamplingParams(logprob_token_ids=(V,)))
+    assert named.token_ids == best.token_ids == none.token_ids == whole.token_ids
+    assert none.logprobs is None
+    for token, row, best_row, all_row in zip(
+        named.token_ids, named.logprobs or [], best.logprobs or [], whole.logprobs or [], strict=True
+    ):
+        assert set(row) == {*ids, token}
+        assert {key: value.logprob for key, value in row.items()} == {key: all_row[key].logprob for key in row}
+        assert len(best_row) == 2
+        assert best_row[token].logprob == row[token].logprob
+    with pytest.raises(InvalidParameter, match="at most 128 token ids"):
+        SamplingParams(logprob_token_ids=tuple(range(129)))
+
+
 SCORED: list[Any] = [
     ("llama/gqa", {}),
     nightly("llama/gqa", {"enforce_eager": True}),

@@ -253,6 +253,24 @@ def test_a_trainer_of_sglang_sends_a_model_in_parts(group: Served) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "model": "test", "max_tokens": 2}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 16}),
+        ("/api/generate", {"prompt": "a", "model": "test", "stream": False}),
+    ],
+)
+def test_every_answer_names_its_weights(group: Served, path: str, body: dict[str, Any]) -> None:
+    group.engine.weight_version = "12"
+    response = group.client.post(path, json=body)
+    assert response.status_code == 200
+    assert response.headers["x-octavo-weight-version"] == "12"
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         ({}, "'weight_dir'"),

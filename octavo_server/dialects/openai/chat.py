@@ -262,6 +262,9 @@ def _max_tokens(body: ChatBody) -> int | None:
 
 
 def _logprobs(body: ChatBody, services: ModelServices) -> int | None:
+    if body.logprob_token_ids:
+        body.logprobs, body.top_logprobs = True, len(body.logprob_token_ids)
+        return 0
     top, most = body.top_logprobs or 0, services.engine.info.max_logprobs
     if not 0 <= top <= most:
         raise InvalidParameter("top_logprobs", f"'top_logprobs' must be from 0 to {most}.")

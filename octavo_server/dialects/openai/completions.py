@@ -119,6 +119,8 @@ def client_request(body: CompletionBody, services: ModelServices, request: Reque
     check_generation_fields(body, services)
     if body.use_beam_search:
         beam_search.check_fields(body)
+    if body.logprob_token_ids:
+        body.logprobs = len(body.logprob_token_ids)
     echoed = body.logprobs if body.echo else None
     asked_for = constraint(body)
     if asked_for is not None:

@@ -34,7 +34,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "json_schema": (),
     "logit_processors": (),
     "logits_processors": (),
-    "logprob_token_ids": (),
     "lora_path": (),
     "prompt_embeds": (),
     "regex": (),
@@ -110,6 +109,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] = []
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] = []
     repetition_detection: RepetitionDetectionFields | None = None
     priority: int = 0
     cache_salt: str = ""
@@ -245,8 +245,9 @@ def sampling_params(
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
         stop_token_ids=tuple(body.stop_token_ids),
         skip_special_tokens=body.skip_special_tokens,
-        logprobs=logprobs,
+        logprobs=0 if body.logprob_token_ids else logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprob_token_ids=tuple(body.logprob_token_ids),
         repetition_detection=_repetition(body.repetition_detection),
     )
 

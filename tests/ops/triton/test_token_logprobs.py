@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.ops.sampling import token_logprobs
+from octavo.ops.sampling import BANNED, token_logprobs
 from octavo_kernels.triton.sampling import token_logprobs as kernels
 from octavo_kernels.triton.sampling.token_logprobs import token_logprobs_triton
 from tests.ops.sampling_cases import generator, make_logits
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("flat", torch.float32), ("peaked", torch.bfloat16), ("tied", torch.half)])
-@pytest.mark.parametrize(("V", "n"), [(1, 1), (21, 20), (2048, 0), (4500, 5)])
+@pytest.mark.parametrize(("V", "n"), [(1, 1), (21, 20), (600, 40), (2048, 0), (4500, 5)])
 def test_values(kind: str, dtype: torch.dtype, V: int, n: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     R = 6
     logits_RV = make_logits(kind, R, V, dtype)
@@ -47,3 +47,13 @@ def test_rows_that_lie_apart_and_none(device: str) -> None:
         assert torch.equal(found.top_ids_Rn, expected.top_ids_Rn)
         torch.testing.assert_close(found.logprob_R, expected.logprob_R, rtol=1e-6, atol=2e-6)
     assert token_logprobs_triton(wide_RV[:0], tokens_R[:0], 3).top_ids_Rn.shape == (0, 3)
+
+
+def test_most_tokens_are_left_out(device: str) -> None:
+    """As by filters: whole chunks of the vocabulary have nothing."""
+    logits_RV = torch.full((1, 4500), BANNED, device=device)
+    logits_RV[0, 2300:2303] = torch.tensor([1.0, 3.0, 2.0])
+    found = token_logprobs_triton(logits_RV, torch.tensor([2301], dtype=torch.int32, device=device), 3)
+    assert found.top_ids_Rn[0].tolist() == [2301, 2302, 2300]
+    exact = torch.tensor([3.0, 2.0, 1.0]).log_softmax(0)
+    torch.testing.assert_close(found.top_logprobs_Rn[0].cpu(), exact, rtol=1e-6, atol=2e-6)

@@ -343,3 +343,15 @@ def test_the_model_is_checked(served: Served) -> None:
         "param": "model",
         "code": "model_not_found",
     }
+
+
+def test_named_tokens_are_those_whose_logprobs_are_asked_for(served: Served) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        served.client.post(path, json={**body, "max_tokens": 1, "logprob_token_ids": [7, 9]}).raise_for_status()
+        params = served.engine.requests[-1].params
+        assert (params.logprobs, params.logprob_token_ids) == (0, (7, 9))
+        refused = served.client.post(path, json={**body, "logprob_token_ids": [300]})
+        assert "'logprob_token_ids' has 300, which is not a token id" in refused.json()["error"]["message"]

@@ -53,6 +53,7 @@ PARAMS: dict[str, tuple[Any, Any]] = {
     "skip_special_tokens": (False, False),
     "seed": (-1, 2**64 - 1),
     "prompt_logprobs": (2, 2),
+    "logprob_token_ids": ([5, 6], (5, 6)),
     "num_speculative_tokens": (2, 2),
     "repetition_detection": ({"max_pattern_size": 3, "min_count": 4}, REPETITION),
 }
