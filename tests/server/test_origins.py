@@ -36,7 +36,7 @@ READING = {
     *("/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items"),
     *("/v1/conversations/{conversation_id}/items/{item_id}", "/v1/requests/{request_id}/timeline", "/v1/kv_events"),
     *("/tokenizer_info", "/health", "/ready", "/metrics", "/load", "/version", "/stats", "/stats/live"),
-    *("/is_paused", "/weight_info", "/get_world_size"),
+    *("/is_paused", "/weight_info", "/get_world_size", "/server_info"),
     *("/is_sleeping", "/admin/keys", "/info", "/api/version", "/api/tags", "/api/ps"),
     *("/", "/docs", "/console/{name:path}", "/openapi.json"),
 }
