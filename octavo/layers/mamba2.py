@@ -55,7 +55,7 @@ class Mamba2:
         """A new tensor [T, N P]."""
         projected_TW = self.projections(x_TD, norm=self.norm)
         if self.scales_W is not None:
-            projected_TW.mul_(self.scales_W)
+            projected_TW = ops.scaled(projected_TW, self.scales_W)
         gate_TM, xbc_TC, dt_TN = projected_TW.split_with_sizes(self.sizes, dim=-1)
         conv_state, state = cache.states
         xbc_TC = ops.causal_conv(xbc_TC, self.conv_WC, self.bias_C, conv_state, rows.states, "silu")

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from octavo import ops
 from octavo.layers.heads import StepAngles, query_scale
 from octavo.layers.mlp import PlainActivation, gelu, gelu_tanh, relu, squared_relu
 from octavo.layers.norm import Norm
@@ -134,7 +135,7 @@ class Decoder:
         """The residual stream before the first layer, [T, D]."""
         x_TD = self.embedding(token_ids_T)
         if self.embedding_scale != 1.0:
-            x_TD = x_TD * self.embedding_scale
+            x_TD = ops.scaled(x_TD, self.embedding_scale)
         if self.positions is not None:
             x_TD = x_TD + self.positions(positions_T + self.config.first_position)
         return x_TD if self.embedding_norm is None else self.embedding_norm(x_TD)

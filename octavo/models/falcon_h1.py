@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
 from octavo import ops
@@ -55,8 +54,8 @@ class ScaledMLP:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """See ``GatedMLP``."""
-        gate_up_T2F = self.gate_up(x_TD, norm=self.norm)
-        gate_up_T2F[:, : gate_up_T2F.shape[1] // 2].mul_(self.gate_scale)
+        gate_TF, up_TF = self.gate_up(x_TD, norm=self.norm).chunk(2, dim=-1)
+        gate_up_T2F = ops.concat(ops.scaled(gate_TF, self.gate_scale), up_TF)
         return _add(x_TD, self.down, ops.silu_and_mul(gate_up_T2F), self.out_scale)
 
 
@@ -64,7 +63,7 @@ def _add(x_TD: Tensor, output: Linear | RowParallelLinear, h: Tensor, scale: flo
     """``x + scale * output(h)``; ``x`` may be overwritten."""
     if scale == 1.0:
         return output(h, residual=x_TD)
-    return torch.add(x_TD, output(h), alpha=scale)
+    return ops.scaled(output(h), scale, x_TD)
 
 
 class FalconH1Layer(LlamaLayer):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from octavo import ops
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
@@ -63,7 +64,7 @@ class GemmaForCausalLM(LlamaForCausalLM):
         return x_TD
 
     def embed(self, token_ids_T: Tensor, rows: PagedRows) -> Tensor:
-        x_TD = self.embedding(token_ids_T) * self.embedding_scale
+        x_TD = ops.scaled(self.embedding(token_ids_T), self.embedding_scale)
         return x_TD if rows.images is None else rows.images.put(x_TD)
 
 

@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from octavo.layers.mlp import GatedMLP
@@ -40,6 +39,8 @@ STACKED = ("input_linear.weight", "output_linear.weight")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteHybridConfig(HybridConfig):
     mamba: MambaSizes
+    mamba_eps: float
+    """Of the norms within Mamba-2."""
     attention_scale: float
 
 
@@ -50,13 +51,13 @@ class GraniteHybridLayer(LlamaLayer):
     norm_name = "post_attention_layernorm"
 
     def __init__(self, config: GraniteHybridConfig, weights: WeightLoader, prefix: str, index: int) -> None:
-        self.is_recurrent, self.scale = config.kinds[index] == LINEAR, config.residual_scale
+        self.is_recurrent = config.kinds[index] == LINEAR
         if not self.is_recurrent:
             super().__init__(config, weights, prefix, index)
             return
         D, name = config.hidden_size, f"{prefix}.mamba"
         norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps)
-        self.mamba = load_mamba2(weights, name, config.mamba, D, norm, config.norm_eps)
+        self.mamba = load_mamba2(weights, name, config.mamba, D, norm, config.mamba_eps)
         self.o_proj = weights.row(f"{name}.out_proj", D, config.mamba.inner, config.mamba.has_bias)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
@@ -106,11 +107,7 @@ class GraniteHybridLayer(LlamaLayer):
             cos, sin = angles
             mixed = attention(self.qkv_proj(x_TD, norm=self.input_norm), self.heads, cos, sin, cache, rows)
         mixed, x_TD = rows.pick(mixed, x_TD)
-        if self.scale == 1.0:
-            return self.mlp(self.o_proj(mixed, residual=x_TD))
-        x_TD = torch.add(x_TD, self.o_proj(mixed), alpha=self.scale)
-        after_TD = self.mlp(x_TD.clone())  # x + what the layer adds, which counts less
-        return torch.lerp(x_TD, after_TD, self.scale)
+        return self.mlp(self.o_proj(mixed, residual=x_TD))
 
 
 class GraniteMoeHybridForCausalLM(HybridForCausalLM):
@@ -139,15 +136,19 @@ class GraniteMoeHybridForCausalLM(HybridForCausalLM):
         positions = keys.get("position_embedding_type")
         if positions not in (None, "rope", "nope"):
             raise wrong("position_embedding_type", positions, "rope, nope or absent")
-        fields = of_llama(plain) | {"moe": moe, "ffn_size": moe.widest if moe else size}
+        scale = keys.number("residual_multiplier", 1.0)  # as in ``DecoderConfig.stream_eps``
+        stream = {
+            "norm_eps": plain.norm_eps / scale**2,
+            "embedding_scale": keys.number("embedding_multiplier", 1.0) / scale,
+        }
+        fields = of_llama(plain) | {"moe": moe, "ffn_size": moe.widest if moe else size, **stream}
         return with_mamba(
             keys,
             fields,
             layer_kinds(ConfigKeys({"layer_types": kinds}), "layer_types", (LINEAR, FULL), num_layers),
             has_rope=positions == "rope",
             attention_scale=keys.number("attention_multiplier", 1.0),
-            embedding_scale=keys.number("embedding_multiplier", 1.0),
-            residual_scale=keys.number("residual_multiplier", 1.0),
+            mamba_eps=plain.norm_eps,
             logit_scale=1 / keys.number("logits_scaling", 1.0),
         )
 
@@ -179,4 +180,4 @@ class BambaForCausalLM(HybridForCausalLM):
         for key in ("num_logits_to_keep", "z_loss_coefficient", "layers_block_type", "layer_types"):
             keys.get(key)
         kinds = tuple(FULL if i in attends else LINEAR for i in range(num_layers))
-        return with_mamba(keys, of_llama(plain), kinds, attention_scale=plain.head_dim**-0.5)
+        return with_mamba(keys, of_llama(plain), kinds, attention_scale=plain.head_dim**-0.5, mamba_eps=plain.norm_eps)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.layers.mamba2 import GatedNorm, Mamba2
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import Rotary
@@ -37,8 +38,6 @@ class HybridConfig(LlamaConfig):
     has_rope: bool = True
     embedding_scale: float = 1.0
     """Factor of the embeddings."""
-    residual_scale: float = 1.0
-    """Factor of what each part of a layer adds to the residual stream."""
     logit_scale: float = 1.0
 
     @property
@@ -73,6 +72,8 @@ class HybridForCausalLM(LlamaForCausalLM):
         self.rotary = Rotary(config.rope, config.rotary_width, weights.form.device)
         self.layers = [self.layer_class(config, weights, f"{layers}.{i}", i) for i in range(config.num_layers)]
         self.norm = weights.norm(norm, config.hidden_size, config.norm_eps)
+        if config.logit_scale != 1.0:
+            self.norm.weight_D = (self.norm.weight_D.float() * config.logit_scale).to(weights.form.dtype)
         self.head = weights.head(head, self.embedding, shape, is_tied)
 
     def forward(
@@ -80,15 +81,11 @@ class HybridForCausalLM(LlamaForCausalLM):
     ) -> Tensor:
         x_TD = self.embedding(token_ids_T)
         if self.config.embedding_scale != 1.0:
-            x_TD = x_TD * self.config.embedding_scale
+            x_TD = ops.scaled(x_TD, self.config.embedding_scale)
         angles: Any = self.rotary(positions_T) if self.config.has_rope else (None, None)
         for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
             x_TD = layer(x_TD, angles, cache, own_rows)
         return x_TD
-
-    def logits(self, x_RD: Tensor) -> Tensor:
-        logits_RV = self.head(x_RD, norm=self.norm)
-        return logits_RV if self.config.logit_scale == 1.0 else logits_RV * self.config.logit_scale
 
 
 class MambaSizes(NamedTuple):

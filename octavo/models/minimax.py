@@ -90,7 +90,7 @@ class MiniMaxLayer(LlamaLayer):
 
 def _weighted(factors: Factors, added_TD: Tensor, kept_TD: Tensor) -> Tensor:
     kept, added = factors
-    return torch.add(kept_TD * kept, added_TD, alpha=added)
+    return ops.scaled(kept_TD, kept, ops.scaled(added_TD, added))
 
 
 def own_decays(config: MiniMaxConfig, weights: WeightLoader, index: int) -> Tensor:

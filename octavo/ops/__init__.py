@@ -1,6 +1,6 @@
 """Operations on tensors: one file each, holding the contract and its plain-torch reference; see ``dispatch``."""
 
-from octavo.ops.activation import gelu, gelu_and_mul, sigmoid_and_mul, silu_and_mul
+from octavo.ops.activation import gelu, gelu_and_mul, scaled, sigmoid_and_mul, silu_and_mul
 from octavo.ops.attention import (
     apply_rope,
     attention,
@@ -73,6 +73,7 @@ __all__ = [
     "rotary_angles",
     "route",
     "sample",
+    "scaled",
     "scaled_linear",
     "sigmoid_and_mul",
     "silu_and_mul",

@@ -54,3 +54,17 @@ def sigmoid_and_mul(gate_TN: Tensor, x_TN: Tensor) -> Tensor:
     """
     wide = torch.promote_types(x_TN.dtype, torch.float32)
     return (elementwise.sigmoid(gate_TN.to(wide)) * x_TN.to(wide)).to(x_TN.dtype)
+
+
+# ---- scaled: Factors of a model, such as that of its embeddings. Shapes: T tokens, N columns.
+
+
+@op
+def scaled(x_TN: Tensor, factor: float | Tensor, addend_TN: Tensor | None = None) -> Tensor:
+    """``factor * x + addend``, in float32 at least; a new tensor of x's dtype. The factor may be float32 [N].
+
+    ``x`` may be some of the columns of a wider tensor.
+    """
+    wide = torch.promote_types(x_TN.dtype, torch.float32)
+    product = x_TN.to(wide) * factor
+    return (product if addend_TN is None else product + addend_TN.to(wide)).to(x_TN.dtype)

@@ -63,6 +63,18 @@ def test_sigmoid_and_mul_of_some_columns(shape: tuple[int, int], dtype: torch.dt
     assert torch.equal(ops.concat(gate), gate.contiguous())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 14), (70, 640), (0, 32)])
+def test_scaled_columns(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    wider, addend = (torch.randn(shape[0], shape[1] + 5) * 30).to(dtype), torch.randn(shape).to(dtype)
+    x, factors = wider[:, 3 : 3 + shape[1]], torch.randn(shape[1])
+    for factor in (0.3, factors):
+        found, sums = ops.scaled(x, factor), ops.scaled(x, factor, addend)
+        assert found.dtype == sums.dtype == dtype
+        assert_close(found, x.double() * factor)
+        assert_close(sums, x.double() * factor + addend.double())
+
+
 def test_silu_over_the_whole_range() -> None:
     gate = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([float("inf"), float("nan"), 1e38, -1e38])])
     found = ops.silu_and_mul(torch.cat([gate, torch.ones_like(gate)])[None])[0]

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.activation import sigmoid_and_mul
+from octavo.ops.activation import scaled, sigmoid_and_mul
 from octavo.ops.linear import concat, put_columns
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_driver, rarely_used
+from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, rarely_used
 from octavo_kernels.cpu.memory import fields, read, view
 from octavo_kernels.cpu.tensors import declines_floats
+from octavo_kernels.cpu.threads import run
 
 # ---- put_columns: ``put_columns`` in float32, as a call that can be recorded.
 
@@ -103,4 +104,62 @@ def sigmoid_and_mul_numba(gate_TN: Tensor, x_TN: Tensor) -> Tensor:
     arguments = np.empty(1, GATE)
     arguments[0] = gate_TN.data_ptr(), 4 * gate_TN.stride(0), x_TN.data_ptr(), out_TN.data_ptr(), T, N
     call(_gate_driver(), arguments)
+    return out_TN
+
+
+# ---- scaled: ``scaled`` in float32, as a call that can be recorded.
+
+
+SCALE = fields("x stride factors addend out T N task factor:float")
+NUMBERS_A_PIECE = 32_768
+
+
+@rarely_used
+def _scale_task() -> int:
+    """Task over rows."""
+
+    def scale(arguments: int, begin: int, end: int) -> None:
+        a = read(arguments, SCALE)
+        single = np.float32(a.factor)
+        for t in range(begin, end):
+            x, out = view(a.x + t * a.stride, a.N, np.float32), view(a.out + 4 * t * a.N, a.N, np.float32)
+            if a.factors == 0:
+                for i in range(a.N):
+                    out[i] = x[i] * single
+            else:
+                factors = view(a.factors, a.N, np.float32)
+                for i in range(a.N):
+                    out[i] = x[i] * factors[i]
+            if a.addend != 0:
+                addend = view(a.addend + 4 * t * a.N, a.N, np.float32)
+                for i in range(a.N):
+                    out[i] += addend[i]
+
+    return compiled_task(scale)
+
+
+@rarely_used
+def _scale_driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, SCALE)
+        run(pool, a.task, arguments, a.T, max(1, NUMBERS_A_PIECE // a.N))
+        return 0
+
+    return compiled_driver(drive)
+
+
+@scaled.kernel(device="cpu", name="numba", preference=10, supports=declines)
+def scaled_numba(x_TN: Tensor, factor: float | Tensor, addend_TN: Tensor | None = None) -> Tensor:
+    """See ``ops.scaled``."""
+    x_TN = x_TN if x_TN.stride(1) == 1 else x_TN.contiguous()
+    addend = None if addend_TN is None else addend_TN.contiguous()
+    T, N = x_TN.shape
+    assert addend is None or (addend.shape, addend.dtype) == (x_TN.shape, torch.float32), "what is added does not fit x"
+    factors = factor.float().contiguous() if isinstance(factor, Tensor) else None
+    assert factors is None or factors.shape == (N,), f"factors for {N} columns"
+    out_TN, arguments = torch.empty(T, N), np.empty(1, SCALE)
+    addresses = (0 if part is None else part.data_ptr() for part in (factors, addend))
+    single = 1.0 if isinstance(factor, Tensor) else factor
+    arguments[0] = x_TN.data_ptr(), 4 * x_TN.stride(0), *addresses, out_TN.data_ptr(), T, N, _scale_task(), single
+    call(_scale_driver(), arguments)
     return out_TN
