@@ -39,11 +39,12 @@ class RecurrentLayer(NamedTuple):
     outputs: int
 
 
-def delta_layer(key_heads: int, heads: int, size: int = 128) -> RecurrentLayer:
-    """The gated delta rule."""
-    statics = (torch.rand(heads) * 2 - 5).to(DEVICE), torch.randn(heads, device=DEVICE) / 2
+def delta_layer(key_heads: int, heads: int, size: int = 128, by_channel: bool = False) -> RecurrentLayer:
+    """The gated delta rule; ``by_channel``: with a decay for each number of a key."""
+    num_decays = heads * (size if by_channel else 1)
+    statics = (torch.rand(heads) * 2 - 5).to(DEVICE), torch.randn(num_decays, device=DEVICE) / 2
     layout = DeltaHeads(key_heads, heads, size, size, *statics, torch.ones(size, device=DEVICE, dtype=DTYPE), 1e-6)
-    widths = [sum(layout.sizes), heads, heads, heads * size]
+    widths = [sum(layout.sizes), num_decays, heads, heads * size]
 
     def run(x: Tensor, state: Tensor, rows: StateRows) -> Tensor:
         qkv, dt, beta, gate = x.split_with_sizes(widths, dim=1)
@@ -78,6 +79,7 @@ def linear_layer(heads: int, size: int = 128) -> RecurrentLayer:
 LAYERS: dict[str, Callable[[], RecurrentLayer]] = {
     "qwen3.5-9b": functools.partial(delta_layer, 16, 32),
     "qwen3.5-27b": functools.partial(delta_layer, 16, 48),
+    "kimi-linear-48b": functools.partial(delta_layer, 32, 32, by_channel=True),
     "nemotron-h-8b": functools.partial(state_space_layer, 128, 64, 8, 128),
     "granite-4-h-small": functools.partial(state_space_layer, 128, 64, 1, 128),
     "minimax-text-01": functools.partial(linear_layer, 64),

@@ -358,9 +358,10 @@ def chunk_bytes(specs: Sequence[LayerCacheSpec], num_tokens: int, num_seqs: int,
     """Bytes that kernels take to compute a recurrence in chunks: the state before each of them, and its inputs."""
     num_chunks = num_tokens // INTERVAL + min(num_seqs, 2 * num_tokens // INTERVAL)
     shapes = {tensor.shape for spec in specs for tensor in spec.state if tensor.is_recurrent}
-    sizes = [
-        N * (num_chunks * K * V * dtype.itemsize + num_tokens * ((K + V) * dtype.itemsize + 8)) for N, K, V in shapes
-    ]
+    item = dtype.itemsize
+    of_chunk = {(N, K, V): N * K * (V * item + 4) for N, K, V in shapes}
+    of_token = {(N, K, V): N * ((3 * K + V + INTERVAL) * item + 8) for N, K, V in shapes}
+    sizes = [num_chunks * of_chunk[shape] + num_tokens * of_token[shape] for shape in of_chunk]
     return max(sizes, default=0)
 
 

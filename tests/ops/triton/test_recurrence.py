@@ -87,6 +87,7 @@ LONG = {
     "delta": lambda: delta_case(1, 2),
     "state space": lambda: state_space_case(2, groups=1),
     "linear": lambda: linear_case(2),
+    "delta by channel": lambda: delta_case(2, 2, 20, 16, by_channel=True, gate="sigmoid"),
     "delta with negative eigenvalues": lambda: delta_case(beta_scale=2.0, gate="sigmoid", is_tiled=True),
     "state space in groups": state_space_case,
     "state space with limits": lambda: state_space_case(groups=1, limits=(0.6, 0.9)),
@@ -99,7 +100,7 @@ MIXED, MIXED_SLOTS = [(3, 3), (RECURRENT_ROWS + 1, 90), (0, 5), (130, 130), (1, 
 """Rows and lengths of sequences short and long, new and not, one of them padding."""
 
 
-@pytest.mark.parametrize("name", quick_first(3, LONG))
+@pytest.mark.parametrize("name", quick_first(4, LONG))
 @pytest.mark.parametrize("dtype", quick_first(1, [torch.bfloat16, torch.float32]))
 def test_long_sequences_in_chunks_are_close_to_float64(device: str, name: str, dtype: torch.dtype) -> None:
     case, num_known = LONG[name](), sum(rows for rows, _ in MIXED[:-1])
@@ -128,8 +129,11 @@ def test_chunks_have_the_same_bits_where_steps_end_between_them(device: str, nam
     assert torch.equal(in_chunks(case, x, states[1], 1, [64, 128, 8])[:192], whole[:192])
 
 
-def test_chunks_take_no_more_memory_than_is_kept_for_them(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, made = LONG["delta"](), list[torch.Tensor]()
+@pytest.mark.parametrize("name", ["delta", "delta by channel"])
+def test_chunks_take_no_more_memory_than_is_kept_for_them(
+    device: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, made = LONG[name](), list[torch.Tensor]()
     x, state, empty = case.inputs(146), torch.zeros(7, *case.state_shape), torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: made.append(empty(*args, **kwargs)) or made[-1])
     out = case.run(x, state, step([(70, 70), (34, 34), (1, 9), (34, 90), (7, 7)], [4, 0, 5, 3, 6]))
@@ -158,6 +162,18 @@ def test_batch_invariance_has_no_chunks(device: str, name: str) -> None:
     with invariant():
         assert torch.equal(in_chunks(case, x, states[0], 1, [40]), in_chunks(case, x, states[1], 1, [1, 36, 3]))
     assert torch.equal(*states)
+
+
+def test_chunks_of_numbers_that_are_forgotten_at_once(device: str) -> None:
+    """Decays of a key's numbers that leave nothing in one row and all in the next: no factor may be more than 1."""
+    case, num_rows = delta_case(1, 2, 16, 16, by_channel=True), 100
+    x = case.inputs(num_rows)
+    x[:, 64:96] = torch.where(torch.rand(num_rows, 32) < 0.1, 3e4, -10.0)
+    states = [torch.zeros(1, *case.state_shape).to(dtype) for dtype in (torch.float32, torch.float64)]
+    right = exact(case, x, states[1], step([(num_rows, num_rows)], [0]))
+    found = case.run(x, states[0], step([(num_rows, num_rows)], [0]))
+    assert (found.double() - right).norm() <= 3e-5 * right.norm()
+    assert (states[0].double() - states[1]).norm() <= 3e-5 * states[1].norm()
 
 
 @pytest.mark.parametrize("is_gated_first", [False, True])
