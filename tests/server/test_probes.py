@@ -72,7 +72,7 @@ def test_the_openapi_document_says_what_may_be_null_and_how_it_fails(served: Ser
     assert schemas["ChatBody"]["properties"]["n"] == {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": 1}
     assert "anyOf" not in schemas["ChatBody"]["properties"]["messages"]
     others = {"/v1/messages": "Anthropic", "/api/": "Ollama", "/generate_stream": "TGI"}
-    others |= dict.fromkeys(("/embed", "/predict", "/similarity"), "TEI")
+    others |= dict.fromkeys(("/embed", "/predict", "/similarity", "/rerank"), "TEI")
     for path, operations in document["paths"].items():
         if path == "/":
             continue  # a page and TGI's, which have the errors of both
