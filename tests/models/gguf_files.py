@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "mixtral": "LLAMA",
     "qwen2": "QWEN2",
     "qwen2_vl_text": "QWEN2VL",
+    "qwen3_vl_text": "QWEN3VL",
     "qwen3": "QWEN3",
     "qwen2_moe": "QWEN2MOE",
     "qwen3_moe": "QWEN3MOE",
@@ -161,7 +162,7 @@ def _write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> N
     writer.add_value_length(head_dim)
     if config.get("sliding_window") and kind != "qwen2_moe" and not kind.startswith("qwen"):
         writer.add_sliding_window(config["sliding_window"])
-    if kind == "qwen2_vl_text":
+    if kind in ("qwen2_vl_text", "qwen3_vl_text"):
         writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
     if kind == "gemma3_text" and "full_attention" in config["layer_types"]:
         writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
@@ -253,7 +254,8 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     writer.add_bool("clip.has_vision_encoder", True)
     layers = inner.get("num_hidden_layers") or inner["depth"]
     writer.add_vision_block_count(layers)
-    writer.add_vision_image_size(inner.get("image_size", 560))
+    places = inner.get("num_position_embeddings", 1600) ** 0.5
+    writer.add_vision_image_size(inner.get("image_size", round(places) * inner["patch_size"]))
     writer.add_vision_patch_size(inner["patch_size"])
     writer.add_vision_embedding_length(inner["hidden_size"])
     writer.add_vision_feed_forward_length(inner["intermediate_size"])
@@ -265,13 +267,18 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     writer.add_vision_image_std(processor["image_std"])
     if kind == "gemma3":
         writer.add_vision_projector_scale_factor(2)
+    deep = None
+    if kind == "qwen3vl_merger":
+        deep = inner.get("deepstack_visual_indexes") or []
+        writer.add_vision_is_deepstack_layers([i in deep for i in range(layers)])
     if kind == "qwen2.5vl_merger":
         writer.add_vision_n_wa_pattern(inner["fullatt_block_indexes"][0] + 1)
         writer.add_uint32(gguf.Keys.ClipVision.WINDOW_SIZE, inner["window_size"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, layers)
     for name, tensor in load_file(folder / "model.safetensors").items():
-        for stored, part in _tower_parts(name.removeprefix("model."), tensor):
-            own = stored if stored.startswith("v.") else names.get_name(stored, try_suffixes=(".weight", ".bias"))
+        for stored, part in _tower_parts(name.removeprefix("model."), tensor, deep):
+            known = stored.startswith(("v.", "mm."))
+            own = stored if known else names.get_name(stored, try_suffixes=(".weight", ".bias"))
             if own is not None and own.startswith(("v.", "mm.")):
                 values = np.ascontiguousarray(part.float().numpy())
                 writer.add_tensor(own, form(values) if values.ndim > 1 else values)
@@ -281,7 +288,16 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     writer.close()
 
 
-def _tower_parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+def _tower_parts(name: str, tensor: Tensor, deep: list[int] | None) -> list[tuple[str, Tensor]]:
+    """``deep``: the layers with mergers of Qwen3-VL and Qwen3.5, whose names the package does not know."""
+    if deep is not None and (match := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(?:linear_)?(.*)", name)):
+        return [(f"v.deepstack.{deep[int(match[1])]}.{match[2]}", tensor)]
+    if deep is not None and name.startswith("visual.merger."):
+        stored = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
+        own, end = name.removeprefix("visual.merger.").split(".")
+        return [(f"{stored[own]}.{end}", tensor)]
+    if ".attn.qkv." in name and deep is not None:
+        return [(name, tensor)]
     if name == "visual.patch_embed.proj.weight":
         return [("v.patch_embd.weight", tensor[:, :, 0]), ("v.patch_embd.weight.1", tensor[:, :, 1])]
     if ".attn.qkv." in name:

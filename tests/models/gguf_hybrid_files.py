@@ -181,7 +181,8 @@ def write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> No
         writer.add_ssm_time_step_rank(heads)
         writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
         if kind.startswith("qwen3_5"):
-            writer.add_rope_dimension_sections([1, 1, 0, 0])
+            sections = config["rope_parameters"].get("mrope_section", [1, 1, 0])
+            writer.add_rope_dimension_sections([*sections, 0])
     elif kind.startswith("lfm2"):
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     elif kind == "kimi_linear":

@@ -23,8 +23,10 @@ from tests.models.test_vision import PROMPTS, SCORED, SETTINGS, TOLERANCE, as_in
 
 Array = npt.NDArray[np.float32]
 TEXT = {"gemma3": ("gemma3_text", "gemma3_text"), "qwen2_5_vl": ("qwen2", "qwen2_vl_text")}
+TEXT |= {"qwen3_vl": ("qwen3", "qwen3_vl_text"), "qwen3_5": ("qwen3_5_text", "qwen3_5_text")}
 """The text part's ``model_type`` of a family in transformers, and in ``write_gguf``."""
 KINDS = {"gemma3": ("gemma3", "<image_soft_token>"), "qwen2_5_vl": ("qwen2.5vl_merger", "<|image_pad|>")}
+KINDS |= dict.fromkeys(("qwen3_vl", "qwen3_5"), ("qwen3vl_merger", "<|image_pad|>"))
 
 
 def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values: values) -> PreTrainedModel:
@@ -88,7 +90,7 @@ def test_the_tower_of_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mmproj-model-f32.gguf").unlink()
     (tmp_path / "other" / "model.gguf").unlink()
     (tmp_path / "model.gguf").rename(tmp_path / "other" / "model.gguf")
-    with pytest.raises(CheckpointError, match="this tower is of Gemma3ForCausalLM; Qwen2_5_VL"):
+    with pytest.raises(CheckpointError, match="this tower is of Gemma3ForCausalLM, not of Qwen2_5_VL"):
         LLM(tmp_path / "other" / "model.gguf", **SETTINGS)
 
 

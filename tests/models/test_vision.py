@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from transformers import PreTrainedModel
 
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.engine.sequence_images import rope_shifts
-from octavo.errors import InvalidParameter
+from octavo.errors import CheckpointError, InvalidParameter
 from octavo.images.preparer import placed
 from octavo.types import ImageInput, Request
-from tests.models.vision import FAMILIES, IMAGE, as_png, expected_logprobs, make, picture
+from tests.models.vision import FAMILIES, IMAGE, as_png, expected_logprobs, make, picture, written_config
 from tests.tiers import nightly, nightly_after
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 120}
@@ -250,6 +251,15 @@ def test_a_model_may_read_text_alone(family: tuple[str, Path, PreTrainedModel]) 
         assert llm.info.num_image_slots == 0
         with pytest.raises(InvalidParameter, match="reads text only"):
             llm.generate(as_inputs(PROMPTS[:1]), GREEDY)
+
+
+def test_sections_must_be_of_all_pairs(tmp_path: Path) -> None:
+    make(tmp_path, "qwen2_5_vl")
+    config = written_config(tmp_path)
+    config["text_config"]["rope_parameters"]["mrope_section"] = [1, 1, 1]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="mrope_section: is of 3 rotated pairs; heads have 8"):
+        LLM(tmp_path, **SETTINGS)
 
 
 def test_rotary_positions_of_an_image() -> None:

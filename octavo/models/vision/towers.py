@@ -120,4 +120,8 @@ def connect(model: CausalLM, config: VisionConfig, form: WeightFormat) -> None:
         if not rotaries:
             raise CheckpointError("mrope_section: this decoder has no rotary positions")
         for rotary in rotaries:
+            if len(rotary.frequencies_R) != len(config.axes):
+                raise CheckpointError(
+                    f"mrope_section: is of {len(config.axes)} rotated pairs; heads have {len(rotary.frequencies_R)}"
+                )
             rotary.axes_R = axes_tensor(config.axes, form.device)

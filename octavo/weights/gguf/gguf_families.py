@@ -205,12 +205,30 @@ def _gemma_scalar(config: Config, largest: int) -> float:
     return float(config["head_dim"])
 
 
-def _qwen2vl(data: Metadata, config: Config) -> None:
-    read_llama(data, config)
+def with_sections(data: Metadata, config: Config, is_interleaved: bool = False) -> None:
+    """Add which rotated pairs are of time, rows and columns, for images."""
     sections = [int(count) for count in data.get("rope.dimension_sections", ())]
     if len(sections) not in (3, 4) or any(sections[3:]):
         data.fail("rope.dimension_sections", f"is {sections}, expected the rotated pairs of time, rows and columns")
-    config["rope_scaling"] = {"rope_type": "default", **(config["rope_scaling"] or {}), "mrope_section": sections[:3]}
+    scaling = {"rope_type": "default", **(config["rope_scaling"] or {}), "mrope_section": sections[:3]}
+    config["rope_scaling"] = {**scaling, "mrope_interleaved": is_interleaved}
+
+
+def _qwen2vl(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    with_sections(data, config)
+
+
+def _qwen3vl(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    with_sections(data, config, is_interleaved=True)
+    data.get("n_deepstack_layers")  # as the tower says
+
+
+def _qwen3vl_moe(data: Metadata, config: Config) -> None:
+    _qwen_moe(data, config)
+    with_sections(data, config, is_interleaved=True)
+    data.get("n_deepstack_layers")
 
 
 def _gpt2(data: Metadata, config: Config) -> None:
@@ -370,6 +388,8 @@ FAMILIES: dict[str, GgufFamily] = {
     "qwen2": GgufFamily("Qwen2ForCausalLM", LLAMA, read_llama),
     "qwen2vl": GgufFamily("Qwen2_5_VLForConditionalGeneration", LLAMA, _qwen2vl),
     "qwen3": GgufFamily("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}, read_llama),
+    "qwen3vl": GgufFamily("Qwen3VLForConditionalGeneration", {**LLAMA, **HEAD_NORMS}, _qwen3vl),
+    "qwen3vlmoe": GgufFamily("Qwen3VLMoeForConditionalGeneration", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen3vl_moe),
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, **SHARED}, _qwen2_moe),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen_moe),
     "phi3": GgufFamily("Phi3ForCausalLM", {**LLAMA, **FUSED, "attn_qkv": "self_attn.qkv_proj"}, _phi3),

@@ -21,6 +21,7 @@ from octavo.weights.gguf.gguf_families import (
     has_bias,
     read_experts,
     read_llama,
+    with_sections,
 )
 from octavo.weights.gguf.gguf_metadata import Metadata
 from octavo.weights.gguf.gguf_rope import read_rope
@@ -74,7 +75,8 @@ def _delta_sizes(data: Metadata, config: Config) -> None:
     config["linear_conv_kernel_dim"] = data.count("ssm.conv_kernel")
     config["full_attention_interval"] = data.count("full_attention_interval", 4)
     config["norms_include_one"] = True
-    data.get("rope.dimension_sections")  # of images; the three positions of a text token are the same
+    if data.has("rope.dimension_sections"):
+        with_sections(data, config, is_interleaved=True)
 
 
 def _tiled_delta(data: Metadata, config: Config) -> None:

@@ -44,6 +44,21 @@ QWEN25 = {
     "visual.merger.mlp.0": "mm.0",
     "visual.merger.mlp.2": "mm.2",
 }
+QWEN3 = {
+    "visual.patch_embed.proj": "v.patch_embd",
+    "visual.pos_embed": "v.position_embd",
+    "visual.blocks.*.norm1": "v.blk.*.ln1",
+    "visual.blocks.*.norm2": "v.blk.*.ln2",
+    "visual.blocks.*.attn.qkv": "v.blk.*.attn_qkv",
+    "visual.blocks.*.attn.proj": "v.blk.*.attn_out",
+    "visual.blocks.*.mlp.linear_fc1": "v.blk.*.ffn_up",
+    "visual.blocks.*.mlp.linear_fc2": "v.blk.*.ffn_down",
+    "visual.merger.norm": "v.post_ln",
+    "visual.merger.linear_fc1": "mm.0",
+    "visual.merger.linear_fc2": "mm.2",
+}
+DEEP = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
+"""Parts of the mergers of layers whose outputs the decoder gets; the file has them by the number of the layer."""
 MINUS_ONE = "mm.soft_emb_norm.weight"
 """The converter adds 1 to this norm."""
 FRAME = "v.patch_embd.weight.1"
@@ -54,8 +69,8 @@ class ProjectorKind(NamedTuple):
     """How to read one kind of tower."""
 
     architecture: str
-    text: str
-    """The architecture of text parts to which it belongs."""
+    texts: tuple[str, ...]
+    """The architectures of text parts to which it belongs."""
     names: Mapping[str, str]
     read: Callable[[Metadata], dict[str, Any]]
     """The keys of ``vision_config`` that others do not have, and of the configuration around it under ``outer``."""
@@ -81,11 +96,27 @@ def _qwen25(data: Metadata) -> dict[str, Any]:
     }
 
 
+def _qwen3(data: Metadata) -> dict[str, Any]:
+    deep = data.get("vision.is_deepstack_layers", ())
+    return {
+        "depth": data.count("vision.block_count"),
+        "num_heads": data.count("vision.attention.head_count"),
+        "out_hidden_size": data.count("vision.projection_dim"),
+        "num_position_embeddings": (data.count("vision.image_size") // data.count("vision.patch_size")) ** 2,
+        "deepstack_visual_indexes": [layer for layer, is_deep in enumerate(deep) if is_deep],
+    }
+
+
+QWEN3_TEXTS = (
+    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+)
 KINDS = {
     "gemma3": ProjectorKind(
-        "Gemma3ForConditionalGeneration", "Gemma3ForCausalLM", GEMMA3, _gemma3, "<image_soft_token>"
+        "Gemma3ForConditionalGeneration", ("Gemma3ForCausalLM",), GEMMA3, _gemma3, "<image_soft_token>"
     ),
-    "qwen2.5vl_merger": ProjectorKind(QWEN25_VL, QWEN25_VL, QWEN25, _qwen25, "<|image_pad|>"),
+    "qwen2.5vl_merger": ProjectorKind(QWEN25_VL, (QWEN25_VL,), QWEN25, _qwen25, "<|image_pad|>"),
+    "qwen3vl_merger": ProjectorKind(QWEN3_TEXTS[0], QWEN3_TEXTS, QWEN3, _qwen3, "<|image_pad|>"),
 }
 """By ``clip.projector_type``."""
 
@@ -156,10 +187,9 @@ class Projector:
 
         Raises ``CheckpointError`` if the text part is of another model.
         """
-        if text.get("architectures") not in (None, [self._kind.text]):
-            raise CheckpointError(
-                f"{self.path}: this tower is of {self._kind.text}; {text['architectures'][0]} has another"
-            )
+        found = (text.get("architectures") or self._kind.texts)[0]
+        if found not in self._kind.texts:
+            raise CheckpointError(f"{self.path}: this tower is of {' or '.join(self._kind.texts)}, not of {found}")
         known = {"image_token_id": tokens.index(self._kind.image_token)} if self._kind.image_token in tokens else {}
         whole = {"architectures": [self._kind.architecture], "vision_config": self._vision, "text_config": text}
         return {**whole, **self._outer, **known}
@@ -181,6 +211,11 @@ class Projector:
                     if f"{place}.{end}" in tensors:
                         join = "_" if own.endswith("mm_input_projection") else "."
                         found[f"{own.replace('*', str(layer))}{join}{end}"] = [f"{place}.{end}"]
+        for number, layer in enumerate(self._vision.get("deepstack_visual_indexes", ())):
+            for own, stored in DEEP.items():
+                for end in ("weight", "bias"):
+                    name = f"visual.deepstack_merger_list.{number}.{own}.{end}"
+                    found[name] = [f"v.deepstack.{layer}.{stored}.{end}"]
         if FRAME in tensors:
             found["visual.patch_embed.proj.weight"].append(FRAME)
         for layer in range(self._vision["num_hidden_layers"]) if self._kind.names is QWEN25 else ():
