@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import zipfile
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("octavo", "octavo_kernels", "octavo_server", "octavo_fleet", "octavo_bench")
 MAX_BYTES = 3_000_000
+VENDOR_PAGE = "octavo_server/console/page/vendor/README.md"
 
 wheel_builder = pytest.importorskip("hatchling.builders.wheel")
 
@@ -41,10 +43,23 @@ def test_it_has_the_files_of_the_packages_and_no_others(wheel: zipfile.ZipFile) 
     assert {"py", "json", "html", "css", "js", "svg", "proto", "binpb"} <= {name.rpartition(".")[2] for name in found}
 
 
-def test_it_is_small_and_has_the_licence(wheel: zipfile.ZipFile) -> None:
+def test_it_is_small_and_has_its_licence_and_those_of_the_console(wheel: zipfile.ZipFile) -> None:
     assert sum(entry.compress_size for entry in wheel.infolist()) < MAX_BYTES
-    (licence,) = (name for name in wheel.namelist() if "/licenses/" in name)
-    assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
+    files = [ROOT / "LICENSE", *(ROOT / "octavo_server/console/page/vendor").rglob("LICENSE")]
+    wanted = {file.relative_to(ROOT).as_posix(): file.read_bytes() for file in files}
+    found = {name.partition("/licenses/")[2]: wheel.read(name) for name in wheel.namelist() if "/licenses/" in name}
+    assert found == wanted
+
+
+def test_its_licence_names_all_that_is_in_it(wheel: zipfile.ZipFile) -> None:
+    rows = [line for line in wheel.read(VENDOR_PAGE).decode().splitlines() if line.startswith("| ")][1:]
+    named = set(
+        re.findall(
+            r"\b(?:[A-Z]+-[\d.]+[\w-]*|BSD-3-Clause|MIT|Apache-2.0)", " ".join(row.split("|")[3] for row in rows)
+        )
+    )
+    expression = set(metadata(wheel)["License-Expression"].split(" AND "))
+    assert expression == named - {"MPL-2.0"}  # DOMPurify's other choice
 
 
 def test_it_runs_without_extras_and_says_which_there_are(wheel: zipfile.ZipFile) -> None:
