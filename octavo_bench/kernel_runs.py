@@ -239,6 +239,10 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     weight, bias = make.floats(100, dtype=dtype), make.floats(100, dtype=dtype)
     yield "rms_norm", functools.partial(ops.rms_norm, x, weight, 1e-6)
     yield "layer_norm", functools.partial(ops.layer_norm, x, weight, bias, 1e-6)
+    (q, k, v), table = (make.floats(70, count, 24, dtype=dtype) for count in (4, 2, 2)), make.floats(4, 9)
+    for window, by_distance in ((0, None), (5, None), (0, table)):
+        call = functools.partial(ops.encoder_attention, q, k, v, [3, 70], 0.2, window, by_distance)
+        yield f"encoder_attention {window} {by_distance is None}", call
     caches, rows = make.cache(4, 3, 24, dtype), make.floats(2, 3, 24, dtype=dtype)
     stored = functools.partial(ops.store_kv, rows, rows, caches, caches, make.ints([7, -1], torch.int64))
     yield "store_kv", stored
