@@ -273,6 +273,30 @@ FAMILIES = {
         QWEN3_PROCESSOR,
         _of_grid,
     ),
+    "qwen3_vl_moe": Family(
+        "qwen3_vl_moe",
+        {
+            "text_config": {
+                **TEXT,
+                "rope_parameters": {**ROPE, "mrope_interleaved": True},
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+            },
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "deepstack_visual_indexes": [1],
+                "num_position_embeddings": 36,
+            },
+            "image_token_id": IMAGE,
+        },
+        QWEN3_PROCESSOR,
+        _of_grid,
+    ),
     "qwen3_5": Family(
         "qwen3_5",
         {

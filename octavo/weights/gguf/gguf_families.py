@@ -225,12 +225,6 @@ def _qwen3vl(data: Metadata, config: Config) -> None:
     data.get("n_deepstack_layers")  # as the tower says
 
 
-def _qwen3vl_moe(data: Metadata, config: Config) -> None:
-    _qwen_moe(data, config)
-    with_sections(data, config, is_interleaved=True)
-    data.get("n_deepstack_layers")
-
-
 def _gpt2(data: Metadata, config: Config) -> None:
     names = {
         "num_hidden_layers": "n_layer",
@@ -389,7 +383,6 @@ FAMILIES: dict[str, GgufFamily] = {
     "qwen2vl": GgufFamily("Qwen2_5_VLForConditionalGeneration", LLAMA, _qwen2vl),
     "qwen3": GgufFamily("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}, read_llama),
     "qwen3vl": GgufFamily("Qwen3VLForConditionalGeneration", {**LLAMA, **HEAD_NORMS}, _qwen3vl),
-    "qwen3vlmoe": GgufFamily("Qwen3VLMoeForConditionalGeneration", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen3vl_moe),
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, **SHARED}, _qwen2_moe),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen_moe),
     "phi3": GgufFamily("Phi3ForCausalLM", {**LLAMA, **FUSED, "attn_qkv": "self_attn.qkv_proj"}, _phi3),

@@ -108,8 +108,9 @@ def _qwen3(data: Metadata) -> dict[str, Any]:
 
 
 QWEN3_TEXTS = (
-    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
-    *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
 )
 KINDS = {
     "gemma3": ProjectorKind(
