@@ -14,10 +14,18 @@ from octavo.names_of_others import ADVICE, FLAGS_OF_OTHERS
 from octavo_bench.reference.__main__ import PAGES
 
 ROOT = Path(__file__).parents[2]
-GUIDES = ("quickstart.md", "migrating.md", "tuning.md", "security.md", "troubleshooting.md")
+TASKS = [page.relative_to(ROOT / "docs").as_posix() for page in sorted((ROOT / "docs/tasks").glob("*.md"))]
+GUIDES = ("quickstart.md", "migrating.md", "tuning.md", "security.md", "troubleshooting.md", *TASKS)
+OTHER_COMMANDS = r"octavo (?:bench|simulate|explain|launch|doctor) |make [a-z]+ |(?:docker|helm|kubectl) "
 KNOWN = {flag_name(item.name) for item in settings(ServeConfig)}
+KNOWN.add("--config")
 KNOWN |= {f"--no-{item.name.replace('_', '-')}" for item in settings(ServeConfig) if item.type is bool}
-PAGES_AND_README = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES_AND_README = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/tasks").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -34,7 +42,7 @@ def own_cells(page: str) -> str:
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_settings_that_a_guide_names_exist(page: str) -> None:
-    text = re.sub(r"(?:octavo (?:bench|simulate|explain)|make fuzz) [^\n`]*", "", own_cells(page))
+    text = re.sub(rf"(?:{OTHER_COMMANDS})(?:[^\n`]*\\\n)*[^\n`]*", "", own_cells(page))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
     assert named <= KNOWN | set(FLAGS_OF_OTHERS), named - KNOWN
     assert not named & set(ADVICE)
@@ -66,6 +74,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor:
             titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
             assert anchor in {slug(title) for title in titles}, target
+
+
+@pytest.mark.parametrize("page", TASKS)
+def test_a_task_is_a_short_page_that_the_readme_and_the_site_name(page: str) -> None:
+    assert len((ROOT / "docs" / page).read_text().split()) <= 600
+    assert f"(docs/{page})" in (ROOT / "README.md").read_text()
+    assert f": {page}\n" in (ROOT / "mkdocs.yml").read_text()
 
 
 def slug(title: str) -> str:
