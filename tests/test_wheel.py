@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import zipfile
 from email import message_from_string
 from email.message import Message
 from pathlib import Path
 
 import pytest
+
+from tests.tiers import nightly
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("octavo", "octavo_kernels", "octavo_server", "octavo_fleet", "octavo_bench")
@@ -70,3 +73,16 @@ def test_it_runs_without_extras_and_says_which_there_are(wheel: zipfile.ZipFile)
     for_development = {"test", "lint", "docs", "browser", "fuzz"}
     for extra in set(described.get_all("Provides-Extra", [])) - for_development:
         assert f"[{extra}]" in pages, f"docs/quickstart.md does not say what the extra {extra} is for"
+
+
+@pytest.mark.parametrize("argument", [nightly("--version"), nightly("doctor")])
+def test_its_commands_run_without_the_source_tree(wheel: zipfile.ZipFile, tmp_path: Path, argument: str) -> None:
+    wheel.extractall(tmp_path / "installed")
+    (tmp_path / "home").mkdir()
+    code = "import octavo, sys; from octavo.cli import main; print(octavo.__file__); sys.exit(main(sys.argv[1:]))"
+    environment = {"HOME": str(tmp_path / "home"), "PYTHONPATH": str(tmp_path / "installed"), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-P", "-c", code, argument]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(str(tmp_path / "installed" / "octavo"))
+    assert metadata(wheel)["Version"] in ended.stdout
