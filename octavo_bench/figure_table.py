@@ -69,7 +69,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("MiB", "less"): "peak_memory_mib front_mib engine_mib mib_per_100000 mib_first mib_last mib_most",
     ("GiB", "less"): "most_reserved_gib most_resident_gib",
     ("bytes", "less"): "peak_memory_bytes weights_bytes most_bytes",
-    ("", "less"): "perplexity kl largest_kl error",
+    ("", "less"): "perplexity kl largest_kl error difference",
     ("each token", "less"): "events_per_token",
     ("each step", "less"): "kernels_per_step",
     ("requests", "less"): "failed failed_requests refused preemptions num_preemptions counts",
