@@ -69,7 +69,10 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("MiB", "less"): "peak_memory_mib front_mib engine_mib mib_per_100000 mib_first mib_last mib_most",
     ("GiB", "less"): "most_reserved_gib most_resident_gib",
     ("bytes", "less"): "peak_memory_bytes weights_bytes most_bytes",
-    ("", "less"): "perplexity kl largest_kl error difference",
+    (
+        "",
+        "less",
+    ): "perplexity kl largest_kl error difference state_difference largest_difference_of_sampling_and_scoring",
     ("each token", "less"): "events_per_token",
     ("each step", "less"): "kernels_per_step",
     ("requests", "less"): "failed failed_requests refused preemptions num_preemptions counts",
@@ -94,7 +97,7 @@ _COUNTS = """
     num_copied_tokens submitted_requests total_generated_tokens total_prefill_tokens total_decode_tokens tokens_checksum
     judged backlog bytes flops written_bytes read_bytes ended unfinished switches figures steps steps_timed
     num_parameters num_texts inputs coverage breakages tried findings server_starts seconds duration_s
-    generation_seconds devices requests blocks
+    generation_seconds devices requests blocks scored_tokens
 """
 COUNTS = frozenset(_COUNTS.split())
 """Numbers that tables show; they are not drawn, and of no gate."""
