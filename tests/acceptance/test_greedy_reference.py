@@ -18,7 +18,7 @@ from tests.tiers import nightly_after
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 LENGTHS = [5, 6, 8, 11, 16, 17, 31, 32, 33, 48, 64, 100, 127, 256, 300, 511, 1100]
-NUM_SHORT = 5
+NUM_SHORT = 3
 """So many have fewer tokens than two chunks of a prompt; `make nightly` has all."""
 NUM_TOKENS = 64
 TIE = 1e-3
