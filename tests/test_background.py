@@ -9,10 +9,10 @@ import pytest
 
 ENDING = """
 import time
-from octavo.system.background import Pool, start_thread, stop_if_ending
+from octavo.system.background import BackgroundPool, start_thread, stop_if_ending
 
 def give():
-    with Pool(1) as pool:
+    with BackgroundPool(1) as pool:
         for future in [pool.submit(time.sleep, 0.1) for _ in range(600)]:
             future.result()
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.ops.device_backend import is_gpu
 from octavo.types import JoinGroup, ReceiveTensors
 from octavo.weights.tensor_file import DTYPES, FileTensor, TensorFile
 
@@ -39,7 +40,7 @@ class WeightGroup:
 
     def join(self, group: JoinGroup) -> None:
         """Connect to the others, in the background. Raises ``CheckpointError``."""
-        if group.backend == "nccl" and self._device.type != "cuda":
+        if group.backend == "nccl" and not is_gpu(self._device):
             raise CheckpointError("the backend nccl needs a GPU; gloo does not")
         if self._worker is not None:  # one that waits for a trainer that does not come goes on to wait
             self._worker.shutdown(wait=False)

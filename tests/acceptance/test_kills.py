@@ -168,6 +168,7 @@ def test_kills_lose_change_and_fail_nothing(serve: Callable[..., Server], num_ki
     assert float(counts["engine_restarts"]) >= len(recoveries)
 
 
+@pytest.mark.nightly
 def test_a_request_with_a_grammar_needs_no_longer_life_than_another(serve: Callable[..., Server]) -> None:
     """The engine process is killed as soon as a plain request got a few tokens of it; the other gets some, too."""
     server = serve()

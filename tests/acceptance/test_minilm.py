@@ -16,6 +16,7 @@ from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig, cache_dir
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import load_tokenizer
+from octavo.text.vectors import result_of
 from octavo.types import Request
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -71,7 +72,7 @@ def reference(folder: Path) -> list[np.ndarray]:
 
 def test_vectors_are_those_of_its_own_pipeline(minilm: Path) -> None:
     engine, info = build_engine(EngineConfig.from_flat({"model": str(minilm), "device": "cpu"}))
-    assert (info.tasks, info.embedding_size, info.max_model_len) == (("embed",), 384, 256)
+    assert (info.tasks, info.embedding_size, info.max_model_len) == (("embed", "token_embed"), 384, 256)
     tokenizer = load_tokenizer(minilm)
     assert tokenizer is not None
     for i, text in enumerate(TEXTS):
@@ -79,4 +80,4 @@ def test_vectors_are_those_of_its_own_pipeline(minilm: Path) -> None:
     found = {output.request_id: output.values or b"" for output in engine.step()}
     assert not engine.has_work
     for i, wanted in enumerate(reference(minilm)):
-        np.testing.assert_allclose(np.frombuffer(found[i], dtype="<f4"), wanted, atol=1e-4)
+        np.testing.assert_allclose(result_of("embed", found[i], info.pooling), wanted, atol=1e-4)

@@ -110,6 +110,7 @@ def test_no_request_fails(serve: Serve, tmp_path: Path, num_takeovers: int) -> N
     print(f"{clients.right.total()} answers during {num_takeovers} takeovers")
 
 
+@pytest.mark.nightly
 def test_what_the_old_server_leaves(serve: Serve, tmp_path: Path) -> None:
     """Requests that outlast it continue at the new one, which waits for it where it is asked for one of them."""
     state = ("--journal", str(tmp_path / "j"), "--state-dir", str(tmp_path / "state"))

@@ -14,6 +14,7 @@ from octavo_bench.chaos.traffic import LIMITS, make_requests
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 def test_no_answer_is_lost_or_changed(tmp_path: Path) -> None:
     output = tmp_path / "chaos.json"
     command = ["bench", "chaos", "--seed", "3", "--num-faults", "5", "--clients", "4", "--num-requests", "20"]

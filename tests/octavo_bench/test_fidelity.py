@@ -25,6 +25,7 @@ from octavo_fleet.sim.report import GROWTH, LatencyTargets
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Simulation
 from tests.llm.tiny import write_checkpoint
+from tests.tiers import nightly_after
 
 HOST_SECONDS = 0.0002
 LIMITS = {"block_size": 16, "num_kv_blocks": 2000, "max_num_seqs": 32, "max_num_batched_tokens": 256}
@@ -90,7 +91,7 @@ TWO_STEPS = GROWTH**2 - 1 + 1e-4
 """The simulator knows percentiles to steps of this factor."""
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", nightly_after(1, (2, 1)))
 def test_on_an_even_machine_both_predictions_are_right(depth: int) -> None:
     result = compared(lambda now: 1.0, 20, 2, depth)
     assert result["figures"] == 25
@@ -99,7 +100,7 @@ def test_on_an_even_machine_both_predictions_are_right(depth: int) -> None:
     assert max(errors) < TWO_STEPS, result["rows"]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", nightly_after(1, (2, 1)))
 def test_what_a_step_takes_after_a_pause_is_learned(depth: int) -> None:
     result = compared(lambda now: 1.0, 20, 2, depth, waking=0.01)
     assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]

@@ -14,6 +14,7 @@ from octavo_bench.suites import row
 ARGUMENTS = ["bench", "suites", "--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--small", "--rounds", "1"]
 
 
+@pytest.mark.nightly
 def test_every_suite_gives_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "suites.json"
     assert main([*ARGUMENTS, "--output", str(output)]) == 0

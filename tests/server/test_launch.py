@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -18,16 +19,18 @@ from octavo.cli.parser import EXIT_ERROR
 from octavo_server.cli.launch import TOOLS, LaunchTarget
 
 TARGET = LaunchTarget("http://127.0.0.1:9", "qwen/three", 40_000, "secret")
-AGENT = f"""#!{sys.executable}
+PROGRAM = """\
 import json, os, sys, urllib.request
 url = os.environ["ANTHROPIC_BASE_URL"]
-body = {{"model": sys.argv[2], "max_tokens": 4, "messages": [{{"role": "user", "content": "hi"}}]}}
-kind = {{"content-type": "application/json"}}
+body = {"model": sys.argv[2], "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+kind = {"content-type": "application/json"}
 request = urllib.request.Request(url + "/v1/messages", json.dumps(body).encode(), kind)
 answer = json.load(urllib.request.urlopen(request))
 open("told.json", "w").write(json.dumps([url, sys.argv[1:], answer["usage"]["output_tokens"]]))
 sys.exit(7)
 """
+AGENT = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} "$@"\n'
+"""The path of an interpreter may have spaces, which no line of #! takes."""
 
 
 def launch(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -31,7 +31,7 @@ from tests.llm.tiny import write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.server.child_engine import Recorder, until
 
-NUM_KILLS = int(os.environ.get("OCTAVO_RANK_KILLS", "4"))
+NUM_KILLS = int(os.environ.get("OCTAVO_RANK_KILLS", "3"))
 NUM_STREAMS = 16
 MAX_TOKENS = 200
 SECONDS = 180.0

@@ -19,6 +19,7 @@ from octavo_fleet.sim.report import MAX_POINTS, LatencyTargets, Ledger, Timeline
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Fleet, Simulation, figures
 from octavo_fleet.sim.workers import num_processes, simulate
+from tests.tiers import nightly_after
 
 TARGETS = LatencyTargets(0.2, 0.012)
 SMALL = {"num_kv_blocks": 400, "block_size": 16, "max_num_seqs": 24}
@@ -69,7 +70,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("workload", "router", "replicas", "settings"), CASES)
+@pytest.mark.parametrize(("workload", "router", "replicas", "settings"), nightly_after(3, CASES))
 def test_the_same_figures_together_and_independently(
     workload: str,
     router: str,

@@ -19,6 +19,7 @@ from octavo_fleet.sim.report import LatencyTargets
 from octavo_fleet.sim.search import cheapest
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Simulation
+from tests.tiers import nightly
 
 SPEC = SimulationSpec("llama-3.1-8b", "h200", "single", 60, rate=20, input_len=256, output_len=64)
 
@@ -109,7 +110,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", [nightly(line) if "--search" in line else line for line in COMMANDS], ids=" ".join)
 def test_commands_of_the_page(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "--plot" in command:
         pytest.importorskip("matplotlib")

@@ -238,6 +238,7 @@ def test_a_target_for_each_token_is_kept(capsys: pytest.CaptureFixture[str]) -> 
     assert p99("--tpot-target", "0.012") <= 0.012
 
 
+@pytest.mark.nightly
 def test_search_finds_the_least_number_of_devices() -> None:
     from octavo_fleet.sim.search import cheapest
 

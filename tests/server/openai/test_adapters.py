@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from tests.conftest import Server, start_server
 from tests.models.adapter_files import make_adapter
 from tests.models.families import VOCAB_SIZE, make_checkpoint
+from tests.tiers import nightly_after
 
 pytestmark = pytest.mark.slow  # a real engine process
 
@@ -147,7 +148,7 @@ def kill_engine(served: Served) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("change", ["gone", "changed", "damaged"])
+@pytest.mark.parametrize("change", nightly_after(1, ["changed", "gone", "damaged"]))
 def test_an_adapter_that_cannot_be_loaded_again_is_left_out(served: Served, tmp_path: Path, change: str) -> None:
     folder = tmp_path / "adapter"
     shutil.copytree(served.home / "third", folder)
