@@ -1,7 +1,8 @@
 """Weights that change while the server serves, as reinforcement learning does: routes of vLLM and of SGLang.
 
-They load checkpoints below ``--weight-updates-dir`` alone, in safetensors or GGUF. The engine process that has the new
-weights replaces the one that had the old ones; running requests go on with them from where they are.
+They load checkpoints below ``--weight-updates-dir`` alone, in safetensors or GGUF, or tensors that a trainer sends. The
+weights are written over the earlier ones between two steps; where a model does not allow that, an engine process with
+the new ones replaces the other. Running requests go on with them from where they are.
 """
 
 from __future__ import annotations
