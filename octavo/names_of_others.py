@@ -167,9 +167,10 @@ PASSED_OVER: dict[str, Passed] = {
         "grammars are always compiled in the same way",
         *("--guided-decoding-backend", "--structured-outputs-config", "--reasoning-backend"),
     ),
-    **_any("prompts share a step by the work that is left of them", "--max-num-partial-prefills"),
-    **_any("prompts share a step by the work that is left of them", "--long-prefill-token-threshold"),
-    **_any("prompts share a step by the work that is left of them", "--max-long-partial-prefills"),
+    **_any(
+        "prompts share a step by the work that is left of them",
+        *("--max-num-partial-prefills", "--long-prefill-token-threshold", "--max-long-partial-prefills"),
+    ),
     **_any("--log-level sets what is logged", "--uvicorn-log-level", "--max-log-len", "--log-config-file"),
     **_any("the chat template decides", "--chat-template-content-format"),
     **_any("the checkpoint decides", "--runner", "--convert"),
