@@ -290,14 +290,15 @@ def busy_seconds(server: int) -> dict[str, float]:
     return seconds
 
 
-def keep_rows(rows: dict[str, Any], path: Path) -> None:
+def keep_rows(rows: list[dict[str, Any]], path: Path) -> None:
     """Write the record, with the rows of other kinds that the file holds."""
-    earlier = json.loads(path.read_text())["result"] if path.is_file() else {}
-    keep("tenants", earlier | rows, path)
+    earlier = json.loads(path.read_text())["result"]["rows"] if path.is_file() else []
+    new = {row["flood"] for row in rows}
+    keep("tenants", {"rows": [row for row in earlier if row["flood"] not in new] + rows}, path)
 
 
 def main(seconds: float, names: list[str], settings: list[str], output: Path | None) -> None:
-    rows: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     rounds = math.ceil(seconds / PERIOD)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -321,7 +322,8 @@ def main(seconds: float, names: list[str], settings: list[str], output: Path | N
                 flooding = spawn.Process(target=run_flood, args=(port, kinds, seconds + 2))
                 flooding.start()
                 time.sleep(2)
-                found = rows[name] = figures(asyncio.run(others(port, rounds))) | {"p99_ms_without": alone["p99_ms"]}
+                found = figures(asyncio.run(others(port, rounds)))
+                rows.append({"flood": name, **found, "p99_ms_without": alone["p99_ms"], "seconds": seconds})
                 print(f"{name:12}{found}  x {found['p99_ms'] / alone['p99_ms']:.2f}", flush=True)
                 flooding.join()
                 used = {kind: round(now - before[kind], 1) for kind, now in busy_seconds(server.pid).items()}
