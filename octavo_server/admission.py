@@ -191,6 +191,13 @@ class Admission:
             generation.expire_at(deadline, DeadlineExceeded(timeout or 0.0))
         return generation
 
+    async def rendered(self, client_request: ClientRequest) -> list[tuple[Prompt, int]]:
+        """What ``admit`` would submit: each prompt with its ``max_tokens``. Raises ``RequestError``."""
+        with self.reserved(client_request.caller):
+            prompts_and_limits = await self._encode_all(client_request, await self._prepared(client_request))
+        self._check_tokens(client_request)
+        return prompts_and_limits
+
     async def _prepared(self, client_request: ClientRequest) -> list[PreparedImage]:
         """The images of the prompt."""
         parts = images_of(client_request.prompts[0]) if client_request.prompts else []
@@ -305,11 +312,12 @@ class Admission:
 
     def _thinking_budget(self, client_request: ClientRequest, prompt: Prompt) -> ThinkingBudget | None:
         budget, format = client_request.params.thinking_token_budget, client_request.message_format
-        if budget is None or format is None or self.tokenizer is None or prompt.text is None:
+        if budget is None or format is None or self.tokenizer is None:
             return None
         marks = client_request.answer_marks
+        text = self.tokenizer.decode(prompt.tokens, False) if prompt.text is None else prompt.text
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
-        return format.thinking_budget(budget, prompt.text, encode, marks is not None and marks.is_begun)
+        return format.thinking_budget(budget, text, encode, marks is not None and marks.is_begun)
 
     def eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The tokens that end a text."""

@@ -32,7 +32,17 @@ from octavo_server.dialects.batches import batches, files
 from octavo_server.dialects.native import completions, generate, infer, sessions, tgi, token_ids
 from octavo_server.dialects.ollama import endpoints as ollama
 from octavo_server.dialects.ollama import models as ollama_models
-from octavo_server.dialects.openai import adapters, chat, classification, embeddings, models, scoring, tokenize
+from octavo_server.dialects.openai import (
+    adapters,
+    chat,
+    classification,
+    derender,
+    embeddings,
+    models,
+    render,
+    scoring,
+    tokenize,
+)
 from octavo_server.dialects.responses import conversations
 from octavo_server.dialects.responses import endpoints as responses
 from octavo_server.dialects.responses.background import BackgroundResponses
@@ -72,6 +82,8 @@ PARTS = (
     adapters,
     models,
     tokenize,
+    render,
+    derender,
     probes,
     live,
     explanations,

@@ -155,6 +155,22 @@ def grammar_text(form: GrammarSource | Part) -> str:
     return text_of([{"lark_grammar": rules}, *({"name": name, **part} for name, part in form.parts.items())])
 
 
+def source_of(text: Any) -> GrammarSource:
+    """The form that ``grammar_text`` wrote as ``text``. Raises ``FormError``."""
+    if not isinstance(text, str):
+        raise FormError("must be a string")
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise FormError(f"must have at most {MAX_GRAMMAR_BYTES} characters")
+    first, *others = parts_of(text)
+    rules = first.get("lark_grammar")
+    if rules is None and not others:
+        return just(first)
+    if not isinstance(rules, str) or not rules.startswith("start: ") or not all("name" in part for part in others):
+        raise FormError("is not a grammar made by octavo.grammar.forms")
+    start, _, rest = rules.removeprefix("start: ").partition("\n")
+    return GrammarSource(start, rest, {str(part.pop("name")): part for part in others})
+
+
 def parts_of(text: str) -> list[Part]:
     """The parts in the text of a grammar; raise ``FormError`` for invalid text."""
     try:

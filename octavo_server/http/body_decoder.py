@@ -19,6 +19,7 @@ import sys
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from decimal import Decimal
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
@@ -216,7 +217,7 @@ class BodyDecoder(Generic[T]):
             values[GATHERED] = {name: gathered[name] for name in self.options if name in gathered}
         return self.kind(**values), ignored_fields
 
-    @property
+    @cached_property
     def documented(self) -> type[msgspec.Struct]:
         """``kind`` with ``options`` as fields of their own."""
         if not self.options:

@@ -373,7 +373,9 @@ KINDS: dict[str, Callable[[Any], GrammarSource]] = {
     "choice": lambda value: forms.just(forms.choice(value)),
     "grammar": lambda value: forms.just(forms.grammar(value)),
 }
-STRUCTURED_KINDS = KINDS | {"structural_tag": _structural_tag}
+OWN_KIND = "octavo"
+"""Kind of the grammars that ``/render`` hands on, with all that a message may have besides its content."""
+STRUCTURED_KINDS = KINDS | {"structural_tag": _structural_tag, OWN_KIND: forms.source_of}
 
 
 def _made(field: str, make: Callable[[Any], GrammarSource], value: Any, where: str = "") -> GrammarSource:

@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidParameter, Unavailable
-from octavo_server.dialects.chat_reply import submission
+from octavo_server.dialects.chat_reply import chat_request, submission
 from octavo_server.dialects.openai.pages import page_of_items
+from octavo_server.dialects.openai.render import generate_bodies
 from octavo_server.dialects.responses.answer import ResponseAnswer, ResponseStream, begun
 from octavo_server.dialects.responses.background import BackgroundResponses
 from octavo_server.dialects.responses.background_stream import LiveResponse, event_stream, position
@@ -21,7 +22,7 @@ from octavo_server.dialects.responses.records import PendingResponse, Record, fi
 from octavo_server.dialects.responses.tools import Item, with_added
 from octavo_server.durable.background_jobs import RETRY_SECONDS
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import printable
+from octavo_server.http.errors import UnsupportedParameter, printable
 from octavo_server.http.sse import json_response
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices, ServerServices, server_of
@@ -56,6 +57,23 @@ async def _translate(body: ResponseBody, services: ModelServices, request: Reque
     stored = partial(keep, services.server, caller, record)
     stream = partial(ResponseStream, keep=stored)
     return submission(services, chat, request, partial(ResponseAnswer, record), stream, names, keep=stored)
+
+
+async def render_response(request: Request) -> Response:
+    """A body for /inference/v1/generate; nothing is kept, and nothing that was kept is read."""
+    services, body, headers = await server_of(request).read(request, decoder, without_effect)
+    check(body)
+    services.check_model(body.model)
+    for name in ("previous_response_id", "conversation"):
+        if getattr(body, name) is not None:
+            raise UnsupportedParameter(name, f"'{name}' is not rendered: 'input' must have the whole conversation.")
+    items = input_items(body.input)
+    body.tools = with_added(body.tools, items)
+    chat, names, left_out = translated(body, items, 0, services.takes_images)
+    services.report(request, left_out)
+    with names.in_errors():
+        (rendered,) = await generate_bodies(services, chat_request(services, chat, request, names), chat, "resp")
+    return json_response(rendered, headers)
 
 
 async def retrieve_response(request: Request) -> Response:
@@ -131,6 +149,7 @@ ENDPOINTS = [
     Endpoint(
         "POST", PATH, RESPONSE.serve, "Answer a conversation, and keep the answer", ResponseBody, name="create_response"
     ),
+    Endpoint("POST", PATH + "/render", render_response, "A conversation as token ids to generate from", ResponseBody),
     Endpoint("GET", PATH + "/{response_id}", retrieve_response, "A response that was kept, whole or as a stream"),
     Endpoint("DELETE", PATH + "/{response_id}", delete_response, "Forget a response"),
     Endpoint("GET", PATH + "/{response_id}/input_items", list_input_items, "The items that a response follows"),
