@@ -11,6 +11,7 @@
       |   - RequestTooLarge         413
       |   - QueueFull               429, with Retry-After
       |   - Unavailable             503, with Retry-After
+      |       - Withdrawn               an operator ended the running requests
       |   - DeadlineExceeded        504, the timeout of the client or of the server expired
       |   - RequestFailed           500, the engine could not finish this request
       + RunnerError            a forward pass failed; the engine isolates the request that caused it
@@ -132,6 +133,10 @@ class Unavailable(RequestError):
     status = 503
     type = "service_unavailable_error"
     code = "engine_unavailable"
+
+
+class Withdrawn(Unavailable):
+    """Whoever operates the server ended this request before it was finished."""
 
 
 class DeadlineExceeded(RequestError):

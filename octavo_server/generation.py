@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from starlette.requests import Request
 
-from octavo.errors import CANCELLATIONS, RequestError, RequestFailed
+from octavo.errors import CANCELLATIONS, RequestError, RequestFailed, Withdrawn
 from octavo.text.text_stream import TextStream
 from octavo.types import FinishReason, ImageInput, Output, TokenLogprobs
 from octavo.types import Request as EngineRequest
@@ -118,7 +118,7 @@ class GeneratedChoice:
             "prompt",
             "weight_versions",
         ),
-        *("num_accepted_drafts", "num_drafts", "prompt_logprobs", "request", "stop_reason", "values"),
+        *("num_accepted_drafts", "num_drafts", "output_tokens", "prompt_logprobs", "request", "stop_reason", "values"),
         *("_generation", "_logprobs", "_text_stream", "_texts", "_tokens"),
     )
 
@@ -145,6 +145,8 @@ class GeneratedChoice:
         self.num_drafts = self.num_accepted_drafts = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         """One entry per prompt token; ``None`` for the first and for pending ones. Empty unless requested."""
+        self.output_tokens: list[int] | None = None
+        """All tokens, also those that were taken, for answers that show them at the end."""
         self.values = b""
         """Result of a pooling task (little-endian float32); empty for generation."""
         self.weight_versions = [(weight_version, 0)]
@@ -188,7 +190,10 @@ class GeneratedChoice:
                 self.first_token_time = time.monotonic()
             delta = self._text_stream.push(tokens, reason)
             self._texts.append(delta.text)
-            self._tokens += tokens if delta.stop is None else tokens[: delta.num_tokens]
+            tokens = tokens if delta.stop is None else tokens[: delta.num_tokens]
+            self._tokens += tokens
+            if self.output_tokens is not None:
+                self.output_tokens += tokens
             if output.logprobs:
                 self._logprobs += output.logprobs[: delta.num_tokens]
             self.num_tokens += delta.num_tokens
@@ -204,6 +209,14 @@ class GeneratedChoice:
         self.stop_reason = stop_reason
         self._generation.num_unfinished -= 1
 
+    def abort(self) -> None:
+        """End with what there is, unless finished."""
+        if self.finish_reason is None:
+            self._texts.append(self._text_stream.push([], "abort").text)  # what was held back
+            self._end("abort", None)
+            self._generation.engine.abort(self.request.id)
+            self._generation.note(self)
+
     def on_error(self, error: RequestError) -> None:
         """Fail the generation with all its choices, because the engine failed this request."""
         self._generation.fail(error)
@@ -213,6 +226,13 @@ class GeneratedChoice:
         if self.weight_versions[-1][1] == self.num_tokens:
             self.weight_versions.pop()
         self.weight_versions.append((version, self.num_tokens))
+
+    @property
+    def ids(self) -> dict[str, list[int]]:
+        """The members with token ids of an answer that shows them; none if it does not."""
+        if self.output_tokens is None:
+            return {}
+        return {"prompt_token_ids": self.prompt.tokens, "token_ids": self.output_tokens}
 
     def take_text(self) -> str:
         """The new text since the previous ``take``; discards new tokens and log-probabilities."""
@@ -234,8 +254,8 @@ class Generation:
     """All choices of one HTTP request. ``close`` must always be called."""
 
     __slots__ = (
-        *("account", "choices", "engine", "error", "num_unfinished", "reader"),
-        *("_expiry", "_listener", "_noted", "_reports_updates"),
+        *("account", "choices", "engine", "error", "keeps_aborted", "num_unfinished", "reader"),
+        *("__weakref__", "_expiry", "_listener", "_noted", "_reports_updates"),
     )
 
     def __init__(self, engine: Aborts, account: Account | None = None) -> None:
@@ -246,6 +266,8 @@ class Generation:
         self.choices: list[GeneratedChoice] = []
         self.num_unfinished = 0
         self.error: Exception | None = None
+        self.keeps_aborted = False
+        """Whether a generation that the server ends early is finished with what it has, instead of failing."""
         self._noted: list[GeneratedChoice] = []
         self._listener: Callable[[], None] = ignore_updates
         self._reports_updates = True
@@ -303,10 +325,17 @@ class Generation:
 
     def fail(self, error: Exception) -> None:
         """End with an error, and abort all choices in the engine."""
-        if self.error is None and self.num_unfinished:
+        if self.keeps_aborted and isinstance(error, Withdrawn):
+            self.abort()
+        elif self.error is None and self.num_unfinished:
             self.error = error
             self.close()
             self._listener()
+
+    def abort(self) -> None:
+        """Finish all choices with what they have."""
+        for choice in self.choices:
+            choice.abort()
 
     def close(self) -> None:
         """Abort unfinished choices, and charge the account for the output."""

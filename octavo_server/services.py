@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 from starlette.requests import Request
@@ -23,6 +24,7 @@ from octavo_server.durable.journal import Journal
 from octavo_server.durable.store import Store
 from octavo_server.engines.engine_client import EngineClient, Monitored
 from octavo_server.engines.request_table import had_grammars
+from octavo_server.generation import Generation
 from octavo_server.http.body_decoder import BodyDecoder, BodyReceiver
 from octavo_server.http.errors import UnknownParameter, printable
 from octavo_server.tenants.api_keys import Keys, caller_of
@@ -60,6 +62,8 @@ class ServerServices:
     """All models of a server of several."""
     models: list[ModelServices] = field(default_factory=list)
     """The services of each model; the first one's answer requests that name none."""
+    abortable: WeakValueDictionary[tuple[str, str], Generation] = field(default_factory=WeakValueDictionary)
+    """Running requests that may be ended by name: by API key and request id."""
 
     @property
     def first(self) -> ModelServices:
@@ -102,6 +106,14 @@ class ServerServices:
             return self.first
         names = (name, name.removesuffix(":latest"))
         return next((each for each in self.models if not set(names).isdisjoint(each.served_names)), self.first)
+
+    def abort(self, request: Request, request_ids: Sequence[str]) -> int:
+        """End the caller's running requests of these ids with what they have; returns how many there were."""
+        names = [(caller_of(request).name, name) for name in request_ids]
+        found = [generation for name in names if (generation := self.abortable.get(name)) is not None]
+        for generation in found:
+            generation.abort()
+        return len(found)
 
     def check_room(self, request: Request) -> None:
         """Raise ``QueueFull`` if no model has room for a request of this caller."""

@@ -116,6 +116,13 @@ class PauseBody(msgspec.Struct, kw_only=True):
     mode: str = "abort"
 
 
+class AbortBody(msgspec.Struct, kw_only=True):
+    """The body of a request to end others: all, unless it names some; ``rid`` is SGLang's name of one."""
+
+    request_ids: list[str] = []
+    rid: str = ""
+
+
 _WITHOUT_EFFECT = ("load_format", "flush_cache", "is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph")
 update_decoder = BodyDecoder(UpdateBody, {}, frozenset())
 init_decoder = BodyDecoder(InitBody, {}, frozenset())
@@ -124,6 +131,7 @@ sglang_group_decoder = BodyDecoder(SglangGroupBody, {}, frozenset())
 sglang_tensors_decoder = BodyDecoder(SglangTensorsBody, {}, frozenset(("group_name", "flush_cache", "load_format")))
 disk_decoder = BodyDecoder(DiskUpdateBody, {}, frozenset(_WITHOUT_EFFECT))
 pause_decoder = BodyDecoder(PauseBody, {}, frozenset())
+abort_decoder = BodyDecoder(AbortBody, {}, frozenset(("abort_all",)))
 
 
 def check_settings(settings: ServerSettings, keys: Keys) -> None:
@@ -259,7 +267,14 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def abort_requests(request: Request) -> Response:
-    engine = _services(request).engine
+    """All of them, or those of the caller that the body names."""
+    services, named = _services(request), None
+    if request.headers.get("content-length", "0") != "0":
+        _, body, _ = await services.server.read(request, abort_decoder)
+        named = body.request_ids or ([body.rid] if body.rid else None)
+    if named is not None:
+        return json_response({"status": "ok", "aborted": services.server.abort(request, named)}, {})
+    engine = services.engine
     was_paused = engine.is_paused
     await engine.pause("abort")
     if not was_paused:
@@ -292,7 +307,7 @@ ENDPOINTS = [
     ),
     Endpoint("GET", "/server_info", server_info, "Settings that trainers read, in vLLM's form"),
     Endpoint("POST", "/reset_prefix_cache", reset_prefix_cache, f"Empty the prefix cache{_NEEDS}"),
-    Endpoint("POST", "/abort_requests", abort_requests, f"End all running requests{_NEEDS}"),
+    Endpoint("POST", "/abort_requests", abort_requests, f"End all running requests, or those it names{_NEEDS}"),
     Endpoint("GET", "/get_world_size", weight_info, f"How many processes join a trainer's group{_NEEDS}"),
     Endpoint("GET", "/weight_info", weight_info, f"The version of the weights{_NEEDS}"),
     Endpoint("POST", "/pause_generation", pause_generation, f"SGLang's `/pause`{_NEEDS}"),

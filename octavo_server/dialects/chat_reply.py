@@ -86,6 +86,8 @@ class ChatReply:
     def __init__(self, services: ModelServices, body: ChatBody, generation: Generation) -> None:
         self.generation = generation
         self.choice: GeneratedChoice = generation.choices[0]
+        if body.return_token_ids:
+            self.choice.output_tokens = []
         tools = tools_of(body, services)
         prompt = self.choice.prompt.text or ""
         is_begun = body.continue_final_message

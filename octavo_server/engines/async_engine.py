@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 
 from octavo.config import EngineConfig, ServeConfig, to_flat
-from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable
+from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable, Withdrawn
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.events import Event
@@ -183,7 +183,7 @@ class AsyncEngine(RequestJournal):
         """Take the running requests back from the engine process; those that ``mode`` aborts fail with ``message``."""
         if mode == "abort":
             for live in list(self._live.values()):
-                self._fail(live, Unavailable(message))
+                self._fail(live, Withdrawn(message))
         while mode == "wait" and any(live.is_submitted for live in self._live.values()):
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         for live in self._live.values():

@@ -352,7 +352,7 @@ def test_token_ids_are_continued(served: Served) -> None:
     entries = found["choices"][0]["logprobs"]["content"]
     assert [entry["token_id"] for entry in entries] == list(ANSWER.encode()[:3])
     assert all(len(entry["top_logprobs"]) == 1 for entry in entries)
-    assert found["choices"][0]["weight_versions"] == [{"version": "default", "start": 0}]
+    assert found["choices"][0]["weight_versions"] == [{"version": "default", "start": 0, "end": 3}]
     assert found["weight_version"] == "default"
     wrong = served.client.post("/inference/v1/generate", json={**body, "sampling_params": {"prompt": "x"}})
     assert wrong.json()["error"]["message"] == "'prompt' is no sampling parameter."

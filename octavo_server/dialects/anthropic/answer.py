@@ -96,7 +96,7 @@ class MessageAnswer:
                     block[_text_key(block)] = piece.text
                 blocks.append(block)
         choice = self._reply.choice
-        return {**self._message(), "content": blocks, **self._end(choice), "usage": self._usage(choice)}
+        return {**self._message(), "content": blocks, **self._end(choice), "usage": self._usage(choice), **choice.ids}
 
     def _pieces(self) -> list[Piece]:
         pieces = self._reply.pieces()
@@ -143,7 +143,7 @@ class MessageAnswer:
             data += b"".join(self._piece_events(piece))
         if choice.finish_reason is not None:
             data += self._close()
-            data += event("message_delta", delta=self._end(choice), usage=self._usage(choice))
+            data += event("message_delta", delta=self._end(choice), usage=self._usage(choice), **choice.ids)
             data += event("message_stop")
         return data
 

@@ -70,6 +70,7 @@ class MessageBody(Counted, kw_only=True):
     metadata: dict[str, Any] = {}
     cache_control: Any = None
     timeout: float | None = None
+    return_token_ids: bool = False
 
 
 counted_decoder = BodyDecoder(Counted, {}, ACCEPTED, IGNORED)
@@ -147,6 +148,7 @@ def translated_message(body: MessageBody, services: ModelServices) -> Translated
         | sampling(temperature=body.temperature, top_k=body.top_k, top_p=body.top_p),
         user=user,
         timeout=body.timeout,
+        return_token_ids=body.return_token_ids,
     )
     return conversation._replace(chat=chat)
 

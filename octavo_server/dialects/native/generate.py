@@ -13,7 +13,7 @@ from starlette.requests import Request
 from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.fields import sampling
-from octavo_server.generation import GeneratedChoice
+from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.pipeline import Dialect, Submission
@@ -31,6 +31,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     max_new_tokens: int = 64
     temperature: float = 0.0
     timeout: float | None = None
+    return_token_ids: bool = False
 
 
 class PlainBody(msgspec.Struct, kw_only=True):
@@ -40,6 +41,7 @@ class PlainBody(msgspec.Struct, kw_only=True):
     max_tokens: int
     temperature: float = 0.0
     timeout: float | None = None
+    return_token_ids: bool = False
 
 
 async def _exactly(body: GenerateBody, services: ModelServices, request: Request) -> Submission:
@@ -52,6 +54,7 @@ async def _exactly(body: GenerateBody, services: ModelServices, request: Request
         max_tokens=body.max_new_tokens,
         sampling=sampling(ignore_eos=True, temperature=body.temperature),
         timeout=body.timeout,
+        return_token_ids=body.return_token_ids,
     )
 
     def shown(choice: GeneratedChoice) -> dict[str, Any]:
@@ -62,6 +65,7 @@ async def _exactly(body: GenerateBody, services: ModelServices, request: Request
             "latency_ms": round((time.monotonic() - request.state.started) * 1000, 3),
             "finish_reason": choice.finish_reason,
             "model": services.model_name,
+            **choice.ids,
         }
 
     return _submission(completion, services, request, shown)
@@ -76,6 +80,7 @@ async def _at_most(body: PlainBody, services: ModelServices, request: Request) -
         max_tokens=body.max_tokens,
         sampling=sampling(temperature=body.temperature),
         timeout=body.timeout,
+        return_token_ids=body.return_token_ids,
     )
 
     def shown(choice: GeneratedChoice) -> dict[str, Any]:
@@ -86,6 +91,7 @@ async def _at_most(body: PlainBody, services: ModelServices, request: Request) -
             "generated_text": body.prompt + choice.take().text,
             "token_count": choice.num_tokens,
             "stop_reason": f"Reached max_tokens limit of {body.max_tokens}." if is_cut else STOPPED,
+            **choice.ids,
         }
 
     return _submission(completion, services, request, shown)
@@ -116,11 +122,12 @@ class PlainAnswer:
 def _submission(
     body: CompletionBody, services: ModelServices, request: Request, shown: Callable[[GeneratedChoice], dict[str, Any]]
 ) -> Submission:
-    return Submission(
-        request=client_request(body, services, request),
-        answer=lambda generation: PlainAnswer(shown),
-        is_streamed=False,
-    )
+    def answer(generation: Generation) -> PlainAnswer:
+        if body.return_token_ids:
+            generation.choices[0].output_tokens = []
+        return PlainAnswer(shown)
+
+    return Submission(request=client_request(body, services, request), answer=answer, is_streamed=False)
 
 
 _STATUSES: dict[Any, int] = {BadValue: 400, ContextLengthExceeded: 400, InvalidParameter: 422, MalformedJSON: 422}

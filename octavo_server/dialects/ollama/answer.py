@@ -91,6 +91,7 @@ class OllamaAnswer:
                 "prompt_eval_duration": _nanoseconds(first - arrival),
                 "eval_count": ended.num_tokens,
                 "eval_duration": _nanoseconds(end - first),
+                **ended.ids,
             }
         return result
 

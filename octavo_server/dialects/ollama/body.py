@@ -45,6 +45,7 @@ class CommonBody(msgspec.Struct, kw_only=True):
     format: str | dict[str, Any] = ""
     options: dict[str, Any] = {}
     think: bool | str | None = None
+    return_token_ids: bool = False
 
 
 class OllamaChatBody(CommonBody, kw_only=True):
@@ -123,7 +124,8 @@ def generation_fields(body: CommonBody, services: ModelServices) -> dict[str, An
         fields["response_format"] = {"type": "json_object"}
     elif body.format:
         raise InvalidParameter("format", "'format' must be 'json' or a JSON schema, an object.")
-    return {"model": served_name(body.model, services), "stream": body.stream, "sampling": given, **fields}
+    own = {"stream": body.stream, "return_token_ids": body.return_token_ids}
+    return {"model": served_name(body.model, services), **own, "sampling": given, **fields}
 
 
 def _checked(name: str, here: str, value: Any) -> Any:

@@ -59,7 +59,7 @@ async def _translate_generate(
             raise UnsupportedParameter("images", "'images' need a chat template, and no 'raw'.")
         return Submission(
             request=_continuation(body, services, request),
-            answer=lambda generation: answer(_plain_pieces(generation.choices[0])),
+            answer=lambda generation: answer(_plain_pieces(generation.choices[0], body.return_token_ids)),
             is_streamed=body.stream,
             stream=LineStream,
         )
@@ -73,8 +73,10 @@ def _continuation(body: OllamaGenerateBody, services: ModelServices, request: Re
     return completions.client_request(completion, services, request)
 
 
-def _plain_pieces(choice: GeneratedChoice) -> Callable[[], list[Piece]]:
+def _plain_pieces(choice: GeneratedChoice, shows_ids: bool) -> Callable[[], list[Piece]]:
     """A function that returns the choice's new text as pieces."""
+    if shows_ids:
+        choice.output_tokens = []
 
     def pieces() -> list[Piece]:
         text = choice.take().text

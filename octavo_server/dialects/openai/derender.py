@@ -45,7 +45,7 @@ class GeneratedPart(msgspec.Struct, kw_only=True):
     index: int = 0
     token_ids: list[int] | None = None
     logprobs: dict[str, list[dict[str, Any]] | None] | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
 
@@ -318,9 +318,8 @@ def _feed(choice: GeneratedChoice, part: GeneratedPart) -> None:
     logprobs = None if entries is None else [_entry(entry) for entry in entries]
     if logprobs is not None and len(logprobs) != len(tokens):
         raise InvalidParameter("logprobs", "'logprobs.content' must have an entry for each of 'token_ids'.")
-    reason: FinishReason | None = None
-    if part.finish_reason == "stop" or part.finish_reason == "length":
-        reason = part.finish_reason
+    is_ended = part.finish_reason in ("stop", "length")
+    reason = part.finish_reason if is_ended else None
     stop = part.stop_reason
     if isinstance(stop, str) and stop != REPETITION:
         reason = None  # the text finds its stop string again; with this reason, its last token would be no text

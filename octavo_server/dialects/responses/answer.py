@@ -90,6 +90,7 @@ def ended(response: dict[str, Any], choice: GeneratedChoice) -> None:
         "output_tokens_details": {"reasoning_tokens": choice.num_reasoning_tokens},
         "total_tokens": num_prompt + choice.num_tokens,
     }
+    response |= choice.ids
 
 
 def end_status(choice: GeneratedChoice) -> str:

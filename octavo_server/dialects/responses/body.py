@@ -110,6 +110,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     priority: int = 0
     cache_salt: str = ""
+    return_token_ids: bool = False
 
     @property
     def conversation_id(self) -> str | None:
@@ -185,6 +186,7 @@ def translated(body: ResponseBody, history: list[Item], num_earlier: int = 0, ta
         timeout=body.timeout,
         priority=body.priority,
         cache_salt=body.cache_salt,
+        return_token_ids=body.return_token_ids,
     )
     list_places = {"messages": places, "tools": [tool.place for tool in tools]}
     return Translated(chat, FieldNames(NAMES, list_places, TOOL_MEMBERS), left_out.names)
