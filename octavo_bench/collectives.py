@@ -1,4 +1,9 @@
-"""All-reduces between the GPUs of a host: Octavo's kernel compared with NCCL's and torch's, and the links' speed."""
+"""All-reduces between the GPUs of a host: Octavo's kernel compared with NCCL's and torch's, and the links' speed.
+
+Run as ``python -m octavo_bench.collectives RANK SIZE MEMORY WORK``, with an inherited descriptor of the ranks' memory
+and the work as JSON, it is one rank, which times what the GPUs exchange in step with the other ranks, and prints its
+result as one line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo_kernels.cpu.rank_memory import make_memory
+from octavo.ops.collective import Collective
+from octavo.runtime.ranks.process_group import ProcessGroupCollective, device_collective
+from octavo_kernels.cpu.rank_memory import MappedRankMemory, make_memory
+from octavo_kernels.triton.graph_timing import median_milliseconds, microseconds
+from octavo_kernels.triton.peer_memory import mapped_buffers
 
 
 def measure(rows: Sequence[int], widths: Sequence[int], seconds: float = 180.0) -> dict[str, Any]:
@@ -36,5 +49,104 @@ def measure(rows: Sequence[int], widths: Sequence[int], seconds: float = 180.0) 
 
 
 def _start(rank: int, size: int, descriptor: int, work: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "octavo_bench.collective_rank", str(rank), str(size), str(descriptor), work]
+    command = [sys.executable, "-m", "octavo_bench.collectives", str(rank), str(size), str(descriptor), work]
     return subprocess.Popen(command, pass_fds=[descriptor], stdout=subprocess.PIPE, text=True)
+
+
+CALLS = 32
+"""All-reduces in a graph, as a model has in a step."""
+LINK_BYTES = 256 << 20
+COPY_BLOCK = 4096
+_distributed: Any = dist  # torch has no types for it
+AllReduce = Callable[[Tensor], object]
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    rank, size, descriptor = map(int, sys.argv[1:4])
+    work = json.loads(sys.argv[4])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    host = MappedRankMemory(descriptor, rank, size).collective
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "link_gb_s": link_rates(host, device)}
+    ours = device_collective(host, device)
+    group = ProcessGroupCollective(host, device)
+    found["rows"] = [
+        {"rows": rows, "width": width, **times(ours, group, host, rows, width)}
+        for width in work["widths"]
+        for rows in work["rows"]
+    ]
+    print(json.dumps(found), flush=True)
+    _distributed.destroy_process_group()
+
+
+def times(ours: Collective, group: Collective, host: Collective, rows: int, width: int) -> dict[str, Any]:
+    """Microseconds of one all-reduce of bfloat16 in a CUDA graph, by each way; ``octavo`` also adds a residual."""
+    x_TD = torch.randn(rows, width, device="cuda").bfloat16()
+    residual_TD = torch.zeros_like(x_TD)
+    ways: dict[str, AllReduce] = {
+        "octavo": lambda x: ours.all_reduce(x, residual_TD),
+        "octavo_without_peer_access": lambda x: group.all_reduce(x, residual_TD),
+        "nccl": lambda x: _distributed.all_reduce(x),
+    }
+    found: dict[str, Any] = {name: _timed(way, x_TD, host) for name, way in ways.items()}
+    return found | _symmetric(x_TD, host)
+
+
+def _symmetric(x_TD: Tensor, host: Collective) -> dict[str, Any]:
+    """The same by torch's kernels over symmetric memory, without multicast."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    name = _distributed.group.WORLD.group_name
+    shared_TD = symmetric.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    symmetric.rendezvous(shared_TD, name)
+    shared_TD.copy_(x_TD)
+    ways: dict[str, AllReduce] = {
+        "torch_one_shot": lambda x: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name),
+        "torch_two_shot": lambda x: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", name),
+    }
+    return {kind: _timed(way, shared_TD, host) for kind, way in ways.items()}
+
+
+def _timed(all_reduce: AllReduce, x_TD: Tensor, host: Collective) -> float:
+    torch.cuda.synchronize()
+    host.all_gather(torch.zeros(1))  # all begin together
+    return round(microseconds([lambda: all_reduce(x_TD)] * CALLS, with_pdl=True), 2)
+
+
+@triton.jit
+def _copy_kernel(source, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    kind: tl.constexpr = tl.pointer_type(tl.int32)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target.to(kind) + i, tl.load(source.to(kind) + i))
+
+
+def link_rates(host: Collective, device: torch.device) -> dict[str, float] | None:
+    """GB/s at which a kernel of rank 0 reads from rank 1's memory and writes to it, alone and when all ranks do.
+
+    ``None`` where the GPUs cannot access each other's memory.
+    """
+    addresses_W = mapped_buffers(host, LINK_BYTES, device)
+    if addresses_W is None:
+        return None
+    places = addresses_W.tolist()
+    own, other = places[host.rank], places[(host.rank + 1) % host.size]
+    found = {}
+    for name, source, target in (("read", other, own), ("write", own, other)):
+        for kind, takes_part in (("alone", host.rank == 0), ("all_at_once", True)):
+            torch.cuda.synchronize()
+            host.all_gather(torch.zeros(1))
+            if takes_part:
+                found[f"{name}_{kind}"] = _copy_rate(source, target)
+    return found
+
+
+def _copy_rate(source: int, target: int) -> float:
+    programs = LINK_BYTES // 4 // COPY_BLOCK
+    copy = _copy_kernel[(programs,)]
+    took = median_milliseconds(lambda: copy(source, target, COPY_BLOCK, num_warps=8))
+    return round(LINK_BYTES / took / 1e6, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,14 +16,12 @@ from typing import Any
 import msgspec
 
 from octavo.errors import ConfigError
-from octavo_bench.clients import Clients
 from octavo_bench.http_client import HttpClient
-from octavo_bench.infer_workloads import Load
-from octavo_bench.peer_process import PeerProcess
+from octavo_bench.peer_process import Clients, PeerProcess
 from octavo_bench.probe import Probe, Probed, profile_of
 from octavo_bench.serve import find_model
 from octavo_bench.serve_figures import PERCENTILES, errors, figures
-from octavo_bench.serve_load import ServeWork, Target
+from octavo_bench.serve_load import Load, ServeWork, Target
 
 WORKLOAD = "assistant"
 LIMITS = {"ttft": 300.0, "tpot": 25.0}

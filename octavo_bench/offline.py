@@ -1,12 +1,21 @@
-"""In-process throughput: prompts of random ids, then decoding, at several numbers of sequences."""
+"""In-process throughput: prompts of random ids, then decoding, at several numbers of sequences; or all at once.
+
+Model FLOPs utilisation (MFU) is the arithmetic that a model's tokens need, over what the device could do meanwhile.
+Counted are two operations for each weight that a token is multiplied by, and those of attention over the tokens before
+it; what an implementation computes more than that does not count. (The term is that of Chowdhery et al., "PaLM", 2022,
+appendix B.)
+"""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import random
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from octavo.build.build_engine import build_engine
 from octavo.build.device_settings import resolve_device
@@ -17,6 +26,10 @@ from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.system.collector import leave_out_what_exists
 from octavo.types import EngineInfo, Output, Request
+from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.hub import resolve_model
+from octavo_fleet.sim.devices import DEVICES
+from octavo_fleet.sim.roofline import Shape, decode_work, prefill_work, shape_of
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 CPU_STEP_TOKENS = 512
@@ -143,3 +156,90 @@ def bench_config(config: EngineConfig, sequences: Sequence[int]) -> EngineConfig
         defaults["max_num_batched_tokens"] = max(CPU_STEP_TOKENS, *sequences)
     chosen = {name: value for name, value in defaults.items() if values[name] is None}
     return EngineConfig.from_flat({**values, **chosen, "enable_prefix_caching": False})
+
+
+Figures = dict[str, float]
+
+
+def run_all(engine: Engine, info: EngineInfo, prompts: int, input_len: int, output_len: int, first_id: int) -> Figures:
+    """Requests, tokens in all and output tokens per second, for ``prompts`` requests of equal lengths.
+
+    Raises ``ConfigError`` when a request fails or gives another number of tokens.
+    """
+    requests = random_requests(prompts, input_len, output_len, info.vocab_size, first_id, seed=first_id)
+    for request in requests:
+        engine.add(request)
+    tokens, steps = 0, 0
+    start = time.perf_counter()
+    while engine.has_work:
+        tokens += sum(len(output.tokens) for output in checked_step(engine))
+        steps += 1
+    seconds = time.perf_counter() - start
+    if tokens != prompts * output_len:
+        raise ConfigError(f"{tokens} tokens were made, {prompts * output_len} were asked for")
+    return {
+        "seconds": seconds,
+        "steps": steps,
+        "requests_s": prompts / seconds,
+        "total_tok_s": prompts * (input_len + output_len) / seconds,
+        "output_tok_s": tokens / seconds,
+    }
+
+
+def data_sheet_peak(gpu: str) -> float | None:
+    """Dense 16-bit TFLOP/s in the data sheet of the GPU that a driver calls ``gpu``; ``None`` if it is not known."""
+    words = re.findall(r"[a-z0-9]+", gpu.lower())
+    names = {*words, *map("".join, itertools.pairwise(words))}  # "RTX 4090" is rtx4090
+    found = [device.peak for name, device in DEVICES.items() if name in names]
+    return found[0] / 1e12 if found else None
+
+
+def device_peak(device: str) -> float | None:
+    """``data_sheet_peak`` of the first CUDA device; ``None`` for any other device."""
+    if device != "cuda":
+        return None
+    import torch
+
+    return data_sheet_peak(torch.cuda.get_device_name())
+
+
+class Utilisation(NamedTuple):
+    """Turns tokens per second into GFLOP/s of a model, and into a share of the device's."""
+
+    shape: Shape | None
+    """``None`` for a model whose arithmetic is not known here: there are no figures then."""
+    peak: float | None
+    """TFLOP/s of the device; ``None``: there is no share."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: str, peak: float | None) -> Utilisation:
+        """For the model of ``config``; ``peak`` is by default that of the device's data sheet."""
+        checkpoint = open_checkpoint(resolve_model(config.model), config.model.load_format)
+        try:
+            shape = shape_of(checkpoint.config)
+        except ConfigError:
+            shape = None
+        return cls(shape, device_peak(device) if peak is None else peak)
+
+    def prefill(self, tok_s: float, prompt: int) -> Mapping[str, float]:
+        """Of prompts of ``prompt`` tokens, at ``tok_s`` prompt tokens per second."""
+        if self.shape is None:
+            return {}
+        return self._figures("prefill_", prefill_work(self.shape, prompt).flops * tok_s / prompt)
+
+    def decode(self, tok_s: float, context: float) -> Mapping[str, float]:
+        """Of decoding at a mean context of ``context`` tokens, at ``tok_s`` output tokens per second."""
+        if self.shape is None:
+            return {}
+        return self._figures("decode_", decode_work(self.shape, 1, round(context)).flops * tok_s)
+
+    def requests(self, requests_s: float, prompt: int, output: int) -> Mapping[str, float]:
+        """Of whole requests; a prompt's step gives the first of the ``output`` tokens."""
+        if self.shape is None:
+            return {}
+        decode = (output - 1) * decode_work(self.shape, 1, prompt + output // 2).flops
+        return self._figures("", (prefill_work(self.shape, prompt).flops + decode) * requests_s)
+
+    def _figures(self, name: str, flop_s: float) -> Mapping[str, float]:
+        found = {f"{name}gflop_s": flop_s / 1e9}
+        return found if self.peak is None else {**found, f"{name}mfu_percent": flop_s / 1e10 / self.peak}

@@ -24,9 +24,8 @@ import msgspec
 
 from octavo.errors import ConfigError
 from octavo_bench.http_client import HttpClient, TimedAnswer
-from octavo_bench.prompts import Prompts
 from octavo_bench.serve_figures import is_within
-from octavo_bench.serve_load import ServeWork, Target
+from octavo_bench.serve_load import Prompts, ServeWork, Target
 from octavo_fleet.sim.closed_loops import WORKLOADS as CLOSED
 from octavo_fleet.sim.jobs import Job
 from octavo_fleet.sim.workloads import Profile, Sessions, WithinContext, find_profile

@@ -10,10 +10,8 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo_bench.http_client import HttpClient, TimedAnswer
-from octavo_bench.infer_workloads import SERVING, Load
-from octavo_bench.prompts import Prompts
 from octavo_bench.serve_figures import PERCENTILES, errors, figures
-from octavo_bench.serve_load import Send, ServeWork, Target, apply, next_load
+from octavo_bench.serve_load import SERVING, Load, Prompts, Send, ServeWork, Target, apply, next_load
 from octavo_fleet.sim.jobs import Job
 
 CHAT_SHARE = 0.75

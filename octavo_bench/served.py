@@ -1,11 +1,15 @@
-"""Decoding through the HTTP server beside the same work in this process: what serving costs the engine."""
+"""What serving costs: decoding through the HTTP server beside the same work in this process, and how long a user waits
+from `octavo serve` to ready, and to the first token."""
 
 from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import httpx
 
 from octavo.cli.settings import setting_flags
 from octavo.config import EngineConfig
@@ -53,3 +57,18 @@ def decode_rate(streams: Sequence[Streamed], tokens: int) -> float:
     begin, end = max(stream.times[0] for stream in streams), min(stream.times[-1] for stream in streams)
     count = sum(sum(begin < time <= end for time in stream.times) * tokens / len(stream.times) for stream in streams)
     return count / (end - begin)
+
+
+TIMEOUT = 300.0
+
+
+def start_once(arguments: Sequence[str]) -> dict[str, float]:
+    """Start a server, wait until it is ready, ask for one token, stop it. All in seconds from the start."""
+    port = free_port()
+    command = [sys.executable, "-m", "octavo", "serve", "--port", str(port), *arguments]
+    start = time.perf_counter()
+    with ServerProcess(command, f"http://127.0.0.1:{port}") as server:
+        ready = server.wait_ready(TIMEOUT)
+        body = {"prompt": [1, 2, 3], "max_tokens": 1}
+        httpx.post(server.url + "/v1/completions", json=body, timeout=TIMEOUT).raise_for_status()
+        return {"ready_s": ready, "first_answer_s": time.perf_counter() - start}

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
-from octavo_bench.clients import Clients, share
 from octavo_bench.figure_table import meaning
 from octavo_bench.goodput import LIMITS, SHARE, GoodputSearch, print_probe, search_server
 from octavo_bench.goodput import WORKLOAD as GOODPUT_WORKLOAD
 from octavo_bench.gpu_watch import GpuWatch
+from octavo_bench.peer_process import Clients, share
 from octavo_bench.report import portable_command
 from octavo_bench.serve_load import ServeWork, Target
 from octavo_bench.server_process import ServerProcess, free_port

@@ -1,10 +1,26 @@
-"""Suites of measurements in this process: one answer alone, many together, uneven ones, and with too little memory."""
+"""The suites that GPT-2 is measured by, in this process and over HTTP, with figures that another engine published.
+
+In this process: one answer alone, many together, uneven ones, and with too little memory. Over HTTP: many at a time,
+and arrivals at once, evenly and at random; the client is that of the proxy: at 64 at a time, a general library took
+10 ms of processor time for each, more than the server.
+
+The figures are those of https://github.com/achi9629/llm-inference-engine for GPT-2 124M in float32 on an A100 of 80 GB,
+with its contiguous cache in this process and its paged one over HTTP. The work is as it describes it; where it does not
+say how long prompts are, they are short.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
@@ -13,7 +29,75 @@ from octavo.types import EngineInfo, Request
 from octavo_bench.figure_table import meaning
 from octavo_bench.offline import build_prepared, checked_step, random_requests
 from octavo_bench.report import spread
-from octavo_bench.suite_sizes import SuiteSizes
+from octavo_bench.server_process import ServerProcess, free_port
+from octavo_fleet.proxy.connections import Connections, Headers
+
+PUBLISHED: dict[str, dict[str, float]] = {
+    "latency s": {"64": 0.277, "256": 0.279, "512": 0.286},
+    "throughput tok/s": {"200": 173.1, "500": 172.5, "1000": 172.0},
+    "batch tok/s": {"1": 155, "8": 1138, "128": 11368, "512": 18346},
+    "memory ratio": {"1": 0.2, "16": 0.8, "32": 1.5, "64": 2.6, "256": 8.7},
+    "http tok/s": {"short, 64": 1840, "medium, 64": 1749, "long, 64": 1582},
+}
+"""By suite and case. Of ``latency s`` less is better, of all others more."""
+
+PROMPT_WORDS = {"short": 5, "medium": 40, "long": 150}
+
+
+class SuiteSizes(NamedTuple):
+    """What each suite asks for."""
+
+    output: int
+    """Tokens of each answer, where a suite does not say otherwise."""
+    prompts: tuple[int, ...]
+    """Latency: lengths of a prompt computed alone."""
+    outputs: tuple[int, ...]
+    """Throughput: lengths of an answer made alone."""
+    batches: tuple[int, ...]
+    """Batch, memory: answers made together."""
+    uneven: int
+    """Continuous: answers of lengths from a fifth to nine fifths of ``output``, a few at a time."""
+    places: int
+    """Continuous: how many at a time."""
+    pressed: int
+    """Pressure: answers made together, with blocks for a quarter of them."""
+    arrivals: int
+    """HTTP: requests of each pattern of arrivals."""
+    concurrencies: tuple[int, ...]
+    """HTTP: requests under way at once."""
+    repeats: int
+    """HTTP: requests of each place."""
+    published: Mapping[str, Mapping[str, float]] = {}
+    """Figures for these sizes, as in ``PUBLISHED``."""
+
+
+FULL = SuiteSizes(
+    output=50,
+    prompts=(64, 256, 512),
+    outputs=(200, 500, 1000),
+    batches=(1, 8, 16, 32, 64, 128, 256, 512),
+    uneven=24,
+    places=4,
+    pressed=64,
+    arrivals=100,
+    concurrencies=(1, 4, 8, 16, 32, 64),
+    repeats=4,
+    published=PUBLISHED,
+)
+SMALL = SuiteSizes(
+    output=8,
+    prompts=(16, 64),
+    outputs=(20, 60),
+    batches=(1, 4, 16),
+    uneven=8,
+    places=4,
+    pressed=8,
+    arrivals=6,
+    concurrencies=(1, 4),
+    repeats=2,
+)
+"""For trying out, and for machines without a GPU."""
+
 
 SHORT_PROMPT = 10
 Row = dict[str, Any]
@@ -133,3 +217,86 @@ def _pressed(config: EngineConfig, sizes: SuiteSizes, rounds: int, limits: dict[
     bench = Bench(config, max_num_seqs=sizes.pressed, **limits)
     seconds = bench.timed(sizes.pressed, SHORT_PROMPT, sizes.output, rounds)
     return [sizes.pressed * sizes.output / one for one in seconds], bench.engine.stats().num_preemptions
+
+
+READY_SECONDS = 300.0
+STEADY_SECONDS = 0.1
+POISSON_RATE = 10.0
+HEADERS: Headers = [(b"content-type", b"application/json")]
+
+
+def served(model: Path, arguments: Sequence[str], sizes: SuiteSizes, rounds: int, log: Path) -> Iterator[Row]:
+    """Start a server for the model's folder with more arguments, and load it. Raises ``ConfigError``."""
+    port = free_port()
+    command = [sys.executable, "-m", "octavo", "serve", str(model), "--port", str(port), *arguments]
+    with ServerProcess(command, f"http://127.0.0.1:{port}", log=log) as server:
+        server.wait_ready(READY_SECONDS)
+        asyncio.run(_at_once(port, _text("short"), sizes.output, max(sizes.concurrencies), 1))
+        for length in PROMPT_WORDS:
+            for places in sizes.concurrencies:
+                values = [
+                    asyncio.run(_at_once(port, _text(length), sizes.output, places, sizes.repeats))
+                    for _ in range(rounds)
+                ]
+                yield row(sizes, "http tok/s", f"{length}, {places}", values)
+        for pattern in ("burst", "steady", "poisson"):
+            seconds = asyncio.run(_arrivals(port, pattern, sizes))
+            tail = statistics.quantiles(seconds, n=100, method="inclusive")[98]
+            yield row(
+                sizes, "http latency ms", pattern, [1e3 * statistics.median(seconds)], p99_ms=round(1e3 * tail, 1)
+            )
+
+
+def _text(length: str) -> str:
+    rng = random.Random(length)
+    return " ".join("".join(rng.choices("bdgklmnprst", k=2)) + "a" for _ in range(PROMPT_WORDS[length]))
+
+
+async def _ask(client: Connections, text: str, output: int) -> int:
+    """Tokens that were made. Raises ``ConfigError`` for an answer that is none."""
+    body = json.dumps({"prompt": text, "max_tokens": output}).encode()
+    async with client.request("POST", "generate", HEADERS, body) as connection:
+        answer = await connection.read_all()
+        if connection.status != 200:
+            raise ConfigError(f"the server answered {connection.status}: {answer[:200].decode(errors='replace')}")
+    return int(json.loads(answer)["token_count"])
+
+
+@contextlib.contextmanager
+def _connected(port: int) -> Iterator[Connections]:
+    client = Connections(f"http://127.0.0.1:{port}/")
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+async def _at_once(port: int, text: str, output: int, places: int, repeats: int) -> float:
+    """Tokens per second while ``places`` clients ask ``repeats`` times each, one after the other."""
+
+    async def keep_asking() -> int:
+        with _connected(port) as client:
+            return sum([await _ask(client, f"{text} {i}", output) for i in range(repeats)])
+
+    start = time.perf_counter()
+    counts = await asyncio.gather(*(keep_asking() for _ in range(places)))
+    return sum(counts) / (time.perf_counter() - start)
+
+
+async def _arrivals(port: int, pattern: str, sizes: SuiteSizes) -> list[float]:
+    """Seconds of each request, whenever it arrives."""
+    rng = random.Random(42)
+    gaps = {"burst": lambda: 0.0, "steady": lambda: STEADY_SECONDS, "poisson": lambda: rng.expovariate(POISSON_RATE)}
+
+    async def timed(delay: float) -> float:
+        await asyncio.sleep(delay)
+        start = time.perf_counter()
+        with _connected(port) as client:
+            await _ask(client, _text("short"), sizes.output)
+        return time.perf_counter() - start
+
+    delays, at = [], 0.0
+    for _ in range(sizes.arrivals):
+        delays.append(at)
+        at += gaps[pattern]()
+    return list(await asyncio.gather(*(timed(delay) for delay in delays)))

@@ -189,8 +189,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _offline(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.sampling_params import SamplingParams
-    from octavo_bench.offline import OfflineBench, bench_config
-    from octavo_bench.utilisation import Utilisation
+    from octavo_bench.offline import OfflineBench, Utilisation, bench_config
 
     config = engine_config(args)
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
@@ -237,9 +236,7 @@ def _peak_memory(device: str) -> int:
 
 
 def _throughput(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.offline import build_prepared
-    from octavo_bench.throughput import run_all
-    from octavo_bench.utilisation import Utilisation
+    from octavo_bench.offline import Utilisation, build_prepared, run_all
 
     config = _without_prefix_cache(engine_config(args))
     engine, info = build_prepared(config)
@@ -352,7 +349,7 @@ def _front(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _startup(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.startup import start_once
+    from octavo_bench.served import start_once
 
     runs = [start_once([args.model]) for _ in range(args.rounds)]
     return {"model": args.model, **{name: spread([run[name] for run in runs]) for name in runs[0]}}

@@ -159,10 +159,9 @@ def _compare_with_llama_cpp(args: argparse.Namespace) -> dict[str, Any]:
 
 def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.weights.hub import resolve_model
-    from octavo_bench.clients import Clients, share
     from octavo_bench.dummy_models import model_folder
     from octavo_bench.goodput import LIMITS, GoodputSearch, start_clients
-    from octavo_bench.peer_process import SCRIPTS, PeerProcess
+    from octavo_bench.peer_process import SCRIPTS, Clients, PeerProcess, share
     from octavo_bench.serve_figures import parse_goodput
     from octavo_bench.served_peer import GOODPUT, ServedComparison, Server, named_workloads, parse_visits
     from octavo_fleet.sim.closed_loops import WORKLOADS

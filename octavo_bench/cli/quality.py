@@ -54,8 +54,7 @@ def add_kinds(kinds: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from octavo.weights.hub import resolve_model
-    from octavo_bench.quality import measure
-    from octavo_bench.quality_formats import read_text, variants, windows_of
+    from octavo_bench.quality import measure, read_text, variants, windows_of
     from octavo_bench.report import keep
     from octavo_bench.report_tables import formats
 

@@ -78,11 +78,10 @@ def add_kinds(kinds: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    from octavo_bench.infer_workloads import SERVING, Load
     from octavo_bench.report import keep
     from octavo_bench.serve import WantedFigures, run
     from octavo_bench.serve_figures import parse_goodput, write_csv
-    from octavo_bench.serve_load import ServeWork, Target
+    from octavo_bench.serve_load import SERVING, Load, ServeWork, Target
 
     begin(args)
     _check(args)

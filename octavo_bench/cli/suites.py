@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo_bench.cli.results import add_results, begin, finish
 
 if TYPE_CHECKING:
-    from octavo_bench.suite_sizes import SuiteSizes
+    from octavo_bench.suites import SuiteSizes
 
 SUITES = ("alone", "uneven", "pressed", "http")
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure one figure after the other; the file that ``--output`` names has all so far."""
     from octavo_bench.dummy_models import model_folder
     from octavo_bench.report import keep
-    from octavo_bench.suite_sizes import FULL, SMALL
+    from octavo_bench.suites import FULL, SMALL
 
     begin(args)
     wanted = args.suites.split(",")
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def _rows(
     wanted: list[str], folder: Path, given: EngineConfig, sizes: SuiteSizes, rounds: int
 ) -> Iterator[dict[str, Any]]:
-    from octavo_bench import load, suites
+    from octavo_bench import suites
 
     config = dataclasses.replace(given, model=dataclasses.replace(given.model, model=str(folder), load_format="dummy"))
     in_process = {"alone": suites.alone_and_together, "uneven": suites.uneven, "pressed": suites.pressed}
@@ -70,4 +70,4 @@ def _rows(
             continue
         arguments = [*setting_flags(config), "--max-num-seqs", str(max(*sizes.concurrencies, sizes.arrivals))]
         with tempfile.TemporaryDirectory() as logs:
-            yield from load.served(folder, arguments, sizes, rounds, Path(logs) / "server.log")
+            yield from suites.served(folder, arguments, sizes, rounds, Path(logs) / "server.log")

@@ -95,7 +95,7 @@ def _recompute(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _limit(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.memory_limit import largest_batches, memory_limit
+    from octavo_bench.sweep import largest_batches, memory_limit
 
     refuse_settings(args, TRIED, "`bench limit` sets it for each try")
     config = load_config(EngineConfig, args)

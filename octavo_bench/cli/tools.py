@@ -97,7 +97,7 @@ def _shape(args: argparse.Namespace) -> int:
 
     print(write_model(args.name, args.folder))
     if args.weights:
-        from octavo_bench.dummy_weights import write_weights
+        from octavo_bench.dummy_models import write_weights
 
         print(f"{write_weights(args.folder) / 1e9:.2f} GB of weights")
     return 0

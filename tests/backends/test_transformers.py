@@ -24,7 +24,7 @@ from octavo.llm import LLM
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
-from octavo_bench.tiny_models import tiny_config, tiny_model
+from octavo_bench.architectures import tiny_config, tiny_model
 from octavo_fleet.transformers.model import load_transformers, pretrained
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 from octavo_fleet.transformers.paged import PagedTransformer

@@ -26,7 +26,7 @@ from octavo.models.llama import LlamaConfig
 from octavo.models.multimodal_text import TEXT_MODELS, TEXT_PARTS
 from octavo.models.registry import ARCHITECTURES, read_config
 from octavo.weights.safetensors import SafetensorsCheckpoint
-from octavo_bench.tiny_models import tiny_config, tiny_model
+from octavo_bench.architectures import tiny_config, tiny_model
 from tests.models.families import GEMMA, SHAPE, make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
 from tests.models.test_quantised import logprobs

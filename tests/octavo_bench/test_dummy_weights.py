@@ -16,8 +16,8 @@ from octavo.quant.tensors import Tensors
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.dummy import DummyCheckpoint
 from octavo.weights.safetensors import read_configs
-from octavo_bench import dummy_weights
-from octavo_bench.dummy_weights import write_weights
+from octavo_bench import dummy_models
+from octavo_bench.dummy_models import write_weights
 from octavo_fleet.sim.shapes import SHAPES
 
 SMALL = {
@@ -47,7 +47,7 @@ def test_transformers_finds_every_tensor(tmp_path: Path, name: str, monkeypatch:
         small |= {key: min(2, SHAPES[name][key])} if key in SHAPES[name] else {}
     config = {**SHAPES[name], **small}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(dummy_weights, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(dummy_models, "SHARD_BYTES", 20_000)
     total = write_weights(tmp_path)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info

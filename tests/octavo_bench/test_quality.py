@@ -14,7 +14,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.registry import read_config
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo_bench import quality, quality_formats
+from octavo_bench import quality
 from octavo_bench.dummy_models import make_tokenizer
 from tests.models import families
 from tests.models.checkpoints import FolderSource, make_checkpoint
@@ -54,7 +54,7 @@ def test_each_format_is_a_row(tmp_path: Path) -> None:
     model, parts = make_checkpoint(tmp_path, "gqa"), windows(3, 80)
     quantise(tmp_path, tmp_path / "w8", compressed("int-quantized", num_bits=8, type="int", strategy="channel"))
     config = config_of(tmp_path)
-    compared = quality_formats.variants(
+    compared = quality.variants(
         config, ["float32", "bf16", "int8", "int4+lm_head"], [tmp_path / "w8", tmp_path / "w8+lm_head"]
     )
     kept: list[list[dict[str, Any]]] = []
@@ -90,17 +90,17 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     for name in ("int5", "bf16+lm_head"):
         with pytest.raises(ConfigError, match=f"formats: '{name.replace('+', '.')}' is not one of auto, float32"):
-            quality_formats.variants(config, [name], [])
+            quality.variants(config, [name], [])
     with pytest.raises(ConfigError, match=r"checkpoints: .*nothing does not exist"):
-        quality_formats.variants(config, [], [tmp_path / "nothing"])
+        quality.variants(config, [], [tmp_path / "nothing"])
     with pytest.raises(ConfigError, match="it has no tokenizer"):
-        quality_formats.windows_of(config.model, quality_formats.read_text(None), 100, 50)
+        quality.windows_of(config.model, quality.read_text(None), 100, 50)
     with pytest.raises(ConfigError, match="the model's context is 128"):
         quality.measure(config, [], windows(1, 129), 0, lambda line: None, lambda rows: None)
     other = tmp_path / "other"
     make_checkpoint(other, "gqa")
     settings = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**settings, "vocab_size": 96}))
-    compared = quality_formats.variants(config, [], [other])
+    compared = quality.variants(config, [], [other])
     with pytest.raises(ConfigError, match="other: its vocabulary has 96 tokens, the model's 97"):
         quality.measure(config, compared, windows(1, 20), 0, lambda line: None, lambda rows: None)

@@ -15,12 +15,10 @@ import pytest
 from octavo.cli import main
 from octavo.errors import ConfigError
 from octavo_bench.http_client import HttpClient, TimedAnswer
-from octavo_bench.infer_workloads import Load
-from octavo_bench.prompts import FIRST_TOKEN, WORDS, Prompts
 from octavo_bench.report import keep
 from octavo_bench.report_tables import render
 from octavo_bench.serve_figures import errors, figures, parse_goodput
-from octavo_bench.serve_load import MAX_LOADS, ServeWork, apply, next_load
+from octavo_bench.serve_load import FIRST_TOKEN, MAX_LOADS, WORDS, Load, Prompts, ServeWork, apply, next_load
 from octavo_fleet.sim.jobs import Job
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer

@@ -13,8 +13,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo_bench.cli.results import finish
-from octavo_bench.clients import Clients, share, together
-from octavo_bench.peer_process import PeerProcess
+from octavo_bench.peer_process import Clients, PeerProcess, share, together
 from octavo_bench.served_peer import (
     FIGURES,
     ServedComparison,

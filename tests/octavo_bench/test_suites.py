@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
-from octavo_bench.suite_sizes import FULL, PUBLISHED, SMALL
-from octavo_bench.suites import row
+from octavo_bench.suites import FULL, PUBLISHED, SMALL, row
 
 ARGUMENTS = ["bench", "suites", "--shape", "tiny", "--device", "cpu", "--dtype", "float32", "--small", "--rounds", "1"]
 

@@ -11,10 +11,10 @@ import pytest
 
 from octavo.cli import main
 from octavo.errors import ConfigError
-from octavo_bench import memory_limit as memory
+from octavo_bench import sweep
 from octavo_bench.dummy_models import write_model
-from octavo_bench.memory_limit import PARTS, Try, memory_limit
 from octavo_bench.record_figures import figures
+from octavo_bench.sweep import PARTS, Try, memory_limit
 
 WORK = ("--num-prompts", "3", "--input-len", "20", "--output-len", "4", "--rounds", "1", "--num-kv-blocks", "40")
 
@@ -79,7 +79,7 @@ def test_evidence_never_mixes_with_other_files(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("limit", [8192, 5000, 256])
 def test_the_limit_is_found_by_trying(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_try_length", lambda model, gib, length: Try("" if length <= limit else "no memory"))
+    monkeypatch.setattr(sweep, "_try_length", lambda model, gib, length: Try("" if length <= limit else "no memory"))
     found = memory_limit([], None, 8192, lambda line: None)
     assert limit - 8192 // PARTS < found["longest_context"] <= limit
     assert len(found["rows"]) <= 6
@@ -91,18 +91,18 @@ def test_the_largest_batch_is_found_paged_and_contiguous(monkeypatch: pytest.Mon
         slots = count * -(-length // block_size) * block_size
         return Try("" if slots <= 8192 else "no memory", float(slots))
 
-    monkeypatch.setattr(memory, "_try", tried)
-    found = memory.largest_batches([], None, 64, 256, 1024, lambda line: None)
+    monkeypatch.setattr(sweep, "_try", tried)
+    found = sweep.largest_batches([], None, 64, 256, 1024, lambda line: None)
     assert found["largest_batch"] == {"paged": 32, "contiguous": 8}
     assert [row["sequences"] for row in found["rows"] if row["cache"] == "contiguous"] == [1, 2, 4, 8, 9, 10, 12, 16]
     drawn = figures({"result": found})
     assert {one.case: one.value for one in drawn if one.name == "largest_batch"} == {"paged": 32, "contiguous": 8}
     with pytest.raises(ConfigError, match="not one sequence of 9000 tokens fits"):
-        memory.largest_batches([], None, 64, 9000, 9000, lambda line: None)
+        sweep.largest_batches([], None, 64, 9000, 9000, lambda line: None)
 
 
 def test_a_limit_that_nothing_is_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_try_length", lambda model, gib, length: Try("no memory"))
+    monkeypatch.setattr(sweep, "_try_length", lambda model, gib, length: Try("no memory"))
     with pytest.raises(ConfigError, match="256 tokens do not fit: no memory"):
         memory_limit([], None, 8192, lambda line: None)
 
