@@ -24,6 +24,7 @@ from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.ranks.ranks import OnLost
 from octavo.steps.limits import StepLimits
+from octavo.system.addresses import is_loopback
 from octavo.types import EngineInfo
 from octavo.weights.folder import read_json
 from octavo.weights.generation_config import FILE, chosen_config, in_vocabulary, sampling_defaults, token_ids
@@ -54,7 +55,7 @@ def build(config: EngineConfig, on_lost: OnLost | None = None) -> tuple[Engine, 
     assert config.model.grpc_worker is not None
     settings = config.model
     key, ca_certs = settings.grpc_api_key, settings.grpc_ssl_ca_certs
-    if not credentials.is_loopback(config.model.grpc_worker) and None in (key, ca_certs):
+    if not is_loopback(config.model.grpc_worker) and None in (key, ca_certs):
         raise ConfigError(
             f"grpc_worker: {config.model.grpc_worker} may be another machine: give grpc_ssl_ca_certs, which verifies "
             "the worker's certificate, and grpc_api_key, which it asks for"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,6 @@ from octavo.errors import ConfigError
 
 HEADER = "authorization"
 SCHEME = "Bearer "
-
-
-def is_loopback(address: str) -> bool:
-    """Whether ``address``, with or without a port, can be of this machine only. Names are not looked up."""
-    if address.startswith(("unix:", "unix-abstract:")):
-        return True
-    host = address.rpartition(":")[0] if address.count(":") == 1 or "]" in address else address
-    host = host.strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def metadata(key: str | None) -> tuple[tuple[str, str], ...]:

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import CANCELLATIONS, ConfigError
+from octavo.system.addresses import is_loopback
 from octavo_fleet.worker import credentials, messages
 
 try:
@@ -164,7 +165,7 @@ def make_server(
 def _secrets(args: argparse.Namespace) -> tuple[str | None, bytes | None, bytes | None]:
     """The key, the certificate and its private key. Raises ``ConfigError``."""
     key = os.environ.get(KEY_VARIABLE)
-    if not credentials.is_loopback(args.host) and None in (key, args.ssl_certfile):
+    if not is_loopback(args.host) and None in (key, args.ssl_certfile):
         raise ConfigError(
             f"--host {args.host} can be reached from other machines: give --ssl-certfile and --ssl-keyfile, and a key "
             f"in the environment variable {KEY_VARIABLE}"

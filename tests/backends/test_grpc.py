@@ -26,8 +26,9 @@ from octavo.build.build_engine import build_engine
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, WorkerLost
 from octavo.sampling_params import SamplingParams
+from octavo.system.addresses import is_loopback
 from octavo.types import Output, Request
-from octavo_fleet.worker import credentials, messages, onnx_worker
+from octavo_fleet.worker import messages, onnx_worker
 from tests.backends.checkpoints import save_checkpoint
 from tests.backends.onnx_export import export
 from tests.backends.test_transformers import expected, prompts, run
@@ -303,7 +304,7 @@ def test_a_worker_elsewhere_needs_a_certificate_and_a_key(tmp_path: Path, addres
     ],
 )
 def test_addresses_of_this_machine(address: str, is_here: bool) -> None:
-    assert credentials.is_loopback(address) == is_here
+    assert is_loopback(address) == is_here
 
 
 def test_a_worker_that_others_can_reach(
