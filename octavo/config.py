@@ -160,6 +160,7 @@ class ModelSettings:
 
 
 DEFAULT_OFFLOAD_GIB = 1.0
+ROLES = ("both", "prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +205,46 @@ class CacheSettings:
         None, "folder that keeps the prefix cache over restarts, for all servers of this machine that share it"
     )
     kv_offload_disk: float | None = setting(None, "maximum GiB in kv_offload_dir; default: 32", low=0.001)
+    role: str = setting(
+        "both",
+        "what this server computes of a request: both, or the prompt, whose KV blocks a decode server then fetches, or "
+        "what follows a prompt that a prefill server has computed",
+        ROLES,
+    )
+    kv_connector: str = setting("tcp", "how KV blocks are sent from prefill to decode servers", ("tcp", "nixl"))
+    kv_transfer_address: str = setting(
+        "127.0.0.1:0", "address HOST:PORT at which a prefill server is asked for KV blocks; port 0 picks a free one"
+    )
+    kv_transfer_key: str | None = setting(None, "key that prefill and decode servers share, which others do not know")
+    kv_transfer_ssl_certfile: str | None = setting(
+        None, "certificate file of kv_transfer_address; default: no TLS, for decode servers on this machine"
+    )
+    kv_transfer_ssl_keyfile: str | None = setting(None, "file of its private key; default: kv_transfer_ssl_certfile")
+    kv_transfer_ssl_ca_certs: str | None = setting(
+        None, "file of CAs that verify prefill servers of other machines; default: those of this machine, without TLS"
+    )
+    kv_transfer_memory: float = setting(
+        4.0,
+        "GiB of host memory for KV blocks that a prefill server keeps, or that a decode server has fetched",
+        low=0.001,
+    )
+    kv_transfer_ttl: float = setting(
+        60.0, "seconds for which a prefill server keeps the KV blocks of a prompt that no one fetches", low=0.001
+    )
+    kv_transfer_timeout: float = setting(
+        5.0, "seconds for which a prefill server may be silent until a decode server computes the prompt", low=0.001
+    )
+
+    @property
+    def keeps_evicted(self) -> bool:
+        """Whether evicted blocks go to slower tiers."""
+        return self.kv_offload_memory is not None or self.kv_offload_dir is not None
 
     @property
     def offload_memory(self) -> float | None:
-        """GiB of host memory for evicted blocks; ``None`` if they are dropped."""
+        """GiB of host memory for blocks that were evicted or fetched; ``None`` if there are none."""
+        if self.kv_offload_memory is None and self.role != "both":
+            return self.kv_transfer_memory
         if self.kv_offload_memory is None and self.kv_offload_dir is not None:
             return DEFAULT_OFFLOAD_GIB
         return self.kv_offload_memory
@@ -354,6 +391,7 @@ def _check_combinations(config: EngineConfig) -> None:
         raise ConfigError("eviction_policy and enable_kv_events need enable_prefix_caching")
     _check_quantization(config.model)
     _check_offload(config.model, cache)
+    _check_role(config.model, cache)
     if isinstance(config, ServeConfig) and config.server.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if getattr(config.server, name) is not None:
@@ -417,12 +455,26 @@ def _check_tenants(server: ServerSettings, model: ModelSettings) -> None:
 
 
 def _check_offload(model: ModelSettings, cache: CacheSettings) -> None:
-    if cache.offload_memory is not None and not cache.enable_prefix_caching:
+    if cache.keeps_evicted and not cache.enable_prefix_caching:
         raise ConfigError("kv_offload_memory and kv_offload_dir need enable_prefix_caching: they hold cached prefixes")
     if cache.kv_offload_disk is not None and cache.kv_offload_dir is None:
         raise ConfigError("kv_offload_disk needs kv_offload_dir")
     if cache.kv_offload_dir is not None and model.merge_lora:
         raise ConfigError("kv_offload_dir and merge_lora: files are named by the checkpoint, which merging changes")
+
+
+def _check_role(model: ModelSettings, cache: CacheSettings) -> None:
+    given = [item.name for item in dataclasses.fields(cache) if item.name.startswith(("kv_transfer_", "kv_connector"))]
+    if cache.role == "both":
+        if changed := [name for name in given if getattr(cache, name) != getattr(CacheSettings, name)]:
+            raise ConfigError(f"{changed[0]} needs role prefill or decode")
+        return
+    if not cache.kv_transfer_key:
+        raise ConfigError(f"role {cache.role} needs kv_transfer_key, which prefill and decode servers share")
+    if not cache.enable_prefix_caching:
+        raise ConfigError(f"role {cache.role} needs enable_prefix_caching: what is fetched is a cached prefix")
+    if model.merge_lora:
+        raise ConfigError("role and merge_lora: KV blocks are named by the checkpoint, which merging changes")
 
 
 OWNERS = {

@@ -94,7 +94,8 @@ ADVICE = {
     "--pooler-config": "--pooling-type sets how hidden states are pooled",
     "--middleware": "docs/extending.md says how a package adds to the server",
     "--mm-processor-kwargs": "images are prepared as the checkpoint's preprocessor_config.json says",
-    "--kv-transfer-config": "--kv-offload-memory and --kv-offload-dir keep blocks outside the GPU",
+    "--kv-transfer-config": "--role prefill or decode computes prompts apart, with --kv-transfer-key; "
+    "--kv-offload-memory and --kv-offload-dir keep blocks outside the GPU",
     "--kv-cache-memory-bytes": "--kv-cache-memory has GiB",
     "--disable-sliding-window": "windows are part of the model; --max-model-len limits the context",
     "--enable-force-include-usage": "a request asks for it with stream_options.include_usage",

@@ -28,6 +28,8 @@ MODEL_BACKENDS = "octavo.model_backends"
 """Modules with the interface ``octavo.build.build_engine.ModelBackend``."""
 FRONTS = "octavo.fronts"
 """Classes of ``octavo_server.serving.Front``, made of a ``ServeConfig``."""
+KV_CONNECTORS = "octavo.kv_connectors"
+"""Pairs of classes as in ``octavo.cache.kv_channel``: what lets others fetch blocks, and what fetches them."""
 ENGINE_GROUPS = "octavo.engine_groups"
 """Classes of engines of several processes, made of settings and the command of an engine process."""
 
@@ -50,6 +52,7 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "toy": "octavo_fleet.backends.toy",
         "instant": "octavo_fleet.backends.instant",
     },
+    KV_CONNECTORS: {"tcp": "octavo.cache.kv_channel:CONNECTOR"},
     FRONTS: {"openai": "octavo_fleet.proxy.front:ProxyFront"},
     ENGINE_GROUPS: {
         "data_parallel": "octavo_fleet.data_parallel:DataParallelEngine",

@@ -60,6 +60,16 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Rows and columns of its embeddings, for models whose rotary positions have an axis for each."""
 
 
+class KVTransfer(msgspec.Struct, frozen=True, array_like=True):
+    """Where the keys and values of a prompt are kept for another server; without an address, that they shall be."""
+
+    address: str = ""
+    """HOST:PORT of the server that keeps them."""
+    ticket: str = ""
+    """Names them there, and shows that the address is one of a server with the same key."""
+    num_blocks: int = 0
+
+
 Order = tuple[float, ...]
 """Sort key of a sequence: smaller goes first."""
 
@@ -135,6 +145,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name of the API key that sent it, which the server counts by; the engine does not use it."""
     images: list[ImageInput] = []
     """Images of the prompt, in order."""
+    transfer: KVTransfer | None = None
+    """That another server computed the prompt, or will go on from it."""
 
 
 class KeyedTokens:
@@ -398,6 +410,8 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     """Drafts verified for these tokens."""
     num_accepted_drafts: int = 0
     """Of those, accepted ones."""
+    transfer: KVTransfer | None = None
+    """Of an ended request that asked for it: where its prompt's keys and values are kept."""
 
 
 class KVGroupStats(msgspec.Struct, frozen=True, gc=False):
@@ -453,18 +467,18 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """Of the accepted drafts, those at each position behind a sequence's last token."""
     num_copied_tokens: int = 0
     """Cached tokens, also of preempted sequences, that were copied from a block of which only the start matches."""
-    num_offload_saved: int = 0
-    """Blocks saved to slower tiers."""
+    num_offload_saved: int = 0  # these are explained in octavo/telemetry/catalogue.py
     num_offload_dropped: int = 0
-    """Blocks lost because too many saves were pending."""
     num_offload_prefetched: int = 0
-    """Blocks read from the disk before their request was admitted."""
     num_offload_restored: int = 0
-    """Blocks restored from slower tiers instead of being recomputed."""
     num_offload_bad_files: int = 0
-    """Files of the disk tier that were missing, damaged, or could not be written or read."""
     offload_memory_bytes: int = 0
     offload_disk_bytes: int = 0
+    num_transfer_held: int = 0
+    transfer_held_bytes: int = 0
+    num_transfer_expired: int = 0
+    num_transfer_received: int = 0
+    num_transfer_failures: int = 0
     num_evictions: int = 0
     """Blocks evicted from the prefix cache."""
     num_state_slots: int = 0
@@ -474,7 +488,6 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_snapshots: int = 0
     """Of these, slots of snapshots in the prefix cache."""
     num_snapshot_hits: int = 0
-    """Times that a sequence began with a snapshot."""
     num_snapshot_evictions: int = 0
 
 

@@ -337,7 +337,9 @@ def _connect_blocks(
         cache.states.copy = blocks.copy_state
     if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
         cache.use_offload(offload)
-    return WeightMessages(runner, model, forms, WeightGroup(storage.device)) if info.changes_weights else None
+    if not info.changes_weights:
+        return None
+    return WeightMessages(runner, model, forms, WeightGroup(storage.device), settings.role)
 
 
 def _read_model(
@@ -443,6 +445,8 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: Eng
     ranks = f" {info.tensor_parallel_size} ranks" if info.tensor_parallel_size > 1 else ""
     scaled = " scaled" if storage.is_scaled else ""
     weights = f"{form.dtype} {form.packs} {form.quantization} {form.quantizes_head}"
+    if config.model.load_format == "dummy":
+        weights += f" {config.model.seed}"
     overrides = f"\n{config.model.hf_overrides}" if config.model.hf_overrides else ""
     return f"{weights} {info.kernels}\n{storage.dtype}{scaled}\n{storage.device.type}{ranks}{drafter}{overrides}"
 

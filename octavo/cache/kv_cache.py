@@ -27,7 +27,7 @@ from octavo.cache.offload import Offload
 from octavo.cache.state_cache import StateCache
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
-from octavo.types import GroupBlocks, Plan, Request, Sequence, keyed
+from octavo.types import GroupBlocks, KVTransfer, Plan, Request, Sequence, keyed
 
 NO_STOP = 1 << 62
 """Room of a sequence without recurrent state."""
@@ -212,13 +212,23 @@ class KVCache:
             self.states.forget(node)
 
     def prefetch(self, request: Request) -> Future[None] | None:
-        """Start to read the blocks of ``request`` that are only on disk; ``None`` if there are none."""
+        """Start to read the blocks of ``request`` that are only on disk or at a prefill server; ``None`` if there are
+        none."""
         if self.offload is None:
             return None
         tokens: list[int | None] = [*request.prompt_tokens, *request.output_tokens]
         end = self.groups[0].tree.find(keyed(tokens, request), (len(tokens) - 1) // self.block_size, request.cache_salt)
         num_with_state = 0 if self.states is None else self.states.match(end).depth
         return self.offload.prefetch(request, end.depth, num_with_state)
+
+    def hold(self, seq: Sequence) -> KVTransfer | None:
+        """Keep the prompt's blocks of ``seq``, which is about to be released, for a decode server, if its request asks
+        for it and this is a prefill server; returns where."""
+        transfer, published = seq.request.transfer, seq.groups[0].published
+        if self.offload is None or published is None or transfer is None or transfer.address:
+            return None
+        end = published.above((seq.num_prompt_tokens - 1) // self.block_size)
+        return self.offload.hold(end if self.states is None else self.states.match(end))
 
     def recall(self, seq: Sequence) -> list[bytes]:
         """Contents in host memory of the blocks that follow those that ``seq`` has just adopted.

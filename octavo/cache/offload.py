@@ -7,6 +7,11 @@
     request arrives      prefetch: disk ──> loader thread ──> host memory
     sequence admitted    host memory ──write──> a block of the sequence, published like a computed one
 
+A server that computes prompts for others, or goes on from theirs, has two further ways::
+
+    prompt computed      block ──read──> held for a decode server, until it has fetched it (``HeldBlocks``)
+    request arrives      fetch: prefill server ──> fetching thread ──> host memory
+
 Snapshots of recurrent states are kept like blocks, under keys of their own. Of a model that has some, a prefix is as
 long as there is a snapshot of: blocks behind the last one are of no use.
 
@@ -17,16 +22,19 @@ memory when their sequence is admitted are recomputed.
 from __future__ import annotations
 
 import hashlib
+import logging
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from octavo.cache.held_blocks import BlockToHold, HeldBlocks
+from octavo.cache.kv_channel import ChannelError, Fetcher, HoldingServer
 from octavo.cache.node import Node, as_digest, folded
 from octavo.cache.tiers import DiskTier, HostTier
-from octavo.types import Request, Sequence, Tokens, keyed
+from octavo.types import KVTransfer, Request, Sequence, Tokens, keyed
 
 MAX_PENDING = 1024
 """Most blocks pending to be saved; further evicted blocks are dropped."""
@@ -38,6 +46,17 @@ them may be a state."""
 CLOSING_SECONDS = 3.0
 """How long cached blocks are written to disk when the engine ends or falls asleep."""
 CLOSING_POLL_SECONDS = 0.002
+
+
+logger = logging.getLogger(__name__)
+
+
+class Identity(NamedTuple):
+    """Everything besides tokens that keys and values depend on."""
+
+    weights: str
+    settings: str
+    """Precision, kernels and device."""
 
 
 class BlockStore(Protocol):
@@ -86,22 +105,35 @@ class OffloadStats:
     """Those evicted while ``MAX_PENDING`` were pending."""
     num_prefetched: int = 0
     num_restored: int = 0
+    num_received: int = 0
+    """Those fetched from prefill servers."""
+    num_failures: int = 0
+    """Prompts that a prefill server should have had, and that nothing was fetched of, or not all."""
 
 
 class Offload:
-    """Keeps the contents of evicted blocks in ``host``, and those of all cached blocks in ``disk``.
-
-    ``identity`` names everything besides tokens that keys and values depend on: the model, its precision, kernels.
-    """
+    """Keeps the contents of evicted blocks in ``host``, unless they shall be dropped, and those of all cached blocks in
+    ``disk``."""
 
     def __init__(
-        self, store: BlockStore, block_size: int, identity: str, host: HostTier, disk: DiskTier | None = None
+        self,
+        store: BlockStore,
+        block_size: int,
+        identity: Identity,
+        host: HostTier,
+        disk: DiskTier | None = None,
+        keeps_evicted: bool = True,
     ) -> None:
         self.store = store
         self.block_size = block_size
         self.host = host
         self.disk = disk
         self.stats = OffloadStats()
+        self.held: tuple[HeldBlocks, HoldingServer] | None = None
+        """What is kept for decode servers, and how they get it; ``None`` without them."""
+        self.fetcher: Fetcher | None = None
+        """Fetches what prefill servers hold; ``None`` without them."""
+        self._keeps_evicted = keeps_evicted
         self.identify(identity)
         self.blocks_per_state = 0
         """A recurrent state may be kept behind every so many blocks; 0: the model has none."""
@@ -113,10 +145,15 @@ class Offload:
         self._writer = ThreadPoolExecutor(1, "kv-offload-writer")
         self._loader = ThreadPoolExecutor(1, "kv-offload-loader")
 
-    def identify(self, identity: str) -> None:
+    def identify(self, identity: Identity) -> None:
         """Keep blocks of another identity from now on; no block of the earlier one is cached any more."""
         sizes = f"{self.block_size}\n{self.store.num_bytes}\n{self.store.state_bytes}"
-        self._root = hashlib.sha256(f"{identity}\n{sizes}".encode()).digest()
+        self._parts = {"weights": identity.weights, "settings": identity.settings, "block sizes": sizes}
+        self._root = hashlib.sha256("\n".join(self._parts.values()).encode()).digest()
+
+    def fingerprint(self) -> dict[str, str]:
+        """What another server must have equal to use the blocks of this one, by name."""
+        return {name: hashlib.sha256(part.encode()).hexdigest() for name, part in self._parts.items()}
 
     def note(self, node: Node, is_state: bool = False) -> None:
         """The block of ``node``, or the state behind it, was added to the prefix cache; it shall be on disk, too."""
@@ -140,7 +177,7 @@ class Offload:
             self.stats.num_dropped += 1
 
     def _save(self, key: bytes, read: Callable[[], Callable[[], bytes]], is_state: bool = False) -> None:
-        if key in self._pending or key in self.host:
+        if not self._keeps_evicted or key in self._pending or key in self.host:
             return
         if len(self._pending) >= MAX_PENDING:
             self.stats.num_dropped += 1
@@ -203,22 +240,83 @@ class Offload:
 
         The future is done when all that could be read is in host memory.
         """
-        if self.disk is None:
-            return None
-        self.disk.refresh()
-        tokens: list[int | None] = [*request.prompt_tokens, *request.output_tokens]
-        on_disk: list[bytes] = []
-        wanted: list[bytes] = []
-        for index, key in enumerate(self._keys(keyed(tokens, request), request.cache_salt)):
-            if index >= num_cached and not self._has_block(key):
-                if key not in self.disk:
-                    break
-                on_disk.append(key)
-            state = self._state_behind(index, key, num_with_state)
-            if state is not None and (self._has(state) or state in self.disk):
-                wanted = [*([] if self._has(state) else [state]), *on_disk]
-        wanted = wanted if self.blocks_per_state else on_disk
+        if self.disk is not None:
+            self.disk.refresh()
+        keys = self._keys(keyed([*request.prompt_tokens, *request.output_tokens], request), request.cache_salt)
+        counts = num_cached, num_with_state
+        if self.fetcher is not None and request.transfer is not None and request.transfer.address:
+            return self.fetcher.submit(self._fetch, request.transfer, list(keys), counts)
+        wanted = [] if self.disk is None else self._wanted(keys, counts, self.disk)
         return self._loader.submit(self._load, wanted) if wanted else None
+
+    def _wanted(self, keys: Iterable[bytes], counts: tuple[int, int], there: DiskTier | set[bytes]) -> list[bytes]:
+        """Those of ``keys``, of the blocks of a prompt, and of its states that are ``there`` and of use; ``counts`` are
+        the numbers of blocks, and of blocks up to the last state, that the prefix cache has."""
+        num_cached, num_with_state = counts
+        missing: list[bytes] = []
+        wanted: list[bytes] = []
+        for index, key in enumerate(keys):
+            if index >= num_cached and not self._has_block(key):
+                if key not in there:
+                    break
+                missing.append(key)
+            state = self._state_behind(index, key, num_with_state)
+            if state is not None and (self._has(state) or state in there):
+                wanted = [*([] if self._has(state) else [state]), *missing]
+        return wanted if self.blocks_per_state else missing
+
+    def _fetch(self, transfer: KVTransfer, keys: list[bytes], counts: tuple[int, int]) -> None:
+        """Bring what a prefill server holds of a prompt, and what is on disk, to host memory; in a thread."""
+        assert self.fetcher is not None
+        every = self.blocks_per_state
+        states = {_state_key(key) for key in keys[every - 1 :: every]} if every else set[bytes]()
+        asked = [*keys, *states]
+        on_disk = set[bytes]() if self.disk is None else {key for key in asked if key in self.disk}
+
+        def choose(held: set[bytes]) -> list[bytes]:
+            wanted = self._wanted(keys, counts, held | on_disk)
+            if on_disk:
+                self._load([key for key in wanted if key in on_disk])
+            num_bytes, chosen = 0, []
+            for key in wanted:
+                num_bytes += self.store.state_bytes if key in states else self.store.num_bytes
+                if num_bytes > self.host.capacity:
+                    break
+                if key not in on_disk:
+                    chosen.append(key)
+            if not held and len(self._wanted(keys, counts, {*asked})) > len(wanted):
+                self.stats.num_failures += 1
+                logger.warning("%s holds nothing of a prompt any more, which is computed here", transfer.address)
+            return chosen
+
+        most_bytes = max(self.store.num_bytes, self.store.state_bytes)
+        try:
+            for key, content in self.fetcher.fetch(transfer, asked, choose, most_bytes):
+                self.stats.num_received += 1
+                self.host.put(key, content)
+        except ChannelError as error:
+            self.stats.num_failures += 1
+            logger.warning("a prompt is computed here, as %s did not send its blocks: %s", transfer.address, error)
+
+    def hold(self, end: Node) -> KVTransfer | None:
+        """Keep the blocks of the path to ``end`` for a decode server, and the recurrent state behind it if there is
+        one; returns where. ``None`` if this server is none that does so."""
+        if self.held is None:
+            return None
+        path = [end]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        nodes = path[-2::-1]
+        if not self.store.num_bytes:
+            nodes.clear()
+        size = self.store.num_bytes
+        blocks = [BlockToHold(self._key_of(node), size, self._reader(node, False)) for node in nodes if node.block >= 0]
+        if end.snapshot is not None:
+            blocks.append(BlockToHold(_state_key(self._key_of(end)), self.store.state_bytes, self._reader(end, True)))
+        held, server = self.held
+        ticket = server.ticket()
+        held.hold(ticket, blocks)
+        return KVTransfer(server.address, ticket, end.depth)
 
     def _has(self, key: bytes) -> bool:
         return key in self._pending or key in self.host
@@ -292,6 +390,10 @@ class Offload:
         self.save_all()
         self._writer.shutdown()
         self._loader.shutdown()
+        if self.held is not None:
+            self.held[1].close()
+        if self.fetcher is not None:
+            self.fetcher.close()
         if self.disk is not None:
             self.disk.close()
 

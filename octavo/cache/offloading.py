@@ -1,16 +1,23 @@
-"""Builds the offload tiers of the prefix cache from the settings."""
+"""Builds the slower tiers of the prefix cache, and its ways to other servers, from the settings."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
-from octavo.cache.offload import BlockStore, Offload
+from octavo import plugins
+from octavo.cache.held_blocks import HeldBlocks
+from octavo.cache.offload import BlockStore, Identity, Offload
 from octavo.cache.tiers import DiskTier, HostTier
 from octavo.config import CacheSettings
+from octavo.errors import ConfigError
 from octavo.weights.gguf.gguf_parts import parts_of
 
 GIB = 1 << 30
 DEFAULT_DISK_GIB = 32.0
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+SAMPLE_BYTES, SAMPLE_EVERY = 4 << 10, 1 << 20
+"""Of each file of weights, so many bytes of each part of that length are hashed, and all of the last part."""
 
 
 def make_offload(
@@ -29,12 +36,30 @@ def make_offload(
         capacity = settings.kv_offload_disk or DEFAULT_DISK_GIB
         disk = DiskTier(Path(settings.kv_offload_dir).expanduser(), int(capacity * GIB))
     host = HostTier(int(settings.offload_memory * GIB))
-    return Offload(store, block_size, identity(model, forms), host, disk)
+    own = identity(model, forms, settings.role)
+    offload = Offload(store, block_size, own, host, disk, keeps_evicted=settings.keeps_evicted)
+    if settings.role == "both":
+        return offload
+    try:
+        server, fetcher = plugins.load(plugins.KV_CONNECTORS, settings.kv_connector)
+    except KeyError:
+        name = settings.kv_connector
+        raise ConfigError(
+            f"kv_connector: {name} is not installed; a package may offer it as the entry point {name} of the group "
+            f"{plugins.KV_CONNECTORS}"
+        ) from None
+    if settings.role == "prefill":
+        held = HeldBlocks(int(settings.kv_transfer_memory * GIB), settings.kv_transfer_ttl)
+        offload.held = held, server(settings, held, offload.fingerprint)
+    else:
+        offload.fetcher = fetcher(settings, offload.fingerprint)
+    return offload
 
 
-def identity(model: Path, forms: str) -> str:
-    """What keys and values depend on besides tokens; see ``make_offload``."""
-    return f"{fingerprint(model)}\n{forms}"
+def identity(model: Path, forms: str, role: str = "both") -> Identity:
+    """What keys and values depend on besides tokens; see ``make_offload``. With a ``role``, that is the same on all
+    machines with the same weights."""
+    return Identity(fingerprint(model) if role == "both" else content_fingerprint(model), forms)
 
 
 def fingerprint(model: Path) -> str:
@@ -42,3 +67,22 @@ def fingerprint(model: Path) -> str:
     files = sorted(path for path in model.iterdir() if path.is_file()) if model.is_dir() else parts_of(model)
     stats = [(path.name, path.stat()) for path in files]
     return f"{model.resolve()}\n{[(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}"
+
+
+def content_fingerprint(model: Path) -> str:
+    """Identifies a checkpoint by its configuration and samples of its weights, wherever its files are: any change of a
+    matrix of ``SAMPLE_EVERY`` bytes or more is in one of them, unless it spares most of its rows."""
+    files = sorted(model.iterdir()) if model.is_dir() else sorted(parts_of(model))
+    digest = hashlib.sha256()
+    for path in files:
+        is_whole = path.name == "config.json"
+        if not is_whole and path.suffix not in WEIGHT_FILES:
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name if model.is_dir() else ''}\n{size}\n".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, SAMPLE_EVERY):
+                file.seek(start)
+                is_last = start + SAMPLE_EVERY >= size
+                digest.update(file.read(SAMPLE_EVERY if is_whole or is_last else SAMPLE_BYTES))
+    return digest.hexdigest()

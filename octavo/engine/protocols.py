@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from octavo.cache.kv_events import KVEvent
+from octavo.cache.offload import Identity
 from octavo.config import EngineConfig
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.events import Event
@@ -69,7 +70,7 @@ class Sleeper(Protocol):
 class WeightChanger(Protocol):
     """Changes the weights of the model while nothing is computed."""
 
-    identity: str
+    identity: Identity
     """Names the weights, and whatever else keys and values depend on besides tokens."""
 
     def load(self, folder: str, files: SequenceOf[str]) -> None:

@@ -346,6 +346,8 @@ class Scheduler(SequenceAdmission):
             elif output := self._applied(item, result):
                 outputs.append(output)
                 if output.finish_reason is not None:
+                    if seq.request.transfer is not None:
+                        output.transfer = self.cache.hold(seq)
                     self._finish(seq, output.finish_reason)
         stats.num_output_tokens += sum([len(output.tokens) for output in outputs])
         return outputs
@@ -496,6 +498,14 @@ def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waitin
         stats.num_offload_prefetched = offload.stats.num_prefetched
         stats.num_offload_restored = offload.stats.num_restored
         stats.offload_memory_bytes = offload.host.num_bytes
+        stats.num_transfer_received, stats.num_transfer_failures = (
+            offload.stats.num_received,
+            offload.stats.num_failures,
+        )
+        if offload.held is not None:
+            held, _ = offload.held
+            stats.num_transfer_held, stats.transfer_held_bytes = len(held), held.num_bytes
+            stats.num_transfer_expired = held.num_expired
         if offload.disk is not None:
             stats.num_offload_bad_files = offload.disk.num_bad
             stats.offload_disk_bytes = offload.disk.num_bytes

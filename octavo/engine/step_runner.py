@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.cache.offload import Identity
 from octavo.cache.offloading import identity
 from octavo.engine.persistent_batch import Indices
 from octavo.engine.protocols import TensorReceiver
@@ -290,11 +291,13 @@ class BlockMessages:
 class WeightMessages:
     """Changes the weights of an executor's model; ``identity`` says whose keys and values there are."""
 
-    def __init__(self, runner: StepRunner, folder: Path, forms: str, receiver: TensorReceiver) -> None:
+    def __init__(
+        self, runner: StepRunner, folder: Path, forms: str, receiver: TensorReceiver, role: str = "both"
+    ) -> None:
         self.receiver = receiver
-        self._runner, self._forms = runner, forms
+        self._runner, self._forms, self._role = runner, forms, role
         self._folder = folder
-        self.identity = identity(folder, forms)
+        self.identity = identity(folder, forms, role)
 
     def load(self, folder: str, files: Iterable[str]) -> None:
         """See ``LoadWeights``."""
@@ -302,4 +305,5 @@ class WeightMessages:
         if folder:
             self._folder = Path(folder)
         own = f"\n{uuid.uuid4().hex}" if files else ""  # what they are is not known
-        self.identity = identity(self._folder, self._forms) + own
+        weights, forms = identity(self._folder, self._forms, self._role)
+        self.identity = Identity(weights + own, forms)

@@ -68,6 +68,16 @@ GAUGES: list[tuple[str, str, Reader]] = [
         lambda c: c.stats.offload_disk_bytes,
     ),
     (
+        "octavo_kv_transfer_held_blocks",
+        "KV cache blocks that a prefill server keeps for decode servers.",
+        lambda c: c.stats.num_transfer_held,
+    ),
+    (
+        "octavo_kv_transfer_held_bytes",
+        "Host memory in use for them.",
+        lambda c: c.stats.transfer_held_bytes,
+    ),
+    (
         "octavo_recurrent_state_slots",
         "Slots for recurrent states, of running requests and of snapshots; 0 for models without recurrent state.",
         lambda c: c.stats.num_state_slots,
@@ -176,6 +186,21 @@ COUNTERS: list[tuple[str, str, Reader]] = [
         "octavo_kv_offload_bad_files",
         "KV cache block files that were missing, damaged, or failed to be read or written.",
         lambda c: c.stats.num_offload_bad_files,
+    ),
+    (
+        "octavo_kv_transfer_expired_prompts",
+        "Prompts whose KV cache blocks no decode server fetched in time.",
+        lambda c: c.stats.num_transfer_expired,
+    ),
+    (
+        "octavo_kv_transfer_received_blocks",
+        "KV cache blocks that a decode server has fetched.",
+        lambda c: c.stats.num_transfer_received,
+    ),
+    (
+        "octavo_kv_transfer_failures",
+        "Prompts that a decode server could not fetch, or not as a whole, and computed.",
+        lambda c: c.stats.num_transfer_failures,
     ),
     (
         "octavo_prompt_tokens_computed",

@@ -50,6 +50,15 @@ NEEDED = {
     "isolate_keys": ["--api-key-file", "keys"],
     "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
     "ssl_ca_certs": ["--ssl-certfile", "cert.pem"],
+    "role": ["--kv-transfer-key", "k"],
+    "kv_transfer_key": ["--role", "decode"],
+    **{
+        name: ["--role", "prefill", "--kv-transfer-key", "k"]
+        for name in (
+            *("kv_connector", "kv_transfer_address", "kv_transfer_memory", "kv_transfer_ttl", "kv_transfer_timeout"),
+            *("kv_transfer_ssl_certfile", "kv_transfer_ssl_keyfile", "kv_transfer_ssl_ca_certs"),
+        )
+    },
 }
 """Flags without which a setting is refused."""
 

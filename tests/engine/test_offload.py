@@ -12,7 +12,7 @@ import pytest
 
 from octavo.cache import offload as offload_module
 from octavo.cache.kv_cache import KVCache
-from octavo.cache.offload import Offload
+from octavo.cache.offload import Identity, Offload
 from octavo.cache.tiers import DiskTier, HostTier
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
@@ -77,7 +77,7 @@ class Conversations:
         if host_blocks is not None:
             disk = None if folder is None else DiskTier(folder, 1 << 30)
             host = HostTier(host_blocks * store.num_bytes)
-            self.offload = Offload(store, self.block_size, "oracle", host, disk)
+            self.offload = Offload(store, self.block_size, Identity("oracle", ""), host, disk)
             self.cache.use_offload(self.offload)
         self.ids = iter(range(1, 1_000_000))
 
@@ -181,7 +181,9 @@ def test_a_disk_is_found_again_by_the_next_engine_and_by_no_other_model(tmp_path
     assert second.offload is not None
     second.engine.close()
     other = Conversations(100, 8, tmp_path)
-    other.offload = Offload(OracleStore(other.runner), 4, "another", HostTier(1000), DiskTier(tmp_path, 1 << 30))
+    other.offload = Offload(
+        OracleStore(other.runner), 4, Identity("another", ""), HostTier(1000), DiskTier(tmp_path, 1 << 30)
+    )
     other.cache.use_offload(other.offload)
     assert other.talk(10, 1) == 0
 

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from octavo.cache.offload import Offload
+from octavo.cache.offload import Identity, Offload
 from octavo.cache.tiers import INDEX, DiskTier, HostTier
 from octavo.types import Output
 from tests.engine.workload import Run
@@ -61,7 +61,7 @@ def attach(run: Run, rng: random.Random, folder: Path | None) -> Offload:
     store = OracleStore(run.runner)
     host = HostTier(rng.choice([1, 2, 4, 1000]) * store.num_bytes)
     disk = None if folder is None else DiskTier(folder, rng.choice([8, 1000, 1000]) * store.num_bytes)
-    offload = Offload(store, run.workload.block_size, "oracle", host, disk)
+    offload = Offload(store, run.workload.block_size, Identity("oracle", ""), host, disk)
     run.cache.must_find = False
     run.cache.use_offload(offload)
     engine_step = run.engine.step

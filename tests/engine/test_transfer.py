@@ -1,0 +1,321 @@
+"""Prompts computed by one engine, answers by another: blocks over a real connection, read by an oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from octavo.cache import kv_channel
+from octavo.cache.held_blocks import BlockToHold, HeldBlocks
+from octavo.cache.kv_cache import KVCache
+from octavo.cache.kv_channel import Channel, ChannelError, Fetcher, HoldingServer
+from octavo.cache.offload import Identity, Offload
+from octavo.cache.tiers import HostTier
+from octavo.config import CacheSettings
+from octavo.engine.engine import Engine
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import ConfigError
+from octavo.sampling_params import SamplingParams
+from octavo.steps.limits import StateSize
+from octavo.types import KVTransfer, Output, Request
+from tests.engine.tiers import OracleStore
+from tests.engine.workload import Features, Run
+from tests.oracle import OracleRunner, expected_output
+from tests.tiers import nightly
+
+KEY = "a key"
+IDENTITY = Identity("oracle", "")
+SETTINGS = CacheSettings(role="prefill", kv_transfer_key=KEY, kv_transfer_timeout=2.0)
+PROMPT = list(range(40))
+
+
+class Half:
+    """An engine of one role over the oracle."""
+
+    def __init__(self, cache: KVCache, runner: OracleRunner, engine: Engine) -> None:
+        self.cache, self.runner, self.engine = cache, runner, engine
+        self.store = OracleStore(runner)
+        self.offload = Offload(self.store, cache.block_size, IDENTITY, HostTier(1 << 20), keeps_evicted=False)
+        cache.use_offload(self.offload)
+
+    def hold(self, seconds: float = 60.0, settings: CacheSettings = SETTINGS) -> HoldingServer:
+        held = HeldBlocks(1 << 20, seconds)
+        server = HoldingServer(settings, held, self.offload.fingerprint)
+        self.offload.held = held, server
+        return server
+
+    def fetch(self, settings: CacheSettings = SETTINGS) -> Fetcher:
+        self.offload.fetcher = Fetcher(settings, self.offload.fingerprint)
+        return self.offload.fetcher
+
+    def compute(self, request: Request) -> Output:
+        """The last output."""
+        self.engine.add(request)
+        outputs: list[Output] = []
+        while self.engine.has_work:
+            outputs += self.engine.step()
+            self.engine.check()
+        tokens = [token for output in outputs for token in output.tokens]
+        assert outputs[-1].error is None
+        assert tokens == expected_output(request)[0][len(request.output_tokens) :]
+        return outputs[-1]
+
+    def held(self) -> int:
+        return self.engine.stats().num_transfer_held
+
+
+def make_half(block_size: int = 4, states: StateSize | None = None, num_blocks: int = 200) -> Half:
+    runner = OracleRunner(block_size)
+    cache = KVCache(num_blocks, block_size, states=states)
+    if cache.states is not None:
+        cache.states.copy = runner.copy_state
+    return Half(cache, runner, Engine(Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=64), runner))
+
+
+@pytest.fixture
+def prefill() -> Iterator[Half]:
+    half = make_half()
+    half.hold()
+    yield half
+    half.engine.close()
+
+
+@pytest.fixture
+def decode() -> Iterator[Half]:
+    half = make_half()
+    half.fetch()
+    yield half
+    half.engine.close()
+
+
+def ask(transfer: KVTransfer | None, request_id: int = 1, max_tokens: int = 6, salt: str = "") -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(request_id, PROMPT, params, max_tokens, transfer=transfer, cache_salt=salt)
+
+
+def handed_over(prefill: Half, request: Request) -> Request:
+    """The request as a decode server gets it, after a prefill server has computed its prompt."""
+    first = msgspec.structs.replace(request, id=request.id + 1000, max_tokens=1, transfer=KVTransfer())
+    transfer = prefill.compute(first).transfer
+    assert transfer is not None
+    return msgspec.structs.replace(request, transfer=transfer)
+
+
+def test_a_prompt_is_computed_once_and_nothing_is_held_after_it_was_fetched(prefill: Half, decode: Half) -> None:
+    request = handed_over(prefill, ask(None))
+    assert prefill.held() == 9 == request.transfer.num_blocks  # type: ignore[union-attr]
+    assert decode.compute(request).num_cached_tokens == 36
+    assert decode.offload.stats.num_received == 9
+    wait_for_none(prefill)
+    assert decode.engine.stats().num_transfer_failures == 0 == prefill.engine.stats().num_transfer_expired
+    again = decode.compute(handed_over(prefill, ask(None, 2)))  # it has the blocks already, and only lets them go
+    assert again.num_cached_tokens == 36
+    assert decode.offload.stats.num_received == 9
+    wait_for_none(prefill)
+
+
+def wait_for_none(prefill: Half) -> None:
+    deadline = time.monotonic() + 5
+    while prefill.held():
+        assert time.monotonic() < deadline, "blocks are held that were fetched"
+        time.sleep(0.001)
+
+
+def test_what_no_one_fetches_is_held_until_its_deadline(prefill: Half, decode: Half) -> None:
+    prefill.hold(seconds=0.05)
+    request = handed_over(prefill, ask(None))
+    assert prefill.held() == 9
+    time.sleep(0.06)
+    assert prefill.held() == 0 == prefill.engine.stats().transfer_held_bytes
+    assert prefill.engine.stats().num_transfer_expired == 1
+    assert decode.compute(request).num_cached_tokens == 0
+    assert decode.engine.stats().num_transfer_failures == 1
+
+
+def test_prompts_share_what_is_held_and_no_more_than_the_bound_is(decode: Half) -> None:
+    held = HeldBlocks(3 * 8, 60.0)
+    blocks = [BlockToHold(bytes([i]), 8, lambda i=i: lambda: bytes([i]) * 8) for i in range(4)]  # type: ignore[misc]
+    assert held.hold("a", blocks[:2]) == 2
+    assert held.hold("b", blocks) == 3 == len(held)
+    assert held.num_bytes == 24
+    assert held.available("a", [bytes([i]) for i in range(4)]) == [b"\0", b"\1"]
+    assert held.content("a", b"\2") is None, "a ticket gives what another one has"
+    held.release("b")
+    held.release("b")
+    assert len(held) == 2
+    assert held.content("a", b"\1") == b"\1" * 8
+    held.release("a")
+    assert len(held) == 0 == held.num_bytes
+
+
+def test_a_ticket_is_of_no_use_to_another_salt(prefill: Half, decode: Half) -> None:
+    request = handed_over(prefill, ask(None, salt="alice"))
+    assert decode.compute(msgspec.structs.replace(request, cache_salt="bob")).num_cached_tokens == 0
+    assert decode.offload.stats.num_received == 0
+
+
+@pytest.mark.parametrize("trouble", ["key", "weights", "settings", "ticket", "address", "gone", "restarted"])
+def test_what_cannot_be_fetched_is_computed_and_the_reason_is_named(
+    trouble: str, prefill: Half, decode: Half, caplog: pytest.LogCaptureFixture
+) -> None:
+    if trouble == "weights":
+        decode.offload.identify(Identity("others", ""))
+    elif trouble == "settings":
+        decode.offload.identify(Identity("oracle", "bfloat16"))
+    request = handed_over(prefill, ask(None))
+    assert request.transfer is not None
+    server = prefill.offload.held[1]  # type: ignore[index]
+    if trouble == "key":
+        decode.fetch(dataclasses.replace(SETTINGS, kv_transfer_key="another"))
+        address = request.transfer.address
+        forged = KVTransfer(address, kv_channel._signed("another", "1", address))
+        request = msgspec.structs.replace(request, transfer=forged)
+    elif trouble == "ticket":
+        request = msgspec.structs.replace(request, transfer=KVTransfer(request.transfer.address, "0" * 32 + ".1"))
+    elif trouble == "address":
+        request = msgspec.structs.replace(request, transfer=KVTransfer("10.0.0.1:1", request.transfer.ticket))
+    elif trouble == "gone":
+        server.close()
+    elif trouble == "restarted":
+        server.close()
+        prefill.hold(settings=dataclasses.replace(SETTINGS, kv_transfer_address=server.address))
+    assert decode.compute(request).num_cached_tokens == 0
+    assert decode.engine.stats().num_transfer_failures == 1
+    reason = {
+        "key": "it refuses: the keys differ",
+        "weights": "fingerprints differ, in weights",
+        "settings": "fingerprints differ, in settings",
+        "ticket": "the ticket is not of a server with the same key",
+        "address": "the ticket is not of a server with the same key",
+        "gone": "no connection",
+        "restarted": "holds nothing of a prompt any more",
+    }
+    assert reason[trouble] in caplog.text
+
+
+class Damage:
+    """Changes some of the bytes that are sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+        self.chance, self.rng, self.count = 0.0, rng, 0
+        send_all = Channel._send_all
+
+        def damaged(channel: Channel, data: bytes) -> None:
+            if data and self.rng.random() < self.chance:
+                self.count += 1
+                changed = bytearray(data)
+                changed[self.rng.randrange(len(changed))] ^= 1 << self.rng.randrange(8)
+                data = bytes(changed)
+            send_all(channel, data)
+
+        monkeypatch.setattr(Channel, "_send_all", damaged)
+
+
+def test_bytes_that_change_on_the_way_are_computed(
+    prefill: Half, decode: Half, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_channel, "REST_SECONDS", 0.0)
+    request = handed_over(prefill, ask(None))
+    send_all, contents = Channel._send_all, list[bytes]()
+
+    def damaged(channel: Channel, data: bytes) -> None:
+        if channel._is_server and len(data) == 4 * 8:
+            contents.append(data)
+            if len(contents) == 4:
+                data = bytes([*data[:-1], data[-1] ^ 1])
+        send_all(channel, data)
+
+    monkeypatch.setattr(Channel, "_send_all", damaged)
+    found = decode.compute(request)
+    assert "a frame was damaged" in caplog.text
+    assert found.num_cached_tokens == 12  # those before it are used
+    assert decode.engine.stats().num_transfer_failures == 1
+
+
+def test_a_silent_server_is_waited_for_once(prefill: Half, decode: Half, caplog: pytest.LogCaptureFixture) -> None:
+    settings = dataclasses.replace(SETTINGS, kv_transfer_timeout=0.1)
+    decode.fetch(settings)
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # accepts, and says nothing
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        for number in range(3):
+            transfer = KVTransfer(address, kv_channel._signed(KEY, str(number), address))
+            started = time.monotonic()
+            assert decode.compute(ask(transfer, number)).num_cached_tokens == (0 if not number else 36)
+            assert (time.monotonic() - started > 0.1) == (number == 0)
+    assert caplog.text.count("timed out") == 3
+
+
+def test_one_that_does_not_read_holds_up_no_other(prefill: Half, decode: Half) -> None:
+    request = handed_over(prefill, ask(None))
+    assert request.transfer is not None
+    address = kv_channel.split_address(request.transfer.address)
+    others = [socket.create_connection(address) for _ in range(20)]
+    others[0].sendall(b"\xff" * 100)
+    others[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert decode.compute(request).num_cached_tokens == 36
+    for other in others:
+        other.close()
+
+
+def test_addresses_that_others_reach_need_tls() -> None:
+    held = HeldBlocks(1, 1.0)
+    for address, words in (("0.0.0.0:0", "kv_transfer_ssl_certfile"), ("127.0.0.1", "not HOST:PORT")):
+        settings = dataclasses.replace(SETTINGS, kv_transfer_address=address)
+        with pytest.raises(ConfigError, match=f"kv_transfer_address.*{words}"):
+            HoldingServer(settings, held, dict)
+    fetcher = Fetcher(SETTINGS, dict)
+    elsewhere = KVTransfer("10.0.0.7:1", kv_channel._signed(KEY, "1", "10.0.0.7:1"))
+    with pytest.raises(ChannelError, match="needs TLS"):
+        next(fetcher.fetch(elsewhere, [], list, 1))
+
+
+VARIANTS = {
+    "plain": Features(depth=2),
+    "tight and aborts": Features(tight=True, aborts=True),
+    "faults": Features(tight=True, fault_rate=0.1, poison=True, bad_rows=True),
+    "drafts": Features(tight=True, drafts=True, grammar=True, depth=2),
+    "states": Features(states=True, depth=2),
+    "states, tight and aborts": Features(tight=True, states=True, aborts=True),
+    "window": Features(windows=1, full_attention=False, depth=2),
+}
+
+
+@pytest.mark.parametrize("count", [5, nightly(40)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_random_workloads_from_prompts_that_another_engine_computed(
+    variant: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With bytes that change on the way, deadlines that pass, and prefill engines that are gone."""
+    monkeypatch.setattr(kv_channel, "REST_SECONDS", 0.01)
+    num_received = 0
+    damage = Damage(monkeypatch, random.Random(1))
+    for seed in range(count):
+        rng = random.Random(seed)
+        run = Run(seed, VARIANTS[variant])
+        run.cache.must_find = False
+        states = run.workload.states
+        first = make_half(run.workload.block_size, states and states._replace(has_drafts=False))
+        first.hold()
+        half = Half(run.cache, run.runner, run.engine)  # type: ignore[arg-type]
+        half.fetch(dataclasses.replace(SETTINGS, kv_transfer_timeout=0.2))
+        for index, request in enumerate(run.workload.requests):
+            if rng.random() < 0.8 and request.max_tokens and not request.output_tokens:
+                whole = msgspec.structs.replace(request, params=SamplingParams(ignore_eos=True))
+                transfer = handed_over(first, whole).transfer
+                run.workload.requests[index] = msgspec.structs.replace(request, transfer=transfer)
+        damage.chance = rng.choice([0.0, 0.0, 0.02])
+        if rng.random() < 0.2:
+            threading.Timer(0.002, first.engine.close).start()
+        run.serve()
+        damage.chance = 0.0
+        num_received += half.offload.stats.num_received
+        half.engine.close()
+        first.engine.close()
+    assert num_received > 0 or variant == "window"
