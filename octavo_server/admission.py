@@ -34,7 +34,7 @@ from octavo.text.message_format import MessageFormat
 from octavo.text.reasoning import AnswerMarks, answer_start
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Sequences, Tokenizer, banned_sequences, check_something_is_left
-from octavo.types import Request, Task, ThinkingBudget
+from octavo.types import KVTransfer, Request, Task, ThinkingBudget
 from octavo_server.engines.engine_client import EngineClient
 from octavo_server.generation import GeneratedChoice, Generation, Prompt
 from octavo_server.http.errors import RETRY_AFTER_SECONDS
@@ -102,6 +102,8 @@ class ClientRequest:
     """Special tokens to keep in the output text because the message parser needs them."""
     read_file: ReadFile | None = None
     """Reads a file that the caller has uploaded."""
+    transfer: KVTransfer | None = None
+    """That another server has computed the prompt, or will go on from it."""
     message_format: MessageFormat | None = None
     """That of the model's messages, by which a bound on reasoning holds."""
     answer_marks: AnswerMarks | None = None
@@ -292,6 +294,7 @@ class Admission:
                     second_start=prompt.second_start,
                     owner=client_request.caller.name,
                     images=prompt.images,
+                    transfer=client_request.transfer,
                 )
                 answer = answer_start(client_request.answer_marks, prompt.text)
                 text_stream = TextStream(self.tokenizer, client_request.params, client_request.shown_ids, answer)

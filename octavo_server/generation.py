@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from octavo.errors import CANCELLATIONS, RequestError, RequestFailed, Withdrawn
 from octavo.text.text_stream import TextStream
-from octavo.types import FinishReason, ImageInput, Output, TokenLogprobs
+from octavo.types import FinishReason, ImageInput, KVTransfer, Output, TokenLogprobs
 from octavo.types import Request as EngineRequest
 from octavo_server.engines.engine_client import FIRST_WEIGHTS
 from octavo_server.http.errors import UnexpectedError
@@ -116,6 +116,7 @@ class GeneratedChoice:
             "num_reasoning_tokens",
             "num_tokens",
             "prompt",
+            "transfer",
             "weight_versions",
         ),
         *("num_accepted_drafts", "num_drafts", "output_tokens", "prompt_logprobs", "request", "stop_reason", "values"),
@@ -151,6 +152,8 @@ class GeneratedChoice:
         """Result of a pooling task (little-endian float32); empty for generation."""
         self.weight_versions = [(weight_version, 0)]
         """Versions of the weights, each with the number of tokens that earlier ones computed."""
+        self.transfer: KVTransfer | None = None
+        """Where its prompt's keys and values are kept for another server."""
         self.is_noted = False
         self._generation = generation
         self._text_stream = text_stream
@@ -179,6 +182,8 @@ class GeneratedChoice:
         self.num_accepted_drafts += output.num_accepted_drafts
         if output.values is not None:
             self.values = output.values
+        if output.transfer is not None:
+            self.transfer = output.transfer
         if output.prompt_logprobs:
             start = output.prompt_logprobs_start
             self.prompt_logprobs[start : start + len(output.prompt_logprobs)] = output.prompt_logprobs

@@ -20,7 +20,7 @@ from octavo.text.message_format import MessageFormat
 from octavo.text.message_parser import Call, CallProgress, MessageParser, Piece, Text
 from octavo_server.admission import ClientRequest
 from octavo_server.dialects.batches.files import file_reader
-from octavo_server.dialects.openai import fields
+from octavo_server.dialects.openai import fields, kv_transfer
 from octavo_server.dialects.openai.constraints import (
     ToolUse,
     arguments_of,
@@ -204,6 +204,7 @@ def client_request(body: ChatBody, services: ModelServices, request: Request, to
         add_special_tokens=body.add_special_tokens,
         grammar=grammar,
         grammar_field=field,
+        transfer=kv_transfer.kv_transfer(body, services),
         read_file=file_reader(services.server.store, caller_of(request).name) if prompt.images else None,
         shown_ids=services.message_format.shown_ids,
         answer_marks=services.message_format.answer_marks(body.continue_final_message),
@@ -241,7 +242,8 @@ def effort(requested: str | None, services: ModelServices) -> dict[str, Any] | N
 
 def without_effect(body: ChatBody, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
-    named = fields.without_effect(body, services)
+    named = [kv_transfer.FIELD] if kv_transfer.has_no_effect(body, services) else []
+    named += fields.without_effect(body, services)
     named += passed_over(body.messages, services)
     return named if effort(body.reasoning_effort, services) is not None else [*named, "reasoning_effort"]
 
@@ -306,6 +308,7 @@ class ChatAnswer:
             "choices": [self._unstreamed_choice(choice) for choice in choices],
         }
         result["usage"] = usage(choices)
+        result |= kv_transfer.answered(choices)
         if self.body.prompt_logprobs is not None:
             entries = choices[0].prompt_logprobs
             result["prompt_logprobs"] = prompt_logprobs(entries, self._names, self.body.prompt_logprobs)

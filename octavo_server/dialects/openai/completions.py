@@ -17,7 +17,7 @@ from octavo.grammar import forms
 from octavo.sampling_params import MAX_N, SamplingParams
 from octavo.text.text_stream import TextStream
 from octavo_server.admission import ClientRequest
-from octavo_server.dialects.openai import beam_search
+from octavo_server.dialects.openai import beam_search, kv_transfer
 from octavo_server.dialects.openai.constraints import constraint
 from octavo_server.dialects.openai.fields import (
     ACCEPTED,
@@ -85,7 +85,8 @@ async def _translate(body: CompletionBody, services: ModelServices, request: Req
 def _without_effect(body: CompletionBody, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
     if not body.use_beam_search:
-        return [*without_effect(body, services), *(["length_penalty"] if body.length_penalty != 1.0 else ())]
+        named = [kv_transfer.FIELD] if kv_transfer.has_no_effect(body, services) else []
+        return [*named, *without_effect(body, services), *(["length_penalty"] if body.length_penalty != 1.0 else ())]
     return [name for name in beam_search.IRRELEVANT if getattr(body, name, body.sampling.get(name)) is not None]
 
 
@@ -127,9 +128,11 @@ def client_request(body: CompletionBody, services: ModelServices, request: Reque
         services.need_tokenizer(asked_for.field)
     # ``prompt_logprobs`` (vLLM) and ``echo`` need the same computation; the engine gets the larger number.
     scored = max((k for k in (echoed, body.prompt_logprobs) if k is not None), default=None)
+    prompts = prompts_of(body.prompt, "prompt")
     return ClientRequest(
         **scheduling_fields(body, services, request),
-        prompts=prompts_of(body.prompt, "prompt"),
+        prompts=prompts,
+        transfer=kv_transfer.kv_transfer(body, services, len(prompts)),
         prompt_field="prompt",
         params=_among_best_of(body, sampling_params(body, services, body.max_tokens, body.logprobs, scored)),
         default_max_tokens=None if body.max_tokens == NO_LIMIT else DEFAULT_MAX_TOKENS,
@@ -217,6 +220,7 @@ class CompletionAnswer:
             **self.identity.as_dict(),
             "choices": [self._unstreamed_choice(index, *pair) for index, pair in enumerate(taken)],
             "usage": usage(choices),
+            **kv_transfer.answered(choices),
         }
 
     def _unstreamed_choice(self, index: int, choice: GeneratedChoice, update: ChoiceUpdate) -> dict[str, Any]:

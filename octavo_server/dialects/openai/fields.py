@@ -120,6 +120,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     ttft_target: float | None = None
     tpot_target: float | None = None
     timeout: float | None = None
+    kv_transfer_params: Any = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None
