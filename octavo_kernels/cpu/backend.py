@@ -27,12 +27,12 @@ class CPUBackend(DeviceBackend):
             import_all("octavo_kernels.cpu")
 
     def compiling_in_background(self, kv_dtype: torch.dtype) -> AbstractContextManager[None]:
-        from octavo_kernels.cpu.attention.attention import compiling_in_background
+        from octavo_kernels.cpu.background import compiling_in_background
 
         return compiling_in_background(kv_dtype)
 
     def compile_rare(self) -> None:
-        from octavo_kernels.cpu.compiled import compile_rare
+        from octavo_kernels.cpu.background import compile_rare
 
         compile_rare()
 

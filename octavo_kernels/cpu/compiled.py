@@ -174,14 +174,14 @@ RARE: list[Callable[[], int]] = []
 
 
 def rarely_used(address: Callable[[], int]) -> Callable[[], int]:
-    """For a function that returns the address of compiled code: it is compiled before an engine begins, as all others
-    would wait for the first request that needs it."""
+    """For a function that returns the address of compiled code: it is compiled or loaded without being asked for, as
+    all others would wait for the first request that needs it."""
     RARE.append(made := functools.cache(address))
     return made
 
 
-def compile_rare() -> None:
-    """Compile all code that is used rarely, or load it."""
+def load_rare() -> None:
+    """Load all code that is used rarely, or compile it."""
     for address in RARE:
         address()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import multiprocessing
 import os
 import signal
@@ -18,11 +19,11 @@ import numpy as np
 import pytest
 import torch
 from numba.core.caching import IndexDataCacheFile
+from numba.core.compiler_lock import global_compiler_lock
 
 from octavo_kernels.cpu import threads
-from octavo_kernels.cpu.attention.attention import compiling_in_background
-from octavo_kernels.cpu.background import in_background
-from octavo_kernels.cpu.compiled import RARE, cache_folder, compiled, compiled_task, is_missing
+from octavo_kernels.cpu.background import compile_rare, compiling_in_background, in_background
+from octavo_kernels.cpu.compiled import cache_folder, compiled, compiled_task, is_missing
 from octavo_kernels.cpu.memory import call_task, view
 from tests.ops.cpu_cases import needs_float_kernels
 
@@ -175,6 +176,81 @@ def test_kernels_compiled_in_the_background_are_only_loaded(empty_folder: Path, 
     assert not is_missing(_task_gives)
 
 
+def test_works_of_the_background_share_the_cores_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_threads, num_processes in ((2, 1), (3, 2), (8, 2)):
+        monkeypatch.setattr("octavo_kernels.cpu.background.num_threads", lambda count=num_threads: count)
+        pids = forked.Array("q", 2)
+        done = [forked.Event(), forked.Event()]
+
+        def work(i: int, pids: Any = pids, done: Any = done) -> None:
+            pids[i] = os.getpid()
+            done[i].set()
+
+        with in_background(*(functools.partial(work, i) for i in range(2))):
+            assert all(event.wait(60) for event in done)
+        assert len(set(pids)) == num_processes
+        assert os.getpid() not in pids
+
+
+@functools.cache
+def _rare_task() -> int:
+    def write(arguments: int, begin: int, end: int) -> None:
+        view(arguments, 1, np.int64)[0] = 7
+
+    return compiled_task(write)
+
+
+@pytest.fixture
+def rare(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The only kernel that is used rarely."""
+    _rare_task.cache_clear()
+    for module in ("background", "compiled"):
+        monkeypatch.setattr(f"octavo_kernels.cpu.{module}.RARE", [_rare_task])
+    return _rare_task
+
+
+def test_rare_kernels_are_compiled_by_another_process_and_then_loaded(
+    rare: Any, empty_folder: Path, two_cores: None
+) -> None:
+    with global_compiler_lock:  # so that nothing can be loaded here before it was looked at
+        compile_rare()
+        deadline = time.monotonic() + 60
+        while is_missing(rare) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert rare.cache_info().currsize == 0
+        kept = {path: path.stat().st_mtime_ns for path in empty_folder.rglob("*.nb*")}
+        assert kept
+    while rare.cache_info().currsize == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert rare.cache_info().currsize == 1
+    assert {path: path.stat().st_mtime_ns for path in empty_folder.rglob("*.nb*")} == kept
+
+
+def test_a_rare_kernel_that_nothing_compiled_is_compiled_when_it_is_needed(
+    rare: Any, empty_folder: Path, two_cores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = []
+    monkeypatch.setattr("octavo_kernels.cpu.background.start_thread", lambda *args: began.append(args))
+    compile_rare()
+    ((_, load_after, child),) = began
+    os.kill(child, signal.SIGKILL)
+    load_after(child)
+    assert rare.cache_info().currsize == 0
+    assert rare()
+
+
+def test_rare_kernels_are_loaded_at_once_when_they_are_there_or_on_one_core(
+    rare: Any, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    for num_threads in (1, 2):
+        threads.set_num_threads(num_threads)
+        rare.cache_clear()
+        compile_rare()
+        assert rare.cache_info().currsize == 1
+    threads.set_num_threads(1)
+
+
 def test_a_background_process_ends_with_the_block_and_with_its_parent(two_cores: None) -> None:
     pid = forked.Value("q", 0)
 
@@ -216,8 +292,6 @@ def test_no_background_process_on_one_core_or_when_nothing_is_missing(
     with compiling_in_background(torch.float16):
         pass
     (empty_folder / "attention_tiles.attend_task.locals.attend-1.py311.nbi").touch()
-    for code in RARE:
-        (empty_folder / f"{code.__module__.split('.')[-1]}.{code.__qualname__}.locals.drive-1.py311.nbi").touch()
     monkeypatch.setattr("octavo_kernels.cpu.compiled.cache_folder", lambda: empty_folder)
     threads.set_num_threads(2)
     with compiling_in_background(torch.float16):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -18,17 +15,8 @@ from octavo.ops.linear import head_linear
 from octavo_kernels.cpu.attention.attention_passes import PART, first_seen
 from octavo_kernels.cpu.attention.attention_rows import STEP, prepare_task
 from octavo_kernels.cpu.attention.attention_tiles import STATE, TILE, TILE_ROWS, attend_task
-from octavo_kernels.cpu.background import in_background
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import (
-    RARE,
-    compile_rare,
-    compiled_driver,
-    compiled_task,
-    inlined,
-    is_missing,
-    rarely_used,
-)
+from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, inlined, rarely_used
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, keep, read, view
 from octavo_kernels.cpu.task_driver import task_driver
@@ -39,7 +27,6 @@ from octavo_kernels.cpu.vector_ir import LANES
 # ---- attention: ``attention`` in one call, straight from the block table; prefill and decode rows by the same code.
 
 
-logger = logging.getLogger(__name__)
 NUMBERS_A_PIECE = 2048
 MULTIPLICATIONS_A_PIECE = 50_000
 """One or two microseconds for a single row, which waits for memory."""
@@ -117,20 +104,10 @@ def _attention_driver() -> int:
     return compiled_driver(drive)
 
 
-def compiling_in_background(kv_dtype: torch.dtype) -> AbstractContextManager[None]:
-    """While the block runs, another process compiles the slowest kernels for caches of ``kv_dtype``, and those used
-    rarely, if any is missing."""
-    if kv_dtype not in FORMATS or not (is_missing(attend_task) or any(map(is_missing, RARE))):
-        return contextlib.nullcontext()
-
-    logger.info("compiling kernels for this processor, once: later starts find them. This may take a minute")
-
-    def work() -> None:
-        attend_task(FORMATS[kv_dtype])
-        _attention_driver()
-        compile_rare()
-
-    return in_background(work)
+def compile_attention(kv_dtype: torch.dtype) -> None:
+    """Compile the slowest kernels of ``attention`` for caches of this type, or load them."""
+    attend_task(FORMATS[kv_dtype])
+    _attention_driver()
 
 
 def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, slot_mapping_T: Tensor) -> None:

@@ -38,7 +38,7 @@ ARGUMENTS = fields("task R piece V logits hashes tokens temperature min_p top_k 
 
 
 @functools.cache
-def _task() -> int:
+def sample_task() -> int:
     """Task over rows. ``tokens`` are the greedy ones, or error codes, and those of other rows are replaced."""
 
     def sample_rows(arguments: int, begin: int, end: int) -> None:
@@ -65,7 +65,7 @@ def sample_numba(logits_RV: Tensor, params: SampleParams, token_ids_V: Tensor | 
         hashes_V = _hashes(V) if token_ids_V is None else _hashes_of(token_ids_V)
         columns, arguments = [column.contiguous() for column in params], np.empty(1, ARGUMENTS)
         places = (logits_RV.data_ptr(), hashes_V.ctypes.data, tokens_R.data_ptr(), *(c.data_ptr() for c in columns))
-        arguments[0] = _task(), R, 1, V, *places
+        arguments[0] = sample_task(), R, 1, V, *places
         call(task_driver(), arguments)
     if token_ids_V is not None:
         tokens_R = torch.where(tokens_R >= 0, token_ids_V[tokens_R.clamp(min=0)].int(), tokens_R)
