@@ -172,7 +172,7 @@ class CacheSettings:
     kv_cache_memory: float | None = setting(None, "GiB of memory for the KV cache; default: by device", low=0.001)
     kv_cache_dtype: str = setting(
         "auto",
-        "data type of cached keys and values; fp8 is float8_e4m3fn, scaled where the checkpoint has scales, on a GPU",
+        "data type of cached keys and values; fp8 is float8_e4m3fn, scaled where the checkpoint has scales",
         ("auto", "float32", "bfloat16", "float16", "fp8"),
         synonyms={"fp8_e4m3": "fp8"},
     )

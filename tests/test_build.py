@@ -13,12 +13,10 @@ import torch
 
 from octavo.build import build_engine as build
 from octavo.build.build_engine import build_engine
-from octavo.build.device_settings import resolve_kv_dtype
 from octavo.config import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.grammar.masks import MatcherMasks
 from octavo.ops import dispatch
-from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.sampling_params import SamplingParams
 from octavo.types import EngineInfo, Request
 from octavo_kernels.cpu import threads
@@ -119,14 +117,6 @@ def test_torch_leaves_the_cores_to_kernels(folder: Path, monkeypatch: pytest.Mon
     generate(folder)
     assert (asked, threads.num_threads()) == ([1], 3)
     threads.set_num_threads(1)
-
-
-def test_an_8_bit_cache_is_for_gpus() -> None:
-    form = WeightFormat(torch.float32, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="kv_cache_dtype: fp8 is for GPUs"):
-        resolve_kv_dtype("fp8", form, torch.device("cpu"))
-    assert resolve_kv_dtype("fp8", form, torch.device("cuda")) == torch.float8_e4m3fn
-    assert resolve_kv_dtype("auto", form, torch.device("cuda")) == torch.float32
 
 
 @pytest.mark.parametrize(

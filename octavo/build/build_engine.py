@@ -140,7 +140,7 @@ def build_engine(
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
-    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form)
     method = parse_speculative_config(config.speculative.speculative_config)
     found = find_drafter(method, config, model_config, checkpoint, device)
     with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
@@ -233,7 +233,7 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
     device = prepared_device(config.model)
     path, checkpoint = _open(config.model, device)
     config, model_config, form = _read_model(config, path, checkpoint, device)
-    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, device)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     with kernel_compilation(form, kv_dtype):
         collective = device_collective(host, device)
@@ -413,7 +413,7 @@ def _storage(
     num_ranks: int,
     draft_specs: Sequence[LayerCacheSpec] = (),
 ) -> KVStorage:
-    dtype, device = resolve_kv_dtype(settings.kv_cache_dtype, form, form.device), form.device
+    dtype, device = resolve_kv_dtype(settings.kv_cache_dtype, form), form.device
     specs = *rank_cache(model.cache, num_ranks), *draft_specs
     sizes = limits.groups, limits.num_blocks, limits.block_size
     is_fp8 = dtype == torch.float8_e4m3fn

@@ -50,13 +50,9 @@ def _share_cores(count: int) -> None:
     backend_of(CPU).set_num_threads(count)
 
 
-def resolve_kv_dtype(name: str, form: WeightFormat, device: torch.device) -> torch.dtype:
-    """The data type of cached keys and values; "auto" follows the weights. Raises ``ConfigError``."""
-    if name == "fp8":
-        if device.type == "cpu":
-            raise ConfigError("kv_cache_dtype: fp8 is for GPUs; on a CPU use bfloat16 or float16")
-        return torch.float8_e4m3fn
-    return DTYPES.get(name, form.kv_dtype)
+def resolve_kv_dtype(name: str, form: WeightFormat) -> torch.dtype:
+    """The data type of cached keys and values; "auto" follows the weights."""
+    return torch.float8_e4m3fn if name == "fp8" else DTYPES.get(name, form.kv_dtype)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -11,11 +11,13 @@ from numba import types
 from octavo_kernels.cpu.compiled import emitted
 from octavo_kernels.cpu.vector_ir import (
     BFLOAT16,
+    E4M3,
     F16,
     F32,
     FLOAT16,
     FLOAT32,
     FORMAT_BYTES,
+    I8,
     I16,
     I32,
     LANES,
@@ -32,7 +34,7 @@ def _lanes(kind: ir.Type, like: ir.Value) -> ir.Type:
     return ir.VectorType(kind, like.type.count) if isinstance(like.type, ir.VectorType) else kind
 
 
-def _number(kind: ir.Type, value: int) -> ir.Constant:
+def _number(kind: ir.Type, value: float) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
@@ -40,6 +42,8 @@ def _narrow(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
     """The nearest number of a format, ties to even."""
     if number_format == FLOAT16:
         return b.fptrunc(x, _lanes(F16, x))
+    if number_format == E4M3:
+        return _narrow_to_e4m3(b, x)
     if number_format != BFLOAT16:
         return x
     wide, narrow = _lanes(I32, x), _lanes(I16, x)
@@ -50,10 +54,35 @@ def _narrow(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
     return b.select(b.fcmp_ordered("ord", x, x), b.trunc(rounded, narrow), _number(narrow, 0x7FC0))
 
 
+def _narrow_to_e4m3(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """As bytes. Numbers that E4M3 cannot hold become the largest that it can, and so does NaN.
+
+    It has 4 bits of exponent with a bias of 7 and 3 of mantissa; below 2 ** -6 numbers are multiples of 2 ** -9, which
+    is how far the numbers of float32 from 2 ** 14 on are apart.
+    """
+    kind, wide = _lanes(F32, x), _lanes(I32, x)
+    bits = b.bitcast(x, wide)
+    size = b.bitcast(b.and_(bits, _number(wide, 0x7FFFFFFF)), kind)
+    size = b.select(b.fcmp_ordered("<", size, _number(kind, 448.0)), size, _number(kind, 448.0))
+    size_bits, twenty = b.bitcast(size, wide), _number(wide, 20)
+    is_odd = b.and_(b.lshr(size_bits, twenty), _number(wide, 1))
+    normal = b.lshr(b.add(b.add(size_bits, _number(wide, 0x7FFFF)), is_odd), twenty)
+    normal = b.sub(normal, _number(wide, (127 - 7) << 3))
+    multiple = b.bitcast(b.fadd(size, _number(kind, 2.0**14)), wide)
+    multiple = b.sub(multiple, _number(wide, (127 + 14) << 23))
+    is_small = b.fcmp_ordered("<", size, _number(kind, 2.0**-6))
+    sign = b.and_(b.lshr(bits, _number(wide, 24)), _number(wide, 0x80))
+    return b.trunc(b.or_(b.select(is_small, multiple, normal), sign), _lanes(I8, x))
+
+
 def _widen(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
-    """As float32, exactly."""
+    """As float32, exactly; numbers of E4M3 as ``vector_ir.load_floats`` has them."""
     if number_format == FLOAT16:
         return b.fpext(x, _lanes(F32, x))
+    if number_format == E4M3:
+        half = _lanes(I16, x)
+        half_bits = b.and_(b.shl(b.sext(x, half), _number(half, 7)), _number(half, 0xBFFF))
+        return b.fpext(b.bitcast(half_bits, _lanes(F16, x)), _lanes(F32, x))
     if number_format != BFLOAT16:
         return x
     wide = _lanes(I32, x)
@@ -65,7 +94,7 @@ def rounded(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
     return _widen(b, number_format, _narrow(b, number_format, x))
 
 
-_KINDS = {FLOAT32: F32, FLOAT16: F16, BFLOAT16: I16}
+_KINDS = {FLOAT32: F32, FLOAT16: F16, BFLOAT16: I16, E4M3: I8}
 
 
 def _emit_row(

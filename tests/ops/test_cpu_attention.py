@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from octavo.ops import attention, dispatch
-from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
+from tests.tiers import nightly_after
 
 pytestmark = needs_float_kernels
 CACHE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -297,3 +298,31 @@ def test_what_does_not_fit_is_refused() -> None:
         replace(case, cos_TR=torch.zeros(3, 33), sin_TR=torch.zeros(3, 33)).run()
     with pytest.raises(ValueError, match="rows of 100"):
         replace(case, qkv_TW=torch.zeros(3, 100)).run()
+
+
+@pytest.mark.parametrize(
+    ("queries", "sizes"), [([3, 1], SIZES[0]), *nightly_after(0, [([60, 9], SIZES[1]), ([1, 1], SIZES[4])])]
+)
+def test_a_cache_of_8_bits_holds_what_the_reference_stores(
+    queries: list[int], sizes: tuple[int, int, int, int]
+) -> None:
+    """With scales, and with numbers that are rounded in every way: ties, subnormal ones, and too large ones."""
+    case = make_case([70, 200], queries, sizes, torch.float8_e4m3fn, rotated=8)
+    K, H = sizes[1], sizes[2]
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[codes.isfinite()].sort().values
+    edges = torch.cat((codes, (codes[1:] + codes[:-1]) / 2, torch.tensor([448.01, -1e9, 1e-9, 464.0]))).sort().values
+    scales = KVScales(torch.rand(K) + 0.5, torch.rand(K) + 0.5)
+    values = case.qkv_TW[:, -K * H :]
+    values.copy_(
+        (edges[torch.arange(values.numel()) * 7 % len(edges)].view(-1, K, H) * scales.values_K[:, None]).flatten(1)
+    )
+    case = replace(case, cache=case.cache._replace(scales=scales))
+    reference = replace(case.copy(), cache=case.copy().cache._replace(scales=scales))
+    found = case.run()
+    with dispatch.only(dispatch.REFERENCE):
+        expected = reference.run()
+    for ours, theirs in zip(case.cache[:2], reference.cache[:2], strict=True):
+        is_same = (ours.view(torch.uint8) == theirs.view(torch.uint8)) | (ours.float() == theirs.float())
+        assert is_same.all()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)

@@ -20,9 +20,10 @@ from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, inlined,
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, keep, read, view
 from octavo_kernels.cpu.task_driver import task_driver
-from octavo_kernels.cpu.tensors import FORMATS, address, declines_floats, whole_vectors
+from octavo_kernels.cpu.tensors import FORMATS as FLOATS
+from octavo_kernels.cpu.tensors import address, declines_floats, whole_vectors
 from octavo_kernels.cpu.threads import run
-from octavo_kernels.cpu.vector_ir import LANES
+from octavo_kernels.cpu.vector_ir import E4M3, E4M3_FACTOR, LANES
 
 # ---- attention: ``attention`` in one call, straight from the block table; prefill and decode rows by the same code.
 
@@ -30,6 +31,8 @@ from octavo_kernels.cpu.vector_ir import LANES
 NUMBERS_A_PIECE = 2048
 MULTIPLICATIONS_A_PIECE = 50_000
 """One or two microseconds for a single row, which waits for memory."""
+FORMATS = {**FLOATS, torch.float8_e4m3fn: E4M3}
+"""Those of caches."""
 PLAN = fields("num_tiles num_slots work")
 
 
@@ -124,11 +127,19 @@ def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, slot_mapping_T:
         raise ValueError(f"attention: {len(slot_mapping_T)} slots for {len(qkv_TW)} rows")
 
 
+def _scales(cache: LayerCache) -> tuple[int, int, float]:
+    """The last of STEP's arguments before the results."""
+    factor = E4M3_FACTOR if cache.keys.dtype == torch.float8_e4m3fn else 1.0
+    if cache.scales is None:
+        return 0, 0, factor
+    return cache.scales.keys_K.data_ptr(), cache.scales.values_K.data_ptr(), factor
+
+
 @attention.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
 def attention_numba(
     qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor | None, sin_TR: Tensor | None, cache: LayerCache, rows: PagedRows
 ) -> Tensor:
-    """See ``ops.attention``; the caches must be contiguous, of float32, bfloat16 or float16.
+    """See ``ops.attention``; the caches must be contiguous, of float32, bfloat16, float16 or float8_e4m3fn.
 
     Raises ``IndexError`` when lengths, slots or block numbers do not fit the tensors.
     """
@@ -155,7 +166,7 @@ def attention_numba(
         *(address(norms[0]), address(norms[1]), heads.norm_eps, address(cos_TR), address(sin_TR), R),
         *(slots.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), num_blocks, block_size),
         *(tables.data_ptr(), tables.shape[1], starts.data_ptr(), lengths.data_ptr(), len(lengths)),
-        *(heads.window, heads.softcap, address(heads.sinks_N), out_TW.data_ptr(), *[0] * 5),
+        *(heads.window, heads.softcap, address(heads.sinks_N), *_scales(cache), out_TW.data_ptr(), *[0] * 5),
     )
     call(_attention_driver(), arguments, "attention: lengths, slots or block numbers do not fit the caches and tables")
     return out_TW.to(qkv_TW.dtype)
@@ -285,6 +296,7 @@ def store_keys_numba(
     for name, value in values.items():
         arguments[name] = value
     arguments["eps"] = heads.norm_eps
+    arguments["k_scales"], arguments["v_scales"], arguments["factor"] = _scales(cache)
     call(_store_keys_driver(), arguments, "store_keys: slots do not fit the caches")
 
 
@@ -296,7 +308,7 @@ def store_keys_numba(
 def latent_attention_numba(
     q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
 ) -> Tensor:
-    """See ``ops.latent_attention``; the cache must be contiguous, of float32, bfloat16 or float16."""
+    """See ``ops.latent_attention``; the cache must be contiguous, of float32, bfloat16, float16 or float8_e4m3fn."""
     q_TNH = store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
     layout = HeadLayout(q_TNH.shape[1], 1, q_TNH.shape[2], heads.scale, shares_cache=True)
     out_TW = attention_numba(q_TNH.flatten(1), layout, None, None, cache, rows)

@@ -15,11 +15,12 @@ from octavo_kernels.cpu.vector_ir import FORMAT_BYTES
 
 STEP = fields(
     "prepare attend qkv T N K stored H width scale:float q_norm k_norm eps:float cos sin R slots k_cache v_cache "
-    "num_blocks block_size tables table_width starts lengths S window softcap:float sinks out q tiles num_tiles "
-    "parts counts"
+    "num_blocks block_size tables table_width starts lengths S window softcap:float sinks k_scales v_scales "
+    "factor:float out q tiles num_tiles parts counts"
 )
 """Arguments of the tasks of one call; addresses are 0 for absent tensors. ``width`` is H rounded up to a multiple of
-16; ``stored`` is K, or 0 where another layer has stored the keys and values.
+16; ``stored`` is K, or 0 where another layer has stored the keys and values. What is stored are keys and values over
+their scales, float32 [K]; what is read of them has to be multiplied by ``factor`` besides.
 
 The last five are set by the driver: queries float32 [T, N, width], the tiles, scratch for their parts, and how many
 parts of a row are stored, int64 [slots, K] of which each row uses the first of its slots.
@@ -48,6 +49,12 @@ def _prepare_head(a: Any, t: int, head: int, norm: int, x: Any) -> None:
         _turn(x, view(a.cos + at, a.R, np.float32), view(a.sin + at, a.R, np.float32))
 
 
+@inlined
+def _divide(x: Any, scale: Any, out: Any) -> None:
+    for i in range(len(x)):
+        out[i] = x[i] / scale
+
+
 @functools.cache
 def prepare_task(number_format: int) -> int:
     """Task over rows."""
@@ -55,11 +62,14 @@ def prepare_task(number_format: int) -> int:
 
     def prepare(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, STEP)
-        x, scale = np.zeros(a.width, np.float32), np.float32(a.scale)
+        x, y = np.zeros(a.width, np.float32), np.empty(a.width, np.float32)
         for t in range(begin, end):
             for head in range(a.N):
                 _prepare_head(a, t, head, a.q_norm, x)
                 query = view(a.q + 4 * (t * a.N + head) * a.width, a.width, np.float32)
+                scale = np.float32(a.scale * a.factor)
+                if a.k_scales:
+                    scale *= view(a.k_scales, a.K, np.float32)[head // (a.N // a.K)]
                 for i in range(a.width):
                     query[i] = x[i] * scale
             slot = view(a.slots, a.T, np.int64)[t]
@@ -69,9 +79,14 @@ def prepare_task(number_format: int) -> int:
             for head in range(a.stored):
                 at = item * ((block * a.K + head) * a.block_size + place) * a.H
                 _prepare_head(a, t, a.N + head, a.k_norm, x)
-                narrow(number_format, x.ctypes.data, a.k_cache + at, a.H)
+                key = x.ctypes.data
                 value = a.qkv + 4 * (t * (a.N + 2 * a.stored) + a.N + a.stored + head) * a.H
+                if a.k_scales:
+                    _divide(x, view(a.k_scales, a.K, np.float32)[head], x)
+                    _divide(view(value, a.H, np.float32), view(a.v_scales, a.K, np.float32)[head], y)
+                    value = y.ctypes.data
+                narrow(number_format, key, a.k_cache + at, a.H)
                 narrow(number_format, value, a.v_cache + at, a.H)
-        keep(x)
+        keep((x, y))
 
     return compiled_task(prepare)

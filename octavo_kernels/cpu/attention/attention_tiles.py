@@ -178,5 +178,8 @@ def _finish(a: Any, t: int, head: int, total: Any) -> None:
         merge(total.ctypes.data, sink.ctypes.data, a.width // LANES)
         keep(sink)
     out = view(a.out + 4 * (t * a.N + head) * a.H, a.H, np.float32)
+    scale = np.float32(a.factor)
+    if a.v_scales:
+        scale *= view(a.v_scales, a.K, np.float32)[head // (a.N // a.K)]
     for i in range(a.H):
-        out[i] = total[STATE + i] / total[1]
+        out[i] = total[STATE + i] / total[1] * scale
