@@ -97,6 +97,11 @@ class ModelSettings:
     )
     device: str = setting("auto", "device to run on", ("auto", CPU, GPU))
     tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
+    enable_expert_parallel: bool = setting(
+        False,
+        "divide a mixture by experts: each process of tensor_parallel_size holds whole experts instead of a part of "
+        "each, and computes them for all tokens; on CPUs",
+    )
     enable_lora: bool = setting(False, "serve LoRA adapters; a request selects one by its model name")
     lora_modules: str | None = setting(
         None, "LoRA adapters to load at startup, such as 'sql=/adapters/sql,fr=/adapters/fr'"

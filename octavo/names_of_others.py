@@ -68,7 +68,6 @@ ADVICE = {
     "--spec-length": "--speculative-config has the key num_speculative_tokens",
     "--num-speculative-tokens": "--speculative-config has the key num_speculative_tokens",
     "--pipeline-parallel-size": "a model is divided by --tensor-parallel-size alone",
-    "--enable-expert-parallel": "--tensor-parallel-size gives every process a part of each expert",
     "--distributed-executor-backend": "--tensor-parallel-size starts its processes itself, on one machine: mp",
     "--n-gpu-layers": _LAYERS,
     "-ngl": _LAYERS,

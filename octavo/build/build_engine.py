@@ -264,7 +264,9 @@ def _started_ranks(
     shared = backend_of(CPU).shared_memory() if has_kernels and hasattr(os, "memfd_create") else None
     if shared is None:
         raise ConfigError("tensor_parallel_size: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
-    check_divides(model, size)
+    check_divides(model, size, config.model.enable_expert_parallel)
+    if config.model.enable_expert_parallel and is_gpu(device):
+        raise ConfigError("enable_expert_parallel: is for CPUs; without it GPUs have a part of each expert")
     settings = dataclasses.replace(config.model, model=str(path))
     gpus = visible_gpus() if is_gpu(device) else []
     if 0 < len(gpus) < size:

@@ -83,16 +83,21 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
             f"already ({method}); leave it out, the format is read from the checkpoint"
         )
     at_load = quantization, settings.quantize_lm_head
+    whole = settings.enable_expert_parallel
     if settings.dtype != "auto":
         if device.type == "cpu" and any(at_load):
             name = "quantize_lm_head" if quantization is None else "quantization"
             raise ConfigError(f"{name}: needs dtype auto on a CPU, where {settings.dtype} would make all weights dense")
-        return WeightFormat(DTYPES[settings.dtype], device, device.type != "cpu", *at_load)
+        return WeightFormat(DTYPES[settings.dtype], device, device.type != "cpu", *at_load, keeps_experts_whole=whole)
     if device.type == "cpu":
         is_quantised = method is not None or any(at_load)
-        return WeightFormat(torch.float32, device, without_kernel("cpu") is None, *at_load, is_quantised)
+        return WeightFormat(
+            torch.float32, device, without_kernel("cpu") is None, *at_load, is_quantised, keeps_experts_whole=whole
+        )
     is_float16 = stated_dtype(checkpoint.config) == torch.float16
-    return WeightFormat(torch.float16 if is_float16 else torch.bfloat16, device, True, *at_load)
+    return WeightFormat(
+        torch.float16 if is_float16 else torch.bfloat16, device, True, *at_load, keeps_experts_whole=whole
+    )
 
 
 def kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:

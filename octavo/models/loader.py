@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.embedding import Embedding, VocabParallelEmbedding
+from octavo.layers.expert_parallel import ExpertPlacement, ParallelMixture
 from octavo.layers.experts import Mixture, StoredExperts, make_mixture
 from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, Norm, ParallelRMSNorm, RMSNorm
@@ -341,17 +342,19 @@ class WeightLoader:
                 )
         return Linear([embedding.weight], bias_V)
 
-    # Experts: each is sharded like a feed-forward layer.
+    # Experts: each is sharded like a feed-forward layer, or each rank has some whole ones.
 
     def experts(self, prefix: str, shape: ExpertShape, has_bias: bool = False) -> Mixture:
         """Experts ``prefix.0`` and so on."""
         X, D, F = shape.num_experts, shape.hidden_size, shape.ffn_size
         names = [shape.gate, shape.up] if has_gates(shape.activation) else [shape.up]
+        for others in set(range(X)).difference(self._own_experts(X)):
+            self.tensors.leave_out(f"{prefix}.{others}.")
 
         def part(index: int, name: str, size: tuple[int, int], dim: int) -> StoredWeight:
             module = f"{prefix}.{index}.{name}"
             stored = self._method.matrix(module, size, self.tensors, False)
-            return self._shard.part(module, quantized(module, stored, self.form), dim)
+            return self._of_expert(module, quantized(module, stored, self.form), dim)
 
         def biases(name: str, size: int) -> Tensor:
             return torch.stack([self._numbers(f"{prefix}.{i}.{name}.bias", (size,)) for i in range(X)])
@@ -392,12 +395,12 @@ class WeightLoader:
 
         def gate_up(index: int) -> list[StoredWeight]:
             whole = quantized(gate_up_name, gate_ups[index], self.form)
-            return [self._shard.part(gate_up_name, whole.rows(half), 0) for half in (order[:F], order[F:])]
+            return [self._of_expert(gate_up_name, whole.rows(half), 0) for half in (order[:F], order[F:])]
 
         return self._mixture(
             shape,
             gate_up,
-            lambda i: [self._shard.part(down_name, quantized(down_name, downs[i], self.form), 1)],
+            lambda i: [self._of_expert(down_name, quantized(down_name, downs[i], self.form), 1)],
             biases,
         )
 
@@ -409,18 +412,37 @@ class WeightLoader:
         biases: Sequence[Tensor] | None,
     ) -> Mixture:
         """A mixture of stored experts; biases are those of the gates [X, F], ups [X, F] and downs [X, D]."""
+        own, is_whole = self._own_experts(shape.num_experts), self._has_whole_experts
         gate_up_bias = down_bias = None
         if biases is not None:
-            gates, ups, downs = biases
-            own = [self._shard.part("biases of experts", DenseStored((bias,)), 1) for bias in (gates, ups)]
-            gate_up_bias = self._counted(torch.cat([bias.dense(self.form) for bias in own], dim=1))
-            down_bias = None if self._shard.rank else self._placed(downs)
-        stored = StoredExperts(shape.num_experts, gate_up, down, shape.activation, gate_up_bias, down_bias)
+            gates, ups, downs = (bias[list(own)] for bias in biases)
+            parts = [self._of_expert("biases of experts", DenseStored((bias,)), 1) for bias in (gates, ups)]
+            gate_up_bias = self._counted(torch.cat([bias.dense(self.form) for bias in parts], dim=1))
+            down_bias = self._placed(downs) if is_whole or self._shard.rank == 0 else None
+        stored = StoredExperts(
+            len(own), lambda i: gate_up(own[i]), lambda i: down(own[i]), shape.activation, gate_up_bias, down_bias
+        )
         mixture = self.kept(make_mixture(stored, self.form))
         num_matrices = 3 if has_gates(shape.activation) else 2
         self.num_parameters += num_matrices * shape.num_experts * shape.hidden_size * shape.ffn_size
         self.bytes_by_format += Counter(mixture.bytes_by_format)
-        return mixture
+        if not is_whole:
+            return mixture
+        return ParallelMixture(mixture, ExpertPlacement.even(shape.num_experts, self.collective), self.collective)
+
+    @property
+    def _has_whole_experts(self) -> bool:
+        return self.form.keeps_experts_whole and self._shard.size > 1
+
+    def _own_experts(self, num_experts: int) -> Sequence[int]:
+        """The experts that this rank holds, or of which it holds a part."""
+        if not self._has_whole_experts:
+            return range(num_experts)
+        return ExpertPlacement.even(num_experts, self.collective).own
+
+    def _of_expert(self, name: str, stored: StoredWeight, dim: int) -> StoredWeight:
+        """This rank's part of a matrix of one of its experts."""
+        return stored if self._has_whole_experts else self._shard.part(name, stored, dim)
 
     # Labels.
 

@@ -1,9 +1,9 @@
-"""Collective operations of tensor parallelism: what the ranks of a model exchange in a step.
+"""Collective operations: what the ranks of a model exchange in a step.
 
-Every rank calls the same operations in the same order, with tensors of equal shapes, and gets the same bits. Sums are
-computed in float32, in the order of the ranks.
+Every rank calls the same operations in the same order. Of ``all_reduce`` and ``all_gather`` all have tensors of equal
+shapes, and get the same bits. Sums are computed in float32, in the order of the ranks.
 
-Shapes: T tokens, D model, W ranks.
+Shapes: T tokens, D model, W ranks, R rows, n places of a rank.
 """
 
 from __future__ import annotations
@@ -32,6 +32,23 @@ class Collective(Protocol):
         """All ranks' ``x``, of equal shapes and types: a new tensor [W, ...]."""
         ...
 
+    def all_to_all(self, x_RD: Tensor, places_R: Tensor, num_places: int) -> Tensor:
+        """The rows that the ranks have for this one: a new tensor [n, D], zeros where there is none.
+
+        Ranks may have different numbers R of rows. The place (int64) of a row says whose it becomes and where: there
+        are ``num_places`` = W n, the first n those of rank 0, and at most one row for each.
+        """
+        ...
+
+
+def gathered_rows(collective: Collective, x_RD: Tensor, places_R: Tensor, num_places: int) -> Tensor:
+    """``all_to_all`` through ``all_gather``: every rank gets the rows of all, so it is for few of them."""
+    table_WnD = x_RD.new_zeros(num_places, x_RD.shape[1])
+    table_WnD[places_R] = x_RD
+    n = num_places // collective.size
+    own = slice(collective.rank * n, (collective.rank + 1) * n)
+    return collective.all_gather(table_WnD)[:, own].sum(dim=0, dtype=x_RD.dtype)
+
 
 class SingleRank:
     """The collective of a model that is on one device."""
@@ -46,6 +63,10 @@ class SingleRank:
     def all_gather(self, x: Tensor) -> Tensor:
         """See ``Collective``."""
         return x.unsqueeze(0)
+
+    def all_to_all(self, x_RD: Tensor, places_R: Tensor, num_places: int) -> Tensor:
+        """See ``Collective``."""
+        return gathered_rows(self, x_RD, places_R, num_places)
 
 
 SINGLE_RANK = SingleRank()

@@ -33,10 +33,11 @@ SLOT_BYTES = 1 << 20
 """A step of a few tokens takes one round; a long prompt, one for each megabyte."""
 YIELDS = 50_000
 """Before a rank sleeps: 15 ms and more, longer than ranks are apart when all of them run."""
-SUM, GATHER = 1, 2
+SUM, GATHER, ROWS = 1, 2, 3
 ABORTED, MISMATCH = 1, 2
 LOST = "the ranks are out of step, or one of them is gone"
 ARGUMENTS = fields("region rank size slot_bytes x out count nap")
+ROW_ARGUMENTS = fields("region rank size slot_bytes x out count nap places row_bytes num_places")
 
 Region = npt.NDArray[np.uint8]
 
@@ -120,6 +121,43 @@ def _gather_driver() -> int:
     return compiled_driver(drive)
 
 
+@functools.cache
+def _rows_driver() -> int:
+    """Each round is for so many places as have room in a slot: how many rows there are, their places, the rows."""
+
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, ROW_ARGUMENTS)
+        stride, width = LINE + a.slot_bytes, a.row_bytes
+        most, own = (a.slot_bytes - 8) // (8 + width), a.num_places // a.size
+        places, first_own = view(a.places, a.count, np.int64), a.rank * own
+        for begin in range(0, a.num_places, most):
+            end = min(begin + most, a.num_places)
+            phase = _phase(a.region, a.rank, a.size, stride)
+            slot = phase + a.rank * stride + LINE
+            sent, rows = view(slot, 1 + most, np.int64), slot + 8 * (1 + most)
+            n = 0
+            for i in range(a.count):
+                if begin <= places[i] < end:
+                    sent[1 + n] = places[i]
+                    view(rows + n * width, width, np.uint8)[:] = view(a.x + i * width, width, np.uint8)
+                    n += 1
+            sent[0] = n
+            failed: int = _meet(a.region, a.rank, a.size, phase, stride, ROWS, end, a.nap)
+            if failed:
+                return failed
+            for r in range(a.size):
+                slot = phase + r * stride + LINE
+                sent, rows = view(slot, 1 + most, np.int64), slot + 8 * (1 + most)
+                for i in range(sent[0]):
+                    place = sent[1 + i] - first_own
+                    if 0 <= place < own:
+                        row = view(rows + i * width, width, np.uint8)
+                        view(a.out + place * width, width, np.uint8)[:] = row
+        return 0
+
+    return compiled_driver(drive)
+
+
 class SharedCollective:
     """The collective of one rank, over ``region_bytes`` of shared memory; see ``ops.collective``.
 
@@ -151,6 +189,16 @@ class SharedCollective:
         self._call(_gather_driver(), x, out.data_ptr(), x.nbytes)
         return out
 
+    def all_to_all(self, x_RD: Tensor, places_R: Tensor, num_places: int) -> Tensor:
+        """See ``Collective``; a row is shorter than a slot."""
+        x_RD, places_R = x_RD.contiguous(), places_R.contiguous()
+        row_bytes = x_RD.shape[1] * x_RD.itemsize
+        assert 16 + row_bytes <= self._slot_bytes, "a row is longer than a slot"
+        out_nD = x_RD.new_zeros(num_places // self.size, x_RD.shape[1])
+        more = places_R.data_ptr(), row_bytes, num_places
+        self._call(_rows_driver(), x_RD, out_nD.data_ptr(), len(x_RD), ROW_ARGUMENTS, more)
+        return out_nD
+
     def num_rounds(self, rank: int) -> int:
         """Rounds that a rank has begun."""
         return int(load(self._region.ctypes.data + FLAGS + rank * LINE))
@@ -159,11 +207,20 @@ class SharedCollective:
         """Make all collectives fail that are waiting, on all ranks, and all later ones."""
         publish(self._region.ctypes.data + ABORT, 1, 0)
 
-    def _call(self, driver: int, x: Tensor, out: int, count: int) -> None:
-        arguments = np.empty(1, ARGUMENTS)
+    def _call(
+        self,
+        driver: int,
+        x: Tensor,
+        out: int,
+        count: int,
+        kinds: np.dtype[np.void] = ARGUMENTS,
+        more: tuple[int, ...] = (),
+    ) -> None:
+        arguments = np.empty(1, kinds)
         arguments[0] = (
             *(self._region.ctypes.data, self.rank, self.size, self._slot_bytes),
             *(x.data_ptr(), out, count, MILLISECOND.ctypes.data),
+            *more,
         )
         try:
             call(driver, arguments, LOST)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.collective import gathered_rows
 from octavo_kernels.triton.launch import after_predecessor, launch
 
 PROGRAMS = 128
@@ -84,6 +85,10 @@ class PeerCollective:
         for begin in range(0, len(own), most):
             self._launch(own[begin : begin + most], None, out_Wn[:, begin:], True)
         return out_Wn[:, : x.numel()].reshape(self.size, *x.shape)
+
+    def all_to_all(self, x_RD: Tensor, places_R: Tensor, num_places: int) -> Tensor:
+        """See ``Collective``."""
+        return gathered_rows(self, x_RD, places_R, num_places)
 
     def _launch(self, x: Tensor, residual: Tensor | None, out: Tensor, gathers: bool) -> None:
         is_small = x.nbytes <= self.small_bytes

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from octavo.errors import RanksLost
-from octavo.ops.collective import SINGLE_RANK
+from octavo.ops.collective import SINGLE_RANK, gathered_rows
 from octavo_kernels.cpu.collective import SharedCollective, region_bytes
 
 ROUNDS = int(os.environ.get("OCTAVO_COLLECTIVE_ROUNDS", "3000"))
@@ -140,3 +140,24 @@ def test_one_rank_adds_nothing() -> None:
     assert torch.equal(SINGLE_RANK.all_reduce(x.clone()), x)
     assert torch.equal(SINGLE_RANK.all_reduce(x.clone(), residual.clone()), x + residual)
     assert torch.equal(SINGLE_RANK.all_gather(x), x.unsqueeze(0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_rows_go_to_their_places(size: int, dtype: torch.dtype) -> None:
+    """Over several slots, with ranks that have no row, and places that get none."""
+    torch.manual_seed(size)
+    table = torch.randint(0, 200, (size * 50, 24)).to(dtype)
+    places = torch.randperm(len(table))
+    first = len(places) - len(places) // 7
+    expected = table.clone()
+    expected[places[first:]] = 0
+    cuts = [0, *sorted(random.Random(size).choices(range(first), k=max(0, size - 2))), *[first] * min(2, size)]
+
+    def send(c: SharedCollective) -> Any:
+        own = places[cuts[c.rank] : cuts[c.rank + 1]]
+        return c.all_to_all(table[own], own, len(table)), gathered_rows(c, table[own], own, len(table))
+
+    rows = together(size, send, slot_bytes=1 << 12)
+    for kind in range(2):
+        assert torch.equal(torch.cat([found[kind] for found in rows]), expected)

@@ -75,10 +75,13 @@ def repeat(seq: Sequence) -> list[int]:
     return [last_known(seq), 5] if seq.id % 3 == 0 else []
 
 
-def make_engine(home: Path, size: int, packs: bool = False, runs_ahead: bool = False) -> Made:
+def make_engine(
+    home: Path, size: int, packs: bool = False, runs_ahead: bool = False, whole_experts: bool = False
+) -> Made:
     """An engine of the model in a folder or file, on one device or on ranks; ``runs_ahead``: with GPUs' executor."""
     checkpoint = open_checkpoint(home)
-    config, form = read_config(checkpoint.config), WeightFormat(torch.float32, CPU, packs)
+    config = read_config(checkpoint.config)
+    form = WeightFormat(torch.float32, CPU, packs, keeps_experts_whole=whole_experts)
 
     def make(collective: Collective) -> Executor:
         rows = StackedRows(3, 8) if runs_ahead else AdapterRows()
@@ -149,8 +152,8 @@ def told(outputs: Iterator[Output]) -> tuple[dict[int, list[int]], list[float]]:
     return tokens, numbers
 
 
-def compare(home: Path, size: int, adapter: Path | None = None, runs_ahead: bool = False) -> None:
-    one, ranks = (make_engine(home, count, runs_ahead=runs_ahead) for count in (1, size))
+def compare(home: Path, size: int, adapter: Path | None = None, **kinds: bool) -> None:
+    one, ranks = (make_engine(home, count, **kinds) for count in (1, size))
     expected, expected_numbers = told(run(one, adapter))
     try:
         found, numbers = told(run(ranks, adapter))
@@ -205,6 +208,28 @@ def sizes(row: str, size: int) -> dict[str, Any]:
 def test_ranks_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, row, **sizes(row, size))
     compare(tmp_path, size)
+
+
+@pytest.mark.parametrize(
+    ("row", "size"),
+    [
+        ("mixtral/two_of_five", 3),
+        *nightly_after(
+            1,
+            (
+                ("deepseek_v3/groups", 2),
+                ("gpt_oss/sinks", 4),
+                ("qwen2_moe/shared", 4),
+                ("nemotron_h/latent_experts", 2),
+                ("gemma4/experts", 2),
+                ("llama4/scaled_inputs", 2),
+            ),
+        ),
+    ],
+)
+def test_ranks_with_whole_experts_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, row, **sizes(row, size))
+    compare(tmp_path, size, whole_experts=True)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from octavo_server.engines.async_engine import AsyncEngine
 from tests.llm.tiny import write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.server.child_engine import Recorder, until
+from tests.tiers import nightly_after
 
 NUM_KILLS = int(os.environ.get("OCTAVO_RANK_KILLS", "3"))
 NUM_STREAMS = 16
@@ -41,6 +42,14 @@ ATTACKS = [
 ]
 """Ranks, of which 0 is the engine process, and what happens to them."""
 
+MIXTURE = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 1,
+}
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200 + 60 * NUM_KILLS), needs_float_kernels]
 
 
@@ -49,6 +58,12 @@ def make_config(folder: Path, size: int = 2, **settings: Any) -> ServeConfig:
     sizes = {"num_kv_blocks": 400, "block_size": 16, "max_num_batched_tokens": 64, "engine_timeout": 8.0}
     model = {"model": str(folder), "load_format": "dummy", "device": "cpu", "tensor_parallel_size": size}
     return ServeConfig.from_flat({**sizes, **model, **settings})
+
+
+def rewrite(folder: Path, changes: dict[str, Any]) -> None:
+    """Change keys of the configuration."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @asynccontextmanager
@@ -97,14 +112,20 @@ async def finish(recorders: list[Recorder], seconds: float = SECONDS) -> list[li
     return [recorder.tokens for recorder in recorders]
 
 
-def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [0, *nightly_after(0, (2, 3))], ids=["dense", "experts-2", "experts-3"])
+def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(size: int, tmp_path: Path) -> None:
+    """``size``: of ranks that hold whole experts of a mixture; 0: two ranks of a model without."""
     rng = random.Random(7)
+    config = make_config(write_checkpoint(tmp_path))
+    if size:
+        rewrite(tmp_path, {**MIXTURE, "num_attention_heads": 2 * size, "hidden_size": 16 * size})
+        config = make_config(tmp_path, size, enable_expert_parallel=True)
     before = set(os.listdir("/dev/shm"))
     seen: set[int] = set()
     recoveries: list[float] = []
 
     async def main() -> None:
-        async with running(make_config(write_checkpoint(tmp_path))) as engine:
+        async with running(config) as engine:
             expected = await finish([send(engine, number) for number in range(NUM_STREAMS)])
             assert all(len(tokens) == MAX_TOKENS for tokens in expected)
             began = time.monotonic()
@@ -115,7 +136,7 @@ def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(tmp_path: Path
                 recorders = [send(engine, number) for number in range(NUM_STREAMS)]
                 await asyncio.sleep(rng.uniform(0, 0.8 * undisturbed))
                 seen.update(pids := processes(engine))
-                assert len(pids) == 2
+                assert len(pids) == (size or 2)
                 rank, how = ATTACKS[kill % len(ATTACKS)]
                 began = time.monotonic()
                 os.kill(pids[rank], how)
@@ -192,12 +213,13 @@ def test_ranks_end_with_a_front_process_that_is_killed(tmp_path: Path) -> None:
             2,
             "tensor_parallel_size: 2 does not divide the width of the feed-forward layer, 63",
         ),
+        ({**MIXTURE, "num_local_experts": 1, "num_experts_per_tok": 1}, 2, "1 experts cannot be divided among 2 ranks"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(
     changes: dict[str, Any], size: int, message: str, tmp_path: Path
 ) -> None:
-    path = write_checkpoint(tmp_path) / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    rewrite(write_checkpoint(tmp_path), changes)
+    settings = {"enable_expert_parallel": True} if "num_local_experts" in changes else {}
     with pytest.raises(ConfigError, match=message):
-        build_engine(make_config(tmp_path, size))
+        build_engine(make_config(tmp_path, size, **settings))

@@ -48,6 +48,8 @@ class WeightFormat:
     is_quantised: bool = False
     """Whether weights are quantised, in the checkpoint or while loading."""
 
+    keeps_experts_whole: bool = False
+    """Whether several ranks divide the experts of a mixture among them, and not each expert."""
     outlined_for: str | None = None
     """Type of the device that weights on the "meta" device stand for; see ``models.meta_model``."""
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.ops.collective import Collective
+from octavo.ops.collective import Collective, gathered_rows
 from octavo.ops.device_backend import backend_of, is_gpu
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,10 @@ class ProcessGroupCollective:
         gathered = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         _distributed.all_gather_into_tensor(gathered.view(-1), x.contiguous().view(-1))
         return gathered
+
+    def all_to_all(self, x_RD: Tensor, places_R: Tensor, num_places: int) -> Tensor:
+        """See ``Collective``."""
+        return gathered_rows(self, x_RD, places_R, num_places)
 
 
 def _sum(parts_Wn: Tensor, residual_n: Tensor | None) -> Tensor:

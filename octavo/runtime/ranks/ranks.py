@@ -67,7 +67,7 @@ class OneRank:
         """See ``Ranks``."""
 
 
-def check_divides(model: ModelConfig, size: int) -> None:
+def check_divides(model: ModelConfig, size: int, keeps_experts_whole: bool = False) -> None:
     """Raise ``ConfigError`` if a model's heads or feed-forward layers cannot be divided among ``size`` ranks."""
     heads, kv_heads = model.num_heads, max(spec.num_kv_heads for spec in model.cache)
     if heads % size:
@@ -81,6 +81,12 @@ def check_divides(model: ModelConfig, size: int) -> None:
         )
     moe = getattr(model, "moe", None)
     widths = {"feed-forward layer": model.ffn_size} if moe is None else {"experts": moe.expert_size}
+    if moe is not None and keeps_experts_whole:
+        if moe.num_experts < size:
+            raise ConfigError(
+                f"enable_expert_parallel: {moe.num_experts} experts cannot be divided among {size} ranks; leave it out"
+            )
+        widths.clear()
     if moe is not None and moe.shared_size:
         widths["shared expert"] = moe.shared_size
     if moe is not None and not all(moe.is_sparse):

@@ -1,0 +1,166 @@
+"""Mixtures of which each rank holds whole experts: the bits of one device, and no more weights than a rank needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.errors import CheckpointError
+from octavo.layers.expert_parallel import ExpertPlacement, ParallelMixture
+from octavo.layers.experts import Mixture
+from octavo.models.registry import LoadedModel, load_model, read_config
+from octavo.ops.collective import Collective
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.models.families import FIRST_ROWS, ROWS, make_checkpoint
+from tests.models.test_quantised import FORMATS
+from tests.ops.cpu_cases import needs_float_kernels
+from tests.ops.test_collective import together
+from tests.quant.writers import quantise
+from tests.tiers import nightly_after
+
+DENSE = WeightFormat(torch.float32, torch.device("cpu"), keeps_experts_whole=True)
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+MIXTURES = [row for row in FIRST_ROWS if any(ROWS[row][1].get(key) for key in COUNTS)]
+"""A row of each family with experts."""
+FIRST = ("mixtral/two_of_five", "gpt_oss/sinks", "deepseek_v3/groups", "llama4/scaled_inputs")
+
+
+def load(checkpoint: Checkpoint, form: WeightFormat, collective: Collective | None = None) -> LoadedModel:
+    config = read_config(checkpoint.config)
+    return load_model(config, checkpoint, form, **({} if collective is None else {"collective": collective}))
+
+
+def mixtures(model: object) -> list[Mixture]:
+    """Those of all layers, in their order."""
+    return [part for layer in model.layers for part in _within(layer)]  # type: ignore[attr-defined]
+
+
+def _within(part: object) -> Iterator[Mixture]:
+    for name, value in vars(part).items():
+        if name == "experts":
+            yield value
+        elif hasattr(value, "__dict__") and type(value).__module__.startswith(("octavo.models", "octavo.layers")):
+            yield from _within(value)
+
+
+def width(mixture: Any) -> int:
+    """Of its inputs."""
+    experts = mixture.experts
+    return (
+        int(experts[0][0].weights[0].rows(torch.zeros(1, dtype=torch.int64)).shape[1])
+        if isinstance(experts, list)
+        else int(experts.down.shape[1])
+    )
+
+
+def num_experts(mixture: Any) -> int:
+    return len(mixture.experts) if isinstance(mixture.experts, list) else len(mixture.experts.down)
+
+
+def chosen(mixture: Mixture, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    S = min(2, num_experts(mixture))
+    ids = torch.stack([torch.randperm(num_experts(mixture))[:S] for _ in range(num_tokens)])
+    return torch.randn(num_tokens, width(mixture)), ids, torch.rand(num_tokens, S)
+
+
+def compare(home: Path, form: WeightFormat, size: int) -> None:
+    """Compare each mixture's results with those of one device, to the bit, for one token and for more than ranks."""
+    checkpoint = open_checkpoint(home)
+    torch.manual_seed(size)
+    whole = load(checkpoint, form)
+    inputs = [[chosen(mixture, count) for mixture in mixtures(whole.model)] for count in (1, 2, 17)]
+
+    def work(collective: Collective) -> tuple[list[list[Tensor]], int]:
+        part = load(checkpoint, form, collective)
+        own = mixtures(part.model)
+        assert all(isinstance(mixture, ParallelMixture) for mixture in own)
+        sums = [[collective.all_reduce(mixture(*given)) for mixture, given in zip(own, x, strict=True)] for x in inputs]
+        return sums, sum(sum(mixture.bytes_by_format.values()) for mixture in own)
+
+    expected = [[mixture(*given) for mixture, given in zip(mixtures(whole.model), x, strict=True)] for x in inputs]
+    found = together(size, work)
+    for rank in found:
+        assert not isinstance(rank, Exception), rank
+        for sums, those in zip(rank[0], expected, strict=True):
+            assert sums
+            assert all(torch.equal(a, b) for a, b in zip(sums, those, strict=True))
+    in_all = sum(sum(mixture.bytes_by_format.values()) for mixture in mixtures(whole.model))
+    assert sum(rank[1] for rank in found) == in_all, "an expert is on two ranks, or on none"
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("row", [*FIRST, *nightly_after(0, (row for row in MIXTURES if row not in FIRST))])
+def test_sums_have_the_bits_of_one_device(row: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, row, hidden_size=48, num_attention_heads=12, num_key_value_heads=12)
+    for size in (2, 3, 4) if row == FIRST[0] else (2 + len(row) % 3,):
+        compare(tmp_path, DENSE, size)
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("name", nightly_after(2, ("int4, zeros", "fp8, blocks", "mxfp4", "awq", "int8", "fp8")))
+def test_quantised_experts_stay_as_stored(name: str, tmp_path: Path) -> None:
+    source, home = tmp_path / "source", tmp_path / "quantised"
+    make_checkpoint(source, "mixtral/two_of_five", hidden_size=64, intermediate_size=96, initializer_range=0.1)
+    quantise(source, home, FORMATS[name])
+    compare(home, dataclasses.replace(DENSE, packs=True), 2)
+
+
+class Noted:
+    """A checkpoint without an expert, whose tensors are noted when they are read."""
+
+    is_dummy = False
+
+    def __init__(self, checkpoint: Checkpoint, hidden: str = "none") -> None:
+        self._checkpoint, self._hidden, self.read = checkpoint, hidden, set[str]()
+        self.describe = checkpoint.describe
+
+    def names(self) -> set[str]:
+        return {name for name in self._checkpoint.names() if self._hidden not in name}
+
+    def load(self, name: str, shape: tuple[int, ...]) -> Any:
+        self.read.add(name)
+        return self._checkpoint.load(name, shape)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    make_checkpoint(tmp_path, "qwen3_moe/normalised", num_experts=5, num_attention_heads=12, num_key_value_heads=12)
+    return open_checkpoint(tmp_path)
+
+
+def test_a_rank_reads_its_own_experts_alone(checkpoint: Checkpoint) -> None:
+    def work(collective: Collective) -> set[int]:
+        source = Noted(checkpoint)
+        load_model(read_config(checkpoint.config), source, DENSE, collective=collective)
+        return {int(name.split(".experts.")[1].partition(".")[0]) for name in source.read if ".experts." in name}
+
+    assert together(2, work) == [{0, 1}, {2, 3, 4}]
+
+
+def test_a_missing_expert_is_named(checkpoint: Checkpoint) -> None:
+    def work(collective: Collective) -> None:
+        source = Noted(checkpoint, ".experts.4.")
+        load_model(read_config(checkpoint.config), source, DENSE, collective=collective)
+
+    first, second = together(2, work)
+    assert first is None
+    assert isinstance(second, CheckpointError)
+    assert ".experts.4." in str(second)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_copies_of_an_expert_take_turns(size: int) -> None:
+    experts = torch.tensor([[0, 1, 2]] * size)
+    placement = ExpertPlacement(experts, 3, rank=1)
+    assert placement.rank_XW.tolist() == [list(range(size))] * 3
+    assert placement.own == [0, 1, 2]
+    experts[0] = torch.tensor([1, 2, -1])
+    placement.fill()
+    assert (placement.rank_XW[0] != 0).all()
