@@ -26,7 +26,7 @@ import hypothesis
 import pytest
 
 import tests.environment  # before anything else imports torch
-from tests.tiers import tier_of
+from tests.tiers import leave_to_nightly, tier_of
 
 OTHER_TIERS = re.compile(r"^pytestmark = .*\b(slow|model|nightly|timing)\b", re.MULTILINE)
 
@@ -55,6 +55,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_to_nightly(items)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         item.add_marker(tier_of(item.path.relative_to(tests.environment.ROOT / "tests"), marks))

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable
 from itertools import islice
 from pathlib import Path
@@ -43,6 +44,24 @@ def tier_of(path: Path, marks: Container[str]) -> str:
 def nightly(*values: Any) -> Any:
     """Values of parameters for `make nightly` alone."""
     return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def one_in(count: int) -> pytest.MarkDecorator:
+    """One in ``count`` cases of a test, evenly spread over the combinations of its parameters, runs each time; all run
+    in `make nightly`. ``count`` should have no factor in common with the number of values of a parameter."""
+    return pytest.mark.one_in(count)
+
+
+def leave_to_nightly(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases that ``one_in`` leaves out."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None and item.get_closest_marker("nightly") is None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % mark.args[0]:
+                item.add_marker("nightly")
+            seen[name] += 1
 
 
 def nightly_after(count: int, values: Iterable[Any]) -> list[Any]:

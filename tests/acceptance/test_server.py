@@ -39,7 +39,7 @@ def test_first_answer(server: Server) -> None:
         assert "4" in reply.json()["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("count", nightly_after(1, (12, 32)))
+@pytest.mark.parametrize("count", nightly_after(1, (6, 32)))
 def test_batching_preemption_and_streaming_change_nothing(serve: Callable[..., Server], count: int) -> None:
     """Requests at once in a pool that cannot hold them give what each gives alone, streamed or not.
 
@@ -65,6 +65,7 @@ def test_batching_preemption_and_streaming_change_nothing(serve: Callable[..., S
     assert stats["num_used_blocks"] == 0
 
 
+@pytest.mark.nightly
 def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) -> None:
     guessing = serve("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}')
     prompt = "1 apple, 2 pears, 3 plums. 1 apple, 2 pears, 3 plums. 1 apple, 2"
@@ -75,7 +76,7 @@ def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) ->
     assert 0 < stats["num_accepted_drafts"] <= stats["num_drafts"]
 
 
-@pytest.mark.parametrize("count", nightly_after(1, (30, 100)))
+@pytest.mark.parametrize("count", nightly_after(1, (12, 100)))
 def test_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server], count: int) -> None:
     """Bitwise what they are without, among drafts, preemptions and grammars."""
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
@@ -90,6 +91,7 @@ def test_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server]
     assert 0 < stats["num_accepted_drafts"] < stats["num_drafts"]
 
 
+@pytest.mark.nightly
 def test_engine_killed_in_the_middle_of_sixteen_streams(server: Server) -> None:
     num_restarts = server.get("/stats").json()["num_restarts"]
     bodies = [{**body, "max_tokens": 40, "n": 1, "ignore_eos": True} for body in mixed_requests(16, seed=2)]
@@ -113,6 +115,7 @@ def test_engine_killed_in_the_middle_of_sixteen_streams(server: Server) -> None:
     assert disturbed == undisturbed
 
 
+@pytest.mark.nightly
 def test_overload_is_refused_politely(serve: Callable[..., Server]) -> None:
     """2,000 requests at once against a queue of 256: each gets an answer or a 429, and memory stays flat."""
     server = serve("--max-num-seqs", "16", "--max-num-queued-reqs", "256")

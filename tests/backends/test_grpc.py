@@ -344,7 +344,7 @@ def test_a_worker_that_dies_or_hangs_loses_nothing(checkpoint: tuple[Path, Any],
     worker = WorkerProcess(folder.with_suffix(".onnx"))
     server = serve(str(folder), *worker.settings, "--grpc-timeout", "2", "--served-model-name", "tiny")
     bodies = [
-        {"model": "tiny", "prompt": text, "max_tokens": 200, "ignore_eos": True, **sampling}
+        {"model": "tiny", "prompt": text, "max_tokens": 120, "ignore_eos": True, **sampling}
         for text, sampling in (("hello", {"temperature": 0}), ("other words", {"temperature": 1, "seed": 5}))
         for _ in range(3)
     ]

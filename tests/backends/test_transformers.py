@@ -31,7 +31,7 @@ from octavo_fleet.transformers.paged import PagedTransformer
 from tests.backends.checkpoints import FAMILIES, OWN, PAGED, save_checkpoint
 from tests.gguf_reference import read_once
 from tests.quant.writers import Writer, compressed, fp8, modelopt_fp8, modelopt_nvfp4, quantise
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 MAX_TOKENS = 24
 SETTINGS: dict[str, Any] = {"backend": "transformers", "device": "cpu", "max_num_batched_tokens": 32, "block_size": 4}
@@ -68,6 +68,7 @@ def run(engine: Any, asked: list[list[int]], first_id: int = 0) -> list[list[int
     return list(tokens.values())
 
 
+@one_in(2)
 @pytest.mark.parametrize("family", [*PAGED, *OWN])
 def test_tokens_equal_generate_alone_and_batched(tmp_path: Path, family: str) -> None:
     model = save_checkpoint(family, tmp_path)

@@ -19,6 +19,7 @@ from octavo.errors import ConfigError
 from octavo.names_of_others import ADVICE, FLAGS_OF_OTHERS, VARIABLES_OF_OTHERS
 from octavo.quant.methods import METHODS
 from octavo.setting import Setting
+from tests.tiers import one_in
 
 SETTINGS = list(settings(ServeConfig))
 SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
@@ -156,6 +157,7 @@ def test_values_of_other_servers() -> None:
         load("--quantization", "marlin")
 
 
+@one_in(3)
 @pytest.mark.parametrize("flag", ADVICE)
 def test_what_other_servers_have_and_octavo_has_not(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

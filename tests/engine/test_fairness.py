@@ -24,6 +24,7 @@ from octavo_bench.fairness import (
 )
 from octavo_bench.virtual import VirtualEngine
 from tests.engine.making import make_engine, make_request, planned, run_to_end
+from tests.tiers import one_in
 
 
 def request(number: int, tenant: str = "", arrival: float = 1.0, prompt: int = 64, output: int = 32) -> Request:
@@ -115,6 +116,7 @@ def test_bad_weights_are_refused(weights: str) -> None:
         make_engine(settings=SchedulerSettings(scheduling_policy="fair", tenant_weights=weights))
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_no_request_starves(policy: str) -> None:

@@ -22,6 +22,7 @@ from octavo.types import Output, Request
 from tests.engine.tiers import OracleStore, attach, damage_some
 from tests.engine.workload import Features, Run
 from tests.oracle import VOCAB_SIZE, OracleRunner, expected_output
+from tests.tiers import one_in
 
 VARIANTS = {
     "plain": Features(tight=True, depth=2),
@@ -37,6 +38,7 @@ VARIANTS = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("count", [8, pytest.param(25, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_workloads_with_tiers_and_damaged_files(variant: str, count: int, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from octavo.config import POLICY_NAMES, EngineConfig
 from octavo.config import settings as engine_settings
 from tests.engine.tiers import attach
 from tests.engine.workload import Features, Run
+from tests.tiers import one_in
 
 WINDOWS: dict[str, Any] = {"windows": 1, "full_attention": False}
 FEATURES = {
@@ -126,6 +127,7 @@ def serve_all(seeds: range, name: str) -> None:
             raise AssertionError(f"workload {seed} with {name}: {error}") from error
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", FEATURES)
 def test_random_workloads(name: str) -> None:
     serve_all(range(NUM_QUICK), name)

@@ -36,7 +36,7 @@ from tests.llm.tiny import write_checkpoint
 from tests.models.drafter_files import Reference, dflash, eagle3, model_reference, mtp, nemotron_mtp
 from tests.models.families import make_checkpoint
 from tests.quant.writers import Writer, compressed, gptq, quantise
-from tests.tiers import nightly, nightly_after
+from tests.tiers import nightly, nightly_after, one_in
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_kv_blocks": 120, "max_num_batched_tokens": 48}
 NUM_DRAFTS = 4
@@ -184,6 +184,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drawn]]:
     return passes
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", [nightly(name) if name in MUCH_ALIKE else name for name in CASES])
 def test_logits_are_those_of_a_plain_reference(
     case_of: Made, name: str, drafted: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -250,6 +251,7 @@ def test_a_conversation_is_the_same_again_with_an_mtp_layer(case_of: Made) -> No
 TIGHT = {"num_kv_blocks": 16, "max_model_len": 120}
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", [nightly(name) if name in MUCH_ALIKE else name for name in CASES])
 def test_no_output_changes(case_of: Made, name: str) -> None:
     case = case_of(name)

@@ -16,7 +16,7 @@ from tests.llm.test_weight_updates import SETTINGS
 from tests.llm.tiny import write_checkpoint
 from tests.models.families import make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
-from tests.tiers import nightly
+from tests.tiers import nightly, one_in
 
 V = 264
 PROMPT = [5, 9, 3, 60, 2, 7, 9, 1, 8]
@@ -37,7 +37,7 @@ def distributions(folder: Path, mode: str, params: SamplingParams, **settings: A
     return torch.tensor([[row[token].logprob for token in range(V)] for row in rows])
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=needs_float_kernels)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=[needs_float_kernels, pytest.mark.nightly])])
 def test_modes(folder: Path, size: int) -> None:
     """All follow from the raw logits by the documented steps."""
     settings = {"tensor_parallel_size": size}
@@ -128,6 +128,7 @@ SCORED: list[Any] = [
 
 
 @needs_float_kernels
+@one_in(2)
 @pytest.mark.parametrize(("row", "settings"), SCORED, ids=str)
 def test_a_scoring_pass_gives_the_bits_of_sampling(row: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Sampled together and behind cached prefixes; scored alone, together and in other chunks: no bit differs."""

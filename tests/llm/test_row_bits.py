@@ -8,13 +8,14 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from tests.models.families import FIRST_ROWS, OWN_ROWS, ROWS, TELLING, make_checkpoint
-from tests.tiers import nightly
+from tests.tiers import nightly, one_in
 
 PROMPTS = [[(7 * i + 3 * j) % 60 + 1 for j in range(length)] for i, length in enumerate((1, 5, 17, 33, 40, 9, 3))]
 PARAMS = [SamplingParams(temperature=i % 2, seed=i, max_tokens=12, ignore_eos=True, logprobs=2) for i in range(7)]
 FEW = {*TELLING, *(row for row in FIRST_ROWS if row in OWN_ROWS)}
 
 
+@one_in(3)
 @pytest.mark.parametrize("row", [row if row in FEW else nightly(row) for row in ROWS])
 def test_log_probabilities_are_those_of_a_request_alone(tmp_path: Path, row: str) -> None:
     make_checkpoint(tmp_path, row)

@@ -18,7 +18,7 @@ from octavo import LLM, RequestOutput, SamplingParams
 from octavo.llm.outputs import Logprob
 from octavo.models.registry import ARCHITECTURES, read_config
 from tests.models.families import EVERY_ROW, MAX_LEN, OWN_ROWS, ROWS, SHAPE, TELLING, VOCAB_SIZE, make_checkpoint
-from tests.tiers import nightly, nightly_after
+from tests.tiers import nightly, nightly_after, one_in
 
 LENGTHS = (300, 1, 2, 17, 130)
 NEW_TOKENS = 32
@@ -68,6 +68,7 @@ def check_logprobs(found: Sequence[Mapping[int, Logprob] | None], expected_TV: t
     torch.testing.assert_close(torch.tensor(logprobs), expected_TV[list(rows), list(tokens)], atol=1e-4, rtol=0)
 
 
+@one_in(2)
 @pytest.mark.parametrize("block_size", nightly_after(1, (16, 1)))
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(made: Made, block_size: int) -> None:
     """A token is transformers' greedy choice if it is its best one after all the tokens before it."""
@@ -143,6 +144,7 @@ def test_logits_and_logprobs_of_prompts_are_those_of_transformers(made: Made) ->
                 check_logprobs(told, expected.log_softmax(dim=-1))
 
 
+@one_in(3)
 @pytest.mark.parametrize("made", OWN_OR_TELLING, indirect=True)
 def test_sixteen_bits_are_as_good_as_those_of_transformers(made: Made) -> None:
     """The mean error of bfloat16 logits is at most half as much again as that of transformers' own."""

@@ -33,7 +33,7 @@ from tests.quant.writers import (
     quantise,
     replace_matrices,
 )
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 GROUP = 16
 INT = {"type": "int", "strategy": "group", "group_size": GROUP}
@@ -116,6 +116,7 @@ def logprobs(folder: Path, **settings: Any) -> tuple[Tensor, list[int]]:
     return table, list(output.token_ids)
 
 
+@one_in(3)
 def test_dequantised_weights_give_the_logits_of_their_matrices(folders: tuple[Path, Path]) -> None:
     folder, plain = folders
     (found, answer), (expected, same) = (logprobs(path, dtype="float32") for path in (folder, plain))
@@ -124,6 +125,7 @@ def test_dequantised_weights_give_the_logits_of_their_matrices(folders: tuple[Pa
 
 
 @needs_float_kernels
+@one_in(3)
 def test_packed_weights_are_close_to_their_matrices(folders: tuple[Path, Path]) -> None:
     """Activations are rounded to 8 bits for packed integers: log-probabilities move by a few hundredths.
 
@@ -180,6 +182,7 @@ def test_a_quantised_checkpoint_is_checked_from_its_headers(folders: tuple[Path,
 
 
 @needs_float_kernels
+@one_in(3)
 @pytest.mark.parametrize("has_grouped_kernel", [False, True])
 @pytest.mark.parametrize("row", nightly_after(1, ["mixtral/two_of_five", "llama/biases"]))
 @pytest.mark.parametrize("name", FORMATS)

@@ -24,6 +24,7 @@ from octavo.quant.stored.stored_weight import StoredWeight, WeightFormat
 from octavo.quant.tensors import Tensors
 from octavo.weights.dummy import DummyCheckpoint
 from tests.ops.cpu_cases import random_blocks
+from tests.tiers import one_in
 
 """Of such a matrix a device has its part of each section."""
 FORM = WeightFormat(torch.float32, torch.device("cpu"))
@@ -60,6 +61,7 @@ def matrix_of(weights: WeightLoader, name: str) -> tuple[Tensor, Tensor | None]:
     return weight.dense_NK[rows], None if bias is None else bias[rows]
 
 
+@one_in(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_shards_of_every_map_make_the_map(architecture: str) -> None:
     _, whole = load(architecture, Shard(0, 1), ODD)

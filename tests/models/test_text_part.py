@@ -31,7 +31,7 @@ from tests.models.families import GEMMA, SHAPE, make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
 from tests.models.test_quantised import logprobs
 from tests.quant.writers import Writer, auto_round, compressed, gptq, quantise, replace_matrices
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 VISION = {
     "hidden_size": 16,
@@ -245,6 +245,7 @@ RULES: dict[str, Callable[[str], Writer]] = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 @pytest.mark.parametrize("stored", ["language_model.model.", "model.language_model."])

@@ -19,7 +19,7 @@ from octavo.errors import CheckpointError, InvalidParameter
 from octavo.images.preparer import placed
 from octavo.types import ImageInput, Request
 from tests.models.vision import FAMILIES, IMAGE, as_png, expected_logprobs, make, picture, written_config
-from tests.tiers import nightly, nightly_after
+from tests.tiers import nightly, nightly_after, one_in
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 120}
 SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=3, logprobs=3)
@@ -108,6 +108,7 @@ def test_an_image_makes_a_difference(family: tuple[str, Path, PreTrainedModel], 
 
 
 @every_family
+@one_in(2)
 def test_chunks_may_end_within_an_image(family: tuple[str, Path, PreTrainedModel]) -> None:
     name, folder, model = family
     with LLM(folder, **SETTINGS, max_num_batched_tokens=6, max_num_seqs=4) as llm:

@@ -11,6 +11,7 @@ from octavo.quant.stored.blocks import GgufStored, without_kernel
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.gguf.blocks import dequantize
 from tests.ops.cpu_cases import EVERY_KIND, needs_float_kernels, random_blocks
+from tests.tiers import one_in
 
 PACKING = WeightFormat(torch.float32, torch.device("cpu"), packs=True)
 
@@ -30,6 +31,7 @@ def test_without_a_kernel_blocks_are_made_dense_with_the_reason() -> None:
 
 
 @needs_float_kernels
+@one_in(2)
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_applying_a_weight_is_its_matrix_product(kind: str) -> None:
     blocks, x = random_blocks(kind, 24, 256), torch.randn(3, 256)

@@ -26,6 +26,7 @@ from octavo.quant.stored.stored_weight import (
     make_weights,
 )
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
+from tests.tiers import one_in
 
 CPU = torch.device("cpu")
 FORM = WeightFormat(torch.float32, CPU)
@@ -147,6 +148,7 @@ def test_packed_weights_are_exact(kind: str) -> None:
 
 
 @needs_float_kernels
+@one_in(3)
 @pytest.mark.parametrize("kind", [kind for kind in PACKED if "order" in kind or kind in KINDS or "groups" in kind])
 def test_a_row_of_a_product_does_not_depend_on_the_others(kind: str) -> None:
     weight, x_TK, norm_K = FORMS[kind](48, K, 0), torch.randn(20, K), torch.rand(K)

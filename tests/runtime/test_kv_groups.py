@@ -37,7 +37,7 @@ from octavo.types import Request
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.runtime.making import CPU, host_runner, stream_runner
 from tests.runtime.test_model_runner import MIXED, VOCAB, Loaded, run, tokens_of
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 FAMILIES = ["gemma3/other_pattern", "gpt_oss/sinks"]
 
@@ -117,6 +117,7 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize("settings", nightly_after(4, SIZES), ids=str)
 @pytest.mark.parametrize("streams", [False, True], ids=["plain", "stream"])
 def test_tokens_are_those_of_one_group(

@@ -45,7 +45,7 @@ from tests.runtime.making import CPU, make_runner
 from tests.runtime.test_restricted_rows import EveryThird
 from tests.runtime.thread_ranks import make_ranks
 from tests.speculating import last_known, speculating
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 NUM_DRAFTS = 2
 LIMITS = StepLimits(max_num_seqs=5, max_num_batched_tokens=24, max_blocks=30, max_drafts=NUM_DRAFTS)
@@ -192,6 +192,7 @@ def sizes(row: str, size: int) -> dict[str, Any]:
     return {**heads, "num_key_value_heads": kv_heads, **shared, **experts, **recurrent}
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("row", "size"),
     [

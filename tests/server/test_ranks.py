@@ -32,13 +32,13 @@ from tests.ops.cpu_cases import needs_float_kernels
 from tests.server.child_engine import Recorder, until
 from tests.tiers import nightly_after
 
-NUM_KILLS = int(os.environ.get("OCTAVO_RANK_KILLS", "3"))
+NUM_KILLS = int(os.environ.get("OCTAVO_RANK_KILLS", "2"))
 NUM_STREAMS = 16
-MAX_TOKENS = 200
+MAX_TOKENS = 120
 SECONDS = 180.0
 ATTACKS = [
-    *((1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)),
-    *((0, signal.SIGSTOP), (1, signal.SIGKILL)),
+    *((1, signal.SIGKILL), (0, signal.SIGSTOP), (0, signal.SIGKILL)),
+    *((1, signal.SIGSTOP), (1, signal.SIGKILL)),
 ]
 """Ranks, of which 0 is the engine process, and what happens to them."""
 
@@ -145,7 +145,7 @@ def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(size: int, tmp
                 print(f"{kill}: rank {rank}, {how.name}: {recoveries[-1]:.1f} s")
                 assert how == signal.SIGSTOP or await are_gone(pids)  # one that stops when all have ended is not missed
             assert engine.metrics.poison_requests == 0
-            assert engine.num_restarts >= NUM_KILLS - 2  # a signal may come when all streams have just ended
+            assert engine.num_restarts >= NUM_KILLS - 1  # a signal may come when all streams have just ended
             assert await are_gone(sorted(seen.difference(processes(engine))))
 
     asyncio.run(main())

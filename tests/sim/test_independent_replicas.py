@@ -61,9 +61,9 @@ def spec_for(tmp_path: Path, workload: str, router: str, replicas: int, seed: in
 CASES = [
     ("single", "round-robin", 5, SMALL),
     ("single", "session", 3, {}),
-    ("chat", "session", 4, FAIR),
     ("agent", "session", 3, {}),
     ("summary", "round-robin", 2, {}),
+    ("chat", "session", 4, FAIR),
     ("trace", "round-robin", 3, SMALL),
     ("trace", "session", 2, {}),
     ("timed", "round-robin", 3, SMALL),

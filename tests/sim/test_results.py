@@ -28,6 +28,7 @@ def run(spec: SimulationSpec, **settings: Any) -> dict[str, Any]:
     return Simulation(spec.fleet(EngineConfig.from_flat(settings)), spec.clients(), LatencyTargets()).run()
 
 
+@pytest.mark.nightly
 def test_more_devices_for_each_replica_where_one_is_too_slow_however_many_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -133,6 +133,7 @@ def test_later_turns_find_what_the_turns_before_left() -> None:
         assert replica.engine.stats().num_used_states == 0
 
 
+@pytest.mark.nightly
 def test_routers_keep_conversations_where_they_are_cached() -> None:
     profile = PROFILES["agent"]._replace(applications=6)
     rates = {}

@@ -24,6 +24,7 @@ from octavo_kernels.triton.launch import counters, invariant
 from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES
 from tests.ops.triton.poison import poison_new_tensors
 from tests.ops.triton.test_linear import PARTS, Case
+from tests.tiers import one_in
 
 GEMM = GroupedGemmConfig(64, 16, warps=4, stages=2)
 CONFIGS: dict[str, GroupedConfig] = {
@@ -118,6 +119,7 @@ def rows_for(name: str) -> int:
     return 1 if "gemv" in name else 5
 
 
+@one_in(3)
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS.keys())
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_configuration_with_all_parts(device: str, name: str, parts: dict[str, Any]) -> None:
@@ -127,6 +129,7 @@ def test_every_configuration_with_all_parts(device: str, name: str, parts: dict[
         case.check(run_grouped(*case.arguments(), CONFIGS[name]))
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format(device: str, form: str, name: str) -> None:
@@ -155,6 +158,7 @@ def test_rows_by_the_chosen_configuration(device: str, T: int) -> None:
         case.check(grouped_linear_triton(*case.arguments()))
 
 
+@one_in(2)
 @pytest.mark.parametrize("number", ["int4", "uint4", "int8", "e4m3", "e2m1"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_code_is_exact(device: str, number: str, dtype: torch.dtype) -> None:

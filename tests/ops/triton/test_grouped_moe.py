@@ -12,6 +12,7 @@ from octavo.ops.moe import ClampedSwish, GroupedExperts, SquaredReLU, grouped_mo
 from octavo_kernels.triton.experts.grouped_moe import grouped_moe_triton
 from tests.ops.triton.poison import poison_new_tensors
 from tests.ops.triton.test_grouped_linear import random_groups
+from tests.tiers import one_in
 from tests.triton_interpreter import quick_first
 
 D, F, X, S = 96, 64, 5, 2
@@ -50,6 +51,7 @@ FORMATS = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize(("number", "group", "zeros"), FORMATS)
 @pytest.mark.parametrize("activation", quick_first(1, ["silu", ClampedSwish(1.7, 2.0), SquaredReLU()]))
 @pytest.mark.parametrize("T", [1, 30])

@@ -17,6 +17,7 @@ from octavo_kernels.triton.linear.linear import linear_triton, run_linear
 from octavo_kernels.triton.linear.linear_configs import LinearConfig
 from octavo_kernels.triton.linear.skinny_gemm import MAX_TILES, SkinnyConfig
 from tests.ops.triton.poison import poison_new_tensors
+from tests.tiers import one_in
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -98,6 +99,7 @@ def _poison(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_tensors(monkeypatch)
 
 
+@one_in(3)
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS.keys())
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_configuration_with_all_parts(device: str, name: str, parts: dict[str, Any]) -> None:

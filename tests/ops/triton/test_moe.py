@@ -13,6 +13,7 @@ from octavo_kernels.triton.experts.expert_tiles import sort_into_tiles, tile_row
 from octavo_kernels.triton.experts.grouped_moe import are_few, moe_triton
 from octavo_kernels.triton.launch import invariant
 from tests.ops.triton.poison import poison_new_tensors
+from tests.tiers import one_in
 
 D, F, X, S = 40, 24, 7, 3
 
@@ -30,6 +31,7 @@ def make(
     return x, ids.to(device), torch.rand(T, S, device=device), Experts(gate_up, down, activation, *rest)
 
 
+@one_in(3)
 @pytest.mark.parametrize("T", [0, 1, 5, 70])
 @pytest.mark.parametrize(
     ("activation", "has_biases", "dtype"),

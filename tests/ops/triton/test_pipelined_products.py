@@ -20,6 +20,7 @@ from octavo_kernels.triton.grouped.grouped_linear import run_grouped
 from tests.ops.triton.gluon_on_cpu import Kernel
 from tests.ops.triton.test_grouped_linear import GroupedCase, random_groups
 from tests.ops.triton.test_linear import PARTS
+from tests.tiers import one_in
 from tests.triton_interpreter import DEVICE, quick_first
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="there the kernel itself is tested")
@@ -52,6 +53,7 @@ def weight_of(form: str, N: int, K: int | None = None) -> PackedGroups:
     return replace(packed, scales_GN=packed.scales_GN.to(dtype))
 
 
+@one_in(3)
 @pytest.mark.parametrize("programs", quick_first(2, [1, 4, 3, 7]))
 @pytest.mark.parametrize(
     ("T", "block_t", "parts"), [(1, 16, "norm and silu"), (37, 16, "bias and residual"), (70, 64, "bias and residual")]

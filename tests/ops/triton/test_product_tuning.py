@@ -34,6 +34,7 @@ from octavo_kernels.triton.tuning.product_tuning import (
 )
 from octavo_kernels.triton.tuning.tuning_target import Operands, ProductUse
 from tests.ops.triton.test_grouped_linear import random_groups
+from tests.tiers import one_in
 from tests.triton_interpreter import quick_first
 
 LINEAR = (
@@ -76,6 +77,7 @@ def candidates(use: ProductUse, rows: int, device: str) -> list[Any]:
     return use.candidates(rows, torch.device(device), use.num_candidates)
 
 
+@one_in(3)
 @pytest.mark.parametrize("rows", quick_first(2, [1, 64, 16]))
 @pytest.mark.parametrize("use", USES, ids=str)
 def test_all_candidates_are_right(use: ProductUse, rows: int, device: str) -> None:

@@ -24,6 +24,7 @@ from octavo_kernels.triton.sampling.sample import CHUNK, GROUPS, SAME_BITS, samp
 from octavo_kernels.triton.sampling.truncation import GROUP, least_kept
 from tests.ops.sampling_cases import by_sampler, make_logits, mixed_params, part_of, uniform_params
 from tests.ops.triton.guards import Guarded
+from tests.tiers import one_in
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = [
@@ -47,6 +48,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
     return guarded
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "V"), [("flat", 1), ("flat", 130), ("tied", 2048), ("peaked", 4100), ("flat", 4500)])
 def test_same_tokens_as_the_sampler(kind: str, V: int, dtype: torch.dtype, device: str, guarded: Guarded) -> None:

@@ -17,7 +17,7 @@ from octavo.text.tool_calls.deepseek import ALL_BEGIN, ALL_END, BEGIN, END, SEPA
 from tests.server.conftest import Served
 from tests.server.in_process import EOS, IM_END, InProcessEngine, byte_tokenizer
 from tests.server.writing_engine import writing_engine
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 TEMPLATE = (
     "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
@@ -207,6 +207,7 @@ AS_JSON = {
 """Calls whose arguments a grammar constrains as one object of JSON, which models write otherwise."""
 
 
+@one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("parser", SETTINGS)
 @pytest.mark.parametrize("has_marks", nightly_after(1, (True, False)))
@@ -241,6 +242,7 @@ def test_a_call_that_is_asked_for_is_made_with_valid_arguments(serve_app: Any, p
     assert num_ended >= 4 or (parser == "openai" and not has_marks)
 
 
+@one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("parser", [name for name in SETTINGS if name != "none"])
 @pytest.mark.parametrize("has_marks", nightly_after(1, (False, True)))

@@ -26,6 +26,7 @@ from tests.server.conftest import Served
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
 from tests.server.proxy.proxied import HEAD, Proxy, Raw, chunk
 from tests.server.test_keys import bearer, key_file, line
+from tests.tiers import nightly_after
 from tests.timing import undisturbed
 
 PROMPT: dict[str, Any] = {"prompt": "Hi", "max_tokens": 4}
@@ -230,7 +231,8 @@ def test_a_drain_ends_streams_with_an_error(start: Callable[..., Proxy]) -> None
 
 
 @pytest.mark.slow
-def test_a_thousand_streams_at_once(start: Callable[..., Proxy]) -> None:
+@pytest.mark.parametrize("num_clients", nightly_after(1, (4, 20)))
+def test_fifty_streams_of_each_client_at_once(start: Callable[..., Proxy], num_clients: int) -> None:
     inner = Served(InProcessEngine(max_num_seqs=2000), byte_tokenizer(), {})
     proxy = start(inner)
 
@@ -243,7 +245,7 @@ def test_a_thousand_streams_at_once(start: Callable[..., Proxy]) -> None:
     async def run() -> list[bytes]:
         async with contextlib.AsyncExitStack() as stack:  # a client looks at all its connections for every request
             make = partial(httpx.AsyncClient, base_url=proxy.url, timeout=200, verify=False)
-            clients = [await stack.enter_async_context(make()) for _ in range(20)]
+            clients = [await stack.enter_async_context(make()) for _ in range(num_clients)]
             return await asyncio.gather(*(one(client) for client in clients for _ in range(50)))
 
     for data in asyncio.run(run()):

@@ -36,6 +36,7 @@ from octavo.text.tool_calls.values import text_of, type_of
 from octavo.text.tool_calls.xml_formats import GLM, MINIMAX_M2, QWEN3_CODER
 from octavo_fleet.backends.vocabulary import byte_tokenizer
 from tests.text.tool_calls.messages import joined
+from tests.tiers import one_in
 
 EOS = 256
 NUM_CALLS = 200
@@ -170,6 +171,7 @@ HOSTILE = ("{opens}", '{opens}{{"a": "', "{value}", "</think>", "<think>", "{cal
 """What a message repeats: marks, beginnings of calls, ends of values, calls."""
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", TOOL_FORMATS, ids=lambda format: format.name)
 def test_time_is_linear_in_the_text(format: ToolFormat) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from octavo.text.message_parser import Call, MessageParser, Piece, Text
 from tests.text.tool_calls.messages import CASES, FORMATS, content, parse
+from tests.tiers import one_in
 
 EXAMPLES = int(os.environ.get("OCTAVO_EXAMPLES", "150"))
 MARKS = sorted(
@@ -84,6 +85,7 @@ def test_reasoning_comes_as_it_is_written() -> None:
     assert parser.push(" two</") == [Text("reasoning", " two")]
 
 
+@one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
