@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from octavo.sampling_params import MAX_LOGPROBS, RepetitionDetectionParams, SamplingParams
+from octavo.steps.limits import NEVER
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -285,6 +286,12 @@ class Sequence:
     """Index in the persistent batch; -1 before the first step."""
     images: Any = None
     """``SequenceImages`` of a prompt with images."""
+    rope_set: int = 0
+    """Which rotary frequencies its keys have, by its length: see ``RopeSets``."""
+    rope_end: int = NEVER
+    """The most tokens for which these are right."""
+    salt: str = field(init=False)
+    """Only sequences with the same one share cached blocks."""
     stop_token_ids: frozenset[int] = field(init=False)
     repetition: RepetitionDetectionParams | None = field(init=False)
     max_computed_tokens: int = field(init=False)
@@ -293,6 +300,7 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         self.tokens = [*request.prompt_tokens, *request.output_tokens]
+        self.salt = request.cache_salt
         self.num_prompt_tokens = len(request.prompt_tokens)
         self.max_computed_tokens = self.num_prompt_tokens + max(request.max_tokens, 1) - 1
         self.repetition = request.params.repetition_detection

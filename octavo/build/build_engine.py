@@ -82,7 +82,7 @@ from octavo.runtime.ranks.ranks import OneRank, OnLost, Ranks, check_divides
 from octavo.runtime.sharded_logits import part_of_vocabulary
 from octavo.runtime.weight_group import WeightGroup
 from octavo.speculative_config import Method, parse_speculative_config
-from octavo.steps.limits import StepLimits
+from octavo.steps.limits import RopeSets, StepLimits
 from octavo.steps.messages import Executor
 from octavo.telemetry.phases import Phases
 from octavo.text.tokenizer import load_tokenizer
@@ -152,7 +152,7 @@ def build_engine(
         limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting, vision)
         storage = _storage(model_config, loaded, limits, config.cache, form, collective.size, drafting.cache)
         drafter, vocab_size = drafting.start(storage), model_config.vocab_size
-        most = step_limits(limits, method, drafter, vision)
+        most = step_limits(limits, method, drafter, vision, model_config.rope_sets is not None)
         pool, images = connected(vision, loaded.model)
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision, drafting)
         parts = _pooler(config, pooling, loaded, form), adapters, collective, drafter, _rule(method), pool, updates
@@ -163,7 +163,7 @@ def build_engine(
         warm_up()
         phases.done("kernels and graphs")
     info = _info(model_config, loaded, form, limits, budget, config.model, *generation, images, updates, pooling)
-    scheduler = _scheduler(config, limits, method, images)
+    scheduler = _scheduler(config, limits, method, images, model_config.rope_sets)
     weights = _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     depth = _depth(config.scheduler, device, limits, method)
@@ -247,7 +247,7 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision)
         pool = connected(vision, loaded.model)[0]
         parts = _pooler(config, pooling, loaded, form), adapters, collective, None, _rule(method), pool, updates
-        most = step_limits(limits, method, None, vision)
+        most = step_limits(limits, method, None, vision, model_config.rope_sets is not None)
         return make_executor(config.model, loaded.model, storage, vocab_size, most, *parts)
 
 
@@ -454,7 +454,11 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: Eng
 
 
 def _scheduler(
-    config: EngineConfig, limits: memory.Limits, method: Method | None, images: ImageSettings | None
+    config: EngineConfig,
+    limits: memory.Limits,
+    method: Method | None,
+    images: ImageSettings | None,
+    rope_sets: RopeSets | None,
 ) -> Scheduler:
     return Scheduler(
         _cache(config.cache, limits),
@@ -463,6 +467,7 @@ def _scheduler(
         settings=config.scheduler,
         speculation=None if method is None else _speculation(method),
         images=images,
+        rope_sets=rope_sets,
     )
 
 
@@ -520,13 +525,18 @@ def make_executor(
 
 
 def step_limits(
-    limits: memory.Limits, method: Method | None = None, drafter: Drafter | None = None, vision: Vision | None = None
+    limits: memory.Limits,
+    method: Method | None = None,
+    drafter: Drafter | None = None,
+    vision: Vision | None = None,
+    has_rope_sets: bool = False,
 ) -> StepLimits:
     """Upper bounds of a step: sequences, tokens, and blocks and drafts per sequence."""
     max_drafts = 0 if method is None else method.num_speculative_tokens
     num_drafts = 0 if drafter is None else drafter.num_drafts
     max_blocks = -(-limits.max_model_len // limits.block_size)
-    most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts, num_drafts)
+    sizes = limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts, num_drafts
+    most = StepLimits(*sizes, has_rope_sets=has_rope_sets)
     return most if vision is None else vision.limited(most)
 
 

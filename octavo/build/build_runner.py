@@ -53,7 +53,15 @@ def make_runner(
     batch = PersistentBatch(most.max_num_seqs, most.max_blocks, storage.num_groups)
     has_drafter = most.num_drafts > 0
     encoder = StepEncoder(
-        batch, storage.block_size, vocab_size, exact_shape, adapters, settings.batch_invariant, has_drafter, images
+        batch,
+        storage.block_size,
+        vocab_size,
+        exact_shape,
+        adapters,
+        settings.batch_invariant,
+        has_drafter,
+        images,
+        most.has_rope_sets,
     )
     runner = StepRunner(executor, encoder)
     if not executor.runs_ahead:

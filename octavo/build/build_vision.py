@@ -107,6 +107,10 @@ def check(found: VisionConfig, model: ModelConfig) -> None:
         raise CheckpointError(
             f"vision_config: embeddings of images have {found.hidden_size} numbers, those of tokens {model.hidden_size}"
         )
+    if found.num_axes and model.rope_sets is not None:
+        raise CheckpointError(
+            "rope_parameters: frequencies depend on a text's length, and positions of images have axes"
+        )
     windows = [window for window in model.windows if window]
     if found.is_bidirectional and windows and min(windows) < found.longest:
         raise CheckpointError(f"sliding_window: {min(windows)} is less than an image's {found.longest} tokens")

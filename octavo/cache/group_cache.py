@@ -112,7 +112,7 @@ class GroupCache:
         With a sliding window, only the last window of the prefix has to be cached. The search resumes from the last
         result for ``seq``, so that repeated calls while it waits cost only what changed.
         """
-        held, salt = seq.groups[self.index], seq.request.cache_salt
+        held, salt = seq.groups[self.index], seq.salt
         if self.window:
             ends = self._usable_ends(seq, held)
             return ends[bisect_right(ends, num_blocks, key=lambda end: end.depth) - 1]
@@ -128,7 +128,7 @@ class GroupCache:
             ends = self.tree.find_recent(
                 seq.keys,
                 (len(seq.tokens) - 1) // self.block_size,
-                seq.request.cache_salt,
+                seq.salt,
                 lambda depth: self.blocks_behind(depth * self.block_size),
             )
             held.matched = (version, ends)
@@ -167,7 +167,7 @@ class GroupCache:
         To be called before blocks are reserved, since that may evict the block.
         """
         limit = min(len(seq.tokens) - 1 - end.depth * self.block_size, self.block_size - 1)
-        return self.tree.nearest(end, seq.keys, limit, seq.request.cache_salt) if limit > 0 else (-1, 0)
+        return self.tree.nearest(end, seq.keys, limit, seq.salt) if limit > 0 else (-1, 0)
 
     # ---- blocks of a sequence
 
@@ -214,7 +214,7 @@ class GroupCache:
         node: Node = held.published or self.tree.root
         keys = seq.keys
         for index in range(node.depth, num_tokens // self.block_size):
-            edge = self.tree.edge(keys, index, seq.request.cache_salt)
+            edge = self.tree.edge(keys, index, seq.salt)
             own = held.block_table[index]
             child = node.children.get(edge)
             if child is None or child.block < 0:

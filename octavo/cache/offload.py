@@ -343,7 +343,7 @@ class Offload:
     def recall(self, seq: Sequence, num_cached: int) -> list[bytes]:
         """Contents of the blocks after the first ``num_cached`` of ``seq``, as far as host memory has them."""
         contents = []
-        for index, key in enumerate(self._keys(seq.keys, seq.request.cache_salt)):
+        for index, key in enumerate(self._keys(seq.keys, seq.salt)):
             if index < num_cached:
                 continue
             content = self._content(key, self.store.num_bytes)
@@ -357,7 +357,7 @@ class Offload:
         ``num_cached``; ``None`` if it has none of more than ``num_with_state`` blocks."""
         contents: list[bytes] = []
         found = None
-        for index, key in enumerate(self._keys(seq.keys, seq.request.cache_salt)):
+        for index, key in enumerate(self._keys(seq.keys, seq.salt)):
             if index >= num_cached:
                 content = self._content(key, self.store.num_bytes) if self.store.num_bytes else b""
                 if content is None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.node import Node
 from octavo.engine.policies.policy import Policy
 from octavo.engine.sequence_images import Images
 from octavo.engine.step_budget import StepBudget
+from octavo.steps.limits import RopeSets
 from octavo.telemetry.events import EventLog
 from octavo.types import EngineStats, Sequence, Status
 
@@ -33,6 +36,8 @@ class SequenceAdmission:
     max_num_batched_tokens: int
     chunked_prefill: bool
     images: Images | None
+    rope_sets: RopeSets | None
+    """Of a model whose rotary frequencies depend on a text's length."""
     running: dict[int, Sequence]
     """By id, always sorted by ``Sequence.order``."""
     leaving: set[Sequence]
@@ -106,8 +111,20 @@ class SequenceAdmission:
         seq.decodes = False
         seq.epoch += 1
         seq.num_preemptions += 1
+        self.choose_frequencies(seq)
         self.waiting.push(seq)
         self.stats.num_preemptions += 1
+
+    def choose_frequencies(self, seq: Sequence) -> None:
+        """Choose the rotary frequencies of a waiting sequence by its length; those with others share no blocks."""
+        if self.rope_sets is None:
+            return
+        before, request = seq.rope_set, seq.request
+        seq.rope_set, seq.rope_end = self.rope_sets.of(seq.num_prompt_tokens, len(seq.tokens))
+        seq.salt = f"{request.cache_salt}\0{seq.rope_set}" if seq.rope_set else request.cache_salt
+        if seq.rope_set != before and seq.num_preemptions and request.params.prompt_logprobs is not None:
+            params = msgspec.structs.replace(request.params, prompt_logprobs=None)  # they are told, of the prompt alone
+            seq.request = msgspec.structs.replace(request, params=params)
 
     def preempt_for_waiting(self) -> None:
         """Preempt what the policy chooses, one for each of the first waiting sequences, which run in their places.

@@ -22,6 +22,7 @@ from octavo.engine.sequence_images import Images, ImageSettings
 from octavo.engine.speculation import NO_DRAFTS, Speculation, num_proposed
 from octavo.engine.step_budget import StepBudget
 from octavo.errors import ConfigError, ContextLengthExceeded, InvalidParameter, RunnerError
+from octavo.steps.limits import RopeSets
 from octavo.telemetry.events import EventLog
 from octavo.types import (
     EngineStats,
@@ -75,6 +76,7 @@ class Scheduler(SequenceAdmission):
         chunked_prefill: bool = True,
         speculation: Speculation | None = None,
         images: ImageSettings | None = None,
+        rope_sets: RopeSets | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without ``chunked_prefill`` no prompt may be longer than the token budget."""
@@ -89,6 +91,7 @@ class Scheduler(SequenceAdmission):
         self.speculation = speculation
         self.images = None if images is None else Images(images, max_num_batched_tokens)
         """``None`` for a model that takes no images."""
+        self.rope_sets = rope_sets
         self.num_lookahead = 0 if speculation is None else speculation.num_lookahead
         self.clock = clock
         self.waiting = make_policy(PolicyContext(cache, max_num_seqs, settings, clock))
@@ -108,6 +111,7 @@ class Scheduler(SequenceAdmission):
         self.check_servable(seq := Sequence(request, groups=self.cache.no_blocks()))
         if self.images is not None:
             self.images.add(seq)
+        self.choose_frequencies(seq)
         self.events.note(seq.id, "arrived", tokens=len(seq.tokens), others=len(self.waiting))
         self.waiting.arrive(seq)
         return seq
@@ -186,6 +190,10 @@ class Scheduler(SequenceAdmission):
             num_tokens = len(seq.tokens) - start
             if num_tokens <= 0 or start == seq.max_computed_tokens or seq.status is not RUNNING:
                 continue  # all is in flight, or just preempted
+            if start + num_tokens > seq.rope_end:  # it is computed again, with other rotary frequencies
+                if not seq.num_in_flight:
+                    self._preempt(seq, by=seq)
+                continue
             if shares:
                 budget += shares.pop(seq, 0)
             most = budget - num_behind
@@ -197,7 +205,7 @@ class Scheduler(SequenceAdmission):
             asked = num_tokens
             if seq.images is not None and (num_tokens := self._end_of_chunk(seq, num_tokens)) <= 0:
                 continue
-            drafts = drafts_of.get(seq, ())[: most - num_tokens] if drafts_of else ()
+            drafts = drafts_of.get(seq, ())[: min(most, seq.rope_end - start) - num_tokens] if drafts_of else ()
             if drafts and not self.cache.reserve(seq, start + num_tokens + len(drafts)):
                 drafts = ()  # no sequence is preempted for drafts
             num_taken = num_tokens + len(drafts)

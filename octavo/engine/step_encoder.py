@@ -61,6 +61,7 @@ class StepEncoder:
         always_uses_lora: bool = False,
         has_drafter: bool = False,
         images: ImageSettings | None = None,
+        has_rope_sets: bool = False,
     ) -> None:
         self.batch = batch
         self.block_size = block_size
@@ -69,7 +70,8 @@ class StepEncoder:
         self.adapters = adapters
         self.always_uses_lora = always_uses_lora
         self.has_drafter = has_drafter
-        self.num_axes = 0 if images is None else images.num_axes
+        self.num_axes = int(has_rope_sets) if images is None else images.num_axes or int(has_rope_sets)
+        self.has_rope_sets = has_rope_sets
         self.is_bidirectional = images is not None and images.is_bidirectional
 
     @property
@@ -190,7 +192,11 @@ class StepEncoder:
         if embedding_slots is not None:
             arrays.fill("embedding_slots", embedding_slots, -1)
         if shape.num_axes:
-            arrays.fill_rows("rope_shifts", _rope_shifts(plan, counts, shape.num_axes))
+            if self.has_rope_sets:
+                shifts_AT = np.repeat(np.array([[item.seq.rope_set for item in plan]], np.int64), lens, axis=1)
+            else:
+                shifts_AT = _rope_shifts(plan, counts, shape.num_axes)
+            arrays.fill_rows("rope_shifts", shifts_AT)
         if shape.has_extras:
             self._pack_extras(arrays, plan, num_drafts, of_row, of_sample, sample_positions)
         arrays.finish()

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops import axis_angles, rotary_angles
+from octavo.ops.attention import RopeSet
+from octavo.steps.limits import RopeSets
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,11 @@ class DefaultRope:
     """Pair i rotates by ``theta ** (-i / R)`` radians per position (arXiv 2104.09864)."""
 
     theta: float
+
+    @property
+    def sets(self) -> RopeSets | None:
+        """When texts have which of several sets of frequencies; ``None``: there is one for all."""
+        return None
 
     @property
     def attention_factor(self) -> float:
@@ -128,17 +135,79 @@ class ProportionalRope(DefaultRope):
         return plain
 
 
+@dataclass(frozen=True)
+class SwitchedRope(DefaultRope):
+    """Texts longer than ``original`` have other frequencies than others."""
+
+    original: int
+    short: DefaultRope
+    long: DefaultRope
+
+    @property
+    def sets(self) -> RopeSets:
+        return RopeSets(self.original)
+
+    @property
+    def attention_factors(self) -> list[float]:
+        """The factor of each set."""
+        return [self.short.attention_factor, self.long.attention_factor]
+
+    def frequencies(self, width: int) -> Tensor:
+        """Of both sets, one behind the other: [2 R]."""
+        return torch.cat((self.short.frequencies(width), self.long.frequencies(width)))
+
+
+@dataclass(frozen=True)
+class DynamicRope(DefaultRope):
+    """Texts of n tokens, more than ``original``, have theta times ``(factor n / original - factor + 1) ** (w / (w -
+    2))``, with the rotated width w: dynamic NTK-aware scaling (https://www.reddit.com/r/LocalLLaMA/comments/14mrgpr).
+
+    There are frequencies for texts of up to ``longest`` tokens.
+    """
+
+    factor: float
+    original: int
+    longest: int
+
+    @property
+    def sets(self) -> RopeSets:
+        return RopeSets(self.original, max(1, self.original // 16))
+
+    @property
+    def attention_factors(self) -> list[float]:
+        """The factor of each set."""
+        return [1.0] * (len(self._lengths))
+
+    @property
+    def _lengths(self) -> range:
+        return range(self.original, self.longest + self.sets.step + 1)
+
+    def frequencies(self, width: int) -> Tensor:
+        """Of all sets, one behind the other."""
+        lengths_S1 = torch.tensor(self._lengths, dtype=torch.float64).unsqueeze(1)
+        grown_S1 = (self.factor * lengths_S1 / self.original - (self.factor - 1)) ** (width / (width - 2))
+        powers_R = torch.arange(0, width, 2, dtype=torch.float64) / width
+        return (1.0 / (self.theta * grown_S1) ** powers_R).float().flatten()
+
+
 class Rotary:
     """Computes cosines and sines for the positions of a step, once for all layers."""
 
     def __init__(self, rope: DefaultRope, width: int, device: torch.device) -> None:
         self.frequencies_R = rope.frequencies(width).to(device)
         self.factor = rope.attention_factor
+        self.factors_S: Tensor | None = None
+        if isinstance(rope, SwitchedRope | DynamicRope):
+            self.factors_S = torch.tensor(rope.attention_factors, dtype=torch.float32, device=device)
         self.axes_R: Tensor | None = None
         """int64: the axis by whose position each pair rotates, of models whose positions have several."""
 
     def __call__(self, positions_T: Tensor, shifts_AT: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Two float32 [T, R] for int64 positions; ``shifts`` are added for each axis."""
+        """Two float32 [T, R] for int64 positions; ``shifts`` are added for each axis, or say which set of frequencies
+        each row has: without them, all have those of short texts."""
+        if self.factors_S is not None:
+            sets_T = torch.zeros_like(positions_T) if shifts_AT is None else shifts_AT.view(-1)
+            return rotary_angles(positions_T, self.frequencies_R, self.factor, RopeSet(sets_T, self.factors_S))
         if shifts_AT is None or self.axes_R is None:
             return rotary_angles(positions_T, self.frequencies_R, self.factor)
         return axis_angles(positions_T, shifts_AT, self.axes_R, self.frequencies_R, self.factor)

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from octavo.errors import CheckpointError
+from octavo.layers.rotary import DefaultRope
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.labels import LabelPart
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.ops.linear import Activation
 from octavo.quant.formats.plain import PLAIN
 from octavo.quant.methods import QuantMethod
+from octavo.steps.limits import RopeSets
 from octavo.weights.generation_config import token_ids
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -54,6 +57,19 @@ class ModelConfig:
         """What each layer caches; overridden by families whose layers differ in more than windows."""
         windows = self.windows or (0,) * self.num_layers
         return tuple(LayerCacheSpec(self.num_kv_heads, self.head_dim, window) for window in windows)
+
+    @property
+    def rotary_embeddings(self) -> tuple[DefaultRope, ...]:
+        """Those that layers of the model choose from."""
+        return ()
+
+    @property
+    def rope_sets(self) -> RopeSets | None:
+        """When texts have which rotary frequencies; ``None``: all have the same."""
+        found = {rope.sets for rope in self.rotary_embeddings if rope.sets is not None}
+        if len(found) > 1:
+            raise CheckpointError("config: rope_parameters: kinds of layers differ in the original length of a context")
+        return next(iter(found), None)
 
     @property
     def embedding_width(self) -> int:

@@ -21,7 +21,7 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import LLAMA, RMS, AttentionPart, DecoderConfig, LayerPart, MLPPart, Names, NormPart
-from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width
+from octavo.models.rope import RopeContext, longest_context, read_rope, rope_values, rotary_width
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.linear import Activation
 
@@ -64,7 +64,8 @@ def read_decoder(
     common = read_common(keys, tied=tied, head_dim=head_dim, eps=eps, eps_key=eps_key)
     given = {"rope_theta": theta, **(rope_values(keys) if rope is None else rope)}
     most, H = common["max_position_embeddings"], common["head_dim"]
-    longest = max_len or most
+    common["max_position_embeddings"] = longest_context(given, most)
+    longest = max_len or common["max_position_embeddings"]
     width = rotary_width(given, H, rotary)
     types, window = windows or (read_layer_types(keys, (FULL,) * common["num_layers"]), None)
     has_bias = keys.flag("attention_bias") if has_bias is None else has_bias

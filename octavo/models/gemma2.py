@@ -58,7 +58,7 @@ class GemmaForCausalLM(LlamaForCausalLM):
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
         x_TD = self.embed(token_ids_T, rows)
-        angles = self.rotary(positions_T)
+        angles = self.rotary(positions_T, rows.rope_shifts_AT)
         for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
             x_TD = layer(x_TD, angles, cache, own_rows)
         return x_TD

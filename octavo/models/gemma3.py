@@ -30,6 +30,10 @@ class Gemma3Config(Gemma2Config):
     """Rotary embedding of the sliding-window layers."""
     is_local: tuple[bool, ...]
 
+    @property
+    def rotary_embeddings(self) -> tuple[DefaultRope, ...]:
+        return self.rope, self.local_rope
+
 
 class Gemma3Layer(Gemma2Layer):
     def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
@@ -87,7 +91,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
         x_TD = self.embed(token_ids_T, rows)
-        angles, local_angles = self.rotary(positions_T), self.local_rotary(positions_T)
+        angles, local_angles = (rotary(positions_T, rows.rope_shifts_AT) for rotary in (self.rotary, self.local_rotary))
         by_layer = rows.of_layers(len(self.layers))
         for layer, cache, is_local, own_rows in zip(self.layers, caches, self.config.is_local, by_layer, strict=True):
             x_TD = layer(x_TD, local_angles if is_local else angles, cache, own_rows)

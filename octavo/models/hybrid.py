@@ -82,7 +82,9 @@ class HybridForCausalLM(LlamaForCausalLM):
         x_TD = self.embedding(token_ids_T)
         if self.config.embedding_scale != 1.0:
             x_TD = ops.scaled(x_TD, self.config.embedding_scale)
-        angles: Any = self.rotary(positions_T) if self.config.has_rope else (None, None)
+        angles: Any = (None, None)
+        if self.config.has_rope:
+            angles = self.rotary(positions_T, rows.rope_shifts_AT)
         for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
             x_TD = layer(x_TD, angles, cache, own_rows)
         return x_TD

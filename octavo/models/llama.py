@@ -20,7 +20,7 @@ from octavo.models.config import ACTIVATIONS, FULL, ModelConfig, layer_windows, 
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import MoESettings
-from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width
+from octavo.models.rope import RopeContext, longest_context, read_rope, rope_values, rotary_width
 from octavo.ops import attention
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.linear import Activation
@@ -43,6 +43,10 @@ class LlamaConfig(ModelConfig):
     """Offset added to the stored norm weights."""
     moe: MoESettings | None = None
     """Settings of a mixture of experts, ``None`` for dense models."""
+
+    @property
+    def rotary_embeddings(self) -> tuple[DefaultRope, ...]:
+        return (self.rope,)
 
     @property
     def dense_size(self) -> int:
@@ -82,7 +86,8 @@ def read_llama(
     """
     common = read_common(keys, tied=tied, head_dim=head_dim, eps=eps, ffn_size=ffn_size, num_layers=num_layers)
     given, most = rope or rope_values(keys), common["max_position_embeddings"]
-    longest = max_len or most
+    common["max_position_embeddings"] = longest_context(given, most)
+    longest = max_len or common["max_position_embeddings"]
     width = rotary_width(given, common["head_dim"], rotary)
     types, window = windows or (read_layer_types(keys, (FULL,) * common["num_layers"]), None)
     has_bias = keys.flag("attention_bias")

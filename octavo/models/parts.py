@@ -91,6 +91,8 @@ class AttentionPart:
     has_output_bias: bool = False
     head_norm: HeadNorm | None = None
     has_sinks: bool = False
+    slopes: tuple[float, ...] = ()
+    """What each head's scores lose with each position of distance (ALiBi), if anything."""
     clip: float = 0.0
     """Queries, keys and values are limited to this absolute value; 0: not limited."""
     gate: Literal["head", "number"] | None = None
@@ -188,6 +190,10 @@ class DecoderConfig(ModelConfig):
             )
             for part in self.layers
         )
+
+    @property
+    def rotary_embeddings(self) -> tuple[DefaultRope, ...]:
+        return tuple(rope for rope, _ in self.ropes)
 
     def with_attention(self, **fields: Any) -> Self:
         """With other fields of the layers' attention; a list has one value for each layer."""

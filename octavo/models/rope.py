@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.layers.rotary import DefaultRope, FactorsRope, LinearRope, Llama3Rope, YarnRope
+from octavo.layers.rotary import (
+    DefaultRope,
+    DynamicRope,
+    FactorsRope,
+    LinearRope,
+    Llama3Rope,
+    SwitchedRope,
+    YarnRope,
+)
 from octavo.models.config_keys import ConfigKeys, wrong
 
 OLD_NAMES = {"su": "longrope"}
@@ -75,9 +83,17 @@ def _linear(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope
 
 
 def _dynamic(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
-    """Dynamic scaling applies beyond ``max_position_embeddings`` only, and contexts are limited to that."""
-    keys.number("factor")
-    return DefaultRope(theta)
+    factor, original = keys.number("factor"), context.max_position_embeddings
+    if context.max_len <= original:
+        return DefaultRope(theta)
+    return DynamicRope(theta, factor, original, context.max_len)
+
+
+def longest_context(given: Mapping[str, Any], most: int) -> int:
+    """The longest context of a model with these rotary keys and ``max_position_embeddings``: dynamic scaling is for
+    ``factor`` times as many."""
+    kind = given.get("rope_type") or given.get("type")
+    return int(most * max(1.0, ConfigKeys(given).number("factor", 1.0))) if kind == "dynamic" else most
 
 
 def _llama3(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
@@ -112,17 +128,17 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def _longrope(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
-    """The short or long factors, chosen once by ``max_len``, because keys are rotated before they are cached."""
+    """Short factors, and for texts longer than the original length long ones (arXiv 2402.13753, section 3.3)."""
     original = keys.size("original_max_position_embeddings", context.max_position_embeddings)
     factor = keys.number("factor", context.max_position_embeddings / original)
     natural = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     lists = {key: keys.numbers(key, context.width // 2) for key in ("short_factor", "long_factor")}
-    kind = "long" if context.max_len > original else "short"
-    scales = {key: keys.get(f"{key}_attention_factor") for key in ("short", "long")}
     scale = keys.number("attention_factor", natural)
-    if scales[kind] is not None:
-        scale = keys.number(f"{kind}_attention_factor")
-    return FactorsRope(theta, lists[f"{kind}_factor"], scale)
+    short, long = (
+        FactorsRope(theta, lists[f"{kind}_factor"], keys.number(f"{kind}_attention_factor", scale))
+        for kind in ("short", "long")
+    )
+    return SwitchedRope(theta, original, short, long) if context.max_len > original else short
 
 
 def _factors(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:

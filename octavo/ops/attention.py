@@ -37,6 +37,8 @@ class HeadLayout(NamedTuple):
     """Scores become ``softcap * tanh(scores / softcap)``; 0 for no capping."""
     sinks_N: Tensor | None = None
     """float32: an additional logit per head in the denominator of the softmax."""
+    slopes_N: Tensor | None = None
+    """float32: what a score loses for each position from the key to the query (ALiBi, arXiv 2108.12409)."""
     shares_cache: bool = False
     """Whether another layer has stored this layer's keys and values: rows of ``qkv`` then hold queries only."""
 
@@ -143,7 +145,8 @@ class PagedRows:
     has_long_context: bool = False
     """Whether kernels should expect a long context, where that makes a difference."""
     rope_shifts_AT: Tensor | None = None
-    """int64: rotary positions less positions, for each axis; ``None``: they are the same."""
+    """int64: rotary positions less positions, for each axis; ``None``: they are the same. Where rotary frequencies
+    depend on a text's length, [1, T]: the set of each row's (``RopeSets``)."""
     images: ImageRows | None = None
     """Rows that are embeddings of images, if there are any."""
     state_slots_S: Tensor | None = None
@@ -210,6 +213,7 @@ def attention(
         heads.softcap,
         heads.sinks_N,
         cache.scales,
+        heads.slopes_N,
     )
     return out_TNH.view(T, -1)
 
@@ -236,11 +240,13 @@ def paged_attention(
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
     scales: KVScales | None = None,
+    slopes_N: Tensor | None = None,
 ) -> Tensor:
     """Attend from every row to the positions of its sequence up to its own; a new tensor [T, N, H] of q's dtype.
 
     With a ``window`` a row sees at most that many positions, its own included; with a ``softcap`` scores become
-    ``softcap * tanh(scores / softcap)``; ``sinks`` (float32) add a logit per head to the softmax's denominator.
+    ``softcap * tanh(scores / softcap)``; with ``slopes`` (float32) each then loses its head's slope times the distance
+    of its key; ``sinks`` (float32) add a logit per head to the softmax's denominator.
 
     Caches are ``[num_blocks, K, block_size, H]`` and hold this step's keys and values already, divided by the
     ``scales`` if given. Rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of
@@ -250,7 +256,7 @@ def paged_attention(
     Contents before every row's window may be arbitrary, NaN of other sequences included: they change no result.
     Sums are computed in float32 at least.
     """
-    rule = Rule(scale, window, softcap, sinks_N, scales)
+    rule = Rule(scale, window, softcap, sinks_N, scales, slopes_N)
     out_TNH = torch.empty_like(q_TNH)
     starts, seq_lens = cu_seqlens_q.tolist(), seq_lens_S.tolist()
     single: list[int] = []
@@ -281,6 +287,7 @@ class Rule(NamedTuple):
     softcap: float
     sinks_N: Tensor | None
     scales: KVScales | None
+    slopes_N: Tensor | None = None
 
     def scaled(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [..., K, C, H] of what the cache holds."""
@@ -289,11 +296,14 @@ class Rule(NamedTuple):
         keys, values = (x * scale_K[:, None, None] for x, scale_K in zip((keys, values), self.scales, strict=True))
         return keys, values
 
-    def weights(self, products: Tensor, is_hidden: Tensor) -> Tensor:
-        """Softmax over the last axis of ``products`` [..., N, rows, C], which is overwritten."""
+    def weights(self, products: Tensor, is_hidden: Tensor, distance: Tensor | None = None) -> Tensor:
+        """Softmax over the last axis of ``products`` [..., N, rows, C], which is overwritten; ``distance`` is that of
+        each key to its row, for slopes."""
         scores = products.mul_(self.scale)
         if self.softcap:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.slopes_N is not None and distance is not None:
+            scores = scores.sub_(self.slopes_N[:, None, None] * distance)
         scores = scores.masked_fill_(is_hidden, float("-inf"))
         if self.sinks_N is None:
             return scores.softmax(dim=-1)
@@ -328,10 +338,12 @@ def _attend(q_QNH: Tensor, k_KCH: Tensor, v_KCH: Tensor, rule: Rule, out_QNH: Te
         end = start + Q
         q_KGQH = q.view(Q, K, N // K, H).permute(1, 2, 0, 3)
         products = (q_KGQH.reshape(K, -1, H) @ k_KCH[:, :end].mT).view(N, Q, end)
-        is_hidden_QC = torch.ones(Q, end, dtype=torch.bool, device=q.device).triu_(start + 1)
+        positions_C = torch.arange(end, device=q.device)
+        distance_QC = positions_C[start:].unsqueeze(1) - positions_C
+        is_hidden_QC = distance_QC < 0
         if rule.window:
-            is_hidden_QC |= torch.ones_like(is_hidden_QC).tril_(start - rule.window)
-        weights = rule.weights(products, is_hidden_QC)
+            is_hidden_QC |= distance_QC >= rule.window
+        weights = rule.weights(products, is_hidden_QC, distance_QC)
         out_KGQH = (weights.view(K, -1, end) @ v_KCH[:, :end]).view(K, -1, Q, H)
         out_QNH[first : first + Q] = out_KGQH.permute(2, 0, 1, 3).reshape(Q, N, H)
 
@@ -348,12 +360,13 @@ def _attend_single(
     keys, values = (cache[tables].transpose(1, 2).flatten(2, 3).to(dtype) for cache in (k_cache, v_cache))
     k_SKCH, v_SKCH = rule.scaled(keys, values)
     positions = torch.arange(num_blocks * block_size, device=q_SNH.device)
-    is_hidden_SC = positions >= seq_lens_S.unsqueeze(1)
+    distance_SC = seq_lens_S.unsqueeze(1) - 1 - positions
+    is_hidden_SC = distance_SC < 0
     if rule.window:
-        is_hidden_SC |= positions < seq_lens_S.unsqueeze(1) - rule.window
+        is_hidden_SC |= distance_SC >= rule.window
     v_SKCH.masked_fill_(is_hidden_SC[:, None, :, None], 0)  # a weight of 0 would not undo a NaN left in a free slot
     products = (q_SNH.to(dtype).view(S, K, N // K, H) @ k_SKCH.mT).view(S, N, 1, -1)
-    weights = rule.weights(products, is_hidden_SC[:, None, None, :])
+    weights = rule.weights(products, is_hidden_SC[:, None, None, :], distance_SC[:, None, None, :])
     return (weights.view(S, K, N // K, -1) @ v_SKCH).view(S, N, H).to(q_SNH.dtype)
 
 
@@ -439,11 +452,27 @@ def _rotate(x_TNH: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
 # pairs, A axes.
 
 
+class RopeSet(NamedTuple):
+    """Which of several sets of frequencies, one after the other, each row has."""
+
+    sets_T: Tensor
+    """int64"""
+    factors: Tensor
+    """float32: the factor of each set, in place of ``factor``."""
+
+
 @op_of_ids
-def rotary_angles(positions_T: Tensor, frequencies_R: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def rotary_angles(
+    positions_T: Tensor, frequencies_R: Tensor, factor: float, chosen: RopeSet | None = None
+) -> tuple[Tensor, Tensor]:
     """``factor`` times the cosine and the sine of position (int64) times frequency (float32); two float32 [T, R]."""
-    angles_TR = positions_T.unsqueeze(-1).float() * frequencies_R
-    return angles_TR.cos().mul_(factor), angles_TR.sin().mul_(factor)
+    positions_T1 = positions_T.unsqueeze(-1).float()
+    if chosen is None:
+        angles_TR = positions_T1 * frequencies_R
+        return angles_TR.cos().mul_(factor), angles_TR.sin().mul_(factor)
+    angles_TR = positions_T1 * frequencies_R.view(len(chosen.factors), -1)[chosen.sets_T]
+    factors_T1 = chosen.factors[chosen.sets_T].unsqueeze(-1)
+    return angles_TR.cos().mul_(factors_T1), angles_TR.sin().mul_(factors_T1)
 
 
 @op_of_ids

@@ -30,6 +30,38 @@ class StateSize(NamedTuple):
     """Whether steps verify drafts: a sequence then holds a spare slot."""
 
 
+class RopeSets(NamedTuple):
+    """Rotary frequencies that depend on a text's length: set 0 for short texts, others for longer ones.
+
+    All keys of a text are rotated by one set, as in a forward pass over all of it. A text that grows beyond its set's
+    longest is computed again.
+    """
+
+    original: int
+    """Tokens of the longest text with set 0."""
+    step: int = 0
+    """0: all longer texts have set 1. Otherwise set n is for texts of n tokens more than the original length. Prompts
+    have exactly theirs; behind them the set changes after every so many tokens."""
+
+    def of(self, num_prompt_tokens: int, num_tokens: int) -> tuple[int, int]:
+        """The set of a text of ``num_tokens``, and the most tokens with which it keeps that."""
+        if num_tokens <= self.original:
+            return 0, self.original
+        if not self.step:
+            return 1, NEVER
+        first = max(num_prompt_tokens, self.original)
+        grown = num_tokens - first
+        if num_prompt_tokens > self.original:  # its set is kept for some tokens more
+            grown = max(0, grown - 1) // self.step * self.step
+            return first + grown - self.original, first + grown + self.step
+        grown = -(-grown // self.step) * self.step
+        return grown, self.original + grown
+
+
+NEVER = 1 << 62
+"""More tokens than any text has."""
+
+
 class StepLimits(NamedTuple):
     """Limits that every encoded step obeys, and for which an executor allocates buffers."""
 
@@ -48,6 +80,8 @@ class StepLimits(NamedTuple):
     """Axes of rotary positions; 0: they are those of tokens."""
     num_image_slots: int = 0
     """Slots of the pool of embeddings; 0: the model takes no images."""
+    has_rope_sets: bool = False
+    """Whether rotary frequencies depend on a text's length; positions have no axes then."""
 
     def largest(self) -> StepShape:
         """A padded shape that no step exceeds."""
@@ -61,4 +95,4 @@ class StepLimits(NamedTuple):
             kind,
             num_drafts,
         )
-        return shape._replace(has_images=self.num_image_slots > 0, num_axes=self.num_axes)
+        return shape._replace(has_images=self.num_image_slots > 0, num_axes=self.num_axes or int(self.has_rope_sets))

@@ -36,8 +36,11 @@ as classifiers, rerankers and reward models (`...ForSequenceClassification`) and
 Any other decoder of transformers runs with `--backend transformers`, more slowly: {BACKENDS}. `octavo bench architectures` goes through all classes of the
 installed library with tiny random checkpoints, and says how each is served.
 
-With longrope (Phi-3, Phi-3.5-MoE and others) all prompts of a server have the same factors: the short ones where `--max-model-len` is at most the model's original length,
-else the long ones. transformers chooses by the length of each prompt, so with a longer `--max-model-len` short prompts get other answers than there.
+With longrope (Phi-3, Phi-3.5-MoE and others) a text up to the model's original length has the short factors, and a longer one the long factors for all of its tokens, as in
+transformers. A text that grows past the original length is computed again, once; cached blocks of the two are kept apart, so that neither is found for the other. `dynamic` scaling
+makes contexts longer than `max_position_embeddings`, `factor` times at most. A prompt that is longer has the base for exactly its length, as in transformers, and shares cached
+blocks with texts of the same base only. As a text grows behind that, transformers computes each token with another base than those before it; here the base changes after every
+sixteenth of `max_position_embeddings`, and the text is computed again then. The backend transformers ends contexts at the original length.
 """
 CALLS = """\
 ## Tool calls

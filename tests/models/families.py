@@ -5,7 +5,6 @@ A row is ``family/what is special: (model type of transformers, what differs fro
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -141,7 +140,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3/short": ("phi3", {**LONGROPE, "original_max_position_embeddings": MAX_LEN, "sliding_window": 11}),
     "phi3/long": (
         "phi3",
-        {**rope("longrope", short_factor=LONG, long_factor=LONG), "original_max_position_embeddings": 200},
+        {**LONGROPE, "original_max_position_embeddings": 200},
     ),
     "olmo2/one_kv_head": ("olmo2", {"num_key_value_heads": 1}),
     "olmo2/biases": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
@@ -401,8 +400,4 @@ def make_checkpoint(folder: Path, row: str, auto_class: Any = AutoModelForCausal
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model.eval().save_pretrained(folder)
-    if row == "phi3/long":  # transformers takes the short factors for short prompts, an engine one list for all
-        saved = json.loads((folder / "config.json").read_text())
-        saved["rope_parameters"]["short_factor"] = SHORT
-        (folder / "config.json").write_text(json.dumps(saved))
     return model

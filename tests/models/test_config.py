@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from octavo.errors import CheckpointError
-from octavo.layers.rotary import DefaultRope, FactorsRope, LinearRope, Llama3Rope
+from octavo.layers.rotary import DefaultRope, FactorsRope, LinearRope, Llama3Rope, SwitchedRope
 from octavo.models.llama import LlamaConfig
 from octavo.models.registry import read_config
+from octavo.steps.limits import NEVER, RopeSets
 from octavo.weights.generation_config import token_ids
 
 BASE: dict[str, Any] = {
@@ -141,15 +142,54 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
     assert shorter.windows == (0, 0)
 
 
-def test_longrope_takes_the_factors_that_fit_the_longest_context() -> None:
+def test_longrope_has_two_lists_of_factors_where_contexts_are_longer_than_the_original() -> None:
     scaling = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     values = {**BASE, "rope_scaling": scaling, "original_max_position_embeddings": 64}
-    for max_len, factor in ((64, 1.0), (65, 2.0), (None, 2.0)):
+    scale = (1 + math.log(2) / math.log(64)) ** 0.5
+    short, long = (FactorsRope(10_000.0, (factor,) * 4, scale) for factor in (1.0, 2.0))
+    for max_len, expected in ((64, short), (65, SwitchedRope(10_000.0, 64, short, long))):
         config = read_config(values, max_len)
         assert isinstance(config, LlamaConfig)
-        assert isinstance(config.rope, FactorsRope)
-        assert config.rope.factors == (factor,) * 4
-        assert config.rope.scale == pytest.approx((1 + math.log(2) / math.log(64)) ** 0.5)
+        assert config.rope == expected
+        assert config.rope_sets == (None if max_len == 64 else RopeSets(64))
+
+
+def test_each_list_of_factors_can_have_a_scale_of_its_own() -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "long_mscale": 1.4}
+    moe = {"architectures": ["PhimoeForCausalLM"], "num_local_experts": 4, "original_max_position_embeddings": 64}
+    config = read_config({**BASE, **moe, "rope_scaling": {**scaling, "short_mscale": 1.2}})
+    [rope] = config.rotary_embeddings
+    assert isinstance(rope, SwitchedRope)
+    assert rope.attention_factors == [1.2, 1.4]
+
+
+def test_dynamic_scaling_makes_contexts_longer() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    for max_len, longest in ((None, 256), (128, 128)):
+        config = read_config({**BASE, "rope_scaling": scaling}, max_len)
+        assert config.max_position_embeddings == 256
+        assert config.rope_sets == (RopeSets(128, 8) if longest > 128 else None)
+
+
+@pytest.mark.parametrize(
+    ("sets", "num_prompt", "num_tokens", "expected"),
+    [
+        (RopeSets(64), 10, 64, (0, 64)),
+        (RopeSets(64), 10, 65, (1, NEVER)),
+        (RopeSets(64), 65, 65, (1, NEVER)),
+        (RopeSets(64, 4), 10, 64, (0, 64)),
+        (RopeSets(64, 4), 10, 65, (4, 68)),
+        (RopeSets(64, 4), 10, 68, (4, 68)),
+        (RopeSets(64, 4), 10, 69, (8, 72)),
+        (RopeSets(64, 4), 75, 75, (11, 79)),
+        (RopeSets(64, 4), 75, 79, (11, 79)),
+        (RopeSets(64, 4), 75, 80, (15, 83)),
+    ],
+)
+def test_which_rotary_frequencies_a_text_has(
+    sets: RopeSets, num_prompt: int, num_tokens: int, expected: tuple[int, int]
+) -> None:
+    assert sets.of(num_prompt, num_tokens) == expected
 
 
 def test_the_older_keys_of_qwen_say_which_layers_have_windows() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import CheckpointError
-from octavo.layers.rotary import FactorsRope, YarnRope
+from octavo.layers.rotary import SwitchedRope, YarnRope
 from octavo.models.deepseek import DeepseekConfig
 from octavo.models.gemma2 import Gemma2Config
 from octavo.models.gemma3 import Gemma3Config
@@ -207,8 +207,8 @@ def read(name: str, kind: type[Any], max_len: int | None = None) -> Any:
 def test_what_they_say() -> None:
     assert [read(f"gpt2-{width}", GPT2Config).head_dim for width in (768, 1024, 1280, 1600)] == [64] * 4
     phi = read("phi-4-mini", LlamaConfig)
-    assert isinstance(phi.rope, FactorsRope)
-    assert (phi.rotary_width, phi.rope.factors[0], set(phi.windows)) == (96, 2.0, {0})
+    assert isinstance(phi.rope, SwitchedRope)
+    assert (phi.rotary_width, phi.rope.original, set(phi.windows)) == (96, 4096, {0})
     assert read("phi-4-mini", LlamaConfig, 4096).rope.factors[0] == 1.0
     gemma2, gemma3 = read("gemma-2-2b", Gemma2Config), read("gemma-3-1b", Gemma3Config)
     assert (gemma2.windows[:3], gemma2.scale, gemma2.softcap) == ((4096, 0, 4096), 1 / 16, 50.0)

@@ -9,6 +9,7 @@ import torch
 
 from octavo import ops
 from octavo.ops import dispatch
+from octavo.ops.attention import RopeSet
 from octavo.ops.block_linear import PackedBlocks
 from octavo.weights.gguf.blocks import dequantize
 from tests.ops.cpu_cases import EVERY_KIND, needs_float_kernels, poison_new_tensors, random_blocks
@@ -61,3 +62,9 @@ def test_angles_are_products_in_float32_with_exact_cosines(factor: float) -> Non
     cos, sin = ops.rotary_angles(positions, frequencies, factor)
     torch.testing.assert_close(cos.double(), angles.cos() * factor, rtol=2e-7, atol=1e-12)
     torch.testing.assert_close(sin.double(), angles.sin() * factor, rtol=2e-7, atol=1e-12)
+    both, sets = torch.cat((frequencies, frequencies / 3)), torch.tensor([1, 0, 1, 1, 0])
+    found = ops.rotary_angles(positions, both, 9.0, RopeSet(sets, torch.tensor([factor, 1.5])))
+    for t, chosen in enumerate(sets.tolist()):
+        of_row = [frequencies, frequencies / 3][chosen], [factor, 1.5][chosen]
+        expected = ops.rotary_angles(positions[t : t + 1], *of_row)
+        assert all(torch.equal(x[t], y[0]) for x, y in zip(found, expected, strict=True))

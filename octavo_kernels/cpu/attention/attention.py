@@ -9,7 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention, axis_angles, rotary_angles, store_keys
+from octavo.ops.attention import (
+    HeadLayout,
+    LayerCache,
+    PagedRows,
+    RopeSet,
+    attention,
+    axis_angles,
+    rotary_angles,
+    store_keys,
+)
 from octavo.ops.latent_attention import LatentHeads, latent_attention, store_latents
 from octavo.ops.linear import head_linear
 from octavo_kernels.cpu.attention.attention_passes import PART, first_seen
@@ -166,7 +175,8 @@ def attention_numba(
         *(address(norms[0]), address(norms[1]), heads.norm_eps, address(cos_TR), address(sin_TR), R),
         *(slots.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), num_blocks, block_size),
         *(tables.data_ptr(), tables.shape[1], starts.data_ptr(), lengths.data_ptr(), len(lengths)),
-        *(heads.window, heads.softcap, address(heads.sinks_N), *_scales(cache), out_TW.data_ptr(), *[0] * 5),
+        *(heads.window, heads.softcap, address(heads.sinks_N), address(heads.slopes_N), *_scales(cache)),
+        *(out_TW.data_ptr(), *[0] * 5),
     )
     call(_attention_driver(), arguments, "attention: lengths, slots or block numbers do not fit the caches and tables")
     return out_TW.to(qkv_TW.dtype)
@@ -177,7 +187,7 @@ def attention_numba(
 
 
 ANGLES_A_PIECE = 64
-ARGUMENTS = fields("task T piece positions frequencies cos sin R factor:float")
+ARGUMENTS = fields("task T piece positions frequencies cos sin R sets factors num_sets factor:float")
 
 
 @functools.cache
@@ -186,14 +196,19 @@ def _task() -> int:
 
     def turn(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
-        positions, frequencies = view(a.positions, a.T, np.int64), view(a.frequencies, a.R, np.float32)
+        positions = view(a.positions, a.T, np.int64)
+        frequencies = view(a.frequencies, a.R * max(1, a.num_sets), np.float32)
         cos, sin = view(a.cos, a.T * a.R, np.float32), view(a.sin, a.T * a.R, np.float32)
+        sets, factors = view(a.sets, a.T, np.int64), view(a.factors, a.num_sets, np.float32)
         for t in range(begin, end):
-            position = np.float32(positions[t])
+            position, first, factor = np.float32(positions[t]), 0, np.float32(a.factor)
+            if a.sets:
+                chosen = min(max(sets[t], 0), a.num_sets - 1)
+                first, factor = chosen * a.R, factors[chosen]
             for i in range(a.R):
-                angle = np.float64(position * frequencies[i])
-                cos[t * a.R + i] = np.float32(np.cos(angle)) * np.float32(a.factor)
-                sin[t * a.R + i] = np.float32(np.sin(angle)) * np.float32(a.factor)
+                angle = np.float64(position * frequencies[first + i])
+                cos[t * a.R + i] = np.float32(np.cos(angle)) * factor
+                sin[t * a.R + i] = np.float32(np.sin(angle)) * factor
 
     return compiled_task(turn)
 
@@ -203,14 +218,18 @@ def _supports(dtype: torch.dtype) -> str | None:
 
 
 @rotary_angles.kernel(device="cpu", name="numba", preference=10, supports=_supports)
-def rotary_angles_numba(positions_T: Tensor, frequencies_R: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def rotary_angles_numba(
+    positions_T: Tensor, frequencies_R: Tensor, factor: float, chosen: RopeSet | None = None
+) -> tuple[Tensor, Tensor]:
     """See ``ops.rotary_angles``."""
     positions, frequencies = positions_T.contiguous(), frequencies_R.float().contiguous()
-    T, R = len(positions), len(frequencies)
+    num_sets = 0 if chosen is None else len(chosen.factors)
+    T, R = len(positions), len(frequencies) // max(1, num_sets)
     cos_TR, sin_TR = torch.empty(T, R), torch.empty(T, R)
     arguments = np.empty(1, ARGUMENTS)
     addresses = positions.data_ptr(), frequencies.data_ptr(), cos_TR.data_ptr(), sin_TR.data_ptr()
-    arguments[0] = (_task(), T, max(1, ANGLES_A_PIECE // max(1, R)), *addresses, R, factor)
+    sets = (0, 0) if chosen is None else (chosen.sets_T.data_ptr(), chosen.factors.data_ptr())
+    arguments[0] = (_task(), T, max(1, ANGLES_A_PIECE // max(1, R)), *addresses, R, *sets, num_sets, factor)
     call(task_driver(), arguments)
     return cos_TR, sin_TR
 

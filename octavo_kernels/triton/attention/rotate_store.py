@@ -7,7 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.attention import HeadLayout, KVScales, LayerCache, axis_angles, rotary_angles, store_keys, store_kv
+from octavo.ops.attention import (
+    HeadLayout,
+    KVScales,
+    LayerCache,
+    RopeSet,
+    axis_angles,
+    rotary_angles,
+    store_keys,
+    store_kv,
+)
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 # ---- rotate_store: Between a layer's projection and its attention: norm and rotate queries and keys, store keys and
@@ -220,24 +229,33 @@ def store_kv_triton(
 
 
 @rotary_angles.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)
-def rotary_angles_triton(positions_T: Tensor, frequencies_R: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def rotary_angles_triton(
+    positions_T: Tensor, frequencies_R: Tensor, factor: float, chosen: RopeSet | None = None
+) -> tuple[Tensor, Tensor]:
     """See ``ops.rotary_angles``."""
-    T, R = len(positions_T), len(frequencies_R)
+    T, R = len(positions_T), len(frequencies_R) // (1 if chosen is None else len(chosen.factors))
     cos_TR, sin_TR = (torch.empty(T, R, dtype=torch.float32, device=positions_T.device) for _ in range(2))
     BLOCK = triton.next_power_of_2(R)
-    launch(_angles_kernel, (T,), positions_T, frequencies_R, cos_TR, sin_TR, factor, R=R, BLOCK=BLOCK, num_warps=1)
+    tensors = positions_T, frequencies_R, cos_TR, sin_TR, *(chosen or (None, None))
+    launch(_angles_kernel, (T,), *tensors, factor, R=R, BLOCK=BLOCK, num_warps=1)
     return cos_TR, sin_TR
 
 
 @triton.jit
 def _angles_kernel(
-    positions: tl.tensor, frequencies: tl.tensor, cos: tl.tensor, sin: tl.tensor, factor: tl.tensor, R: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    positions: tl.tensor, frequencies: tl.tensor, cos: tl.tensor, sin: tl.tensor, sets: tl.tensor | None,
+    factors: tl.tensor | None, factor: tl.tensor, R: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
-    frequency = tl.load(frequencies + pair, mask=pair < R, other=0.0)
-    after_predecessor(PDL)
+    if sets is None:
+        frequency = tl.load(frequencies + pair, mask=pair < R, other=0.0)
+        after_predecessor(PDL)
+    else:
+        after_predecessor(PDL)
+        chosen = tl.load(sets + row)
+        frequency = tl.load(frequencies + chosen * R + pair, mask=pair < R, other=0.0)
+        factor = tl.load(factors + chosen)
     angle = tl.load(positions + row).to(tl.float32) * frequency
     tl.store(cos + row * R + pair, tl.cos(angle) * factor, mask=pair < R)
     tl.store(sin + row * R + pair, tl.sin(angle) * factor, mask=pair < R)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo import ops
+from octavo.ops.attention import RopeSet
 from octavo.ops.sampling import SampleParams
 from octavo.ops.stepping import LastResults, StagedRows
 from octavo_kernels.triton.attention.rotate_store import rotary_angles_triton
@@ -173,6 +174,12 @@ def test_rotary_angles(device: str, num_pairs: int) -> None:
     angles = (positions[:, None].float() * frequencies).double()
     torch.testing.assert_close(cos.cpu().double(), angles.cos() * 1.25, rtol=0, atol=2e-6)
     torch.testing.assert_close(sin.cpu().double(), angles.sin() * 1.25, rtol=0, atol=2e-6)
+    both = torch.cat((frequencies, frequencies / 3))
+    chosen = RopeSet(torch.tensor([1, 0, 1, 1, 0]), torch.tensor([1.25, 1.5]))
+    expected = ops.rotary_angles.reference(positions, both, 0.0, chosen)
+    on_device = RopeSet(*(x.to(device) for x in chosen))
+    found = rotary_angles_triton(positions.to(device), both.to(device), 0.0, on_device)
+    torch.testing.assert_close([x.cpu() for x in found], list(expected), rtol=0, atol=4e-6)
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])
