@@ -17,7 +17,7 @@ from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.generation_config import token_ids
 
 GIB = 1 << 30
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|h)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
 _EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings)\.weight$")
 _GPT2 = {"num_layers": "n_layer", "hidden_size": "n_embd"}
 

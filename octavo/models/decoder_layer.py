@@ -77,6 +77,9 @@ class DecoderLayer:
         )
         if part.has_sinks:
             layout = layout._replace(sinks_N=weights.exact(f"{prefix}.{config.names.sinks}", part.num_heads))
+        if part.slopes:
+            slopes_N = torch.tensor(part.slopes, dtype=torch.float32, device=weights.form.device)
+            layout = layout._replace(slopes_N=slopes_N)
         norm = part.head_norm
         if norm is None or norm.over != "head" or norm.is_after_rope:
             return layout

@@ -200,13 +200,20 @@ class WeightLoader:
 
     def own_heads(self, heads: HeadLayout) -> HeadLayout:
         """This device's heads of a layer."""
-        sinks_N = heads.sinks_N
-        if sinks_N is not None:
-            sinks_N = self._shard.part("attention sinks", DenseStored((sinks_N.unsqueeze(1),)), 0).dense(
-                WeightFormat(sinks_N.dtype, sinks_N.device)
+        sinks_N, slopes_N = (
+            None
+            if x_N is None
+            else self._shard.part("attention heads", DenseStored((x_N.unsqueeze(1),)), 0).dense(
+                WeightFormat(x_N.dtype, x_N.device)
             )[:, 0]
-        num_kv_heads = self._shard.num_units(heads.num_kv_heads)
-        return heads._replace(num_heads=self.num_own(heads.num_heads), num_kv_heads=num_kv_heads, sinks_N=sinks_N)
+            for x_N in (heads.sinks_N, heads.slopes_N)
+        )
+        return heads._replace(
+            num_heads=self.num_own(heads.num_heads),
+            num_kv_heads=self._shard.num_units(heads.num_kv_heads),
+            sinks_N=sinks_N,
+            slopes_N=slopes_N,
+        )
 
     def num_own(self, num_heads: int) -> int:
         """Number of this device's query heads."""

@@ -1,7 +1,8 @@
-"""Decoders from before Llama, with LayerNorms: GPT-NeoX and Pythia, Falcon, OPT, StarCoder 2, StableLM and Phi.
+"""Decoders from before Llama, with LayerNorms: GPT-NeoX, Falcon, OPT, BLOOM, MPT, StarCoder 2, StableLM and Phi.
 
 GPT-NeoX (arXiv 2204.06745) and Falcon (arXiv 2311.16867) fuse queries, keys and values head by head, OPT (arXiv
 2205.01068) has learned positions, StarCoder 2 (arXiv 2402.19173) and StableLM 2 (arXiv 2402.17834) are close to Llama.
+BLOOM (arXiv 2211.05100), MPT (MosaicML) and the first Falcons have biases by distance instead of positions (ALiBi).
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ from octavo.models.rope import rope_values
 from octavo.quant.stored.stored_weight import Order
 
 LAYER_NORM = NormPart(is_layer_norm=True)
+
+
+def alibi_slopes(num_heads: int, most: float = 8.0) -> tuple[float, ...]:
+    """What each head's scores lose with each position: a geometric sequence that ends with ``2 ** -most``; for a number
+    of heads that is no power of two, that of half the next power, then every second of the next power's."""
+    power = 1 << (num_heads - 1).bit_length()
+    slopes = [2.0 ** (-most * (i + 1) / power) for i in range(power)]
+    return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
 
 
 def fused_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> Order:
@@ -95,8 +104,6 @@ class FalconForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
-        if keys.flag("alibi"):
-            raise wrong("alibi", True, "false; biases by distance run with backend transformers")
         num_heads, hidden_size = keys.size("num_attention_heads"), keys.size("hidden_size")
         is_new, is_parallel = keys.flag("new_decoder_architecture"), keys.flag("parallel_attn", True)
         num_kv_heads, shares_keys = keys.size("num_kv_heads", num_heads), keys.flag("multi_query", True)
@@ -130,7 +137,98 @@ class FalconForCausalLM(Decoder):
             names=names,
             norm=LAYER_NORM,
         )
+        if keys.flag("alibi"):  # which is scaled like the scores
+            slopes = tuple(slope * config.head_dim**-0.5 for slope in alibi_slopes(num_heads))
+            config = dataclasses.replace(config.with_attention(rope=None, slopes=slopes), ropes=())
         return dataclasses.replace(config, is_parallel=is_parallel)
+
+
+class BloomForCausalLM(Decoder):
+    layer_class = FusedLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        hidden_size = keys.size("hidden_size", keys.get("n_embed"))
+        num_heads = keys.size("num_attention_heads", keys.get("n_head"))
+        values = {
+            **keys.values,
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_heads,
+            "num_hidden_layers": keys.size("num_hidden_layers", keys.get("n_layer")),
+            "intermediate_size": 4 * hidden_size,
+            "max_position_embeddings": keys.size("seq_length", 2048),
+        }
+        keys.must_be({"apply_residual_connection_post_layernorm": (False,)})
+        for key in ("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "slow_but_exact"):
+            keys.get(key)
+        config = read_decoder(
+            keys.over(values),
+            max_len,
+            tied=True,
+            eps=1e-5,
+            eps_key="layer_norm_epsilon",
+            activation="gelu_pytorch_tanh",
+            activations=PLAIN_ACTIVATIONS,
+            has_bias=True,
+            mlp_bias=True,
+            names=FALCON,
+            norm=LAYER_NORM,
+        )
+        attention = config.with_attention(rope=None, slopes=alibi_slopes(num_heads))
+        return dataclasses.replace(attention, ropes=(), has_embedding_norm=True)
+
+
+MPT = Names(
+    embedding="transformer.wte",
+    layers="transformer.blocks",
+    norm="transformer.norm_f",
+    queries=("attn.Wqkv",),
+    output="attn.out_proj",
+    before_attention="norm_1",
+    before_mlp="norm_2",
+    ups=("ffn.up_proj",),
+    down="ffn.down_proj",
+)
+
+
+class MptForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        hidden_size, num_heads = keys.size("d_model"), keys.size("n_heads")
+        values = {
+            **keys.values,
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_heads,
+            "num_hidden_layers": keys.size("n_layers"),
+            "intermediate_size": keys.size("expansion_ratio", 4) * hidden_size,
+            "max_position_embeddings": keys.size("max_seq_len", 2048),
+        }
+        keys.must_be({"no_bias": (True,), "logit_scale": ()})
+        for key in ("emb_pdrop", "embedding_fraction", "init_device", "learned_pos_emb", "norm_type"):
+            keys.get(key)
+        attention = ConfigKeys(keys.get("attn_config", {}))
+        attention.must_be({"alibi": (True,), "prefix_lm": (False,), "qk_ln": (False,)})
+        attention.must_be({"attn_type": ("multihead_attention",), "attn_uses_sequence_id": (False,)})
+        config = read_decoder(
+            keys.over(values),
+            max_len,
+            tied=True,
+            eps=1e-5,
+            eps_key="layer_norm_epsilon",
+            activation="gelu",
+            activations=PLAIN_ACTIVATIONS,
+            has_bias=False,
+            mlp_bias=False,
+            names=MPT,
+            norm=NormPart(is_layer_norm=True, has_bias=False),
+        )
+        config = config.with_attention(
+            rope=None,
+            slopes=alibi_slopes(num_heads, attention.number("alibi_bias_max", 8.0)),
+            scale=attention.number("softmax_scale", config.head_dim**-0.5),
+            clip=0.0 if attention.get("clip_qkv") is None else attention.number("clip_qkv"),
+        )
+        return dataclasses.replace(config, ropes=())
 
 
 OPT = Names(

@@ -62,8 +62,10 @@ from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.multimodal_text import TEXT_PARTS, TextPart, text_config
 from octavo.models.nemotron_h import NemotronHForCausalLM
 from octavo.models.older import (
+    BloomForCausalLM,
     FalconForCausalLM,
     GPTNeoXForCausalLM,
+    MptForCausalLM,
     OPTForCausalLM,
     PhiForCausalLM,
     StableLmForCausalLM,
@@ -115,6 +117,7 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "ApertusForCausalLM": ApertusForCausalLM,
     "ArceeForCausalLM": ArceeForCausalLM,
     "BambaForCausalLM": BambaForCausalLM,
+    "BloomForCausalLM": BloomForCausalLM,
     "Cohere2ForCausalLM": Cohere2ForCausalLM,
     "Cohere2MoeForCausalLM": Cohere2MoeForCausalLM,
     "CohereForCausalLM": CohereForCausalLM,
@@ -162,6 +165,8 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "MinistralForCausalLM": MistralForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
+    "MPTForCausalLM": MptForCausalLM,
+    "MptForCausalLM": MptForCausalLM,
     "NemotronForCausalLM": NemotronForCausalLM,
     "NemotronHForCausalLM": NemotronHForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
@@ -190,9 +195,17 @@ ARCHITECTURES: dict[str, ModelFamily] = {
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 HEADLESS = ("Model",)
 """Ends of the names of classes without logits of tokens; before them is the family's name."""
-ROOTS = {"Falcon": "transformer.", "GPT2": "", "GPTNeoX": "gpt_neox.", "Mamba2": "backbone.", "NemotronH": "backbone."}
+ROOTS = {
+    "Bloom": "transformer.",
+    "Falcon": "transformer.",
+    "GPT2": "",
+    "GPTNeoX": "gpt_neox.",
+    "Mamba2": "backbone.",
+    "Mpt": "transformer.",
+    "NemotronH": "backbone.",
+}
 """What precedes all names in a checkpoint with a head, and in none without, of families where that is not "model."."""
-OLDER_CLASSIFIERS = ("Falcon", "GPT2", "GPTNeoX")
+OLDER_CLASSIFIERS = ("Bloom", "Falcon", "GPT2", "GPTNeoX", "Mpt")
 """Families whose classifiers of tokens have another name for their map than the others."""
 
 ENTRY_POINTS = "octavo.models"

@@ -108,6 +108,11 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon",
         {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "tie_word_embeddings": False},
     ),
+    "bloom/slopes": ("bloom", {"hidden_size": 32, "n_head": 4, "n_layer": 2, "seq_length": 400}),
+    "mpt/slopes": (
+        "mpt",
+        {"d_model": 36, "n_heads": 6, "n_layers": 2, "max_seq_len": 400, "attn_config": {"clip_qkv": 0.5}},
+    ),
     "gpt_neox/parallel": ("gpt_neox", {"num_attention_heads": 2}),
     "gpt_neox/sequential": ("gpt_neox", {**ROTATED_HALF, "use_parallel_residual": False}),
     "mimo_v2_flash/narrow_values": (

@@ -219,3 +219,18 @@ def check_logits(folder: Path, model: PreTrainedModel, prompt: list[int]) -> Non
 
 def test_the_table_knows_prompts_within_the_context() -> None:
     assert max(LENGTHS) + 20 + NEW_TOKENS <= MAX_LEN
+
+
+def test_falcon_with_biases_by_distance(tmp_path: Path) -> None:
+    """The first Falcons: prompts of at most 256 tokens, up to which transformers rounds no distance to bfloat16."""
+    config = AutoConfig.for_model("falcon", **SHAPE, alibi=True, multi_query=False, parallel_attn=False, bias=True)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    with LLM(tmp_path, dtype="float32", block_size=16, **SETTINGS) as llm:
+        prompt = random_tokens(250)
+        [result] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3))
+    tokens = list(result.outputs[0].token_ids)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
+    check_logprobs(result.outputs[0].logprobs or [], logits.log_softmax(-1)[len(prompt) - 1 : -1])

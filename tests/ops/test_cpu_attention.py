@@ -127,6 +127,8 @@ def exact(case: Case) -> Tensor:
             scores = torch.einsum("nh,cnh->nc", queries[t], keys[seen]) * heads.scale
             if heads.softcap:
                 scores = heads.softcap * torch.tanh(scores / heads.softcap)
+            if heads.slopes_N is not None:
+                scores = scores - heads.slopes_N.double()[:, None] * (last - torch.arange(last + 1)[seen])
             if heads.sinks_N is not None:
                 scores = torch.cat((scores, heads.sinks_N.double()[:, None]), dim=1)
             weights = scores.softmax(-1)[:, : keys[seen].shape[0]]
@@ -151,6 +153,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "wide window": {"window": 200},
     "one position": {"window": 1},
     "softcap": {"softcap": 0.7},
+    "slopes": {"slopes_N": 2.0 ** -torch.arange(6.0), "window": 200},
     "sinks": {"sinks_N": torch.linspace(-2, 4, 6)},
     "norms": {"q_norm_H": torch.linspace(0.5, 2, 24), "k_norm_H": torch.linspace(-1, 1, 24), "norm_eps": 1e-4},
 }

@@ -113,6 +113,7 @@ def attend_plainly(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """One sequence, one row, one head at a time; keys and values are [C, K, H]."""
     num_rows, num_heads, _ = q.shape
@@ -125,6 +126,8 @@ def attend_plainly(
             scores = keys[start:end, n // group] @ q[i, n].double() * scale
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
+            if slopes is not None:
+                scores = scores - slopes[n].double() * (end - 1 - torch.arange(start, end))
             extra = 0 if sinks is None else sinks[n].double().exp()
             weights = scores.exp() / (scores.exp().sum() + extra)
             out[i, n] = weights @ values[start:end, n // group]
@@ -162,6 +165,7 @@ def test_paged_attention(
     tables = torch.zeros(len(lengths), 10, dtype=torch.int32)
     q = torch.randn(sum(rows for rows, _ in lengths), num_heads, head_dim).to(dtype)
     sinks = torch.randn(num_heads) if has_sinks else None
+    slopes = torch.rand(num_heads) if has_sinks else None
     expected, first = [], 0
     for s, (num_rows, seq_len) in enumerate(lengths):
         keys, values = torch.randn(2, seq_len, num_kv_heads, head_dim).to(dtype)
@@ -169,14 +173,14 @@ def test_paged_attention(
         slots = torch.tensor([int(tables[s, p // block_size]) * block_size + p % block_size for p in range(seq_len)])
         ops.store_kv(keys, values, *caches, slots)
         rows = q[first : first + num_rows]
-        expected.append(attend_plainly(rows, keys.double(), values.double(), 0.3, window, softcap, sinks))
+        expected.append(attend_plainly(rows, keys.double(), values.double(), 0.3, window, softcap, sinks, slopes))
         for position in range(seq_len - num_rows - window + 1 if window else 0):
             for cache in caches:
                 cache[tables[s, position // block_size], :, position % block_size] = math.nan
         first += num_rows
     cu_seqlens_q = torch.tensor([0, *(rows for rows, _ in lengths)]).cumsum(0).to(torch.int32)
     seq_lens = torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32)
-    found = ops.paged_attention(q, *caches, tables, cu_seqlens_q, seq_lens, 0.3, window, softcap, sinks)
+    found = ops.paged_attention(q, *caches, tables, cu_seqlens_q, seq_lens, 0.3, window, softcap, sinks, None, slopes)
     assert found.dtype == dtype
     assert_close(found, torch.cat(expected))
 

@@ -26,6 +26,7 @@ from octavo_kernels.cpu.attention.attention_dots import (
 from octavo_kernels.cpu.attention.attention_turned import CHUNK_ROWS, score_turned, turn
 from octavo_kernels.cpu.compiled import Constant, copied, inlined
 from octavo_kernels.cpu.half import widen
+from octavo_kernels.cpu.memory import view
 from octavo_kernels.cpu.vector_ir import FLOAT32, FORMAT_BYTES, LANES
 
 PART = 128
@@ -140,10 +141,10 @@ def _score_run(kind: Constant, a: Any, begin: int, run: Any, keys: int, ahead: i
 
 
 @copied
-def weigh_rows(a: Any, begin: int, end: int, work: Any, parts: Any) -> None:
-    """Second pass: scores to weights; each row's largest score and sum of weights."""
+def weigh_rows(a: Any, begin: int, end: int, head: int, work: Any, parts: Any) -> None:
+    """Second pass: scores to weights; each row's largest score and sum of weights. ``head`` is their kv head."""
     queries, positions, scores, _, _, _ = work
-    num_rows = len(queries)
+    num_rows, group = len(queries), a.N // a.K
     for first in range(0, num_rows, WEIGH_ROWS):
         last = min(first + WEIGH_ROWS, num_rows) - 1
         vectors = (min(end, positions[last] + 1) - begin + LANES - 1) // LANES
@@ -151,6 +152,10 @@ def weigh_rows(a: Any, begin: int, end: int, work: Any, parts: Any) -> None:
             low, high = max(0, first_seen(a, positions[row]) - begin), min(end, positions[row] + 1) - begin
             if a.softcap:
                 soft_cap(scores[row].ctypes.data, vectors, np.float32(a.softcap))
+            if a.slopes:
+                slope = view(a.slopes, a.N, np.float32)[head * group + row % group]
+                for i in range(low, high):
+                    scores[row, i] -= slope * np.float32(positions[row] - begin - i)
             for i in range(min(low, vectors * LANES)):
                 scores[row, i] = -np.inf
             for i in range(max(0, high), vectors * LANES):

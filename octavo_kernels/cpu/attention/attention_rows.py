@@ -15,7 +15,7 @@ from octavo_kernels.cpu.vector_ir import FORMAT_BYTES
 
 STEP = fields(
     "prepare attend qkv T N K stored H width scale:float q_norm k_norm eps:float cos sin R slots k_cache v_cache "
-    "num_blocks block_size tables table_width starts lengths S window softcap:float sinks k_scales v_scales "
+    "num_blocks block_size tables table_width starts lengths S window softcap:float sinks slopes k_scales v_scales "
     "factor:float out q tiles num_tiles parts counts"
 )
 """Arguments of the tasks of one call; addresses are 0 for absent tensors. ``width`` is H rounded up to a multiple of

@@ -54,6 +54,7 @@ def attention_triton(
         heads.softcap,
         heads.sinks_N,
         cache.scales,
+        heads.slopes_N,
         skip_single=has_single,
         out=out_TNH,
     )

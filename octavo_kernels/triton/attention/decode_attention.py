@@ -96,6 +96,7 @@ def run_decode_attention(
         block_tables_SB,
         *((rows.cu_seqlens_q, rows.seq_lens_S) if single is None else single),
         heads.sinks_N,
+        heads.slopes_N,
         out_TW,
         torch.empty(*partial_shape, H, dtype=torch.float32, device=x_TW.device),
         torch.empty(partial_shape, dtype=torch.float32, device=x_TW.device),
@@ -149,14 +150,14 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
 def _decode_kernel(
     x: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_norm: tl.tensor, k_norm: tl.tensor,
     k_cache: tl.tensor, v_cache: tl.tensor, k_scales: tl.tensor, v_scales: tl.tensor, tables: tl.tensor,
-    cu_seqlens: tl.tensor, seq_lens: tl.tensor, sinks: tl.tensor, out: tl.tensor, parts: tl.tensor, logs: tl.tensor,
-    counters: tl.tensor, scale: tl.tensor, cap: tl.tensor, eps: tl.tensor, x_stride: tl.tensor, out_stride: tl.tensor,
-    angle_stride: tl.tensor, table_stride: tl.tensor, block_stride: tl.tensor, max_splits: tl.tensor,
-    min_tiles: tl.tensor, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BY_ROW: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr,
-    HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PROLOGUE: tl.constexpr,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    cu_seqlens: tl.tensor, seq_lens: tl.tensor, sinks: tl.tensor, slopes: tl.tensor, out: tl.tensor,
+    parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, scale: tl.tensor, cap: tl.tensor, eps: tl.tensor,
+    x_stride: tl.tensor, out_stride: tl.tensor, angle_stride: tl.tensor, table_stride: tl.tensor,
+    block_stride: tl.tensor, max_splits: tl.tensor, min_tiles: tl.tensor, HEAD_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, PROLOGUE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -192,6 +193,7 @@ def _decode_kernel(
 
     q = turned(q_heads, q_norm, q_weights, q_angles, eps, H, 1) if PROLOGUE else q_heads[0]
     q, g = _repeated(q.to(x.dtype.element_ty), g, ROWS)
+    slope = None if slopes is None else tl.load(slopes + kv_head * G + g, mask=g < G, other=0.0) * LOG2_E
     if PROLOGUE:
         k_own = divided(turned(k_head, k_norm, k_weights, k_angles, eps, H, 0), k_scales, k_scale).to(k.dtype)
         k, v = tl.where(is_own, k_own, k), tl.where(is_own, divided(v_own, v_scales, v_scale).to(v.dtype), v)
@@ -200,7 +202,7 @@ def _decode_kernel(
         tl.store(v_cache + to + d_TD, v, mask=is_own & (slot >= 0))
     peak, total, acc = _walk(
         q, k, v, k_cache + tile, v_cache + tile, tables, begin, last, seen_from, length,
-        scale * k_scale, cap, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, WINDOW, CAPPED, DOT, STAGES,
+        scale * k_scale, cap, slope, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, WINDOW, CAPPED, DOT, STAGES,
     )  # fmt: skip
     _finish(
         out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), sinks, split, num_runs,
@@ -270,7 +272,7 @@ def _repeated(q: tl.tensor, g: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
 def _walk(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, k_tile: tl.tensor, v_tile: tl.tensor, tables: tl.tensor,
     begin: tl.tensor, last: tl.tensor, seen_from: tl.tensor, length: tl.tensor, scale: tl.tensor, cap: tl.tensor,
-    block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, H: tl.constexpr,
+    slope: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, H: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The sums of a run: its last tile, which is loaded, then the others from the first on.
@@ -283,7 +285,8 @@ def _walk(
     sums = peak, tl.zeros_like(peak), tl.zeros([q.shape[0], q.shape[1]], tl.float32)
     at = _tile_start(tables, begin, begin < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
     position = last * TILE + t
-    sums = _attend(q, k, v, (position >= seen_from) & (position < length), sums, scale, cap, CAPPED, DOT)
+    is_seen = (position >= seen_from) & (position < length)
+    sums = _attend(q, k, v, is_seen, length - 1 - position, sums, scale, cap, slope, CAPPED, DOT)
     for i in tl.range(begin, last, num_stages=STAGES):
         position = i * TILE + t
         is_stored = (d < H)[None, :]
@@ -292,14 +295,15 @@ def _walk(
         tile_k = tl.load(k_tile + at, mask=is_stored, other=0.0)
         tile_v = tl.load(v_tile + at, mask=is_stored, other=0.0)
         at = _tile_start(tables, i + 1, i + 1 < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
-        sums = _attend(q, tile_k, tile_v, position >= seen_from, sums, scale, cap, CAPPED, DOT)
+        distance = length - 1 - position
+        sums = _attend(q, tile_k, tile_v, position >= seen_from, distance, sums, scale, cap, slope, CAPPED, DOT)
     return sums
 
 
 @triton.jit
 def _attend(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, is_seen: tl.tensor, sums: tl.tensor, scale: tl.tensor, cap: tl.tensor,
-    CAPPED: tl.constexpr, DOT: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, is_seen: tl.tensor, distance: tl.tensor, sums: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, slope: tl.tensor | None, CAPPED: tl.constexpr, DOT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Add a tile to the sums: each query's largest score, its sum of weights, its weighted sum of values."""
     peak, total, acc = sums
@@ -312,6 +316,8 @@ def _attend(
     if CAPPED:
         small = tl.exp2(tl.abs(scores) * (-2 * LOG2_E))
         scores = cap * tl.where(scores < 0, -1.0, 1.0) * (1 - small) / (1 + small)
+    if slope is not None:
+        scores -= slope[:, None] * distance[None, :]
     scores = tl.where(is_seen[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     fade = tl.exp2(peak - higher)

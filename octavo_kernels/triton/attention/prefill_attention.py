@@ -66,6 +66,7 @@ def prefill_attention(
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
     scales: KVScales | None = None,
+    slopes_N: Tensor | None = None,
     skip_single: bool = False,
     out: Tensor | None = None,
     config: PrefillTile | None = None,
@@ -90,7 +91,7 @@ def prefill_attention(
     # fmt: off
     launch(
         _prefill_kernel, (K, T // (rows // group) + min(S, MAX_SPARE)),
-        q_TNH, k_cache, v_cache, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, sinks_N,
+        q_TNH, k_cache, v_cache, out_TNH, block_tables_SB, cu_seqlens_q, seq_lens_S, sinks_N, slopes_N,
         *(scales or (None, None)),
         1.0 if softcap else LOG2_E.value * scale, cap_in, LOG2_E.value * softcap, window, S,
         q_TNH.stride(0), out_TNH.stride(0), block_tables_SB.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
@@ -111,13 +112,13 @@ def config_for(element: int, head_block: int, room: int) -> PrefillTile:
 @triton.jit(do_not_specialize=["S", "table_stride"])
 def _prefill_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor,
-    cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, sinks_ptr: tl.tensor, k_scale_ptr: tl.tensor,
-    v_scale_ptr: tl.tensor, scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, window: tl.tensor, S: tl.tensor,
-    q_stride: tl.tensor, out_stride: tl.tensor, table_stride: tl.tensor, k_block_stride: tl.tensor,
-    k_head_stride: tl.tensor, v_block_stride: tl.tensor, v_head_stride: tl.tensor, GROUP: tl.constexpr,
-    H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, sinks_ptr: tl.tensor, slopes_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor,
+    window: tl.tensor, S: tl.tensor, q_stride: tl.tensor, out_stride: tl.tensor, table_stride: tl.tensor,
+    k_block_stride: tl.tensor, k_head_stride: tl.tensor, v_block_stride: tl.tensor, v_head_stride: tl.tensor,
+    GROUP: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute the tiles of one kv head, those of a sequence from its last rows, which see most keys, to its first."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -137,6 +138,10 @@ def _prefill_kernel(
         sink_M = tl.load(sinks_ptr + head_M, mask=row_M < TOKENS * GROUP, other=0.0)
         first_peak_M = tl.maximum(sink_M * LOG2_E, NO_SCORE)
         first_sum_M += 1.0
+
+    slope_M = None
+    if slopes_ptr is not None:  # of scores before their scale
+        slope_M = tl.load(slopes_ptr + head_M, mask=row_M < TOKENS * GROUP, other=0.0) * (LOG2_E / scale)
 
     s_S = tl.arange(0, SEQUENCES)
     start_S = tl.load(cu_seqlens_ptr + s_S, mask=s_S < S, other=0)
@@ -160,8 +165,8 @@ def _prefill_kernel(
         acc_MH, sum_M = _attend(
             q_MH, first_peak_M, first_sum_M, shift + token_M,
             shift + first + 1, shift + tl.minimum(first + TOKENS, stop), k_ptr, v_ptr,
-            tables_ptr + s.to(tl.int64) * table_stride, k_block_stride, v_block_stride, scale, cap_in, cap_out, window,
-            H, HEAD_BLOCK, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, STAGES)
+            tables_ptr + s.to(tl.int64) * table_stride, k_block_stride, v_block_stride, scale, cap_in, cap_out,
+            slope_M, window, H, HEAD_BLOCK, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, STAGES)
         # fmt: on
         out_MH = (acc_MH / sum_M[:, None] * v_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + token_M[:, None].to(tl.int64) * out_stride + at_MH, out_MH, mask=is_in_MH)
@@ -171,8 +176,8 @@ def _prefill_kernel(
 def _attend(
     q_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, position_M: tl.tensor, first_end: tl.tensor, end: tl.tensor,
     k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor, k_block_stride: tl.tensor, v_block_stride: tl.tensor,
-    scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, window: tl.tensor, H: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, slope_M: tl.tensor | None, window: tl.tensor,
+    H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Weighted values and sum of weights, for rows of which the first sees keys to ``first_end``, the last to ``end``.
@@ -190,13 +195,13 @@ def _attend(
     for at in tl.range(begin, whole_end, KEYS, num_stages=STAGES):
         acc_MH, peak_M, sum_M = _fold(
             at, acc_MH, peak_M, sum_M, q_MH, position_M, seen_from, end, k_ptr, v_ptr, table_ptr, k_block_stride,
-            v_block_stride, tile_CH, scale, cap_in, cap_out, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP,
-            MASKED=False)
+            v_block_stride, tile_CH, scale, cap_in, cap_out, slope_M, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW,
+            HAS_SOFTCAP, MASKED=False)
     for at in tl.range(whole_end, end, KEYS, num_stages=STAGES if HAS_WINDOW else 1):
         acc_MH, peak_M, sum_M = _fold(
             at, acc_MH, peak_M, sum_M, q_MH, position_M, seen_from, end, k_ptr, v_ptr, table_ptr, k_block_stride,
-            v_block_stride, tile_CH, scale, cap_in, cap_out, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP,
-            MASKED=True)
+            v_block_stride, tile_CH, scale, cap_in, cap_out, slope_M, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW,
+            HAS_SOFTCAP, MASKED=True)
     # fmt: on
     return acc_MH, sum_M
 
@@ -206,8 +211,8 @@ def _fold(
     at: tl.tensor, acc_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, q_MH: tl.tensor, position_M: tl.tensor,
     seen_from: tl.tensor, end: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor,
     k_block_stride: tl.tensor, v_block_stride: tl.tensor, tile_CH: tl.tensor, scale: tl.tensor, cap_in: tl.tensor,
-    cap_out: tl.tensor, window: tl.tensor, H: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    cap_out: tl.tensor, slope_M: tl.tensor | None, window: tl.tensor, H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Add the tile of keys from ``at`` on to the sums (Milakov and Gimelshein, arXiv 1805.02867)."""
     key_C = at + tl.arange(0, KEYS)
@@ -223,6 +228,8 @@ def _fold(
     scores_MC = tl.dot(q_MH, tl.trans(k_CH.to(q_MH.dtype)), input_precision="ieee")
     if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         scores_MC = cap_out - 2 * cap_out / (tl.exp2(scores_MC * cap_in) + 1)
+    if slope_M is not None:
+        scores_MC -= slope_M[:, None] * (position_M[:, None] - key_C[None, :])
     if MASKED:
         is_seen_MC = key_C[None, :] <= position_M[:, None]
         if HAS_WINDOW:

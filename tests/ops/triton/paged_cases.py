@@ -21,6 +21,7 @@ class Heads:
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    has_slopes: bool = False
 
     @property
     def scale(self) -> float:
@@ -42,6 +43,7 @@ class Batch:
     cu_seqlens_q: Tensor
     seq_lens_S: Tensor
     sinks_N: Tensor | None
+    slopes_N: Tensor | None
     contexts: list[tuple[Tensor, Tensor]]
     """Of each sequence its keys and values [C, K, H], as the cache holds them."""
 
@@ -64,6 +66,8 @@ class Batch:
         scores_NC = torch.einsum("nh,cnh->nc", q_NH.double(), k_CNH) * heads.scale
         if heads.softcap:
             scores_NC = heads.softcap * torch.tanh(scores_NC / heads.softcap)
+        if self.slopes_N is not None:
+            scores_NC = scores_NC - self.slopes_N.double().unsqueeze(1) * (position - torch.arange(begin, end))
         if self.sinks_N is not None:
             scores_NC = torch.cat((scores_NC, self.sinks_N.double().unsqueeze(1)), 1)
         weights_NC = scores_NC.softmax(-1)[:, : end - begin]
@@ -116,5 +120,6 @@ def make_batch(
         cu_seqlens_q=torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         seq_lens_S=torch.tensor(seq_lens, dtype=torch.int32),
         sinks_N=torch.randn(N, generator=generator) if heads.has_sinks else None,
+        slopes_N=2.0 ** -torch.arange(1.0, N + 1) if heads.has_slopes else None,
         contexts=contexts,
     )

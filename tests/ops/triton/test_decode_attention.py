@@ -106,6 +106,9 @@ class Step:
                 scores = torch.einsum("nh,cnh->nc", q_SNH[s], keys) * heads.scale
                 if heads.softcap:
                     scores = heads.softcap * (scores / heads.softcap).tanh()
+                if heads.slopes_N is not None:
+                    distance_C = length - 1 - torch.arange(length)[seen]
+                    scores = scores - heads.slopes_N.double()[:, None] * distance_C
                 if heads.sinks_N is not None:
                     scores = torch.cat((scores, heads.sinks_N.double()[:, None]), dim=1)
                 out[s] = torch.einsum("nc,cnh->nh", scores.softmax(1)[:, : len(keys)], values)
@@ -204,6 +207,11 @@ def test_softcap_and_sinks(device: str) -> None:
     check(Step(EDGES, layout(softcap=2.0), device))
     check(Step(EDGES, layout(sinks_N=sinks), device))
     check(Step(EDGES, layout(softcap=2.0, sinks_N=sinks, window=20), device))
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_slopes(device: str, window: int) -> None:
+    check(Step(EDGES, layout(slopes_N=2.0 ** -torch.arange(1.0, 5.0), window=window, softcap=window / 10), device))
 
 
 def test_scores_of_any_size(device: str) -> None:

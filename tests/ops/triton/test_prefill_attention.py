@@ -28,6 +28,7 @@ def run(batch: Batch, device: str, **kwargs: Any) -> Tensor:
         heads.window,
         heads.softcap,
         None if batch.sinks_N is None else batch.sinks_N.to(device),
+        slopes_N=None if batch.slopes_N is None else batch.slopes_N.to(device),
         out=out,
         **kwargs,
     )
@@ -87,6 +88,11 @@ def test_soft_cap_of_scores_far_beyond_it(device: str) -> None:
     batch = make_batch(Heads(softcap=2.0), [20], [20], seed=7)
     batch.q_TNH *= 100
     check(batch, device, times=8)
+
+
+@pytest.mark.parametrize("heads", [Heads(has_slopes=True), Heads(has_slopes=True, window=9, softcap=3.0)])
+def test_slopes(heads: Heads, device: str) -> None:
+    check(make_batch(heads, *RAGGED, seed=8), device, times=2)
 
 
 def test_sinks(device: str) -> None:
