@@ -22,7 +22,6 @@ from typing import Any, Literal
 import msgspec
 
 from octavo.sampling_params import MAX_LOGPROBS, RepetitionDetectionParams, SamplingParams
-from octavo.steps.limits import NEVER
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -35,6 +34,9 @@ Task = Literal["generate", "embed", "score", "classify", "token_embed", "token_c
 of a classifier's labels; or the embedding or the logits of each token."""
 LabelActivation = Literal["sigmoid", "softmax", "none"]
 """What makes a classifier's scores of its logits."""
+
+NEVER = 1 << 62
+"""More tokens than any text has."""
 
 ON_DEVICE = -1
 """In place of a draft's token id: the draft that the executor's drafter made after the sequence's last step."""

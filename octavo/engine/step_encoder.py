@@ -192,15 +192,24 @@ class StepEncoder:
         if embedding_slots is not None:
             arrays.fill("embedding_slots", embedding_slots, -1)
         if shape.num_axes:
-            if self.has_rope_sets:
-                shifts_AT = np.repeat(np.array([[item.seq.rope_set for item in plan]], np.int64), lens, axis=1)
-            else:
-                shifts_AT = _rope_shifts(plan, counts, shape.num_axes)
-            arrays.fill_rows("rope_shifts", shifts_AT)
+            arrays.fill_rows("rope_shifts", self._rope_shifts(plan, counts))
         if shape.has_extras:
             self._pack_extras(arrays, plan, num_drafts, of_row, of_sample, sample_positions)
         arrays.finish()
         return buffer
+
+    def _rope_shifts(self, plan: Plan, counts: list[int]) -> npt.NDArray[np.int64]:
+        """Rotary positions less positions for each axis and row [A, T], or the set of each row's frequencies [1, T]."""
+        shifts_AT = np.zeros((self.num_axes, sum(counts)), np.int64)
+        first_row = 0
+        for item, count in zip(plan, counts, strict=True):
+            rows, start = slice(first_row, first_row + count), item.settled_start
+            if self.has_rope_sets:
+                shifts_AT[:, rows] = item.seq.rope_set
+            elif item.seq.images is not None:
+                shifts_AT[:, rows] = item.seq.images.shifts(start, start + count)
+            first_row += count
+        return shifts_AT
 
     def _add_drafts(
         self,
@@ -348,18 +357,6 @@ def _embedding_slots(plan: Plan, counts: list[int]) -> Indices | None:
                 found[first_row : first_row + count] = slots
         first_row += count
     return found
-
-
-def _rope_shifts(plan: Plan, counts: list[int], num_axes: int) -> npt.NDArray[np.int64]:
-    """Rotary positions less positions, for each axis and row: [A, T]."""
-    shifts_AT = np.zeros((num_axes, sum(counts)), np.int64)
-    first_row = 0
-    for item, count in zip(plan, counts, strict=True):
-        if item.seq.images is not None:
-            start = item.settled_start
-            shifts_AT[:, first_row : first_row + count] = item.seq.images.shifts(start, start + count)
-        first_row += count
-    return shifts_AT
 
 
 def _num_top(plan: Plan, vocab_size: int) -> int:

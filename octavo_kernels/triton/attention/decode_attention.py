@@ -166,8 +166,7 @@ def _decode_kernel(
         after_predecessor(PDL)  # it stored the step's keys and values
     row, length, own = _row(seq, cu_seqlens, seq_lens, PROLOGUE, BY_ROW)
     seen_from, num_runs, begin, last = _run(length, split, max_splits, min_tiles, WINDOW, TILE)
-    is_active = split < num_runs
-    tile = kv_head * HEAD_STRIDE + t[:, None] * SLOT_STRIDE + d
+    is_active, tile = split < num_runs, kv_head * HEAD_STRIDE + t[:, None] * SLOT_STRIDE + d
     tables += own * table_stride
     at = _tile_start(tables, last, is_active, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
     position = last * TILE + t
