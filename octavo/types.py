@@ -35,9 +35,6 @@ of a classifier's labels; or the embedding or the logits of each token."""
 LabelActivation = Literal["sigmoid", "softmax", "none"]
 """What makes a classifier's scores of its logits."""
 
-NEVER = 1 << 62
-"""More tokens than any text has."""
-
 ON_DEVICE = -1
 """In place of a draft's token id: the draft that the executor's drafter made after the sequence's last step."""
 
@@ -289,9 +286,8 @@ class Sequence:
     images: Any = None
     """``SequenceImages`` of a prompt with images."""
     rope_set: int = 0
-    """Which rotary frequencies its keys have, by its length: see ``RopeSets``."""
-    rope_end: int = NEVER
-    """The most tokens for which these are right."""
+    rope_end: int = 1 << 62
+    """Which rotary frequencies its keys have, and the most tokens for which they are right: see ``RopeSets``."""
     salt: str = field(init=False)
     """Only sequences with the same one share cached blocks."""
     stop_token_ids: frozenset[int] = field(init=False)
@@ -461,12 +457,10 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """Tokens looked up in the prefix cache."""
     prefix_hits: int = 0
     """Of those, tokens found."""
-    num_faults: int = 0
-    """Forward passes that failed."""
+    num_faults: int = 0  # forward passes that failed
     step_tokens: int = 0
     """Tokens computed by the last step."""
-    step_seconds: float = 0.0
-    """Wall time of the last step."""
+    step_seconds: float = 0.0  # wall time of the last step
     num_speculations: int = 0
     """Shares of sequences in steps that verified drafts."""
     num_drafts: int = 0
@@ -490,13 +484,9 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_transfer_received: int = 0
     num_transfer_failures: int = 0
     num_evictions: int = 0
-    """Blocks evicted from the prefix cache."""
     num_state_slots: int = 0
-    """Slots for recurrent states, of running sequences and of snapshots."""
     num_used_states: int = 0
-    """Of these, slots held by sequences."""
     num_snapshots: int = 0
-    """Of these, slots of snapshots in the prefix cache."""
     num_snapshot_hits: int = 0
     num_snapshot_evictions: int = 0
 

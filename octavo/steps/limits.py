@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from octavo.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from octavo.steps.shapes import StepKind, StepShape, padded_shape
-from octavo.types import NEVER
 
 MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
 """Most stop tokens that an executor bans before ``min_tokens``; with more of them, masks are used."""
@@ -57,6 +56,10 @@ class RopeSets(NamedTuple):
             return first + grown - self.original, first + grown + self.step
         grown = -(-grown // self.step) * self.step
         return grown, self.original + grown
+
+
+NEVER = 1 << 62
+"""More tokens than any text has."""
 
 
 class StepLimits(NamedTuple):

@@ -12,8 +12,7 @@ from octavo.errors import CheckpointError
 from octavo.layers.rotary import DefaultRope, FactorsRope, LinearRope, Llama3Rope, SwitchedRope
 from octavo.models.llama import LlamaConfig
 from octavo.models.registry import read_config
-from octavo.steps.limits import RopeSets
-from octavo.types import NEVER
+from octavo.steps.limits import NEVER, RopeSets
 from octavo.weights.generation_config import token_ids
 
 BASE: dict[str, Any] = {
