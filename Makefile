@@ -68,7 +68,7 @@ docs-serve: $(VENV)/.docs  ## show the pages on HOST:PORT, and build them again 
 lint: $(VENV)/.dev  ## style and types
 	$(BIN)/ruff check octavo octavo_kernels octavo_server octavo_fleet octavo_bench tests docs
 	$(BIN)/ruff format --check octavo octavo_kernels octavo_server octavo_fleet octavo_bench tests docs
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 clean:
 	rm -rf $(VENV) $(CLIENTS)
