@@ -10,7 +10,7 @@ from octavo.plugins import ENGINE_BACKENDS, FRONTS, MODEL_BACKENDS, parts
 BACKENDS = ("octavo", *parts(MODEL_BACKENDS), *parts(ENGINE_BACKENDS), *parts(FRONTS))
 WITHOUT_MODEL = ("toy", "instant", "openai")
 """Backends that load no checkpoint; for toy and instant, the model is a name."""
-_UPSTREAM = frozenset({"upstream", "upstream_command", "upstream_api_key"})
+_UPSTREAM = frozenset({"upstream", "prefill_upstream", "upstream_command", "upstream_api_key"})
 _SCHEDULER = frozenset(
     {
         *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "policy_ageing", "ttft_target"),

@@ -157,7 +157,12 @@ class ServerSettings:
         is_json=True,
     )
     upstream: str | None = setting(
-        None, "URL of the server that backend openai forwards requests to, such as http://127.0.0.1:8001"
+        None,
+        "URL of the server that backend openai forwards requests to, such as http://127.0.0.1:8001; of several, with "
+        "commas between, completions go to the one that has most of the prompt or least to do, all else to the first",
+    )
+    prefill_upstream: str | None = setting(
+        None, "comma-separated URLs of servers with --role prefill, for an upstream of servers with --role decode"
     )
     upstream_command: str | None = setting(
         None, "command that serves at upstream; it is started, restarted when it fails, and ended with this server"

@@ -123,7 +123,9 @@ class Relay(Response):
             async with (
                 asyncio.timeout(self.timeout) as limit,
                 upstream.place(self.caller.name, len(request.body)),
-                upstream.open(request.method, request.target, request.headers, request.body) as answer,
+                upstream.open(
+                    request.method, request.target, request.headers, request.body, self.caller.name
+                ) as answer,
             ):
                 with contextlib.closing(Meter(upstream.metrics, self.caller.account, arrival)) as meter:
                     await self._relay(answer, meter, limit, scope, send)

@@ -1,4 +1,4 @@
-"""The upstream server: whether it is up, pooled connections to it, and the requests that it has from this server."""
+"""The upstream: one server, or several that a router chooses from, and the requests that they have from this server."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from octavo.config import ServeConfig
 from octavo.errors import ConfigError, QueueFull, RequestError, Unavailable
 from octavo.telemetry.counts import Condition
 from octavo.telemetry.metrics import Metrics
-from octavo_fleet.proxy.connections import (
-    Connection,
-    ConnectionFailed,
-    Connections,
-    Headers,
-    InvalidResponse,
-    ServerSilent,
-)
+from octavo_fleet.proxy.connections import Connection, ConnectionFailed, Headers, InvalidResponse, ServerSilent
+from octavo_fleet.proxy.prefill import PATHS, Prefill, Prompt
 from octavo_fleet.proxy.upstream_process import UpstreamProcess
+from octavo_fleet.proxy.upstream_server import CHECK_SECONDS, CHECK_SECONDS_DOWN, UpstreamServer
+from octavo_fleet.routing.routers import PrefixAware
 from octavo_server.http.errors import RETRY_AFTER_SECONDS
 from octavo_server.tenants.api_keys import has_share
 from octavo_server.tenants.places import Places
@@ -32,14 +28,6 @@ MAX_NUM_SEQS = 1024
 ATTEMPTS = 3
 RETRY_PAUSE = 0.1
 """Seconds before the first retry; each further pause is twice as long."""
-HEALTH_SECONDS = 5.0
-"""Time that a health check may take."""
-CHECK_SECONDS = 1.0
-CHECK_SECONDS_DOWN = 0.2
-MAX_SLOW_CHECKS = 3
-"""Health checks in a row that time out until the upstream counts as down: a busy one may be slow to respond."""
-MAX_HEALTH_BYTES = 1 << 20
-"""Longest answer to a health check that is read."""
 DRAIN_POLL_SECONDS = 0.02
 MAX_REQUEST_BYTES = 256 << 20
 """Of the bodies of all requests that have not ended. One of each API key is always accepted."""
@@ -119,7 +107,11 @@ class Upstream:
     def __init__(self, config: ServeConfig) -> None:
         """Raises ``ConfigError`` for an invalid URL or command."""
         settings = config.server
-        self.url = _valid_url(settings.upstream or "")
+        self._router = PrefixAware()
+        self._servers = [UpstreamServer(url) for url in (settings.upstream or "").split(",")]
+        prefill = (settings.prefill_upstream or "").split(",") if settings.prefill_upstream else []
+        self._prefill = Prefill(prefill, self._router)
+        self.url = self._servers[0].url
         self.metrics = Metrics(urlsplit(self.url).netloc, config)
         self.metrics.condition = lambda: Condition(self.num_live, self.is_ready, self.seconds_since_progress)
         self.failure: str | None = None
@@ -132,13 +124,11 @@ class Upstream:
         self._exchanges: set[asyncio.Task[None]] = set()
         self._process = None
         if settings.upstream_command is not None:
+            if len(self._servers) > 1:
+                raise ConfigError("upstream_command: is for one upstream")
             self._process = UpstreamProcess(settings.upstream_command, settings.engine_timeout)
-        self._connections = Connections(self.url)
-        self._is_up = False
-        self._last_answer = time.monotonic()
-        self._num_slow_checks = 0
-        self._check_now = asyncio.Event()
-        self._watching: asyncio.Task[None] | None = None
+        self._check_now = {server: asyncio.Event() for server in (*self._servers, *self._prefill.servers)}
+        self._watching: list[asyncio.Task[None]] = []
         self.is_draining = False
         self.is_stopped = False
         """Whether the drain is over, so that requests that are cancelled end with an error."""
@@ -150,14 +140,16 @@ class Upstream:
 
         Raises ``OctavoError`` if the managed one ends first.
         """
-        await self._check()
+        await asyncio.gather(*(server.check() for server in self._check_now))
         if self._process is not None:
             if self._is_up:
                 raise ConfigError(f"upstream_command: another server answers at {self.url} already")
             await self._process.start(self._wait_up)
         elif not self._is_up:
             logger.warning("the upstream at %s is down; requests get 503 until it is up", self.url)
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = [asyncio.create_task(server.watch(now)) for server, now in self._check_now.items()]
+        if self._process is not None:
+            self._watching.append(asyncio.create_task(self._watch_process(self._process)))
 
     async def stop(self, timeout: float) -> None:
         """Drain: reject new requests, wait up to ``timeout`` seconds for live ones, then end the managed upstream."""
@@ -169,12 +161,13 @@ class Upstream:
         for task in self._exchanges:
             task.cancel()
         await asyncio.gather(*self._exchanges, return_exceptions=True)
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for watching in self._watching:
+            watching.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         if self._process is not None:
             await self._process.stop()
-        self._connections.close()
+        for server in self._check_now:
+            server.close()
 
     # --- state ---
 
@@ -184,46 +177,29 @@ class Upstream:
         return self._live.total()
 
     @property
+    def _is_up(self) -> bool:
+        return any(server.is_up for server in self._servers)
+
+    @property
     def is_ready(self) -> bool:
         return self._is_up and not self.is_draining
 
     @property
     def seconds_since_progress(self) -> float:
         """Seconds since the upstream last answered."""
-        return time.monotonic() - self._last_answer
+        return time.monotonic() - max(server.last_answer for server in self._servers)
 
-    async def _watch(self) -> None:
+    async def _watch_process(self, process: UpstreamProcess) -> None:
+        (server,) = self._servers
         while True:
-            self._check_now.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._check_now.wait(), CHECK_SECONDS if self._is_up else CHECK_SECONDS_DOWN)
-            await self._check()
-            if self._process is not None and await self._process.watch(self.seconds_since_progress):
-                self._last_answer = time.monotonic()
+            await asyncio.sleep(CHECK_SECONDS if server.is_up else CHECK_SECONDS_DOWN)
+            if await process.watch(self.seconds_since_progress):
+                server.last_answer = time.monotonic()
 
     async def _wait_up(self) -> None:
         while not self._is_up:
             await asyncio.sleep(CHECK_SECONDS_DOWN)
-            await self._check()
-
-    async def _check(self) -> None:
-        """Send a health check; any answer but a server error counts, as not every server has the path."""
-        try:
-            async with asyncio.timeout(HEALTH_SECONDS), self._connections.request("GET", "health") as response:
-                await response.read_all(MAX_HEALTH_BYTES)
-                is_up = response.status < 500
-        except TimeoutError:
-            self._num_slow_checks += 1
-            is_up = self._is_up and self._num_slow_checks < MAX_SLOW_CHECKS
-        except ConnectionFailed:
-            is_up = False
-        else:
-            self._num_slow_checks = 0
-        if is_up and not self._num_slow_checks:
-            self._last_answer = time.monotonic()
-        if is_up != self._is_up:
-            logger.info("the upstream at %s is %s", self.url, "up" if is_up else "down")
-        self._is_up = is_up
+            await self._servers[0].check()
 
     # --- requests ---
 
@@ -271,18 +247,27 @@ class Upstream:
             )
 
     @contextlib.asynccontextmanager
-    async def open(self, method: str, target: str, headers: Headers, body: bytes) -> AsyncIterator[UpstreamAnswer]:
-        """Send a request; the answer has its first piece. Retries when the connection fails before that.
+    async def open(
+        self, method: str, target: str, headers: Headers, body: bytes, owner: str = ""
+    ) -> AsyncIterator[UpstreamAnswer]:
+        """Send a request; the answer has its first piece. Retries when the connection fails before that, at another
+        server if there is one. A long prompt is computed by a prefill server first, if there are some.
 
         Raises ``UpstreamUnavailable`` after ``ATTEMPTS`` failures, ``UpstreamFailed`` for an invalid response, and
         ``UpstreamSilent`` if there is none.
         """
+        prompt = Prompt(target, body, owner) if len(self._check_now) > 1 else None
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE * 2 ** (attempt - 1))
-            is_begun = False
+            is_begun, server = False, self._chosen(target, prompt)
+            server.num_live += 1
             try:
-                async with self._connections.request(method, target, headers, body) as connection:
+                sent = body
+                if prompt is not None:
+                    sent = await self._prefill.body_for(server, prompt, target, headers, body)
+                    server.note_sent(prompt.query)
+                async with server.connections.request(method, target, headers, sent) as connection:
                     answer = UpstreamAnswer(connection)
                     await answer.receive_first()
                     is_begun = True
@@ -295,13 +280,14 @@ class Upstream:
                     logger.warning("a request to the upstream failed: %s", error)
                     raise failure_of(error) from None
                 logger.warning("a request to the upstream failed before its first byte: %s", error)
-                self._check_now.set()
+                server.is_up = server.is_up and len(self._servers) == 1
+                self._check_now[server].set()
+            finally:
+                server.num_live -= 1
         raise UpstreamUnavailable
 
-
-def _valid_url(text: str) -> str:
-    url = urlsplit(text)
-    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
-        raise ConfigError(f"upstream: {text!r} is not a URL such as http://127.0.0.1:8001")
-    # The API's paths begin with /v1, which clients' base URLs contain and this one need not.
-    return text.rstrip("/").removesuffix("/v1") + "/"
+    def _chosen(self, target: str, prompt: Prompt | None) -> UpstreamServer:
+        """The server for a request: the first one, which has all that is stored, but for those that store nothing."""
+        if prompt is None or target.partition("?")[0] not in PATHS:
+            return self._servers[0]
+        return self._router.choose(prompt.query, [server for server in self._servers if server.is_up] or self._servers)

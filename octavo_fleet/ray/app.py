@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from octavo.text.tokenizer import load_tokenizer
 from octavo_fleet.ray.engine_replica import EngineReplica
 from octavo_fleet.ray.fleet_engine import FleetEngine
 from octavo_fleet.ray.request_router import OctavoRequestRouter
-from octavo_fleet.ray.settings import FleetSettings, parse
+from octavo_fleet.ray.settings import FleetSettings, of_role, parse, without_role
 from octavo_server.app import create_app
 from octavo_server.model_name import with_local_model
 from octavo_server.observe.tracing import make_tracing
@@ -43,13 +44,17 @@ class Ingress:
     """Octavo's HTTP server: validation, admission, tokenizer and streams, with the journal of live requests."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, settings: dict[str, Any], engines: DeploymentHandle, max_replicas: int
+        self,
+        settings: dict[str, Any],
+        engines: DeploymentHandle,
+        max_replicas: int,
+        prefill: DeploymentHandle | None = None,
     ) -> None:
-        """``settings``: flat names of ``ServeConfig``."""
+        """``settings``: flat names of ``ServeConfig``. ``prefill``: engines that compute prompts for the others."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         config = await asyncio.to_thread(with_local_model, ServeConfig.from_flat(settings))
         log_to_stderr(config.server.log_level, config.server.log_format)
-        self._engine = FleetEngine(config, engines, max_replicas)
+        self._engine = FleetEngine(config, engines, max_replicas, prefill)
         self._engine.tracing = make_tracing(config.server, self._engine.metrics.model_name)
         await self._engine.start()
         tokenizer = await asyncio.to_thread(load_tokenizer, Path(config.model.tokenizer or config.model.model))
@@ -69,14 +74,21 @@ class Ingress:
 def application(args: Mapping[str, Any]) -> serve.Application:
     """The application that ``args`` describe. Raises ``ConfigError``."""
     fleet, settings = parse(args)
-    engines = serve.deployment(EngineReplica).options(**engine_options(fleet, settings))
+    options, own = engine_options(fleet, without_role(settings)), settings
+    prefill = None
+    if fleet.prefill_replicas:
+        key = secrets.token_hex(32)
+        own = of_role(settings, "decode", key)
+        of_prompts = {**options, "name": "Prefill", "autoscaling_config": None, "num_replicas": fleet.prefill_replicas}
+        prefill = serve.deployment(EngineReplica).options(**of_prompts).bind(of_role(settings, "prefill", key))
+    engines = serve.deployment(EngineReplica).options(**options)
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name="Ingress",
         num_replicas=fleet.num_ingress,
         max_ongoing_requests=MAX_ONGOING,
-        graceful_shutdown_timeout_s=ServeConfig.from_flat(settings).server.shutdown_timeout,
+        graceful_shutdown_timeout_s=options["graceful_shutdown_timeout_s"],
     )
-    return ingress.bind(settings, engines.bind(settings), fleet.max_replicas)
+    return ingress.bind(without_role(settings), engines.bind(own), fleet.max_replicas, prefill)
 
 
 def engine_options(fleet: FleetSettings, settings: dict[str, Any]) -> dict[str, Any]:

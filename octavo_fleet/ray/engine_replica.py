@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+import ray
 from ray import serve
 
 from octavo.config import ServeConfig
@@ -31,6 +32,9 @@ class EngineReplica:
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """``settings``: flat names of ``ServeConfig``."""
+        if settings.get("role") == "prefill" and settings.get("kv_transfer_ssl_certfile"):
+            address = ray.util.get_node_ip_address()
+            settings = {**settings, "kv_transfer_address": f"{f'[{address}]' if ':' in address else address}:0"}
         config = await asyncio.to_thread(with_local_model, ServeConfig.from_flat(settings))
         log_to_stderr(config.server.log_level, config.server.log_format)
         self._name = serve.get_replica_context().replica_id.unique_id

@@ -15,10 +15,20 @@ import msgspec
 
 from octavo.config import ServeConfig
 from octavo.errors import CANCELLATIONS, InvalidParameter, RequestFailed, Unavailable
+from octavo.sampling_params import SamplingParams
 from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
-from octavo.types import DropTensors, EngineInfo, EngineStats, FinishReason, JoinGroup, ReceiveTensors, Request
+from octavo.types import (
+    DropTensors,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    JoinGroup,
+    KVTransfer,
+    ReceiveTensors,
+    Request,
+)
 from octavo_fleet.ray.messages import AnswerPart, decode_answer, decode_info, encode
 from octavo_server.engines.engine_client import FIRST_WEIGHTS, OutputListener, SleepMode
 from octavo_server.engines.engine_stats import summed
@@ -30,6 +40,8 @@ from octavo_server.observe.timelines import KVEventRing, Timelines
 
 MAX_MOVES = 5
 """A request that is lost this many times in a row without a new token ends with an error."""
+LEAST_TOKENS = 256
+"""Of a prompt that is computed apart."""
 PAUSE_SECONDS = 0.2
 """Pause before a request is sent again, times the number of losses in a row."""
 
@@ -42,8 +54,13 @@ logger = logging.getLogger("octavo.ray")
 class FleetEngine(RequestJournal):
     """Sends requests to the replicas of a deployment of ``EngineReplica``, through its handle."""
 
-    def __init__(self, config: ServeConfig, handle: DeploymentHandle, max_replicas: int) -> None:
+    def __init__(
+        self, config: ServeConfig, handle: DeploymentHandle, max_replicas: int, prefill: DeploymentHandle | None = None
+    ) -> None:
+        """``prefill`` is the handle of engines that compute long prompts for the others, if there are any."""
         super().__init__()
+        self._prefill = prefill
+        self._patience = config.server.engine_timeout
         self._max_replicas = max_replicas
         self.metrics = Metrics((config.server.served_model_name or config.model.model).partition(",")[0], config)
         self.metrics.condition = self._condition
@@ -192,7 +209,10 @@ class FleetEngine(RequestJournal):
 
     async def _stream(self, live: LiveRequest) -> None:
         """Send the request with its output so far to a replica, and deliver what comes."""
-        answers = self._handle.options(stream=True).generate.remote(encode(live.replay()))
+        request = await self._after_prefill(live.replay())
+        if live.id not in self._live:
+            return
+        answers = self._handle.options(stream=True).generate.remote(encode(request))
         try:
             async for data in answers:
                 self._take(live, decode_answer(data))
@@ -200,6 +220,30 @@ class FleetEngine(RequestJournal):
                     return
         finally:
             answers.cancel()
+
+    async def _after_prefill(self, request: Request) -> Request:
+        """``request``, to go on from its prompt at the engine that has computed it, if it is a long one; as it was if
+        that engine fails."""
+        is_apart = request.task == "generate" and request.params.prompt_logprobs is None
+        if self._prefill is None or not is_apart or len(request.prompt_tokens) < LEAST_TOKENS:
+            return request
+        first = msgspec.structs.replace(
+            request, params=SamplingParams(), max_tokens=1, output_tokens=[], thinking=None, transfer=KVTransfer()
+        )
+        answers = self._prefill.options(stream=True).generate.remote(encode(first))
+        transfer = None
+        try:
+            async with asyncio.timeout(self._patience):
+                async for data in answers:
+                    for output in decode_answer(data).outputs:
+                        transfer = output.transfer or transfer
+        except CANCELLATIONS:
+            raise
+        except BaseException as error:  # as in ``_serve``; the other engine computes the prompt, too
+            logger.warning("the prompt of request %d is not computed apart: %s", request.id, type(error).__name__)
+        finally:
+            answers.cancel()
+        return request if transfer is None else msgspec.structs.replace(request, transfer=transfer)
 
     def _take(self, live: LiveRequest, answer: AnswerPart) -> None:
         now = self.last_answer = time.monotonic()

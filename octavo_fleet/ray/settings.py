@@ -13,9 +13,9 @@ from octavo_fleet.routing.routers import ROUTERS
 
 REFUSED = (
     *("port", "ssl_certfile", "data_parallel_size", "state_dir", "kv_events_config", "enable_kv_events"),
-    *("kv_offload_dir", "journal"),
+    *("kv_offload_dir", "journal", "role", "kv_transfer_address"),
 )
-"""Settings of a single HTTP server, and a folder that engines of one node would share."""
+"""Settings of a single HTTP server, a folder that engines of one node would share, and what the fleet sets itself."""
 
 
 class FleetSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -27,6 +27,8 @@ class FleetSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     """Unfinished requests per engine that autoscaling aims at."""
     upscale_delay_s: float = 10
     downscale_delay_s: float = 300
+    prefill_replicas: int = 0
+    """Further engines that compute long prompts for the others; of other nodes, they need kv_transfer_ssl_certfile."""
     gpus_per_replica: int = 0
     """GPUs of one node for each engine; 0: an engine on CPUs."""
     cpus_per_replica: float = 1
@@ -49,7 +51,9 @@ def parse(arguments: Mapping[str, Any]) -> tuple[FleetSettings, dict[str, Any]]:
         if name in rest:
             raise ConfigError(f"{name}: does not apply to a fleet on Ray")
     settings = {"host": "0.0.0.0", **rest}
-    ServeConfig.from_flat(settings)
+    if fleet.prefill_replicas < 0:
+        raise ConfigError("prefill_replicas must not be negative")
+    ServeConfig.from_flat(of_role(settings, "decode", "key") if fleet.prefill_replicas else settings)
     if not 1 <= fleet.min_replicas <= fleet.max_replicas:
         raise ConfigError("min_replicas must be at least 1, and at most max_replicas")
     if fleet.gpus_per_replica < 0 or fleet.cpus_per_replica <= 0 or fleet.num_ingress < 1:
@@ -59,3 +63,14 @@ def parse(arguments: Mapping[str, Any]) -> tuple[FleetSettings, dict[str, Any]]:
     if fleet.router not in ROUTERS:
         raise ConfigError(f"router: {fleet.router!r} is not one of {', '.join(ROUTERS)}")
     return fleet, settings
+
+
+def of_role(settings: Mapping[str, Any], role: str, key: str) -> dict[str, Any]:
+    """The settings of an engine that computes prompts for others, or goes on from theirs; ``key`` is for a fleet that
+    was given none."""
+    return {"kv_transfer_key": key, **settings, "role": role}
+
+
+def without_role(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of what has no engine."""
+    return {name: value for name, value in settings.items() if not name.startswith("kv_transfer_")}

@@ -26,6 +26,7 @@ SAMPLES: dict[type, Any] = {int: 3, float: 0.5, str: "text"}
 EXCLUSIVE = {
     *("num_kv_blocks", "enable_prefix_caching", "merge_lora", "isolate_keys", "tenant_by", *OWNERS),
     *("data_parallel_size", "backend", "upstream", "upstream_command", "upstream_api_key"),
+    "prefill_upstream",
     *("grpc_ssl_ca_certs", "grpc_api_key"),
     *("grpc_worker", "grpc_timeout"),
 }
@@ -44,6 +45,7 @@ NEEDED = {
         for name in ("grpc_timeout", "grpc_ssl_ca_certs", "grpc_api_key")
     },
     "upstream": ["--backend", "openai"],
+    "prefill_upstream": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
     "upstream_command": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
     "upstream_api_key": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
     "quantize_lm_head": ["--quantization", "int8"],

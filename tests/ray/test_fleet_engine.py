@@ -12,7 +12,7 @@ import pytest
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, ContextLengthExceeded, RequestFailed, Unavailable
 from octavo.sampling_params import SamplingParams
-from octavo.types import EngineStats, Output, Request
+from octavo.types import EngineStats, KVTransfer, Output, Request
 from octavo_fleet.ray.fleet_engine import MAX_MOVES, FleetEngine
 from octavo_fleet.ray.messages import AnswerPart, decode_request, encode, refusal_of
 from octavo_fleet.ray.settings import parse
@@ -112,6 +112,56 @@ def test_nothing_is_lost_or_doubled_when_replicas_die(how: str, monkeypatch: pyt
     assert engine.stats.num_steps > 0
 
 
+@pytest.mark.parametrize("trouble", ["none", "die", "end", "refuse", "hang"])
+def test_a_long_prompt_goes_to_an_engine_of_its_own_first(trouble: str) -> None:
+    """And to no other if that engine fails: the second one computes it."""
+    sent: list[tuple[str, Request]] = []
+
+    class Prefill(Replicas):
+        def remote(self, *arguments: bytes) -> Any:
+            sent.append(("prefill", decode_request(arguments[0])))
+            return Prompts(self, arguments[0])
+
+    class Prompts(Stream):
+        async def _answer(self, request: Request) -> AsyncIterator[bytes]:
+            if trouble == "hang":
+                await asyncio.sleep(60)
+            if trouble != "none":
+                async for data in super()._answer(request):
+                    yield data
+            else:
+                transfer = KVTransfer("127.0.0.1:1", "a ticket", 18)
+                yield encode(AnswerPart("p", [Output(1, [5], "length", transfer=transfer)], EngineStats()))
+
+    class Decode(Replicas):
+        def remote(self, *arguments: bytes) -> Any:
+            if arguments:
+                sent.append(("decode", decode_request(arguments[0])))
+            return super().remote(*arguments)
+
+    async def main() -> None:
+        config = ServeConfig.from_flat({"model": "x", "engine_timeout": 1})
+        prefill = Prefill(1.0, trouble)
+        engine = FleetEngine(config, Decode(), 3, prefill)  # type: ignore[arg-type]
+        await engine.start()
+        streams = []
+        for length in (300, 10):
+            request = Request(engine.next_id(), [length] * length, SamplingParams(), 5)
+            streams.append((request, Recorder()))
+            engine.add(*streams[-1])
+        await finish(streams)
+        for request, recorder in streams:
+            assert recorder.tokens == expected(request)
+        assert prefill.num_cancelled == 1
+
+    asyncio.run(main())
+    apart = [(where, request) for where, request in sent if len(request.prompt_tokens) == 300]
+    assert [where for where, _ in apart] == ["prefill", "decode"]
+    assert (apart[0][1].max_tokens, apart[0][1].transfer) == (1, KVTransfer())
+    assert (apart[1][1].transfer is None) == (trouble != "none")
+    assert [where for where, request in sent if len(request.prompt_tokens) == 10] == ["decode"]
+
+
 def test_a_refusal_is_final() -> None:
     _, streams = serve(Replicas(1.0, "refuse"), 2)
     assert all(isinstance(recorder.error, ContextLengthExceeded) for _, recorder in streams)
@@ -154,6 +204,8 @@ def test_an_aborted_request_is_cancelled() -> None:
         ({"port": 8000}, "port: does not apply"),
         ({"data_parallel_size": 2}, "data_parallel_size: does not apply"),
         ({"kv_offload_dir": "/x", "kv_offload_memory": 1}, "kv_offload_dir: does not apply"),
+        ({"role": "decode"}, "role: does not apply"),
+        ({"prefill_replicas": -1}, "prefill_replicas"),
         ({"replicas": 2}, "unknown setting 'replicas'"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
     ],
