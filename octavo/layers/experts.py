@@ -106,6 +106,9 @@ class StoredExperts:
     """[X, 2 F]"""
     down_bias: Tensor | None = None
     """[X, D]"""
+    are_alike: bool = False
+    """Whether only the sizes of weights matter, which are those of the first expert: in the outline of a model that is
+    known by its configuration alone."""
 
 
 def make_mixture(stored: StoredExperts, form: WeightFormat) -> Mixture:
@@ -118,7 +121,7 @@ def make_mixture(stored: StoredExperts, form: WeightFormat) -> Mixture:
     packed = _packed(stored, form)
     if packed is not None:
         return PackedMixture(packed, stored.activation)
-    dense_gate_up, dense_down = (_stacked(part, stored.count, form) for part in (stored.gate_up, stored.down))
+    dense_gate_up, dense_down = (_stacked(part, stored, form) for part in (stored.gate_up, stored.down))
     return DenseMixture(Experts(dense_gate_up, dense_down, stored.activation, stored.gate_up_bias, stored.down_bias))
 
 
@@ -126,14 +129,14 @@ def _packed(stored: StoredExperts, form: WeightFormat) -> list[tuple[Linear, Lin
     if not form.packs or ops.moe.chosen(form.device.type, form.dtype) != REFERENCE:
         return None
     experts = []
-    for i in range(stored.count):
+    for i in range(1 if stored.are_alike else stored.count):
         parts = make_weights(stored.gate_up(i), form), make_weights(stored.down(i), form)
         if any(weight.dense_NK is not None for weights in parts for weight in weights):
             return None
         biases = (None if bias is None else bias[i] for bias in (stored.gate_up_bias, stored.down_bias))
         gate_up, down = itertools.starmap(Linear, zip(parts, biases, strict=True))
         experts.append((gate_up, down))
-    return experts
+    return experts * stored.count if stored.are_alike else experts
 
 
 def _joined(part: Callable[[int], Sequence[StoredWeight]], count: int, form: WeightFormat) -> PackedGroups | None:
@@ -147,11 +150,11 @@ def _joined(part: Callable[[int], Sequence[StoredWeight]], count: int, form: Wei
     return join_experts(packed)
 
 
-def _stacked(part: Callable[[int], Sequence[StoredWeight]], count: int, form: WeightFormat) -> Tensor:
+def _stacked(part: Callable[[int], Sequence[StoredWeight]], stored: StoredExperts, form: WeightFormat) -> Tensor:
     """The dense matrices of all experts [X, N, K]."""
     first = part(0)
-    shape = (count, sum(piece.shape[0] for piece in first), first[0].shape[1])
+    shape = (stored.count, sum(piece.shape[0] for piece in first), first[0].shape[1])
     stack_XNK = torch.empty(shape, dtype=form.dtype, device=form.device)
-    for i, matrix_NK in enumerate(stack_XNK):
+    for i, matrix_NK in enumerate(() if stored.are_alike else stack_XNK):
         fill(matrix_NK, part(i))
     return stack_XNK

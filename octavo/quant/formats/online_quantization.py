@@ -12,6 +12,7 @@ Shapes: K inputs, N outputs, R rows at a time, G groups of K / G inputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -45,7 +46,16 @@ def quantized(name: str, stored: StoredWeight, form: WeightFormat) -> StoredWeig
         return stored
     if not isinstance(stored, DenseStored):
         raise CheckpointError(f"{name} is quantised already; leave out quantization")
+    if form.device.type == "meta":
+        return _outlined(form.quantization, stored.shape, stored.parts[0].dtype)
     return _QUANTIZERS[form.quantization](name, stored, form.device)
+
+
+@functools.cache
+def _outlined(quantization: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight:
+    """A matrix of these sizes without content, of which a model has many: the arithmetic takes long on "meta", too."""
+    matrix = torch.empty(shape, dtype=dtype, device="meta")
+    return _QUANTIZERS[quantization]("", DenseStored((matrix,)), matrix.device)
 
 
 def quantized_head(name: str, stored: StoredWeight, form: WeightFormat) -> StoredWeight:
