@@ -26,25 +26,41 @@ class CostModel(Protocol):
         return self
 
 
+def kv_parts(shape: Shape, tensor_parallel: int) -> int:
+    """Into how many parts so many devices divide the KV cache. Raises ``ConfigError`` if they cannot."""
+    parts = min(shape.kv_heads, tensor_parallel)
+    if shape.kv_heads % parts or tensor_parallel % parts or shape.heads % tensor_parallel:
+        raise ConfigError(f"tensor_parallel: {tensor_parallel} does not divide the {shape.kv_heads} kv heads")
+    return parts
+
+
 class Roofline(CostModel):
     """Matrices, the layers after the last attention (only for rows that sample a token), attention and recurrent states
     each take the longer of moving their bytes and doing their arithmetic.
 
     ``tensor_parallel`` devices share the work evenly and all-reduce twice per layer: 2 (p - 1) / p of the activations
-    cross each link (ring all-reduce).
+    cross each link (ring all-reduce). Where there are fewer KV heads than devices, several read the same.
     """
 
     def __init__(
-        self, shape: Shape, device: Device, tensor_parallel: int = 1, weight_bytes: float = VALUE_BYTES
+        self,
+        shape: Shape,
+        device: Device,
+        tensor_parallel: int = 1,
+        weight_bytes: float = VALUE_BYTES,
+        kv_bytes: float = VALUE_BYTES,
     ) -> None:
-        if shape.kv_heads % tensor_parallel or shape.heads % tensor_parallel:
-            raise ConfigError(f"tensor_parallel: {tensor_parallel} does not divide the {shape.kv_heads} kv heads")
+        """``weight_bytes`` and ``kv_bytes``: those of one number."""
+        parts = kv_parts(shape, tensor_parallel)
         bandwidth, arithmetic = device.bandwidth * tensor_parallel, device.arithmetic * tensor_parallel
         self._shape = shape
         self._seconds_a_weight = (weight_bytes / bandwidth, 2 / arithmetic)
         self._last_active = shape.last_weights_read(1)
         self._body_active = shape.active_weights - self._last_active
-        self._attention = (shape.kv_values_per_token * VALUE_BYTES / bandwidth, shape.pair_flops / arithmetic)
+        self._attention = (
+            shape.kv_values_per_token * kv_bytes / (device.bandwidth * parts),
+            shape.pair_flops / arithmetic,
+        )
         self._states = 2 * shape.state_bytes / bandwidth, shape.state_flops / arithmetic
         self._base = shape.layers * LAYER_SECONDS
         self._per_token = 0.0
@@ -85,7 +101,8 @@ def pools_of(
     embedding = shape.hidden * shape.vocab
     weights = (shape.matrix_weights + embedding) * weight_bytes
     memory = device.memory * tensor_parallel * cache.gpu_memory_utilization
-    per_token, per_state = shape.kv_values_per_token * VALUE_BYTES, shape.state_bytes
+    copies = tensor_parallel // kv_parts(shape, tensor_parallel)
+    per_token, per_state = copies * shape.kv_values_per_token * VALUE_BYTES, shape.state_bytes
     room, states, num_snapshots = memory - weights - max_num_seqs * per_state, None, 0
     if per_state:
         num_snapshots = 0 if cache.num_state_snapshots is None else cache.num_state_snapshots
