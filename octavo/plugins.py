@@ -40,6 +40,7 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "run-batch": "octavo_server.cli.run_batch",
         "state": "octavo_server.cli.state",
         "simulate": "octavo_fleet.cli.simulate",
+        "plan": "octavo_fleet.cli.plan",
         "debug": "octavo_fleet.cli.debug",
         "bench": "octavo_bench.cli.bench",
         "demo": "octavo_bench.cli.demo",

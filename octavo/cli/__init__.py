@@ -22,7 +22,7 @@ from octavo.names_of_others import translated
 
 COMMANDS = (
     *("serve", "chat", "generate", "pull", "list", "show", "rm", "models"),
-    *("launch", "run-batch", "doctor", "tune", "cache", "state", "simulate", "explain", "debug", "completion"),
+    *("launch", "run-batch", "doctor", "tune", "cache", "state", "simulate", "plan", "explain", "debug", "completion"),
 )
 """In the order of the help; then come the other plug-ins."""
 

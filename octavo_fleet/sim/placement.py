@@ -1,0 +1,151 @@
+"""Ways to place a model on GPUs: what fits by the arithmetic of a start, and how fast it is by the roofline."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo.build.device_settings import resolve_kv_dtype, weight_format
+from octavo.config import EngineConfig, parse_hf_overrides
+from octavo.engine.step_times import StepWork
+from octavo.errors import CheckpointError, ConfigError
+from octavo.models.config import ModelConfig
+from octavo.models.encoder import EncoderConfig
+from octavo.models.meta_model import outline
+from octavo.models.multimodal_text import text_config
+from octavo.models.registry import read_config
+from octavo.plugins import GPU
+from octavo.quant.stored.stored_weight import dtype_name
+from octavo.runtime import memory
+from octavo.runtime.ranks.ranks import check_divides
+from octavo.weights.dummy import DummyCheckpoint
+from octavo_fleet.sim.cost_model import Roofline
+from octavo_fleet.sim.devices import Device
+from octavo_fleet.sim.roofline import Shape, shape_of
+
+AT_LOAD = (None, "fp8", "int4")
+"""How weights that are not quantised may be."""
+KV_TYPES = ("auto", "fp8")
+LARGEST_GROUP = 8
+"""GPUs among which a model is divided, at most."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One way, and what comes of it; ``None`` for what is not known or does not fit."""
+
+    tensor_parallel_size: int
+    data_parallel_size: int
+    quantization: str
+    kv_cache_dtype: str
+    flags: str
+    """Of ``octavo serve``."""
+    is_exact: bool
+    """Whether no number is rounded that the checkpoint and the device would keep."""
+    problem: str | None = None
+    """Why it does not fit."""
+    weight_gib: float | None = None
+    """On each GPU."""
+    max_model_len: int | None = None
+    cached_tokens: int | None = None
+    """Of all engines together."""
+    concurrent: int | None = None
+    """Sequences of the context asked for that are decoded at once, by all engines together."""
+    tokens_per_second: float | None = None
+    seconds_per_token: float | None = None
+    """Of one sequence alone."""
+
+
+def placements(
+    config: EngineConfig, values: Mapping[str, Any], device: Device, count: int, context: int
+) -> list[Placement]:
+    """The ways for a model of these keys of a ``config.json`` on ``count`` devices, the fastest that fit first.
+
+    A setting that differs from its default is not varied. Raises ``ConfigError`` and ``CheckpointError``.
+    """
+    keys = {**text_config(values), **parse_hf_overrides(config.model.hf_overrides)}
+    model = read_config(keys, config.model.max_model_len)
+    if isinstance(model, EncoderConfig):
+        raise ConfigError("model: is an encoder, which runs on one device; ask `octavo models`")
+    sizes = [size for size in range(1, min(count, LARGEST_GROUP) + 1) if count % size == 0]
+    is_stored = keys.get("quantization_config") is not None
+    methods = [config.model.quantization] if config.model.quantization or is_stored else AT_LOAD
+    kinds = KV_TYPES if config.cache.kv_cache_dtype == "auto" else [config.cache.kv_cache_dtype]
+    shape = _shape(keys)
+    found = [
+        _placed(config, keys, model, shape, device, (size, count // size), method, kind, context)
+        for size, method in itertools.product(sizes, methods)
+        for kind in kinds
+    ]
+    return sorted(found, key=lambda way: (way.problem is not None, -(way.tokens_per_second or 0)))
+
+
+def _shape(keys: Mapping[str, Any]) -> Shape | None:
+    """``None`` for models whose work is not counted."""
+    try:
+        return shape_of(keys)
+    except ConfigError:
+        return None
+
+
+def _placed(
+    config: EngineConfig,
+    keys: Mapping[str, Any],
+    model: ModelConfig,
+    shape: Shape | None,
+    device: Device,
+    sizes: tuple[int, int],
+    method: str | None,
+    kind: str,
+    context: int,
+) -> Placement:
+    size, engines = sizes
+    settings = dataclasses.replace(config.model, quantization=method, tensor_parallel_size=size)
+    cache = dataclasses.replace(config.cache, kv_cache_dtype=kind)
+    config = dataclasses.replace(config, model=settings, cache=cache)
+    checkpoint = DummyCheckpoint(dict(keys), {}, 0, device="meta")
+    gpu = torch.device(GPU)
+    form = weight_format(settings, gpu, checkpoint)
+    kv_dtype = resolve_kv_dtype(kind, form)
+    stored = keys.get("quantization_config", {}).get("quant_method")
+    names = method or stored or dtype_name(form.dtype), "fp8" if kind == "fp8" else dtype_name(kv_dtype)
+    flags = "".join(_flags(size, engines, method, kind))
+    way = Placement(size, engines, *names, flags, method is None and kind == "auto")
+    try:
+        check_divides(model, size)
+        loaded = outline(model, checkpoint, form, size)
+        free = int(device.memory * cache.gpu_memory_utilization) - loaded.num_bytes
+        kinds = kv_dtype, form.dtype, GPU
+        limits, _ = memory.plan_memory(config, model, *kinds, weights=loaded.bytes_by_format, free=free, num_ranks=size)
+    except (ConfigError, CheckpointError) as error:
+        return dataclasses.replace(way, problem=str(error))
+    cached = limits.num_kv_blocks * limits.block_size
+    concurrent = min(limits.max_num_seqs, cached // min(context, limits.max_model_len))
+    way = dataclasses.replace(
+        way,
+        weight_gib=loaded.num_bytes / memory.GIB,
+        max_model_len=limits.max_model_len,
+        cached_tokens=engines * cached,
+        concurrent=engines * concurrent,
+    )
+    if shape is None or context > limits.max_model_len:
+        return way
+    cost = Roofline(shape, device, size, size * loaded.num_bytes / loaded.num_parameters, kv_dtype.itemsize)
+    together, alone = (cost.seconds(StepWork(n, n, n * context, n * context)) for n in (concurrent, 1))
+    return dataclasses.replace(way, tokens_per_second=engines * concurrent / together, seconds_per_token=alone)
+
+
+def _flags(size: int, engines: int, method: str | None, kind: str) -> Iterator[str]:
+    if size > 1:
+        yield f" --tensor-parallel-size {size}"
+    if engines > 1:
+        yield f" --data-parallel-size {engines}"
+    if method is not None:
+        yield f" --quantization {method}"
+    if kind != "auto":
+        yield f" --kv-cache-dtype {kind}"

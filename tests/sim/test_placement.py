@@ -1,0 +1,125 @@
+"""What `octavo plan` says fits, and how fast it is: against the tables of docs/tasks, and by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import main
+from octavo.config import EngineConfig
+from octavo.engine.step_times import StepWork
+from octavo.errors import ConfigError
+from octavo_fleet.sim.cost_model import Roofline
+from octavo_fleet.sim.devices import find_device
+from octavo_fleet.sim.placement import Placement, placements
+from octavo_fleet.sim.roofline import shape_of
+from octavo_fleet.sim.shapes import SHAPES
+
+H200 = find_device("h200")
+GIB = 1 << 30
+
+
+def ways(name: str, gib: float, count: int = 1, context: int = 1024, **settings: object) -> list[Placement]:
+    device = H200._replace(memory=gib * GIB)
+    return placements(EngineConfig.from_flat(settings), SHAPES[name], device, count, context)
+
+
+def only(found: list[Placement], **values: object) -> Placement:
+    [way] = [way for way in found if all(getattr(way, name) == value for name, value in values.items())]
+    return way
+
+
+def test_it_is_the_arithmetic_of_the_tables_of_the_docs() -> None:
+    found = ways("llama-3.1-70b", 80, 2, kv_cache_dtype="bfloat16")
+    assert only(found, tensor_parallel_size=2, quantization="bfloat16").cached_tokens == 34_624
+    assert only(found, tensor_parallel_size=2, quantization="fp8").cached_tokens == 235_136
+    assert only(found, tensor_parallel_size=1, quantization="int4").cached_tokens == 2 * 108_544
+    assert "the KV cache needs" in str(only(found, tensor_parallel_size=1, quantization="bfloat16").problem)
+
+
+def test_the_fastest_that_fit_are_first_and_every_engine_counts() -> None:
+    found = ways("tiny", 24, 4)
+    assert {(way.tensor_parallel_size, way.data_parallel_size) for way in found} == {(1, 4), (2, 2), (4, 1)}
+    problems = [way.problem for way in found]
+    assert problems == sorted(problems, key=lambda problem: problem is not None)
+    speeds = [way.tokens_per_second or 0 for way in found if way.problem is None]
+    assert speeds == sorted(speeds, reverse=True)
+    one = only(ways("tiny", 24), quantization="bfloat16", kv_cache_dtype="bfloat16")
+    four = only(found, tensor_parallel_size=1, quantization="bfloat16", kv_cache_dtype="bfloat16")
+    assert four.cached_tokens == 4 * (one.cached_tokens or 0)
+    assert four.tokens_per_second == pytest.approx(4 * (one.tokens_per_second or 0))
+    assert only(found, flags=" --data-parallel-size 4").is_exact
+
+
+def test_a_cache_of_8_bits_holds_twice_as_much() -> None:
+    wide, narrow = (
+        only(ways("llama-3.1-8b", 80, quantization="fp8", kv_cache_dtype=kind)) for kind in ("bfloat16", "fp8")
+    )
+    assert narrow.cached_tokens == pytest.approx(2 * (wide.cached_tokens or 0), rel=1e-3)
+    assert (narrow.seconds_per_token or 1) < (wide.seconds_per_token or 0)
+
+
+def test_a_setting_that_is_given_is_not_varied() -> None:
+    [way] = ways("tiny", 24, quantization="int4", kv_cache_dtype="fp8", max_model_len=512, max_num_seqs=8)
+    assert (way.quantization, way.kv_cache_dtype, way.max_model_len, way.concurrent) == ("int4", "fp8", 512, 8)
+
+
+def test_a_quantised_checkpoint_stays_as_it_is() -> None:
+    found = ways("gpt-oss-20b-mxfp4", 80)
+    assert {way.quantization for way in found} == {"mxfp4"}
+    assert 10 < (found[0].weight_gib or 0) < 14
+
+
+def test_latents_are_on_every_rank() -> None:
+    """They are one KV head: two GPUs read what one reads, and weights take half as long."""
+    shape = shape_of(SHAPES["deepseek-v2-lite"])
+    one, two = Roofline(shape, H200), Roofline(shape, H200, 2)
+    assert two._attention[0] == one._attention[0]
+    less, more = StepWork(8, 8, 8, 8), StepWork(8, 8, 800_000, 800_000)
+    gains = [cost.seconds(more) - cost.seconds(less) for cost in (one, two)]
+    assert gains[1] == pytest.approx(gains[0], rel=0.01)
+
+
+def test_models_whose_work_is_not_counted_have_no_speed() -> None:
+    keys = {**SHAPES["nemotron-h-8b"], "layers_block_type": ["moe", "full_attention"], "n_routed_experts": 8}
+    keys |= {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+    way = placements(EngineConfig(), keys, H200, 1, 64)[0]
+    assert way.problem is None
+    assert way.cached_tokens
+    assert way.tokens_per_second is None
+
+
+def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(dict(SHAPES["tiny"])))
+    assert main(["plan", str(tmp_path), "--gpus", "2xl4"]) == 0
+    text = capsys.readouterr().out
+    assert "ways fit" in text
+    assert "-tp" in text
+    assert main(["plan", "tiny", "--gpus", "l4", "--quantization", "fp8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {way["quantization"] for way in found["ways"]} == {"fp8"}
+    assert main(["plan", "llama-3.1-70b", "--gpus", "1xl4", "--quantization", "fp8"]) == 1
+    assert "Does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "two"], "device: 'two' is not one of"),
+        (["--gpus", "0xh200"], "gpus: '0xh200'"),
+        (["--gpus", "2 h200"], "gpus: '2 h200'"),
+        (["--context", "4096", "--max-model-len", "512"], "context: 4096 is more than max_model_len, 512"),
+    ],
+)
+def test_what_it_does_not_know_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", *arguments]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_encoders_are_not_divided() -> None:
+    keys = {"architectures": ["BertModel"], "model_type": "bert", "vocab_size": 100, "hidden_size": 32}
+    keys |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
+    with pytest.raises(ConfigError, match="is an encoder"):
+        placements(EngineConfig(), keys, H200, 1, 64)
