@@ -50,8 +50,8 @@ class ServerSettings:
     console: bool = setting(True, "serve a page at / that chats with the model and shows what the engine does")
     max_num_queued_reqs: int = setting(256, "maximum waiting requests; further ones get 429", low=1)
     max_request_bytes: int = setting(32 << 20, "maximum size of a request body in bytes", low=1024)
-    max_images: int = setting(32, "maximum number of images in a request", low=1)
-    max_image_bytes: int = setting(20 << 20, "maximum size of the file of an image, in bytes", low=1024)
+    max_images: int = setting(32, "maximum number of images and videos in a request", low=1)
+    max_image_bytes: int = setting(20 << 20, "maximum size of the file of an image or a video, in bytes", low=1024)
     allowed_media_domains: str | None = setting(
         None,
         "comma-separated hosts, such as images.example.com or images.example.com:8443, from which images of http: and "

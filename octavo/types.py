@@ -42,22 +42,21 @@ ON_DEVICE = -1
 class ImageInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An image in a prompt: its placeholders, and its pixels as the vision tower takes them."""
 
-    start: int
-    """Position of the first placeholder."""
+    start: int  # position of the first placeholder
     num_tokens: int
     """Positions from the first placeholder to the last; tokens between them, such as the ends of rows, count."""
     token: int
-    """Id of the placeholder. Other ids among the positions are tokens of their own."""
+    """Id of the placeholder; other ids among the positions are tokens."""
     digest: bytes
     """SHA-256 of all that the embeddings depend on: pixels, shape, details and the settings of the tower."""
     shape: tuple[int, int, int]
-    """Tiles, and rows and columns of pixels of each."""
-    pixels: bytes
-    """uint8, RGB: [tiles, rows, columns, 3]."""
+    """Tiles or frames, and rows and columns of pixels of each."""
+    pixels: bytes  # uint8, RGB
     details: tuple[int, ...] = ()
     """What else the family's tower has to know."""
     grid: tuple[int, int] | None = None
     """Rows and columns of its embeddings, for models whose rotary positions have an axis for each."""
+    elapsed: int | None = None  # of frames right behind others of their video: rotary positions since the first ones
 
 
 class KVTransfer(msgspec.Struct, frozen=True, array_like=True):

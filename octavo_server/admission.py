@@ -25,7 +25,7 @@ from octavo.errors import ContextLengthExceeded, DeadlineExceeded, InvalidParame
 from octavo.grammar.compiler import GrammarCompiler, GrammarRefused
 from octavo.grammar.forms import FormError
 from octavo.grammar.vocabulary import PackedVocabulary
-from octavo.images.processors import PreparedImage
+from octavo.images.preparer import PreparedMedia, read_by_model
 from octavo.sampling_params import SamplingParams, check_num_logprobs, choice_key, resolve_max_tokens
 from octavo.server_settings import ServerSettings
 from octavo.system.cpus import num_cpus
@@ -63,7 +63,7 @@ class ShortenedText:
 
 PromptSource = str | list[int] | tuple[str, str] | ShortenedText | Callable[[], ChatPrompt]
 """Text, token ids, a text pair for a cross-encoder, either one shortened, or a slow function that renders a chat,
-called in a thread; its attribute ``images`` has the parts that are images, if there is one."""
+called in a thread; its attribute ``images`` has the parts that are images or videos, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +200,8 @@ class Admission:
         self._check_tokens(client_request)
         return prompts_and_limits
 
-    async def _prepared(self, client_request: ClientRequest) -> list[PreparedImage]:
-        """The images of the prompt."""
+    async def _prepared(self, client_request: ClientRequest) -> list[PreparedMedia]:
+        """The images and videos of the prompt."""
         parts = images_of(client_request.prompts[0]) if client_request.prompts else []
         if not parts:
             return []
@@ -333,7 +333,7 @@ class Admission:
     # --- prompts ---
 
     async def _encode_all(
-        self, client_request: ClientRequest, images: Sequence[PreparedImage] = ()
+        self, client_request: ClientRequest, images: Sequence[PreparedMedia] = ()
     ) -> list[tuple[Prompt, int]]:
         """Each prompt with its ``max_tokens``; stops at the first prompt that does not fit."""
 
@@ -384,7 +384,7 @@ class Admission:
                 return await asyncio.to_thread(self._encode, source, field, add_special_tokens, images)
 
     def _encode(
-        self, source: PromptSource, field: str, adds_special: bool, images: Sequence[PreparedImage] = ()
+        self, source: PromptSource, field: str, adds_special: bool, images: Sequence[PreparedMedia] = ()
     ) -> Prompt:
         if isinstance(source, list):
             self._check_ids(source, field)
@@ -404,13 +404,14 @@ class Admission:
             tokens, second_start = self.tokenizer.encode_pair(*source)
             return Prompt(tokens, None, second_start)
         prompt = source() if callable(source) else ChatPrompt(source, source)
+        prompt, of_prompt = read_by_model(prompt, dict(enumerate(images)))
         self._check_bytes(prompt.text, field)
         tokens = prompt.encode(self.tokenizer, adds_special)
         if not tokens:
             raise InvalidParameter(field, f"'{field}' must not be empty.")
-        if not prompt.images:
+        if not of_prompt:
             return Prompt(tokens, prompt.seen)
-        tokens, inputs = self.images.placed(tokens, [images[number] for number in prompt.images])
+        tokens, inputs = self.images.placed(tokens, of_prompt)
         return Prompt(tokens, prompt.seen, images=inputs)
 
     def _check_bytes(self, text: str, field: str) -> None:
@@ -459,7 +460,7 @@ class Admission:
 
 
 def images_of(source: PromptSource) -> Sequence[Part]:
-    """The parts of a prompt that are images, and where each is in the request."""
+    """The parts of a prompt that are images or videos, and where each is in the request."""
     found: Sequence[Part] = getattr(source, "images", ())
     return found
 

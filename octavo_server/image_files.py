@@ -1,4 +1,4 @@
-"""The images of requests: from a data: URL, an uploaded file or an allowed host to resized pixels.
+"""The images and videos of requests: from a data: URL, an uploaded file or an allowed host to resized pixels.
 
 Nothing is fetched from hosts that ``--allowed-media-domains`` does not name. A name is resolved once, all of its
 addresses must be public ones, the connection goes to one of these, and redirects are not followed: so neither a page of
@@ -22,15 +22,20 @@ import httpx
 
 from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
-from octavo.images.preparer import ImagePreparer, placed, preparer_of
-from octavo.images.processors import PreparedImage
+from octavo.images.preparer import ImagePreparer, PreparedMedia, placed, preparer_of
+from octavo.images.processors import PreparedImage, PreparedVideo
 from octavo.server_settings import ServerSettings
+from octavo.text.chat_messages import VIDEO_PARTS
 from octavo.text.conversation import ChatPrompt, ImageText
 from octavo.types import ImageInput
 from octavo_server.tenants.places import Places
 
 MOST_PREPARED_BYTES = 48 << 20
 """Of the resized images of a request, which go to the engine process in one message."""
+MOST_FRAMES = 1000
+"""Of a video that is given as images."""
+FRAMES_URL = "data:video/jpeg;base64,"
+"""Begins the URL of a video whose frames are JPEG files in base64, with commas between them, as vLLM takes it."""
 FETCH_SECONDS = 10.0
 PLAIN_URL = re.compile(r"https?://[a-z0-9.-]+(:\d{1,5})?(/[!-~]*)?", re.IGNORECASE)
 """Nothing that one parser reads otherwise than another: no user, no backslash, no address in brackets."""
@@ -40,7 +45,7 @@ MARKDOWN_IMAGE = re.compile(r"!\[[^\]\n]*\]\(([^()\s]+)\)")
 """How Text Generation Inference writes an image in a prompt."""
 
 Part = tuple[Mapping[str, Any], str]
-"""A part of a message that is an image, and where it is in the request."""
+"""A part of a message that is an image or a video, and where it is in the request."""
 ReadFile = Callable[[str], Awaitable[bytes | None]]
 """Reads a caller's uploaded file by id; ``None`` if there is none."""
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -56,7 +61,7 @@ class Source(NamedTuple):
     where: str
 
 
-def source_of(part: Part) -> Source:
+def source_of(part: Part, what: str = "an image") -> Source:
     """Where an image is, of a part in the form of any API. Raises ``InvalidParameter``."""
     given, where = part
     image = given.get("image_url", given.get("image", given.get("source")))
@@ -73,7 +78,30 @@ def source_of(part: Part) -> Source:
         return Source("url", image, detail, where)
     if isinstance(file_id := given.get("file_id"), str):
         return Source("file", file_id, detail, where)
-    raise InvalidParameter("messages", f"'{where}' must have an image: a data: URL, an https: URL or a 'file_id'.")
+    raise InvalidParameter("messages", f"'{where}' must have {what}: a data: URL, an https: URL or a 'file_id'.")
+
+
+def video_sources(part: Part) -> tuple[list[Source], float | None]:
+    """Where a video is, or its frames, and how many of these a second has. Raises ``InvalidParameter``."""
+    given, where = part
+    video = given.get("video_url", given.get("video"))
+    if isinstance(video, Mapping):
+        given = {**given, **video}
+        video = given.get("url")
+    rate = given.get("fps", given.get("sample_fps"))
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1000):
+        raise InvalidParameter("messages", f"'{where}': 'fps' must be the frames of a second, at most 1000.")
+    if isinstance(video, str) and video[: len(FRAMES_URL)].lower() == FRAMES_URL:
+        video = [f"data:image/jpeg;base64,{frame}" for frame in video[len(FRAMES_URL) :].split(",")]
+    if not isinstance(video, list):
+        return [source_of(({"image": video, "file_id": given.get("file_id")}, where), "a video")], rate
+    if not 0 < len(video) <= MOST_FRAMES:
+        message = f"'{where}': a list of frames may have 1 to {MOST_FRAMES}; this one has {len(video)}."
+        raise InvalidParameter("messages", message)
+    frames = [source_of(({"image": frame}, f"{where}: frame {place}"), "a frame") for place, frame in enumerate(video)]
+    if any(frame.kind == "url" for frame in frames):
+        raise InvalidParameter("messages", f"'{where}': frames must be data: URLs or have a 'file_id'.")
+    return frames, rate
 
 
 class MarkedText:
@@ -120,25 +148,37 @@ class ImageFiles:
         """How the model's prompts have images; ``None`` if it takes none."""
         return None if self.preparer is None else self.preparer.processor.image_text
 
-    async def prepare(self, parts: Sequence[Part], owner: str, read_file: ReadFile | None) -> list[PreparedImage]:
-        """The images, resized, in the order of ``parts``. Raises ``RequestError``."""
+    async def prepare(self, parts: Sequence[Part], owner: str, read_file: ReadFile | None) -> list[PreparedMedia]:
+        """The images and videos, resized, in the order of ``parts``. Raises ``RequestError``."""
         preparer = self.preparer
         assert preparer is not None, "only models with a tower have parts that are images"
         if len(parts) > self._most_images:
-            message = f"A request may have {self._most_images} images; this one has {len(parts)}."
+            message = f"A request may have {self._most_images} images or videos; this one has {len(parts)}."
             raise InvalidParameter("messages", message)
-        found: list[PreparedImage] = []
+        found: list[PreparedMedia] = []
         num_bytes = 0
-        for source in map(source_of, parts):
+        for part in parts:
             async with self._places.place(owner):
-                data = await self._content(source, read_file)
-                image = await asyncio.to_thread(preparer.prepare, data, source.detail, source.where)
-            num_bytes += len(image.pixels)
+                media = await self._prepared(preparer, part, read_file)
+            images = media.images if isinstance(media, PreparedVideo) else [media]
+            num_bytes += sum(len(image.pixels) for image in images)
             if num_bytes > MOST_PREPARED_BYTES:
                 message = f"The images of the request have more than {MOST_PREPARED_BYTES >> 20} MiB after resizing."
                 raise InvalidParameter("messages", message)
-            found.append(image)
+            found.append(media)
         return found
+
+    async def _prepared(self, preparer: ImagePreparer, part: Part, read_file: ReadFile | None) -> PreparedMedia:
+        if part[0].get("type") not in VIDEO_PARTS:
+            source = source_of(part)
+            data = await self._content(source, read_file)
+            return await asyncio.to_thread(preparer.prepare, data, source.detail, source.where)
+        sources, rate = video_sources(part)
+        files = [await self._content(source, read_file) for source in sources]
+        if (num_bytes := sum(map(len, files))) > self._most_bytes:
+            message = f"'{part[1]}': the video has {num_bytes} bytes; at most {self._most_bytes} are allowed."
+            raise InvalidParameter("messages", message)
+        return await asyncio.to_thread(preparer.prepare_video, files, rate, part[1])
 
     def placed(self, tokens: list[int], images: Sequence[PreparedImage]) -> tuple[list[int], list[ImageInput]]:
         """See ``images.preparer.placed``."""
@@ -151,7 +191,7 @@ class ImageFiles:
             self._preparer.close()
 
     async def _content(self, source: Source, read_file: ReadFile | None) -> bytes:
-        """The bytes of an image file. Raises ``InvalidParameter``."""
+        """The bytes of a file. Raises ``InvalidParameter``."""
         if source.kind == "data":
             data = await asyncio.to_thread(_from_data_url, source)
         elif source.kind == "file":
@@ -162,7 +202,7 @@ class ImageFiles:
         else:
             data = await self._fetched(source)
         if len(data) > self._most_bytes:
-            message = f"'{source.where}': the image has {len(data)} bytes; at most {self._most_bytes} are allowed."
+            message = f"'{source.where}': the file has {len(data)} bytes; at most {self._most_bytes} are allowed."
             raise InvalidParameter("messages", message)
         return data
 
@@ -176,13 +216,13 @@ class ImageFiles:
             if isinstance(error, InvalidParameter):
                 raise
             reason = f"{type(error).__name__}"
-            raise InvalidParameter("messages", f"'{source.where}': the image cannot be fetched ({reason}).") from None
+            raise InvalidParameter("messages", f"'{source.where}': the file cannot be fetched ({reason}).") from None
 
     async def _fetch(self, source: Source) -> bytes:
         host, port, scheme = self._allowed(source)
         address = await self._address(host, port, source)
         url = httpx.URL(source.value).copy_with(host=address, port=port, scheme=scheme)
-        headers = {"host": host if port == PORTS[scheme] else f"{host}:{port}", "accept": "image/*"}
+        headers = {"host": host if port == PORTS[scheme] else f"{host}:{port}", "accept": "image/*, video/*"}
         timeout = httpx.Timeout(FETCH_SECONDS)
         async with httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=timeout) as client:
             request = client.build_request("GET", url, headers=headers, extensions={"sni_hostname": host})
@@ -191,7 +231,7 @@ class ImageFiles:
                 async for piece in pieces:
                     data += piece
                     if len(data) > self._most_bytes:
-                        message = f"'{source.where}': the image has more than {self._most_bytes} bytes."
+                        message = f"'{source.where}': the file has more than {self._most_bytes} bytes."
                         raise InvalidParameter("messages", message)
         return bytes(data)
 
@@ -200,11 +240,11 @@ class ImageFiles:
         where = source.where
         if not self._hosts:
             message = (
-                f"'{where}': this server fetches no images; send a data: URL, or start it with --allowed-media-domains."
+                f"'{where}': this server fetches no files; send a data: URL, or start it with --allowed-media-domains."
             )
             raise InvalidParameter("messages", message)
         if not PLAIN_URL.fullmatch(source.value):
-            raise InvalidParameter("messages", f"'{where}': the image must have a plain http: or https: URL.")
+            raise InvalidParameter("messages", f"'{where}': the file must have a plain http: or https: URL.")
         parts = urlsplit(source.value)
         host, scheme = (parts.hostname or "").lower(), parts.scheme.lower()
         try:
@@ -213,7 +253,7 @@ class ImageFiles:
             raise InvalidParameter("messages", f"'{where}': the URL has no valid port.") from None
         name = host if port == PORTS[scheme] else f"{host}:{port}"
         if name not in self._hosts:
-            message = f"'{where}': images from this host are not allowed; allowed are {', '.join(sorted(self._hosts))}."
+            message = f"'{where}': files from this host are not allowed; allowed are {', '.join(sorted(self._hosts))}."
             raise InvalidParameter("messages", message)
         return host, port, scheme
 

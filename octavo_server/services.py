@@ -192,6 +192,11 @@ class ModelServices:
         return self.admission.image_text is not None
 
     @property
+    def takes_videos(self) -> bool:
+        """Whether the model reads videos."""
+        return bool(self.admission.image_text and self.admission.image_text.video)
+
+    @property
     def model_name(self) -> str:
         return self.model_names[0]
 

@@ -81,18 +81,22 @@ def rope_shifts(images: list[ImageInput], num_tokens: int, num_axes: int) -> tup
     """For each axis, rotary positions less positions of the prompt [A, P], and their difference behind it.
 
     As in Qwen2-VL (arXiv 2409.12191): text counts on all axes. Of an image that begins at rotary position p, row r and
-    column c are at (p, p + r, p + c), and what follows it begins at p + the larger of its sides.
+    column c are at (p, p + r, p + c), those of a frame t later in its video at (p + t, p + r, p + c), and what follows
+    begins behind the largest of these.
     """
     shifts_AP = np.zeros((num_axes, num_tokens), np.int64)
-    shift = 0
+    shift = first = next_position = 0
     for image in images if num_axes else []:
         rows, columns = image.grid or (1, image.num_tokens)
         start, end = image.start, image.start + image.num_tokens
-        index = np.arange(image.num_tokens)
-        shifts_AP[0, start:end] = shift - index
-        shifts_AP[1, start:end] = shift + index // columns - index
-        shifts_AP[2, start:end] = shift + index % columns - index
-        shift += max(rows, columns) - image.num_tokens
+        if image.elapsed is None:
+            first = next_position = start + shift
+        time, index = first + (image.elapsed or 0), np.arange(image.num_tokens)
+        shifts_AP[0, start:end] = time - start - index
+        shifts_AP[1, start:end] = first + index // columns - start - index
+        shifts_AP[2, start:end] = first + index % columns - start - index
+        next_position = max(next_position, time + 1, first + max(rows, columns))
+        shift = next_position - end
         shifts_AP[:, end:] = shift
     return shifts_AP, shift
 

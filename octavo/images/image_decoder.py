@@ -3,6 +3,10 @@
 Its memory and processor time are limited, and it may be killed at any time: see ``octavo.system.child_worker``. The
 header is checked before anything is decoded: its format, and the number of its pixels. A question is the length of
 its settings (4 bytes, big-endian), these in JSON, and the file; an answer is the same with the shape and the pixels.
+
+The question about a video has ``sizes`` among its settings, those of its files: a video, or its frames as images.
+Animations are read by Pillow and other videos by PyAV, if that is installed. FFmpeg is told the format and never
+guesses it: some, such as playlists, would open other files.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import io
 import json
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from PIL import Image, ImageOps
@@ -17,16 +23,26 @@ from PIL import Image, ImageOps
 from octavo.errors import CANCELLATIONS
 from octavo.images.resizing import ImageRefused
 from octavo.images.tiling import tiled
+from octavo.images.videos import Frames, for_frames, sampled
 from octavo.system.child_worker import FAILED, LENGTH, REFUSED, RENDERED, ChildWorker, described, start
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+IMAGE, ANIMATION = "a PNG, JPEG, WebP, GIF or BMP image", "an MP4, WebM, GIF, WebP or PNG"
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+DEFAULT_RATE = 2.0
+"""Frames a second of a video that is given as images."""
+NEEDS_PYAV = (
+    "needs PyAV on this server: pip install 'octavo[video]'; animated GIF, WebP and PNG, and frames as images, need "
+    "nothing"
+)
+Choose = Callable[[int, float], list[int]]
+"""Maps the number of a video's frames and their rate to the places of those that are wanted, in order."""
 
 Image.MAX_IMAGE_PIXELS = None  # the number is checked here
 warnings.simplefilter("ignore")
 
 
-def opened(data: bytes, most_pixels: int) -> Image.Image:
+def opened(data: bytes, most_pixels: int, kind: str = IMAGE) -> Image.Image:
     """The image of which only the header is read. Raises ``ImageRefused``."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -36,9 +52,7 @@ def opened(data: bytes, most_pixels: int) -> Image.Image:
     except CANCELLATIONS:
         raise
     except BaseException as error:  # whatever a damaged header makes Pillow raise
-        raise ImageRefused(
-            f"is not a PNG, JPEG, WebP, GIF or BMP image that can be read ({type(error).__name__})"
-        ) from None
+        raise ImageRefused(f"is not {kind} that can be read ({type(error).__name__})") from None
     if width * height > most_pixels:
         raise ImageRefused(f"has {width} x {height} pixels; at most {most_pixels} are allowed")
     if width < 1 or height < 1:
@@ -78,12 +92,121 @@ def prepared(data: bytes, settings: dict[str, Any]) -> tuple[tuple[int, int, int
     return (len(tiles), tiles[0].height, tiles[0].width), details, pixels
 
 
+def prepared_frames(files: Sequence[bytes], settings: dict[str, Any]) -> Frames:
+    """The frames of a video that a model sees, resized. ``files``: a video, or its frames as images.
+
+    ``settings`` are those of ``VideoForm``, with its ``group``. Raises ``ImageRefused``.
+    """
+    if len(files) > 1:
+        settings = {**settings, "sampling": "all"}
+    header: tuple[int, float, list[int]] = 0, 0.0, []
+
+    def choose(total: int, rate: float) -> list[int]:
+        nonlocal header
+        header = total, rate, sampled(total, rate, settings)
+        return list(header[2])
+
+    resized, size = list[Image.Image](), (0, 0)
+    for frame in _frames(files, settings, choose):
+        if not resized:
+            settings, size = for_frames(settings, len(header[2]), settings["group"]), frame.size
+        if frame.size != size:
+            raise ImageRefused(f"has frames of {size[0]} x {size[1]} and of {frame.width} x {frame.height} pixels")
+        resized += tiled(frame, settings)[0]
+    total, rate, places = header
+    if not resized or len(resized) < len(places):
+        raise ImageRefused(f"is damaged: {len(resized)} of {len(places)} frames can be decoded")
+    shape = len(resized), resized[0].height, resized[0].width
+    return Frames(shape, places, total, rate, b"".join(frame.tobytes() for frame in resized))
+
+
+def _frames(files: Sequence[bytes], settings: dict[str, Any], choose: Choose) -> Iterator[Image.Image]:
+    """The chosen frames, upright, in RGB."""
+    most_pixels, first = settings["most_pixels"], files[0]
+    if len(files) > 1:
+        for place in choose(len(files), settings.get("rate") or DEFAULT_RATE):
+            yield as_rgb(opened(files[place], most_pixels))
+    elif first[:4] == b"\x1aE\xdf\xa3":
+        yield from _of_container(first, "matroska", most_pixels, choose)
+    elif first[4:8] == b"ftyp":
+        yield from _of_container(first, "mp4", most_pixels, choose)
+    else:
+        yield from _of_animation(first, most_pixels, choose)
+
+
+def _of_animation(data: bytes, most_pixels: int, choose: Choose) -> Iterator[Image.Image]:
+    image = opened(data, most_pixels, ANIMATION)
+    total, seconds = getattr(image, "n_frames", 1), 0.0
+    for place in range(total):
+        _seek(image, place)
+        seconds += (image.info.get("duration") or 100) / 1000
+    image = opened(data, most_pixels)  # as not every format can go back
+    for place in choose(total, total / seconds):
+        _seek(image, place)
+        yield as_rgb(image)
+
+
+def _seek(image: Image.Image, place: int) -> None:
+    try:
+        image.seek(place)
+        image.load()
+    except MemoryError:
+        raise
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # whatever a damaged file makes Pillow raise
+        raise ImageRefused(f"is damaged: frame {place} cannot be decoded ({type(error).__name__})") from None
+
+
+def _of_container(data: bytes, format: str, most_pixels: int, choose: Choose) -> Iterator[Image.Image]:
+    try:
+        import av  # only here: most servers get no videos
+    except ImportError:
+        raise ImageRefused(NEEDS_PYAV) from None
+    try:
+        with av.open(io.BytesIO(data), format=format) as container:
+            yield from _decoded(container, most_pixels, choose)
+    except (MemoryError, ImageRefused):
+        raise
+    except CANCELLATIONS:
+        raise
+    except BaseException as error:  # whatever a damaged file makes PyAV raise
+        raise ImageRefused(f"is damaged and cannot be decoded ({type(error).__name__})") from None
+
+
+def _decoded(container: Any, most_pixels: int, choose: Choose) -> Iterator[Image.Image]:
+    stream = container.streams.video[0]
+    context = stream.codec_context
+    context.thread_count = 1
+    if context.width * context.height > most_pixels:
+        raise ImageRefused(f"has {context.width} x {context.height} pixels; at most {most_pixels} are allowed")
+    total = sum(1 for packet in container.demux(stream) if packet.size)
+    if not total:
+        raise ImageRefused("has no frames")
+    container.seek(0, stream=stream)
+    wanted = choose(total, float(stream.average_rate or 24))
+    for place, frame in enumerate(container.decode(stream)):
+        while wanted and wanted[0] == place:
+            wanted.pop(0)
+            image = frame.to_image()
+            yield image.rotate(frame.rotation, expand=True) if frame.rotation else image
+        if not wanted:
+            return
+
+
 def serve(question: bytes) -> tuple[bytes, bytes]:
-    """The prepared image, or why there is none."""
+    """The prepared image or video, or why there is none."""
     (size,) = LENGTH.unpack_from(question)
     settings = json.loads(question[LENGTH.size : LENGTH.size + size])
+    content = question[LENGTH.size + size :]
+    head: Any
     try:
-        shape, details, pixels = prepared(question[LENGTH.size + size :], settings)
+        if "sizes" in settings:
+            ends = accumulate(settings["sizes"], initial=0)
+            files = [content[start:end] for start, end in pairwise(ends)]
+            *head, pixels = prepared_frames(files, settings)
+        else:
+            *head, pixels = prepared(content, settings)
     except ImageRefused as refused:
         return REFUSED, str(refused).encode()
     except MemoryError:
@@ -92,8 +215,8 @@ def serve(question: bytes) -> tuple[bytes, bytes]:
         raise
     except BaseException as error:  # whatever the library raises
         return FAILED, described(error).encode()
-    head = json.dumps([shape, details]).encode()
-    return RENDERED, LENGTH.pack(len(head)) + head + pixels
+    encoded = json.dumps(head).encode()
+    return RENDERED, LENGTH.pack(len(encoded)) + encoded + pixels
 
 
 def main() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
-from octavo.images.processors import ImageProcessor, PreparedImage, read_processor
+from octavo.images.processors import ImageProcessor, PreparedImage, PreparedVideo, read_processor
+from octavo.images.videos import Frames
 from octavo.system.child_process import ChildLost, ChildProcess
 from octavo.system.child_worker import LENGTH, REFUSED, RENDERED
+from octavo.text.conversation import ChatPrompt
 from octavo.types import ImageInput
 from octavo.weights.hub import resolve_model
 
@@ -22,6 +25,8 @@ MAX_MEMORY = 1 << 30
 """Bytes of a child process, of which some 200 MiB are Python's and Pillow's."""
 MAX_OUTPUT = 256 << 20
 MAX_PROCESSES = 4
+
+PreparedMedia = PreparedImage | PreparedVideo
 
 
 class ImagePreparer:
@@ -40,22 +45,35 @@ class ImagePreparer:
 
         Raises ``InvalidParameter``, and ``Unavailable`` if no process can be started now.
         """
-        settings = json.dumps(self.processor.settings_for(detail)).encode()
+        (shape, details), pixels = self._ask(self.processor.settings_for(detail), data, f"'{where}': the image")
+        return PreparedImage(tuple(shape), tuple(details), pixels)
+
+    def prepare_video(self, files: Sequence[bytes], rate: float | None, where: str) -> PreparedVideo:
+        """Prepare a video: one file, or frames as images, ``rate`` a second. Raises as ``prepare`` does."""
+        form, name = self.processor.video, f"'{where}': the video"
+        if form is None:
+            raise InvalidParameter("messages", f"'{where}': this model takes no videos.")
+        settings = {**form.settings, "group": form.group, "rate": rate, "sizes": [len(file) for file in files]}
+        (shape, places, total, frame_rate), pixels = self._ask(settings, b"".join(files), name)
+        return self.processor.video_of(Frames(tuple(shape), places, total, frame_rate, pixels))
+
+    def _ask(self, settings: dict[str, Any], data: bytes, name: str) -> tuple[list[Any], bytes]:
+        """A child's answer about files: what is said of the pixels, and these."""
+        encoded = json.dumps(settings).encode()
         process = self._idle.get()
         try:
             if process is None or not process.is_alive:
                 process = ChildProcess(WORKER, self._settings)
-            kind, answer = process.ask_bytes(LENGTH.pack(len(settings)) + settings + data)
+            kind, answer = process.ask_bytes(LENGTH.pack(len(encoded)) + encoded + data)
         except ChildLost as error:
-            raise InvalidParameter("messages", f"'{where}': the image cannot be decoded: {error}.") from None
+            raise InvalidParameter("messages", f"{name} cannot be decoded: {error}.") from None
         finally:
             self._idle.put(process)
         if kind != RENDERED:
             reason = answer.decode("utf-8", "replace") if kind == REFUSED else "cannot be decoded"
-            raise InvalidParameter("messages", f"'{where}': the image {reason}.")
+            raise InvalidParameter("messages", f"{name} {reason}.")
         (size,) = LENGTH.unpack_from(answer)
-        shape, details = json.loads(answer[LENGTH.size : LENGTH.size + size])
-        return PreparedImage(tuple(shape), tuple(details), answer[LENGTH.size + size :])
+        return json.loads(answer[LENGTH.size : LENGTH.size + size]), answer[LENGTH.size + size :]
 
     def close(self) -> None:
         """End the processes."""
@@ -64,6 +82,17 @@ class ImagePreparer:
             if process is not None:
                 process.close()
             self._idle.put(None)
+
+
+def read_by_model(prompt: ChatPrompt, media: Mapping[int, PreparedMedia]) -> tuple[ChatPrompt, list[PreparedImage]]:
+    """A prompt with what the model reads in place of its videos, and all images in the order of their placeholders.
+    ``media``: by number in the conversation."""
+    images: list[PreparedImage] = []
+    for number in prompt.images:
+        found = media[number]
+        images += found.images if isinstance(found, PreparedVideo) else [found]
+    videos = {number: found.written for number, found in media.items() if isinstance(found, PreparedVideo)}
+    return prompt.with_videos(videos), images
 
 
 def placed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,16 +14,19 @@ from typing import Any
 
 from octavo.errors import CheckpointError
 from octavo.images.resizing import limited, low
+from octavo.images.videos import Frames, VideoForm
 from octavo.text.conversation import ImageText
 from octavo.types import ImageInput
 from octavo.weights.gguf.gguf_reader import vocabulary
 from octavo.weights.gguf.projector import open_projector
 
+logger = logging.getLogger(__name__)
+
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF, ZEROS, ONES = (0.5,) * 3, (0.0,) * 3, (1.0,) * 3
-TOKENS = "added_tokens"
-"""Where a family finds the ids of added tokens next to the configuration."""
+TOKENS, VIDEO = "added_tokens", "video_processor"
+"""Where a family finds the ids of added tokens, and what is said of videos, next to the configuration."""
 PIXTRAL_ENDS = "[IMG_BREAK]", "[IMG_END]"
 AROUND_TILE, WHOLE, LINE, LINES = "<fake_token_around_image>", "<global-img>", "\n", "\n\n"
 """Tokens of Idefics 3."""
@@ -39,6 +43,16 @@ class PreparedImage:
     shape: tuple[int, int, int]
     details: tuple[int, ...]
     pixels: bytes
+    elapsed: int | None = None
+    """See ``ImageInput``."""
+
+
+@dataclass(frozen=True)
+class PreparedVideo:
+    """The frames of a video as images, and what the model reads in place of the video's placeholder."""
+
+    images: list[PreparedImage]
+    written: str
 
 
 def by_size(processor: ImageProcessor, image: PreparedImage) -> list[int]:
@@ -59,9 +73,17 @@ def by_tile(processor: ImageProcessor, image: PreparedImage) -> list[int]:
 
 
 def in_lines(processor: ImageProcessor, image: PreparedImage) -> list[int]:
-    """The embeddings of the entire image, and those of its tiles line by line, each with an embedding behind it."""
+    """The embeddings of the entire image, and those of its tiles line by line, each with an embedding behind it; of a
+    frame of a video a quarter, and one behind the last frame."""
+    if len(image.details) == 1:
+        return [processor.token] * (_quarter(processor.settings["cells"]) + image.details[0])
     *_, rows, columns = image.details
     return [processor.token] * (processor.num_tokens + rows * (columns + 1))
+
+
+def _quarter(cells: int) -> int:
+    """Embeddings of a frame with ``cells`` patches in a row."""
+    return math.ceil(cells / 2) ** 2
 
 
 def in_split(processor: ImageProcessor, image: PreparedImage) -> list[int]:
@@ -111,6 +133,8 @@ class ImageProcessor:
     """Ids of tokens that ``layout`` puts between embeddings, by their text."""
     layout: Callable[[ImageProcessor, PreparedImage], list[int]] = by_size
     """The ids that stand for an image."""
+    video: VideoForm | None = None
+    """``None`` for a family that has no videos."""
 
     @property
     def most_tokens(self) -> int:
@@ -120,7 +144,8 @@ class ImageProcessor:
     @property
     def image_text(self) -> ImageText:
         """How prompts have images."""
-        return ImageText(self.placeholder, self.written, f"{self.around[0]}{self.written}{self.around[1]}")
+        alone = f"{self.around[0]}{self.written}{self.around[1]}"
+        return ImageText(self.placeholder, self.written, alone, self.video.placeholder if self.video else "")
 
     @property
     def written(self) -> str:
@@ -133,7 +158,22 @@ class ImageProcessor:
 
     def limited(self, most_tokens: int) -> ImageProcessor:
         """A processor whose images have no more than so many tokens, as far as their size can be chosen."""
-        return dataclasses.replace(self, settings=limited(dict(self.settings), most_tokens))
+        video = self.video and self.video.limited(most_tokens)
+        return dataclasses.replace(self, settings=limited(dict(self.settings), most_tokens), video=video)
+
+    def video_of(self, frames: Frames) -> PreparedVideo:
+        """A video of a family that has any; frames that are missing in the last group are like the last one."""
+        assert self.video is not None
+        count, rows, columns = frames.shape
+        size, group = rows * columns * 3, self.video.group
+        images = []
+        for start in range(0, count, group):
+            members = [min(place, count - 1) * size for place in range(start, start + group)]
+            pixels = b"".join(frames.pixels[place : place + size] for place in members)
+            details = self.video.details(start + group >= count)
+            elapsed = self.video.elapsed(frames, start // group)
+            images.append(PreparedImage((group, rows, columns), details, pixels, elapsed))
+        return PreparedVideo(images, self.video.written(frames, self.token_text))
 
     def tokens(self, image: PreparedImage) -> list[int]:
         """The ids that stand for an image."""
@@ -142,10 +182,10 @@ class ImageProcessor:
     def placed(self, image: PreparedImage, start: int) -> ImageInput:
         """An image whose first token is at ``start``."""
         grid = self.grid(image) if self.has_grid else None
-        known = json.dumps([dict(self.settings), self.mean, self.deviation, image.shape, image.details], sort_keys=True)
-        digest = hashlib.sha256(known.encode() + b"\0" + image.pixels).digest()
-        num_tokens = len(self.tokens(image))
-        return ImageInput(start, num_tokens, self.token, digest, image.shape, image.pixels, image.details, grid)
+        known = [dict(self.settings), self.mean, self.deviation, image.shape, image.details, image.elapsed]
+        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode() + b"\0" + image.pixels).digest()
+        rest = image.shape, image.pixels, image.details, grid, image.elapsed
+        return ImageInput(start, len(self.tokens(image)), self.token, digest, *rest)
 
     def grid(self, image: PreparedImage) -> tuple[int, int]:
         """Rows and columns of embeddings."""
@@ -161,19 +201,26 @@ def read_processor(folder: Path) -> ImageProcessor | None:
     if (projector := open_projector(folder)) is not None:
         tokens = vocabulary(folder)
         config, given = projector.config({}, tokens), projector.processing
+        video: dict[str, Any] = {}
         known = {text: number for number, text in enumerate(tokens)}
     else:
         config = _read(folder / "config.json")
-        own = _read(folder / "processor_config.json").get("image_processor")
-        given, known = own or _read(folder / "preprocessor_config.json"), _tokens(folder)
+        own = _read(folder / "processor_config.json")
+        given, known = own.get("image_processor") or _read(folder / "preprocessor_config.json"), _tokens(folder)
+        video = own.get(VIDEO) or _read(folder / "video_preprocessor_config.json")
     names = config.get("architectures") or [None]
     make = PROCESSORS.get(str(names[0]))
     if make is None or not config.get("vision_config"):
         return None
     try:
-        return make({**config, TOKENS: known}, given)
+        found = make({**config, TOKENS: known, VIDEO: video}, given)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: the image processor cannot be read: {error!r}") from None
+    for key, value in (("image_mean", found.mean), ("image_std", found.deviation)):
+        if found.video is not None and tuple(video.get(key) or value) != value:
+            logger.warning("%s: videos are refused: their %s is not that of images", folder, key)
+            return dataclasses.replace(found, video=None)
+    return found
 
 
 def _tokens(folder: Path) -> dict[str, int]:
@@ -223,24 +270,75 @@ def _qwen(config: Mapping[str, Any], given: Mapping[str, Any], patch: int, scali
     )
 
 
+def _video_settings(video: Mapping[str, Any], factor: int, least: int, most: int, **more: Any) -> dict[str, Any]:
+    """Those of videos whose frames have any size."""
+    size = video.get("size") or {}
+    least, most = int(size.get("shortest_edge") or least), int(size.get("longest_edge") or most)
+    return {
+        "rule": "area",
+        "factor": factor,
+        "least": least,
+        "most": most,
+        "resample": 3,
+        "most_pixels": MOST_PIXELS,
+        "fps": float(video.get("fps") or 2),
+        "least_frames": int(video.get("min_frames") or 4),
+        "most_frames": int(video.get("max_frames") or 768),
+        **more,
+    }
+
+
 def _qwen25(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
-    return _qwen(config, given, 14, _scaling(given, CLIP_MEAN, CLIP_DEVIATION))
+    found = _qwen(config, given, 14, _scaling(given, CLIP_MEAN, CLIP_DEVIATION))
+    area, inner = found.side**2, config["vision_config"]
+    rate = 0 if config["architectures"][0] == "Qwen2VLForConditionalGeneration" else inner.get("tokens_per_second", 4)
+    total = {"total": int(128_000 * area * 0.9), "sampling": "rate", "multiple": 2}
+    video = VideoForm(
+        settings=_video_settings(config[VIDEO], found.side, 128 * area, 768 * area, **total),
+        placeholder="<|vision_start|><|video_pad|><|vision_end|>",
+        before="<|vision_start|>",
+        each="{token}",
+        after="<|vision_end|>",
+        group=2,
+        rope_rate=float(rate),
+    )
+    return dataclasses.replace(found, video=video)
 
 
 def _qwen3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
-    return _qwen(config, given, 16, _scaling(given, HALF, HALF))
+    found = _qwen(config, given, 16, _scaling(given, HALF, HALF))
+    area, more = found.side**2, {"sampling": "rate", "grows": True}
+    video = VideoForm(
+        settings=_video_settings(config[VIDEO], found.side, 128 * area, 768 * area, **more),
+        placeholder="<|vision_start|><|video_pad|><|vision_end|>",
+        each="<{seconds:.1f} seconds><|vision_start|>{token}<|vision_end|>",
+        group=2,
+        is_middle=True,
+    )
+    return dataclasses.replace(found, video=video)
 
 
 def _glm4v(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
     found = _qwen(config, {"size": GLM_SIZE, **given}, 14, _scaling(given, CLIP_MEAN, CLIP_DEVIATION))
-    halves = {key: found.settings[key] // 2 for key in ("least", "most")}  # as an image counts as two frames
+    is_newer, video = config["architectures"][0] == "Glm46VForConditionalGeneration", config[VIDEO]
+    more = {"sampling": "duration" if is_newer else "seconds", "longest": video.get("max_duration") or 300}
+    more |= {"most_frames": 640, "grows": True}
+    time = "{seconds:.1f} seconds" if is_newer else "{whole}"
     return dataclasses.replace(
         found,
-        settings={**found.settings, **halves, "grows": True},
+        settings={**found.settings, "num_frames": 2, "group": 2, "grows": True},
         placeholder="<|image|>",
         around=("<|begin_of_image|>", "<|end_of_image|>"),
         token=int(config.get("image_token_id") or config[TOKENS].get("<|image|>", 151_343)),
         token_text="<|image|>",
+        video=VideoForm(
+            settings=_video_settings(video, found.side, 112 * 112, 28 * 28 * 60_000, **more),
+            placeholder="<|begin_of_video|><|video|><|end_of_video|>",
+            before="<|begin_of_video|>",
+            each="<|begin_of_image|>{token}<|end_of_image|>" + time,
+            after="<|end_of_video|>",
+            group=2,
+        ),
     )
 
 
@@ -316,6 +414,9 @@ def _internvl(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
     most = given.get("max_patches", config.get("max_dynamic_patch", 12))
     if config.get("use_thumbnail") is False or config.get("dynamic_image_size") is False:
         most = 1
+    video = config[VIDEO]
+    frame = {"rule": "fixed", "height": height, "width": width} | dict(video.get("size") or {})
+    frame |= {"sampling": "middles", "most_frames": int(video.get("num_frames") or 8)}
     return ImageProcessor(
         settings={"rule": "grid", "height": height, "width": width, "least": int(least), "most": int(most)}
         | {"tokens": count, "resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
@@ -326,6 +427,13 @@ def _internvl(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
         token_text="<IMG_CONTEXT>",
         num_tokens=count,
         layout=by_tile,
+        video=VideoForm(
+            settings=frame | {"resample": 3, "most_pixels": MOST_PIXELS},
+            placeholder="<video>",
+            each="Frame{number}: <img>{token}</img>",
+            between="\n",
+            num_tokens=count,
+        ),
         **_scaling(given, IMAGENET_MEAN, IMAGENET_DEVIATION),
     )
 
@@ -361,7 +469,18 @@ def _llava_next(config: Mapping[str, Any], given: Mapping[str, Any], side: int =
 
 def _llava_onevision(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
     most = str(config.get("vision_aspect_ratio") or "anyres_max_9").removeprefix("anyres_max_")
-    return _llava_next(config, given, 384, int(most))
+    found, size = _llava_next(config, given, 384, int(most)), config[VIDEO].get("size") or {}
+    side = found.settings["side"]
+    frame = {"rule": "fixed", "height": size.get("height", side), "width": size.get("width", side), "resample": 3}
+    video = VideoForm(
+        settings=frame
+        | {"sampling": "rate", "fps": 0, "least_frames": 1, "most_frames": 32, "most_pixels": MOST_PIXELS},
+        placeholder="<video>",
+        each="{token}",
+        num_tokens=_quarter(found.settings["cells"]),
+        details=lambda is_last: (int(is_last),),
+    )
+    return dataclasses.replace(found, video=video)
 
 
 def _idefics3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
@@ -386,6 +505,25 @@ def _idefics3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
     )
 
 
+def _smolvlm(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    found, video = _idefics3(config, given), config[VIDEO]
+    sampling = video.get("video_sampling") or given.get("video_sampling") or {}
+    size = sampling.get("video_size") or video.get("size") or {}
+    frame: dict[str, Any] = {"splits": False, "longest": int(size.get("longest_edge") or found.settings["side"])}
+    frame |= {"sampling": "inside", "fps": float(sampling.get("fps") or 1), "skipped": 1.0}
+    frame |= {"most_frames": int(sampling.get("max_frames") or 64)}
+    form = VideoForm(
+        settings=dict(found.settings) | frame,
+        placeholder="<video>",
+        before="You are provided the following series of {count} frames from a {duration} [H:MM:SS] video.\n",
+        each="\nFrame from {clock}:{token}",
+        after="\n\n",
+        num_tokens=found.num_tokens,
+        details=lambda is_last: (0, 0),
+    )
+    return dataclasses.replace(found, video=form)
+
+
 PROCESSORS = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Gemma4ForConditionalGeneration": _gemma4,
@@ -407,6 +545,6 @@ PROCESSORS = {
     "Qwen3VLMoeForConditionalGeneration": _qwen3,
     "Qwen3_5ForConditionalGeneration": _qwen3,
     "Qwen3_5MoeForConditionalGeneration": _qwen3,
-    "SmolVLMForConditionalGeneration": _idefics3,
+    "SmolVLMForConditionalGeneration": _smolvlm,
 }
 """By architecture of the checkpoint."""

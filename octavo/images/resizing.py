@@ -18,20 +18,23 @@ class ImageRefused(ValueError):
 
 def by_area(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
     """Both sides multiples of ``factor``, the area between ``least`` and ``most``, the ratio nearly kept
-    (Qwen2-VL). With ``grows``, no side is less than ``factor`` before that (GLM-4V)."""
+    (Qwen2-VL). With ``grows``, no side is less than ``factor`` before that (GLM-4V). With ``num_frames``, the area is
+    that of all frames of a video, whose embeddings span ``group`` of them; GLM-4V's images are two frames."""
     factor, least, most = settings["factor"], settings["least"], settings["most"]
+    count, group = settings.get("num_frames", 1), settings.get("group", 1)
     if settings.get("grows") and min(height, width) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) > MOST_RATIO * min(height, width):
         raise ImageRefused(f"is {width} x {height} pixels: one side is more than {MOST_RATIO} times the other")
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > most:
-        shrink = math.sqrt(height * width / most)
+    volume = rows * columns * round(count / group) * group
+    if volume > most:
+        shrink = math.sqrt(count * height * width / most)
         rows = max(factor, math.floor(height / shrink / factor) * factor)
         columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif rows * columns < least:
-        grow = math.sqrt(least / (height * width))
+    elif volume < least:
+        grow = math.sqrt(least / (count * height * width))
         rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     return rows, columns
 
@@ -75,7 +78,8 @@ def low(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings for images of low detail, as far as the size can be chosen."""
     match settings["rule"]:
         case "area":
-            return {**settings, "most": max(settings["least"], min(settings["most"], LOW_PIXELS))}
+            most = LOW_PIXELS * settings.get("group", 1)
+            return {**settings, "most": max(settings["least"], min(settings["most"], most))}
         case "longest":
             return {**settings, "longest": min(settings["longest"], LOW_SIDE)}
         case "squares":
@@ -93,7 +97,8 @@ def limited(settings: dict[str, Any], most_tokens: int) -> dict[str, Any]:
     """The settings with which an image has no more than so many tokens, as far as the size can be chosen."""
     match settings["rule"]:
         case "area":
-            return {**settings, "most": min(settings["most"], most_tokens * settings["factor"] ** 2)}
+            most = most_tokens * settings["factor"] ** 2 * settings.get("group", 1)
+            return {**settings, "most": min(settings["most"], most)}
         case "longest":
             return {**settings, "longest": min(settings["longest"], math.isqrt(most_tokens) * settings["factor"])}
         case "squares":

@@ -17,11 +17,11 @@ from octavo.config import DEFAULT_MODEL
 from octavo.engine.beam_search import BeamSearchParams, check_beam_search
 from octavo.engine.engine import Engine
 from octavo.errors import RequestFailed, Unavailable
-from octavo.images.preparer import preparer_of
+from octavo.images.preparer import preparer_of, read_by_model
 from octavo.llm.adapters import Adapter, adapters_of, chosen
 from octavo.llm.beam_search import BeamSearchOutput, search_beams
 from octavo.llm.continuations import GenerationJob
-from octavo.llm.image_inputs import image_in
+from octavo.llm.image_inputs import file_of, files_of, source_in
 from octavo.llm.live_requests import LiveRequests
 from octavo.llm.loading import build, settle
 from octavo.llm.outputs import (
@@ -248,8 +248,9 @@ class LLM:
     ) -> list[int]:
         """Token ids of a conversation rendered by the model's chat template, ready for the answer.
 
-        ``chat_template_kwargs`` are further variables of the template. One token stands for each image. Raises
-        ``InvalidParameter`` if the model has no chat template or the template rejects the messages.
+        ``chat_template_kwargs`` are further variables of the template. One token stands for each image and for
+        each part of a video. Raises ``InvalidParameter`` if the model has no chat template or the template rejects the
+        messages.
         """
         ends = add_generation_prompt, continue_final_message
         tokens: list[int] = self.chat_prompt(messages, chat_template_kwargs, tools, *ends)["prompt_token_ids"]
@@ -263,7 +264,8 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> dict[str, Any]:
-        """A conversation, with its images, as a prompt for ``generate`` and ``stream``; errors as ``render_chat``."""
+        """A conversation, with its images and videos, as a prompt for ``generate`` and ``stream``; errors as
+        ``render_chat``."""
         tokenizer = self.get_tokenizer()
         conversation = Conversation(
             messages,
@@ -276,11 +278,18 @@ class LLM:
             image_text=None if self._images is None else self._images.processor.image_text,
         )
         prompt = conversation.prompt()
-        tokens = prompt.encode(tokenizer)
-        if not prompt.images:
-            return {"prompt_token_ids": tokens}
-        sources = [image_in(*conversation.images[number]) for number in prompt.images]
-        return {"prompt_token_ids": tokens, "images": sources}
+        if not prompt.images or self._images is None:
+            return {"prompt_token_ids": prompt.encode(tokenizer)}
+        media: dict[int, Any] = {}
+        for number in prompt.images:
+            part, where = conversation.images[number]
+            source = source_in(part, where)
+            if number in prompt.videos:
+                media[number] = self._images.prepare_video(*files_of(source, where), where)
+            else:
+                media[number] = self._images.prepare(file_of(source, where), str(part.get("detail", "auto")), where)
+        prompt, images = read_by_model(prompt, media)
+        return {"prompt_token_ids": prompt.encode(tokenizer), "images": images}
 
     def load_weights(self, weights: str | Path | Iterable[tuple[str, Tensor]]) -> None:
         """Take other weights in place of the model's own: those of a folder, or tensors by their names in a checkpoint.

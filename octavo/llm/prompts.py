@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,7 +12,8 @@ import msgspec
 from octavo.engine.protocols import Grammars
 from octavo.errors import CANCELLATIONS, InvalidParameter, RequestError
 from octavo.images.preparer import ImagePreparer, placed
-from octavo.llm.image_inputs import file_of, images_of
+from octavo.images.processors import PreparedImage
+from octavo.llm.image_inputs import file_of, files_of, images_of, videos_of
 from octavo.llm.vllm_arguments import grammar_of
 from octavo.sampling_params import SamplingParams, check_num_logprobs, resolve_max_tokens
 from octavo.text.message_format import find_format
@@ -30,8 +32,8 @@ READ = SamplingParams(max_tokens=0)
 """Parameters of embedding and scoring requests, which generate nothing."""
 
 
-WITH_IMAGES = ("detail", "images", "multi_modal_data")
-"""Keys of a prompt with images."""
+WITH_IMAGES = ("detail", "images", "multi_modal_data", "videos")
+"""Keys of a prompt with images or videos."""
 
 
 MOST_OF_A_MARK = 64
@@ -66,10 +68,13 @@ def check_all(
         name = "prompt" if len(items) == 1 else f"prompts[{place}]"
         if own.structured_outputs is not None:
             own = msgspec.structs.replace(own, grammar=grammar_of(own.structured_outputs), structured_outputs=None)
-        text, tokens = _encode(prompt, name, tokenizer, info.vocab_size, preparer)
+        given, media = _with_media(prompt, name, preparer)
+        text, tokens = _encode(given, name, tokenizer, info.vocab_size)
         if own.truncate_prompt_tokens is not None:
             tokens = tokens[-own.truncate_prompt_tokens :]
-        tokens, images = _with_images(prompt, name, tokens, preparer)
+        images: Sequence[ImageInput] = ()
+        if preparer is not None:
+            tokens, images = placed(tokens, media, preparer.processor)
         _check_params(own, tokenizer, info)
         max_tokens = resolve_max_tokens(own, len(tokens), info.max_model_len, field=name)
         ends = _eos_token_ids(own, tokenizer, info)
@@ -164,29 +169,40 @@ def _params_for_each(params: Any, count: int) -> list[SamplingParams]:
     return each
 
 
-def _with_images(
-    prompt: Any, name: str, tokens: list[int], preparer: ImagePreparer | None
-) -> tuple[list[int], Sequence[ImageInput]]:
-    """The token ids with all placeholders of each image, and the images."""
+def _with_media(prompt: Any, name: str, preparer: ImagePreparer | None) -> tuple[Any, list[PreparedImage]]:
+    """The prompt with one token for each image, and for the frames of a video with one embedding; and all of these."""
     images = images_of(prompt, name) if isinstance(prompt, Mapping) else []
-    if not images:
-        return tokens, ()
+    videos = videos_of(prompt, name) if isinstance(prompt, Mapping) else []
+    if not images and not videos:
+        return prompt, []
     if preparer is None:
         raise InvalidParameter(name, f"'{name}' has images, but this model reads text only.")
-    detail = str(prompt.get("detail", "auto"))
-    files = [(file_of(image, f"{name}.images[{i}]"), f"{name}.images[{i}]") for i, image in enumerate(images)]
-    return placed(tokens, [preparer.prepare(data, detail, where) for data, where in files], preparer.processor)
+    given, processor = _from_mapping(prompt, name), preparer.processor
+    detail, found = str(prompt.get("detail", "auto")), list[PreparedImage]()
+    for place, image in enumerate(images):
+        where, is_done = f"{name}.images[{place}]", isinstance(image, PreparedImage)
+        found.append(image if is_done else preparer.prepare(file_of(image, where), detail, where))
+    if not isinstance(given, str):
+        if videos:
+            raise InvalidParameter(name, f"'{name}' has videos, so it must be text, in which they have their places.")
+        return given, found
+    sources = [(*files_of(video, f"{name}.videos[{i}]"), f"{name}.videos[{i}]") for i, video in enumerate(videos)]
+    read = [preparer.prepare_video(*source) for source in sources]
+    pieces = given.split(processor.video.placeholder) if read and processor.video else [given]
+    if len(pieces) != 1 + len(read):
+        message = f"'{name}' has places for {len(pieces) - 1} videos, and there are {len(read)}."
+        raise InvalidParameter(name, message)
+    text, of_images, media = "", iter(found), list[PreparedImage]()
+    for piece, video in zip_longest(pieces, read):
+        text += piece.replace(processor.placeholder, processor.written) + (video.written if video else "")
+        media += [*islice(of_images, piece.count(processor.placeholder)), *(video.images if video else [])]
+    return text, [*media, *of_images]
 
 
-def _encode(
-    prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int, preparer: ImagePreparer | None = None
-) -> tuple[str | None, list[int]]:
+def _encode(prompt: Any, name: str, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str | None, list[int]]:
     """The text, or ``None`` for token ids, and the token ids of a prompt."""
-    has_images = isinstance(prompt, Mapping) and bool(images_of(prompt, name))
     if isinstance(prompt, Mapping):
         prompt = _from_mapping(prompt, name)
-    if has_images and preparer is not None and isinstance(prompt, str):
-        prompt = prompt.replace(preparer.processor.placeholder, preparer.processor.written)
     text = None
     if isinstance(prompt, str):
         if tokenizer is None:

@@ -38,23 +38,34 @@ MEDIA_PARTS = {
 
 IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of parts that are images, for models that take any."""
+VIDEO_PARTS = ("video", "video_url", "input_video")
 
 Message = dict[str, Any]
 
 
 class ImageMarks:
-    """Stands for images in the text of messages: each is a mark that no client can foresee, and its number."""
+    """Stands for images and videos in the text of messages: each is a mark that no client can foresee, and its
+    number."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, takes_videos: bool = False) -> None:
         self.pattern = re.compile(rf"{re.escape(mark)}(\d{{5}})")
         self.parts: list[tuple[Mapping[str, Any], str]] = []
-        """The parts of messages that are images, and where each is in the request."""
+        """The parts of messages that are images or videos, and where each is in the request."""
+        self.kinds = (*IMAGE_PARTS, *VIDEO_PARTS) if takes_videos else IMAGE_PARTS
+        """Types of parts that the model takes."""
+        self.reads = "text, images and videos" if takes_videos else "text and images"
         self._mark = mark
 
     def add(self, part: Mapping[str, Any], where: str) -> str:
-        """The mark of one more image."""
+        """The mark of one more image or video."""
         self.parts.append((part, where))
-        return f"{self._mark}{len(self.parts) - 1:05}"
+        return self.mark(len(self.parts) - 1)
+
+    def mark(self, number: int) -> str:
+        return f"{self._mark}{number:05}"
+
+    def is_video(self, number: int) -> bool:
+        return self.parts[number][0].get("type") in VIDEO_PARTS
 
     def joined(self, texts: Sequence[str]) -> str:
         """Parts as one text: images stand next to their neighbours, between texts is a line end."""
@@ -64,14 +75,17 @@ class ImageMarks:
             made += text if is_next_to_image or not index else f"\n{text}"
         return made
 
-    def in_parts(self, content: str) -> list[Message]:
-        """A text with marks as parts, in the form that templates read."""
-        pieces = self.pattern.split(content)
-        return [
-            {"type": "image"} if index % 2 else {"type": "text", "text": piece}
-            for index, piece in enumerate(pieces)
-            if index % 2 or piece
-        ]
+    def in_parts(self, content: str, has_videos: bool) -> list[Message]:
+        """A text with marks as parts, in the form that templates read; the marks of videos only if they read these."""
+        parts: list[Message] = []
+        for index, piece in enumerate(self.pattern.split(content)):
+            if not index % 2:
+                parts += [{"type": "text", "text": piece}] if piece else []
+            elif not self.is_video(number := int(piece)):
+                parts.append({"type": "image"})
+            else:
+                parts.append({"type": "video"} if has_videos else {"type": "text", "text": self.mark(number)})
+        return parts
 
 
 def normalise_messages(
@@ -174,12 +188,12 @@ class _Reading:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str):
             raise InvalidParameter("messages", f"'{where}' must be an object with a 'type'.")
-        if self._images is not None and kind in IMAGE_PARTS:
+        if self._images is not None and kind in self._images.kinds:
             return self._images.add(part, where)
         if kind in MEDIA_PARTS:
             what = MEDIA_PARTS[kind]
-            reads = "text only" if self._images is None else "text and images only"
-            message = f"'{where}' is of type '{kind}', but this model reads {reads}: it has no part for {what}."
+            reads = "text" if self._images is None else self._images.reads
+            message = f"'{where}' is of type '{kind}', but this model reads {reads} only: it has no part for {what}."
             raise InvalidParameter("messages", message)
         if kind in TEXT_PARTS or isinstance(part.get("text"), str):
             key = TEXT_PARTS.get(kind, "text")

@@ -7,7 +7,6 @@ the same words, in a form that it knows.
 from __future__ import annotations
 
 import copy
-import functools
 import re
 import secrets
 import time
@@ -46,19 +45,34 @@ class ChatPrompt:
     text: str
     seen: str
     """``text`` for the reader of the answer: up to the mark that opens the reasoning which the answer continues."""
-    encode_guarded: Callable[[bool], list[int]] | None = None
-    """Encodes it where a text of the client spells control tokens: these become text."""
+    guarded: tuple[ControlTokens, str, str] | None = None
+    """Where a text of the client spells control tokens, which become text: what encodes it, the text with a barrier in
+    these, and the barrier."""
     images: tuple[int, ...] = ()
-    """The number of each image of the conversation, in the order of their places in the text."""
+    """The number of each image and video of the conversation, in the order of their places in the text."""
+    videos: Mapping[int, str] = field(default_factory=dict)
+    """What stands for a video until it is known what the model reads in its place, by number."""
 
     def __len__(self) -> int:
         return len(self.text)
 
+    def with_videos(self, written: Mapping[int, str]) -> ChatPrompt:
+        """The prompt with what the model reads in place of each video."""
+
+        def filled(text: str) -> str:
+            for number, mark in self.videos.items():
+                text = text.replace(mark, written[number])
+            return text
+
+        guarded = self.guarded and (self.guarded[0], filled(self.guarded[1]), self.guarded[2])
+        return ChatPrompt(filled(self.text), filled(self.seen), guarded, self.images)
+
     def encode(self, tokenizer: Tokenizer, add_special_tokens: bool = False) -> list[int]:
         """Token ids. Raises ``InvalidParameter`` as ``Tokenizer.encode`` does."""
-        if self.encode_guarded is None:
+        if self.guarded is None:
             return tokenizer.encode(self.text, add_special_tokens)
-        return self.encode_guarded(add_special_tokens)
+        controls, text, barrier = self.guarded
+        return controls.encode(text, barrier, add_special_tokens)
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,8 @@ class ImageText:
     """What the model reads in its place, with one token for all of its embeddings."""
     alone: str
     """The same with what the chat template writes around it, for a prompt without a template."""
+    video: str = ""
+    """What the chat template writes for a video; empty for a model that takes none."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +117,19 @@ class Conversation:
                 "'continue_final_message' and 'add_generation_prompt' cannot both be true.",
             )
         check_variables(self.tools, self.template_kwargs)
-        marks = None if self.image_text is None else ImageMarks(_mark())
+        marks = None if self.image_text is None else ImageMarks(_mark(), bool(self.image_text.video))
         object.__setattr__(self, "messages", normalise_messages(self.messages, images=marks))
         object.__setattr__(self, "_marks", marks if marks is not None and marks.parts else None)
 
     @property
     def images(self) -> list[tuple[Mapping[str, Any], str]]:
-        """The parts that are images, and where each is in the request."""
+        """The parts that are images or videos, and where each is in the request."""
         return [] if self._marks is None else self._marks.parts
+
+    @property
+    def _has_videos(self) -> bool:
+        """Whether the template writes what stands for a video."""
+        return bool(self.image_text and self.image_text.video) and "video" in (self.template.source or "")
 
     def __call__(self) -> ChatPrompt:
         """See ``prompt``."""
@@ -130,23 +151,43 @@ class Conversation:
         return guarded._with_images(ChatPrompt(text, seen), (controls, barrier))
 
     def _with_images(self, prompt: ChatPrompt, guarded: tuple[ControlTokens, str] | None) -> ChatPrompt:
-        """The prompt as the model reads it. A placeholder that a client's text spells has a barrier in it until then.
+        """The prompt as the model reads it, but for marks in place of its videos. A placeholder that a client's text
+        spells has a barrier in it until then.
 
-        Raises ``InvalidParameter`` if the template has not as many places for images as there are.
+        Raises ``InvalidParameter`` if the template has not as many places for images and videos as there are.
         """
-        text, seen, order = prompt.text, prompt.seen, tuple[int, ...]()
+        text, seen, order, videos = prompt.text, prompt.seen, tuple[int, ...](), dict[int, str]()
         if self._marks is not None and self.image_text is not None:
             order = tuple(int(number) for m in self.messages for number in self._marks.pattern.findall(_words(m)))
-            text, seen = (self._marks.pattern.sub(self.image_text.placeholder, each) for each in (text, seen))
-            if text.count(self.image_text.placeholder) != len(order):
-                message = f"The chat template has no place for {len(order)} images in these messages."
+            videos = {number: self._marks.mark(number) for number in order if self._marks.is_video(number)}
+            text, num_places = self._placed(text, order)
+            if num_places != len(order):
+                message = f"The chat template has no place for {len(order)} images or videos in these messages."
                 raise InvalidParameter("messages", message)
-            text, seen = (each.replace(self.image_text.placeholder, self.image_text.written) for each in (text, seen))
+            seen, _ = self._placed(seen, order)
         if guarded is None or guarded[1] not in text:
-            return ChatPrompt(text, seen, images=order)
+            return ChatPrompt(text, seen, images=order, videos=videos)
         controls, barrier = guarded
-        encode = functools.partial(controls.encode, text, barrier)
-        return ChatPrompt(text.replace(barrier, ""), seen.replace(barrier, ""), encode, order)
+        plain, shown = text.replace(barrier, ""), seen.replace(barrier, "")
+        return ChatPrompt(plain, shown, (controls, text, barrier), order, videos)
+
+    def _placed(self, text: str, order: tuple[int, ...]) -> tuple[str, int]:
+        """A rendered text with what the model reads in the places of images, and the marks of videos in theirs; and the
+        number of places, -1 if one is not for what comes next in ``order``."""
+        marks, form = self._marks, self.image_text
+        assert marks is not None
+        assert form is not None
+        video = form.video if self._has_videos else ""
+        places = "|".join([*map(re.escape, filter(None, (form.placeholder, video))), marks.pattern.pattern])
+        pieces, end, num_places = list[str](), 0, 0
+        for place in re.finditer(places, text):
+            number = order[num_places] if num_places < len(order) else -1
+            is_video = number >= 0 and marks.is_video(number)
+            if number < 0 or place[0] not in (marks.mark(number), video if is_video else form.placeholder):
+                return text, -1
+            pieces += [text[end : place.start()], marks.mark(number) if is_video else form.written]
+            end, num_places = place.end(), num_places + 1
+        return "".join([*pieces, text[end:]]), num_places
 
     def _texts(self) -> tuple[str, str]:
         """The text, and what of it the reader of the answer sees."""
@@ -211,11 +252,11 @@ class Conversation:
     def _in_parts(self, messages: list[Message]) -> list[Message]:
         """``messages`` with images as templates read them: parts, of all messages where a template knows no strings."""
         source, marks = self.template.source or "", self._marks
-        if marks is None or "image" not in source:
+        if marks is None or not ("image" in source or self._has_videos):
             return messages
         takes_strings = "is string" in source or "is not iterable" in source
         return [
-            {**message, "content": marks.in_parts(_words(message))}
+            {**message, "content": marks.in_parts(_words(message), self._has_videos)}
             if message.get("content") and (not takes_strings or marks.pattern.search(_words(message)))
             else message
             for message in messages

@@ -29,12 +29,13 @@ from tests.server.in_process import InProcessEngine, byte_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
-    "{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif p.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-START, PAD, END = range(259, 262)
+SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+START, PAD, END, VIDEO_PAD = range(259, 263)
 CONFIG = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "vision_config": {"patch_size": 14, "spatial_merge_size": 2},
@@ -82,7 +83,9 @@ def seeing(serve_app: Callable[..., Served], tmp_path: Path) -> Seeing:
     """A server of a model with a tower."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
-    def start(**settings: Any) -> tuple[Served, SeeingEngine]:
+    def start(videos: dict[str, Any] | None = None, **settings: Any) -> tuple[Served, SeeingEngine]:
+        if videos is not None:
+            (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(videos))
         engine = SeeingEngine()
         tokenizer = byte_tokenizer(TEMPLATE, SPECIAL)
         return serve_app(engine, tokenizer=tokenizer, model=str(tmp_path), served_model_name="m", **settings), engine
@@ -92,7 +95,7 @@ def seeing(serve_app: Callable[..., Served], tmp_path: Path) -> Seeing:
 
 def test_the_list_of_models_says_which_take_images(seeing: Seeing) -> None:
     served, _ = seeing()
-    assert served.client.get("/v1/models/m").json()["input_modalities"] == ["text", "image"]
+    assert served.client.get("/v1/models/m").json()["input_modalities"] == ["text", "image", "video"]
 
 
 def image_part(data: bytes, **more: Any) -> dict[str, Any]:
@@ -238,6 +241,75 @@ def test_bad_images_are_refused_by_place(seeing: Seeing) -> None:
         "base64"
         in chat(served, [{"type": "image_url", "image_url": {"url": "data:;base64,?"}}]).json()["error"]["message"]
     )
+    assert chat(served, [image_part(RED)]).status_code == 200
+
+
+def gif(count: int = 8) -> bytes:
+    buffer = io.BytesIO()
+    frames = [Image.new("RGB", (56, 56), (30 * number, 0, 0)) for number in range(count)]
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=500)
+    return buffer.getvalue()
+
+
+def video_part(data: bytes, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "video_url",
+        "video_url": {"url": "data:image/gif;base64," + base64.b64encode(data).decode()},
+        **more,
+    }
+
+
+def test_videos(seeing: Seeing) -> None:
+    """Eight frames in four seconds, two for each part of the video; frames as images; next to an image."""
+    served, engine = seeing(videos={"size": {"shortest_edge": 784, "longest_edge": 7840}})
+    frames = [url(png(56, 56, (0, number, 0))) for number in range(3)]
+    parts = [
+        {"type": "text", "text": "What is <|video_pad|>"},
+        video_part(gif()),
+        image_part(RED),
+        {"type": "video", "video": frames, "fps": 1.0},
+    ]
+    response = chat(served, parts)
+    assert response.status_code == 200, response.text
+    (request,) = engine.seen
+    assert [image.shape[0] for image in request.images] == [2, 2, 2, 2, 1, 2, 2]
+    assert [image.elapsed for image in request.images] == [None, 4, 8, 12, None, None, 8]
+    assert [image.num_tokens for image in request.images] == [4, 4, 4, 4, 6, 4, 4]
+    assert request.prompt_tokens.count(START) == request.prompt_tokens.count(END) == 3
+    assert request.prompt_tokens.count(VIDEO_PAD) == 0
+    assert response.json()["usage"]["prompt_tokens"] == len(request.prompt_tokens)
+    for image, after in zip(request.images[:3], request.images[1:4], strict=True):
+        assert image.start + image.num_tokens == after.start
+    listed = "data:video/jpeg;base64," + ",".join(frame.partition(",")[2] for frame in frames)
+    assert chat(served, [{"type": "video_url", "video_url": {"url": listed, "fps": 1}}]).status_code == 200
+    assert [image.digest for image in engine.seen[1].images] == [image.digest for image in request.images[-2:]]
+    tokenized = served.client.post("/tokenize", json={"model": "m", "messages": [{"role": "user", "content": parts}]})
+    assert tokenized.json()["count"] == len(request.prompt_tokens)
+
+
+def test_bad_videos_are_refused_by_place(seeing: Seeing) -> None:
+    served, _ = seeing(max_image_bytes=20_000)
+    frames = [url(RED)]
+    for part, reason in (
+        (video_part(b"\0\0\0 ftypisom"), "the video"),
+        (video_part(b"no video"), "is not an MP4, WebM, GIF, WebP or PNG"),
+        (video_part(b"\0" * 20_001), "at most 20000 are allowed"),
+        ({"type": "video", "video": frames, "fps": 0}, "'fps' must be"),
+        ({"type": "video", "video": []}, "1 to 1000"),
+        ({"type": "video", "video": ["https://good.example/a"]}, "frames must be data: URLs"),
+        ({"type": "video"}, "must have a video"),
+        ({"type": "video_url", "video_url": {"url": "https://good.example/a.mp4"}}, "this server fetches no files"),
+    ):
+        response = chat(served, [{"type": "text", "text": "a"}, part])
+        assert response.status_code == 400
+        assert reason in response.json()["error"]["message"]
+        assert "messages[0].content[1]" in response.json()["error"]["message"]
+
+
+def test_a_model_without_videos_says_so(seeing: Seeing) -> None:
+    served, _ = seeing(videos={"image_mean": [0.1, 0.2, 0.3]})
+    message = chat(served, [video_part(gif())]).json()["error"]["message"]
+    assert "this model reads text and images only" in message
     assert chat(served, [image_part(RED)]).status_code == 200
 
 

@@ -192,7 +192,7 @@ def test_other_texts_have_their_usual_tokens(name: str) -> None:
 def test_a_prompt_without_them_is_encoded_as_ever() -> None:
     messages, more = conversation("<b>12</b> [x] <|im")
     prompt = prompt_of("byte level", messages, **more)
-    assert prompt.encode_guarded is None
+    assert prompt.guarded is None
 
 
 def test_reasoning_and_calls_are_the_assistants_own_words() -> None:
@@ -266,7 +266,7 @@ def test_words_and_line_ends_are_no_control_tokens() -> None:
     template = ChatTemplate(source, {}, control_tokens=ControlTokens(tokenizer, source))
     text = "assistant\n\n<td>▁▁"
     prompt = Conversation([{"role": "user", "content": text}], template).prompt()
-    assert prompt.encode_guarded is None
+    assert prompt.guarded is None
     hostile = Conversation([{"role": "user", "content": text + "<|im_start|>"}], template).prompt().encode(tokenizer)
     assert hostile[:4] == tokenizer.encode(text)
     template.close()

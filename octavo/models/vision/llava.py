@@ -97,6 +97,15 @@ class LlavaNextTower(LlavaTower):
 
 
 class LlavaOnevisionTower(LlavaNextTower):
-    """The tower of LLaVA-OneVision."""
+    """The tower of LLaVA-OneVision, also for frames of videos, of which it keeps a quarter of the embeddings."""
 
     layer = -1
+
+    def __call__(self, image: Pixels) -> Tensor:
+        """As for LLaVA-NeXT; of a frame row by row, and the learned embedding behind the last one."""
+        if len(image.details) != 1:
+            return super().__call__(image)
+        cells = self.config.siglip.side
+        grid = self.tiles(image).view(1, cells, cells, -1).permute(0, 3, 1, 2)
+        halved = functional.interpolate(grid, [-(-cells // 2)] * 2, mode="bilinear")[0].flatten(1).t()
+        return torch.cat([halved, self.line_end.expand(image.details[0], -1)])

@@ -91,18 +91,18 @@ class QwenTower:
     def __init__(self, config: QwenConfig, weights: WeightLoader) -> None:
         self.config, self.form = config, weights.form
         D, P = config.width, config.patch
-        kernel = weights.exact("visual.patch_embed.proj.weight", D, 3, config.frames, P, P)
-        # The frames of an image are equal, so the kernel's sum over frames is applied to one of them.
-        self.patch_map = kernel.sum(2).reshape(D, -1).to(weights.form.dtype)
+        kernel = weights.dense("visual.patch_embed.proj.weight", D, 3, config.frames, P, P)
+        self.patch_map = kernel.transpose(1, 2).reshape(D, -1)
         self.patch_bias = weights.dense("visual.patch_embed.proj.bias", D) if self.has_patch_bias else None
         self.blocks = [QwenBlock(config, weights, f"visual.blocks.{i}") for i in range(config.depth)]
 
     def embedded(self, image: Pixels) -> tuple[Tensor, int, int]:
         """Patches in the order of windows, [N, D], and their rows and columns."""
         config = self.config
-        image_YXC = normalised(image.pixels[0], image.mean, image.deviation)
-        rows, columns = image_YXC.shape[0] // config.patch, image_YXC.shape[1] // config.patch
-        flat = patches(image_YXC, config.patch, config.merge).to(self.form.dtype)
+        tiles = normalised(image.pixels, image.mean, image.deviation)
+        rows, columns = tiles.shape[1] // config.patch, tiles.shape[2] // config.patch
+        frames = [patches(tile, config.patch, config.merge) for tile in tiles]
+        flat = torch.cat(frames * (config.frames // len(frames)), dim=-1).to(self.form.dtype)
         return torch.nn.functional.linear(flat, self.patch_map, self.patch_bias), rows, columns
 
     def angles(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,11 @@ def _model(services: ModelServices, name: str) -> dict[str, Any]:
         "created": services.created,
         "owned_by": "octavo",
         "max_model_len": services.engine.info.max_model_len,
-        "input_modalities": ["text", "image"] if services.takes_images else ["text"],
+        "input_modalities": [
+            "text",
+            *(["image"] if services.takes_images else []),
+            *(["video"] if services.takes_videos else []),
+        ],
         "sampling_defaults": services.engine.info.sampling_defaults,
         # Load generators load their tokenizer from this path.
         "root": path or services.config.model.model,
