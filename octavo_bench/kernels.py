@@ -31,17 +31,17 @@ TUNING_SHARE = 0.8
 """Of the time, where both are asked for."""
 
 
-def measure(models: Sequence[str], rows: Sequence[int], tuned: bool, deadline: float = float("inf")) -> dict[str, Any]:
+def measure(models: Sequence[str], rows: Sequence[int], tune: bool, deadline: float = float("inf")) -> dict[str, Any]:
     """Figures of the kernels of these models' layers for each number of rows, each beside cuBLAS with kernels around.
 
-    The name "served" is all of ``SERVED``. With ``tuned``, the device's shipped table is made first, in most of
+    The name "served" is all of ``SERVED``. With ``tune``, the device's shipped table is made first, in most of
     ``deadline`` seconds. What there is no time for is left out. Raises ``ConfigError`` for models that are not known.
     """
     names = dict.fromkeys(name for model in models for name in (SERVED if model == "served" else (model,)))
     cases = [[*layer_cases(model), head_case(model)] for model in names]
     end = time.monotonic() + deadline
     uses = dict.fromkeys(case.use for maps in cases for case in maps)
-    notes = kernel_tuning.tune(uses, rows, deadline=TUNING_SHARE * deadline) if tuned else []
+    notes = kernel_tuning.tune(uses, rows, deadline=TUNING_SHARE * deadline) if tune else []
     limits = ceilings.measure()
     figures = list(itertools.takewhile(lambda figure: time.monotonic() < end, figures_of(cases, rows, limits)))
     return {**limits, "rows": figures, "tuning": notes}

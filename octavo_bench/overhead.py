@@ -103,9 +103,10 @@ def measure_waiting(policy: str, num_running: int, num_waiting: int, num_seen: i
     }
 
 
-def measure(sizes: Sequence[int], prompt: int, steps: int) -> list[dict[str, object]]:
+def measure(sequences: Sequence[int], prompt: int, steps: int) -> dict[str, Any]:
     """One row for each number of sequences: milliseconds per step."""
-    return [
+    rows = [
         {"sequences": size, "prompt": prompt, "step_ms": spread(decode_step_milliseconds(size, prompt, steps))}
-        for size in sizes
+        for size in sequences
     ]
+    return {"rows": rows}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.errors import ConfigError
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.ops.recurrence import StateRows
 from octavo.ops.state_space import StateSpaceHeads
@@ -86,9 +87,12 @@ LAYERS: dict[str, Callable[[], RecurrentLayer]] = {
 }
 
 
-def measure(models: Sequence[str], lengths: Sequence[int], sequences: Sequence[int]) -> dict[str, Any]:
-    """A record for each model, length of prompts and number of prompts in a step."""
-    return {**ceilings.measure(), "rows": list(_figures(models, lengths, sequences))}
+def measure(models: Sequence[str], tokens: Sequence[int], sequences: Sequence[int]) -> dict[str, Any]:
+    """A record for each model, length of prompts and number of prompts in a step. Raises ``ConfigError``."""
+    for name in models:
+        if name not in LAYERS:
+            raise ConfigError(f"models: {name!r} is not one of {', '.join(LAYERS)}")
+    return {**ceilings.measure(), "rows": list(_figures(models, tokens, sequences))}
 
 
 def _figures(models: Sequence[str], lengths: Sequence[int], sequences: Sequence[int]) -> Iterator[dict[str, Any]]:

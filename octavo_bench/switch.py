@@ -25,7 +25,6 @@ from octavo_bench.server_process import ServerProcess, free_port
 
 TIMEOUT = 300.0
 SAMPLE_SECONDS = 0.05
-TINY_VOCAB = 2048
 
 
 class SwitchRequest(NamedTuple):
@@ -33,27 +32,6 @@ class SwitchRequest(NamedTuple):
 
     text: str
     num_tokens: int
-
-
-def write_tiny_model(folder: Path) -> Path:
-    """Write a Llama of random weights, small enough to load in no time, with a tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from octavo_bench.dummy_models import make_tokenizer
-
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=TINY_VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    make_tokenizer(TINY_VOCAB).save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def measure(

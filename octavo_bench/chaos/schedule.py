@@ -69,10 +69,6 @@ class Findings:
         if len(self.details) < MAX_FINDINGS:
             self.details.append({"verdict": verdict, **details})
 
-    @property
-    def is_good(self) -> bool:
-        return not any(self.counts[verdict] for verdict in ("lost", "changed", "twice", "broken", "wrong", "held"))
-
 
 class Chaos:
     """One run over one server."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Mapping
 from typing import Any
 
-from octavo.cli.settings import add_flag, load_config
-from octavo.config import EngineConfig, settings
+from octavo.cli.settings import add_some_settings, load_config
+from octavo.config import EngineConfig
 from octavo_bench.cli.arguments import with_folder
-from octavo_bench.cli.results import add_results, begin, finish
+from octavo_bench.cli.results import add_kind, say
 
 OFFERED = ("model", "load_format", "device", "seed", "revision", "download_dir", "kv_cache_dtype", "max_num_seqs")
 """Settings that are the same for every engine of the table; all others are the table's own."""
@@ -24,11 +24,10 @@ SIZES = {
 
 def add_kinds(kinds: Any) -> None:
     """Add the sub-command, which prints its table itself."""
-    ablation = kinds.add_parser("ablation", help="throughput and latency with one optimisation after another")
+    help = "throughput and latency with one optimisation after another"
+    ablation = add_kind(kinds, "ablation", help, _ablation, show=_table)
+    add_some_settings(ablation, OFFERED)
     ablation.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
-    for item in settings(EngineConfig):
-        if item.name in OFFERED:
-            add_flag(ablation, item)
     for name, help in SIZES.items():
         ablation.add_argument("--" + name.replace("_", "-"), type=int, help=help)
     ablation.add_argument("--gap", type=float, help="seconds between two requests")
@@ -39,26 +38,27 @@ def add_kinds(kinds: Any) -> None:
         default=280,
         help="seconds; after the first round, none begins that would not end by then",
     )
-    add_results(ablation)
-    ablation.set_defaults(run=_run, config=None)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _ablation(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.ablation import AblationWork, measure
     from octavo_bench.report import keep
-    from octavo_bench.report_tables import ablation
 
-    begin(args)
     config = with_folder(load_config(EngineConfig, args))
     given = {name: value for name in (*SIZES, "gap") if (value := getattr(args, name)) is not None}
     if config.scheduler.max_num_seqs is not None:
         given["max_num_seqs"] = config.scheduler.max_num_seqs
-    result = measure(
+    return measure(
         config,
         AblationWork(**given),
         args.rounds,
-        lambda line: print(f"octavo: {line}", file=sys.stderr),
+        say,
         args.deadline,
         lambda so_far: keep("ablation", so_far, args.output),
     )
-    return finish(args, result, shown=ablation(result))
+
+
+def _table(result: Mapping[str, Any]) -> str:
+    from octavo_bench.report_tables import ablation
+
+    return ablation(result)

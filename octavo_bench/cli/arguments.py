@@ -37,12 +37,10 @@ def require_cuda(measurement: str) -> None:
         raise ConfigError(f"bench {measurement}: the package triton is not installed; `pip install triton` installs it")
 
 
-def refuse_unused(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, names: Collection[str], advice: str
-) -> None:
-    """Raise ``ConfigError`` if one of these arguments of the parser is given, as it would have no effect."""
+def refuse_unused(args: argparse.Namespace, names: Collection[str], advice: str) -> None:
+    """Raise ``ConfigError`` if one of these arguments of the measurement is given, as it would have no effect."""
     for name in names:
-        if getattr(args, name) != parser.get_default(name):
+        if getattr(args, name) != args.kind_parser.get_default(name):
             raise ConfigError(f"{flag_name(name)}: {advice}")
 
 

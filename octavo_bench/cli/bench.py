@@ -6,16 +6,14 @@ import argparse
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import above_zero, add_settings, positive
+from octavo.cli.settings import above_zero, positive
 from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
-from octavo.errors import ConfigError
 from octavo_bench.cli import ablation, chaos, deciding, drafts, peer, quality, serve, suites, sweeps, tools
-from octavo_bench.cli.arguments import engine_config, numbers, reals, require_cuda
-from octavo_bench.cli.results import add_results, begin, finish
+from octavo_bench.cli.arguments import engine_config, numbers, reals
+from octavo_bench.cli.results import add_kind, flags_of, measure_and_finish
 from octavo_bench.report import spread
 
 NAME = "bench"
@@ -25,9 +23,9 @@ HELP = "measure throughput, start-up and overheads, alone or beside another engi
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One sub-command for each measurement."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
-    measurements = [*_add_engine_runs(kinds), *_add_kernels(kinds), *_add_surroundings(kinds)]
-    for kind in measurements:
-        add_results(kind)
+    _add_engine_runs(kinds)
+    _add_kernels(kinds)
+    _add_surroundings(kinds)
     deciding.add_kinds(kinds)
     tools.add_kinds(kinds)
     tools.add_architectures(kinds)
@@ -40,46 +38,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chaos.add_kinds(kinds)
 
 
-def _add_engine_runs(kinds: Any) -> Iterator[argparse.ArgumentParser]:
+def _add_engine_runs(kinds: Any) -> None:
     """Measurements of an engine that is built in this process."""
-    offline = kinds.add_parser("offline", help="prefill and decode tokens per second, in this process")
-    add_settings(offline, EngineConfig)
+    offline = add_kind(
+        kinds, "offline", "prefill and decode tokens per second, in this process", _offline, has_engine=True
+    )
     peer.add_work(offline)
     offline.add_argument("--temperature", type=float, default=0.0, help="of every request; 0 is greedy")
     offline.add_argument("--top-k", type=int, default=0, help="of every request; 0: off")
     offline.add_argument("--top-p", type=float, default=1.0, help="of every request")
     _add_peak(offline)
-    offline.set_defaults(measure=_offline)
-    yield offline
 
-    throughput = kinds.add_parser("throughput", help="many prompts at once to their end, in this process")
-    add_settings(throughput, EngineConfig)
+    throughput = add_kind(
+        kinds, "throughput", "many prompts at once to their end, in this process", _throughput, has_engine=True
+    )
     throughput.add_argument("--num-prompts", type=positive, default=1000)
     throughput.add_argument("--input-len", type=positive, default=512, help="prompt tokens of each")
     throughput.add_argument("--output-len", type=positive, default=256, help="output tokens of each")
     throughput.add_argument("--rounds", type=positive, default=3, help="runs; medians are reported")
     _add_peak(throughput)
-    throughput.set_defaults(measure=_throughput)
-    yield throughput
 
-    profile = kinds.add_parser("profile", help="where the time of a step goes, kernel by kernel")
-    add_settings(profile, EngineConfig)
+    profile = add_kind(kinds, "profile", "where the time of a step goes, kernel by kernel", _profile, has_engine=True)
     profile.add_argument("--batches", type=numbers, default=[1, 16, 64, 256], help="sequences of a step")
     profile.add_argument("--context", type=positive, default=256, help="tokens of each sequence")
     profile.add_argument("--steps", type=positive, default=20)
     profile.add_argument("--prefill", type=numbers, default=[2048], help="lengths of prompts computed alone")
     profile.add_argument("--traces", type=Path, help="folder for traces that Perfetto opens; default: a temporary one")
-    profile.set_defaults(measure=_profile)
-    yield profile
 
-    fidelity = kinds.add_parser("fidelity", help="what `octavo simulate` predicts beside what the engine does")
-    add_settings(fidelity, EngineConfig)
+    fidelity = add_kind(
+        kinds, "fidelity", "what `octavo simulate` predicts beside what the engine does", _fidelity, has_engine=True
+    )
     fidelity.add_argument("--num-prompts", type=positive, default=40, help="requests of a workload in each round")
     fidelity.add_argument(
         "--rounds", type=positive, default=5, help="parts of each workload; all together are compared"
     )
-    fidelity.set_defaults(measure=_fidelity)
-    yield fidelity
 
 
 def _add_peak(parser: argparse.ArgumentParser) -> None:
@@ -91,19 +83,27 @@ def _add_peak(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
+def _add_kernels(kinds: Any) -> None:
     """Measurements of a device and of single kernels."""
-    ceilings = kinds.add_parser("ceilings", help="how fast the GPU reads memory and multiplies matrices")
-    ceilings.set_defaults(measure=_ceilings)
-    yield ceilings
+    add_kind(
+        kinds, "ceilings", "how fast the GPU reads memory and multiplies matrices", flags_of("ceilings", on_gpu=True)
+    )
 
-    collectives = kinds.add_parser("collectives", help="all-reduces between this host's GPUs, compared with NCCL's")
+    collectives = add_kind(
+        kinds,
+        "collectives",
+        "all-reduces between this host's GPUs, compared with NCCL's",
+        flags_of("collectives", "rows", "widths", on_gpu=True),
+    )
     collectives.add_argument("--rows", type=numbers, default=[1, 4, 16, 64, 256, 2048])
     collectives.add_argument("--widths", type=numbers, default=[4096, 8192], help="numbers in a row, of bfloat16")
-    collectives.set_defaults(measure=_collectives)
-    yield collectives
 
-    kernels = kinds.add_parser("kernels", help="time and error of each kernel for CUDA devices, beside the limits")
+    kernels = add_kind(
+        kinds,
+        "kernels",
+        "time and error of each kernel for CUDA devices, beside the limits",
+        flags_of("kernels", "models", "rows", "tune", "deadline", on_gpu=True),
+    )
     kernels.add_argument(
         "models",
         nargs="*",
@@ -113,17 +113,23 @@ def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     kernels.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
     kernels.add_argument("--tune", action="store_true", help="first write the GPU's shipped table for these models")
     kernels.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
-    kernels.set_defaults(measure=_kernels)
-    yield kernels
 
-    recurrences = kinds.add_parser("recurrences", help="time of layers with recurrent state, for prompts, on a GPU")
+    recurrences = add_kind(
+        kinds,
+        "recurrences",
+        "time of layers with recurrent state, for prompts, on a GPU",
+        flags_of("recurrences", "models", "tokens", "sequences", on_gpu=True),
+    )
     recurrences.add_argument("models", nargs="*", default=["qwen3.5-9b", "nemotron-h-8b"], help="in recurrences.py")
     recurrences.add_argument("--tokens", type=numbers, default=[16, 32, 64, 128, 512, 2048, 8192], help="of a prompt")
     recurrences.add_argument("--sequences", type=numbers, default=[1, 8], help="prompts in a step")
-    recurrences.set_defaults(measure=_recurrences)
-    yield recurrences
 
-    packed = kinds.add_parser("packed", help="time and error of products with packed weights, by format, on a GPU")
+    packed = add_kind(
+        kinds,
+        "packed",
+        "time and error of products with packed weights, by format, on a GPU",
+        flags_of("packed_weights", "models", "formats", "rows", "deadline", on_gpu=True),
+    )
     packed.add_argument("models", nargs="*", default=["qwen3-8b"], help="shapes' names, also of mixtures")
     packed.add_argument(
         "--formats",
@@ -133,30 +139,28 @@ def _add_kernels(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     )
     packed.add_argument("--rows", type=numbers, default=[1, 2, 16, 64, 256, 1024], help="rows of x, or tokens")
     packed.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
-    packed.set_defaults(measure=_packed)
-    yield packed
 
 
-def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
+def _add_surroundings(kinds: Any) -> None:
     """Measurements of what is around the device's work, and of other engines."""
-    beside = kinds.add_parser("peer", help="beside another engine on the same work, as ratios")
-    peer.add_arguments(beside)
-    yield beside
+    peer.add_peer(kinds)
 
-    served = kinds.add_parser("served", help="decoding through the server beside the same in this process")
-    add_settings(served, EngineConfig)
+    served = add_kind(
+        kinds, "served", "decoding through the server beside the same in this process", _served, has_engine=True
+    )
     peer.add_work(served)
-    served.set_defaults(measure=_served)
-    yield served
 
-    overhead = kinds.add_parser("overhead", help="the engine's own time per step, with an instant runner")
+    overhead = add_kind(
+        kinds,
+        "overhead",
+        "the engine's own time per step, with an instant runner",
+        flags_of("overhead", "sequences", "prompt", "steps"),
+    )
     overhead.add_argument("--sequences", type=numbers, default=[1, 64, 256])
     overhead.add_argument("--prompt", type=positive, default=256)
     overhead.add_argument("--steps", type=positive, default=500)
-    overhead.set_defaults(measure=_overhead)
-    yield overhead
 
-    front = kinds.add_parser("front", help="processor time of the front process per streamed token")
+    front = add_kind(kinds, "front", "processor time of the front process per streamed token", _front)
     front.add_argument("--streams", type=numbers, default=[16, 64])
     front.add_argument("--seconds", type=above_zero, default=2.0, help="length of each stream")
     front.add_argument("--steps-ms", type=reals, default=[10.0], help="paces of the engine behind it")
@@ -167,24 +171,15 @@ def _add_surroundings(kinds: Any) -> Iterator[argparse.ArgumentParser]:
     front.add_argument("--proxy", action="store_true", help="also through `octavo serve --backend openai`, in turns")
     front.add_argument("--journal", action="store_true", help="also with a journal and keyed requests, in turns")
     front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
-    front.set_defaults(measure=_front)
-    yield front
 
-    startup = kinds.add_parser("startup", help="seconds from `octavo serve` to ready and to the first answer")
+    startup = add_kind(kinds, "startup", "seconds from `octavo serve` to ready and to the first answer", _startup)
     startup.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     startup.add_argument("--rounds", type=positive, default=5)
-    startup.set_defaults(measure=_startup)
-    yield startup
 
-    minute = kinds.add_parser("first-minute", help="throughput and ITL by second from a server's start on")
-    peer.add_first_minute(minute)
-    yield minute
+    peer.add_first_minute(kinds)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, and do with the result what the flags say."""
-    begin(args)
-    return finish(args, args.measure(args))
+run = measure_and_finish
 
 
 def _offline(args: argparse.Namespace) -> dict[str, Any]:
@@ -271,44 +266,6 @@ def _profile(args: argparse.Namespace) -> dict[str, Any]:
     return {**_engine(config, info), "rows": [{**row, **_least_work(config, info, row)} for row in rows]}
 
 
-def _ceilings(args: argparse.Namespace) -> dict[str, Any]:
-    require_cuda("ceilings")
-    from octavo_bench.ceilings import measure
-
-    return measure()
-
-
-def _collectives(args: argparse.Namespace) -> dict[str, Any]:
-    require_cuda("collectives")
-    from octavo_bench.collectives import measure
-
-    return measure(args.rows, args.widths)
-
-
-def _kernels(args: argparse.Namespace) -> dict[str, Any]:
-    require_cuda("kernels")
-    from octavo_bench.kernels import measure
-
-    return measure(args.models, args.rows, args.tune, args.deadline)
-
-
-def _recurrences(args: argparse.Namespace) -> dict[str, Any]:
-    require_cuda("recurrences")
-    from octavo_bench.recurrences import LAYERS, measure
-
-    for name in args.models:
-        if name not in LAYERS:
-            raise ConfigError(f"models: {name!r} is not one of {', '.join(LAYERS)}")
-    return measure(args.models, args.tokens, args.sequences)
-
-
-def _packed(args: argparse.Namespace) -> dict[str, Any]:
-    require_cuda("packed")
-    from octavo_bench.packed_weights import measure
-
-    return measure(args.models, args.formats, args.rows, args.deadline)
-
-
 def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[str, int]:
     """Bytes and arithmetic that the step cannot do without, with dense weights of the engine's own type."""
     from octavo.weights.checkpoint import open_checkpoint
@@ -331,12 +288,6 @@ def _served(args: argparse.Namespace) -> dict[str, Any]:
     config = bench_config(engine_config(args), args.sequences)
     rows = served_and_in_process(config, args.sequences, args.prompt, args.decode, args.rounds)
     return {"model": config.model.model, "rows": list(rows)}
-
-
-def _overhead(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.overhead import measure
-
-    return {"rows": measure(args.sequences, args.prompt, args.steps)}
 
 
 def _front(args: argparse.Namespace) -> dict[str, Any]:

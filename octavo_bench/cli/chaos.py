@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.settings import positive
 from octavo.errors import ConfigError
-from octavo_bench.cli.results import EXIT_WORSE, add_results, begin, finish
+from octavo_bench.cli.results import add_kind, say
 
 if TYPE_CHECKING:
     from octavo_bench.chaos.schedule import Findings
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def add_kinds(kinds: Any) -> None:
     """Add the sub-command."""
-    chaos = kinds.add_parser("chaos", help="kill, stop and starve a server under requests, and check every answer")
+    help = "kill, stop and starve a server under requests, and check every answer"
+    chaos = add_kind(kinds, "chaos", help, _chaos, show=_table, is_good=_is_right)
     chaos.add_argument("--model", help="default: random weights of a tiny model")
     chaos.add_argument("--server-args", default="", metavar="FLAGS", help="more flags of `octavo serve`")
     chaos.add_argument("--seed", type=int, default=0, help="of requests, faults and their order")
@@ -36,19 +37,16 @@ def add_kinds(kinds: Any) -> None:
     chaos.add_argument("--faults", metavar="NAME,...", help="only these; default: all")
     chaos.add_argument("--port", type=int, help="of the server; default: any that is free")
     chaos.add_argument("--logs", type=Path, metavar="DIR", help="keep the server's logs here")
-    add_results(chaos)
-    chaos.set_defaults(run=_chaos)
 
-    soak = kinds.add_parser("soak", help="whether the front process grows under many requests, with a journal")
+    help = "whether the front process grows under many requests, with a journal"
+    soak = add_kind(kinds, "soak", help, _soak, show=_without_samples, is_good=_grows_little)
     soak.add_argument("--num-requests", type=positive, default=300_000)
     soak.add_argument("--clients", type=positive, default=32, help="requests at once")
     soak.add_argument("--server-args", default="", metavar="FLAGS", help="more flags of `octavo serve`")
     soak.add_argument("--most", type=float, default=1.0, metavar="MIB", help="growth for each 100,000 that is allowed")
-    add_results(soak)
-    soak.set_defaults(run=_soak)
 
 
-def _chaos(args: argparse.Namespace) -> int:
+def _chaos(args: argparse.Namespace) -> dict[str, Any]:
     import asyncio
 
     from octavo_bench.chaos.faults import FAULTS, OF_SUPERVISED
@@ -58,7 +56,6 @@ def _chaos(args: argparse.Namespace) -> int:
     from octavo_bench.chaos.traffic import ADAPTER, make_requests
     from octavo_bench.server_process import free_port
 
-    begin(args)
     flags = shlex.split(args.server_args)
     known = OF_SUPERVISED if "--supervise" in flags else FAULTS
     names = args.faults.split(",") if args.faults else list(known)
@@ -79,22 +76,22 @@ def _chaos(args: argparse.Namespace) -> int:
         model += flags
         target = ServerUnderTest(model, args.port or free_port(), folder, logs)
         requests = make_requests(args.num_requests, args.seed, args.model is None, args.max_tokens)
-        findings = asyncio.run(Chaos(target, requests, plan, _say).run())
-    code = finish(args, _result(args, findings, target), shown=_table(findings))
-    return code if findings.is_good else EXIT_WORSE
+        findings = asyncio.run(Chaos(target, requests, plan, say).run())
+    return _result(args, findings, target)
 
 
-def _soak(args: argparse.Namespace) -> int:
+def _soak(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.soak import measure
 
-    begin(args)
-    result = measure(args.num_requests, args.clients, shlex.split(args.server_args), _say)
-    code = finish(args, result, shown=str({name: value for name, value in result.items() if name != "samples"}))
-    return code if result["mib_per_100000"] <= args.most else EXIT_WORSE
+    return measure(args.num_requests, args.clients, shlex.split(args.server_args), say)
 
 
-def _say(line: str) -> None:
-    print(f"octavo: {line}", file=sys.stderr, flush=True)
+def _without_samples(result: Mapping[str, Any]) -> str:
+    return str({name: value for name, value in result.items() if name != "samples"})
+
+
+def _grows_little(args: argparse.Namespace, result: Mapping[str, Any]) -> bool:
+    return bool(result["mib_per_100000"] <= args.most)
 
 
 def _result(args: argparse.Namespace, findings: Findings, target: ServerUnderTest) -> dict[str, Any]:
@@ -115,7 +112,8 @@ def _result(args: argparse.Namespace, findings: Findings, target: ServerUnderTes
     }
 
 
-COUNTS = ("lost", "changed", "twice", "broken", "wrong", "held", "reconnections", "begun_again")
+WRONG = ("lost", "changed", "twice", "broken", "wrong", "held")
+COUNTS = (*WRONG, "reconnections", "begun_again")
 
 
 def _distribution(times: list[float]) -> dict[str, float]:
@@ -129,13 +127,17 @@ def _distribution(times: list[float]) -> dict[str, float]:
     }
 
 
-def _table(findings: Findings) -> str:
+def _is_right(args: argparse.Namespace, result: Mapping[str, Any]) -> bool:
+    return not any(result["counts"][verdict] for verdict in WRONG)
+
+
+def _table(result: Mapping[str, Any]) -> str:
     from octavo_bench.report_tables import markdown_table
 
-    rows = []
-    for name, times in sorted(findings.recoveries.items()):
-        figures = _distribution(times)
-        rows.append([name, len(times), *(f"{figures[key]:.2f}" for key in ("p50", "p90", "p99", "max"))])
-    counts = ", ".join(f"{findings.counts[name]} {name.replace('_', ' ')}" for name in COUNTS)
+    rows = [
+        [name, result["faults"][name], *(f"{figures[key]:.2f}" for key in ("p50", "p90", "p99", "max"))]
+        for name, figures in sorted(result["recovery_s"].items())
+    ]
+    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in result["counts"].items())
     table = markdown_table(["fault", "times", "answer after p50 s", "p90 s", "p99 s", "max s"], rows)
-    return f"{table}\n\n{sum(findings.answers.values())} right answers, {counts}"
+    return f"{table}\n\n{sum(result['right_answers'].values())} right answers, {counts}"

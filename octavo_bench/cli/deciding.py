@@ -8,12 +8,12 @@ from typing import Any
 from octavo.cli.settings import at_least_0, flag_name, positive
 from octavo.config import POLICY_NAMES
 from octavo.errors import ConfigError
-from octavo_bench.cli.results import add_results
+from octavo_bench.cli.results import add_kind
 
 
 def add_kinds(kinds: Any) -> None:
     """Add each sub-command."""
-    synthetic = kinds.add_parser("synthetic", help="many short requests over a model that costs nothing")
+    synthetic = add_kind(kinds, "synthetic", "many short requests over a model that costs nothing", _synthetic)
     for flag, default in (("requests", 1000), ("max-batch-size", 32), ("prefill-budget", 512)):
         synthetic.add_argument(f"--{flag}", type=positive, default=default)
     for flag, default in (("min-prompt", 4), ("max-prompt", 96), ("min-new", 4), ("max-new", 24)):
@@ -23,20 +23,15 @@ def add_kinds(kinds: Any) -> None:
     synthetic.add_argument("--seed", type=int, default=7)
     synthetic.add_argument("--policy", choices=POLICY_NAMES, default="fcfs")
     synthetic.add_argument("--external", action="store_true", help="also external fragmentation, which takes time")
-    synthetic.set_defaults(measure=_synthetic)
 
-    waiting = kinds.add_parser("waiting", help="time of a step while thousands wait, and after a million requests")
+    waiting = add_kind(kinds, "waiting", "time of a step while thousands wait, and after a million requests", _waiting)
     waiting.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=POLICY_NAMES)
     waiting.add_argument("--running", type=positive, default=256)
     waiting.add_argument("--waiting", type=positive, default=10_000)
     waiting.add_argument("--seen", nargs="+", type=at_least_0, default=[0], help="requests that came and went before")
-    waiting.set_defaults(measure=_waiting)
 
-    fairness = kinds.add_parser("fairness", help="what a tenant gets while another floods, under each policy")
+    fairness = add_kind(kinds, "fairness", "what a tenant gets while another floods, under each policy", _fairness)
     fairness.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=["fcfs", "fair"])
-    fairness.set_defaults(measure=_fairness)
-    for kind in (synthetic, waiting, fairness):
-        add_results(kind)
 
 
 def _synthetic(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,17 +6,17 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_settings, positive
-from octavo.config import EngineConfig
+from octavo.cli.settings import positive
 from octavo_bench.cli.arguments import engine_config, numbers
-from octavo_bench.cli.results import add_results
+from octavo_bench.cli.results import add_kind
 from octavo_bench.draft_prompts import KINDS
 
 
 def add_kinds(kinds: Any) -> None:
     """Add each sub-command."""
-    speculate = kinds.add_parser("speculate", help="speculative decoding beside decoding without it")
-    add_settings(speculate, EngineConfig)
+    speculate = add_kind(
+        kinds, "speculate", "speculative decoding beside decoding without it", _speculate, has_engine=True
+    )
     speculate.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts")
     speculate.add_argument("--batches", type=numbers, default=[1, 4], help="sequences at a time")
     speculate.add_argument("--max-tokens", type=positive, default=128, help="most tokens of an answer")
@@ -24,15 +24,9 @@ def add_kinds(kinds: Any) -> None:
     speculate.add_argument(
         "--rounds", type=positive, default=3, help="in which the two engines take turns, after a first"
     )
-    add_results(speculate)
-    speculate.set_defaults(measure=_speculate)
-    _add_training(
-        kinds.add_parser("train-draft", help="train an EAGLE-3 head on a model's own answers, and measure it")
-    )
 
-
-def _add_training(train: argparse.ArgumentParser) -> None:
-    add_settings(train, EngineConfig)
+    help = "train an EAGLE-3 head on a model's own answers, and measure it"
+    train = add_kind(kinds, "train-draft", help, _train, has_engine=True)
     train.add_argument("--folder", type=Path, required=True, help="where the head is written")
     train.add_argument("--num-answers", type=positive, default=20_000, help="answers that are generated for training")
     train.add_argument("--answer-tokens", type=positive, default=192, help="most tokens of an answer")
@@ -56,8 +50,6 @@ def _add_training(train: argparse.ArgumentParser) -> None:
         "--kinds", nargs="+", choices=KINDS, default=["chat", "code", "repeat"], help="of the measurement"
     )
     train.add_argument("--max-tokens", type=positive, default=128, help="most tokens of an answer in the measurement")
-    add_results(train)
-    train.set_defaults(measure=_train)
 
 
 def _speculate(args: argparse.Namespace) -> dict[str, Any]:

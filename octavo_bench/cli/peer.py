@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import above_zero, add_settings, load_config, positive, refuse_settings
+from octavo.cli.settings import above_zero, load_config, positive, refuse_settings
 from octavo.config import EngineConfig, cache_dir, settings
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers, refuse_unused
+from octavo_bench.cli.results import add_kind
 from octavo_bench.report import keep
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -42,9 +43,9 @@ def add_work(parser: Any) -> None:
     parser.add_argument("--rounds", type=positive, default=3, help="runs of each size; medians are reported")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_peer(kinds: Any) -> None:
     """The engine's settings, the peer, and the work for either kind of peer."""
-    add_settings(parser, EngineConfig)
+    parser = add_kind(kinds, "peer", "beside another engine on the same work, as ratios", _compare, has_engine=True)
     peer = parser.add_argument_group("peer")
     peer.add_argument("--engine", choices=["llama.cpp", "vllm"], default="llama.cpp")
     peer.add_argument("--python", type=Path, help="interpreter that has the peer; for vLLM by default this one")
@@ -81,11 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deadline", type=above_zero, default=540, help="seconds after which nothing is started any more"
     )
     served.add_argument("--logs", type=Path, help="folder for the servers' logs; default: a temporary one")
-    parser.set_defaults(measure=functools.partial(measure, parser))
 
 
-def add_first_minute(parser: argparse.ArgumentParser) -> None:
+def add_first_minute(kinds: Any) -> None:
     """The model, the load, and the engines that are started one after the other."""
+    help = "throughput and ITL by second from a server's start on"
+    parser = add_kind(kinds, "first-minute", help, _first_minute)
     parser.add_argument("model", help="a model, or a shape, which gets random weights")
     parser.add_argument("--clients", type=positive, default=16, help="requests at a time")
     parser.add_argument("--prompt", type=positive, default=256, help="prompt tokens of each request")
@@ -98,7 +100,6 @@ def add_first_minute(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--octavo-args", default="", help="more arguments of `octavo serve`, as one text")
     parser.add_argument("--vllm-args", default="", help="more arguments of vLLM's server, as one text")
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs; default: a temporary one")
-    parser.set_defaults(measure=_first_minute)
 
 
 def _first_minute(args: argparse.Namespace) -> dict[str, Any]:
@@ -130,10 +131,10 @@ def _first_minute(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, **load._asdict(), "rows": rows}
 
 
-def measure(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+def _compare(args: argparse.Namespace) -> dict[str, Any]:
     """Compare with the peer that ``--engine`` names."""
     others, other = (OF_LLAMA_CPP, "llama.cpp") if args.engine == "vllm" else (OF_VLLM, "vllm")
-    refuse_unused(parser, args, others, f"is for --engine {other}")
+    refuse_unused(args, others, f"is for --engine {other}")
     return _compare_with_vllm(args) if args.engine == "vllm" else _compare_with_llama_cpp(args)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_settings, at_least_0, load_config, positive, refuse_settings
+from octavo.cli.settings import at_least_0, load_config, positive, refuse_settings
 from octavo.config import EngineConfig
-from octavo_bench.cli.results import add_results, begin, finish
+from octavo_bench.cli.results import add_kind, say
 
 TOKENS, WINDOW = 20480, 512
 
@@ -20,10 +20,8 @@ def _names(text: str) -> list[str]:
 
 def add_kinds(kinds: Any) -> None:
     """Add the sub-command, which prints its table itself."""
-    quality = kinds.add_parser(
-        "quality", help="formats of a model's weights: bytes, perplexity, KL from float32, decode tokens/s"
-    )
-    add_settings(quality, EngineConfig)
+    help = "formats of a model's weights: bytes, perplexity, KL from float32, decode tokens/s"
+    quality = add_kind(kinds, "quality", help, _quality, has_engine=True, show=_table)
     quality.add_argument(
         "--formats",
         type=_names,
@@ -48,17 +46,13 @@ def add_kinds(kinds: Any) -> None:
         default=3,
         help="in which decoding is timed; the table has the fastest; 0 for none (default: 3)",
     )
-    add_results(quality)
-    quality.set_defaults(run=_run)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _quality(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.weights.hub import resolve_model
     from octavo_bench.quality import measure, read_text, variants, windows_of
     from octavo_bench.report import keep
-    from octavo_bench.report_tables import formats
 
-    begin(args)
     refuse_settings(args, {"dtype", "quantization", "quantize_lm_head"}, "name each format to compare in --formats")
     config = load_config(EngineConfig, args)
     compared = variants(config, args.formats, args.checkpoints)
@@ -67,11 +61,14 @@ def _run(args: argparse.Namespace) -> int:
     what = {"model": resolve_model(config.model).name, "text": text.name, "text_sha256": text.digest}
     what |= {"tokens": args.tokens, "window": args.window}
 
-    def report(line: str) -> None:
-        print(f"octavo: {line}", file=sys.stderr)
-
     def kept(rows: list[dict[str, Any]]) -> None:
         keep("quality", {**what, "rows": rows}, args.output)
 
-    rows = measure(config, compared, windows, args.rounds, report, kept)
-    return finish(args, {**what, "rows": rows}, shown=formats(rows))
+    rows = measure(config, compared, windows, args.rounds, say, kept)
+    return {**what, "rows": rows}
+
+
+def _table(result: Mapping[str, Any]) -> str:
+    from octavo_bench.report_tables import formats
+
+    return formats(result["rows"])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.settings import add_settings
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo_bench.cli.arguments import require_cuda
 from octavo_bench.evidence import check_folder, write_evidence, write_trace
 from octavo_bench.gpu_watch import GpuWatch, gpus
 from octavo_bench.plot_style import FORMATS, check_plot
@@ -18,6 +22,58 @@ from octavo_bench.report import keep
 
 EXIT_WORSE = 1
 """Exit status when a figure is below ``--fail-under``, or nothing was measured of an engine."""
+
+Result = Mapping[str, Any]
+Measure = Callable[[argparse.Namespace], Result]
+
+
+def add_kind(
+    kinds: Any,
+    name: str,
+    help: str,
+    measure: Measure,
+    has_engine: bool = False,
+    show: Callable[[Result], str] | None = None,
+    is_good: Callable[[argparse.Namespace, Result], bool] = lambda args, result: True,
+) -> argparse.ArgumentParser:
+    """Add the measurement ``octavo bench NAME``, with the flags for its record and, if asked, the engine's settings.
+
+    ``measure`` makes the result of its arguments; ``show`` says what is printed in place of the record. With a result
+    that is not good the exit code is ``EXIT_WORSE``.
+    """
+    parser: argparse.ArgumentParser = kinds.add_parser(name, help=help)
+    if has_engine:
+        add_settings(parser, EngineConfig)
+    add_results(parser)
+    parser.set_defaults(measure=measure, show=show, is_good=is_good, kind_parser=parser)
+    return parser
+
+
+def flags_of(module: str, *names: str, on_gpu: bool = False) -> Measure:
+    """``measure`` of a module of the laboratory, which has these flags as its parameters."""
+
+    def measure(args: argparse.Namespace) -> Result:
+        if on_gpu:
+            require_cuda(args.kind)
+        result: Result = importlib.import_module(f"octavo_bench.{module}").measure(
+            **{name: getattr(args, name) for name in names}
+        )
+        return result
+
+    return measure
+
+
+def measure_and_finish(args: argparse.Namespace) -> int:
+    """Measure, and do with the result what the flags say; returns the exit code. Raises ``ConfigError``."""
+    begin(args)
+    result = args.measure(args)
+    code = finish(args, result, None if args.show is None else args.show(result))
+    return code if args.is_good(args, result) else EXIT_WORSE
+
+
+def say(line: str) -> None:
+    """Tell a person who waits."""
+    print(f"octavo: {line}", file=sys.stderr, flush=True)
 
 
 def add_results(parser: argparse.ArgumentParser, with_output: bool = True) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.settings import positive
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers, reals, refuse_unused
-from octavo_bench.cli.results import add_results, begin, finish
+from octavo_bench.cli.results import add_kind, say
 
 if TYPE_CHECKING:
     from octavo_bench.serve_load import ServeWork, Target
@@ -25,7 +23,7 @@ NOT_OF_SEARCH = ("csv", "num_warmups", "metric_percentiles", "num_prompts")
 
 def add_kinds(kinds: Any) -> None:
     """Add the sub-command; it keeps what it has after each load."""
-    serve = kinds.add_parser("serve", help="a running OpenAI-compatible server: throughput, latency and goodput")
+    serve = add_kind(kinds, "serve", "a running OpenAI-compatible server: throughput, latency and goodput", _serve)
     serve.add_argument("url", metavar="URL", help="such as http://127.0.0.1:8000; OPENAI_API_KEY is sent if it is set")
     serve.add_argument("--model", help="default: the first that the server lists")
     serve.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
@@ -73,22 +71,19 @@ def add_kinds(kinds: Any) -> None:
         help="count requests within these: ttft, itl, tpot, e2el in milliseconds, as in ttft:300 itl:25",
     )
     figures.add_argument("--csv", type=Path, metavar="FILE", help="write a line of figures for each load")
-    add_results(serve)
-    serve.set_defaults(run=functools.partial(_run, serve))
 
 
-def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.report import keep
     from octavo_bench.serve import WantedFigures, run
     from octavo_bench.serve_figures import parse_goodput, write_csv
     from octavo_bench.serve_load import SERVING, Load, ServeWork, Target
 
-    begin(args)
     _check(args)
     if args.search:
-        refuse_unused(parser, args, NOT_OF_SEARCH, "has no effect on --search")
+        refuse_unused(args, NOT_OF_SEARCH, "has no effect on --search")
     else:
-        refuse_unused(parser, args, OF_SEARCH, "is for --search")
+        refuse_unused(args, OF_SEARCH, "is for --search")
     names = list(SERVING) if args.workload == "all" else [args.workload] if args.workload in SERVING else []
     if names and (args.search or args.sweep or args.concurrency or args.request_rate):
         raise ConfigError(f"workload: {args.workload} has a load of its own; leave the other flags of the load out")
@@ -114,7 +109,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         args.seed,
     )
     if args.search:
-        return finish(args, _search(args, target, work))
+        return _search(args, target, work)
     wanted = WantedFigures(
         loads, args.sweep, args.num_warmups, args.metric_percentiles, parse_goodput(args.goodput), names
     )
@@ -124,12 +119,12 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         words = ", ".join(
             f"{row[name]} {name}" for name in ("output_tok_s", "ttft_p50_ms", "itl_p50_ms") if name in row
         )
-        print(f"octavo: {row.get('workload', '')} {row['load']}: {words}, {row['failed']} failed", file=sys.stderr)
+        say(f"{row.get('workload', '')} {row['load']}: {words}, {row['failed']} failed")
         keep("serve", result, args.output)
         if args.csv is not None:
             write_csv(result["rows"], args.csv)
 
-    return finish(args, run(target, work, wanted, keep_row))
+    return run(target, work, wanted, keep_row)
 
 
 def _search(args: argparse.Namespace, target: Target, work: ServeWork) -> dict[str, Any]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.cli.settings import add_settings, load_config, positive, refuse_settings, setting_flags
+from octavo.cli.settings import load_config, positive, refuse_settings, setting_flags
 from octavo.config import EngineConfig, cache_dir
 from octavo.errors import ConfigError
-from octavo_bench.cli.results import add_results, begin, finish
+from octavo_bench.cli.results import add_kind, say
 
 if TYPE_CHECKING:
     from octavo_bench.suites import SuiteSizes
@@ -23,25 +22,20 @@ SUITES = ("alone", "uneven", "pressed", "http")
 
 def add_kinds(kinds: Any) -> None:
     """Add the sub-command; it keeps what it has after each figure."""
-    suites = kinds.add_parser(
-        "suites", help="GPT-2 with random weights, beside published figures, in process and over HTTP"
-    )
-    add_settings(suites, EngineConfig)
+    help = "GPT-2 with random weights, beside published figures, in process and over HTTP"
+    suites = add_kind(kinds, "suites", help, _suites, has_engine=True)
     suites.add_argument("--shape", default="gpt2", help="of `octavo bench shape`")
     suites.add_argument("--suites", default=",".join(SUITES), help="of all, comma-separated")
     suites.add_argument("--small", action="store_true", help="little of each, for trying out and for CPUs")
     suites.add_argument("--rounds", type=positive, default=3, help="runs of each case; medians are reported")
-    add_results(suites)
-    suites.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def _suites(args: argparse.Namespace) -> dict[str, Any]:
     """Measure one figure after the other; the file that ``--output`` names has all so far."""
     from octavo_bench.dummy_models import model_folder
     from octavo_bench.report import keep
     from octavo_bench.suites import FULL, SMALL
 
-    begin(args)
     wanted = args.suites.split(",")
     if unknown := [name for name in wanted if name not in SUITES]:
         raise ConfigError(f"suites: {unknown[0]!r} is not one of {', '.join(SUITES)}")
@@ -53,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     for row in _rows(wanted, folder, given, sizes, args.rounds):
         result["rows"].append(row)
         keep("suites", result, args.output)
-        print(f"octavo: {row['suite']} {row['case']}: {row['value']['median']}", file=sys.stderr)
-    return finish(args, result)
+        say(f"{row['suite']} {row['case']}: {row['value']['median']}")
+    return result
 
 
 def _rows(

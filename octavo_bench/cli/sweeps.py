@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import (
     above_zero,
-    add_settings,
     at_least_0,
     load_config,
     positive,
@@ -18,7 +16,7 @@ from octavo.cli.settings import (
 )
 from octavo.config import EngineConfig
 from octavo_bench.cli.arguments import engine_config, numbers
-from octavo_bench.cli.results import add_results
+from octavo_bench.cli.results import add_kind, say
 
 TRIED = {"max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory"}
 """Settings that follow from the length of a context that `limit` tries."""
@@ -26,8 +24,9 @@ TRIED = {"max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks
 
 def add_kinds(kinds: Any) -> None:
     """Add the sub-commands."""
-    sweep = kinds.add_parser("sweep", help="throughput at several values of a setting, or of a length")
-    add_settings(sweep, EngineConfig)
+    sweep = add_kind(
+        kinds, "sweep", "throughput at several values of a setting, or of a length", _sweep, has_engine=True
+    )
     sweep.add_argument("--vary", required=True, metavar="NAME", help="a setting, such as block_size, or input_len")
     sweep.add_argument("--values", required=True, metavar="V,...", help="its values")
     sweep.add_argument("--num-prompts", type=positive, default=32)
@@ -38,33 +37,25 @@ def add_kinds(kinds: Any) -> None:
     )
     sweep.add_argument("--gap", type=float, default=0.0, help="seconds between two requests; default: all at once")
     sweep.add_argument("--rounds", type=positive, default=3, help="visits to each value, in turns")
-    add_results(sweep)
-    sweep.set_defaults(measure=_sweep)
 
-    recompute = kinds.add_parser("recompute", help="decoding with a KV cache, and without one")
-    add_settings(recompute, EngineConfig)
+    recompute = add_kind(kinds, "recompute", "decoding with a KV cache, and without one", _recompute, has_engine=True)
     recompute.add_argument("--lengths", type=numbers, default=[64, 256, 1024], help="tokens of the context")
     recompute.add_argument("--tokens", type=positive, default=8, help="tokens that are timed at each length")
     recompute.add_argument("--rounds", type=positive, default=3)
-    add_results(recompute)
-    recompute.set_defaults(measure=_recompute)
 
-    limit = kinds.add_parser(
-        "limit", help="the longest context before memory runs out, tried in processes of their own"
+    limit = add_kind(
+        kinds,
+        "limit",
+        "the longest context before memory runs out, tried in processes of their own",
+        _limit,
+        has_engine=True,
     )
-    add_settings(limit, EngineConfig)
     limit.add_argument("--memory", type=above_zero, metavar="GIB", help="of data in host memory; default: all there is")
     limit.add_argument("--longest", type=positive, default=8192, help="longest context to try, or of a place")
     limit.add_argument(
         "--sequences", type=positive, metavar="N", help="find the largest batch, up to N, paged and contiguous, instead"
     )
     limit.add_argument("--context", type=positive, default=256, help="tokens of each sequence of --sequences")
-    add_results(limit)
-    limit.set_defaults(measure=_limit)
-
-
-def _say(line: str) -> None:
-    print(f"octavo: {line}", file=sys.stderr, flush=True)
 
 
 def _value(text: str) -> int | float | str:
@@ -82,7 +73,7 @@ def _sweep(args: argparse.Namespace) -> dict[str, Any]:
     config = engine_config(args)
     work = SweepWork(args.num_prompts, args.input_len, args.output_len, args.shared_len, args.gap)
     vary, values = args.vary.replace("-", "_"), [_value(text) for text in args.values.split(",")]
-    rows = list(sweep(config, work, vary, values, args.rounds, _say))
+    rows = list(sweep(config, work, vary, values, args.rounds, say))
     return {"model": Path(config.model.model).name, **work._asdict(), "rows": rows}
 
 
@@ -102,7 +93,7 @@ def _limit(args: argparse.Namespace) -> dict[str, Any]:
     model = config.model.model
     flags = ["--model", model, *setting_flags(config)]
     if args.sequences is None:
-        found = memory_limit(flags, args.memory, args.longest, _say)
+        found = memory_limit(flags, args.memory, args.longest, say)
     else:
-        found = largest_batches(flags, args.memory, args.sequences, args.context, args.longest, _say)
+        found = largest_batches(flags, args.memory, args.sequences, args.context, args.longest, say)
     return {"model": Path(model).name, "memory": args.memory or "all", **found}

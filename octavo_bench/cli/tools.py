@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import above_zero, positive
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import counts, numbers
-from octavo_bench.cli.results import EXIT_WORSE, add_results, begin, check_results, conclude, finish
+from octavo_bench.cli.results import EXIT_WORSE, add_kind, add_results, check_results, conclude
 
 
 def add_kinds(kinds: Any) -> None:
@@ -29,18 +30,16 @@ def add_kinds(kinds: Any) -> None:
     roofline.add_argument("--peak", type=above_zero, required=True, help="TFLOP/s of its matrix products")
     roofline.set_defaults(run=_roofline)
 
-    lora = kinds.add_parser("lora", help="what LoRA adapters cost in a decode step on a CPU, with random weights")
+    lora = add_kind(kinds, "lora", "what LoRA adapters cost in a decode step on a CPU, with random weights", _lora)
     lora.add_argument("model", type=Path, help="folder with a config.json")
     lora.add_argument("--adapters", type=counts, default=[0, 1, 4, 16], help="numbers of adapters in a batch")
     lora.add_argument("--sequences", type=positive, default=16)
     lora.add_argument("--rank", type=positive, default=16)
     lora.add_argument("--steps", type=positive, default=32)
     lora.add_argument("--rounds", type=positive, default=3, help="in which the numbers of adapters take turns")
-    add_results(lora)
-    lora.set_defaults(measure=_lora)
 
-    switch = kinds.add_parser(
-        "switch", help="several models on one port: right answers, memory held, times of a switch"
+    switch = add_kind(
+        kinds, "switch", "several models on one port: right answers, memory held, times of a switch", _switch
     )
     switch.add_argument("models", nargs="+", metavar="MODEL", help="a model as for `octavo serve`; tiny: a random one")
     switch.add_argument("--models-memory-budget", type=above_zero, required=True, help="GiB that all may take together")
@@ -50,16 +49,12 @@ def add_kinds(kinds: Any) -> None:
     switch.add_argument(
         "--rounds", type=positive, default=5, help="switches to each model, of which medians are reported"
     )
-    add_results(switch)
-    switch.set_defaults(measure=_switch)
 
-    journal = kinds.add_parser("journal", help="how fast a server that starts reads its journal")
+    journal = add_kind(kinds, "journal", "how fast a server that starts reads its journal", _journal)
     journal.add_argument("--megabytes", type=positive, default=512, help="of the journal")
     journal.add_argument("--sequences", type=positive, default=64, help="running at a time")
     journal.add_argument("--rounds", type=positive, default=3)
     journal.add_argument("--history", action="store_true", help="write so much as a server does, and read what is left")
-    add_results(journal)
-    journal.set_defaults(measure=_journal)
 
     report = kinds.add_parser("report", help="the tables of raw JSON files, as Markdown")
     report.add_argument("files", nargs="*", type=Path, metavar="FILE")
@@ -77,11 +72,10 @@ def add_kinds(kinds: Any) -> None:
 
 
 def _add_sanity(kinds: Any) -> None:
-    sanity = kinds.add_parser("sanity", help="every native family, tiny: the same tokens at once, in chunks and cached")
+    help = "every native family, tiny: the same tokens at once, in chunks and cached"
+    sanity = add_kind(kinds, "sanity", help, _sanity, show=_plain, is_good=_none_failed)
     sanity.add_argument("--families", type=lambda text: text.split(","), default=[], help="some of them; default: all")
     sanity.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    add_results(sanity)
-    sanity.set_defaults(run=_sanity)
 
 
 def _add_shape(kinds: Any) -> None:
@@ -121,18 +115,24 @@ def _roofline(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sanity(args: argparse.Namespace) -> int:
+def _sanity(args: argparse.Namespace) -> dict[str, Any]:
     import tempfile
 
-    from octavo_bench.report_tables import plain
     from octavo_bench.sanity import check
 
-    begin(args)
     with tempfile.TemporaryDirectory() as folder:
         say = functools.partial(print, file=sys.stderr)
-        result = {"device": args.device, "rows": list(check(Path(folder), args.device, args.families, say))}
-    code = finish(args, result, shown=plain(result))
-    return EXIT_WORSE if any("failed" in row for row in result["rows"]) else code
+        return {"device": args.device, "rows": list(check(Path(folder), args.device, args.families, say))}
+
+
+def _plain(result: Mapping[str, Any]) -> str:
+    from octavo_bench.report_tables import plain
+
+    return plain(result)
+
+
+def _none_failed(args: argparse.Namespace, result: Mapping[str, Any]) -> bool:
+    return not any("failed" in row for row in result["rows"])
 
 
 def _lora(args: argparse.Namespace) -> dict[str, Any]:
@@ -151,11 +151,15 @@ def _lora(args: argparse.Namespace) -> dict[str, Any]:
 def _switch(args: argparse.Namespace) -> dict[str, Any]:
     import tempfile
 
-    from octavo_bench.switch import measure, write_tiny_model
+    from octavo_bench.chaos.tiny_model import write_tiny_model
+    from octavo_bench.dummy_models import write_weights
+    from octavo_bench.switch import measure
 
     flags = ["--kv-cache-memory", str(args.kv_cache_memory)]
     with tempfile.TemporaryDirectory() as folder:
-        models = [str(write_tiny_model(Path(folder) / "tiny")) if model == "tiny" else model for model in args.models]
+        tiny = write_tiny_model(Path(folder) / "tiny")
+        write_weights(tiny)
+        models = [str(tiny) if model == "tiny" else model for model in args.models]
         return measure(models, flags, args.models_memory_budget, args.requests, args.concurrency, args.rounds)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.cli import build_parser
 from octavo_bench import plots
-from octavo_bench.cli import peer
 from octavo_bench.first_minute import figures_of
 from octavo_bench.stream_reader import Ask, Streamed
 
@@ -46,24 +45,9 @@ def test_it_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_is_started_and_loaded(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    peer.add_first_minute(parser)
-    flags = [
-        "--clients",
-        "2",
-        "--prompt",
-        "4",
-        "--decode",
-        "8",
-        "--seconds",
-        "2",
-        "--vocab-size",
-        "200",
-        "--starts",
-        "1",
-    ]
-    args = parser.parse_args(["toy", *flags, "--octavo-args", "--backend toy", "--logs", str(tmp_path)])
-    args.output = None
+    flags = "--clients 2 --prompt 4 --decode 8 --seconds 2 --vocab-size 200 --starts 1"
+    command = ["bench", "first-minute", "toy", *flags.split(), "--octavo-args", "--backend toy"]
+    args = build_parser().parse_args([*command, "--logs", str(tmp_path)])
     (row,) = args.measure(args)["rows"]
     assert row["case"] == "octavo, start 1"
     assert row["later_output_tok_s"] > 0
