@@ -184,7 +184,6 @@ def _model_services(
     journal = None if settings.journal is None else Path(settings.journal).expanduser()
     if journal is not None and is_one_of_several:
         journal /= names[0].replace("/", "--")
-    parts = settings.journal_retention, config, engine, tokenizer, predecessor
     return ModelServices(
         server=server,
         config=config,
@@ -195,7 +194,9 @@ def _model_services(
             settings.tool_call_parser, settings.reasoning_parser, chat_template.source, special_ids
         ),
         admission=Admission(engine, tokenizer, settings, config.model),
-        journal=None if journal is None else Journal(journal, *parts),
+        journal=None
+        if journal is None
+        else Journal(journal, settings.journal_retention, config, engine, tokenizer, predecessor),
         model_names=names,
     )
 

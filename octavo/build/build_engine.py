@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -62,7 +62,7 @@ from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, LoadedModel, read_config
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops import dispatch
-from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.ops.collective import Collective
 from octavo.ops.device_backend import backend_of, is_gpu
 from octavo.plugins import CPU, GPU
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
@@ -71,7 +71,7 @@ from octavo.runtime.drafting.acceptance import Verify, rule
 from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.forward import make_forward, make_logits
-from octavo.runtime.executors.host_executor import LAST_TOKEN, HostExecutor
+from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.executors.pooler import Pooler
 from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import ONE_STATE, KVStorage, StatePool
@@ -129,8 +129,7 @@ def build_engine(
         backend: EngineBackend = plugins.load(plugins.ENGINE_BACKENDS, config.model.backend)
         return backend.build(config, on_lost)
     phases = Phases()
-    device = prepared_device(config.model)
-    path, checkpoint = _open(config.model, device)
+    device, path, checkpoint = _open(config.model)
     config, model_config, form = _read_model(config, path, checkpoint, device)
     generation = _generation(config.model, checkpoint, path, model_config)
     grammars = make_grammars(config.model, path, generation[0])
@@ -155,8 +154,9 @@ def build_engine(
         most = step_limits(limits, method, drafter, vision, model_config.rope_sets is not None)
         pool, images = connected(vision, loaded.model)
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision, drafting)
-        parts = _pooler(config, pooling, loaded, form), adapters, collective, drafter, _rule(method), pool, updates
-        executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, *parts))
+        pooler, verify = _pooler(config, pooling, loaded, form), _rule(method)
+        parts = ExecutorParts(pooler, adapters, collective, drafter, verify, pool, updates)
+        executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, parts))
         numbers = None if adapters is None else dict[str, int]()
         runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers, tuning, images)
         phases.done("memory")
@@ -230,8 +230,7 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
     ``host`` is the collective of the ranks' hosts. ``settle`` is given the free bytes when the weights are loaded, and
     returns the limits for which to allocate memory.
     """
-    device = prepared_device(config.model)
-    path, checkpoint = _open(config.model, device)
+    device, path, checkpoint = _open(config.model)
     config, model_config, form = _read_model(config, path, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
@@ -245,10 +244,11 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         vocab_size = model_config.vocab_size
         method = parse_speculative_config(config.speculative.speculative_config)
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision)
-        pool = connected(vision, loaded.model)[0]
-        parts = _pooler(config, pooling, loaded, form), adapters, collective, None, _rule(method), pool, updates
-        most = step_limits(limits, method, None, vision, model_config.rope_sets is not None)
-        return make_executor(config.model, loaded.model, storage, vocab_size, most, *parts)
+        pool, has_sets = connected(vision, loaded.model)[0], model_config.rope_sets is not None
+        most = step_limits(limits, method, None, vision, has_sets)
+        pooler, verify = _pooler(config, pooling, loaded, form), _rule(method)
+        parts = ExecutorParts(pooler, adapters, collective, None, verify, pool, updates)
+        return make_executor(config.model, loaded.model, storage, vocab_size, most, parts)
 
 
 @contextlib.contextmanager
@@ -296,8 +296,17 @@ def _settle(
     both = Counter(weights) + Counter({dtype_name(form.dtype): drafting.num_bytes})
     if vision is not None:
         both, free = both + vision.weight_bytes, free - vision.num_bytes
-    sizes = both, free, ranks.collective.size
-    limits, budget = memory.plan_memory(config, model, kv_dtype, form.dtype, form.device.type, *sizes, drafting.cache)
+    limits, budget = memory.plan_memory(
+        config,
+        model,
+        kv_dtype=kv_dtype,
+        dtype=form.dtype,
+        device=form.device.type,
+        weights=both,
+        free=free,
+        num_ranks=ranks.collective.size,
+        draft_specs=drafting.cache,
+    )
     logger.info("memory budget, with contexts of %d tokens:\n%s", limits.max_model_len, budget.table())
     ranks.settle(limits)
     return limits, budget
@@ -417,7 +426,6 @@ def _storage(
 ) -> KVStorage:
     dtype, device = resolve_kv_dtype(settings.kv_cache_dtype, form), form.device
     specs = *rank_cache(model.cache, num_ranks), *draft_specs
-    sizes = limits.groups, limits.num_blocks, limits.block_size
     is_fp8 = dtype == torch.float8_e4m3fn
     if loaded.kv_scales and not is_fp8:
         logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype fp8 uses")
@@ -425,7 +433,17 @@ def _storage(
     states = ONE_STATE
     if limits.states is not None:
         states = StatePool(limits.states.num_slots, form.dtype, DTYPES[settings.state_dtype])
-    return KVStorage(specs, *sizes, dtype, device, num_draft_layers=len(draft_specs), scales=scales, states=states)
+    return KVStorage(
+        specs,
+        limits.groups,
+        limits.num_blocks,
+        limits.block_size,
+        dtype,
+        device,
+        num_draft_layers=len(draft_specs),
+        scales=scales,
+        states=states,
+    )
 
 
 def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
@@ -488,40 +506,59 @@ def _speculation(method: Method) -> Speculation:
     return Speculation(proposer, most, choice)
 
 
+class ExecutorParts(NamedTuple):
+    """What an executor has besides the model, its storage and its limits."""
+
+    pooler: Pooler
+    adapters: ModelAdapters | None
+    collective: Collective
+    drafter: Drafter | None
+    verify: Verify | None
+    pool: EmbeddingPool | None
+    updates: WeightUpdates | None
+
+
 def make_executor(
     settings: ModelSettings,
     model: CausalLM,
     storage: KVStorage,
     vocab_size: int,
     most: StepLimits,
-    pooler: Pooler = LAST_TOKEN,
-    adapters: ModelAdapters | None = None,
-    collective: Collective = SINGLE_RANK,
-    drafter: Drafter | None = None,
-    verify: Verify | None = None,
-    pool: EmbeddingPool | None = None,
-    updates: WeightUpdates | None = None,
+    parts: ExecutorParts,
 ) -> Executor:
     """The executor for the storage's device. Results on a CPU never depend on the batch."""
-    if storage.device.type == "cpu":
-        forward = make_forward(model, storage.layers, storage.device, settings.enforce_eager)
-        vocabulary = part_of_vocabulary(vocab_size, collective, mode=settings.logprobs_mode)
-        logits = make_logits(model, storage.device, settings.enforce_eager)
-        parts = forward, pooler, adapters, vocabulary, drafter, verify, logits, pool, updates
-        return HostExecutor(model, storage, vocab_size, most, *parts)
-    vocabulary = part_of_vocabulary(vocab_size, collective, is_on_host=False, mode=settings.logprobs_mode)
-    own = (
-        settings.batch_invariant,
-        settings.enforce_eager,
-        pooler,
-        adapters,
-        vocabulary,
-        drafter,
-        verify,
-        pool,
-        updates,
+    device, eager, mode = storage.device, settings.enforce_eager, settings.logprobs_mode
+    if device.type == "cpu":
+        return HostExecutor(
+            model,
+            storage,
+            vocab_size,
+            most,
+            forward=make_forward(model, storage.layers, device, eager),
+            pooler=parts.pooler,
+            adapters=parts.adapters,
+            vocabulary=part_of_vocabulary(vocab_size, parts.collective, mode=mode),
+            drafter=parts.drafter,
+            verify=parts.verify,
+            logits=make_logits(model, device, eager),
+            embeddings=parts.pool,
+            updates=parts.updates,
+        )
+    return StreamExecutor(
+        model,
+        storage,
+        vocab_size,
+        most,
+        batch_invariant=settings.batch_invariant,
+        enforce_eager=eager,
+        pooler=parts.pooler,
+        adapters=parts.adapters,
+        vocabulary=part_of_vocabulary(vocab_size, parts.collective, is_on_host=False, mode=mode),
+        drafter=parts.drafter,
+        verify=parts.verify,
+        embeddings=parts.pool,
+        updates=parts.updates,
     )
-    return StreamExecutor(model, storage, vocab_size, most, *own)
 
 
 def step_limits(
@@ -540,8 +577,10 @@ def step_limits(
     return most if vision is None else vision.limited(most)
 
 
-def _open(settings: ModelSettings, device: torch.device) -> tuple[Path, Checkpoint]:
+def _open(settings: ModelSettings) -> tuple[torch.device, Path, Checkpoint]:
+    """The device, prepared, and the checkpoint in its folder."""
+    device = prepared_device(settings)
     if settings.backend in WITHOUT_MODEL:
         raise ConfigError(f"backend: {settings.backend} is for `octavo serve`")
     path = resolve_model(settings)
-    return path, open_checkpoint(path, settings.load_format, settings.seed, str(device))
+    return device, path, open_checkpoint(path, settings.load_format, settings.seed, str(device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from contextlib import AbstractContextManager
 
@@ -82,22 +83,23 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
             f"quantization: {quantization} is for unquantised checkpoints, and the weights of this one are quantised "
             f"already ({method}); leave it out, the format is read from the checkpoint"
         )
-    at_load = quantization, settings.quantize_lm_head
-    whole = settings.enable_expert_parallel
+    head = settings.quantize_lm_head
+    make = functools.partial(
+        WeightFormat,
+        device=device,
+        quantization=quantization,
+        quantizes_head=head,
+        keeps_experts_whole=settings.enable_expert_parallel,
+    )
     if settings.dtype != "auto":
-        if device.type == "cpu" and any(at_load):
+        if device.type == "cpu" and (quantization or head):
             name = "quantize_lm_head" if quantization is None else "quantization"
             raise ConfigError(f"{name}: needs dtype auto on a CPU, where {settings.dtype} would make all weights dense")
-        return WeightFormat(DTYPES[settings.dtype], device, device.type != "cpu", *at_load, keeps_experts_whole=whole)
+        return make(DTYPES[settings.dtype], packs=device.type != "cpu")
     if device.type == "cpu":
-        is_quantised = method is not None or any(at_load)
-        return WeightFormat(
-            torch.float32, device, without_kernel("cpu") is None, *at_load, is_quantised, keeps_experts_whole=whole
-        )
-    is_float16 = stated_dtype(checkpoint.config) == torch.float16
-    return WeightFormat(
-        torch.float16 if is_float16 else torch.bfloat16, device, True, *at_load, keeps_experts_whole=whole
-    )
+        is_quantised = bool(method or quantization or head)
+        return make(torch.float32, packs=without_kernel("cpu") is None, is_quantised=is_quantised)
+    return make(torch.float16 if stated_dtype(checkpoint.config) == torch.float16 else torch.bfloat16, packs=True)
 
 
 def kernel_compilation(form: WeightFormat, kv_dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -127,8 +127,16 @@ def _check(config: EngineConfig) -> int:
         sizes = {"blocks": sum(part.stat().st_size for part in parts_of(path)) // num_ranks}
     left = (free // num_ranks if device.type == "cpu" else free) - sum(sizes.values())
     try:
-        kinds = kv_dtype, form.dtype, device.type
-        limits, budget = memory.plan_memory(config, model, *kinds, weights=sizes, free=left, num_ranks=num_ranks)
+        limits, budget = memory.plan_memory(
+            config,
+            model,
+            kv_dtype=kv_dtype,
+            dtype=form.dtype,
+            device=device.type,
+            weights=sizes,
+            free=left,
+            num_ranks=num_ranks,
+        )
     except ConfigError as error:
         print(f"does not fit on {device}: {error}")
         return 1

@@ -116,8 +116,8 @@ def make_mixture(stored: StoredExperts, form: WeightFormat) -> Mixture:
     if packs_groups(form):
         gate_up, down = (_joined(part, stored.count, form) for part in (stored.gate_up, stored.down))
         if gate_up is not None and down is not None:
-            biases = stored.gate_up_bias, stored.down_bias
-            return GroupedMixture(GroupedExperts(stored.count, gate_up, down, stored.activation, *biases))
+            own = GroupedExperts(stored.count, gate_up, down, stored.activation, stored.gate_up_bias, stored.down_bias)
+            return GroupedMixture(own)
     packed = _packed(stored, form)
     if packed is not None:
         return PackedMixture(packed, stored.activation)

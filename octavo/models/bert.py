@@ -1,7 +1,8 @@
-"""BERT (arXiv 1810.04805) and what keeps its layers: RoBERTa (arXiv 1907.11692), XLM-RoBERTa, CamemBERT and ELECTRA
-(arXiv 2003.10555).
+"""BERT (arXiv 1810.04805) and what keeps its layers: RoBERTa (arXiv 1907.11692), XLM-RoBERTa, CamemBERT, ELECTRA (arXiv
+2003.10555), MPNet (arXiv 2004.09297) and DistilBERT (arXiv 1910.01108).
 
-Post-norm layers, learned positions; the second text of a pair has a token type of its own.
+Post-norm layers, learned positions; the second text of a pair has a token type of its own. MPNet has biases of
+attention scores by distance, and like DistilBERT no token types.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from octavo.layers.mlp import gelu
+from octavo.layers.mlp import gelu, relu
 from octavo.models.config_keys import ConfigKeys
-from octavo.models.encoder import Encoder, EncoderConfig, read_encoder
+from octavo.models.encoder import DistancePart, Encoder, EncoderConfig, read_encoder, under_names
 from octavo.models.labels import LabelPart, read_activation, read_label_names, tanh
 from octavo.models.parts import Names
 
@@ -115,3 +116,66 @@ class ElectraModel(BertModel):
         )
         head: dict[str, Any] = {"dense": "classifier.dense", "between": gelu, "out": "classifier.out_proj"}
         return dataclasses.replace(config, labels=read_labels(keys, config.architecture, of="cls", **head))
+
+
+MPNET = BERT._replace(
+    queries=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+    output="attention.attn.o",
+    after_attention="attention.LayerNorm",
+)
+MPNET_FIRST_POSITION = 2
+MPNET_MAX_DISTANCE = 128
+
+
+class MPNetModel(RobertaModel):
+    """An encoder: MPNet (arXiv 2004.09297)."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
+        config = dataclasses.replace(
+            with_positions(read_encoder(keys, names=MPNET), MPNET_FIRST_POSITION),
+            root="mpnet.",
+            embedding_norm="embeddings.LayerNorm",
+            distances=DistancePart(
+                "encoder.relative_attention_bias",
+                keys.size("relative_attention_num_buckets", 32, low=8),
+                MPNET_MAX_DISTANCE,
+            ),
+            left_out=OTHER_HEADS,
+        )
+        return cls.with_head(config, keys)
+
+
+DISTILBERT = BERT._replace(
+    layers="transformer.layer",
+    queries=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    output="attention.out_lin",
+    after_attention="sa_layer_norm",
+    after_mlp="output_layer_norm",
+    ups=("ffn.lin1",),
+    down="ffn.lin2",
+)
+DISTILBERT_SIZES = {
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+}
+
+
+class DistilBertModel(Encoder):
+    """An encoder: DistilBERT (arXiv 1910.01108)."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
+        for key in ("dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"):
+            keys.get(key)  # of training; sinusoidal positions are stored like learned ones
+        config = read_encoder(under_names(keys, DISTILBERT_SIZES), names=DISTILBERT, activation_key="activation")
+        config = dataclasses.replace(
+            with_positions(config),
+            root="distilbert.",
+            embedding_norm="embeddings.LayerNorm",
+            left_out=(*OTHER_HEADS, "vocab_"),
+        )
+        labels = read_labels(keys, config.architecture, of="cls", dense="pre_classifier", between=relu)
+        return dataclasses.replace(config, labels=labels)

@@ -158,8 +158,13 @@ class DeepseekLayer(LlamaLayer):
         sizes = [config.plain_size, config.value_size]
         maps = weights.matrix(f"{name}.kv_b_proj", N * sum(sizes), L, num_heads=N).view(-1, sum(sizes), L)
         key_map_NPL, value_map_NVL = maps.split_with_sizes(sizes, dim=1)
-        maps_of_heads = key_map_NPL.mT.contiguous(), value_map_NVL.contiguous()
-        self.latent_heads = LatentHeads(*maps_of_heads, kv_norm.weight_D, kv_norm.eps, config.scale)
+        self.latent_heads = LatentHeads(
+            key_map_NLP=key_map_NPL.mT.contiguous(),
+            value_map_NVL=value_map_NVL.contiguous(),
+            norm_L=kv_norm.weight_D,
+            norm_eps=kv_norm.eps,
+            scale=config.scale,
+        )
         self.o_proj = weights.row(f"{name}.o_proj", D, N * config.value_size, config.output_bias)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from octavo.models.bert import BertModel, ElectraModel, RobertaModel
+from octavo.models.bert import BertModel, DistilBertModel, ElectraModel, MPNetModel, RobertaModel
 from octavo.models.deberta import DebertaV2Model
-from octavo.models.distilbert import DistilBertModel
 from octavo.models.embedding_gemma import EmbeddingGemma
 from octavo.models.encoder import Encoder, EncoderConfig
 from octavo.models.loader import WeightLoader
 from octavo.models.modernbert import EuroBertModel, ModernBertModel
-from octavo.models.mpnet import MPNetModel
 from octavo.models.nomic_bert import GteModel, NomicBertModel
 from octavo.models.t5 import T5EncoderModel
 from octavo.quant.stored.stored_weight import WeightFormat

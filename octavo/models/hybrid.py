@@ -154,8 +154,14 @@ def read_bamba_sizes(keys: ConfigKeys, hidden_size: int, inner: int | None = Non
         raise wrong("mamba_n_groups", groups, f"a divisor of mamba_n_heads, {heads}")
     keys.get("mamba_chunk_size")
     return MambaSizes(
-        *(heads, inner // heads, groups, keys.size("mamba_d_state", 256), keys.size("mamba_d_conv", 4, low=2)),
-        *(keys.flag("mamba_conv_bias", True), keys.flag("mamba_proj_bias"), read_limits(keys)),
+        num_heads=heads,
+        head_dim=inner // heads,
+        num_groups=groups,
+        state_size=keys.size("mamba_d_state", 256),
+        width=keys.size("mamba_d_conv", 4, low=2),
+        has_conv_bias=keys.flag("mamba_conv_bias", True),
+        has_bias=keys.flag("mamba_proj_bias"),
+        limits=read_limits(keys),
     )
 
 
@@ -170,8 +176,14 @@ def load_mamba2(
     )
     bias_C = weights.exact_parts(f"{name}.conv1d.bias", sizes.channels) if sizes.has_conv_bias else None
     layout = StateSpaceHeads(
-        *(len(a_log_N), sizes.head_dim, weights.num_own(sizes.num_groups), sizes.state_size),
-        *(a_log_N, dt_bias_N, d_N, sizes.limits),
+        num_heads=len(a_log_N),
+        head_dim=sizes.head_dim,
+        num_groups=weights.num_own(sizes.num_groups),
+        state_size=sizes.state_size,
+        a_log_N=a_log_N,
+        dt_bias_N=dt_bias_N,
+        d_N=d_N,
+        dt_limits=sizes.limits,
     )
     conv = weights.conv(f"{name}.conv1d", sizes.channels, sizes.width), bias_C
     gated_norm = scales_W = None

@@ -45,9 +45,13 @@ class Mamba2ForCausalLM(HybridForCausalLM):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Mamba2Config:
         D, num_layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
         mamba = MambaSizes(
-            *(keys.size("num_heads", 128), keys.size("head_dim", 64), keys.size("n_groups", 8)),
-            *(keys.size("state_size", 128), keys.size("conv_kernel", 4, low=2)),
-            *(keys.flag("use_conv_bias", True), keys.flag("use_bias")),
+            num_heads=keys.size("num_heads", 128),
+            head_dim=keys.size("head_dim", 64),
+            num_groups=keys.size("n_groups", 8),
+            state_size=keys.size("state_size", 128),
+            width=keys.size("conv_kernel", 4, low=2),
+            has_conv_bias=keys.flag("use_conv_bias", True),
+            has_bias=keys.flag("use_bias"),
             limits=read_limits(keys),
         )
         if mamba.inner != keys.size("expand", 2) * D:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from octavo.layers.experts import Mixture
 from octavo.layers.linear import Linear
-from octavo.layers.mlp import squared_relu
+from octavo.layers.mlp import MLP, squared_relu
 from octavo.layers.moe import ExpertRouter
 from octavo.layers.norm import RMSNorm
-from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.hybrid import (
@@ -70,17 +69,6 @@ class NemotronHConfig(HybridConfig):
         )
 
 
-class UngatedMLP:
-    """``down(relu(up(x))^2)``"""
-
-    def __init__(self, up: Linear, down: Linear | RowParallelLinear, norm: RMSNorm | None = None) -> None:
-        self.up, self.down, self.norm = up, down, norm
-
-    def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> Tensor:
-        """Its result, plus the residual, which may be overwritten."""
-        return self.down(squared_relu(self.up(x_TD, norm=self.norm)), residual=residual_TD)
-
-
 class LatentMoE:
     """``x + from_latent(experts(to_latent(h))) + shared(h)`` with ``h = norm(x)``; the maps may be absent."""
 
@@ -88,7 +76,7 @@ class LatentMoE:
         self,
         router: ExpertRouter,
         experts: Mixture,
-        shared: UngatedMLP,
+        shared: MLP,
         latent: tuple[Linear, Linear] | None,
         collective: Collective,
     ) -> None:
@@ -100,7 +88,7 @@ class LatentMoE:
         inputs = h_TD if self.latent is None else self.latent[0](h_TD)
         sum_TD = self.experts(inputs, ids_TS, shares_TS)
         sum_TD = sum_TD if self.latent is None else self.latent[1](sum_TD)
-        return self.collective.all_reduce(self.shared(h_TD, sum_TD), residual_TD=x_TD)
+        return self.collective.all_reduce(self.shared(sum_TD, of=h_TD), residual_TD=x_TD)
 
 
 class NemotronHLayer(LlamaLayer):
@@ -119,8 +107,7 @@ class NemotronHLayer(LlamaLayer):
             self.o_proj = weights.row(f"{name}.o_proj", D, self.heads.sizes[0], config.output_bias)
             self.heads = weights.own_heads(self.heads)
         elif self.kind == DENSE:
-            own = _mlp(weights, name, D, config.dense_size, config.mlp_bias, norm)
-            self.feed = lambda x_TD: own(x_TD, x_TD)
+            self.feed = _mlp(weights, name, D, config.dense_size, config.mlp_bias, norm)
         else:
             assert config.moe is not None
             self.feed = _mixture(config, config.moe, weights, name, norm)
@@ -138,10 +125,11 @@ class NemotronHLayer(LlamaLayer):
 
 def _mlp(
     weights: WeightLoader, name: str, hidden_size: int, size: int, has_bias: bool, norm: RMSNorm | None = None
-) -> UngatedMLP:
+) -> MLP:
+    """``down(relu(up(x))^2)``"""
     up = weights.column(f"{name}.up_proj", size, hidden_size, has_bias)
     load_down = weights.partial_row if norm is None else weights.row
-    return UngatedMLP(up, load_down(f"{name}.down_proj", hidden_size, size, has_bias), norm)
+    return MLP(norm, up, load_down(f"{name}.down_proj", hidden_size, size, has_bias), squared_relu, None)
 
 
 def _mixture(config: NemotronHConfig, moe: MoESettings, weights: WeightLoader, name: str, norm: RMSNorm) -> LatentMoE:
@@ -149,7 +137,11 @@ def _mixture(config: NemotronHConfig, moe: MoESettings, weights: WeightLoader, n
     if has_bias:
         raise wrong("mlp_bias", True, "false, as layers_block_type has layers with experts")
     routing = Routing(
-        *(moe.num_chosen, moe.normalises, "sigmoid", config.share_scale, config.groups),
+        moe.num_chosen,
+        moe.normalises,
+        "sigmoid",
+        config.share_scale,
+        config.groups,
         correction_X=weights.exact(f"{name}.gate.e_score_correction_bias", X),
     )
     router = ExpertRouter(norm, weights.router(f"{name}.gate", X, D), routing)
@@ -202,10 +194,14 @@ class NemotronHForCausalLM(HybridForCausalLM):
         keys.choice("mlp_hidden_act", {"relu2": None}, "relu2")
         keys.choice("mamba_hidden_act", {"silu": None}, "silu")
         mamba = MambaSizes(
-            *(keys.size("mamba_num_heads", 128), keys.size("mamba_head_dim", 64), keys.size("n_groups", 8)),
-            *(keys.size("ssm_state_size", 128), keys.size("conv_kernel", 4, low=2)),
-            *(keys.flag("use_conv_bias", True), keys.flag("use_bias")),
-            (keys.get("time_step_min", 0.001), read_limits(keys)[1]),
+            num_heads=keys.size("mamba_num_heads", 128),
+            head_dim=keys.size("mamba_head_dim", 64),
+            num_groups=keys.size("n_groups", 8),
+            state_size=keys.size("ssm_state_size", 128),
+            width=keys.size("conv_kernel", 4, low=2),
+            has_conv_bias=keys.flag("use_conv_bias", True),
+            has_bias=keys.flag("use_bias"),
+            limits=(keys.get("time_step_min", 0.001), read_limits(keys)[1]),
         )
         moe, mtp_kinds = None, _mtp_kinds(keys)
         if SPARSE in kinds or (keys.get("num_nextn_predict_layers") and SPARSE in mtp_kinds):

@@ -321,8 +321,15 @@ def load_model(
         weights.tensors.leave_out("lm_head.")
     kv_scales = weights.cache_scales(config.cache)
     weights.tensors.finish()
-    sizes = weights.num_parameters, weights.bytes_by_format
-    return LoadedModel(model, *sizes, weights.maps, kv_scales, weights.kept, labels)
+    return LoadedModel(
+        model,
+        num_parameters=weights.num_parameters,
+        bytes_by_format=weights.bytes_by_format,
+        maps=weights.maps,
+        kv_scales=kv_scales,
+        kept=weights.kept,
+        labels=labels,
+    )
 
 
 def _family(name: str) -> ModelFamily:

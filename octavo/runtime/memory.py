@@ -184,10 +184,10 @@ def plan_memory(
     _check_fit(max_model_len, kept, num_blocks[0], block_size, first_bytes, room - of_others)
     if batch is not None:
         logger.warning("steps have at most %d sequences and %d tokens, so that longer contexts fit into memory", *batch)
-    sizes = max_model_len, block_size, tuple(groups), tuple(num_blocks), max_num_seqs, max_num_batched_tokens
+    pool, blocks = states.pool(num_snapshots), tuple(num_blocks)
+    limits = Limits(max_model_len, block_size, tuple(groups), blocks, max_num_seqs, max_num_batched_tokens, pool)
     of_states = states.held_bytes + num_snapshots * states.bytes_per_slot
-    others = kv_bytes, activations, logits, of_states
-    return Limits(*sizes, states.pool(num_snapshots)), MemoryBudget(sum(weights.values()), *others)
+    return limits, MemoryBudget(sum(weights.values()), kv_bytes, activations, logits, of_states)
 
 
 def _divide(

@@ -199,11 +199,8 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     client_logs = [logs / f"client_{number}.log" for number in range(args.clients)]
     clients = Clients([functools.partial(PeerProcess, command, env, log) for log in client_logs]) if loops else None
     probers = start_clients(args.clients, logs) if GOODPUT in workloads else None
-    comparison = ServedComparison(
-        *(servers, clients, model, workloads, logs, deadline),
-        lambda result: keep("peer", result, args.output),
-        *(probers, search),
-    )
+    kept = functools.partial(keep, "peer", output=args.output)
+    comparison = ServedComparison(servers, clients, model, workloads, logs, deadline, kept, probers, search)
     try:
         if args.at_once:
             comparison.alternate(["vllm", "octavo"], args.at_once)  # vLLM wants no memory to change while it starts

@@ -320,7 +320,14 @@ def head_of(number: int, owner: str, key: str, body: str, fingerprint: str, gene
     """What identifies a request whose choices were made and not yet submitted."""
     first = generation.choices[0].request
     return RequestHead(
-        *(number, owner, key, body, fingerprint, first.adapter, first.cache_salt), num_choices=len(generation.choices)
+        number,
+        owner,
+        key,
+        body,
+        fingerprint,
+        adapter=first.adapter,
+        cache_salt=first.cache_salt,
+        num_choices=len(generation.choices),
     )
 
 

@@ -57,8 +57,15 @@ class RequestJournal:
         """How far each live request is, oldest first."""
         for live in self._live.values():
             request = live.request
-            counts = len(request.prompt_tokens), live.num_computed, len(live.tokens), request.max_tokens
-            yield LiveProgress(live.id, *counts, live.has_advanced, request.owner)
+            yield LiveProgress(
+                live.id,
+                prompt=len(request.prompt_tokens),
+                computed=live.num_computed,
+                output=len(live.tokens),
+                max_tokens=request.max_tokens,
+                running=live.has_advanced,
+                owner=request.owner,
+            )
 
     def next_id(self) -> int:
         """A request id unique within this server."""

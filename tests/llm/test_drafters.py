@@ -287,11 +287,16 @@ def tokens_of(results: list[Any]) -> list[Any]:
     return [output[1] for _, outputs in results for output in outputs]
 
 
-def stream_executor(settings: Any, model: Any, storage: Any, vocab_size: int, most: Any, *parts: Any) -> Any:
-    pooling, adapters, _, drafter, verify, *_ = parts
-    return StreamExecutor(
-        model, storage, vocab_size, most, pooler=pooling, adapters=adapters, drafter=drafter, verify=verify
-    )
+def stream_executor(
+    settings: Any, model: Any, storage: Any, vocab_size: int, most: Any, parts: build.ExecutorParts
+) -> Any:
+    same: dict[str, Any] = {
+        "pooler": parts.pooler,
+        "adapters": parts.adapters,
+        "drafter": parts.drafter,
+        "verify": parts.verify,
+    }
+    return StreamExecutor(model, storage, vocab_size, most, **same)
 
 
 def test_a_drafter_may_be_quantised(case_of: Made) -> None:

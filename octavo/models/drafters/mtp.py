@@ -52,17 +52,30 @@ class MTPNames(NamedTuple):
 
 def mtp_names(prefix: str, count: int) -> MTPNames:
     """The names under a prefix that ``mtp_prefixes`` found, of so many layers."""
-    layers, shared = tuple(f"mtp.layers.{i}" for i in range(count)), ("mtp.embed_tokens", "mtp.lm_head")
-    if prefix == QWEN_PREFIX:
-        norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
-        return MTPNames(prefix, layers, *norms, "mtp.fc", "mtp.norm", *shared, False)
-    if prefix == NEMOTRON_PREFIX:
-        norms = f"{layers[0]}.enorm", f"{layers[0]}.hnorm"
-        projection, last = f"{layers[0]}.eh_proj", f"{layers[-1]}.final_layernorm"
-        return MTPNames(prefix, layers, *norms, projection, last, *shared, False)
-    norms = f"{prefix}enorm", f"{prefix}hnorm"
-    of_head = f"{prefix}shared_head.norm", f"{prefix}embed_tokens", f"{prefix}shared_head.head"
-    return MTPNames(prefix, (prefix.removesuffix("."),), *norms, f"{prefix}eh_proj", *of_head, True)
+    if prefix not in (QWEN_PREFIX, NEMOTRON_PREFIX):
+        return MTPNames(
+            prefix,
+            layers=(prefix.removesuffix("."),),
+            embedding_norm=f"{prefix}enorm",
+            hidden_norm=f"{prefix}hnorm",
+            projection=f"{prefix}eh_proj",
+            norm=f"{prefix}shared_head.norm",
+            embedding=f"{prefix}embed_tokens",
+            head=f"{prefix}shared_head.head",
+            masks_first=True,
+        )
+    layers, is_qwen = tuple(f"mtp.layers.{i}" for i in range(count)), prefix == QWEN_PREFIX
+    return MTPNames(
+        prefix,
+        layers,
+        embedding_norm="mtp.pre_fc_norm_embedding" if is_qwen else f"{layers[0]}.enorm",
+        hidden_norm="mtp.pre_fc_norm_hidden" if is_qwen else f"{layers[0]}.hnorm",
+        projection="mtp.fc" if is_qwen else f"{layers[0]}.eh_proj",
+        norm="mtp.norm" if is_qwen else f"{layers[-1]}.final_layernorm",
+        embedding="mtp.embed_tokens",
+        head="mtp.lm_head",
+        masks_first=False,
+    )
 
 
 class MTPHead:
