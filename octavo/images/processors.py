@@ -397,6 +397,23 @@ def _mistral3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
     )
 
 
+def _kimi(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    """Kimi-VL, Kimi K2.5 and what transformers makes of the latter, with three names for each number."""
+    given, patch = given.get("media_proc_cfg") or given, int(config["vision_config"].get("patch_size", 14))
+    side = patch * int((config["vision_config"].get("merge_kernel_size") or [2])[0])
+    most = given.get("in_patch_limit") or given.get("in_token_limit") or given.get("max_patches") or 4096
+    longest = given.get("patch_limit_on_one_side") or (given.get("size") or {}).get("max_height") or 512
+    return ImageProcessor(
+        settings={"rule": "padded", "patch": patch, "factor": side, "most": int(most), "longest": int(longest)}
+        | {"resample": 3, "most_pixels": MOST_PIXELS},
+        placeholder="<|media_pad|>",
+        token=int(config.get("media_placeholder_token_id") or config.get("image_token_id") or 163_605),
+        token_text="<|media_pad|>",
+        side=side,
+        **_scaling(given, HALF, HALF),
+    )
+
+
 def _pair(given: Any) -> tuple[int, int]:
     """Height and width, given as one number or two."""
     height, width = given if isinstance(given, list) else (given, given)
@@ -535,6 +552,9 @@ PROCESSORS = {
     "Idefics3ForConditionalGeneration": _idefics3,
     "InternVLChatModel": _internvl,
     "InternVLForConditionalGeneration": _internvl,
+    "KimiK25ForConditionalGeneration": _kimi,
+    "KimiVLForConditionalGeneration": _kimi,
+    "Kimi_K25ForConditionalGeneration": _kimi,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _llava_onevision,

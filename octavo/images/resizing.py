@@ -84,6 +84,8 @@ def low(settings: dict[str, Any]) -> dict[str, Any]:
             return {**settings, "longest": min(settings["longest"], LOW_SIDE)}
         case "squares":
             return {**settings, "most": min(settings["most"], LOW_SQUARES)}
+        case "padded":
+            return {**settings, "most": min(settings["most"], LOW_PIXELS // settings["patch"] ** 2)}
         case "grid":
             return {**settings, "least": 1, "most": 1}
         case "split":
@@ -103,6 +105,8 @@ def limited(settings: dict[str, Any], most_tokens: int) -> dict[str, Any]:
             return {**settings, "longest": min(settings["longest"], math.isqrt(most_tokens) * settings["factor"])}
         case "squares":
             return {**settings, "most": min(settings["most"], most_tokens)}
+        case "padded":
+            return {**settings, "most_tokens": most_tokens}
         case "grid":
             most = max(1, min(settings["most"], most_tokens // settings["tokens"] - 1))  # and the whole image
             return {**settings, "least": min(settings["least"], most), "most": most}
@@ -148,6 +152,20 @@ def within(height: int, width: int, point: tuple[int, int]) -> tuple[int, int]:
     if columns / width < rows / height:
         return min(math.ceil(height * (columns / width)), rows), columns
     return rows, min(math.ceil(width * (rows / height)), columns)
+
+
+def within_patches(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """The sides of an image that has at most ``most`` patches, ``longest`` of them in a row or column, and at most
+    ``most_tokens`` squares of side ``factor`` (Kimi-VL)."""
+    patch, factor, side = settings["patch"], settings["factor"], settings["longest"] * settings["patch"]
+    count = max(1, height // patch) * max(1, width // patch)
+    scale = min(1.0, math.sqrt(settings["most"] / count), side / height, side / width)
+    while True:
+        rows, columns = (min(side, max(1, int(length * scale))) for length in (height, width))
+        squares = -(-rows // factor) * -(-columns // factor)
+        if squares <= settings.get("most_tokens", squares) or squares == 1:
+            return rows, columns
+        scale *= 0.98
 
 
 def packed(height: int, width: int, point: tuple[int, int], settings: dict[str, Any]) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from octavo.images.resizing import RULES, best_grid, best_pinpoint, packed, split_sizes, within
+from octavo.images.resizing import RULES, best_grid, best_pinpoint, packed, split_sizes, within, within_patches
 
 RESAMPLING = {0: Image.Resampling.NEAREST, 1: Image.Resampling.LANCZOS, 2: Image.Resampling.BILINEAR}
 RESAMPLING |= {3: Image.Resampling.BICUBIC, 4: Image.Resampling.BOX, 5: Image.Resampling.HAMMING}
@@ -68,9 +68,19 @@ def in_middle(image: Image.Image, settings: dict[str, Any]) -> Tiles:
     return [resized.crop((left, top, left + side, top + side))], ()
 
 
+def padded(image: Image.Image, settings: dict[str, Any]) -> Tiles:
+    """The image, smaller if need be, with black behind it up to the next multiples of ``factor``."""
+    resized = _resized(image, within_patches(image.height, image.width, settings), settings)
+    rows, columns = (-(-side // settings["factor"]) * settings["factor"] for side in (resized.height, resized.width))
+    filled = Image.new("RGB", (columns, rows))
+    filled.paste(resized)
+    return [filled], ()
+
+
 TILINGS: dict[str, Callable[[Image.Image, dict[str, Any]], Tiles]] = {
     "grid": in_grid,
     "middle": in_middle,
+    "padded": padded,
     "pinpoints": in_pinpoint,
     "split": split,
 }

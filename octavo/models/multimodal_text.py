@@ -83,6 +83,7 @@ TEXT_PARTS: dict[str, str] = {
     "InternVLChatModel": "qwen2",
     "InternVLForConditionalGeneration": "qwen2",
     "KimiK25ForConditionalGeneration": "kimi_k2",
+    "KimiVLForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "LightOnOcrForConditionalGeneration": "qwen3",
     "Llama4ForConditionalGeneration": "llama4_text",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from octavo.images.processors import ImageProcessor, read_processor
 from octavo.images.resizing import by_area
 from octavo.images.videos import MOST_PIXELS, Frames, for_frames, in_words, sampled
 from tests.images.test_preparing import folder_of, mutated, noise, saved
+from tests.models.vision import without_torchvision
 from tests.tiers import nightly_after
 
 FAMILIES = {
@@ -36,14 +36,6 @@ FAMILIES = {
     "SmolVLMForConditionalGeneration": "smolvlm",
 }
 WITHOUT_VIDEOS = ("Gemma3ForConditionalGeneration", "Idefics3ForConditionalGeneration")
-
-
-def library(name: str, kind: str) -> Any:
-    """A module of the library, whose video processors import torchvision for resizing alone."""
-    stubs = {f"torchvision{end}": MagicMock() for end in ("", ".transforms", ".transforms.v2")}
-    stubs["torchvision.transforms.v2.functional"] = MagicMock()
-    with patch.dict(sys.modules, stubs):
-        return importlib.import_module(f"transformers.models.{name}.{kind}_{name}")
 
 
 def made(architecture: str, folder: Path, video: dict[str, Any] | None = None) -> ImageProcessor:
@@ -65,7 +57,7 @@ def test_frames_are_those_of_the_library(architecture: str, tmp_path: Path) -> N
     if name in ("qwen2_5_vl", "llava_onevision"):  # whose processors take all; these are frames of Qwen's own package
         assert sampled(100, 10.0, form.settings)[:: 19 if form.group == 2 else 31] == [0, 99]
         return
-    processors = library(name, "video_processing")
+    processors = without_torchvision(name, "video_processing")
     kind = next(kind for kind in vars(processors) if kind.lower() == f"{name.replace('_', '')}videoprocessor")
     processor = getattr(processors, kind)()
     for total, rate in LENGTHS:
@@ -80,12 +72,12 @@ def test_frames_are_those_of_the_library(architecture: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "glm4v"])
 @pytest.mark.parametrize("count", [2, 5, 16, 200])
-def test_sizes_are_those_of_the_library(name: str, count: int, tmp_path: Path) -> None:
+def test_sizes_are_those_of_the_without_torchvision(name: str, count: int, tmp_path: Path) -> None:
     architecture = next(key for key, value in FAMILIES.items() if value == name)
     form = made(architecture, tmp_path, {"size": {"shortest_edge": 300_000, "longest_edge": 2_000_000}}).video
     assert form is not None
     settings = for_frames(form.settings, count, form.group)
-    resize = library(name, "video_processing").smart_resize
+    resize = without_torchvision(name, "video_processing").smart_resize
     for height, width in ((480, 640), (20, 300), (1080, 1920), (33, 7)):
         expected = resize(count, height, width, 2, settings["factor"], 300_000, 2_000_000)
         assert by_area(height, width, settings) == expected
@@ -116,7 +108,7 @@ def test_words_are_those_of_the_library(architecture: str, tmp_path: Path) -> No
         assert found == WRITTEN[architecture]
         return
     name = FAMILIES[architecture]
-    module = library(name, "processing")
+    module = without_torchvision(name, "processing")
     kind = next(kind for kind in vars(module) if kind.lower() == f"{name.replace('_', '')}processor")
     theirs: Any = object.__new__(getattr(module, kind))
     known = {"image_token": "T", "video_token": "T", "image_seq_length": 1, "image_seq_len": 1}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import torch
@@ -69,6 +72,8 @@ class Family(NamedTuple):
     """Ids that have to be in the tokenizer."""
     rewrite: Callable[[Path], None] = lambda folder: None
     """Writes the checkpoint in another form."""
+    is_original: bool = True
+    """Whether the library saves it under the names that published checkpoints have."""
 
 
 def _of_grid(found: Any) -> Sequence[list[int]]:
@@ -139,9 +144,96 @@ SMALL_TOWER = {
     "image_size": 56,
     "patch_size": 14,
 }
+INTERNVL = {
+    "text_config": {"model_type": "qwen3", **TEXT},
+    "vision_config": {**SMALL_TOWER, "attention_bias": True},
+    "image_token_id": IMAGE,
+    "image_seq_length": 4,
+}
 INTERNVL_PROCESSOR = partial(
     GotOcr2ImageProcessorPil, crop_to_patches=True, size={"height": 56, "width": 56}, max_patches=3
 )
+
+
+class KimiProcessor:
+    """The library's processor of Kimi K2.5, which needs torchvision, with Pillow in its place."""
+
+    image_mean = image_std = (0.5, 0.5, 0.5)
+
+    def __call__(self, images: list[Image.Image], return_tensors: str) -> dict[str, Any]:
+        theirs = without_torchvision("kimi_k25", "image_processing")
+        found, grids = list[torch.Tensor](), list[list[int]]()
+        for image in images:
+            size, (rows, columns) = theirs.navit_resize(image.height, image.width, 14, 2, 48, 12)
+            filled = np.zeros((rows, columns, 3), np.float32)
+            filled[: size[0], : size[1]] = image.resize(size[::-1], Image.Resampling.BICUBIC)
+            pixels = torch.from_numpy(filled / 255 * 2 - 1).permute(2, 0, 1)[None]
+            patches, *grid = theirs.Kimi_K25ImageProcessor.patchify(None, pixels, 14)
+            found.append(patches[0])
+            grids.append([1, *grid])
+        return {"pixel_values": torch.cat(found), "image_grid_thw": torch.tensor(grids)}
+
+    def save_pretrained(self, folder: Path) -> None:
+        own = {"max_patches": 48, "size": {"max_height": 12, "max_width": 12}}
+        (folder / "preprocessor_config.json").write_text(json.dumps(own))
+
+
+def without_torchvision(name: str, kind: str) -> Any:
+    """A module of the library that imports torchvision for resizing alone."""
+    stubs = {f"torchvision{end}": MagicMock() for end in ("", ".transforms", ".transforms.v2")}
+    stubs["torchvision.transforms.v2.functional"] = MagicMock()
+    with patch.dict(sys.modules, stubs):
+        return importlib.import_module(f"transformers.models.{name}.{kind}_{name}")
+
+
+def _as_moonshot(folder: Path) -> None:
+    """Kimi K2.5 as Moonshot has it: the pairs of queries and keys that rotate are next to each other."""
+    stored, tensors = load_file(folder / "model.safetensors"), dict[str, torch.Tensor]()
+    for name, tensor in stored.items():
+        if ".attn.q_proj." in name:
+            parts = [stored[name.replace(".q_proj.", f".{end}_proj.")] for end in "qkv"]
+            turned = [part.unflatten(0, (2, 2, -1)).transpose(1, 2).flatten(0, 2) for part in parts[:2]]
+            name, tensor = name.replace(".attn.q_proj.", ".wqkv."), torch.cat([*turned, parts[2]])
+        elif ".attn.k_proj." in name or ".attn.v_proj." in name:
+            continue
+        for pattern, published in MOONSHOT:
+            name = re.sub(pattern, published, name)
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _as_kimi_vl(folder: Path) -> None:
+    """Kimi-VL, whose tower has the same weights under other names."""
+    _as_moonshot(folder)
+    config, stored = written_config(folder), load_file(folder / "model.safetensors")
+    inner = config["vision_config"]
+    inner |= {"model_type": "moonvit", "init_pos_emb_height": 6, "init_pos_emb_width": 6}
+    own = {"architectures": ["KimiVLForConditionalGeneration"], "media_placeholder_token_id": IMAGE}
+    del config["image_token_id"], inner["pos_emb_height"], inner["pos_emb_width"]
+    (folder / "config.json").write_text(json.dumps({**config, **own, "model_type": "kimi_vl"}))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"in_token_limit": 48, "patch_limit_on_one_side": 12}))
+    names = {"mm_projector.proj.0": "linear_1", "mm_projector.proj.2": "linear_2", "mm_projector.pre_norm": "pre_norm"}
+    for name, own_name in names.items():
+        for end in ("weight", "bias"):
+            stored[f"multi_modal_projector.{own_name}.{end}"] = stored.pop(f"{name}.{end}")
+    save_file(stored, folder / "model.safetensors")
+
+
+MOONSHOT = [
+    (r"^lm_head", "language_model.lm_head"),
+    (r"^model\.language_model", "language_model.model"),
+    (r"^model\.(vision_tower|mm_projector)", r"\1"),
+    (r"mm_projector\.in_proj", "mm_projector.proj.0"),
+    (r"mm_projector\.out_proj", "mm_projector.proj.2"),
+    (r"pos_emb\.position_embeddings", "pos_emb.weight"),
+    (r"vision_tower\.(layers|final)", r"vision_tower.encoder.\1"),
+    (r"(vision_tower\.encoder\.)layers", r"\1blocks"),
+    (r"(blocks\.\d+)\.attn\.proj", r"\1.wo"),
+    (r"(blocks\.\d+)\.norm1", r"\1.norm0"),
+    (r"(blocks\.\d+)\.norm2", r"\1.norm1"),
+    (r"(blocks\.\d+\.mlp)\.fc1", r"\1.fc0"),
+    (r"(blocks\.\d+\.mlp)\.fc2", r"\1.fc1"),
+]
 
 
 def _as_published(folder: Path) -> None:
@@ -207,6 +299,7 @@ GEMMA4_VISION = {
     "pooling_kernel_size": 2,
     "position_embedding_size": 40,
 }
+SPLIT_SIZE = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}, "return_row_col_info": True}
 QWEN_SIZE = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}
 QWEN3_PROCESSOR = partial(
     Qwen2VLImageProcessorPil,
@@ -224,15 +317,41 @@ PIXTRAL_VISION = {
     "num_attention_heads": 2,
     "patch_size": 14,
 }
-GLM_VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "image_size": 56,
-    "intermediate_size": 48,
-    "out_hidden_size": 64,
-}
+QWEN_VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
+QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 36}
+GLM_VISION = {**QWEN_VISION, "image_size": 56}
 GLM_PROCESSOR = partial(Glm4vImageProcessorPil, size={"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 60})
+KIMI = {
+    "text_config": {
+        **{key: value for key, value in TEXT.items() if key != "head_dim"},
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 4,
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "pos_emb_height": 6,
+        "pos_emb_width": 6,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 10_000.0},
+    },
+    "projection_hidden_size": 32,
+    "image_token_id": IMAGE,
+    "video_token_id": 249,
+    "tie_word_embeddings": False,
+}
 INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes")
 """What models take of what processors give."""
 FAMILIES = {
@@ -241,11 +360,8 @@ FAMILIES = {
         {
             "text_config": {**TEXT, "rope_parameters": ROPE},
             "vision_config": {
+                **QWEN_VISION,
                 "depth": 3,
-                "hidden_size": 32,
-                "num_heads": 2,
-                "intermediate_size": 48,
-                "out_hidden_size": 64,
                 "fullatt_block_indexes": [1],
                 "patch_size": 14,
                 "window_size": 56,
@@ -259,15 +375,7 @@ FAMILIES = {
         "qwen3_vl",
         {
             "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_interleaved": True, "mrope_section": [4, 2, 2]}},
-            "vision_config": {
-                "depth": 4,
-                "hidden_size": 32,
-                "num_heads": 2,
-                "intermediate_size": 48,
-                "out_hidden_size": 64,
-                "deepstack_visual_indexes": [0, 2, 3],
-                "num_position_embeddings": 36,
-            },
+            "vision_config": {**QWEN3_VISION, "depth": 4, "deepstack_visual_indexes": [0, 2, 3]},
             "image_token_id": IMAGE,
         },
         QWEN3_PROCESSOR,
@@ -283,15 +391,7 @@ FAMILIES = {
                 "num_experts_per_tok": 2,
                 "moe_intermediate_size": 32,
             },
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "num_heads": 2,
-                "intermediate_size": 48,
-                "out_hidden_size": 64,
-                "deepstack_visual_indexes": [1],
-                "num_position_embeddings": 36,
-            },
+            "vision_config": {**QWEN3_VISION, "deepstack_visual_indexes": [1]},
             "image_token_id": IMAGE,
         },
         QWEN3_PROCESSOR,
@@ -310,14 +410,7 @@ FAMILIES = {
                 "linear_key_head_dim": 8,
                 "linear_value_head_dim": 8,
             },
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "num_heads": 2,
-                "intermediate_size": 48,
-                "out_hidden_size": 64,
-                "num_position_embeddings": 36,
-            },
+            "vision_config": QWEN3_VISION,
             "image_token_id": IMAGE,
         },
         QWEN3_PROCESSOR,
@@ -399,34 +492,23 @@ FAMILIES = {
     ),
     "internvl": Family(
         "internvl",
-        {
-            "text_config": {"model_type": "qwen3", **TEXT},
-            "vision_config": {**SMALL_TOWER, "attention_bias": True},
-            "image_token_id": IMAGE,
-            "image_seq_length": 4,
-        },
+        INTERNVL,
         INTERNVL_PROCESSOR,
         _by_tile,
     ),
     "internvl_rms": Family(
         "internvl",
         {
+            **INTERNVL,
             "text_config": {"model_type": "qwen2", **TEXT},
             "vision_config": {**SMALL_TOWER, "use_qk_norm": True, "norm_type": "rms_norm", "use_mean_pooling": False},
-            "image_token_id": IMAGE,
-            "image_seq_length": 4,
         },
         INTERNVL_PROCESSOR,
         _by_tile,
     ),
     "internvl_chat": Family(
         "internvl",
-        {
-            "text_config": {"model_type": "qwen3", **TEXT},
-            "vision_config": {**SMALL_TOWER, "attention_bias": True},
-            "image_token_id": IMAGE,
-            "image_seq_length": 4,
-        },
+        INTERNVL,
         INTERNVL_PROCESSOR,
         _by_tile,
         {"<IMG_CONTEXT>": IMAGE},
@@ -457,27 +539,19 @@ FAMILIES = {
             "image_token_id": IMAGE,
             "scale_factor": 2,
         },
-        partial(
-            SmolVLMImageProcessorPil,
-            size={"longest_edge": 112},
-            max_image_size={"longest_edge": 56},
-            return_row_col_info=True,
-        ),
+        partial(SmolVLMImageProcessorPil, **SPLIT_SIZE),
         _in_split,
         SPLIT_TOKENS,
     ),
     "idefics3": Family(
         "idefics3",
         {"text_config": {"model_type": "llama", **TEXT}, "vision_config": SMALL_TOWER, "image_token_id": IMAGE},
-        partial(
-            Idefics3ImageProcessorPil,
-            size={"longest_edge": 112},
-            max_image_size={"longest_edge": 56},
-            return_row_col_info=True,
-        ),
+        partial(Idefics3ImageProcessorPil, **SPLIT_SIZE),
         _in_split,
         SPLIT_TOKENS,
     ),
+    "kimi_k25": Family("kimi_k25", KIMI, KimiProcessor, _of_grid, rewrite=_as_moonshot, is_original=False),
+    "kimi_vl": Family("kimi_k25", KIMI, KimiProcessor, _of_grid, rewrite=_as_kimi_vl, is_original=False),
     "llava": Family(
         "llava",
         LLAVA,
@@ -558,7 +632,7 @@ def make(folder: Path, name: str) -> PreTrainedModel:
                 weight.normal_(std=0.3)
             elif weight.dim() > 1:
                 weight.mul_(4)  # so that attention looks at some positions more than at others
-    model.eval().save_pretrained(folder)
+    model.eval().save_pretrained(folder, save_original_format=family.is_original)
     family.processor().save_pretrained(folder)
     family.rewrite(folder)
     if family.tokens:

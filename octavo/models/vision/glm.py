@@ -8,15 +8,22 @@ Shapes: N patches, D width of the tower.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
-from octavo.models.vision.parts import ACTIVATIONS, Affine, GatedFeedforward, LayerNorm, RMSNorm, part, places
+from octavo.models.vision.parts import Affine, GatedFeedforward, LayerNorm, RMSNorm, part, places
 from octavo.models.vision.qwen import QwenConfig, QwenTower, read_qwen
 from octavo.models.vision.tower import Pixels
+
+
+def read_glm(keys: ConfigKeys, inner: ConfigKeys, **fields: Any) -> QwenConfig:
+    """Read the keys that all these towers have; ``fields`` are the others."""
+    return read_qwen(keys, inner, "silu", eps=inner.number("rms_norm_eps", 1e-5), is_gated=True, **fields)
 
 
 class Glm4vTower(QwenTower):
@@ -27,17 +34,12 @@ class Glm4vTower(QwenTower):
     @classmethod
     def read_config(cls, keys: ConfigKeys) -> QwenConfig:
         inner = part(keys, "vision_config")
-        patch = inner.size("patch_size", 14)
-        return read_qwen(
+        return read_glm(
             keys,
             inner,
             ffn_size=inner.size("out_hidden_size"),
             merger_size=inner.size("intermediate_size"),
-            patch=patch,
-            num_places=(inner.size("image_size", 336) // patch) ** 2,
-            eps=inner.number("rms_norm_eps", 1e-5),
-            activation=inner.choice("hidden_act", ACTIVATIONS, "silu"),
-            is_gated=True,
+            num_places=(inner.size("image_size", 336) // inner.size("patch_size", 14)) ** 2,
             has_bias=False,
             has_qkv_bias=inner.flag("attention_bias"),
         )
@@ -86,15 +88,5 @@ class GlmOcrTower(Glm4vTower):
     def read_config(cls, keys: ConfigKeys) -> QwenConfig:
         inner = part(keys, "vision_config")
         has_bias = inner.flag("attention_bias", True)
-        return read_qwen(
-            keys,
-            inner,
-            merger_size=3 * inner.size("out_hidden_size"),
-            patch=inner.size("patch_size", 14),
-            eps=inner.number("rms_norm_eps", 1e-5),
-            activation=inner.choice("hidden_act", ACTIVATIONS, "silu"),
-            is_gated=True,
-            has_bias=has_bias,
-            has_qkv_bias=has_bias,
-            norms_heads=True,
-        )
+        size = 3 * inner.size("out_hidden_size")
+        return read_glm(keys, inner, merger_size=size, has_bias=has_bias, has_qkv_bias=has_bias, norms_heads=True)

@@ -67,8 +67,9 @@ class QwenConfig(VisionConfig):
     """Layers whose outputs the decoder gets as well."""
 
 
-def read_qwen(keys: ConfigKeys, inner: ConfigKeys, **fields: Any) -> QwenConfig:
-    """Read the keys that all these towers have; ``fields`` are the others, and what a family has in their place."""
+def read_qwen(keys: ConfigKeys, inner: ConfigKeys, activation: str, patch: int = 14, **fields: Any) -> QwenConfig:
+    """Read the keys that all these towers have, with the family's default for two of them; ``fields`` are the others,
+    and what a family has in their place."""
     text = part(keys, "text_config") if keys.get("text_config") else keys
     if "width" not in fields:
         fields |= {"width": inner.size("hidden_size"), "hidden_size": inner.size("out_hidden_size")}
@@ -79,6 +80,8 @@ def read_qwen(keys: ConfigKeys, inner: ConfigKeys, **fields: Any) -> QwenConfig:
         depth=inner.size("depth"),
         num_heads=inner.size("num_heads"),
         frames=inner.size("temporal_patch_size", 2),
+        patch=inner.size("patch_size", patch),
+        activation=inner.choice("hidden_act", ACTIVATIONS, activation),
         **fields,
     )
 
@@ -163,15 +166,13 @@ class Qwen25Tower(QwenTower):
     @classmethod
     def read_config(cls, keys: ConfigKeys) -> QwenConfig:
         inner = part(keys, "vision_config")
-        patch = inner.size("patch_size", 14)
         return read_qwen(
             keys,
             inner,
+            "silu",
             is_gated=True,
-            patch=patch,
-            window=inner.size("window_size", 112) // patch,
+            window=inner.size("window_size", 112) // inner.size("patch_size", 14),
             full_layers=tuple(inner.get("fullatt_block_indexes", [7, 15, 23, 31])),
-            activation=inner.choice("hidden_act", ACTIVATIONS, "silu"),
         )
 
     def __init__(self, config: QwenConfig, weights: WeightLoader) -> None:
@@ -213,12 +214,11 @@ class Qwen2Tower(Qwen25Tower):
         return read_qwen(
             keys,
             inner,
+            "quick_gelu",
             width=width,
             hidden_size=inner.size("hidden_size"),
             ffn_size=width * inner.size("mlp_ratio", 4),
-            patch=inner.size("patch_size", 14),
             ups=("fc1", "fc2"),
-            activation=inner.choice("hidden_act", ACTIVATIONS, "quick_gelu"),
         )
 
 
@@ -249,11 +249,11 @@ class Qwen3Tower(QwenTower):
         return read_qwen(
             keys,
             inner,
-            patch=inner.size("patch_size", 16),
+            "gelu_pytorch_tanh",
+            16,
             num_places=inner.size("num_position_embeddings", 2304),
             deep_layers=deep,
             num_deep=len(deep),
-            activation=inner.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
         )
 
     def __init__(self, config: QwenConfig, weights: WeightLoader) -> None:

@@ -1,4 +1,6 @@
-"""The encoders of SigLIP (arXiv 2303.15343) and CLIP (arXiv 2103.00020), for images of one size, and Gemma 3's tower.
+"""The encoders of SigLIP (arXiv 2303.15343) and CLIP (arXiv 2103.00020), for images of one size.
+
+Two towers have little more: that of Gemma 3, and that of Idefics 3 (arXiv 2408.12637) and SmolVLM (arXiv 2504.05299).
 
 Shapes: B images, N patches, D width.
 """
@@ -21,6 +23,7 @@ from octavo.models.vision.parts import (
     LayerNorm,
     RMSNorm,
     attend,
+    merged,
     normalised,
     part,
     patches,
@@ -158,3 +161,32 @@ class Gemma3Tower:
         grid = x_BND.transpose(1, 2).reshape(len(x_BND), -1, side, side)
         pooled = functional.avg_pool2d(grid, side // count).flatten(2).transpose(1, 2)
         return (self.norm(pooled) @ self.map).flatten(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdeficsConfig(VisionConfig):
+    siglip: SiglipConfig
+    merge: int
+
+
+class Idefics3Tower:
+    """The tower of Idefics 3 and SmolVLM: the encoder's output, and a map of windows of patches."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> IdeficsConfig:
+        siglip, merge = read_siglip(part(keys, "vision_config")), keys.size("scale_factor", 2)
+        if siglip.side % merge:
+            raise wrong("scale_factor", merge, f"a divisor of {siglip.side}, the patches in a row")
+        hidden_size = part(keys, "text_config").size("hidden_size", 4096)
+        return IdeficsConfig(hidden_size=hidden_size, siglip=siglip, merge=merge)
+
+    def __init__(self, config: IdeficsConfig, weights: WeightLoader) -> None:
+        self.config, D = config, config.siglip.width
+        self.siglip = Siglip(config.siglip, weights, "vision_model")
+        size = config.hidden_size, D * config.merge**2
+        self.map = Affine(weights, "connector.modality_projection.proj", size, has_bias=False)
+
+    def __call__(self, image: Pixels) -> Tensor:
+        """The embeddings of an image, tile by tile."""
+        x_BND = self.siglip(normalised(image.pixels, image.mean, image.deviation))
+        return self.map(merged(x_BND, self.config.merge)).flatten(0, 1)

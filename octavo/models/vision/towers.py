@@ -13,12 +13,12 @@ from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.models.vision.gemma4 import Gemma4Tower, Gemma4UnifiedTower
 from octavo.models.vision.glm import Glm4vTower, GlmOcrTower
-from octavo.models.vision.idefics import Idefics3Tower
 from octavo.models.vision.internvl import InternVLChatTower, InternVLTower
 from octavo.models.vision.llava import LlavaNextTower, LlavaOnevisionTower, LlavaTower
+from octavo.models.vision.moonvit import MoonTower
 from octavo.models.vision.pixtral import Mistral3Tower, PixtralTower
 from octavo.models.vision.qwen import Qwen2Tower, Qwen3Tower, Qwen25Tower
-from octavo.models.vision.siglip import Gemma3Tower
+from octavo.models.vision.siglip import Gemma3Tower, Idefics3Tower
 from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Renamed, TensorSource
@@ -46,6 +46,9 @@ TOWERS: dict[str, Family] = {
     "Idefics3ForConditionalGeneration": Idefics3Tower,
     "InternVLChatModel": InternVLChatTower,
     "InternVLForConditionalGeneration": InternVLTower,
+    "KimiK25ForConditionalGeneration": MoonTower,
+    "KimiVLForConditionalGeneration": MoonTower,
+    "Kimi_K25ForConditionalGeneration": MoonTower,
     "LlavaForConditionalGeneration": LlavaTower,
     "LlavaNextForConditionalGeneration": LlavaNextTower,
     "LlavaOnevisionForConditionalGeneration": LlavaOnevisionTower,
