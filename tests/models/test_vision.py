@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from octavo import LLM, RequestOutput, SamplingParams
@@ -201,6 +203,29 @@ def test_a_request_goes_on_in_another_engine(family: tuple[str, Path, PreTrained
         while other.engine.has_work:
             found += [token for output in other.engine.step() for token in output.tokens]
     assert found == expected[3:]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"], indirect=True)
+def test_drafts_of_an_mtp_layer_with_images(family: tuple[str, Path, PreTrainedModel], tmp_path: Path) -> None:
+    """Answers are those without drafts, whatever the layer proposes behind images, chunks and cached prefixes."""
+    name, folder, model = family
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    stored = load_file(folder / "model.safetensors")
+    last, size = "model.language_model.layers.3.", 64
+    own = {key.replace(last, "mtp.layers.0."): tensor.clone() for key, tensor in stored.items() if last in key}
+    own |= {f"mtp.{part}.weight": torch.zeros(size) for part in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    own["mtp.fc.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1)  # drafts from the last state
+    save_file(stored | own, tmp_path / "model.safetensors")
+    settings = {**SETTINGS, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}}
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=3, ignore_eos=True)
+    with LLM(tmp_path, **settings, max_num_batched_tokens=24) as llm:
+        for prompts in (PROMPTS, [*PROMPTS[:1], ([*PROMPTS[0][0], 7, IMAGE, 9], [ONE, SMALL])]):
+            for prompt, output in zip(prompts, llm.generate(as_inputs(prompts), params), strict=True):
+                assert worst_difference(name, model, prompt, output) < TOLERANCE
+        stats = llm.engine.stats()
+        assert stats.num_drafts > 0
+        assert stats.num_accepted_drafts > 0
+        llm.engine.check()
 
 
 @one_family
