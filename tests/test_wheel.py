@@ -12,6 +12,8 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 from tests.tiers import nightly
 
@@ -52,6 +54,20 @@ def test_it_is_small_and_has_its_licence_and_those_of_the_console(wheel: zipfile
     wanted = {file.relative_to(ROOT).as_posix(): file.read_bytes() for file in files}
     found = {name.partition("/licenses/")[2]: wheel.read(name) for name in wheel.namelist() if "/licenses/" in name}
     assert found == wanted
+
+
+def test_the_recipe_for_conda_requires_what_the_wheel_does(wheel: zipfile.ZipFile) -> None:
+    recipe = yaml.safe_load((ROOT / "deploy/conda/recipe.yaml").read_text())
+    about = metadata(wheel)
+    assert recipe["context"]["version"] == about["Version"]
+    assert recipe["about"]["license"] == about["License-Expression"]
+    wanted = {f"python {about['Requires-Python']}", "--unix"}
+    for line in about.get_all("Requires-Dist", []):
+        required = Requirement(line)
+        if "extra" not in line:
+            bounds = ",".join(sorted(map(str, required.specifier), reverse=True))
+            wanted.add(f"{'pytorch' if required.name == 'torch' else required.name} {bounds}")
+    assert {each.replace("_", "-") for each in recipe["requirements"]["run"]} == wanted
 
 
 def test_its_licence_names_all_that_is_in_it(wheel: zipfile.ZipFile) -> None:
