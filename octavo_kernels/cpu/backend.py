@@ -44,11 +44,11 @@ class CPUBackend(DeviceBackend):
         threads.set_num_threads(count)
 
     def describe(self) -> Iterator[tuple[str, str]]:
-        from octavo_kernels.cpu.host import FLOAT_FEATURES, VNNI_FEATURES, cpu_features
+        from octavo_kernels.cpu.host import USED_FEATURES, cpu_features
 
-        used = (*FLOAT_FEATURES, *VNNI_FEATURES)
-        yield "features", " ".join(name for name in used if name in cpu_features()) or "none that kernels use"
-        if absent := [name for name in used if name not in cpu_features()]:
+        there = [name for name in USED_FEATURES if name in cpu_features()]
+        yield "features", " ".join(there) or "none that kernels use"
+        if absent := [name for name in USED_FEATURES if name not in there]:
             yield "", f"missing: {' '.join(absent)}"
 
     def compiled_kernels(self) -> Path:

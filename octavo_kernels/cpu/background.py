@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -93,6 +94,8 @@ def _end(child: int) -> None:
 
 def _fork(work: Callable[[], object], niceness: int = 0) -> int | None:
     """The id of a process that does ``work``; ``None`` if it cannot be created."""
+    if sys.platform != "linux":  # macOS' own libraries may not be used in a fork
+        return None
     parent = os.getpid()
     with contextlib.suppress(OSError), global_compiler_lock:  # no other thread may be compiling during the fork
         child = os.fork()

@@ -6,6 +6,7 @@ of calls. The callers in this folder check shapes and contiguity before they pas
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,18 @@ from numba.core.typing import npydecl
 from numba.np import arrayobj
 
 from octavo_kernels.cpu.compiled import emitted, inlined
+from octavo_kernels.cpu.host import IS_ARM
 from octavo_kernels.cpu.vector_ir import I32, I64, call, i64
 
 arrays: Any = arrayobj
 parse_dtype: Any = npydecl.parse_dtype
 LINE_FLOATS = 16
-FUTEX_SYSCALL = 202
+CYCLES_A_SECOND = 2_500_000_000
+"""What ``cycles`` counts on Arm, whose clocks tick at 24 MHz to 1 GHz."""
+FUTEX_SYSCALL = 98 if IS_ARM else 202
 FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
+ULOCK_WAIT, ULOCK_WAIT_SHARED, ULOCK_WAKE_ALL = 1, 3, 0x100
+"""Operations and a flag of macOS (bsd/sys/ulock.h of its kernel)."""
 
 
 @emitted
@@ -135,12 +141,20 @@ def publish(context: Any, address: Any, value: Any) -> Any:
 
 @emitted
 def cycles(context: Any) -> Any:
-    """The processor's clock: it counts at a constant rate, of 2 to 4 GHz on usual CPUs."""
+    """The processor's clock: it counts at a constant rate, of 2 to 4 GHz."""
 
     def emit(_c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        return call(b, "llvm.readcyclecounter", I64, [])
+        if not IS_ARM:  # LLVM's intrinsic reads a counter there that programs may not read
+            return call(b, "llvm.readcyclecounter", I64, [])
+        ticks = _register(b, "llvm.read_volatile_register.i64", "cntvct_el0")
+        return b.mul(ticks, b.udiv(i64(CYCLES_A_SECOND), _register(b, "llvm.read_register.i64", "cntfrq_el0")))
 
     return types.int64(), emit
+
+
+def _register(b: ir.IRBuilder, intrinsic: str, name: str) -> ir.Value:
+    """The content of a system register."""
+    return call(b, intrinsic, I64, [b.module.add_metadata([ir.MetaDataString(b.module, name)])])
 
 
 @emitted
@@ -159,7 +173,10 @@ def pause(context: Any) -> Any:
     """Hint to the CPU that this thread is spinning."""
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])
+        if IS_ARM:
+            call(b, "llvm.aarch64.isb", ir.VoidType(), [ir.Constant(I32, 15)])  # where ``yield`` takes no time
+        else:
+            call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])
         return c.get_dummy_value()
 
     return types.void(), emit
@@ -180,14 +197,32 @@ def yield_processor(context: Any) -> Any:
 def futex(context: Any, address: Any, operation: Any, value: Any, timeout: Any) -> Any:
     """Linux's futex: sleep while the int32 at an address is ``value``, or wake ``value`` sleepers.
 
-    ``timeout`` is the address of a ``timespec``, 0 for none.
+    ``timeout`` is the address of a ``timespec``, 0 for none. macOS has the same under other names (as libc++ uses it);
+    it takes any timeout as one of a millisecond, and wakes one sleeper or all.
     """
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        call(b, "syscall", I64, [i64(FUTEX_SYSCALL), *args, i64(0), i64(0)])
+        if sys.platform == "darwin":
+            _emit_ulock(b, *args)
+        else:
+            call(b, "syscall", I64, [i64(FUTEX_SYSCALL), *args, i64(0), i64(0)])
         return c.get_dummy_value()
 
     return types.void(types.intp, types.int64, types.int64, types.intp), emit
+
+
+def _emit_ulock(b: ir.IRBuilder, address: ir.Value, operation: ir.Value, value: ir.Value, timeout: ir.Value) -> None:
+    is_private = b.icmp_signed(">=", operation, i64(FUTEX_WAIT_PRIVATE))
+    kind = b.select(is_private, ir.Constant(I32, ULOCK_WAIT), ir.Constant(I32, ULOCK_WAIT_SHARED))
+    with b.if_else(b.trunc(operation, ir.IntType(1))) as (wakes, waits):
+        with wakes:
+            is_for_all = b.icmp_signed(">", value, i64(1))
+            flag = b.select(is_for_all, ir.Constant(I32, ULOCK_WAKE_ALL), ir.Constant(I32, 0))
+            call(b, "__ulock_wake", I32, [b.or_(kind, flag), address, i64(0)])
+        with waits:
+            has_end = b.icmp_signed("!=", timeout, i64(0))
+            microseconds = b.select(has_end, ir.Constant(I32, 1000), ir.Constant(I32, 0))
+            call(b, "__ulock_wait", I32, [kind, address, value, microseconds])
 
 
 @emitted

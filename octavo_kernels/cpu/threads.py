@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.system.cpus import num_hardware_threads
 from octavo_kernels.cpu.compiled import compiled, inlined
 from octavo_kernels.cpu.memory import (
     FUTEX_WAIT_PRIVATE,
@@ -302,7 +303,7 @@ class Threads:
     def count(self) -> int:
         """Threads that a kernel uses, the caller's included; by default one for each CPU of this process."""
         if self._count is None:
-            self._count = len(os.sched_getaffinity(0))
+            self._count = num_hardware_threads()
         return self._count
 
     def set_count(self, count: int) -> None:

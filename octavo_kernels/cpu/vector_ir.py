@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 
 from octavo_kernels.cpu.host import VNNI_FEATURES, is_zen, missing
@@ -24,9 +23,6 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 I32x16, F32x16 = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 I16x16, F16x16 = ir.VectorType(I16, LANES), ir.VectorType(F16, LANES)
 I8x16 = ir.VectorType(I8, LANES)
-I8x32, I8x64 = ir.VectorType(I8, 2 * LANES), ir.VectorType(I8, 4 * LANES)
-I32x8 = ir.VectorType(I32, LANES // 2)
-HALVES = (range(LANES // 2), range(LANES // 2, LANES))
 
 FLOAT32, BFLOAT16, FLOAT16, E4M3 = 0, 1, 2, 3
 """Number formats in memory, as passed to the intrinsics. E4M3 numbers must not be NaN."""
@@ -39,14 +35,11 @@ AHEAD = 4096
 """Prefetch distance in bytes ahead of the weights being multiplied."""
 
 HAS_VNNI = missing(VNNI_FEATURES) is None
-HAS_AVX_VNNI = missing(("avxvnni",)) is None
-"""The same instruction for eight lanes, on CPUs that may lack AVX-512."""
 BROADCASTS_EACH_TIME = HAS_VNNI and not is_zen()
 """Whether multiplications broadcast their operands from memory, and do not share a register: fewer instructions, but
 more loads. On Zen 5 sharing makes products of 64 rows or more 7 to 10 % faster."""
 HAS_AVX512 = missing(("avx512f",)) is None
 """There are 32 registers of sixteen lanes then, else as many as hold eight such vectors."""
-_LLVM_MAJOR: int = llvmlite.binding.llvm_version_info[0]
 
 
 def i64(value: int) -> ir.Constant:
@@ -112,75 +105,6 @@ def call(b: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value]) 
 def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     """x * y + z, rounded once."""
     return call(b, "llvm.fma.v16f32", F32x16, [x, y, z])
-
-
-class Dot4:
-    """Totals per lane, to which the sums of four products of unsigned and signed bytes are added, exactly.
-
-    With VNNI that is one instruction (``vpdpbusd``). Without, two neighbouring products of weights of up to 7 bits are
-    added in 16 bits (``vpmaddubsw``), which hold the sums of a few steps more; ``total`` widens them.
-    """
-
-    def __init__(self, total: ir.Value, bits: int) -> None:
-        """``bits``: of the unsigned bytes. The signed ones are from -127 to 127."""
-        self._total = total
-        self._room = ((1 << 15) - 1) // (2 * 127 * ((1 << bits) - 1))
-        """Steps whose sums fit 16 bits; 0 if not even one's do."""
-        self._steps = 0
-        self._sums: list[ir.Value] = []
-        """Of these steps, for each half of the lanes."""
-
-    def add(self, b: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> None:
-        """Add a step: four bytes of each in every lane."""
-        if HAS_VNNI:
-            kind = I8x64 if _LLVM_MAJOR >= 21 else I32x16
-            args = [self._total, b.bitcast(unsigned, kind), b.bitcast(signed, kind)]
-            self._total = call(b, "llvm.x86.avx512.vpdpbusd.512", I32x16, args)
-            return
-        halves = [[shuffle(b, x, x, half) for x in (unsigned, signed)] for half in HALVES]
-        if HAS_AVX_VNNI:
-            kind = I8x32 if _LLVM_MAJOR >= 21 else I32x8
-            pairs = [[b.bitcast(x, kind) for x in pair] for pair in halves]
-            totals = [shuffle(b, self._total, self._total, half) for half in HALVES]
-            name = "llvm.x86.avx512.vpdpbusd.256"
-            low, high = (call(b, name, I32x8, [total, *pair]) for total, pair in zip(totals, pairs, strict=True))
-            self._total = shuffle(b, low, high, range(LANES))
-            return
-        if self._room == 0:
-            self._add_halves(b, [_dot4_in_pairs(b, *pair) for pair in halves])
-            return
-        products = [
-            call(b, "llvm.x86.avx2.pmadd.ub.sw", I16x16, [b.bitcast(x, I8x32) for x in pair]) for pair in halves
-        ]
-        self._sums = [b.add(*pair) for pair in zip(self._sums, products, strict=True)] if self._sums else products
-        self._steps += 1
-        if self._steps == self._room:
-            self._widen(b)
-
-    def total(self, b: ir.IRBuilder) -> ir.Value:
-        """All that was added, and the total that was there before."""
-        if self._sums:
-            self._widen(b)
-        return self._total
-
-    def _widen(self, b: ir.IRBuilder) -> None:
-        ones = constant(I16x16, 1)
-        self._add_halves(b, [call(b, "llvm.x86.avx2.pmadd.wd", I32x8, [sums, ones]) for sums in self._sums])
-        self._sums, self._steps = [], 0
-
-    def _add_halves(self, b: ir.IRBuilder, halves: list[ir.Value]) -> None:
-        low, high = halves
-        self._total = b.add(self._total, shuffle(b, low, high, range(LANES)))
-
-
-def _dot4_in_pairs(b: ir.IRBuilder, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
-    """The sums of four products of bytes of any size, in eight lanes: the even bytes, then the odd ones, as 16-bit
-    numbers (``vpmaddwd``)."""
-    u, s = (b.bitcast(x, I16x16) for x in (unsigned, signed))
-    eight = constant(I16x16, 8)
-    even = b.and_(u, constant(I16x16, 0xFF)), b.ashr(b.shl(s, eight), eight)
-    odd = b.lshr(u, eight), b.ashr(s, eight)
-    return b.add(*(call(b, "llvm.x86.avx2.pmadd.wd", I32x8, pair) for pair in (even, odd)))
 
 
 def load_floats(b: ir.IRBuilder, number_format: int, address: ir.Value, displacement: int = 0) -> ir.Value:

@@ -39,6 +39,7 @@ from numba import types
 from octavo_kernels.cpu.compiled import emitted, inlined
 from octavo_kernels.cpu.host import is_zen
 from octavo_kernels.cpu.linear.block_scales import load_scales, scale_bytes
+from octavo_kernels.cpu.linear.byte_dot import Dot4
 from octavo_kernels.cpu.linear.quantize import OFFSET, PART_WORDS, ROUNDER_BITS, SIDE_BYTES, START, TOKENS_TOGETHER
 from octavo_kernels.cpu.vector_ir import (
     BROADCASTS_EACH_TIME,
@@ -48,7 +49,6 @@ from octavo_kernels.cpu.vector_ir import (
     I32,
     I64,
     LANES,
-    Dot4,
     F32x16,
     I32x16,
     Loop,
@@ -309,7 +309,9 @@ def _emit_block_dot(
         here = [b.add(at, i64(panels.term_bytes * token)) for token in range(num_tokens)]
         # With an address for each panel, the multiplications broadcast from memory.
         places = [at, hidden(b, at) if BROADCASTS_EACH_TIME else at][: panels.count]
-        dots = [[Dot4(start, panels.number_bits) for _ in outs] for start in (panels.start(b, term) for term in here)]
+        dots = [
+            [Dot4(b, start, panels.number_bits) for _ in outs] for start in (panels.start(b, term) for term in here)
+        ]
         for i, weights in enumerate(panels.steps(b, g)):
             for token in range(num_tokens):
                 xs = [splat(b, load(b, I32, place, panels.term_bytes * token + 4 * i)) for place in places]
@@ -362,7 +364,7 @@ def add_large_parts(
                 part = offset(b, b.add(parts, first), (loop.index, 4 * PART_WORDS))
                 x, start, g, i = (load(b, I32, part, 4 * word) for word in (0, 3, 4, 5))
                 weights = panels.step(b, b.sext(g, I64), b.sext(i, I64))
-                dots = [Dot4(splat(b, start), panels.number_bits) for _ in weights]
+                dots = [Dot4(b, splat(b, start), panels.number_bits) for _ in weights]
                 for dot, weight in zip(dots, weights, strict=True):
                     dot.add(b, weight, splat(b, x))
                 factors = panels.factors(b, b.sext(g, I64))
