@@ -146,3 +146,23 @@ def test_columns_of_parts_are_concatenated(has_bias: bool) -> None:
         start += part.shape[1]
     exact = torch.cat(parts, dim=1)
     assert torch.equal(whole, exact if bias is None else exact + bias)
+
+
+@pytest.mark.parametrize("columns", [16, 40])
+def test_layer_norm_of_rows_far_from_zero(columns: int) -> None:
+    x, weight, bias = torch.randn(90, columns) * 2 + 100, torch.randn(columns), torch.randn(columns)
+    found = ops.layer_norm(x, weight, bias, 1e-12)
+    exact = torch.nn.functional.layer_norm(x.double(), (columns,), weight.double(), bias.double(), 1e-12)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
+    assert torch.equal(ops.layer_norm(x[7:8].clone(), weight, bias, 1e-12), found[7:8]), "depends on other rows"
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_gelu_of_all_sizes(approximate: bool) -> None:
+    x = torch.cat([torch.linspace(-40, 40, 4003), torch.tensor([0.0, -0.0, 1e38, -1e38, float("inf"), float("nan")])])
+    found, exact = ops.gelu(x, approximate), x.double()
+    expected = torch.nn.functional.gelu(exact, approximate="tanh" if approximate else "none")
+    torch.testing.assert_close(found[:-2].double(), expected[:-2], rtol=2e-6, atol=1e-7)
+    assert found[-2] == torch.inf
+    assert found[-1].isnan()
+    assert torch.equal(ops.gelu(x[5:14], approximate), found[5:14]), "depends on other numbers"

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from octavo import ops
+from tests.tiers import nightly_after
 
 N, H = 3, 8
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def heads(T: int, K: int = N, dtype: torch.dtype = torch.float32) -> Heads:
-    q, k, v = (torch.randn(T, count, H).to(dtype) for count in (N, K, K))
+def heads(T: int, K: int = N, dtype: torch.dtype = torch.float32, size: int = H) -> Heads:
+    q, k, v = (torch.randn(T, count, size).to(dtype) for count in (N, K, K))
     return q, k, v
 
 
@@ -57,6 +58,28 @@ def test_windows_biases_and_shared_heads(
     bias_NM = torch.randn(N, biases) if biases else None
     found = ops.encoder_attention(*of, ends, 0.7, window, bias_NM)
     torch.testing.assert_close(found.double(), reference(of, ends, 0.7, window, bias_NM), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [32, *nightly_after(0, [16, 24, 64, 80, 128])])
+@pytest.mark.parametrize("window", [0, 37])
+def test_texts_longer_than_a_tile(size: int, window: int) -> None:
+    """Also of heads that are parts of one tensor, as they come from a product."""
+    ends, columns = [150, 151, 440], 3 * N * size
+    qkv = torch.randn(440, columns)
+    q, k, v = (part.view(440, N, size) for part in qkv.chunk(3, dim=1))
+    found = ops.encoder_attention(q, k, v, ends, size**-0.5, window)
+    expected = reference((q, k, v), ends, size**-0.5, window)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
+    own = ops.encoder_attention(*(part[151:].contiguous() for part in (q, k, v)), [289], size**-0.5, window)
+    assert torch.equal(found[151:], own), "a text's bits depend on the others"
+
+
+def test_texts_that_do_not_fit_the_rows() -> None:
+    of = heads(10)
+    for ends in ([9], [11], []):
+        with pytest.raises(ValueError, match="texts that end at"):
+            ops.encoder_attention(*of, ends, 1.0)
+    assert ops.encoder_attention(*heads(0), [], 1.0).shape == (0, N, H)
 
 
 def test_a_text_that_is_no_number_spoils_no_other() -> None:
