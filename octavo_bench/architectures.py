@@ -104,6 +104,8 @@ def tiny_config(kind: str, **changes: Any) -> Any:
     values = _smaller(AutoConfig.for_model(kind).to_dict())
     values.pop("model_type", None)
     text = values["text_config"] if isinstance(values.get("text_config"), dict) else values
+    if text.get("is_decoder") is False:  # without it, classes that began as encoders see later tokens
+        text["is_decoder"] = True
     text.update(changes)
     config = AutoConfig.for_model(kind, **values)
     part = config.get_text_config()

@@ -259,13 +259,13 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
     text = _trial_texts(model.config.get_text_config(), model.device)[0]
     (expected, logits), tokens = _alone(model, text), text.tolist()
     reason: object = "its cache fails a trial"
-    for takes_chunks in (True, False):
-        own.takes_chunks = takes_chunks
+    for takes_chunks, keeps_cache in ((True, True), (False, True), (True, False)):
+        own.takes_chunks, own.keeps_cache = takes_chunks, keeps_cache
         try:
             cut = len(tokens) // 2
             first, cache = own.decode(tokens[:cut], None, model.device)
-            second, _ = own.decode(tokens[cut:], cache, model.device)
-            found = torch.cat((first, second))
+            second, _ = own.decode(tokens[cut:] if keeps_cache else tokens, cache, model.device)
+            found = torch.cat((first, second[cut - len(tokens) :]))
             difference = max(_difference([expected], [found]), _difference([logits], [own.logits(found)]))
         except CANCELLATIONS:
             raise
@@ -274,8 +274,12 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
             reason = f"its cache fails a trial: {next(iter(str(error).splitlines()), type(error).__name__)}"
             continue
         if difference < TOLERANCE[expected.dtype]:
+            if not keeps_cache:
+                logger.warning("%s computes a text again for each of its tokens: %s", type(model).__name__, reason)
             return own
         reason = f"its cache fails a trial, which differs by {difference:.1g}"
+    if not keeps_cache:
+        reason = f"{reason}; without a cache, tokens depend on later ones"
     raise _not_served(model, reason)
 
 

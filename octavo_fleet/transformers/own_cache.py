@@ -47,6 +47,8 @@ class OwnCacheTransformer(OutputHead):
         """Tokens in the caches of all sequences, after which those used least recently are given up."""
         self.takes_chunks = True
         """Whether several tokens can follow a cache in one call."""
+        self.keeps_cache = True
+        """Otherwise each call computes all of a sequence again."""
         self._sequences: OrderedDict[int, SequenceCache] = OrderedDict()
 
     def forward(
@@ -78,7 +80,7 @@ class OwnCacheTransformer(OutputHead):
         cache, known.cache = known.cache, None  # a call that fails leaves no cache that is half changed
         begin, known.num_cached = known.num_cached, 0
         x_TD, known.cache = self.decode(known.tokens[begin:], cache, device)
-        known.num_cached = len(known.tokens)
+        known.num_cached = len(known.tokens) if self.keeps_cache else 0
         return x_TD[-len(tokens) :]
 
     def decode(self, tokens: list[int], cache: Any, device: torch.device) -> tuple[Tensor, Any]:
@@ -87,10 +89,9 @@ class OwnCacheTransformer(OutputHead):
         parts = []
         for first in range(0, len(tokens), size):
             ids = torch.tensor([tokens[first : first + size]], device=device)
-            output = self._decoder(
-                input_ids=ids, use_cache=True, **({} if cache is None else {self._cache_name: cache})
-            )
-            cache = output[self._cache_name]
+            before = {} if cache is None else {self._cache_name: cache}
+            output = self._decoder(input_ids=ids, use_cache=self.keeps_cache, **before)
+            cache = output[self._cache_name] if self.keeps_cache else None
             parts.append(output.last_hidden_state[0])
         return torch.cat(parts) if len(parts) > 1 else parts[0], cache
 

@@ -36,11 +36,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "helium": ("helium", {"head_dim": 8}),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
+    "openai-gpt": ("openai-gpt", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256}),
     "mamba": ("mamba", {"state_size": 8, "expand": 2, "time_step_rank": 4}),
 }
 PAGED = ("cohere", "starcoder2", "stablelm", "granite", "gpt_neox", "phi", "smollm3", "helium")
 """Those whose attention runs over the paged cache; the others keep their own."""
-OWN = ("bloom", "mamba")
+OWN = ("bloom", "mamba", "openai-gpt")
 
 
 def save_checkpoint(family: str, folder: Path) -> PreTrainedModel:
