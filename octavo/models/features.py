@@ -59,6 +59,7 @@ KEYS: dict[str, Any] = {
 
 MINIMAX = ("MiniMaxForCausalLM", "MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM")
 OWN_KEYS: dict[str, dict[str, Any]] = {
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 4},
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "expand": 2},
     **{name: {"shared_intermediate_size": 0} for name in MINIMAX},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "moe"] * 4},

@@ -110,6 +110,8 @@ class DenseAndExperts:
 
 
 class Gemma4Layer(DecoderLayer):
+    has_scalar = True
+
     def __init__(self, config: Gemma4Config, weights: WeightLoader, prefix: str, index: int) -> None:
         self.values_are_keys = config.values_are_keys[index]
         self.is_full = config.is_full[index]
@@ -118,7 +120,7 @@ class Gemma4Layer(DecoderLayer):
         if self.heads.shares_cache:
             for name in ("k_proj", "v_proj", "k_norm", "v_norm"):  # which some checkpoints hold, unused
                 weights.tensors.leave_out(f"{prefix}.self_attn.{name}.")
-        self.scalar = weights.constant(weights.exact(f"{prefix}.layer_scalar", 1))
+        self.scalar = weights.constant(weights.exact(f"{prefix}.layer_scalar", 1)) if self.has_scalar else 1.0
         if P:
             self.own_gate = weights.replicated(f"{prefix}.per_layer_input_gate", P, D)
             self.own_projection = weights.replicated(f"{prefix}.per_layer_projection", D, P)
@@ -182,17 +184,21 @@ class Gemma4Layer(DecoderLayer):
 
     def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         x_TD = super().__call__(x_TD, step, cache, rows)
-        if self.has_own and step.per_layer_TLP is not None:
-            own_TP = step.per_layer_TLP[:, self.index]
-            if rows.logits_indices_R is not None:
-                own_TP = own_TP[rows.logits_indices_R]
-            gated_TP = gelu_tanh(self.own_gate(x_TD)) * own_TP
-            x_TD = self.own_norm(self.own_projection(gated_TP), x_TD)
+        if self.has_own:
+            x_TD = self.own_part(x_TD, step, rows, x_TD)
         return x_TD if self.scalar == 1.0 else x_TD.mul_(self.scalar)
+
+    def own_part(self, x_RD: Tensor, step: StepAngles, rows: PagedRows, added_RD: Tensor | None = None) -> Tensor:
+        """What the layer's own embedding of each token makes of ``x``, plus ``added``."""
+        assert step.per_layer_TLP is not None
+        own_TP = step.per_layer_TLP[:, self.index]
+        if rows.logits_indices_R is not None:
+            own_TP = own_TP[rows.logits_indices_R]
+        return self.own_norm(self.own_projection(gelu_tanh(self.own_gate(x_RD)) * own_TP), added_RD)
 
 
 class Gemma4ForCausalLM(Decoder):
-    layer_class = Gemma4Layer
+    layer_class: type[DecoderLayer] = Gemma4Layer
     config: Gemma4Config
     own_width = 256
     """The default width of a layer's own embedding."""

@@ -26,6 +26,7 @@ from octavo.models.exaone import Exaone4ForCausalLM, ExaoneMoeForCausalLM
 from octavo.models.falcon_h1 import FalconH1ForCausalLM
 from octavo.models.gemma2 import Gemma2ForCausalLM, GemmaForCausalLM
 from octavo.models.gemma3 import Gemma3ForCausalLM
+from octavo.models.gemma3n import Gemma3nForCausalLM
 from octavo.models.gemma4 import Gemma4ForCausalLM, Gemma4UnifiedForCausalLM
 from octavo.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from octavo.models.glm_moe import (
@@ -132,6 +133,7 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "FalconH1ForCausalLM": FalconH1ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3nForCausalLM": Gemma3nForCausalLM,
     "Gemma4ForCausalLM": Gemma4ForCausalLM,
     "Gemma4UnifiedForCausalLM": Gemma4UnifiedForCausalLM,
     "GemmaForCausalLM": GemmaForCausalLM,

@@ -144,6 +144,13 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         {**GEMMA4, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
         | {"layer_types": SLIDES * 2, "hidden_size_per_layer_input": 6, "final_logit_softcapping": 5.0},
     ),
+    "gemma3n/streams": (
+        "gemma3n_text",
+        {"head_dim": 8, "sliding_window": 9, "vocab_size_per_layer_input": 90, "num_hidden_layers": 4}
+        | {"num_kv_shared_layers": 2, "layer_types": SLIDES * 2, "hidden_size_per_layer_input": 6, "laurel_rank": 5}
+        | {"altup_num_inputs": 3, "altup_active_idx": 1, "activation_sparsity_pattern": [0.9, 0.0, 0.8, 0.0]}
+        | {"intermediate_size": [48, 40, 48, 32]},
+    ),
     "gemma4/experts": (
         "gemma4_text",
         {**GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24}

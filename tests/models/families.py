@@ -378,7 +378,17 @@ EVERY_ROW = [row if row in (*OWN_ROWS, *FIRST_ROWS) and row not in NIGHTLY_ROWS 
 """As values of a parameter: further rows of families that are put together from parts are for `make nightly`."""
 TELLING = ("cohere/normed_heads", "granite_swa/sinks", "minimax_m2/partly_rotated", "mimo_v2_flash/narrow_values")
 """Rows of such families that each have something of their own to divide among ranks."""
-RANDOM = ("norm.weight", ".bias", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "sinks", "_bias")
+RANDOM = (
+    "norm.weight",
+    ".bias",
+    "output_scale",
+    "layernorm.weight",
+    "ln_1.weight",
+    "ln_2.weight",
+    "ln_f.weight",
+    "sinks",
+    "_bias",
+)
 """Parameters that begin as all ones or zeros, where mistakes would not show."""
 
 
