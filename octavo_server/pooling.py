@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from starlette.requests import Request
 
@@ -13,8 +13,9 @@ from octavo.text.vectors import Floats, cosine, late_interaction, result_of
 from octavo.types import Task
 from octavo_server.admission import ClientRequest, PromptSource, ShortenedText
 from octavo_server.generation import GeneratedChoice
+from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.sse import finished_choices
-from octavo_server.services import ModelServices
+from octavo_server.services import Body, ModelServices, server_of
 from octavo_server.tenants.api_keys import caller_of
 
 MAX_TEXTS = 2048
@@ -50,41 +51,72 @@ def shortening(
     return Shortening(longest if max_tokens == WHOLE_CONTEXT else max_tokens, side or "right")
 
 
-async def ask(
-    services: ModelServices,
-    request: Request,
-    task: Task,
-    model: str,
-    sources: Sequence[PromptSource],
-    field: str,
-    *,
-    add_special_tokens: bool = True,
-    shorten: Shortening | None = None,
-    priority: int = 0,
-    user: str | None = None,
-) -> list[GeneratedChoice]:
-    """Run ``task`` on each text, ``max_num_seqs`` at a time. Raises ``RequestError`` about ``field``."""
-    if shorten is not None:
-        sources = [shorten.of(source) for source in sources]
-    if len(sources) > MAX_TEXTS:
-        raise InvalidParameter(field, f"'{field}' must have at most {MAX_TEXTS} texts, not {len(sources)}.")
-    choices: list[GeneratedChoice] = []
-    size = services.engine.info.max_num_seqs
-    for first in range(0, len(sources), size):
-        client_request = ClientRequest(
-            caller=caller_of(request),
-            prompts=sources[first : first + size],
-            prompt_field=field,
-            params=SamplingParams(max_tokens=0),
-            default_max_tokens=None,
-            add_special_tokens=add_special_tokens,
-            priority=priority,
-            tenant=services.tenant(request, user, model),
-            task=task,
-            model=model,
-        )
-        choices += await finished_choices(await services.admission.admit(client_request), request)
-    return choices
+async def read(request: Request, decoder: BodyDecoder[Body]) -> tuple[ModelServices, Body, dict[str, str]]:
+    """The services of the model, the body, and headers of the response. Raises ``RequestError``."""
+    server = server_of(request)
+    server.check_room(request)
+    return await server.read(request, decoder)
+
+
+class PoolingCall(NamedTuple):
+    """Who asks which model, and how the texts are read."""
+
+    services: ModelServices
+    request: Request
+    model: str
+    shorten: Shortening | None = None
+    add_special_tokens: bool = True
+    priority: int = 0
+    user: str | None = None
+
+    async def ask(self, task: Task, sources: Sequence[PromptSource], field: str) -> list[GeneratedChoice]:
+        """Run ``task`` on each text, ``max_num_seqs`` at a time. Raises ``RequestError`` about ``field``."""
+        services, request = self.services, self.request
+        if self.shorten is not None:
+            sources = [self.shorten.of(source) for source in sources]
+        if len(sources) > MAX_TEXTS:
+            raise InvalidParameter(field, f"'{field}' must have at most {MAX_TEXTS} texts, not {len(sources)}.")
+        choices: list[GeneratedChoice] = []
+        size = services.engine.info.max_num_seqs
+        for first in range(0, len(sources), size):
+            client_request = ClientRequest(
+                caller=caller_of(request),
+                prompts=sources[first : first + size],
+                prompt_field=field,
+                params=SamplingParams(max_tokens=0),
+                default_max_tokens=None,
+                add_special_tokens=self.add_special_tokens,
+                priority=self.priority,
+                tenant=services.tenant(request, self.user, self.model),
+                task=task,
+                model=self.model,
+            )
+            choices += await finished_choices(await services.admission.admit(client_request), request)
+        return choices
+
+    async def scores(
+        self, pairs: Sequence[tuple[str, str]], fields: tuple[str, str], is_raw: bool = False
+    ) -> tuple[list[float], int]:
+        """The score of each pair of texts, and the total number of prompt tokens; errors are about one of ``fields``.
+
+        A cross-encoder reads both texts together. With embeddings it is their cosine similarity, with those of tokens
+        alone their late interaction.
+        """
+        services = self.services
+        tasks = services.engine.info.tasks
+        if "score" in tasks or not {"embed", "token_embed"} & set(tasks):
+            choices = await self.ask("score", pairs, fields[1])
+            return [float(numbers(services, choice, is_raw=is_raw)[0]) for choice in choices], num_tokens(choices)
+        task: Task = "embed" if "embed" in tasks else "token_embed"
+        compare = cosine if task == "embed" else late_interaction
+        vectors: dict[str, Floats] = {}
+        count = 0
+        for field, texts in zip(fields, zip(*pairs, strict=True), strict=True):
+            sources = list(dict.fromkeys(texts))
+            choices = await self.ask(task, sources, field)
+            count += num_tokens(choices)
+            vectors |= dict(zip(sources, (numbers(services, choice) for choice in choices), strict=True))
+        return [compare(vectors[first], vectors[second]) for first, second in pairs], count
 
 
 def numbers(
@@ -98,40 +130,6 @@ def numbers(
     """The result of a choice's task, see ``result_of``."""
     task, pooling = choice.request.task, services.engine.info.pooling
     return result_of(task, choice.values, pooling, is_raw=is_raw, normalizes=normalizes, dimensions=dimensions)
-
-
-async def scores(
-    services: ModelServices,
-    request: Request,
-    model: str,
-    pairs: Sequence[tuple[str, str]],
-    fields: tuple[str, str],
-    *,
-    is_raw: bool = False,
-    shorten: Shortening | None = None,
-    priority: int = 0,
-    user: str | None = None,
-) -> tuple[list[float], int]:
-    """The score of each pair of texts, and the total number of prompt tokens; errors are about one of ``fields``.
-
-    A cross-encoder reads both texts together. With embeddings it is their cosine similarity, with those of tokens alone
-    their late interaction.
-    """
-    tasks = services.engine.info.tasks
-    labels: dict[str, Any] = {"shorten": shorten, "priority": priority, "user": user}
-    if "score" in tasks or not {"embed", "token_embed"} & set(tasks):
-        choices = await ask(services, request, "score", model, pairs, fields[1], **labels)
-        return [float(numbers(services, choice, is_raw=is_raw)[0]) for choice in choices], num_tokens(choices)
-    task: Task = "embed" if "embed" in tasks else "token_embed"
-    compare = cosine if task == "embed" else late_interaction
-    vectors: dict[str, Floats] = {}
-    count = 0
-    for field, texts in zip(fields, zip(*pairs, strict=True), strict=True):
-        sources = list(dict.fromkeys(texts))
-        choices = await ask(services, request, task, model, sources, field, **labels)
-        count += num_tokens(choices)
-        vectors |= dict(zip(sources, (numbers(services, choice) for choice in choices), strict=True))
-    return [compare(vectors[first], vectors[second]) for first, second in pairs], count
 
 
 def num_tokens(choices: Sequence[GeneratedChoice]) -> int:

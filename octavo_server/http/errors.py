@@ -161,6 +161,20 @@ ERROR = ErrorForm(
 )
 
 
+def typed_errors(name: str, kinds: tuple[str, str, str], paths: tuple[str, ...]) -> ErrorForm:
+    """The errors of Hugging Face's servers: a message and a type, which is one of ``kinds``: too many requests, a
+    request that is wrong, and a failure."""
+
+    def body(error: RequestError) -> dict[str, Any]:
+        busy, wrong, failed = kinds
+        kind = busy if isinstance(error, QueueFull | Unavailable) else wrong if error.status < 500 else failed
+        return {"error": error.message, "error_type": kind}
+
+    text = {"type": "string"}
+    schema = {"type": "object", "required": ["error", "error_type"], "properties": {"error": text, "error_type": text}}
+    return ErrorForm(name, schema, body, paths)
+
+
 def _body_of(error: RequestError, path: str, forms: Iterable[ErrorForm]) -> dict[str, Any]:
     """The body of an error response in the format of the API that the path belongs to."""
     for form in forms:

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import ContextLengthExceeded, InvalidParameter, QueueFull, RequestError, Unavailable
+from octavo.errors import ContextLengthExceeded, InvalidParameter, RequestError
 from octavo.sampling_params import MAX_STOP_STRINGS
 from octavo.text.tokenizer import Tokenizer
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
@@ -22,7 +22,7 @@ from octavo_server.dialects.tei.endpoints import description, embed, predict
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import ErrorForm, UnsupportedParameter
+from octavo_server.http.errors import UnsupportedParameter, typed_errors
 from octavo_server.http.sse import EventStream, encode_line, json_response
 from octavo_server.image_files import MARKDOWN_IMAGE, MarkedText
 from octavo_server.observe.probes import version
@@ -36,25 +36,7 @@ REFUSED = ("decoder_input_details", "top_n_tokens", "truncate", "typical_p", "wa
 GRAMMARS = {"json": "guided_json", "json_schema": "guided_json", "regex": "guided_regex"}
 
 
-def tgi_error(error: RequestError) -> dict[str, Any]:
-    """The body of an error response."""
-    if isinstance(error, QueueFull | Unavailable):
-        kind = "overloaded"
-    else:
-        kind = "validation" if error.status < 500 else "generation"
-    return {"error": error.message, "error_type": kind}
-
-
-ERRORS = ErrorForm(
-    "TGIError",
-    {
-        "type": "object",
-        "required": ["error", "error_type"],
-        "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
-    },
-    tgi_error,
-    ("/", "/generate_stream"),
-)
+ERRORS = typed_errors("TGIError", ("overloaded", "validation", "generation"), ("/", "/generate_stream"))
 
 
 class Parameters(msgspec.Struct, kw_only=True):
@@ -246,7 +228,7 @@ class TGIStream(EventStream):
     END = b""
 
     def error_frames(self, error: RequestError) -> bytes:
-        return b"data:" + encode_line(tgi_error(error)) + b"\n\n"
+        return b"data:" + encode_line(ERRORS.body(error)) + b"\n\n"
 
 
 _decoder = BodyDecoder(TGIBody, {}, frozenset({"options"}))

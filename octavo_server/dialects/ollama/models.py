@@ -18,7 +18,7 @@ from octavo_server.dialects.openai.completions import prompts_of
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.sse import encode, json_response
-from octavo_server.pooling import ask, num_tokens, numbers
+from octavo_server.pooling import PoolingCall, num_tokens, numbers, read
 from octavo_server.services import ModelServices, server_of
 
 API_VERSION = "0.12.6"
@@ -129,14 +129,14 @@ async def pull(request: Request) -> Response:
 
 
 async def embed(request: Request) -> Response:
-    server, started = server_of(request), time.monotonic_ns()
-    server.check_room(request)
-    services, body, headers = await server.read(request, embed_decoder)
+    started = time.monotonic_ns()
+    services, body, headers = await read(request, embed_decoder)
     check_dimensions(body.dimensions, services.engine.info.embedding_size)
     model = served_name(body.model, services)
     services.check_model(model)
     texts: str | list[int | str | list[int]] = body.input if isinstance(body.input, str) else [*body.input]
-    choices = await ask(services, request, "embed", model, prompts_of(texts, "input") if texts else [], "input")
+    call = PoolingCall(services, request, model)
+    choices = await call.ask("embed", prompts_of(texts, "input") if texts else [], "input")
     answer = {
         "model": body.model,
         "embeddings": [numbers(services, choice, dimensions=body.dimensions).tolist() for choice in choices],
@@ -148,12 +148,10 @@ async def embed(request: Request) -> Response:
 
 
 async def embeddings(request: Request) -> Response:
-    server = server_of(request)
-    server.check_room(request)
-    services, body, headers = await server.read(request, embeddings_decoder)
+    services, body, headers = await read(request, embeddings_decoder)
     model = served_name(body.model, services)
     services.check_model(model)
-    choices = await ask(services, request, "embed", model, prompts_of(body.prompt, "prompt"), "prompt")
+    choices = await PoolingCall(services, request, model).ask("embed", prompts_of(body.prompt, "prompt"), "prompt")
     return json_response({"embedding": numbers(services, choices[0]).tolist()}, headers)
 
 

@@ -14,57 +14,70 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.text.vectors import Floats, check_dimensions
+from octavo.types import Task
 from octavo_server.dialects.openai.completions import prompts_of
 from octavo_server.dialects.openai.fields import ACCEPTED, check_labels
+from octavo_server.generation import GeneratedChoice
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.sse import json_response
-from octavo_server.pooling import ask, num_tokens, numbers, shortening
-from octavo_server.services import server_of
+from octavo_server.pooling import PoolingCall, num_tokens, numbers, read, shortening
+from octavo_server.services import ModelServices
 
 
-class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """The body of an embedding request with one or several texts."""
+class TextFields(msgspec.Struct, kw_only=True):
+    """Which model reads the texts, to how many tokens they are shortened, and who asks."""
 
     model: str = ""
-    input: str | list[int | str | list[int]]
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
-    add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     priority: int = 0
     user: str | None = None
+
+    def call(self, services: ModelServices, request: Request, add_special_tokens: bool = True) -> PoolingCall:
+        """What the fields ask for. Raises ``RequestError``."""
+        check_labels(services, self.model, self.priority, self.user)
+        shorten = shortening(services, self.truncate_prompt_tokens, self.truncation_side)
+        return PoolingCall(services, request, self.model, shorten, add_special_tokens, self.priority, self.user)
+
+
+class InputBody(TextFields, kw_only=True):
+    """The body of a request for something of one or several texts."""
+
+    input: str | list[int | str | list[int]]
+    add_special_tokens: bool = True
+
+    async def choices(self, services: ModelServices, request: Request, task: Task) -> list[GeneratedChoice]:
+        """The result of a task for each text. Raises ``RequestError``."""
+        call = self.call(services, request, self.add_special_tokens)
+        return await call.ask(task, prompts_of(self.input, "input"), "input")
+
+
+class EmbeddingBody(InputBody, kw_only=True):
+    """The body of an embedding request with one or several texts."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
 
 
 decoder = BodyDecoder(EmbeddingBody, {"messages": ()}, ACCEPTED)
 
 
 async def create_embeddings(request: Request) -> Response:
-    server = server_of(request)
-    server.check_room(request)
-    services, body, headers = await server.read(request, decoder)
-    check_labels(services, body.model, body.priority, body.user)
+    services, body, headers = await read(request, decoder)
     check_dimensions(body.dimensions, services.engine.info.embedding_size)
-    choices = await ask(
-        services,
-        request,
-        "embed",
-        body.model,
-        prompts_of(body.input, "input"),
-        "input",
-        add_special_tokens=body.add_special_tokens,
-        shorten=shortening(services, body.truncate_prompt_tokens, body.truncation_side),
-        priority=body.priority,
-        user=body.user,
-    )
+    choices = await body.choices(services, request, "embed")
     count = num_tokens(choices)
 
     def render() -> Response:
         answer = {
             "object": "list",
             "data": [
-                _entry(index, numbers(services, choice, dimensions=body.dimensions), body)
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": encoded(numbers(services, choice, dimensions=body.dimensions), body.encoding_format),
+                }
                 for index, choice in enumerate(choices)
             ],
             "model": services.answering_name(body.model),
@@ -80,7 +93,6 @@ ENDPOINTS = [
 ]
 
 
-def _entry(index: int, vector: Floats, body: EmbeddingBody) -> dict[str, Any]:
-    is_text = body.encoding_format == "base64"
-    shown = base64.b64encode(vector.tobytes()).decode() if is_text else vector.tolist()
-    return {"object": "embedding", "index": index, "embedding": shown}
+def encoded(data: Floats, encoding_format: str) -> Any:
+    """Numbers, or a list of them for each token; in base64 all of them one after the other."""
+    return base64.b64encode(data.tobytes()).decode() if encoding_format == "base64" else data.tolist()

@@ -7,7 +7,7 @@ reads both texts at once; with an embedding model, the score is the cosine simil
 from __future__ import annotations
 
 import uuid
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -15,25 +15,21 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter
 from octavo.text.vectors import pairs_of
-from octavo_server.dialects.openai.fields import ACCEPTED, check_labels
+from octavo_server.dialects.openai.embeddings import TextFields
+from octavo_server.dialects.openai.fields import ACCEPTED
 from octavo_server.dialects.openai.rendering import Identity
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.sse import json_response
-from octavo_server.pooling import scores, shortening
-from octavo_server.services import ModelServices, server_of
+from octavo_server.pooling import read
+from octavo_server.services import ModelServices
 
 
-class ScoreBody(msgspec.Struct, kw_only=True):
+class ScoreBody(TextFields, kw_only=True):
     """The body of a scoring request: one text with each of several, or two lists of equal length."""
 
-    model: str = ""
     text_1: str | list[str]
     text_2: str | list[str]
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    priority: int = 0
-    user: str | None = None
 
 
 class Document(msgspec.Struct, kw_only=True):
@@ -42,18 +38,13 @@ class Document(msgspec.Struct, kw_only=True):
     text: str
 
 
-class RerankBody(msgspec.Struct, kw_only=True):
+class RerankBody(TextFields, kw_only=True):
     """The body of a request to rank documents by relevance to a query."""
 
-    model: str = ""
     query: str
     documents: list[str | Document]
     top_n: int | None = None
     return_documents: bool = True
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    priority: int = 0
-    user: str | None = None
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {"max_tokens_per_doc": (), "rank_fields": ()}
@@ -62,12 +53,9 @@ rerank_decoder = BodyDecoder(RerankBody, REFUSED, ACCEPTED)
 
 
 async def score(request: Request) -> Response:
-    server = server_of(request)
-    server.check_room(request)
-    services, body, headers = await server.read(request, score_decoder)
-    check_labels(services, body.model, body.priority, body.user)
-    pairs = pairs_of(body.text_1, body.text_2)
-    found, count = await _scores(services, request, pairs, ("text_1", "text_2"), body)
+    services, body, headers = await read(request, score_decoder)
+    call, pairs = body.call(services, request), pairs_of(body.text_1, body.text_2)
+    found, count = await call.scores(pairs, ("text_1", "text_2"))
     answer = {
         **Identity("score", "list", services.model_name).as_dict(),
         "data": [{"index": i, "object": "score", "score": value} for i, value in enumerate(found)],
@@ -77,23 +65,21 @@ async def score(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    server = server_of(request)
-    server.check_room(request)
-    return await rerank_documents(*await server.read(request, rerank_decoder), request)
+    return await rerank_documents(*await read(request, rerank_decoder), request)
 
 
 async def rerank_documents(
     services: ModelServices, body: RerankBody, headers: dict[str, str], request: Request
 ) -> Response:
     """The documents, or the best of them, with their scores. Raises ``RequestError``."""
-    check_labels(services, body.model, body.priority, body.user)
+    call = body.call(services, request)
     if not body.documents:
         raise InvalidParameter("documents", "'documents' must not be empty.")
     if body.top_n is not None and body.top_n < 1:
         raise InvalidParameter("top_n", f"'top_n' must be at least 1, not {body.top_n}.")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     pairs = [(body.query, text) for text in texts]
-    found, count = await _scores(services, request, pairs, ("query", "documents"), body)
+    found, count = await call.scores(pairs, ("query", "documents"))
     order = sorted(range(len(texts)), key=lambda i: (-found[i], i))[: body.top_n]
     results = [
         {"index": i, "relevance_score": found[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})
@@ -118,16 +104,3 @@ ENDPOINTS = [
         for path, name in (("/v1/rerank", "rerank"), ("/v2/rerank", "rerank_by_coheres_path"))
     ),
 ]
-
-
-async def _scores(
-    services: ModelServices,
-    request: Request,
-    pairs: list[tuple[str, str]],
-    fields: tuple[str, str],
-    body: ScoreBody | RerankBody,
-) -> tuple[list[float], int]:
-    shorten = shortening(services, body.truncate_prompt_tokens, body.truncation_side)
-    return await scores(
-        services, request, body.model, pairs, fields, shorten=shorten, priority=body.priority, user=body.user
-    )

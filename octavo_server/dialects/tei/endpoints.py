@@ -7,14 +7,13 @@ takes the first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import InvalidParameter, QueueFull, RequestError, Unavailable
+from octavo.errors import InvalidParameter
 from octavo.text.vectors import check_dimensions, pairs_of
 from octavo.types import Task
 from octavo_server.admission import PromptSource
@@ -23,33 +22,17 @@ from octavo_server.dialects.openai.scoring import Document, RerankBody, rerank_d
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
-from octavo_server.http.errors import ErrorForm, UnsupportedParameter
+from octavo_server.http.errors import UnsupportedParameter, typed_errors
 from octavo_server.http.sse import json_response
 from octavo_server.observe.probes import version
-from octavo_server.pooling import MAX_TEXTS, WHOLE_CONTEXT, Shortening, ask, numbers, scores, shortening
-from octavo_server.services import Body, ModelServices, server_of
+from octavo_server.pooling import MAX_TEXTS, WHOLE_CONTEXT, PoolingCall, numbers, read, shortening
+from octavo_server.services import ModelServices
 
 SIDES: dict[str, Literal["left", "right"]] = {"Left": "left", "Right": "right", "left": "left", "right": "right"}
 
 
-def tei_error(error: RequestError) -> dict[str, Any]:
-    """The body of an error response."""
-    if isinstance(error, QueueFull | Unavailable):
-        kind = "Overloaded"
-    else:
-        kind = "Validation" if error.status < 500 else "Backend"
-    return {"error": error.message, "error_type": kind}
-
-
-ERRORS = ErrorForm(
-    "TEIError",
-    {
-        "type": "object",
-        "required": ["error", "error_type"],
-        "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
-    },
-    tei_error,
-    ("/embed", "/embed_all", "/predict", "/similarity"),
+ERRORS = typed_errors(
+    "TEIError", ("Overloaded", "Validation", "Backend"), ("/embed", "/embed_all", "/predict", "/similarity")
 )
 
 
@@ -60,10 +43,16 @@ class TruncatedBody(msgspec.Struct, kw_only=True):
     """Whether texts that are too long lose what does not fit; else they are refused."""
     truncation_direction: Literal["Left", "Right", "left", "right"] = "Right"
 
-    def shortening(self, services: ModelServices) -> Shortening | None:
-        """To what texts are shortened."""
-        side = SIDES[self.truncation_direction]
-        return shortening(services, WHOLE_CONTEXT, side) if self.truncate else None
+    def call(self, services: ModelServices, request: Request) -> PoolingCall:
+        """What the fields ask for."""
+        return _call(services, request, self.truncate, SIDES[self.truncation_direction])
+
+
+def _call(
+    services: ModelServices, request: Request, truncate: bool | None, side: Literal["left", "right"] | None
+) -> PoolingCall:
+    shorten = shortening(services, WHOLE_CONTEXT, side) if truncate else None
+    return PoolingCall(services, request, services.model_name, shorten)
 
 
 class EmbedInputsBody(TruncatedBody, kw_only=True):
@@ -114,21 +103,12 @@ class SimilarityBody(msgspec.Struct, kw_only=True):
     parameters: dict[str, Any] = {}
 
 
-async def read(request: Request, decoder: BodyDecoder[Body]) -> tuple[ModelServices, Body, dict[str, str]]:
-    """The services of the model, the body, and headers of the response. Raises ``RequestError``."""
-    server = server_of(request)
-    server.check_room(request)
-    return await server.read(request, decoder)
-
-
 async def _choices(
     services: ModelServices, request: Request, body: EmbedInputsBody | AllInputsBody, task: Task
 ) -> list[GeneratedChoice]:
     if body.prompt_name is not None:
         raise UnsupportedParameter("prompt_name")
-    sources: Sequence[PromptSource] = prompts_of(body.inputs, "inputs")
-    shorten = body.shortening(services)
-    return await ask(services, request, task, services.model_name, sources, "inputs", shorten=shorten)
+    return await body.call(services, request).ask(task, prompts_of(body.inputs, "inputs"), "inputs")
 
 
 async def embed(request: Request) -> Response:
@@ -155,8 +135,7 @@ async def predict(request: Request) -> Response:
     is_batch = isinstance(given, list) and any(isinstance(item, list) for item in given)
     texts: list[Any] = list(given) if is_batch else [given]
     sources: list[PromptSource] = [_one_or_two(text) for text in texts]
-    shorten = body.shortening(services)
-    choices = await ask(services, request, "classify", services.model_name, sources, "inputs", shorten=shorten)
+    choices = await body.call(services, request).ask("classify", sources, "inputs")
     names = services.engine.info.pooling.labels
     answers = []
     for choice in choices:
@@ -180,11 +159,8 @@ async def rerank(request: Request) -> Response:
         return await rerank_documents(services, body, headers, request)
     if not body.texts:
         raise InvalidParameter("texts", "'texts' must not be empty.")
-    shorten = shortening(services, WHOLE_CONTEXT, SIDES[body.truncation_direction]) if body.truncate else None
-    pairs, fields = pairs_of(body.query, body.texts), ("query", "texts")
-    found, _ = await scores(
-        services, request, services.model_name, pairs, fields, is_raw=body.raw_scores, shorten=shorten
-    )
+    call = _call(services, request, body.truncate, SIDES[body.truncation_direction])
+    found, _ = await call.scores(pairs_of(body.query, body.texts), ("query", "texts"), body.raw_scores)
     order = sorted(range(len(found)), key=lambda i: (-found[i], i))
     shown = [{"index": i, "score": found[i]} | ({"text": body.texts[i]} if body.return_text else {}) for i in order]
     return json_response(shown, headers)
@@ -194,11 +170,11 @@ async def similarity(request: Request) -> Response:
     services, body, headers = await read(request, similarity_decoder)
     if unknown := set(body.parameters) - {"truncate", "truncation_direction"}:
         raise UnsupportedParameter(f"parameters.{min(unknown)}")
-    shorten = shortening(services, WHOLE_CONTEXT, None) if body.parameters.get("truncate") else None
+    call = _call(services, request, body.parameters.get("truncate"), None)
     if not body.inputs.sentences:
         raise InvalidParameter("inputs.sentences", "'inputs.sentences' must not be empty.")
     pairs = pairs_of(body.inputs.source_sentence, body.inputs.sentences)
-    found, _ = await scores(services, request, services.model_name, pairs, ("inputs", "inputs"), shorten=shorten)
+    found, _ = await call.scores(pairs, ("inputs", "inputs"))
     return json_response(found, headers)
 
 
