@@ -30,6 +30,8 @@ TOKENS, VIDEO = "added_tokens", "video_processor"
 PIXTRAL_ENDS = "[IMG_BREAK]", "[IMG_END]"
 AROUND_TILE, WHOLE, LINE, LINES = "<fake_token_around_image>", "<global-img>", "\n", "\n\n"
 """Tokens of Idefics 3."""
+LINE_TOKENS = {"Ċ": LINE, "ĊĊ": LINES}
+"""By what byte-level vocabularies have for them."""
 LLAVA_POINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 GLM_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15_000}
 MOST_PIXELS = 40_000_000
@@ -202,7 +204,7 @@ def read_processor(folder: Path) -> ImageProcessor | None:
         tokens = vocabulary(folder)
         config, given = projector.config({}, tokens), projector.processing
         video: dict[str, Any] = {}
-        known = {text: number for number, text in enumerate(tokens)}
+        known = {LINE_TOKENS.get(text, text): number for number, text in enumerate(tokens)}
     else:
         config = _read(folder / "config.json")
         own = _read(folder / "processor_config.json")
@@ -230,7 +232,7 @@ def _tokens(folder: Path) -> dict[str, int]:
     found = {token["content"]: token["id"] for token in given} if isinstance(given, list) else {}
     found = {**_read(folder / "added_tokens.json"), **found}
     if isinstance(vocabulary, dict):
-        found |= {line: vocabulary[text] for text, line in (("Ċ", LINE), ("ĊĊ", LINES)) if text in vocabulary}
+        found |= {line: vocabulary[text] for text, line in LINE_TOKENS.items() if text in vocabulary}
     return found
 
 

@@ -249,24 +249,34 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     """Write the tower of a vision-language checkpoint, as the converter does it, with its matrices in a form."""
     config = json.loads((folder / "config.json").read_text())
     inner = config["vision_config"]
+    for key in ("image_size", "patch_size"):
+        if isinstance(inner.get(key), list):  # of InternVL, as two equal numbers
+            inner[key] = inner[key][0]
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_string("clip.projector_type", kind)
     writer.add_bool("clip.has_vision_encoder", True)
     layers = inner.get("num_hidden_layers") or inner["depth"]
     writer.add_vision_block_count(layers)
     places = inner.get("num_position_embeddings", 1600) ** 0.5
-    writer.add_vision_image_size(inner.get("image_size", round(places) * inner["patch_size"]))
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    longest = processor["size"]["longest_edge"] if kind == "pixtral" else None
+    writer.add_vision_image_size(longest or inner.get("image_size", round(places) * inner["patch_size"]))
     writer.add_vision_patch_size(inner["patch_size"])
     writer.add_vision_embedding_length(inner["hidden_size"])
     writer.add_vision_feed_forward_length(inner["intermediate_size"])
     writer.add_vision_head_count(inner.get("num_attention_heads") or inner["num_heads"])
     writer.add_vision_attention_layernorm_eps(1e-6)
     writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
-    processor = json.loads((folder / "preprocessor_config.json").read_text())
     writer.add_vision_image_mean(processor["image_mean"])
     writer.add_vision_image_std(processor["image_std"])
-    if kind == "gemma3":
+    if kind in ("gemma3", "idefics3", "internvl"):
         writer.add_vision_projector_scale_factor(2)
+    if kind == "idefics3":
+        writer.add_vision_preproc_image_size(processor["size"]["longest_edge"])
+    if kind == "internvl":
+        writer.add_vision_preproc_max_tiles(processor["max_patches"])
+    if "spatial_merge_size" in config and kind == "pixtral":
+        writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
     deep = None
     if kind == "qwen3vl_merger":
         deep = inner.get("deepstack_visual_indexes") or []
@@ -274,13 +284,16 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     if kind == "qwen2.5vl_merger":
         writer.add_vision_n_wa_pattern(inner["fullatt_block_indexes"][0] + 1)
         writer.add_uint32(gguf.Keys.ClipVision.WINDOW_SIZE, inner["window_size"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 4))  # maps behind them have numbers, too
     for name, tensor in load_file(folder / "model.safetensors").items():
-        for stored, part in _tower_parts(name.removeprefix("model."), tensor, deep):
+        if kind == "pixtral" and re.search(r"attention\.[qk]_proj", name):
+            halves = tensor.unflatten(0, (inner["num_attention_heads"], 2, -1))
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        for stored, part in _tower_parts(name.removeprefix("model."), tensor, deep, kind):
             known = stored.startswith(("v.", "mm."))
             own = stored if known else names.get_name(stored, try_suffixes=(".weight", ".bias"))
             if own is not None and own.startswith(("v.", "mm.")):
-                values = np.ascontiguousarray(part.float().numpy())
+                values = np.ascontiguousarray(part.squeeze().float().numpy())
                 writer.add_tensor(own, form(values) if values.ndim > 1 else values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -288,8 +301,17 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     writer.close()
 
 
-def _tower_parts(name: str, tensor: Tensor, deep: list[int] | None) -> list[tuple[str, Tensor]]:
+def _tower_parts(name: str, tensor: Tensor, deep: list[int] | None, kind: str) -> list[tuple[str, Tensor]]:
     """``deep``: the layers with mergers of Qwen3-VL and Qwen3.5, whose names the package does not know."""
+    if kind == "idefics3":
+        return [(f"model.{name}", tensor)]
+    if kind == "pixtral":
+        return [(name, tensor)]
+    if kind == "internvl":
+        parts = {"layer_norm": "0", "linear_1": "1", "linear_2": "3"}
+        name = re.sub(r"^multi_modal_projector\.(\w+)", lambda found: f"mlp1.{parts[found[1]]}", name)
+        name = re.sub(r"(position_embeddings|lambda_\d)$", r"\1.weight", name)
+        return [(f"model.{name}" if name.startswith("vision_tower") else name, tensor)]
     if deep is not None and (match := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(?:linear_)?(.*)", name)):
         return [(f"v.deepstack.{deep[int(match[1])]}.{match[2]}", tensor)]
     if deep is not None and name.startswith("visual.merger."):

@@ -152,6 +152,11 @@ class ProjectorTensors:
             raise CheckpointError(f"{path}: tensor {absent[0]!r} is missing")
         joined = [dense(self._file, part) - int(part == MINUS_ONE) for part in parts]
         found = torch.stack(joined, dim=2) if FRAME in parts else torch.cat(joined)
+        if self._projector.is_permuted(parts[0]):
+            heads = self._projector.num_heads
+            found = found.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(found.shape)
+        if _without_ones(found.shape) == _without_ones(shape):  # converters leave out axes of one place
+            found = found.reshape(shape)
         if found.shape != shape:
             raise CheckpointError(f"{path}: {name!r} has shape {tuple(found.shape)}, expected {shape}")
         return found

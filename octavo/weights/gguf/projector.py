@@ -17,20 +17,66 @@ from octavo.weights.gguf.gguf_reader import GGUFFile
 logger = logging.getLogger(__name__)
 
 QWEN25_VL = "Qwen2_5_VLForConditionalGeneration"
-GEMMA3 = {
-    "vision_tower.embeddings.patch_embedding": "v.patch_embd",
-    "vision_tower.embeddings.position_embedding": "v.position_embd",
-    "vision_tower.post_layernorm": "v.post_ln",
-    "vision_tower.encoder.layers.*.layer_norm1": "v.blk.*.ln1",
-    "vision_tower.encoder.layers.*.layer_norm2": "v.blk.*.ln2",
-    "vision_tower.encoder.layers.*.self_attn.q_proj": "v.blk.*.attn_q",
-    "vision_tower.encoder.layers.*.self_attn.k_proj": "v.blk.*.attn_k",
-    "vision_tower.encoder.layers.*.self_attn.v_proj": "v.blk.*.attn_v",
-    "vision_tower.encoder.layers.*.self_attn.out_proj": "v.blk.*.attn_out",
-    "vision_tower.encoder.layers.*.mlp.fc1": "v.blk.*.ffn_up",
-    "vision_tower.encoder.layers.*.mlp.fc2": "v.blk.*.ffn_down",
+SIGLIP = {
+    "embeddings.patch_embedding": "v.patch_embd",
+    "embeddings.position_embedding": "v.position_embd",
+    "post_layernorm": "v.post_ln",
+    "encoder.layers.*.layer_norm1": "v.blk.*.ln1",
+    "encoder.layers.*.layer_norm2": "v.blk.*.ln2",
+    "encoder.layers.*.self_attn.q_proj": "v.blk.*.attn_q",
+    "encoder.layers.*.self_attn.k_proj": "v.blk.*.attn_k",
+    "encoder.layers.*.self_attn.v_proj": "v.blk.*.attn_v",
+    "encoder.layers.*.self_attn.out_proj": "v.blk.*.attn_out",
+    "encoder.layers.*.mlp.fc1": "v.blk.*.ffn_up",
+    "encoder.layers.*.mlp.fc2": "v.blk.*.ffn_down",
+}
+GEMMA3 = {f"vision_tower.{own}": stored for own, stored in SIGLIP.items()} | {
     "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
     "multi_modal_projector.mm_input_projection": "mm.input_projection",
+}
+IDEFICS3 = {f"vision_model.{own}": stored for own, stored in SIGLIP.items()} | {
+    "connector.modality_projection.proj": "mm.model.fc"
+}
+INTERN_LAYER = {
+    "layernorm_before": "ln1",
+    "layernorm_after": "ln2",
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "attention.projection_layer": "attn_out",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "lambda_1": "ls1.weight",
+    "lambda_2": "ls2.weight",
+}
+INTERNVL = {f"vision_tower.encoder.layer.*.{own}": f"v.blk.*.{stored}" for own, stored in INTERN_LAYER.items()} | {
+    "vision_tower.embeddings.cls_token": "v.class_embd",
+    "vision_tower.embeddings.patch_embeddings.projection": "v.patch_embd",
+    "vision_tower.embeddings.position_embeddings": "v.position_embd.weight",
+    "multi_modal_projector.layer_norm": "mm.model.mlp.0",
+    "multi_modal_projector.linear_1": "mm.model.mlp.1",
+    "multi_modal_projector.linear_2": "mm.model.mlp.3",
+}
+PIXTRAL_LAYER = {
+    "attention_norm": "ln1",
+    "ffn_norm": "ln2",
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.o_proj": "attn_out",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+}
+PIXTRAL = {f"vision_tower.transformer.layers.*.{own}": f"v.blk.*.{stored}" for own, stored in PIXTRAL_LAYER.items()} | {
+    "vision_tower.patch_conv": "v.patch_embd",
+    "vision_tower.ln_pre": "v.pre_ln",
+    "multi_modal_projector.norm": "mm.input_norm",
+    "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
+    "multi_modal_projector.linear_1": "mm.1",
+    "multi_modal_projector.linear_2": "mm.2",
 }
 QWEN25 = {
     "visual.patch_embed.proj": "v.patch_embd",
@@ -75,12 +121,43 @@ class ProjectorKind(NamedTuple):
     read: Callable[[Metadata], dict[str, Any]]
     """The keys of ``vision_config`` that others do not have, and of the configuration around it under ``outer``."""
     image_token: str
+    permuted: tuple[str, ...] = ()
+    """Parts of layers in whose rows the two numbers of a rotary pair are adjacent."""
 
 
 def _gemma3(data: Metadata) -> dict[str, Any]:
     side = data.count("vision.image_size") // data.count("vision.patch_size")
     scale = data.count("vision.projector.scale_factor", 4)
     return {"outer": {"mm_tokens_per_image": (side // scale) ** 2}}
+
+
+def _idefics3(data: Metadata) -> dict[str, Any]:
+    side = data.count("vision.image_size")
+    sizes = {"size": data.count("vision.preproc_image_size", 4 * side), "max_image_size": side}
+    processing = {key: {"longest_edge": size} for key, size in sizes.items()}
+    return {"outer": {"scale_factor": data.count("vision.projector.scale_factor", 2)}, "processing": processing}
+
+
+def _internvl(data: Metadata) -> dict[str, Any]:
+    tensors = data.file.tensors
+    ends = {"min_dynamic_patch": "vision.preproc_min_tiles", "max_dynamic_patch": "vision.preproc_max_tiles"}
+    tiles = {own: data.count(key) for own, key in ends.items() if data.has(key)}
+    return {
+        "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in tensors else "rms_norm",
+        "attention_bias": "v.blk.0.attn_q.bias" in tensors,
+        "use_qk_norm": "v.blk.0.attn_q_norm.weight" in tensors,
+        "outer": {"downsample_ratio": 1 / data.count("vision.projector.scale_factor", 2), **tiles},
+    }
+
+
+def _pixtral(data: Metadata) -> dict[str, Any]:
+    found = {"model_type": "pixtral", "hidden_act": "silu" if data.flag("use_silu", False) else "gelu"}
+    processing = {"size": {"longest_edge": data.count("vision.image_size")}}
+    if data.file.tensors.keys().isdisjoint({"mm.patch_merger.weight"}):
+        return {**found, "processing": processing}
+    merge = {"spatial_merge_size": data.count("vision.spatial_merge_size", 2)}
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], **merge}
+    return {**found, "outer": outer, "processing": processing}
 
 
 def _qwen25(data: Metadata) -> dict[str, Any]:
@@ -112,9 +189,16 @@ QWEN3_TEXTS = (
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
 )
+INTERN_TEXTS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+MISTRAL_TEXTS = ("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM")
 KINDS = {
     "gemma3": ProjectorKind(
         "Gemma3ForConditionalGeneration", ("Gemma3ForCausalLM",), GEMMA3, _gemma3, "<image_soft_token>"
+    ),
+    "idefics3": ProjectorKind("SmolVLMForConditionalGeneration", ("LlamaForCausalLM",), IDEFICS3, _idefics3, "<image>"),
+    "internvl": ProjectorKind("InternVLForConditionalGeneration", INTERN_TEXTS, INTERNVL, _internvl, "<IMG_CONTEXT>"),
+    "pixtral": ProjectorKind(
+        "LlavaForConditionalGeneration", MISTRAL_TEXTS, PIXTRAL, _pixtral, "[IMG]", ("attn_q", "attn_k")
     ),
     "qwen2.5vl_merger": ProjectorKind(QWEN25_VL, (QWEN25_VL,), QWEN25, _qwen25, "<|image_pad|>"),
     "qwen3vl_merger": ProjectorKind(QWEN3_TEXTS[0], QWEN3_TEXTS, QWEN3, _qwen3, "<|image_pad|>"),
@@ -174,14 +258,27 @@ class Projector:
         }
         self._vision |= self._kind.read(data)
         self._outer: dict[str, Any] = self._vision.pop("outer", {})
+        processing = self._vision.pop("processing", {})
         numbers = {"image_mean": "vision.image_mean", "image_std": "vision.image_std"}
-        self.processing = {own: [float(number) for number in data.get(key)] for own, key in numbers.items()}
+        self.processing = {
+            own: [float(number) for number in data.get(key)] for own, key in numbers.items()
+        } | processing
         """What ``preprocessor_config.json`` would have."""
         for own, key in (("min_pixels", "vision.image_min_pixels"), ("max_pixels", "vision.image_max_pixels")):
             if data.has(key):
                 self.processing[own] = data.get(key)
         self.places = self._named()
         """The tensors that are joined in each tensor of transformers."""
+
+    def is_permuted(self, tensor: str) -> bool:
+        """Whether the two numbers of a rotary pair are adjacent among the rows of a tensor."""
+        return any(f".{part}." in tensor for part in self._kind.permuted)
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads of a layer."""
+        heads: int = self._vision["num_attention_heads"]
+        return heads
 
     def config(self, text: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
         """The configuration of the whole checkpoint, from that of the text part and its vocabulary.
@@ -208,6 +305,8 @@ class Projector:
             layers = range(self._vision["num_hidden_layers"]) if "*" in own else (0,)
             for layer in layers:
                 place = stored.replace("*", str(layer))
+                if place in tensors:
+                    found[own.replace("*", str(layer))] = [place]
                 for end in ("weight", "bias"):
                     if f"{place}.{end}" in tensors:
                         join = "_" if own.endswith("mm_input_projection") else "."
