@@ -38,8 +38,10 @@ class SequenceImages:
     def __init__(self, images: list[ImageInput], tokens: list[int], num_axes: int) -> None:
         self.spans = [(image, num_rows(image, tokens)) for image in images]
         self.tokens = tokens
-        self.held: list[Embedded] = []
-        """Of the images that are not yet computed; empty before admission and after the prompt."""
+        self.end = max(image.start + image.num_tokens for image in images)
+        """Behind the last position of an image."""
+        self.held: dict[bytes, Embedded] = {}
+        """Of the images that are not yet computed, by digest; empty before admission and after the prompt."""
         self.shifts_AP, self.delta = rope_shifts(images, len(tokens), num_axes)
 
     def missing(self, start: int) -> list[tuple[ImageInput, int]]:
@@ -48,11 +50,11 @@ class SequenceImages:
 
     def entry(self, image: ImageInput) -> Embedded:
         """The image in the pool, which must be held."""
-        return next(entry for entry in self.held if entry.image.digest == image.digest)
+        return self.held[image.digest]
 
     def within(self, start: int, end: int) -> Iterator[ImageInput]:
         """The images with positions from ``start`` to ``end``."""
-        for image, _ in self.spans:
+        for image, _ in self.spans if start < self.end else ():
             if image.start < end and image.start + image.num_tokens > start:
                 yield image
 
@@ -142,13 +144,14 @@ class Images:
     def hold(self, seq: Sequence) -> None:
         """Reserve the slots of a sequence that is admitted."""
         if seq.images is not None:
-            seq.images.held = self.cache.hold(seq, seq.images.missing(seq.num_computed_tokens))
+            held = self.cache.hold(seq, seq.images.missing(seq.num_computed_tokens))
+            seq.images.held = {entry.image.digest: entry for entry in held}
 
     def release(self, seq: Sequence) -> None:
         """Give the slots back: the prompt is computed, or the sequence was preempted or ended."""
         if seq.images is not None and seq.images.held:
-            self.cache.release(seq, seq.images.held)
-            seq.images.held = []
+            self.cache.release(seq, seq.images.held.values())
+            seq.images.held = {}
 
     def end_of_chunk(self, seq: Sequence, num_tokens: int) -> int:
         """How many of the next ``num_tokens`` tokens of a sequence can be computed now.
@@ -191,7 +194,7 @@ class Images:
     def rewind(self, seq: Sequence) -> None:
         """Note that the steps in flight of a sequence failed."""
         if seq.images is not None:
-            for entry in seq.images.held:
+            for entry in seq.images.held.values():
                 if entry.by is seq:
                     entry.by = None
 
