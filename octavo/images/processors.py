@@ -170,11 +170,12 @@ class ImageProcessor:
         size, group = rows * columns * 3, self.video.group
         images = []
         for start in range(0, count, group):
-            members = [min(place, count - 1) * size for place in range(start, start + group)]
+            end = start + group if self.video.fills_groups else min(start + group, count)
+            members = [min(place, count - 1) * size for place in range(start, end)]
             pixels = b"".join(frames.pixels[place : place + size] for place in members)
             details = self.video.details(start + group >= count)
             elapsed = self.video.elapsed(frames, start // group)
-            images.append(PreparedImage((group, rows, columns), details, pixels, elapsed))
+            images.append(PreparedImage((len(members), rows, columns), details, pixels, elapsed))
         return PreparedVideo(images, self.video.written(frames, self.token_text))
 
     def tokens(self, image: PreparedImage) -> list[int]:
@@ -405,9 +406,22 @@ def _kimi(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
     side = patch * int((config["vision_config"].get("merge_kernel_size") or [2])[0])
     most = given.get("in_patch_limit") or given.get("in_token_limit") or given.get("max_patches") or 4096
     longest = given.get("patch_limit_on_one_side") or (given.get("size") or {}).get("max_height") or 512
+    settings = {"rule": "padded", "patch": patch, "factor": side, "most": int(most), "longest": int(longest)}
+    settings |= {"resample": 3, "most_pixels": MOST_PIXELS}
+    video = None
+    if config["architectures"][0] != "KimiVLForConditionalGeneration":
+        of_frame = given.get("in_patch_limit_each_frame") or config[VIDEO].get("max_patches") or 4096
+        sampling = {"sampling": "starts", "fps": float(given.get("sample_fps") or config[VIDEO].get("fps") or 2)}
+        video = VideoForm(
+            settings=settings | sampling | {"most": min(int(most), int(of_frame)), "most_frames": 2048},
+            placeholder="<|kimi_k25_video_placeholder|>",
+            each="{stamp}<|media_begin|>video<|media_content|>{token}<|media_end|>",
+            group=int(given.get("temporal_merge_kernel_size") or config[VIDEO].get("temporal_patch_size") or 4),
+            fills_groups=False,
+        )
     return ImageProcessor(
-        settings={"rule": "padded", "patch": patch, "factor": side, "most": int(most), "longest": int(longest)}
-        | {"resample": 3, "most_pixels": MOST_PIXELS},
+        settings=settings,
+        video=video,
         placeholder="<|media_pad|>",
         token=int(config.get("media_placeholder_token_id") or config.get("image_token_id") or 163_605),
         token_text="<|media_pad|>",

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 MOST_PIXELS = 12 << 20
 """Of all resized frames of a video."""
+LEAST_TOKENS = 64
+"""Of the frames of Kimi K2.5 with one embedding, before there are fewer of them."""
 SPARE = 1.05
 """Qwen's processors let frames have this much more than the least area when there are too many of them."""
 UNITS = (
@@ -53,6 +55,8 @@ class VideoForm:
     after: str = ""
     group: int = 1
     """Frames that an embedding spans."""
+    fills_groups: bool = True
+    """Whether the last group is as long as the others, with the last frame once more."""
     num_tokens: int = 0
     """Embeddings of a frame, where all have as many."""
     is_middle: bool = False
@@ -67,7 +71,9 @@ class VideoForm:
         seconds = frames.total / frames.rate
         values = {"count": in_words(len(frames.places)), "duration": clock(seconds, hours=True)}
         groups = [
-            self.each.format(token=token, number=number, seconds=time, whole=int(time), clock=clock(time))
+            self.each.format(
+                token=token, number=number, seconds=time, whole=int(time), clock=clock(time), stamp=stamp(time)
+            )
             for number, time in enumerate(self.times(frames), 1)
         ]
         return self.before.format(**values) + self.between.join(groups) + self.after
@@ -92,6 +98,12 @@ class VideoForm:
         """The form whose videos have no more than so many tokens and ``MOST_PIXELS`` pixels, by fewer or smaller
         frames."""
         found, group = dict(self.settings), self.group
+        if found["rule"] == "padded":
+            most = min(most_tokens, MOST_PIXELS // (found["factor"] ** 2 * group))
+            frames = max(1, most // LEAST_TOKENS) * group
+            return dataclasses.replace(
+                self, settings=found | {"budget": most, "most_frames": min(found["most_frames"], frames)}
+            )
         if self.num_tokens:
             pixels = found.get("side", 0) ** 2 or found["height"] * found["width"]
             most = min(most_tokens // self.num_tokens, MOST_PIXELS // pixels)
@@ -110,6 +122,8 @@ class VideoForm:
 def for_frames(settings: Mapping[str, Any], count: int, group: int) -> dict[str, Any]:
     """The settings by which each of so many frames is resized."""
     found = dict(settings)
+    if "budget" in found:
+        return found | {"most_tokens": found["budget"] // -(-count // group)}
     if "total" in found:  # qwen-vl-utils
         share = found["total"] * group // max(count, group)
         return found | {"most": max(min(found["most"], share), int(found["least"] * SPARE)), "group": 1}
@@ -138,6 +152,12 @@ def _by_rate(total: int, rate: float, settings: Mapping[str, Any]) -> list[int]:
     count = min(max(count, settings["least_frames"]), settings["most_frames"], total)
     multiple = settings.get("multiple", 1)
     return _evenly(0, total - 1, max(1, count // multiple * multiple))
+
+
+def _from_starts(total: int, rate: float, settings: Mapping[str, Any]) -> list[int]:
+    """So many frames a second, each the first of its part (Kimi K2.5)."""
+    count = max(1, min(int(total / rate * settings["fps"]), settings["most_frames"], total))
+    return [place * total // count for place in range(count)]
 
 
 def _by_seconds(total: int, rate: float, settings: Mapping[str, Any]) -> list[int]:
@@ -213,6 +233,7 @@ SAMPLINGS: dict[str, Callable[[int, float, Mapping[str, Any]], list[int]]] = {
     "middles": _in_middles,
     "rate": _by_rate,
     "seconds": _by_seconds,
+    "starts": _from_starts,
 }
 
 
@@ -222,6 +243,12 @@ def clock(seconds: float, hours: bool = False) -> str:
     if hours:
         return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
     return f"{whole // 60:02}:{whole % 60:02}"
+
+
+def stamp(seconds: float) -> str:
+    """Hours, minutes, seconds and milliseconds."""
+    whole = int(seconds)
+    return f"{whole // 3600 % 24:02}:{clock(whole % 3600)}.{int(seconds % 1 * 1000):03}"
 
 
 def in_words(number: int) -> str:

@@ -20,7 +20,7 @@ from octavo.errors import InvalidParameter
 from octavo.images.image_decoder import prepared_frames
 from octavo.images.preparer import ImagePreparer
 from octavo.images.processors import ImageProcessor, read_processor
-from octavo.images.resizing import by_area
+from octavo.images.resizing import by_area, within_patches
 from octavo.images.videos import MOST_PIXELS, Frames, for_frames, in_words, sampled
 from tests.images.test_preparing import folder_of, mutated, noise, saved
 from tests.models.vision import without_torchvision
@@ -34,6 +34,7 @@ FAMILIES = {
     "InternVLForConditionalGeneration": "internvl",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision",
     "SmolVLMForConditionalGeneration": "smolvlm",
+    "Kimi_K25ForConditionalGeneration": "kimi_k25",
 }
 WITHOUT_VIDEOS = ("Gemma3ForConditionalGeneration", "Idefics3ForConditionalGeneration")
 
@@ -58,7 +59,11 @@ def test_frames_are_those_of_the_library(architecture: str, tmp_path: Path) -> N
         assert sampled(100, 10.0, form.settings)[:: 19 if form.group == 2 else 31] == [0, 99]
         return
     processors = without_torchvision(name, "video_processing")
-    kind = next(kind for kind in vars(processors) if kind.lower() == f"{name.replace('_', '')}videoprocessor")
+    kind = next(
+        kind
+        for kind in vars(processors)
+        if kind.lower() in (f"{name}videoprocessor", f"{name.replace('_', '')}videoprocessor")
+    )
     processor = getattr(processors, kind)()
     for total, rate in LENGTHS:
         given = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
@@ -109,16 +114,19 @@ def test_words_are_those_of_the_library(architecture: str, tmp_path: Path) -> No
         return
     name = FAMILIES[architecture]
     module = without_torchvision(name, "processing")
-    kind = next(kind for kind in vars(module) if kind.lower() == f"{name.replace('_', '')}processor")
+    kind = next(
+        kind for kind in vars(module) if kind.lower() in (f"{name}processor", f"{name.replace('_', '')}processor")
+    )
     theirs: Any = object.__new__(getattr(module, kind))
     known = {"image_token": "T", "video_token": "T", "image_seq_length": 1, "image_seq_len": 1}
     known |= {"start_image_token": "<img>", "end_image_token": "</img>"}
     known |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
     known |= {"fake_image_token": "", "global_image_token": ""}
-    vars(theirs).update(known, video_processor=SimpleNamespace(merge_size=1, temporal_patch_size=2))
+    vars(theirs).update(known, video_processor=SimpleNamespace(merge_size=1, temporal_patch_size=form.group))
     metadata = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate, frames_indices=places)
-    inputs = {"video_grid_thw": np.array([[4, 1, 1]]), "video_metadata": [metadata]}
+    inputs = {"video_grid_thw": np.array([[4, 1, 1]] * 2), "video_metadata": [metadata]}
     shape = SimpleNamespace(shape=(1, 7))
+    inputs |= {"num_chunks_per_video": [2]} if name == "kimi_k25" else {}
     inputs |= {"pixel_values": shape, "pixel_values_videos": [SimpleNamespace(shape=(7,))]}
     with patch.object(module, "num2words", {7: "seven"}.__getitem__, create=True):
         expected = theirs.replace_video_token(inputs, 0)
@@ -144,7 +152,10 @@ def test_videos_fit_into_the_engine(architecture: str, most_tokens: int, tmp_pat
         if form.num_tokens:
             assert groups * form.num_tokens <= max(most_tokens, form.num_tokens)
             continue
-        rows, columns = by_area(720, 1280, settings)
+        if form.settings["rule"] == "padded":
+            rows, columns = (-(-side // 28) * 28 for side in within_patches(720, 1280, settings))
+        else:
+            rows, columns = by_area(720, 1280, settings)
         assert groups * rows * columns // processor.side**2 <= most_tokens
         assert count * rows * columns <= MOST_PIXELS
 

@@ -1,10 +1,11 @@
-"""MoonViT, the vision tower of Kimi-VL (arXiv 2504.07491) and, for images, of Kimi K2.5.
+"""MoonViT, the vision tower of Kimi-VL (arXiv 2504.07491) and Kimi K2.5.
 
 Images of any size in patches. Learned positions of a square grid are interpolated by cubes, and rows and columns rotate
 queries and keys in turns: of two neighbouring pairs of a head, the first rotates by the column. Two maps make one
-embedding of four patches.
+embedding of four patches. In Kimi K2.5 the patches of some frames of a video attend to each other, with sines of their
+time added, and have one embedding, of their mean.
 
-Shapes: N patches, D width of the tower, H head dim.
+Shapes: F frames, N patches of each, D width of the tower, H head dim.
 """
 
 from __future__ import annotations
@@ -123,19 +124,28 @@ class MoonTower:
         self.merger = Feedforward(weights, names, (inner, inner, config.hidden_size), ACTIVATIONS["gelu"])
 
     def __call__(self, image: Pixels) -> Tensor:
-        """The embeddings of an image, row by row: [N / merge^2, D of the decoder]."""
+        """The embeddings of an image or of some frames, row by row: [N / merge^2, D of the decoder]."""
         m = self.config.merge
-        image_YXC = normalised(image.pixels[0], image.mean, image.deviation)
-        rows, columns = (side // self.config.patch for side in image_YXC.shape[:2])
-        flat = patches(image_YXC, self.config.patch, m).to(self.form.dtype)
+        tiles = normalised(image.pixels, image.mean, image.deviation)
+        F, rows, columns = len(tiles), *(side // self.config.patch for side in tiles.shape[1:3])
+        flat = torch.stack([patches(tile, self.config.patch, m) for tile in tiles]).to(self.form.dtype)
         row, column = places(rows, columns, m, self.form.device)
         learned = functional.interpolate(self.places.float().permute(2, 0, 1)[None], [rows, columns], mode="bicubic")
-        x_ND = functional.linear(flat, self.patch_map, self.patch_bias)
-        x_ND = x_ND + learned[0, :, row, column].t().to(x_ND.dtype)
-        angles = self.angles(row, column)
+        added_FND = learned[0, :, row, column].t() + (self.times(F)[:, None] if F > 1 else 0)
+        x_FND = functional.linear(flat, self.patch_map, self.patch_bias)
+        x_ND = (x_FND + added_FND.to(x_FND.dtype)).flatten(0, 1)
+        angles = self.angles(row.repeat(F), column.repeat(F))
         for layer in self.layers:
             x_ND = layer(x_ND, angles)
-        return self.merger(self.merger_norm(self.norm(x_ND)).view(len(x_ND) // m**2, -1))
+        x_ND = self.norm(x_ND).unflatten(0, (F, -1)).mean(0)
+        return self.merger(self.merger_norm(x_ND).view(len(x_ND) // m**2, -1))
+
+    def times(self, count: int) -> Tensor:
+        """What is added to the patches of each frame: [F, D]."""
+        D, device = self.config.width, self.form.device
+        powers = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
+        turns = torch.arange(count, dtype=torch.float32, device=device)[:, None] / THETA**powers
+        return torch.cat([turns.sin(), turns.cos()], dim=-1)
 
     def angles(self, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all patches, [N, H]."""
