@@ -220,7 +220,8 @@ def read_processor(folder: Path) -> ImageProcessor | None:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: the image processor cannot be read: {error!r}") from None
     for key, value in (("image_mean", found.mean), ("image_std", found.deviation)):
-        if found.video is not None and tuple(video.get(key) or value) != value:
+        of_images = tuple(given.get(key) or value)
+        if found.video is not None and tuple(video.get(key) or of_images) != of_images:
             logger.warning("%s: videos are refused: their %s is not that of images", folder, key)
             return dataclasses.replace(found, video=None)
     return found
@@ -368,12 +369,23 @@ def _gemma4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
     token = int(config.get("image_token_id") or 258_880)
     side = int(given.get("patch_size", inner.get("patch_size", 16))) * pool
     is_scaled = config["architectures"][0] == "Gemma4ForConditionalGeneration"  # by the tower itself
+    before, after = texts.get(config.get("boi_token_id"), "<|image>"), texts.get(config.get("eoi_token_id"), "<image|>")
+    settings = {"rule": "squares", "factor": side, "most": int(given.get("max_soft_tokens", 280))}
+    settings |= {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS}
+    most = int(config[VIDEO].get("max_soft_tokens") or 70)
+    sampling = {"sampling": "starts", "fps": 0, "most_frames": int(config[VIDEO].get("num_frames") or 32)}
     return ImageProcessor(
-        settings={"rule": "squares", "factor": side, "most": int(given.get("max_soft_tokens", 280))}
-        | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        settings=settings,
+        video=VideoForm(
+            settings=settings | sampling | {"most": most},
+            placeholder=texts.get(config.get("video_token_id"), "<|video|>"),
+            each="{clock} " + before + "{token}" + after,
+            between=" ",
+            num_tokens=most,
+        ),
         placeholder=texts.get(token, "<|image|>"),
-        before=texts.get(config.get("boi_token_id"), "<|image>"),
-        after=texts.get(config.get("eoi_token_id"), "<image|>"),
+        before=before,
+        after=after,
         token=token,
         token_text=texts.get(token, "<|image|>"),
         side=side,

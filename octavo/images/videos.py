@@ -105,7 +105,8 @@ class VideoForm:
                 self, settings=found | {"budget": most, "most_frames": min(found["most_frames"], frames)}
             )
         if self.num_tokens:
-            pixels = found.get("side", 0) ** 2 or found["height"] * found["width"]
+            pixels = found.get("side", 0) ** 2 or found.get("height", 0) * found.get("width", 0)
+            pixels = pixels or found["most"] * found["factor"] ** 2
             most = min(most_tokens // self.num_tokens, MOST_PIXELS // pixels)
             return dataclasses.replace(self, settings=found | {"most_frames": max(1, min(found["most_frames"], most))})
         area = found["factor"] ** 2
@@ -155,8 +156,9 @@ def _by_rate(total: int, rate: float, settings: Mapping[str, Any]) -> list[int]:
 
 
 def _from_starts(total: int, rate: float, settings: Mapping[str, Any]) -> list[int]:
-    """So many frames a second, each the first of its part (Kimi K2.5)."""
-    count = max(1, min(int(total / rate * settings["fps"]), settings["most_frames"], total))
+    """So many frames, or so many a second, each the first of its part (Gemma 4, Kimi K2.5)."""
+    count = int(total / rate * settings["fps"]) if settings["fps"] else total
+    count = max(1, min(count, settings["most_frames"], total))
     return [place * total // count for place in range(count)]
 
 

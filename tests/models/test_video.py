@@ -47,7 +47,7 @@ TEMPLATE = (
 )
 """Without a place for videos, as SmolVLM's is."""
 COMMON = ("qwen2_5_vl", "qwen3_vl", "llava_onevision", "smolvlm")
-OTHERS = ("kimi_k25", "qwen2_vl", "qwen3_5", "glm4v", "internvl")
+OTHERS = ("gemma4", "gemma4_causal", "kimi_k25", "qwen2_vl", "qwen3_5", "glm4v", "internvl")
 every_family = pytest.mark.parametrize("family", [*COMMON, *map(nightly, OTHERS)], indirect=True)
 Made = tuple[str, Path, PreTrainedModel]
 
@@ -57,7 +57,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(request.param)
     model = make(folder, request.param)
     size = VIDEO_SIZE if request.param in SIZES else {"height": 56, "width": 56, "longest_edge": 56}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": size}))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": size, "max_soft_tokens": 12}))
     model.config.video_token_id = IMAGE if request.param == "glm4v" else VIDEO
     model.config.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -91,10 +91,15 @@ def expected_logprobs(
 ) -> torch.Tensor:
     """What the library computes for an expanded prompt in which ``IMAGE`` stands for all parts of a video."""
     processor = FAMILIES[name].processor()
+    ids = torch.tensor([tokens])
+    if name.startswith("gemma4"):
+        found = processor(frames, return_tensors="pt")
+        given = {"pixel_values_videos": found["pixel_values"], "video_position_ids": found["image_position_ids"]}
+        given |= {"num_frames_per_video": torch.tensor([len(frames)]), "mm_token_type_ids": 2 * (ids == IMAGE).int()}
+        return _logprobs(model, torch.where(ids == IMAGE, VIDEO, ids), given)
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (processor.image_mean, processor.image_std))
     pixels = [torch.from_numpy(np.array(frame)).permute(2, 0, 1).float() / 255 for frame in frames]
     stacked = torch.stack([(frame - mean) / deviation for frame in pixels])[None]
-    ids = torch.tensor([tokens])
     given: dict[str, Any] = {}
     if name == "kimi_k25":
         patchify = without_torchvision(name, "video_processing").Kimi_K25VideoProcessor.patchify
@@ -121,6 +126,10 @@ def expected_logprobs(
         given = {"pixel_values": stacked[0]}
     if ("pixel_values_videos" in given and name != "glm4v") or name == "kimi_k25":
         ids = torch.where(ids == IMAGE, VIDEO, ids)
+    return _logprobs(model, ids, given)
+
+
+def _logprobs(model: PreTrainedModel, ids: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=ids, **given).logits[0]
     return logits.float().log_softmax(dim=-1)

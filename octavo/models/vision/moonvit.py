@@ -137,7 +137,7 @@ class MoonTower:
         angles = self.angles(row.repeat(F), column.repeat(F))
         for layer in self.layers:
             x_ND = layer(x_ND, angles)
-        x_ND = self.norm(x_ND).unflatten(0, (F, -1)).mean(0)
+        x_ND = self.norm(x_ND).view(F, -1, self.config.width).mean(0)
         return self.merger(self.merger_norm(x_ND).view(len(x_ND) // m**2, -1))
 
     def times(self, count: int) -> Tensor:

@@ -154,7 +154,7 @@ class ProjectorTensors:
         found = torch.stack(joined, dim=2) if FRAME in parts else torch.cat(joined)
         if self._projector.is_permuted(parts[0]):
             heads = self._projector.num_heads
-            found = found.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(found.shape)
+            found = found.view(heads, -1, 2, *found.shape[1:]).transpose(1, 2).reshape(found.shape)
         if _without_ones(found.shape) == _without_ones(shape):  # converters leave out axes of one place
             found = found.reshape(shape)
         if found.shape != shape:
