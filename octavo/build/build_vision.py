@@ -12,7 +12,8 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.engine.sequence_images import ImageSettings
 from octavo.errors import CheckpointError
-from octavo.images.processors import ImageProcessor, read_processor
+from octavo.images.families import read_processor
+from octavo.images.processors import ImageProcessor
 from octavo.models.config import ModelConfig
 from octavo.models.registry import CausalLM
 from octavo.models.vision.tower import VisionConfig

@@ -10,7 +10,8 @@ from typing import Any
 
 from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
-from octavo.images.processors import ImageProcessor, PreparedImage, PreparedVideo, read_processor
+from octavo.images.families import read_processor
+from octavo.images.processors import ImageProcessor, PreparedImage, PreparedVideo
 from octavo.images.videos import Frames
 from octavo.system.child_process import ChildLost, ChildProcess
 from octavo.system.child_worker import LENGTH, REFUSED, RENDERED

@@ -26,18 +26,10 @@ from transformers import (
 )
 
 from octavo.errors import CheckpointError, InvalidParameter
+from octavo.images.families import HALF, PROCESSORS, read_processor
 from octavo.images.image_decoder import FORMATS, as_rgb, opened, prepared
 from octavo.images.preparer import ImagePreparer, placed
-from octavo.images.processors import (
-    AROUND_TILE,
-    HALF,
-    PROCESSORS,
-    WHOLE,
-    ImageProcessor,
-    PreparedImage,
-    place_of,
-    read_processor,
-)
+from octavo.images.processors import AROUND_TILE, WHOLE, ImageProcessor, PreparedImage, place_of
 from octavo.images.resizing import ImageRefused
 from tests.tiers import nightly_after
 

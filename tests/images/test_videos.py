@@ -17,9 +17,10 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from octavo.errors import InvalidParameter
+from octavo.images.families import read_processor
 from octavo.images.image_decoder import prepared_frames
 from octavo.images.preparer import ImagePreparer
-from octavo.images.processors import ImageProcessor, read_processor
+from octavo.images.processors import ImageProcessor
 from octavo.images.resizing import by_area, within_patches
 from octavo.images.videos import MOST_PIXELS, Frames, for_frames, in_words, sampled
 from tests.images.test_preparing import folder_of, mutated, noise, saved
