@@ -39,7 +39,7 @@ def build_encoder(
     if config.model.tensor_parallel_size > 1:
         raise ConfigError("tensor_parallel_size: an encoder runs on one device")
     max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)
-    pooling = read_pooling(path, config.model.pooling_type, is_encoder=True)
+    pooling = read_pooling(path, config.model.pooling_type, is_encoder=True, load_format=config.model.load_format)
     loaded = load_encoder(model, checkpoint, form)
     pooler = Pooler(pooling, loaded.model.labels, config.model.load_format, form)
     gc.collect()
@@ -97,6 +97,9 @@ def pooled_tasks(pooling: Pooling, labels: LabelPart | None, width: int) -> Pool
     meaning = PoolingInfo(pooling.normalizes, of_token)
     if pooling.is_of_tokens:
         return PooledTasks(("token_embed",), 0, meaning)
+    if pooling.vectors:
+        meaning = PoolingInfo(pooling.normalizes, of_token, labels=("weight",), activation="none")
+        return PooledTasks(("embed", "token_embed", "token_classify"), of_text, meaning)
     return PooledTasks(("embed", "token_embed"), of_text, meaning)
 
 
@@ -105,6 +108,8 @@ def _check_settings(config: EngineConfig) -> None:
     for name in ("max_itl", "tpot_target"):
         if getattr(config.scheduler, name) is not None:
             raise ConfigError(f"{name}: does not apply to an encoder, which generates no tokens")
+    if config.model.enable_lora or config.model.lora_modules:
+        raise ConfigError("enable_lora: adapters are for decoders; merge those of an encoder into its checkpoint")
     if config.speculative.speculative_config is not None:
         raise ConfigError("speculative_config: does not apply to an encoder, which generates no tokens")
 

@@ -34,6 +34,7 @@ FAMILIES: dict[str, type[Encoder]] = {
 CLASSES = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 ENCODERS: dict[str, type[Encoder]] = {
     **{f"{family}{name}": model for family, model in FAMILIES.items() for name in CLASSES},
+    "BgeM3EmbeddingModel": RobertaModel,
     "ElectraForPreTraining": ElectraModel,
     "T5EncoderModel": T5EncoderModel,
 }

@@ -10,6 +10,7 @@ Shapes: R rows, K inputs, N outputs.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,12 @@ from octavo.models.labels import tanh
 from octavo.models.loader import WeightLoader
 from octavo.ops.elementwise import sigmoid
 from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.quant.tensors import Renamed, TensorSource
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.folder import read_json, read_list
+from octavo.weights.pytorch import PytorchFile
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["cls", "mean", "last"]
 
@@ -41,6 +46,7 @@ MODES: dict[str, Kind | None] = {
 }
 NEWER_MODES: dict[str, Kind] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 """Values of ``pooling_mode``, which newer files have instead of one flag per mode."""
+M3_FILES = ("colbert_linear.pt", "sparse_linear.pt")
 KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 FUNCTIONS: dict[str, PlainActivation | None] = {
     "Identity": None,
@@ -57,6 +63,7 @@ class DensePart:
     """A linear map of vectors, in a folder of its own."""
 
     path: Path
+    """Of the folder, or of a PyTorch file of the map alone."""
     num_inputs: int
     num_outputs: int
     has_bias: bool
@@ -75,11 +82,17 @@ class Pooling:
     """Maps of the pooled vector."""
     is_of_tokens: bool = False
     """Whether the model is for vectors of tokens alone."""
+    vectors: tuple[DensePart, ...] = ()
+    """Of a model of the kind of BGE-M3 (arXiv 2402.03216): the map of tokens for the task of their vectors, which
+    leaves out the first token."""
+    weights: tuple[DensePart, ...] = ()
+    """And that to a number for each token, but for the first and the last: its weight in a sparse vector."""
 
     def sizes(self, width: int) -> tuple[int, int]:
         """The dimensions of a token's vector and of a text's, of a model of this width. Raises ``CheckpointError``."""
         of_token = _width_behind(self.of_tokens, width)
-        return of_token, _width_behind(self.of_texts, of_token)
+        _width_behind(self.weights, width)
+        return _width_behind(self.vectors or self.of_tokens, width), _width_behind(self.of_texts, of_token)
 
 
 def _width_behind(parts: Sequence[DensePart], width: int) -> int:
@@ -90,19 +103,36 @@ def _width_behind(parts: Sequence[DensePart], width: int) -> int:
     return width
 
 
-def read_pooling(path: Path, requested: str, is_encoder: bool) -> Pooling:
+def read_pooling(path: Path, requested: str, is_encoder: bool, load_format: str = "auto") -> Pooling:
     """The pooling of the checkpoint at ``path``; the setting ``requested`` overrides it if not "auto".
 
+    The maps of BGE-M3 are PyTorch files, which are read with the load format ``pt`` alone.
     The default is the mean for encoders and the last token for decoders, normalised to length 1. Raises
     ``CheckpointError`` for unsupported modules, and ``ConfigError`` for a kind that the model cannot use.
     """
     found = _from_modules(path) if path.is_dir() else None
     pooling = found or Pooling("mean" if is_encoder else "last")
+    if is_encoder and all((path / name).exists() for name in M3_FILES):
+        if load_format == "pt":
+            vectors, weights = (_of_file(path / name) for name in M3_FILES)
+            weights = dataclasses.replace(weights, activation=relu)
+            pooling = dataclasses.replace(pooling, vectors=(vectors,), weights=(weights,))
+        else:
+            logger.info("%s are left out: they are read with load_format pt alone", " and ".join(M3_FILES))
     if requested != "auto":
         pooling = dataclasses.replace(pooling, kind=cast(Kind, requested))
     if pooling.kind == "cls" and not is_encoder:
         raise ConfigError("pooling_type: cls is for encoders: a decoder's first token attends to itself alone")
     return pooling
+
+
+def _of_file(path: Path) -> DensePart:
+    """The linear map in a PyTorch file of its own."""
+    file = PytorchFile(path)
+    shape = file.describe("weight")[1] if "weight" in file.names() else ()
+    if len(shape) != 2 or "bias" not in file.names():
+        raise CheckpointError(f"{path}: must hold the weight and the bias of a linear map")
+    return DensePart(path, shape[1], shape[0], True, None)
 
 
 def _from_modules(folder: Path) -> Pooling | None:
@@ -172,7 +202,12 @@ class Dense:
         exact = WeightFormat(torch.float32, form.device, outlined_for=form.outlined_for)
         self._maps: list[tuple[Linear, PlainActivation | None]] = []
         for part in parts:
-            source = open_checkpoint(part.path, "pt" if load_format == "pt" else "safetensors")
+            source: TensorSource
+            if part.path.is_file():
+                names = {"linear.weight": "weight", "linear.bias": "bias"}
+                source = Renamed(PytorchFile(part.path), names)
+            else:
+                source = open_checkpoint(part.path, "pt" if load_format == "pt" else "safetensors")
             weights = WeightLoader(source, exact)
             linear = weights.replicated("linear", part.num_outputs, part.num_inputs, part.has_bias)
             weights.tensors.finish()

@@ -42,21 +42,17 @@ NAMES = {
 }
 
 
-class PytorchCheckpoint:
-    """A folder of PyTorch files. The tensors are mapped into memory where the files allow it.
+class PytorchFile:
+    """One PyTorch file. The tensors are mapped into memory where the file allows it.
 
-    Opening it reads every file: raises ``CheckpointError`` if one is missing or is no dictionary of tensors.
+    Opening it reads it: raises ``CheckpointError`` if it is missing or is no dictionary of tensors.
     """
 
     is_dummy = False
     has_blocks = False
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder
-        self.config, self.generation_config = read_configs(folder)
-        self._tensors: dict[str, torch.Tensor] = {}
-        for name in _file_names(folder):
-            self._tensors.update(_read(folder, name))
+    def __init__(self, path: Path) -> None:
+        self.path, self._tensors = path, _read(path.parent, path.name)
 
     def names(self) -> set[str]:
         """Names of all parameters in the checkpoint."""
@@ -78,6 +74,17 @@ class PytorchCheckpoint:
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{what}: has shape {tuple(tensor.shape)}, expected {shape}")
         return tensor.contiguous()
+
+
+class PytorchCheckpoint(PytorchFile):
+    """A folder of PyTorch files, all of which opening it reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.config, self.generation_config = read_configs(folder)
+        self._tensors = {}
+        for name in _file_names(folder):
+            self._tensors.update(_read(folder, name))
 
 
 def _type(tensor: torch.Tensor) -> str:

@@ -201,6 +201,7 @@ def test_other_arithmetic_is_refused_by_name(tmp_path: Path, changes: dict[str, 
         ({"max_itl": 1.0}, "max_itl"),
         ({"tpot_target": 1.0, "scheduling_policy": "deadline"}, "tpot_target"),
         ({"speculative_config": '{"method": "ngram"}'}, "speculative_config"),
+        ({"enable_lora": True}, "enable_lora"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
@@ -247,6 +248,31 @@ def test_linear_maps_of_tokens(tmp_path: Path) -> None:
         with torch.inference_mode():
             wanted = linear(token_vectors(model, text))
         np.testing.assert_allclose(found, wanted / wanted.norm(dim=1, keepdim=True), atol=1e-5)
+
+
+def test_sparse_and_token_vectors_of_bge_m3(tmp_path: Path) -> None:
+    """Maps in files of their own: vectors of all tokens but the first, weights of all but the first and the last."""
+    model = make_encoder(tmp_path, "roberta/far_padding")
+    write_pooling(tmp_path, "pooling_mode_cls_token", normalizes=True)
+    torch.manual_seed(2)
+    vectors, weights = torch.nn.Linear(32, 12), torch.nn.Linear(32, 1)
+    torch.save(vectors.state_dict(), tmp_path / "colbert_linear.pt")
+    torch.save(weights.state_dict(), tmp_path / "sparse_linear.pt")
+    assert build(tmp_path)[1].tasks == ("embed", "token_embed")  # PyTorch files are read if they are asked for
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    _, info = built = build(tmp_path, load_format="pt")
+    assert (info.tasks, info.pooling.token_size) == (("embed", "token_embed", "token_classify"), 12)
+    tasks: tuple[Task, ...] = ("embed", "token_embed", "token_classify")
+    for text, of_text, of_tokens, of_weights in zip(TEXTS, *(answers(built, task) for task in tasks), strict=True):
+        with torch.inference_mode():
+            x_TD = token_vectors(model, text)
+            wanted, counts = vectors(x_TD[1:]), weights(x_TD[1:-1]).relu()
+        np.testing.assert_allclose(of_text, x_TD[0] / x_TD[0].norm(), atol=1e-5)
+        np.testing.assert_allclose(of_tokens, wanted / wanted.norm(dim=1, keepdim=True), atol=1e-5)
+        np.testing.assert_allclose(of_weights, counts, atol=1e-5)
+    torch.save({"weight": torch.zeros(12)}, tmp_path / "colbert_linear.pt")
+    with pytest.raises(CheckpointError, match=r"colbert_linear\.pt: must hold the weight and the bias"):
+        build(tmp_path, load_format="pt")
 
 
 def test_linear_maps_of_other_sizes_are_refused(tmp_path: Path) -> None:

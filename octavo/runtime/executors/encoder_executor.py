@@ -50,7 +50,7 @@ class EncoderExecutor:
         values: list[bytes | None] = [None] * len(texts)
         for task in {text.task for text in texts}:
             chosen = [i for i, text in enumerate(texts) if text.task == task]
-            spans = [slice(ends[i] - len(texts[i].tokens), ends[i]) for i in chosen]
+            spans = [self._pooler.kept(task, slice(ends[i] - len(texts[i].tokens), ends[i])) for i in chosen]
             for i, value in zip(chosen, self._results(task, x_TD, spans), strict=True):
                 values[i] = value
         return values

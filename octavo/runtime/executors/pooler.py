@@ -35,16 +35,26 @@ class Pooler:
         self.pooling, self.labels = pooling, labels
         self.of_tokens = Dense(pooling.of_tokens, load_format, form)
         self.of_texts = Dense(pooling.of_texts, load_format, form)
+        self.vectors = Dense(pooling.vectors or pooling.of_tokens, load_format, form)
+        self.weights = Dense(pooling.weights, load_format, form)
 
     @property
     def kind(self) -> str:
         """Of which tokens a text's vector or logits are."""
         return self.pooling.kind if self.labels is None else self.labels.part.of
 
+    def kept(self, task: Task, rows: slice) -> slice:
+        """Of the rows of a text, those that the result of a task has."""
+        if not self.pooling.vectors or task not in TOKEN_TASKS:
+            return rows
+        return slice(rows.start + 1, max(rows.start + 1, rows.stop - (task == "token_classify")))
+
     def of_rows(self, task: Task, x_TD: Tensor) -> Tensor:
         """The result of a task of tokens, or before pooling: [T, C], float32."""
         if task == "token_embed":
-            return self.of_tokens(x_TD)
+            return self.vectors(x_TD)
+        if task == "token_classify" and self.labels is None:
+            return self.weights(x_TD)
         if self.labels is not None and self.kind in ("each", "mean_logits"):
             return self.labels(x_TD)
         return self.of_tokens(x_TD) if self.labels is None else x_TD.float()
