@@ -120,6 +120,10 @@ class DeviceBackend:
         """Compute with so many threads of the host."""
         torch.set_num_threads(count)
 
+    def torch_threads(self) -> AbstractContextManager[None]:
+        """In this block torch computes with all of these threads: for large operations that have no kernel."""
+        return nullcontext()
+
     def describe(self) -> Iterator[tuple[str, str]]:
         """What ``octavo doctor`` shows of the device: names and values."""
         yield from ()

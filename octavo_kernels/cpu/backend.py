@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -42,6 +43,17 @@ class CPUBackend(DeviceBackend):
 
         torch.set_num_threads(1)
         threads.set_num_threads(count)
+
+    @contextlib.contextmanager
+    def torch_threads(self) -> Iterator[None]:
+        from octavo_kernels.cpu.threads import num_threads
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads())
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def describe(self) -> Iterator[tuple[str, str]]:
         from octavo_kernels.cpu.host import USED_FEATURES, cpu_features

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from octavo.errors import RunnerError
+from octavo.models.vision.tower import Pixels, VisionConfig
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.executors.embedding_pool import EmbeddingPool
+from octavo.steps.messages import EncodeImages, ImageToEncode
 from octavo_kernels.cpu import threads
 from octavo_kernels.cpu.compiled import compiled, compiled_task
 from octavo_kernels.cpu.memory import fields, read, view
@@ -162,6 +168,28 @@ def test_a_forked_child_works_without_helpers_or_with_new_ones() -> None:
         counter.run(threads.pool_address(), 1)
         os._exit(0 if bool((counter.counts == 1).all()) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_tower_for_images_computes_with_all_threads() -> None:
+    form = WeightFormat(torch.float32, torch.device("cpu"))
+    seen: list[int] = []
+
+    def tower(image: Pixels) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        if len(seen) > 1:
+            raise ValueError("no image")
+        return torch.ones(2, 4)
+
+    pool = EmbeddingPool(VisionConfig(hidden_size=4), tower, 3, form, ([0.0] * 3, [1.0] * 3))
+    image = ImageToEncode(np.array([0, 2]).tobytes(), (1, 2, 2), bytes(12))
+    before = torch.get_num_threads()
+    threads.set_num_threads(3)
+    pool.execute(EncodeImages([image])).wait()
+    assert pool.table[:, 0].tolist() == [1, 0, 1]
+    with pytest.raises(RunnerError, match="no image"):
+        pool.execute(EncodeImages([image])).wait()
+    assert seen == [3, 3]
+    assert torch.get_num_threads() == before
 
 
 def test_no_thread_at_all_is_refused() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from octavo.errors import CANCELLATIONS, RunnerError
 from octavo.models.vision.tower import Pixels, Tower, VisionConfig
+from octavo.ops.device_backend import backend_of
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.steps.messages import EncodeImages, ImageToEncode, Reply
@@ -42,7 +43,7 @@ class EmbeddingPool:
     def execute(self, message: EncodeImages) -> Reply[None]:
         """Compute the embeddings of images."""
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), backend_of(self.table.device.type).torch_threads():
                 for image in message.images:
                     self._encode(image)
         except CANCELLATIONS:

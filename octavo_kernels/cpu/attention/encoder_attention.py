@@ -24,7 +24,7 @@ from octavo.ops.attention import encoder_attention
 from octavo_kernels.cpu.attention.attention_dots import STATE_BYTES, WEIGH_ROWS, exponentials
 from octavo_kernels.cpu.attention.attention_turned import turn
 from octavo_kernels.cpu.calls import call
-from octavo_kernels.cpu.compiled import compiled_task, emitted, inlined
+from octavo_kernels.cpu.compiled import compiled_task, emitted, inlined, rarely_used
 from octavo_kernels.cpu.memory import fields, keep, read, view, whole_lines
 from octavo_kernels.cpu.task_driver import task_driver
 from octavo_kernels.cpu.tensors import address, declines_floats
@@ -142,7 +142,7 @@ def _mask(a: Any, scores: Any, position: int, low: int, high: int, head: int) ->
         scores[i] = -np.inf
 
 
-@functools.cache
+@rarely_used
 def _attend_task() -> int:
     """Task over (tile, head)."""
 
