@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from octavo.errors import ConfigError
+from octavo.ops.linear import Activation
 from octavo_bench.linear_case import LinearCase
-from octavo_bench.served_shapes import SERVED, MatrixSizes
 from octavo_fleet.sim.roofline import shape_of
 from octavo_fleet.sim.shapes import SHAPES
 
+SERVED = (
+    *("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.3-70b"),
+    *("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"),
+    *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b"),
+    *("mistral-7b", "mistral-small-24b"),
+    *("gemma-3-1b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "phi-4", "glm-4-9b"),
+)
+"""The dense models that people serve, for tables of kernels."""
+
+
+class MatrixSizes(NamedTuple):
+    """What decides the matrices of a model."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    activation: Activation = "silu"
+    norms_outputs: bool = False
+    """Whether a norm stands between a block's output and the residual, so that the residual is not fused."""
+
 
 def sizes_of(model: str) -> MatrixSizes:
-    """The sizes of a model that ``SERVED`` or ``SHAPES`` names.
+    """The sizes of a model that ``SHAPES`` names.
 
-    Raises ``ConfigError`` for a model that is in neither, or has no dense gated feed-forward part.
+    Raises ``ConfigError`` for a model that is not there, or has no dense gated feed-forward part.
     """
-    if model in SERVED:
-        return SERVED[model]
     if model not in SHAPES:
-        raise ConfigError(f"model: {model!r} is not one of {', '.join(dict.fromkeys([*SERVED, *SHAPES]))}")
+        raise ConfigError(f"model: {model!r} is not one of {', '.join(SHAPES)}")
     shape = shape_of(SHAPES[model])
     if shape.mixture is not None:
         raise ConfigError(f"model: the feed-forward parts of {model} are experts; kernels are measured for dense ones")

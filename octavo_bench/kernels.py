@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from octavo.ops import rms_norm, silu_and_mul
 from octavo_bench import ceilings, kernel_tuning
-from octavo_bench.kernel_cases import head_case, layer_cases
+from octavo_bench.kernel_cases import SERVED, head_case, layer_cases
 from octavo_bench.linear_case import DTYPE, EPS, LinearCase, Weights
-from octavo_bench.served_shapes import SERVED
 from octavo_kernels.triton.graph_timing import microseconds
 from octavo_kernels.triton.launch import pdl
 from octavo_kernels.triton.linear.linear_configs import config_for

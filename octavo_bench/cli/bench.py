@@ -108,7 +108,7 @@ def _add_kernels(kinds: Any) -> None:
         "models",
         nargs="*",
         default=["qwen3-8b", "llama-3.2-1b", "qwen3-0.6b"],
-        help="shapes' names; served: all of served_shapes.py",
+        help="shapes' names; served: all that people serve",
     )
     kernels.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="rows of x")
     kernels.add_argument("--tune", action="store_true", help="first write the GPU's shipped table for these models")

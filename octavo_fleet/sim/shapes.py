@@ -45,20 +45,39 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[
     return _llama(layers, hidden, heads, 8, 128, ffn, **{**names, **rope, **more})
 
 
+def _qwen2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    names = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
+    rope = {"rope_theta": 1_000_000.0, "max_position_embeddings": 32_768, "vocab_size": 152_064}
+    return _llama(layers, hidden, heads, kv_heads, hidden // heads, ffn, **{**names, **rope, **more})
+
+
+def _mistral(layers: int, hidden: int, ffn: int, vocab: int, rope_theta: float, **more: Any) -> dict[str, Any]:
+    names = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+    sizes = {"vocab_size": vocab, "max_position_embeddings": 32_768, "rope_theta": rope_theta}
+    return _llama(layers, hidden, 32, 8, 128, ffn, **{**names, **sizes, **more})
+
+
+LONG_GEMMA3: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+
+
 def _gemma3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, window: int, **more: Any) -> dict[str, Any]:
-    names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rms_norm_eps": 1e-6}
-    return _llama(
-        layers, hidden, heads, kv_heads, 256, ffn,
-        **names,
-        tie_word_embeddings=True,
-        hidden_activation="gelu_pytorch_tanh",
-        query_pre_attn_scalar=256,
-        rope_theta=1_000_000.0,
-        rope_local_base_freq=10_000.0,
-        sliding_window=window,
-        sliding_window_pattern=6,
-        **more,
-    )  # fmt: skip
+    own: dict[str, Any] = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window": window,
+        "sliding_window_pattern": 6,
+    }
+    return {**_llama(layers, hidden, heads, kv_heads, 256, ffn, **own), **more}
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
@@ -164,39 +183,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tie_word_embeddings=True),
     "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tie_word_embeddings=True),
     "qwen3-4b": _qwen3(36, 2560, 32, 9728, tie_word_embeddings=True),
+    "qwen3-14b": _qwen3(40, 5120, 40, 17_408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
     "llama-3.1-8b": _llama3(32, 4096, 32, 128, 14_336, 8.0),
     "llama-3.1-70b": _llama3(80, 8192, 64, 128, 28_672, 8.0),
     "llama-3.2-1b": _llama3(16, 2048, 32, 64, 8192, 32.0, tie_word_embeddings=True),
     "llama-3.2-3b": _llama3(28, 3072, 24, 128, 8192, 32.0, tie_word_embeddings=True),
-    "qwen2.5-7b": _llama(
-        28,
-        3584,
-        28,
-        4,
-        128,
-        18_944,
-        architectures=["Qwen2ForCausalLM"],
-        model_type="qwen2",
-        rms_norm_eps=1e-6,
-        vocab_size=152_064,
-        max_position_embeddings=32_768,
-        rope_theta=1_000_000.0,
-    ),
-    "mistral-small-24b": _llama(
-        40,
-        5120,
-        32,
-        8,
-        128,
-        32_768,
-        architectures=["MistralForCausalLM"],
-        model_type="mistral",
-        vocab_size=131_072,
-        max_position_embeddings=32_768,
-        rope_theta=100_000_000.0,
-        sliding_window=None,
-    ),
+    "llama-3.3-70b": _llama3(80, 8192, 64, 128, 28_672, 8.0),
+    "qwen2.5-0.5b": _qwen2(24, 896, 14, 2, 4864, vocab_size=151_936, tie_word_embeddings=True),
+    "qwen2.5-1.5b": _qwen2(28, 1536, 12, 2, 8960, vocab_size=151_936, tie_word_embeddings=True),
+    "qwen2.5-3b": _qwen2(36, 2048, 16, 2, 11_008, vocab_size=151_936, tie_word_embeddings=True),
+    "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18_944),
+    "qwen2.5-14b": _qwen2(48, 5120, 40, 8, 13_824),
+    "qwen2.5-32b": _qwen2(64, 5120, 40, 8, 27_648),
+    "mistral-7b": _mistral(32, 4096, 14_336, 32_768, 1_000_000.0),
+    "mistral-small-24b": _mistral(40, 5120, 32_768, 131_072, 100_000_000.0),
     "phi-4": _llama(
         40,
         5120,
@@ -228,17 +229,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_theta=10_000.0,
     ),
     "gemma-3-1b": _gemma3(26, 1152, 4, 1, 6912, 512, vocab_size=262_144, max_position_embeddings=32_768),
-    "gemma-3-4b": _gemma3(
-        34,
-        2560,
-        8,
-        4,
-        10_240,
-        1024,
-        vocab_size=262_208,
-        max_position_embeddings=131_072,
-        rope_scaling={"rope_type": "linear", "factor": 8.0},
-    ),
+    "gemma-3-4b": _gemma3(34, 2560, 8, 4, 10_240, 1024, **LONG_GEMMA3),
+    "gemma-3-12b": _gemma3(48, 3840, 16, 8, 15_360, 1024, **LONG_GEMMA3),
+    "gemma-3-27b": _gemma3(62, 5376, 32, 16, 21_504, 1024, **LONG_GEMMA3, head_dim=128, query_pre_attn_scalar=168),
     "qwen3-30b-a3b": _qwen3(
         48,
         2048,
@@ -254,19 +247,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         decoder_sparse_step=1,
         mlp_only_layers=[],
     ),
-    "mixtral-8x7b": _llama(
+    "mixtral-8x7b": _mistral(
         32,
         4096,
-        32,
-        8,
-        128,
         14_336,
+        32_000,
+        1_000_000.0,
         architectures=["MixtralForCausalLM"],
         model_type="mixtral",
-        vocab_size=32_000,
-        max_position_embeddings=32_768,
-        rope_theta=1_000_000.0,
-        sliding_window=None,
         num_local_experts=8,
         num_experts_per_tok=2,
     ),
