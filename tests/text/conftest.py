@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.text.gguf_tokenizer import parts_from_metadata
-from octavo.text.sentencepiece_vocab import CONTROL, NORMAL
+from octavo.text.sentencepiece_model import CONTROL, NORMAL
 from octavo.text.token_bytes import byte_level_alphabet
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 

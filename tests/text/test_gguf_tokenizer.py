@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import CheckpointError
-from octavo.text import sentencepiece_vocab
-from octavo.text.gguf_tokenizer import parts_from_metadata
-from octavo.text.pre_tokenizers import word_rule
-from octavo.text.sentencepiece_vocab import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from octavo.text import sentencepiece_model
+from octavo.text.gguf_tokenizer import parts_from_metadata, word_rule
+from octavo.text.sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 from .conftest import build, byte_level_metadata
 
@@ -149,7 +148,7 @@ def test_bad_metadata_is_refused_by_file_and_key(changes: dict[str, Any], messag
 
 
 def test_pieces_that_can_be_merged_in_too_many_ways_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sentencepiece_vocab, "MAX_MERGES", 20)
+    monkeypatch.setattr(sentencepiece_model, "MAX_MERGES", 20)
     few, many = (["<unk>", *("a" * count for count in range(1, longest))] for longest in (6, 8))
     for tokens in few, many:
         given = {"model": "llama", "tokens": tokens, "scores": [0.0] * len(tokens), "token_type": None}

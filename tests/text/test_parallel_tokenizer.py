@@ -12,8 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
 from octavo.text import tokenizer as tokenizing
-from octavo.text.gguf_tokenizer import parts_from_metadata
-from octavo.text.pre_tokenizers import WORD_RULES
+from octavo.text.gguf_tokenizer import WORD_RULES, parts_from_metadata
 from octavo.text.tokenizer import MIN_CHUNK, ParallelTokenizer, Tokenizer, encode_texts
 from tests.text.conftest import SPECIAL, byte_level_metadata
 

@@ -64,8 +64,8 @@ class WeightFormat:
         return torch.float16 if self.packs and self.is_quantised and self.device.type == "cpu" else self.dtype
 
 
-class LinearWeight(Protocol):
-    """A matrix [N, K] that a kernel computes with."""
+class Sized(Protocol):
+    """Numbers of one format in memory."""
 
     @property
     def format(self) -> str:
@@ -73,9 +73,11 @@ class LinearWeight(Protocol):
         ...
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the weight."""
-        ...
+    def num_bytes(self) -> int: ...
+
+
+class LinearWeight(Sized, Protocol):
+    """A matrix [N, K] that a kernel computes with."""
 
     @property
     def dense_NK(self) -> Tensor | None:
@@ -180,14 +182,8 @@ class DenseWeight:
         return ops.embedding(ids_T, self.weight_NK, self.dtype)
 
 
-class Packed(Protocol):
+class Packed(Sized, Protocol):
     """A matrix [N, K] in the form of a product's kernel."""
-
-    @property
-    def format(self) -> str: ...
-
-    @property
-    def num_bytes(self) -> int: ...
 
     def rows(self, ids_T: Tensor) -> Tensor:
         """Dense rows [T, K] by index, in any dtype."""
@@ -298,16 +294,6 @@ class DenseStored(StoredWeight):
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
-
-
-class Sized(Protocol):
-    """Numbers of one format in memory."""
-
-    @property
-    def format(self) -> str: ...
-
-    @property
-    def num_bytes(self) -> int: ...
 
 
 def bytes_by_format(weights: Iterable[Sized]) -> Counter[str]:
