@@ -26,7 +26,7 @@ from octavo.ops.collective import Collective
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads
-from octavo.ops.linear import LowRankStack
+from octavo.ops.linear import Fused, LowRankStack
 from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, Routing
 from octavo.ops.recurrence import StateRows
 from octavo.ops.sampling import Adjustments, SampleParams
@@ -104,13 +104,13 @@ def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         x, norm = make.floats(T, K, dtype=dtype), make.floats(K, dtype=dtype)
         weight, bias = make.floats(200, K, dtype=dtype), make.floats(200, dtype=dtype)
         residual = make.floats(T, 200, dtype=dtype)
-        yield f"linear {T}x{K}", functools.partial(ops.linear, x, weight, bias, residual_TN=residual)
-        yield f"linear {T}x{K} gated", functools.partial(ops.linear, x, weight, None, norm, 1e-6, None, "silu")
+        yield f"linear {T}x{K}", functools.partial(ops.linear, x, weight, Fused(bias, residual_TN=residual))
+        yield f"linear {T}x{K} gated", functools.partial(ops.linear, x, weight, Fused(None, norm, 1e-6, None, "silu"))
     x, weight, norm = (make.floats(*shape, dtype=dtype) for shape in ((1, 4096), (2100, 4096), (4096,)))
-    yield "linear of a wide row", functools.partial(ops.linear, x, weight, None, norm, 1e-6)
+    yield "linear of a wide row", functools.partial(ops.linear, x, weight, Fused(None, norm, 1e-6))
     if dtype == torch.bfloat16:
         walk = GemvConfig(rows=4, block_k=2048, warps=4, programs=1)
-        yield "linear in a walk", functools.partial(gemv, x, weight, None, norm, 1e-6, None, None, walk)
+        yield "linear in a walk", functools.partial(gemv, x, weight, Fused(None, norm, 1e-6), walk)
     x, weight = make.floats(70, 96, dtype=dtype), make.floats(200, 96, dtype=dtype)
     yield "invariant linear", functools.partial(_invariantly, functools.partial(ops.linear, x, weight))
     heads = make.floats(5, 3, 24, dtype=dtype), make.floats(3, 40, 24, dtype=dtype)
@@ -125,31 +125,31 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     for number, T in itertools.product(PACKED, (1, 5, 33, 700)):
         weight = _groups(make, number, 208, 256)
         x, norm, residual = make.floats(T, 256, dtype=dtype), make.floats(256, dtype=dtype), make.floats(T, 208)
-        plain = functools.partial(ops.grouped_linear, x, weight, residual_TN=residual.to(dtype))
+        plain = functools.partial(ops.grouped_linear, x, weight, Fused(residual_TN=residual.to(dtype)))
         yield f"grouped_linear {number} {T}", plain
-        gated = functools.partial(ops.grouped_linear, x, weight, None, norm, 1e-6, None, "silu")
+        gated = functools.partial(ops.grouped_linear, x, weight, Fused(None, norm, 1e-6, None, "silu"))
         yield f"grouped_linear {number} {T} gated", gated
         yield f"invariant grouped_linear {number} {T}", functools.partial(_invariantly, plain)
     streamed: tuple[tuple[Number, int], ...] = (("int4", 128), ("uint4", 128), ("uint4", 32), ("int8", 16))
     for number, group in streamed:  # sizes that can be, with zeros and with minima
         weight, x, norm = _groups(make, number, 416, 1024, group), make.floats(1, 1024, dtype=dtype), make.floats(1024)
-        single = functools.partial(ops.grouped_linear, x, weight, None, norm.to(dtype), 1e-6, None, "silu")
+        single = functools.partial(ops.grouped_linear, x, weight, Fused(None, norm.to(dtype), 1e-6, None, "silu"))
         yield f"grouped_linear {number} {group} streamed", single
         yield f"grouped_output_mlp {number} {group}", _output_mlp(make, number, group, dtype)
     for number, T in itertools.product(PACKED[:2], (3, 33, 130)):  # whose copies overlap products
         weight, x = _groups(make, number, 416, 1024, 128), make.floats(T, 1024, dtype=dtype)
-        gated = functools.partial(ops.grouped_linear, x, weight, None, None, 0.0, None, "silu")
+        gated = functools.partial(ops.grouped_linear, x, weight, Fused(activation="silu"))
         yield f"grouped_linear {number} pipelined {T} gated", gated
         weight, x = _groups(make, number, 200, 1000, 1000), make.floats(T, 1000, dtype=dtype)
         yield f"grouped_linear {number} pipelined {T}", functools.partial(ops.grouped_linear, x, weight)
     eights = [ScaledValues(make.floats(208, 256).to(kind), make.floats(208, 1), 256) for kind in EIGHT_BITS]
     for scaled, T in itertools.product(eights, (1, 40, 90)):
         x, norm, residual = make.floats(T, 256, dtype=dtype), make.floats(256, dtype=dtype), make.floats(T, 208)
-        plain = functools.partial(ops.scaled_linear, x, scaled, residual_TN=residual.to(dtype))
+        plain = functools.partial(ops.scaled_linear, x, scaled, Fused(residual_TN=residual.to(dtype)))
         yield f"scaled_linear {T}", plain
         yield (
             f"scaled_linear {T} gated",
-            functools.partial(ops.scaled_linear, x, scaled, None, norm, 1e-6, None, "silu"),
+            functools.partial(ops.scaled_linear, x, scaled, Fused(None, norm, 1e-6, None, "silu")),
         )
         yield f"invariant scaled_linear {T}", functools.partial(_invariantly, plain)
     for T in (1, 3, 90):

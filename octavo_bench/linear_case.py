@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.errors import ConfigError
-from octavo.ops.linear import Activation
+from octavo.ops.linear import Activation, Fused
 from octavo_kernels.triton.linear.linear import run_linear
 from octavo_kernels.triton.linear.linear_configs import LinearConfig
 from octavo_kernels.triton.tuning.linear_uses import LinearUse
@@ -69,7 +69,7 @@ class LinearCase:
     def run(self, given: CaseOperands, weight_NK: Tensor, config: LinearConfig) -> Tensor:
         """The map in this configuration; it overwrites the residual."""
         x_TK, norm_K, residual_TN = given
-        return run_linear(x_TK, weight_NK, None, norm_K, EPS, residual_TN, self.activation, config)
+        return run_linear(x_TK, weight_NK, Fused(None, norm_K, EPS, residual_TN, self.activation), config)
 
     def error(self, T: int, weight_NK: Tensor, run: Callable[[CaseOperands], Tensor]) -> float:
         """Norm of the difference of what ``run`` gives from float64 over the norm of the result, for a few rows."""

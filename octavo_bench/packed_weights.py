@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.errors import ConfigError
 from octavo.ops.grouped_linear import Number, PackedGroups, takes_groups
+from octavo.ops.linear import Fused
 from octavo.ops.moe import GroupedExperts
 from octavo_bench import ceilings
 from octavo_bench.kernel_cases import layer_cases
@@ -186,7 +187,7 @@ class MapCase:
 
     def _run(self, weight: PackedGroups, given: CaseOperands) -> Tensor:
         x_TK, norm_K, residual_TN = given
-        return ops.grouped_linear(x_TK, weight, None, norm_K, EPS, residual_TN, self.case.activation)
+        return ops.grouped_linear(x_TK, weight, Fused(None, norm_K, EPS, residual_TN, self.case.activation))
 
 
 class OutputCase:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.norm import Norm, RMSNorm
-from octavo.ops.linear import Activation, compose
+from octavo.ops.linear import Activation, Fused, compose
 from octavo.quant.stored.stored_weight import LinearWeight
 
 
@@ -35,10 +35,15 @@ class Linear:
         activation: Activation | None = None,
     ) -> Tensor:
         """``act(norm(x) @ weight.T + bias) + residual``, see ``ops.linear``; ``residual`` may be overwritten."""
+        fused = self.fused(norm, residual, activation)
+        return (
+            self.weights[0].apply(x_TK, fused) if len(self.weights) == 1 else compose(x_TK, fused, self._side_by_side)
+        )
+
+    def fused(self, norm: RMSNorm | None, residual: Tensor | None, activation: Activation | None) -> Fused:
+        """These with the bias."""
         norm_K, eps = (None, 0.0) if norm is None else (norm.weight_D, norm.eps)
-        if len(self.weights) == 1:
-            return self.weights[0].apply(x_TK, self.bias_N, norm_K, eps, residual, activation)
-        return compose(x_TK, norm_K, eps, residual, activation, self._side_by_side)
+        return Fused(self.bias_N, norm_K, eps, residual, activation)
 
     def of_normed(self, x_TK: Tensor, norm: Norm | None, activation: Activation | None = None) -> Tensor:
         """``act(norm(x) @ weight.T + bias)`` with any norm, or none."""

@@ -99,8 +99,5 @@ class AdaptedLinear(Linear):
         groups: Sequence[RowGroup],
     ) -> Tensor:
         """Compute rows that all use an adapter: updates are added before the activation and the residual."""
-        norm_K, eps = (None, 0.0) if norm is None else (norm.weight_D, norm.eps)
-        plain = super().__call__
-        return compose(
-            x_TK, norm_K, eps, residual, activation, lambda normed_TK: ops.lora(plain(normed_TK), normed_TK, groups)
-        )
+        plain, fused = super().__call__, self.fused(norm, residual, activation)
+        return compose(x_TK, fused, lambda normed_TK: ops.lora(plain(normed_TK), normed_TK, groups))

@@ -100,11 +100,10 @@ class StackedLinear(AdaptedLinear):
         stack, adapters_T = self._stack, self._stacked_rows.adapters_T
         if stack is None or adapters_T is None:
             return Linear.__call__(self, x_TK, norm=norm, residual=residual, activation=activation)
-        norm_K, eps = (None, 0.0) if norm is None else (norm.weight_D, norm.eps)
         inner, outer = (residual, None) if activation is None else (None, residual)
 
         def multiply(h_TK: Tensor) -> Tensor:
             y_TN = Linear.__call__(self, h_TK, residual=inner)
             return ops.stacked_lora(y_TN, h_TK, adapters_T, stack)
 
-        return compose(x_TK, norm_K, eps, outer, activation, multiply)
+        return compose(x_TK, self.fused(norm, outer, activation), multiply)

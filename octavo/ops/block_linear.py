@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.dispatch import op, op_of_ids
-from octavo.ops.linear import Activation, compose
+from octavo.ops.linear import PLAIN, Fused, compose
 from octavo.weights.gguf.blocks import BlockTensor, Groups, split_groups
 
 # ---- block_linear
@@ -226,16 +226,8 @@ def _smallest_exact(scales: npt.NDArray[np.float32]) -> npt.NDArray[np.floating]
 
 
 @op
-def block_linear(
-    x_TK: Tensor,
-    packed: PackedBlocks,
-    bias_N: Tensor | None = None,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
-    """``act(rms_norm(x) @ weight.T + bias) + residual`` as ``ops.linear`` has it, all in float32.
+def block_linear(x_TK: Tensor, packed: PackedBlocks, fused: Fused = PLAIN) -> Tensor:
+    """``ops.linear``, all in float32.
 
     The reference is exact up to float32 rounding. Kernels may round each group of a row of activations to
     8 bits: an error of at most scale / 2 = max |x| / 254 for each activation of the group, so that::
@@ -248,9 +240,9 @@ def block_linear(
     """
 
     def multiply(normed_TK: Tensor) -> Tensor:
-        return functional.linear(normed_TK, packed.unpack(), bias_N)
+        return functional.linear(normed_TK, packed.unpack(), fused.bias_N)
 
-    return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
+    return compose(x_TK, fused, multiply)
 
 
 # ---- block_embedding: Embedding lookup in a table of quantised blocks. Shapes: T tokens, D model, V vocabulary, P

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.dispatch import op
-from octavo.ops.linear import Activation, compose
+from octavo.ops.linear import PLAIN, Activation, Fused, compose
 
 # ---- grouped_linear
 #
@@ -177,26 +177,18 @@ def _smallest_exact(scales: Tensor) -> Tensor:
 
 
 @op
-def grouped_linear(
-    x_TK: Tensor,
-    packed: PackedGroups,
-    bias_N: Tensor | None = None,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
-    """``act(rms_norm(x) @ weight.T + bias) + residual`` as ``ops.linear`` has it, in the dtype of x.
+def grouped_linear(x_TK: Tensor, packed: PackedGroups, fused: Fused = PLAIN) -> Tensor:
+    """``ops.linear``, in the dtype of x.
 
     Activations keep their dtype: only the weight is quantised. Kernels may round scales and minima to the dtype of x,
     and then the entries of the weight, or multiply the rounding of float32 sums by 30. Numbers must be finite.
     """
 
     def multiply(normed_TK: Tensor) -> Tensor:
-        bias = None if bias_N is None else bias_N.float()
+        bias = None if fused.bias_N is None else fused.bias_N.float()
         return functional.linear(normed_TK.float(), packed.unpack(), bias).to(x_TK.dtype)
 
-    return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
+    return compose(x_TK, fused, multiply)
 
 
 # ---- grouped_output_mlp: What follows attention in a layer whose weights are stored in numbers of 4 or 8 bits.
@@ -219,6 +211,6 @@ def grouped_output_mlp(
 
     For few rows a kernel may do it at once. Weights: ``output`` [D, A], ``gate_up`` [2 F, D], ``down`` [D, F].
     """
-    x_TD = grouped_linear(attended_TA, output, residual_TN=x_TD)
-    inner_TF = grouped_linear(x_TD, gate_up, norm_K=norm_D, eps=eps, activation=activation)
-    return grouped_linear(inner_TF, down, residual_TN=x_TD)
+    x_TD = grouped_linear(attended_TA, output, Fused(residual_TN=x_TD))
+    inner_TF = grouped_linear(x_TD, gate_up, Fused(norm_K=norm_D, eps=eps, activation=activation))
+    return grouped_linear(inner_TF, down, Fused(residual_TN=x_TD))

@@ -13,46 +13,53 @@ from octavo.ops.activation import gelu_and_mul, silu_and_mul
 from octavo.ops.dispatch import op
 from octavo.ops.norms import rms_norm
 
-# ---- linear: A linear map with an optional preceding norm, and bias, activation and residual. Shapes: T tokens, K
-# inputs, N outputs.
+# ---- linear: A linear map, with what can be fused with it. Shapes: T tokens, K inputs, N outputs.
 
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
+class Fused(NamedTuple):
+    """What a linear map does besides its product: ``act(rms_norm(x) @ weight.T + bias) + residual``.
+
+    What is ``None`` is left out.
+    """
+
+    bias_N: Tensor | None = None
+    norm_K: Tensor | None = None
+    """The weight of an RMSNorm of x."""
+    eps: float = 0.0
+    """Of the norm."""
+    residual_TN: Tensor | None = None
+    """May be overwritten and returned."""
+    activation: Activation | None = None
+    """Gated: the N outputs are N / 2 gates, then N / 2 ups, and the result is ``act(gate) * up``, [T, N / 2]."""
+
+    def width(self, N: int) -> int:
+        """Columns of the result of a map of N outputs."""
+        return N if self.activation is None else N // 2
+
+
+PLAIN = Fused()
+
+
 @op
-def linear(
-    x_TK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None = None,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
-    """``act(rms_norm(x) @ weight.T + bias) + residual``, all of one dtype, sums in float32 at least.
+def linear(x_TK: Tensor, weight_NK: Tensor, fused: Fused = PLAIN) -> Tensor:
+    """``x @ weight.T`` with what is fused, all of one dtype, sums in float32 at least.
 
     On a CPU the weight may also be of 16 bits with everything else in float32.
-    Arguments that are ``None`` are left out. ``norm_K`` is the weight of an RMSNorm with ``eps``. Activations are
-    gated: the N outputs are N / 2 gates, then N / 2 ups, and the result is ``act(gate) * up``, [T, N / 2].
-    ``residual`` may be overwritten and returned.
     """
 
     def multiply(normed_TK: Tensor) -> Tensor:
-        return functional.linear(normed_TK, weight_NK.to(x_TK.dtype), bias_N)
+        return functional.linear(normed_TK, weight_NK.to(x_TK.dtype), fused.bias_N)
 
-    return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
+    return compose(x_TK, fused, multiply)
 
 
-def compose(
-    x_TK: Tensor,
-    norm_K: Tensor | None,
-    eps: float,
-    residual_TN: Tensor | None,
-    activation: Activation | None,
-    multiply: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Apply norm, bias, activation and residual around ``multiply``, one op each; for kernels without fusion."""
+def compose(x_TK: Tensor, fused: Fused, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply norm, activation and residual around ``multiply``, which adds the bias, one op each; for kernels without
+    fusion."""
+    _, norm_K, eps, residual_TN, activation = fused
     y_TN = multiply(x_TK if norm_K is None else rms_norm(x_TK, norm_K, eps))
     if activation is not None:
         y_TN = silu_and_mul(y_TN) if activation == "silu" else gelu_and_mul(y_TN, activation == "gelu_tanh")

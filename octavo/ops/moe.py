@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.ops.dispatch import op
 from octavo.ops.elementwise import sigmoid
 from octavo.ops.grouped_linear import TILE, PackedGroups
-from octavo.ops.linear import Activation, linear
+from octavo.ops.linear import Activation, Fused, linear
 from octavo.ops.norms import rms_norm
 
 # ---- route: The norm and the router of a mixture of experts: which experts a token uses, and the weight of each
@@ -165,10 +165,10 @@ def sum_over_experts(
 def _expert(x_RD: Tensor, index: int, experts: Experts) -> Tensor:
     up_bias, down_bias = (None if b is None else b[index] for b in (experts.gate_up_bias, experts.down_bias))
     if isinstance(experts.activation, str):
-        gated_RF = linear(x_RD, experts.gate_up[index], up_bias, activation=experts.activation)
+        gated_RF = linear(x_RD, experts.gate_up[index], Fused(up_bias, activation=experts.activation))
     else:
-        gated_RF = experts.activation(linear(x_RD, experts.gate_up[index], up_bias))
-    return linear(gated_RF, experts.down[index], down_bias)
+        gated_RF = experts.activation(linear(x_RD, experts.gate_up[index], Fused(up_bias)))
+    return linear(gated_RF, experts.down[index], Fused(down_bias))
 
 
 # ---- grouped_moe: Mixture of experts whose weights are packed groups. Shapes: T tokens, D model, X experts, S chosen
@@ -222,10 +222,10 @@ def grouped_moe(
         gate_up, down = (_own(packed, index, experts.num_experts, x_RD) for packed in (experts.gate_up, experts.down))
         up_bias, down_bias = (None if b is None else b[index] for b in (experts.gate_up_bias, experts.down_bias))
         if isinstance(experts.activation, str):
-            gated_RF = linear(x_RD, gate_up, up_bias, activation=experts.activation)
+            gated_RF = linear(x_RD, gate_up, Fused(up_bias, activation=experts.activation))
         else:
-            gated_RF = experts.activation(linear(x_RD, gate_up, up_bias))
-        return linear(gated_RF, down, down_bias)
+            gated_RF = experts.activation(linear(x_RD, gate_up, Fused(up_bias)))
+        return linear(gated_RF, down, Fused(down_bias))
 
     return sum_over_experts(x_TD, ids_TS, shares_TS, experts.num_experts, expert, residual_TD)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.dispatch import op
-from octavo.ops.linear import Activation, compose
+from octavo.ops.linear import PLAIN, Fused, compose
 
 LANES = 16
 """A group's number of inputs is a multiple of this, unless the group is a whole row."""
@@ -46,16 +46,8 @@ class ScaledValues:
 
 
 @op
-def scaled_linear(
-    x_TK: Tensor,
-    weight: ScaledValues,
-    bias_N: Tensor | None = None,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
-    """``act(rms_norm(x) @ weight.T + bias) + residual`` as ``ops.linear`` has it, in the dtype of x.
+def scaled_linear(x_TK: Tensor, weight: ScaledValues, fused: Fused = PLAIN) -> Tensor:
+    """``ops.linear``, in the dtype of x.
 
     Kernels may round each row of x, after the norm, to numbers of the weight's type and a scale; those for CPUs, which
     take no int8, do not. There, a row of the result is bitwise a function of that row of ``x`` alone.
@@ -63,7 +55,7 @@ def scaled_linear(
 
     def multiply(normed_TK: Tensor) -> Tensor:
         ids_N = torch.arange(len(weight.values_NK), device=x_TK.device)
-        bias = None if bias_N is None else bias_N.float()
+        bias = None if fused.bias_N is None else fused.bias_N.float()
         return functional.linear(normed_TK.float(), weight.rows(ids_N), bias).to(x_TK.dtype)
 
-    return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
+    return compose(x_TK, fused, multiply)

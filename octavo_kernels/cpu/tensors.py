@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.ops.linear import Fused
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.vector_ir import BFLOAT16, FLOAT16, FLOAT32, LANES
 
@@ -36,19 +37,13 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def check_linear(
-    op: str,
-    K: int,
-    weight_shape: Sequence[int],
-    bias_N: Tensor | None,
-    norm_K: Tensor | None,
-    residual_TN: Tensor | None,
-    out_shape: tuple[int, int],
-) -> None:
+def check_linear(op: str, x_TK: Tensor, weight_shape: Sequence[int], fused: Fused) -> None:
     """Raise ``ValueError`` when the shapes of a linear map's arguments do not match."""
-    N, K_weight = weight_shape
+    (T, K), (N, K_weight) = x_TK.shape, weight_shape
+    residual_shape = T, fused.width(N)
     if K_weight != K:
         raise ValueError(f"{op}: x has {K} columns, the weight takes {K_weight}")
-    for name, x, shape in (("bias", bias_N, (N,)), ("norm", norm_K, (K,)), ("residual", residual_TN, out_shape)):
+    given = ("bias", fused.bias_N, (N,)), ("norm", fused.norm_K, (K,)), ("residual", fused.residual_TN, residual_shape)
+    for name, x, shape in given:
         if x is not None and (x.shape != shape or not x.is_contiguous()):
             raise ValueError(f"{op}: {name} must be contiguous, of shape {list(shape)}; it has {list(x.shape)}")

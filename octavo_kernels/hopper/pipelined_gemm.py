@@ -37,7 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
-from octavo.ops.linear import Activation
+from octavo.ops.linear import Fused
 from octavo_kernels.hopper.pipelined_configs import ALIGNMENT, BOX_BYTES, MOST_PROGRAMS, UNIT, PipelinedConfig
 from octavo_kernels.hopper.pipelined_epilogue import end_tile
 from octavo_kernels.hopper.pipelined_producer import produce
@@ -51,22 +51,14 @@ from octavo_kernels.triton.launch import counters, launch
 _TILE, _WORDS, _UNIT = gl.constexpr(TILE), gl.constexpr(WORDS), gl.constexpr(UNIT)
 
 
-def pipelined_gemm(
-    x_TK: Tensor,
-    packed: PackedGroups,
-    bias_N: Tensor | None,
-    residual_TN: Tensor | None,
-    activation: Activation | None,
-    config: PipelinedConfig,
-) -> Tensor:
+def pipelined_gemm(x_TK: Tensor, packed: PackedGroups, fused: Fused, config: PipelinedConfig) -> Tensor:
     """``ops.grouped_linear`` without norm and order; the residual is overwritten and returned.
 
     For products that ``pipelined_configs`` takes, and any number of rows: copies fill a tile up with zeros, and only
     rows that there are have results. Rows and residual are contiguous.
     """
-    T, N = len(x_TK), packed.shape[0]
-    outputs = N if activation is None else N // 2
-    out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
+    bias_N, _, _, residual_TN, activation = fused
+    out_TN = x_TK.new_empty(len(x_TK), fused.width(packed.shape[0])) if residual_TN is None else residual_TN
     _multiply(x_TK, packed, bias_N, residual_TN, None, activation_of(activation), out_TN, None, config)
     return out_TN
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
+from octavo.ops.linear import Fused
 from octavo_kernels.hopper.streamed_configs import StreamedConfig
 from octavo_kernels.hopper.streamed_tiles import (
     add_chunks,
@@ -40,20 +41,11 @@ from octavo_kernels.triton.launch import launch, num_multiprocessors
 _TILE, _WORDS = gl.constexpr(TILE), gl.constexpr(WORDS)
 
 
-def streamed_gemv(
-    x_1K: Tensor,
-    packed: PackedGroups,
-    bias_N: Tensor | None,
-    norm_K: Tensor | None,
-    eps: float,
-    residual_1N: Tensor | None,
-    activation: str | None,
-    config: StreamedConfig,
-) -> Tensor:
+def streamed_gemv(x_1K: Tensor, packed: PackedGroups, fused: Fused, config: StreamedConfig) -> Tensor:
     """``ops.grouped_linear`` for what ``streamed_configs.takes``, without order; the residual is overwritten and
     returned."""
-    N, K = packed.shape
-    outputs = N if activation is None else N // 2
+    bias_N, norm_K, eps, residual_1N, activation = fused
+    outputs, K = fused.width(packed.shape[0]), packed.shape[1]
     out_1N = x_1K.new_empty(1, outputs) if residual_1N is None else residual_1N
     offset, tiles = offset_of(packed, x_1K.dtype), outputs // TILE
     launch(

@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops.attention import GroupRows, LayerCache, PagedRows
 from octavo.ops.latent_attention import LatentHeads
+from octavo.ops.linear import Fused
 from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -70,7 +71,7 @@ class Chain:
         for (query, key, output), heads, cache in self.layers:
             q, kv = ops.linear(x, query), ops.linear(x, key)
             out_TNV = ops.latent_attention(q, kv, heads, *self.angles, cache, self.rows)
-            x = ops.linear(out_TNV.flatten(1), output, residual_TN=x)
+            x = ops.linear(out_TNV.flatten(1), output, Fused(residual_TN=x))
         return x
 
 

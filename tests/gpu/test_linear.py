@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.ops.linear import Fused
 from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -33,9 +34,11 @@ class Chain:
         self.x_TD.copy_(self.start_TD)
         x = self.x_TD
         for qkv, o, gate_up, down in self.layers:
-            attended = linear(x, qkv, norm_K=self.norm_D, eps=1e-6)
-            x = linear(attended, o, residual_TN=x)
-            x = linear(linear(x, gate_up, norm_K=self.norm_D, eps=1e-6, activation="silu"), down, residual_TN=x)
+            attended = linear(x, qkv, Fused(norm_K=self.norm_D, eps=1e-6))
+            x = linear(attended, o, Fused(residual_TN=x))
+            x = linear(
+                linear(x, gate_up, Fused(norm_K=self.norm_D, eps=1e-6, activation="silu")), down, Fused(residual_TN=x)
+            )
         return x
 
 
@@ -51,6 +54,6 @@ def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
 
     x_TK, weight_NK = random(700, 1024), random(6144, 1024)
     with invariant():
-        whole = linear(x_TK, weight_NK, activation="silu")
+        whole = linear(x_TK, weight_NK, Fused(activation="silu"))
         for T in (1, 2, 16, 63, 64, 65, 300):
-            assert torch.equal(linear(x_TK[5 : 5 + T], weight_NK, activation="silu"), whole[5 : 5 + T])
+            assert torch.equal(linear(x_TK[5 : 5 + T], weight_NK, Fused(activation="silu")), whole[5 : 5 + T])

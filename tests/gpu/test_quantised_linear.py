@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.linear import Fused
 from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
 from tests.ops.triton.test_grouped_linear import GroupedCase, after_attention, random_groups
 from tests.ops.triton.test_linear import PARTS
@@ -57,10 +58,10 @@ class Chain:
         self.x_TD.copy_(self.start_TD)
         x = self.x_TD
         for qkv, o, gate_up, down in self.layers:
-            attended = grouped_linear(x, qkv, norm_K=self.norm_D, eps=1e-6)
-            x = grouped_linear(attended, o, residual_TN=x)
-            inner = grouped_linear(x, gate_up, norm_K=self.norm_D, eps=1e-6, activation="silu")
-            x = grouped_linear(inner, down, residual_TN=x)
+            attended = grouped_linear(x, qkv, Fused(norm_K=self.norm_D, eps=1e-6))
+            x = grouped_linear(attended, o, Fused(residual_TN=x))
+            inner = grouped_linear(x, gate_up, Fused(norm_K=self.norm_D, eps=1e-6, activation="silu"))
+            x = grouped_linear(inner, down, Fused(residual_TN=x))
         return x
 
 
@@ -176,9 +177,9 @@ def test_invariant_rows_have_the_same_bits_in_any_company() -> None:
     x_TK = torch.randn(700, 1024, device="cuda").bfloat16()
     packed = random_groups("cuda", "int4", 6144, 1024, 128)
     with invariant():
-        whole = grouped_linear(x_TK, packed, activation="silu")
+        whole = grouped_linear(x_TK, packed, Fused(activation="silu"))
         for T in (1, 2, 16, 63, 64, 65, 300):
-            assert torch.equal(grouped_linear(x_TK[5 : 5 + T], packed, activation="silu"), whole[5 : 5 + T])
+            assert torch.equal(grouped_linear(x_TK[5 : 5 + T], packed, Fused(activation="silu")), whole[5 : 5 + T])
 
 
 OUTPUT_MLPS: dict[str, tuple[str, int, bool, int, int, int]] = {

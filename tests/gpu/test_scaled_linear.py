@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.ops.linear import Fused
 from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
 from tests.models.test_architectures import SETTINGS
 from tests.models.test_quantised import PROMPT, checkpoint, logprobs
@@ -32,10 +33,10 @@ def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(number: 
     def run() -> Tensor:
         x = x_TD.copy_(start_TD)
         for qkv, o, gate_up, down in layers:
-            attended = scaled_linear(x, qkv, norm_K=norm_D, eps=EPS)
-            x = scaled_linear(attended, o, residual_TN=x)
-            inner = scaled_linear(x, gate_up, norm_K=norm_D, eps=EPS, activation="silu")
-            x = scaled_linear(inner, down, residual_TN=x)
+            attended = scaled_linear(x, qkv, Fused(norm_K=norm_D, eps=EPS))
+            x = scaled_linear(attended, o, Fused(residual_TN=x))
+            inner = scaled_linear(x, gate_up, Fused(norm_K=norm_D, eps=EPS, activation="silu"))
+            x = scaled_linear(inner, down, Fused(residual_TN=x))
         return x
 
     assert assert_a_graph_gives_the_same_bits(run, x_TD, replays=30).isfinite().all()

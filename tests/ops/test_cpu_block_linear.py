@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS, PackedBlocks, block_linear
+from octavo.ops.linear import Fused
 from octavo.weights.gguf.blocks import Groups, dequantize, split_groups
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import EVERY_KIND, needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
@@ -221,7 +222,7 @@ def test_columns_in_another_order_multiply_their_inputs() -> None:
     matrix = torch.empty(37, 192).index_copy_(1, packed.order.long(), plain.unpack())
     assert torch.equal(packed.unpack(), matrix)
     assert torch.equal(block_linear(x, packed), block_linear(x[:, packed.order], plain))
-    normed = block_linear(x, packed, None, norm, 1e-6)
-    assert torch.equal(block_linear(x[7:8], packed, None, norm, 1e-6), normed[7:8])
+    normed = block_linear(x, packed, Fused(norm_K=norm, eps=1e-6))
+    assert torch.equal(block_linear(x[7:8], packed, Fused(norm_K=norm, eps=1e-6)), normed[7:8])
     exact = (x.double() * (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt() * norm) @ matrix.double().T
     assert (normed - exact).norm() < 0.01 * exact.norm()

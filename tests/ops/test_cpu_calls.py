@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.block_linear import PackedBlocks
+from octavo.ops.linear import Fused
 from octavo_kernels.cpu.calls import Arena, recording
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
 
@@ -23,8 +24,10 @@ def test_a_recording_is_repeated_on_what_its_inputs_hold_by_then() -> None:
 
     def compute(x: Tensor) -> Tensor:
         for weight in weights:
-            h = ops.linear(x, weight, None, norm, 1e-5)
-            x = ops.linear(ops.block_linear(h, packed, activation="silu"), weight, residual_TN=x.view(3, 32))
+            h = ops.linear(x, weight, Fused(norm_K=norm, eps=1e-5))
+            x = ops.linear(
+                ops.block_linear(h, packed, Fused(activation="silu")), weight, Fused(residual_TN=x.view(3, 32))
+            )
         return x
 
     own = torch.zeros(3, 32)

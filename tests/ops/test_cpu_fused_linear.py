@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from octavo.ops import block_linear, linear, scaled_linear
 from octavo.ops.block_linear import PackedBlocks
-from octavo.ops.linear import Activation
+from octavo.ops.linear import Activation, Fused
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_values
 
@@ -30,17 +30,17 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dense(N: int) -> tuple[Apply, Tensor, float]:
     weight = torch.randn(N, K) * 0.2
-    return lambda x, *rest: linear(x, weight, *rest), weight, 2e-5
+    return lambda x, *rest: linear(x, weight, Fused(*rest)), weight, 2e-5
 
 
 def blocks(N: int) -> tuple[Apply, Tensor, float]:
     packed = PackedBlocks.pack(random_blocks("Q8_0", N, K))
-    return lambda x, *rest: block_linear(x, packed, *rest), packed.unpack(), 0.5
+    return lambda x, *rest: block_linear(x, packed, Fused(*rest)), packed.unpack(), 0.5
 
 
 def scaled(N: int) -> tuple[Apply, Tensor, float]:
     weight = random_values(N, K, 32)
-    return lambda x, *rest: scaled_linear(x, weight, *rest), weight.rows(torch.arange(N)), 2e-5
+    return lambda x, *rest: scaled_linear(x, weight, Fused(*rest)), weight.rows(torch.arange(N)), 2e-5
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

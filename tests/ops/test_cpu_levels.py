@@ -12,6 +12,7 @@ import torch
 
 from octavo.ops import block_linear, linear, scaled_linear
 from octavo.ops.block_linear import PackedBlocks
+from octavo.ops.linear import Fused
 from octavo_kernels.cpu.host import missing
 from tests.ops.cpu_cases import attended, needs_float_kernels, random_blocks, random_ordered, random_values
 
@@ -34,7 +35,7 @@ def products(kinds: list[str]) -> dict[str, torch.Tensor]:
     found, x, norm = {}, torch.randn(13, 256), torch.randn(256)
     for kind in kinds:
         packed = PackedBlocks.pack(random_blocks(kind, 64, 256))
-        found[kind] = block_linear(x, packed, None, norm, 1e-5, None, "silu")
+        found[kind] = block_linear(x, packed, Fused(norm_K=norm, eps=1e-5, activation="silu"))
     return found
 
 
@@ -42,7 +43,7 @@ def results() -> dict[str, torch.Tensor]:
     """What kernels with registers and instructions of their own for AVX2 compute."""
     found = products(["Q4_1", "Q8_0", "Q6_K", "Q5_1", "Q4_0"])
     x, norm = torch.randn(13, 256), torch.randn(256)
-    found["ordered"] = block_linear(x, random_ordered(64, 256), None, norm, 1e-5, None, "silu")
+    found["ordered"] = block_linear(x, random_ordered(64, 256), Fused(norm_K=norm, eps=1e-5, activation="silu"))
     found["dense"] = linear(x, torch.randn(37, 256))
     found["scaled"] = scaled_linear(x, random_values(37, 256, 128))
     for rows in (1, 2, 50):

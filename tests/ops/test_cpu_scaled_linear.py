@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo.ops import linear, scaled_linear
+from octavo.ops.linear import Fused
 from octavo.ops.scaled_linear import ScaledValues
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_values
@@ -39,19 +40,19 @@ def test_every_number_is_exact() -> None:
 def test_close_to_float64(shape: tuple[int, int], group: int, num_tokens: int) -> None:
     weight, bias, x = random_values(*shape, group), torch.randn(shape[0]), torch.randn(num_tokens, shape[1])
     exact = x.double() @ dense(weight).double().T + bias.double()
-    torch.testing.assert_close(scaled_linear(x, weight, bias).double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scaled_linear(x, weight, Fused(bias)).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("group", [320, 128])
 def test_a_row_does_not_depend_on_other_rows_or_on_threads(group: int) -> None:
     weight, bias, x = random_values(301, 320, group), torch.randn(301), torch.randn(64, 320)
-    alone = torch.cat([scaled_linear(row, weight, bias) for row in x[:, None]])
+    alone = torch.cat([scaled_linear(row, weight, Fused(bias)) for row in x[:, None]])
     try:
         for count in (1, 2, 3):
             threads.set_num_threads(count)
             for num_rows in range(1, 65):
                 start = (64 - num_rows) // 2
-                found = scaled_linear(x[start : start + num_rows], weight, bias)
+                found = scaled_linear(x[start : start + num_rows], weight, Fused(bias))
                 assert torch.equal(found, alone[start : start + num_rows]), num_rows
     finally:
         threads.set_num_threads(1)
@@ -60,7 +61,10 @@ def test_a_row_does_not_depend_on_other_rows_or_on_threads(group: int) -> None:
 def test_with_a_scale_of_a_power_of_two_it_is_linear() -> None:
     weight, x = random_values(64, 96, 96), torch.randn(7, 96)
     weight.scales_NG.fill_(0.25)
-    assert torch.equal(scaled_linear(x, weight, activation="silu"), linear(x, dense(weight), activation="silu"))
+    assert torch.equal(
+        scaled_linear(x, weight, Fused(activation="silu")),
+        linear(x, dense(weight), Fused(activation="silu")),
+    )
 
 
 def test_groups_that_do_not_fit_vectors_are_refused() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops import dispatch
-from octavo.ops.linear import Activation
+from octavo.ops.linear import Activation, Fused
 
 ATTENTION = importlib.import_module("octavo.ops.attention")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -75,7 +75,7 @@ def test_linear(with_bias: bool) -> None:
     x, weight = torch.randn(4, 10), torch.randn(3, 10)
     bias = torch.randn(3) if with_bias else None
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    assert_close(ops.linear(x, weight, bias), expected)
+    assert_close(ops.linear(x, weight, Fused(bias)), expected)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -91,7 +91,7 @@ def test_linear_with_all_that_stands_around_it(activation: Activation) -> None:
     else:
         acted = gate * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
     expected = acted * up + residual.double()
-    assert_close(ops.linear(x, weight, bias, norm, 1e-5, residual.clone(), activation), expected)
+    assert_close(ops.linear(x, weight, Fused(bias, norm, 1e-5, residual.clone(), activation)), expected)
 
 
 def test_store_kv_writes_its_slots_and_no_other() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.ops import dispatch
 from octavo.ops.block_linear import KINDS
+from octavo.ops.linear import Fused
 from octavo.quant.stored.blocks import BlockWeight, GgufStored
 from octavo.quant.stored.float4 import E2M1, Float4Stored
 from octavo.quant.stored.int_group_weight import GroupedStored
@@ -154,9 +155,9 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(kind: str) -> None:
     weight, x_TK, norm_K = FORMS[kind](48, K, 0), torch.randn(20, K), torch.rand(K)
     packed = weight.pack(WeightFormat(torch.float32, CPU, packs=True))
     assert packed is not None
-    together = packed.apply(x_TK, norm_K=norm_K, eps=1e-6)
+    together = packed.apply(x_TK, Fused(norm_K=norm_K, eps=1e-6))
     for t in (0, 7, 19):
-        assert torch.equal(packed.apply(x_TK[t : t + 1], norm_K=norm_K, eps=1e-6), together[t : t + 1])
+        assert torch.equal(packed.apply(x_TK[t : t + 1], Fused(norm_K=norm_K, eps=1e-6)), together[t : t + 1])
     normed_TK = x_TK.double() * (x_TK.double().square().mean(1, keepdim=True) + 1e-6).rsqrt() * norm_K
     exact = normed_TK @ weight.dense(FORM).double().T
     assert (together - exact).norm() < 0.01 * exact.norm()

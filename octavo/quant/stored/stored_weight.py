@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import CheckpointError
-from octavo.ops.linear import Activation
+from octavo.ops.linear import PLAIN, Fused
 from octavo.plugins import GPU
 
 Order = npt.NDArray[np.int64]
@@ -84,16 +84,8 @@ class LinearWeight(Sized, Protocol):
         """The matrix, if it is dense."""
         ...
 
-    def apply(
-        self,
-        x_TK: Tensor,
-        bias_N: Tensor | None = None,
-        norm_K: Tensor | None = None,
-        eps: float = 0.0,
-        residual_TN: Tensor | None = None,
-        activation: Activation | None = None,
-    ) -> Tensor:
-        """``act(rms_norm(x) @ weight.T + bias) + residual`` in the dtype of x; see ``ops.linear``."""
+    def apply(self, x_TK: Tensor, fused: Fused = PLAIN) -> Tensor:
+        """``x @ weight.T`` with what is fused, in the dtype of x; see ``ops.linear``."""
         ...
 
     def rows(self, ids_T: Tensor) -> Tensor:
@@ -167,16 +159,8 @@ class DenseWeight:
     def dense_NK(self) -> Tensor | None:
         return self.weight_NK.to(self.dtype or self.weight_NK.dtype)
 
-    def apply(
-        self,
-        x_TK: Tensor,
-        bias_N: Tensor | None = None,
-        norm_K: Tensor | None = None,
-        eps: float = 0.0,
-        residual_TN: Tensor | None = None,
-        activation: Activation | None = None,
-    ) -> Tensor:
-        return ops.linear(x_TK, self.weight_NK, bias_N, norm_K, eps, residual_TN, activation)
+    def apply(self, x_TK: Tensor, fused: Fused = PLAIN) -> Tensor:
+        return ops.linear(x_TK, self.weight_NK, fused)
 
     def rows(self, ids_T: Tensor) -> Tensor:
         return ops.embedding(ids_T, self.weight_NK, self.dtype)
@@ -214,16 +198,8 @@ class PackedWeight(Generic[P]):
     def dense_NK(self) -> Tensor | None:
         return None
 
-    def apply(
-        self,
-        x_TK: Tensor,
-        bias_N: Tensor | None = None,
-        norm_K: Tensor | None = None,
-        eps: float = 0.0,
-        residual_TN: Tensor | None = None,
-        activation: Activation | None = None,
-    ) -> Tensor:
-        return self.product(x_TK, self.packed, bias_N, norm_K, eps, residual_TN, activation)
+    def apply(self, x_TK: Tensor, fused: Fused = PLAIN) -> Tensor:
+        return self.product(x_TK, self.packed, fused)
 
     def rows(self, ids_T: Tensor) -> Tensor:
         return self.packed.rows(ids_T).to(self.dtype)
@@ -239,7 +215,7 @@ class OutlinedWeight:
     """About: packed scales may take two or four bytes."""
     dense_NK: Tensor | None = None
 
-    def apply(self, x_TK: Tensor, *_: object) -> Tensor:
+    def apply(self, x_TK: Tensor, fused: Fused = PLAIN) -> Tensor:
         raise NotImplementedError("an outline has no numbers")
 
     rows = apply

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
-from octavo.ops.linear import Activation, compose
+from octavo.ops.linear import PLAIN, Fused, compose
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
 from octavo_kernels.cpu.linear.block_dot import PAIR_FROM, add_large_parts, block_dot, take_apart, tokens_at_once
@@ -243,25 +243,18 @@ def _driver() -> int:
 
 
 @block_linear.kernel(device="cpu", name="numba", preference=10, supports=declines_activations)
-def block_linear_numba(
-    x_TK: Tensor,
-    packed: PackedBlocks,
-    bias_N: Tensor | None = None,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
+def block_linear_numba(x_TK: Tensor, packed: PackedBlocks, fused: Fused = PLAIN) -> Tensor:
     """See ``ops.block_linear``; activations become terms of 8 bits, with the error that its contract states."""
-    (T, K), N, G = x_TK.shape, packed.shape[0], packed.values.shape[1]
+    bias_N, norm_K, eps, residual_TN, activation = fused
+    T, N, G = len(x_TK), packed.shape[0], packed.values.shape[1]
     if activation not in GATES or (activation and N % (2 * PANEL)):
 
         def multiply(normed_TK: Tensor) -> Tensor:
-            return block_linear_numba(normed_TK, packed, bias_N)
+            return block_linear_numba(normed_TK, packed, Fused(bias_N))
 
-        return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
-    width = N // 2 if activation else N
-    check_linear("block_linear", K, packed.shape, bias_N, norm_K, residual_TN, (T, width))
+        return compose(x_TK, fused, multiply)
+    width = fused.width(N)
+    check_linear("block_linear", x_TK, packed.shape, fused)
     x = x_TK.contiguous()
     out_TN = residual_TN if residual_TN is not None else torch.empty(T, width)
     has_minima = int(packed.has_minima)

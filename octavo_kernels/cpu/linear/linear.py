@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import Activation, compose, linear
+from octavo.ops.linear import PLAIN, Fused, compose, linear
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
 from octavo_kernels.cpu.linear.dense_dot import TILES, dense_dot
@@ -132,48 +132,31 @@ def _driver() -> int:
 
 
 @linear.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
-def linear_numba(
-    x_TK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None = None,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
+def linear_numba(x_TK: Tensor, weight_NK: Tensor, fused: Fused = PLAIN) -> Tensor:
     """See ``ops.linear``."""
     if weight_NK.dtype != x_TK.dtype and (x_TK.dtype != torch.float32 or weight_NK.dtype not in FORMATS):
         raise ValueError(f"linear: x is of {x_TK.dtype}, the weight of {weight_NK.dtype}")
     N, K = weight_NK.shape
     rows = WeightRows(FORMATS[weight_NK.dtype], whole_vectors(weight_NK), (N, K))
-    return multiply_rows("linear", x_TK, rows, bias_N, norm_K, eps, residual_TN, activation)
+    return multiply_rows("linear", x_TK, rows, fused)
 
 
-def multiply_rows(
-    op: str,
-    x_TK: Tensor,
-    weight: WeightRows,
-    bias_N: Tensor | None,
-    norm_K: Tensor | None,
-    eps: float,
-    residual_TN: Tensor | None,
-    activation: Activation | None,
-) -> Tensor:
+def multiply_rows(op: str, x_TK: Tensor, weight: WeightRows, fused: Fused) -> Tensor:
     """``ops.linear`` with a weight in any number format. ``op`` is the name that errors give."""
+    bias_N, norm_K, eps, residual_TN, activation = fused
     T, (N, K) = len(x_TK), weight.shape
     if activation not in GATES or (activation and N % (2 * PANEL)):
 
         def multiply(normed_TK: Tensor) -> Tensor:
-            return multiply_rows(op, normed_TK, weight, bias_N, None, 0.0, None, None)
+            return multiply_rows(op, normed_TK, weight, Fused(bias_N))
 
-        return compose(x_TK, norm_K, eps, residual_TN, activation, multiply)
-    out_width = N // 2 if activation else N
-    check_linear(op, x_TK.shape[1], weight.shape, bias_N, norm_K, residual_TN, (T, out_width))
+        return compose(x_TK, fused, multiply)
+    check_linear(op, x_TK, weight.shape, fused)
     x = whole_vectors(x_TK.float())
     norm = None if norm_K is None else whole_vectors(norm_K.float())
     bias = None if bias_N is None else bias_N.float()
     residual = None if residual_TN is None else residual_TN.float()
-    out_TN = residual if residual is not None else torch.empty(T, out_width)
+    out_TN = residual if residual is not None else torch.empty(T, fused.width(N))
     width, group = x.shape[1], -(-weight.group // LANES) * LANES
     arguments = np.empty(1, ARGUMENTS)
     arguments[0] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import Activation
+from octavo.ops.linear import PLAIN, Fused
 from octavo.ops.scaled_linear import LANES, ScaledValues, scaled_linear
 from octavo_kernels.cpu.linear.linear import WeightRows, multiply_rows
 from octavo_kernels.cpu.tensors import declines_activations, whole_vectors
@@ -13,15 +13,7 @@ from octavo_kernels.cpu.vector_ir import E4M3
 
 
 @scaled_linear.kernel(device="cpu", name="numba", preference=10, supports=declines_activations)
-def scaled_linear_numba(
-    x_TK: Tensor,
-    weight: ScaledValues,
-    bias_N: Tensor | None = None,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
+def scaled_linear_numba(x_TK: Tensor, weight: ScaledValues, fused: Fused = PLAIN) -> Tensor:
     """See ``ops.scaled_linear``."""
     N, K = weight.values_NK.shape
     if weight.group % LANES and weight.group < K:
@@ -30,4 +22,4 @@ def scaled_linear_numba(
         raise ValueError(f"scaled_linear: a weight of {weight.values_NK.dtype}; it must be float8_e4m3fn")
     values = weight.values_NK.view(torch.uint8)
     rows = WeightRows(E4M3, whole_vectors(values), (N, K), weight.scales_NG.contiguous(), weight.group)
-    return multiply_rows("scaled_linear", x_TK, rows, bias_N, norm_K, eps, residual_TN, activation)
+    return multiply_rows("scaled_linear", x_TK, rows, fused)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.linear import PLAIN
 from octavo.ops.moe import SMALLEST_SUM, Routing, route
 from octavo_kernels.triton.launch import (
     after_predecessor,
@@ -197,7 +198,7 @@ def _logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
     (T, D), X = x_TD.shape, len(weight_XD)
     config, in_turn = invariant_config(T, X, D, x_TD.dtype)
     return skinny_gemm(
-        x_TD, weight_XD, None, None, 0.0, None, None, config, BLOCK_T, in_turn, out_dtype=torch.float32
+        x_TD, weight_XD, PLAIN, config, BLOCK_T, in_turn, out_dtype=torch.float32
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.grouped_linear import HALF, TILE, WORDS, PackedGroups, chunk_of
+from octavo.ops.linear import Fused
 from octavo_kernels.triton.grouped.grouped_numbers import entries, entry_assembly, word_rows
 from octavo_kernels.triton.launch import counters, launch, start_successor, wait_for_predecessor
 from octavo_kernels.triton.linear.skinny_gemm import GROUP as TILES_BESIDE
@@ -190,21 +191,15 @@ def parts_of(packed: PackedGroups) -> dict[str, Any]:
 
 
 def grouped_gemm(
-    x_TK: Tensor,
-    packed: PackedGroups,
-    bias_N: Tensor | None,
-    residual_TN: Tensor | None,
-    activation: str | None,
-    config: GroupedGemmConfig,
-    splits_in_turn: bool = False,
+    x_TK: Tensor, packed: PackedGroups, fused: Fused, config: GroupedGemmConfig, splits_in_turn: bool = False
 ) -> Tensor:
     """``ops.grouped_linear`` without norm and order; the residual is overwritten and returned.
 
     With ``splits_in_turn`` one program sums the splits of a tile one after the other, to the same bits. Raises
     ``AssertionError`` for more than MAX_TILES tiles that are split.
     """
-    (T, K), N = x_TK.shape, packed.shape[0]
-    outputs = N if activation is None else N // 2
+    bias_N, _, _, residual_TN, activation = fused
+    (T, K), outputs = x_TK.shape, fused.width(packed.shape[0])
     out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
     tiles = triton.cdiv(outputs, config.block_n) * triton.cdiv(T, config.block_t)
     is_split = config.splits > 1 and not splits_in_turn

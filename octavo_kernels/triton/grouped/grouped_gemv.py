@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.grouped_linear import TILE, WORDS, PackedGroups, chunk_of
+from octavo.ops.linear import Fused
 from octavo_kernels.triton.grouped.grouped_numbers import assembly, less, numbers, offset_of, word_rows
 from octavo_kernels.triton.launch import launch, no_pdl, prefetch_lines, start_successor, wait_for_predecessor
 from octavo_kernels.triton.linear.tile_epilogue import finish, residual_tile
@@ -238,24 +239,15 @@ def grouped_gemv_kernel(
     tl.store(out_ptr + at_out, y.to(out_ptr.dtype.element_ty), mask=mask_out)
 
 
-def grouped_gemv(
-    x_TK: Tensor,
-    packed: PackedGroups,
-    bias_N: Tensor | None,
-    norm_K: Tensor | None,
-    eps: float,
-    residual_TN: Tensor | None,
-    activation: str | None,
-    config: GroupedGemvConfig,
-) -> Tensor:
+def grouped_gemv(x_TK: Tensor, packed: PackedGroups, fused: Fused, config: GroupedGemvConfig) -> Tensor:
     """``ops.grouped_linear`` for up to MAX_ROWS rows, without order; a norm for one row of bfloat16 only.
 
     The residual is overwritten and returned.
     """
-    (T, K), N = x_TK.shape, packed.shape[0]
+    bias_N, norm_K, eps, residual_TN, activation = fused
+    (T, K), outputs = x_TK.shape, fused.width(packed.shape[0])
     assert T <= MAX_ROWS, f"{T} rows"
     assert norm_K is None or (T == 1 and x_TK.dtype == torch.bfloat16), f"{T} rows of {x_TK.dtype} with a norm"
-    outputs = N if activation is None else N // 2
     out_TN = x_TK.new_empty(T, outputs) if residual_TN is None else residual_TN
     offset = offset_of(packed, x_TK.dtype)
     with no_pdl() if config.release == "never" else contextlib.nullcontext():

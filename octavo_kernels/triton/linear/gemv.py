@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.linear import Fused
 from octavo_kernels.triton.activation import gated, squared_relu
 from octavo_kernels.triton.launch import (
     launch,
@@ -275,23 +276,14 @@ def walking_gemv_kernel(
         start_successor(PDL)
 
 
-def gemv(
-    x_1K: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    norm_K: Tensor | None,
-    eps: float,
-    residual_1N: Tensor | None,
-    activation: str | None,
-    config: GemvConfig,
-    scales_N: Tensor | None = None,
-) -> Tensor:
+def gemv(x_1K: Tensor, weight_NK: Tensor, fused: Fused, config: GemvConfig, scales_N: Tensor | None = None) -> Tensor:
     """``ops.linear`` for one row; the residual is overwritten and returned.
 
     ``scales_N``: float32, of the weight's rows.
     """
+    bias_N, norm_K, eps, residual_1N, activation = fused
     N, K = weight_NK.shape
-    outputs, rows = (N, config.rows) if activation is None else (N // 2, max(1, config.rows // 2))
+    outputs, rows = fused.width(N), config.rows if activation is None else max(1, config.rows // 2)
     tiles = triton.cdiv(outputs, rows)
     programs = config.programs * num_multiprocessors(x_1K.device)
     walks = 0 < programs < tiles

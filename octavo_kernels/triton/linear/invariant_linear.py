@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.ops.linear import Fused
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig, skinny_gemm
 
 BLOCK_T = 64
@@ -24,13 +25,11 @@ ENOUGH_PROGRAMS = 256
 MAX_SPLITS = 8
 
 
-def invariant_linear(
-    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None, activation: str | None
-) -> Tensor:
+def invariant_linear(x_TK: Tensor, weight_NK: Tensor, fused: Fused) -> Tensor:
     """``ops.linear`` without its norm, which is a kernel of its own here."""
     N, K = weight_NK.shape
-    config, in_turn = invariant_config(len(x_TK), N if activation is None else N // 2, K, x_TK.dtype)
-    return skinny_gemm(x_TK, weight_NK, bias_N, None, 0.0, residual_TN, activation, config, BLOCK_T, in_turn)
+    config, in_turn = invariant_config(len(x_TK), fused.width(N), K, x_TK.dtype)
+    return skinny_gemm(x_TK, weight_NK, fused, config, BLOCK_T, in_turn)
 
 
 def invariant_config(T: int, num_outputs: int, K: int, dtype: torch.dtype) -> tuple[SkinnyConfig, bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.ops.linear import Activation, linear
+from octavo.ops.linear import PLAIN, Fused, linear
 from octavo_kernels.triton.activation import gate_and_mul
 from octavo_kernels.triton.launch import declines_floats, is_compiling, is_invariant
 from octavo_kernels.triton.linear.gemv import GemvConfig, gemv
@@ -24,61 +24,63 @@ torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 @linear.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
-def linear_triton(
-    x_TK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None = None,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
+def linear_triton(x_TK: Tensor, weight_NK: Tensor, fused: Fused = PLAIN) -> Tensor:
     """See ``ops.linear``; the residual is overwritten and shares no memory with x. Raises ``ValueError`` for shapes
     or types that do not go together."""
     (T, K), (N, K_weight) = x_TK.shape, weight_NK.shape
     if K_weight != K or weight_NK.dtype != x_TK.dtype:
         raise ValueError(f"linear: x is {K} columns of {x_TK.dtype}, the weight {K_weight} of {weight_NK.dtype}")
-    if activation is not None and N % 2:
-        raise ValueError(f"linear: {N} outputs cannot be gates and as many ups, for activation {activation!r}")
+    check_gates("linear", N, fused)
     if T == 0:
-        return x_TK.new_empty(0, N if activation is None else N // 2)
-    note_call(x_TK, weight_NK, bias_N, norm_K, residual_TN, activation)
+        return x_TK.new_empty(0, fused.width(N))
+    note_call(x_TK, weight_NK, fused)
     config = None
     if x_TK.dtype != torch.float32 and not is_invariant():
-        config = config_for(T, N, K, activation is not None, x_TK.device)
-    return run_linear(x_TK, weight_NK, bias_N, norm_K, eps, residual_TN, activation, config)
+        config = config_for(T, N, K, fused.activation is not None, x_TK.device)
+    return run_linear(x_TK, weight_NK, fused, config)
 
 
-def run_linear(
-    x_TK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    norm_K: Tensor | None,
-    eps: float,
-    residual_TN: Tensor | None,
-    activation: Activation | None,
-    config: LinearConfig,
-) -> Tensor:
+def check_gates(op: str, N: int, fused: Fused) -> None:
+    """Raise ``ValueError`` if the outputs cannot be gates and ups."""
+    if fused.activation is not None and N % 2:
+        raise ValueError(f"{op}: {N} outputs cannot be gates and as many ups, for activation {fused.activation!r}")
+
+
+def contiguous(fused: Fused) -> Fused:
+    """With a contiguous residual."""
+    residual_TN = fused.residual_TN
+    if residual_TN is None or residual_TN.is_contiguous():
+        return fused
+    return fused._replace(residual_TN=residual_TN.contiguous())
+
+
+def normed(x_TK: Tensor, fused: Fused) -> tuple[Tensor, Fused]:
+    """x after the norm, and what is left to fuse."""
+    if fused.norm_K is None:
+        return x_TK, fused
+    return rms_norm_triton(x_TK, fused.norm_K, fused.eps), fused._replace(norm_K=None)
+
+
+def run_linear(x_TK: Tensor, weight_NK: Tensor, fused: Fused, config: LinearConfig) -> Tensor:
     """``ops.linear`` in this configuration, or in the one order of sums of ``invariant()``."""
     x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
-    residual_TN = None if residual_TN is None else residual_TN.contiguous()
+    fused = contiguous(fused)
     if isinstance(config, GemvConfig):
-        return gemv(x_TK, weight_NK, bias_N, norm_K, eps, residual_TN, activation, config)
+        return gemv(x_TK, weight_NK, fused, config)
     fuses_norm = isinstance(config, SkinnyConfig) and config.fuses_norm and x_TK.dtype == torch.bfloat16
-    if norm_K is not None and not fuses_norm:
-        x_TK, norm_K = rms_norm_triton(x_TK, norm_K, eps), None
+    if not fuses_norm:
+        x_TK, fused = normed(x_TK, fused)
     if config is not None:
         block_t = config.block_t or bucket_of(max(len(x_TK), 2))
         assert block_t, f"{config} does not say how many of {len(x_TK)} rows make a tile"
-        return skinny_gemm(x_TK, weight_NK, bias_N, norm_K, eps, residual_TN, activation, config, block_t)
+        return skinny_gemm(x_TK, weight_NK, fused, config, block_t)
     multiply = invariant_linear if is_invariant() else cublas_linear
-    return multiply(x_TK, weight_NK, bias_N, residual_TN, activation)
+    return multiply(x_TK, weight_NK, fused)
 
 
-def cublas_linear(
-    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None, activation: Activation | None
-) -> Tensor:
-    """The products by cuBLAS, which takes a residual, or else a bias, along."""
+def cublas_linear(x_TK: Tensor, weight_NK: Tensor, fused: Fused) -> Tensor:
+    """The products by cuBLAS, which takes a residual, or else a bias, along; without a norm."""
+    bias_N, _, _, residual_TN, activation = fused
     if is_compiling():  # there is nothing to compile in it
         y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
         return y_TN if activation is None else gate_and_mul(y_TN, activation)

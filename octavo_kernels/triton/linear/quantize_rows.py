@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.linear import Activation
+from octavo.ops.linear import Fused
 from octavo_kernels.triton.activation import gated
 from octavo_kernels.triton.launch import after_predecessor, launch
 
@@ -95,18 +95,10 @@ def _scaled(
     return y
 
 
-def finish_rows(
-    sums_TN: Tensor,
-    x_scales_T1: Tensor,
-    scales_N1: Tensor,
-    bias_N: Tensor | None,
-    residual_TN: Tensor | None,
-    activation: Activation | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def finish_rows(sums_TN: Tensor, x_scales_T1: Tensor, scales_N1: Tensor, fused: Fused, dtype: torch.dtype) -> Tensor:
     """``act(sums * x_scales * scales + bias) + residual``; the residual is overwritten and returned."""
-    T, N = sums_TN.shape
-    outputs = N if activation is None else N // 2
+    bias_N, _, _, residual_TN, activation = fused
+    T, outputs = len(sums_TN), fused.width(sums_TN.shape[1])
     out_TN = sums_TN.new_empty(T, outputs, dtype=dtype) if residual_TN is None else residual_TN
     grid = T, triton.cdiv(outputs, BLOCK)
     given = sums_TN, x_scales_T1, scales_N1, bias_N, residual_TN, out_TN

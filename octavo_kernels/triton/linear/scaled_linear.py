@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from octavo.ops.linear import Activation
+from octavo.ops.linear import PLAIN, Fused
 from octavo.ops.scaled_linear import ScaledValues, scaled_linear
 from octavo_kernels.triton.launch import is_compiling, is_invariant
 from octavo_kernels.triton.linear.gemv import GemvConfig, gemv
 from octavo_kernels.triton.linear.invariant_linear import BLOCK_T, invariant_config
+from octavo_kernels.triton.linear.linear import check_gates, contiguous
 from octavo_kernels.triton.linear.linear_configs import bucket_of
 from octavo_kernels.triton.linear.quantize_rows import finish_rows, quantize_rows
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig, skinny_gemm
@@ -45,15 +46,7 @@ def declines_scaled(dtype: torch.dtype) -> str | None:
 
 
 @scaled_linear.kernel(device="cuda", name="triton", preference=10, supports=declines_scaled)
-def scaled_linear_triton(
-    x_TK: Tensor,
-    weight: ScaledValues,
-    bias_N: Tensor | None = None,
-    norm_K: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    activation: Activation | None = None,
-) -> Tensor:
+def scaled_linear_triton(x_TK: Tensor, weight: ScaledValues, fused: Fused = PLAIN) -> Tensor:
     """See ``ops.scaled_linear``; for a scale per output. The residual is overwritten and shares no memory with x.
 
     Raises ``ValueError`` for shapes that do not go together.
@@ -61,22 +54,21 @@ def scaled_linear_triton(
     (T, K), (N, K_weight) = x_TK.shape, weight.values_NK.shape
     if K_weight != K or weight.group != K:
         raise ValueError(f"scaled_linear: x has {K} columns, the weight {K_weight} in groups of {weight.group}")
-    if activation is not None and N % 2:
-        raise ValueError(f"scaled_linear: {N} outputs cannot be gates and as many ups, for activation {activation!r}")
+    check_gates("scaled_linear", N, fused)
     if T == 0:
-        return x_TK.new_empty(0, N if activation is None else N // 2)
-    residual_TN = None if residual_TN is None else residual_TN.contiguous()
+        return x_TK.new_empty(0, fused.width(N))
+    x_TK, fused, is_gated = x_TK.contiguous(), contiguous(fused), fused.activation is not None
     if T == 1 and not is_invariant():
-        one = _of_bytes(Product(N, -(-K // 2), 1, activation is not None), x_TK.device)
+        one = _of_bytes(Product(N, -(-K // 2), 1, is_gated), x_TK.device)
         assert isinstance(one, GemvConfig)
-        given = x_TK.contiguous(), weight.values_NK, bias_N, norm_K, eps, residual_TN, activation
-        return gemv(*given, one, weight.scales_NG)
-    values_TK, x_scales_T1 = quantize_rows(x_TK.contiguous(), norm_K, eps, weight.values_NK.dtype)
+        return gemv(x_TK, weight.values_NK, fused, one, weight.scales_NG)
+    values_TK, x_scales_T1 = quantize_rows(x_TK, fused.norm_K, fused.eps, weight.values_NK.dtype)
+    fused = fused._replace(norm_K=None)
     if T > FEW_ROWS and not is_invariant() and K % LIBRARY_MULTIPLE == N % LIBRARY_MULTIPLE == 0:
-        return _by_library(values_TK, x_scales_T1, weight, bias_N, residual_TN, activation, x_TK.dtype)
-    config, block_t, in_turn = _config(T, N, K, activation is not None, x_TK.device)
+        return _by_library(values_TK, x_scales_T1, weight, fused, x_TK.dtype)
+    config, block_t, in_turn = _config(T, N, K, is_gated, x_TK.device)
     return skinny_gemm(
-        *(values_TK, weight.values_NK, bias_N, None, 0.0, residual_TN, activation, config, block_t, in_turn),
+        *(values_TK, weight.values_NK, fused, config, block_t, in_turn),
         out_dtype=x_TK.dtype,
         scales=(x_scales_T1, weight.scales_NG),
     )
@@ -102,13 +94,7 @@ def _of_bytes(product: Product, device: torch.device) -> GemvConfig | SkinnyConf
 
 
 def _by_library(
-    values_TK: Tensor,
-    x_scales_T1: Tensor,
-    weight: ScaledValues,
-    bias_N: Tensor | None,
-    residual_TN: Tensor | None,
-    activation: Activation | None,
-    dtype: torch.dtype,
+    values_TK: Tensor, x_scales_T1: Tensor, weight: ScaledValues, fused: Fused, dtype: torch.dtype
 ) -> Tensor:
     """The products by cuBLAS, which applies the scales of FP8 numbers where nothing else follows.
 
@@ -116,7 +102,8 @@ def _by_library(
     integers are exact, of 32 bits.
     """
     is_int8 = values_TK.dtype == torch.int8
-    is_last = not is_int8 and bias_N is None and residual_TN is None and activation is None and dtype == torch.bfloat16
+    is_bare = fused.bias_N is None and fused.residual_TN is None and fused.activation is None
+    is_last = is_bare and not is_int8 and dtype == torch.bfloat16
     if is_compiling():  # there is nothing to compile in it
         shape = len(values_TK), len(weight.values_NK)
         y_TN = x_scales_T1.new_empty(shape, dtype=torch.int32 if is_int8 else torch.bfloat16)
@@ -127,7 +114,7 @@ def _by_library(
     else:
         one = _one(values_TK.device)
         y_TN = _multiply(values_TK, weight.values_NK, one, one, ScalingType.TensorWise)
-    return y_TN if is_last else finish_rows(y_TN, x_scales_T1, weight.scales_NG, bias_N, residual_TN, activation, dtype)
+    return y_TN if is_last else finish_rows(y_TN, x_scales_T1, weight.scales_NG, fused, dtype)
 
 
 def _multiply(values_TK: Tensor, weight_NK: Tensor, x_scales: Tensor, scales: Tensor, kind: ScalingType) -> Tensor:

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.ops.linear import Fused
 from octavo_kernels.triton.launch import counters, launch, prefetch_lines, start_successor, wait_for_predecessor
 from octavo_kernels.triton.linear.tile_epilogue import add_splits, finish, residual_tile, store_split
 
@@ -228,11 +229,7 @@ def skinny_kernel(
 def skinny_gemm(
     x_TK: Tensor,
     weight_NK: Tensor,
-    bias_N: Tensor | None,
-    norm_K: Tensor | None,
-    eps: float,
-    residual_TN: Tensor | None,
-    activation: str | None,
+    fused: Fused,
     config: SkinnyConfig,
     block_t: int,
     splits_in_turn: bool = False,
@@ -246,8 +243,8 @@ def skinny_gemm(
     splits of a tile one after the other, to the same bits. The norm is fused whatever the configuration says. Raises
     ``AssertionError`` for more than MAX_TILES tiles that are split.
     """
-    (T, K), N = x_TK.shape, len(weight_NK)
-    outputs = N if activation is None else N // 2
+    bias_N, norm_K, eps, residual_TN, activation = fused
+    (T, K), outputs = x_TK.shape, fused.width(len(weight_NK))
     out_TN = x_TK.new_empty(T, outputs, dtype=out_dtype) if residual_TN is None else residual_TN
     tiles = triton.cdiv(outputs, config.block_n) * triton.cdiv(T, block_t)
     is_split = config.splits > 1 and not splits_in_turn

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import LARGEST_COPY, Number, PackedGroups
+from octavo.ops.linear import Fused
 from octavo_kernels.hopper.pipelined_configs import pipelined_configs
 from octavo_kernels.hopper.streamed_configs import streamed_configs
 from octavo_kernels.triton.grouped.grouped_configs import ROW_BUCKETS, TABLE, GroupedConfig, config_for, key_of
@@ -92,4 +93,4 @@ class GroupedUse(ProductUse):
 
     def run(self, given: Operands, weight: PackedGroups, config: GroupedConfig) -> Tensor:
         x_TK, bias_N, norm_K, residual_TN = given
-        return run_grouped(x_TK, weight, bias_N, norm_K, EPS, residual_TN, self.activation, config)
+        return run_grouped(x_TK, weight, Fused(bias_N, norm_K, EPS, residual_TN, self.activation), config)

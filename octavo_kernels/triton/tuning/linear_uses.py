@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.ops.linear import Fused
 from octavo_kernels.triton.linear.linear import run_linear
 from octavo_kernels.triton.linear.linear_configs import ROW_BUCKETS, TABLE, LinearConfig, config_for, key_of
 from octavo_kernels.triton.linear.skinny_gemm import SkinnyConfig
@@ -61,4 +62,4 @@ class LinearUse(ProductUse):
 
     def run(self, given: Operands, weight: Tensor, config: LinearConfig) -> Tensor:
         x_TK, bias_N, norm_K, residual_TN = given
-        return run_linear(x_TK, weight, bias_N, norm_K, EPS, residual_TN, self.activation, config)
+        return run_linear(x_TK, weight, Fused(bias_N, norm_K, EPS, residual_TN, self.activation), config)

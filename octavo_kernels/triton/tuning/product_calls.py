@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups
-from octavo.ops.linear import Activation
+from octavo.ops.linear import Activation, Fused
 from octavo_kernels.triton.launch import launching_nothing
 
 
@@ -47,16 +47,9 @@ def is_collecting() -> bool:
     return _calls.get() is not None
 
 
-def note_call(
-    x_TK: Tensor,
-    weight: Tensor | PackedGroups,
-    bias_N: Tensor | None,
-    norm_K: Tensor | None,
-    residual_TN: Tensor | None,
-    activation: Activation | None,
-) -> None:
+def note_call(x_TK: Tensor, weight: Tensor | PackedGroups, fused: Fused) -> None:
     """Note a call, where calls are collected."""
     found = _calls.get()
     if found is not None:
-        given = norm_K is not None, residual_TN is not None, bias_N is not None
-        found.append(ProductCall(weight, x_TK.dtype, *given, activation))
+        has_norm, has_residual, has_bias = (x is not None for x in (fused.norm_K, fused.residual_TN, fused.bias_N))
+        found.append(ProductCall(weight, x_TK.dtype, has_norm, has_residual, has_bias, fused.activation))

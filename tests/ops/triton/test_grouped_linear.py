@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.grouped_linear import PackedGroups, grouped_linear
+from octavo.ops.linear import PLAIN, Fused
 from octavo_kernels.triton import launch
 from octavo_kernels.triton.config_tables import FOLDER, ConfigTable
 from octavo_kernels.triton.grouped import grouped_configs, grouped_gemv
@@ -174,7 +175,7 @@ def test_every_code_is_exact(device: str, number: str, dtype: torch.dtype) -> No
     one_hot = torch.eye(256, device=device, dtype=dtype)
     for config in (CONFIGS["gemv"], CONFIGS["gemm"]):
         for rows in one_hot.split(8):
-            found = run_grouped(rows, packed, None, None, 0.0, None, None, config)
+            found = run_grouped(rows, packed, PLAIN, config)
             assert torch.equal(found.float(), (rows.float() @ packed.unpack().T).to(dtype).float())
 
 
@@ -202,10 +203,10 @@ def test_invariant_rows_have_the_same_bits_in_any_company(
     with invariant():
         whole = grouped_linear_triton(*case.arguments())
         case.check(whole)
-        x, packed, bias, norm, eps, residual, activation = case.arguments()
+        x, packed, fused = case.arguments()
         for rows in (slice(0, 1), slice(3, 5), slice(2, 66)):
-            own = None if residual is None else residual[rows].clone()
-            found = grouped_linear_triton(x[rows], packed, bias, norm, eps, own, activation)
+            own = None if fused.residual_TN is None else fused.residual_TN[rows].clone()
+            found = grouped_linear_triton(x[rows], packed, fused._replace(residual_TN=own))
             assert torch.equal(found, whole[rows])
 
 
@@ -236,7 +237,7 @@ def test_what_does_not_go_together_is_refused(device: str) -> None:
     with pytest.raises(ValueError, match="x has 64 columns, the weight 128"):
         grouped_linear_triton(torch.zeros(2, 64, device=device).bfloat16(), packed)
     with pytest.raises(ValueError, match="5 outputs cannot be gates and as many ups"):
-        grouped_linear_triton(torch.zeros(2, 128, device=device).bfloat16(), packed, activation="silu")
+        grouped_linear_triton(torch.zeros(2, 128, device=device).bfloat16(), packed, Fused(activation="silu"))
 
 
 def test_a_device_uses_its_table(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +265,7 @@ def test_release_never_launches_without_overlap(release: str, monkeypatch: pytes
     x, packed = torch.ones(1, 128).bfloat16(), random_groups("cpu", "int4", 32, 128, 32)
     token = launch._pdl.set(True)
     try:
-        run_grouped(x, packed, None, None, 0.0, None, None, GroupedGemvConfig(16, 4, 4, 2, release))
+        run_grouped(x, packed, PLAIN, GroupedGemvConfig(16, 4, 4, 2, release))
     finally:
         launch._pdl.reset(token)
     assert [options["PDL"] for options in launches] == [options["launch_pdl"] for options in launches]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.ops.linear import Fused
 from octavo_kernels.triton.launch import counters, invariant
 from octavo_kernels.triton.linear import invariant_linear
 from octavo_kernels.triton.linear.gemv import GemvConfig
@@ -72,7 +73,7 @@ class Case:
 
     def arguments(self) -> tuple[Any, ...]:
         residual = None if self.residual_TN is None else self.residual_TN.clone()
-        return self.x_TK, self.weight_NK, self.bias_N, self.norm_K, EPS, residual, self.activation
+        return self.x_TK, self.weight_NK, Fused(self.bias_N, self.norm_K, EPS, residual, self.activation)
 
     def expected(self) -> Tensor:
         x, weight = self.x_TK.double(), self.weight_NK.double()
@@ -191,7 +192,10 @@ def test_no_rows(device: str) -> None:
     [
         ({"weight_NK": torch.zeros(4, 9)}, "x is 8 columns of torch.float32, the weight 9 of torch.float32"),
         ({"weight_NK": torch.zeros(4, 8).half()}, "the weight 8 of torch.float16"),
-        ({"weight_NK": torch.zeros(5, 8), "activation": "silu"}, "5 outputs cannot be gates and as many ups"),
+        (
+            {"weight_NK": torch.zeros(5, 8), "fused": Fused(activation="silu")},
+            "5 outputs cannot be gates and as many",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(change: dict[str, Any], message: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.ops.linear import PLAIN, Fused
 from octavo_kernels.hopper import pipelined_gemm
 from octavo_kernels.hopper.pipelined_configs import PipelinedConfig
 from octavo_kernels.hopper.pipelined_tiles import grain_of, programs_of, steps_of
@@ -68,7 +69,7 @@ def test_rows_are_copied_where_their_address_is_not_one_for_the_copies(
     flat = torch.randn(5 * 1024 + first).bfloat16()
     x_TK = flat[first:].view(5, 1024)
     config = PipelinedConfig(64, 16, warps=4, stages=4, programs=2, registers=128)
-    assert run_grouped(x_TK, packed, None, None, 0.0, None, None, config).shape == (5, 64)
+    assert run_grouped(x_TK, packed, PLAIN, config).shape == (5, 64)
     assert torch.equal(given[0], x_TK)
     assert given[0].data_ptr() % 16 == 0
     assert (given[0].data_ptr() == x_TK.data_ptr()) == (first % 8 == 0)
@@ -80,6 +81,6 @@ def test_rows_are_normed_and_put_in_order_before(monkeypatch: pytest.MonkeyPatch
     packed = random_groups("cpu", "int4", 64, 1024, 128, order=True)
     x_TK, norm_K = torch.randn(9, 1024).bfloat16(), torch.rand(1024).bfloat16()
     config = PipelinedConfig(64, 16, warps=4, stages=4, programs=2, registers=128)
-    run_grouped(x_TK, packed, None, norm_K, 1e-6, None, None, config)
+    run_grouped(x_TK, packed, Fused(norm_K=norm_K, eps=1e-6), config)
     assert packed.order_K is not None
     assert torch.equal(given[0], rms_norm_triton(x_TK, norm_K, 1e-6)[:, packed.order_K])

@@ -10,6 +10,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from octavo.ops.grouped_linear import PackedGroups
+from octavo.ops.linear import Fused
 from octavo_kernels.triton.config_tables import ConfigTable
 from octavo_kernels.triton.grouped.grouped_gemm import GroupedGemmConfig
 from octavo_kernels.triton.grouped.grouped_gemv import GroupedGemvConfig
@@ -133,12 +134,12 @@ def collected(device: str) -> list[ProductCall]:
             for use in USES:
                 weight = weight_of(use, device)
                 rows = x if use.K == 64 else wide
-                given = bias if use.has_bias else None, norm if use.has_norm else None, 1e-6
-                residual = x if use.has_residual else None
+                options = bias if use.has_bias else None, norm if use.has_norm else None, 1e-6
+                fused = Fused(*options, x if use.has_residual else None, use.activation)
                 if isinstance(weight, PackedGroups):
-                    found = grouped_linear_triton(rows, weight, *given, residual, use.activation)
+                    found = grouped_linear_triton(rows, weight, fused)
                 else:
-                    found = linear_triton(rows, weight, *given, residual, use.activation)
+                    found = linear_triton(rows, weight, fused)
                 assert found.shape == (1, 96 if use.N == 192 else use.N)
     return calls
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.ops.linear import Fused
 from octavo.ops.scaled_linear import ScaledValues
 from octavo_kernels.triton.launch import invariant
 from octavo_kernels.triton.linear.scaled_linear import scaled_linear_triton
@@ -68,7 +69,7 @@ def test_products_of_several_rows_are_those_of_rounded_rows(
         "residual_TN": torch.randn(T, outputs, device=DEVICE, dtype=dtype) if wanted.get("residual_TN") else None,
     }
     exact = expected(x_TK, weight, given, activation)
-    found = scaled_linear_triton(x_TK, weight, eps=EPS, activation=activation, **given)
+    found = scaled_linear_triton(x_TK, weight, Fused(eps=EPS, activation=activation, **given))
     assert found.dtype == dtype
     error = (found.double() - exact).norm() / exact.norm()
     assert error < 6e-3, f"{float(error):.1e}"  # cuBLAS sums with fewer bits; a number at the edge may round otherwise
@@ -84,13 +85,17 @@ def test_invariant_rows_have_the_same_bits_in_any_company(number: torch.dtype) -
     sizes = (700, 6144, 1024) if DEVICE == "cuda" else (70, 64, 128)
     x_TK, weight = torch.randn(sizes[0], sizes[2], device=DEVICE).bfloat16(), random_values(*sizes[1:], number)
     with invariant():
-        whole = scaled_linear_triton(x_TK, weight, activation="silu")
+        whole = scaled_linear_triton(x_TK, weight, Fused(activation="silu"))
         for T in (1, 2, 16, 63, 64, sizes[0] - 10):
-            assert torch.equal(scaled_linear_triton(x_TK[5 : 5 + T], weight, activation="silu"), whole[5 : 5 + T])
+            assert torch.equal(
+                scaled_linear_triton(x_TK[5 : 5 + T], weight, Fused(activation="silu")), whole[5 : 5 + T]
+            )
 
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match="32 columns, the weight 64"):
         scaled_linear_triton(torch.zeros(1, 32, device=DEVICE).bfloat16(), random_values(16, 64))
     with pytest.raises(ValueError, match="15 outputs"):
-        scaled_linear_triton(torch.zeros(1, 64, device=DEVICE).bfloat16(), random_values(15, 64), activation="silu")
+        scaled_linear_triton(
+            torch.zeros(1, 64, device=DEVICE).bfloat16(), random_values(15, 64), Fused(activation="silu")
+        )
