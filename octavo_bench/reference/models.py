@@ -60,6 +60,7 @@ TESTED = """
 | device | how it computes | measured on |
 |---|---|---|
 | x86-64 CPUs with AVX2, AVX-VNNI or AVX-512 with VNNI | compiled kernels; GGUF blocks and quantised weights stay packed | Intel Sapphire Rapids, AMD Zen 5, Zen 4 and Zen 3, which has AVX2 alone: [performance.md](performance.md#on-a-cpu-next-to-llamacpp); AVX-VNNI on Zen 5, with AVX-512 left out |
+| 64-bit Arm CPUs, on Linux and macOS | the same kernels with NEON, products of bytes by `usdot` (i8mm), `sdot` or neither | compiled, and run under emulation on Linux, with the same bits as on x86-64; no speed was measured, and nothing was run on macOS |
 | other CPUs | plain torch, all weights dense | not measured |
 | NVIDIA GPUs | Triton kernels, one CUDA graph per step; FP8 products from compute capability 8.9 on | H200 and H100: [performance.md](performance.md#on-a-gpu-next-to-vllm) |
 | several GPUs, one engine each | `--data-parallel-size` | CPUs, and two H100s of one host: [deployment.md](deployment.md#tensor-parallelism) |
