@@ -114,6 +114,9 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
         loads, args.sweep, args.num_warmups, args.metric_percentiles, parse_goodput(args.goodput), names
     )
 
+    if not names:
+        say(f"{work.num_prompts} requests for each load (--num-prompts); a line follows each")
+
     def keep_row(result: dict[str, Any]) -> None:
         row = result["rows"][-1]
         words = ", ".join(

@@ -250,6 +250,7 @@ def test_a_server_is_measured(
     arguments = ["bench", "serve", served.url, "--endpoint", endpoint, *work, "--goodput", "ttft:10000", "itl:10000"]
     assert main([*arguments, "--output", str(output), "--csv", str(table)]) == 0
     shown = capsys.readouterr()
+    assert "12 requests for each load" in shown.err.splitlines()[0]
     record = json.loads(output.read_text())
     assert json.loads(shown.out)["result"] == record["result"]
     assert (record["benchmark"], record["result"]["model"]) == ("serve", "test")
