@@ -176,7 +176,7 @@ PASSED_OVER: dict[str, Passed] = {
     **_any("the checkpoint decides", "--runner", "--convert"),
     **_any("one process reads all requests; --data-parallel-size starts several engines", "--api-server-count"),
     **_any("metrics keep their names", "--show-hidden-metrics-for-version"),
-    **_any("--max-images limits the images of a request", "--limit-mm-per-prompt"),
+    **_any("--max-images limits the images and videos of a request", "--limit-mm-per-prompt"),
     **_any("preempted sequences are computed again", "--preemption-mode"),
     **_any("files are read by memory mapping", "--model-loader-extra-config"),
 }

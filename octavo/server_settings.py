@@ -54,8 +54,8 @@ class ServerSettings:
     max_image_bytes: int = setting(20 << 20, "maximum size of the file of an image or a video, in bytes", low=1024)
     allowed_media_domains: str | None = setting(
         None,
-        "comma-separated hosts, such as images.example.com or images.example.com:8443, from which images of http: and "
-        "https: URLs are fetched; default: none, images come in data: URLs and uploaded files",
+        "comma-separated hosts, such as images.example.com or images.example.com:8443, from which images and videos of "
+        "http: and https: URLs are fetched; default: none, they come in data: URLs and uploaded files",
     )
     tool_call_parser: str = setting(
         "auto",
