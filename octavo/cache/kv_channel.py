@@ -13,8 +13,8 @@ have one key, which is not sent, and that their keys and values mean the same::
     a frame of each content, up to the first that is gone, in place of which there is an empty frame
                             <------       Release(ticket)
 
-A proof is HMAC-SHA256 of both nonces and the identity. From then on the checksum of a frame is BLAKE2b with a key made
-of these, over the payload and the frame's number: a frame that was changed, left out or repeated ends the connection.
+A proof is HMAC-SHA256 of both nonces and the identity. From then on the checksum of a frame is HMAC-SHA256 with a key
+made of these, over the frame's number and the payload: one that was changed, left out or repeated ends the connection.
 With a certificate, TLS is around all of it. A connection serves one request after another.
 """
 
@@ -170,12 +170,15 @@ class Channel:
         number = self._numbers[direction]
         self._numbers[direction] += 1
         by_server = self._is_server != bool(direction)
-        place = struct.pack("<Q?7x", number, by_server)
-        return hashlib.blake2b(payload, digest_size=SUM_BYTES, key=self._session, salt=place).digest()
+        checksum = hmac.new(self._session, struct.pack("<Q?", number, by_server), hashlib.sha256)
+        checksum.update(payload)
+        return checksum.digest()[:SUM_BYTES]
 
     def _send_all(self, data: bytes) -> None:
+        view, done = memoryview(data), 0
         try:
-            self._socket.sendall(data)
+            while done < len(view):  # not ``sendall``, whose timeout is for all of the data
+                done += self._socket.send(view[done:])
         except OSError as error:
             raise ChannelError(f"the peer does not read: {_named(error)}") from None
 

@@ -24,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="llama-3.1-8b", help="name of a model shape, or folder with a config.json")
     parser.add_argument("--device", default="h200", help="device type of each replica")
     parser.add_argument("--replicas", type=positive, default=1, help="number of replicas")
+    parser.add_argument(
+        "--prefill-replicas", type=int, default=0, help="of these, replicas that compute the long prompts of the others"
+    )
+    parser.add_argument(
+        "--transfer-rate", type=above_zero, help="GB a second of keys and values between replicas; default: measured"
+    )
     parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="devices per replica")
     parser.add_argument(
         "--router", default="least-loaded", help="round-robin, random, session, least-loaded or prefix-aware"
@@ -97,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         args.cost_log,
         args.depth,
         args.seed,
+        args.prefill_replicas,
+        *(() if args.transfer_rate is None else (args.transfer_rate * 1e9,)),
     )
     targets = LatencyTargets(args.slo_ttft, args.slo_itl)
     result = _search(args, spec, engine, targets) if args.search else _simulate(spec, engine, targets)

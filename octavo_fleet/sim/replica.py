@@ -109,8 +109,9 @@ class Replica:
         """Time of the last outputs."""
         self.is_awake = False
 
-    def add(self, request_id: int, job: Job, now: float) -> bool:
-        """Accept a job that arrives at ``now``; returns False if it can never be served."""
+    def add(self, request_id: int, job: Job, now: float, sent: float | None = None) -> bool:
+        """Accept a job that arrives at ``now``, and that its client sent at ``sent``, by default now; returns False if
+        it can never be served."""
         self._note_queue(now)
         self.ledger.note_arrival(now)
         if not self.is_awake:
@@ -120,13 +121,12 @@ class Replica:
         except RequestError:
             self.ledger.num_refused += 1
             return False
-        self.live[request_id] = RequestProgress(job, now)
+        self.live[request_id] = RequestProgress(job, now if sent is None else sent, request_id)
         self._num_live_of[job.tenant] += 1
         return True
 
-    def remember(self, job: Job) -> None:
-        """Cache the keys and values of a conversation that has come to the end of ``job``, if there is room."""
-        tokens = [*job.tokens(), *[job.output_token] * job.output_len]
+    def remember(self, job: Job, tokens: list[int]) -> None:
+        """Cache the keys and values of ``tokens``, of the prompt of ``job`` or of all of it, if there is room."""
         seq, cache = Sequence(job.request(0, 0.0, tokens)), self.cache
         ends = cache.match(seq)
         if not cache.admits(seq, ends, len(tokens)):
@@ -157,6 +157,10 @@ class Replica:
                 return index
             node = child
         return node.depth
+
+    def num_missing(self, arrival: Arrival) -> int:
+        """Prompt tokens that it would have to compute."""
+        return len(arrival.tokens) - self.num_cached_blocks(arrival) * self.cache.block_size
 
     # --- steps ---
 

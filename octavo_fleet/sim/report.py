@@ -18,9 +18,10 @@ MAX_POINTS = 256
 class RequestProgress:
     """Progress of one request as its client sees it."""
 
-    __slots__ = ("arrival", "first", "job", "last")
+    __slots__ = ("arrival", "first", "job", "last", "request_id")
 
-    def __init__(self, job: Job, arrival: float) -> None:
+    def __init__(self, job: Job, arrival: float, request_id: int = 0) -> None:
+        self.request_id = request_id
         self.job = job
         self.arrival = arrival
         self.first = 0.0

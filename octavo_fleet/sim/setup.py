@@ -10,8 +10,9 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.weights.safetensors import read_configs
-from octavo_fleet.sim.cost_model import CostModel, Roofline, pools_of
+from octavo_fleet.sim.cost_model import VALUE_BYTES, CostModel, Roofline, pools_of
 from octavo_fleet.sim.devices import Device, find_device
+from octavo_fleet.sim.events import Transfer
 from octavo_fleet.sim.fitted import fit, read_log
 from octavo_fleet.sim.jobs import Workload
 from octavo_fleet.sim.replica import ReplicaSizes
@@ -21,6 +22,10 @@ from octavo_fleet.sim.simulate import Fleet
 from octavo_fleet.sim.traces import Trace
 from octavo_fleet.sim.workloads import WithinContext, make_workload
 
+TRANSFER_RATE = 0.4e9
+"""Bytes of keys and values that one connection of ``octavo.cache.kv_channel`` carried for each second of a core."""
+HANDOVER_SECONDS = 0.005
+"""Of two further requests, and of asking for what there is: an assumption."""
 BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, DEPTH = 64, 256, 8192, 2
 """Defaults of an engine on CUDA devices."""
 
@@ -45,6 +50,10 @@ class SimulationSpec:
     cost_log: Path | None = None
     depth: int = DEPTH
     seed: int = 0
+    prefill_replicas: int = 0
+    """Of the replicas, those that compute prompts for the others."""
+    transfer_rate: float = TRANSFER_RATE
+    """Bytes a second of keys and values, from one replica to another."""
     answer_seconds: float = 0.0
     """What an answer takes, for the number of conversations at the start."""
 
@@ -59,6 +68,9 @@ class SimulationSpec:
         max_num_seqs = scheduler.max_num_seqs or min(MAX_NUM_SEQS, max_tokens)
         sizes = block_size, max_num_seqs
         pools = pools_of(shape, device, self.tensor_parallel, cache, sizes, weight_bytes)
+        if not 0 <= self.prefill_replicas < self.replicas:
+            raise ConfigError(f"prefill_replicas: must be at least 0 and below the {self.replicas} replicas")
+        per_token = shape.kv_values_per_token * VALUE_BYTES / self.transfer_rate
         return Fleet(
             self._cost(shape, device, weight_bytes),
             ReplicaSizes(pools.num_blocks, *sizes, max_tokens, self.depth, pools.states),
@@ -67,6 +79,8 @@ class SimulationSpec:
             self.router,
             cache,
             scheduler,
+            self.prefill_replicas,
+            Transfer(HANDOVER_SECONDS + shape.state_bytes / self.transfer_rate, per_token),
         )
 
     def at_its_rate(self, figures: Mapping[str, Any]) -> SimulationSpec:

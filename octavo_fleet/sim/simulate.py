@@ -20,7 +20,7 @@ from octavo.system.collector import without_collections
 from octavo_fleet.routing.routers import BLIND, RoundRobinRouter, make_router
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.cost_model import CostModel
-from octavo_fleet.sim.events import NEVER, Events, Inbox
+from octavo_fleet.sim.events import NEVER, NO_TRANSFER, Events, Inbox, Transfer
 from octavo_fleet.sim.jobs import Workload
 from octavo_fleet.sim.replica import Replica, ReplicaSizes, Result
 from octavo_fleet.sim.report import LatencyTargets, Ledger
@@ -40,10 +40,13 @@ class Fleet:
     router: str = "least-loaded"
     cache: CacheSettings = field(default_factory=CacheSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    num_prefill: int = 0
+    """The first replicas compute the long prompts of all others, which fetch their keys and values."""
+    transfer: Transfer = NO_TRANSFER
 
     def separates(self, workload: Workload) -> bool:
         """Whether no replica affects another."""
-        return self.router in BLIND and workload.awaits in BLIND[self.router].separates
+        return not self.num_prefill and self.router in BLIND and workload.awaits in BLIND[self.router].separates
 
 
 class Simulation:
@@ -78,7 +81,9 @@ class Simulation:
 
     def serve_together(self) -> None:
         """All events in one queue."""
-        Events(self.replicas, make_router(self.fleet.router), self.workload).advance()
+        fleet = self.fleet
+        router = make_router(fleet.router)
+        Events(self.replicas, router, self.workload, fleet.num_prefill, fleet.transfer).advance()
 
     def serve_independently(self) -> None:
         """A queue for each replica; all are advanced in rounds, one after another, to a common time."""
@@ -106,7 +111,7 @@ class Simulation:
 def figures(fleet: Fleet, results: Sequence[Result]) -> dict[str, Any]:
     """Merged metrics of all replicas, and those of the fleet; ``results`` are in the order of the replicas."""
     ledger = Ledger()
-    for one in results:
+    for one in results[fleet.num_prefill :]:
         ledger.merge(one.ledger)
     stats = [one.stats for one in results]
     seconds = ledger.ended_at - START

@@ -12,10 +12,12 @@ import pytest
 from octavo.cli import main
 from octavo.config import EngineConfig, SchedulerSettings
 from octavo.engine.step_times import StepWork
+from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
 from octavo_bench.virtual import StepCost, VirtualEngine
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.cost_model import CostModel
+from octavo_fleet.sim.events import Transfer
 from octavo_fleet.sim.jobs import Awaits, Job, Workload
 from octavo_fleet.sim.replica import ReplicaSizes
 from octavo_fleet.sim.report import LatencyTargets, Ledger
@@ -253,3 +255,37 @@ def test_search_finds_the_least_number_of_devices() -> None:
     fewer = dataclasses.replace(spec, replicas=best.num_devices - 1)
     engine = EngineConfig.from_flat({"max_num_batched_tokens": 2048})
     assert Simulation(fewer.fleet(engine), fewer.clients(), targets).run()["good_share"] < 0.99
+
+
+def long_job(arrival: float, prompt_len: int, output_len: int, token: int = 1) -> Job:
+    return Job(arrival, ((token, prompt_len),), output_len, 7)
+
+
+def test_a_prompt_that_is_computed_apart_is_not_computed_again() -> None:
+    """A prompt of 512 tokens takes 8 steps of 64 there, then 0.25 s on its way; its last block is computed here."""
+    transfer = Transfer(0.125, 0.125 / 512)
+    apart = simulate(Listed([long_job(0, 512, 4)]), num_replicas=2, num_prefill=1, transfer=transfer)
+    prompt = 8 * (0.0078125 + 64 / 65536) + 1 / 131072
+    first = 0.0078125 + 16 / 65536 + 1 / 131072
+    assert apart.figures["ttft"]["max"] == prompt + 0.25 + first
+    assert apart.figures["requests"] == 1
+    stats = [replica.engine.stats() for replica in apart.simulation.replicas]
+    assert [one.num_prompt_tokens for one in stats] == [512, 16]
+    assert [one.num_output_tokens for one in stats] == [1, 4]
+
+
+def test_answers_do_not_wait_for_prompts_that_are_computed_apart() -> None:
+    jobs = [long_job(0, 32, 100, 1), *(long_job(0.1 * number, 480, 2, number) for number in range(2, 8))]
+    sizes = SIZES._replace(max_num_batched_tokens=512)
+    together = simulate(Listed(list(jobs)), sizes=sizes, num_replicas=1)
+    apart = simulate(Listed(list(jobs)), sizes=sizes, num_replicas=2, num_prefill=1)
+    assert apart.figures["requests"] == together.figures["requests"] == 7
+    assert apart.figures["itl"]["p99"] < 0.7 * together.figures["itl"]["p99"]
+    assert apart.simulation.replicas[0].engine.stats().num_prompt_tokens == 6 * 480
+
+
+def test_of_the_replicas_some_must_be_left_for_answers() -> None:
+    for count in (-1, 2):
+        spec = SimulationSpec("tiny", "h200", "chat", 10, replicas=2, prefill_replicas=count)
+        with pytest.raises(ConfigError, match="prefill_replicas"):
+            spec.fleet(EngineConfig())
