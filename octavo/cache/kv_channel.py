@@ -371,8 +371,8 @@ class Fetcher:
             self._idle[address].append(channel)
 
     def close(self) -> None:
-        """End the threads, which may take ``kv_transfer_timeout``, and close what is idle."""
-        self._threads.shutdown(cancel_futures=True)
+        """Fetch nothing more, and close what is idle."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for channels in self._idle.values():
             for channel in channels:
                 channel.close()

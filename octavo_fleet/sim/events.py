@@ -37,6 +37,8 @@ class Handover(NamedTuple):
     sent: float
     """When its client sent it."""
     replica: Replica
+    num_tokens: int
+    """Whose keys and values that replica did not have then."""
 
 
 class Events:
@@ -110,10 +112,10 @@ class Events:
             return
         arrival = Arrival(job)
         replica = self.router.choose(arrival, self.replicas)
-        if self._prefill and replica.num_missing(arrival) >= LEAST_TOKENS:
+        if self._prefill and (num_missing := replica.num_missing(arrival)) >= LEAST_TOKENS:
             first = self.router.choose(arrival, self._prefill)
             if self._add(first, msgspec.structs.replace(job, output_len=1), now):
-                self._apart[self._num_requests] = Handover(job, now, replica)
+                self._apart[self._num_requests] = Handover(job, now, replica, num_missing)
         else:
             self._add(replica, job, now)
 
@@ -146,8 +148,7 @@ class Events:
             self._follow(progress.job, now)
             return
         self._num_requests += 1
-        num_tokens = sum(count for _, count in handed.job.prompt)
-        there = now + self._transfer.seconds + num_tokens * self._transfer.seconds_per_token
+        there = now + self._transfer.seconds + handed.num_tokens * self._transfer.seconds_per_token
         heapq.heappush(self._due, (there, self._num_requests, handed))
 
     def _follow(self, job: Job, now: float) -> None:

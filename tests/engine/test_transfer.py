@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -28,6 +29,7 @@ from octavo.types import KVTransfer, Output, Request
 from tests.engine.tiers import OracleStore
 from tests.engine.workload import Features, Run
 from tests.oracle import OracleRunner, expected_output
+from tests.server.test_keys import certificate
 from tests.tiers import nightly
 
 KEY = "a key"
@@ -198,6 +200,24 @@ def test_what_cannot_be_fetched_is_computed_and_the_reason_is_named(
         "restarted": "holds nothing of a prompt any more",
     }
     assert reason[trouble] in caplog.text
+
+
+@pytest.mark.parametrize("trust", ["its own", "none", "another's"])
+def test_a_certificate_must_be_of_one_of_the_cas(
+    trust: str, prefill: Half, decode: Half, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificates = []
+    for name in ("its own", "another's"):
+        (tmp_path / name).mkdir()
+        certificates.append(certificate(tmp_path / name))
+    (own, key), (another, _) = certificates
+    prefill.hold(settings=dataclasses.replace(SETTINGS, kv_transfer_ssl_certfile=own, kv_transfer_ssl_keyfile=key))
+    cas = {"its own": own, "none": None, "another's": another}[trust]
+    decode.fetch(dataclasses.replace(SETTINGS, kv_transfer_ssl_ca_certs=cas, kv_transfer_timeout=1.0))
+    found = decode.compute(handed_over(prefill, ask(None)))
+    assert found.num_cached_tokens == (36 if trust == "its own" else 0)
+    words = {"its own": "", "none": "a prompt is computed here", "another's": "certificate verify failed"}
+    assert words[trust] in caplog.text
 
 
 class Damage:
