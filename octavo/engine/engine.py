@@ -30,6 +30,9 @@ from octavo.types import (
     WeightOrder,
 )
 
+_NO_GRAMMAR: Future[Any] = Future()
+_NO_GRAMMAR.set_result(None)
+
 
 class NoGrammars:
     """Structured output is disabled: no token is masked."""
@@ -86,23 +89,22 @@ class Engine:
         self.spare_time = ScheduleDelay()
         self._ended_at = 0.0
         """Time when the last step ended."""
-        self.preparing: dict[int, tuple[Request, Future[Any], Processors | None]] = {}
-        """Requests whose grammar is still compiling, or whose cached prefix is still being read from disk; they are not
-        in the scheduler yet."""
+        self.preparing: dict[int, tuple[Request, Future[Any], Processors | None, Future[None] | None]] = {}
+        """Requests whose grammar is still compiling, or whose cached prefix is still being read from disk or fetched;
+        they are not in the scheduler yet."""
 
     def add(self, request: Request) -> None:
         """Accept ``request``; raises ``RequestError`` if it could never be served."""
         if request.adapter and request.adapter not in self.adapters:
             raise ModelNotFound(f"There is no adapter {request.adapter}.", param="model")
         processors = make_processors(request.params.extra_args, request.prompt_tokens)
-        ready: Future[Any] | None = self.scheduler.cache.prefetch(request)
-        if request.params.grammar is None and ready is None:
+        prefix = self.scheduler.cache.prefetch(request)
+        if request.params.grammar is None and prefix is None:
             self.scheduler.add(request).processors = processors
             return
         self.scheduler.check_servable(Sequence(request))
-        if ready is None or request.params.grammar is not None:
-            ready = self.grammars.prepare(request)
-        self.preparing[request.id] = request, ready, processors
+        grammar = _NO_GRAMMAR if request.params.grammar is None else self.grammars.prepare(request)
+        self.preparing[request.id] = request, grammar, processors, prefix
 
     def abort(self, request_id: int) -> None:
         """End a request without further output; does nothing if no request has this id."""
@@ -112,7 +114,9 @@ class Engine:
     def _add_prepared(self) -> list[Output]:
         """Add the prepared requests to the scheduler; returns an error output for each whose preparation failed."""
         outputs = []
-        for request, grammar, processors in [entry for entry in self.preparing.values() if entry[1].done()]:
+        for request, grammar, processors, prefix in list(self.preparing.values()):
+            if not grammar.done() or not (prefix is None or prefix.done()):
+                continue
             del self.preparing[request.id]
             try:
                 found = grammar.result()

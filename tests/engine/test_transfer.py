@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,7 @@ from octavo.steps.limits import StateSize
 from octavo.types import KVTransfer, Output, Request
 from tests.engine.tiers import OracleStore
 from tests.engine.workload import Features, Run
-from tests.oracle import OracleRunner, expected_output
+from tests.oracle import OracleRunner, ToyGrammars, expected_output
 from tests.server.test_keys import certificate
 from tests.tiers import nightly
 
@@ -121,6 +122,21 @@ def test_a_prompt_is_computed_once_and_nothing_is_held_after_it_was_fetched(pref
     assert again.num_cached_tokens == 36
     assert decode.offload.stats.num_received == 9
     wait_for_none(prefill)
+
+
+def test_a_request_with_a_grammar_waits_for_its_prompt_too(prefill: Half, decode: Half) -> None:
+    compiled: Future[None] = Future()
+    compiled.set_result(None)
+    decode.engine.grammars = ToyGrammars({1})
+    decode.engine.grammars.prepare = lambda request: compiled  # type: ignore[method-assign]
+    request = handed_over(prefill, ask(None))
+    request = msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, grammar="toy"))
+    decode.engine.add(request)
+    outputs: list[Output] = []
+    while decode.engine.has_work:
+        outputs += decode.engine.step()
+    assert outputs[-1].error is None
+    assert outputs[-1].num_cached_tokens == 36
 
 
 def wait_for_none(prefill: Half) -> None:
