@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows
+from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows, RopeSet
 from octavo.ops.collective import Collective
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.ops.grouped_linear import Number, PackedGroups
@@ -191,6 +191,7 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         kinds = (
             HeadLayout(N, K, H, 0.1, norm, norm, 1e-6),
             HeadLayout(N, K, H, 0.1, window=20, softcap=5.0, sinks_N=sinks),
+            HeadLayout(N, K, H, 0.1, slopes_N=sinks),
         )
         for heads, scales in itertools.product(kinds, scaled):
             cache = LayerCache(*caches, scales=scales)
@@ -349,10 +350,10 @@ def _ends_of_a_step(make: Maker) -> Iterator[tuple[str, Call]]:
     yield "next_tokens", functools.partial(ops.next_tokens, ids, starts, samples, accepted, sampled, given, 100)
     yield "next_tokens", functools.partial(ops.next_tokens, ids, starts, None, None, sampled, given, 100)
     frequencies = torch.rand(24, device=make.device)
-    yield (
-        "rotary_angles",
-        functools.partial(ops.rotary_angles, make.ints([0, 9, 70_000], torch.int64), frequencies, 1.0),
-    )
+    rotary_angles = functools.partial(ops.rotary_angles, make.ints([0, 9, 70_000], torch.int64), frequencies, 1.0)
+    yield "rotary_angles", rotary_angles
+    chosen = RopeSet(make.ints([0, 1, 1], torch.int64), make.floats(2))
+    yield "rotary_angles of sets", functools.partial(rotary_angles, chosen)
     shifts, axes = (
         make.ints([[0] * 3, [1] * 3, [2] * 3], torch.int64),
         make.ints([0] * 8 + [1] * 8 + [2] * 8, torch.int64),
