@@ -45,6 +45,9 @@ SIZES = {
     "n_layers": NUM_LAYERS,
     "decoder_layers": NUM_LAYERS,
     "depth": 2,
+    "num_kv_shared_layers": 2,
+    "mm_tokens_per_image": 9,
+    "rotary_dim": 8,
     "num_attention_heads": 4,
     "num_heads": 4,
     "n_head": 4,
@@ -76,7 +79,10 @@ SIZES = {
     "v_head_dim": 12,
 }
 """The most of each size."""
-LISTS = ("layer_types", "layer_rope_theta", "no_rope_layers", "mlp_layer_types", "moe_layers", "per_layer_config")
+LISTS = (
+    *("layer_types", "layer_rope_theta", "no_rope_layers", "mlp_layer_types", "moe_layers", "per_layer_config"),
+    "activation_sparsity_pattern",
+)
 """Keys with an entry per layer."""
 ROPE = ("rope_parameters", "rope_scaling")
 MROPE = (
@@ -124,6 +130,8 @@ def _smaller(values: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = _smaller(value)
         elif key in LISTS or value is None:
             continue
+        elif isinstance(value, list) and key in SIZES:
+            found[key] = SIZES[key]
         elif isinstance(value, bool) or not isinstance(value, int):
             found[key] = 2 if key == "eos_token_id" else value
         elif key == "vocab_size":
