@@ -127,6 +127,9 @@ class ModelSettings:
     max_logprobs: int = setting(
         20, "most tokens whose log-probabilities a request may ask for at each position; -1: all", low=-1
     )
+    enable_return_routed_experts: bool = setting(
+        False, "keep which experts of a mixture each token used, for requests that ask for it or give them"
+    )
     batch_invariant: bool = setting(
         False, "on a GPU, make results bitwise independent of the rest of the batch; slower (a CPU always does)"
     )

@@ -202,6 +202,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Ends a text that repeats a pattern of tokens, with the stop reason ``"repetition"``; ``None``: never."""
     thinking_token_budget: int | None = None
     """Most tokens of reasoning before the answer, where a model marks its reasoning; ``None``: no bound."""
+    return_routed_experts: bool = False
+    """Whether to return which experts of a mixture each token used, if the engine keeps that."""
+    routed_experts_prompt_start: int = 0
+    """Prompt position from which on they are returned."""
     extra_args: dict[str, Any] | None = None
     """Arguments for installed logits processors (``octavo.engine.logits_processors``)."""
     num_speculative_tokens: int | None = None
@@ -237,6 +241,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidParameter("logprob_token_ids", message)
         if self.logprob_token_ids and self.logprobs is None:
             force_setattr(self, "logprobs", 0)
+        _integer(self, "routed_experts_prompt_start", 0, MAX_TOKEN_ID)
         _check_repetition(self)
         _check_of_llm(self)
         if self.extra_args is not None and not (isinstance(self.extra_args, dict) and self.extra_args):
@@ -263,6 +268,13 @@ def check_num_logprobs(params: SamplingParams, most: int, name: str = "logprobs"
     for field, count in ((name, params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None and count > most:
             raise InvalidParameter(field, f"'{field}' must be a whole number from 0 to {most} (max_logprobs).")
+
+
+def check_routed_experts(params: SamplingParams, is_kept: bool) -> None:
+    """Raise ``InvalidParameter`` if experts are asked for that the engine does not keep."""
+    if params.return_routed_experts and not is_kept:
+        message = "'return_routed_experts' is for a mixture of experts with --enable-return-routed-experts."
+        raise InvalidParameter("return_routed_experts", message)
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from octavo.model_info import KVGroupInfo, PoolingInfo, RoutesInfo
 from octavo.sampling_params import MAX_LOGPROBS, RepetitionDetectionParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -32,9 +33,6 @@ StopReason = int | Literal["repetition"]
 Task = Literal["generate", "embed", "score", "classify", "token_embed", "token_classify"]
 """What a request computes from its prompt: a continuation, an embedding, a relevance score of two texts, or the logits
 of a classifier's labels; or the embedding or the logits of each token."""
-LabelActivation = Literal["sigmoid", "softmax", "none"]
-"""What makes a classifier's scores of its logits."""
-
 ON_DEVICE = -1
 """In place of a draft's token id: the draft that the executor's drafter made after the sequence's last step."""
 
@@ -146,6 +144,9 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Images of the prompt, in order."""
     transfer: KVTransfer | None = None
     """That another server computed the prompt, or will go on from it."""
+    routes: bytes = b""
+    """Experts for the routers to take at the first positions: uint16 [positions, L, S]; ``cache_salt`` then differs
+    from that of requests with others."""
 
 
 class KeyedTokens:
@@ -417,6 +418,9 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     """Of those, accepted ones."""
     transfer: KVTransfer | None = None
     """Of an ended request that asked for it: where its prompt's keys and values are kept."""
+    routes: bytes | None = None
+    """With the last tokens, if asked for: the experts of all computed positions from a prompt position on, [positions,
+    L, S] in the type of ``RoutesInfo``."""
 
 
 class KVGroupStats(msgspec.Struct, frozen=True, gc=False):
@@ -490,27 +494,6 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_snapshot_evictions: int = 0
 
 
-class KVGroupInfo(msgspec.Struct, frozen=True):
-    """Layers that share one block table per sequence."""
-
-    window: int
-    """Sliding window in tokens; 0: full attention."""
-    num_layers: int
-    num_blocks: int
-
-
-class PoolingInfo(msgspec.Struct, frozen=True):
-    """What a model's vectors and logits mean."""
-
-    normalizes: bool = True
-    """Whether embeddings are normalised to length 1; those in ``Output`` are not yet."""
-    token_size: int = 0
-    """Dimension of a token's embedding."""
-    labels: tuple[str, ...] = ()
-    """Names of a classifier's labels, in the order of their logits."""
-    activation: LabelActivation = "none"
-
-
 class EngineInfo(msgspec.Struct, frozen=True):
     """Properties of a built engine, fixed at start."""
 
@@ -550,6 +533,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Most log-probabilities at each position."""
     changes_weights: bool = False
     """Whether the engine can take other weights while it lives."""
+    routes: RoutesInfo | None = None
+    """What it keeps of a mixture's routers, if anything."""
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag=True):

@@ -26,7 +26,13 @@ from octavo.grammar.compiler import GrammarCompiler, GrammarRefused
 from octavo.grammar.forms import FormError
 from octavo.grammar.vocabulary import PackedVocabulary
 from octavo.images.preparer import PreparedMedia, read_by_model
-from octavo.sampling_params import SamplingParams, check_num_logprobs, choice_key, resolve_max_tokens
+from octavo.sampling_params import (
+    SamplingParams,
+    check_num_logprobs,
+    check_routed_experts,
+    choice_key,
+    resolve_max_tokens,
+)
 from octavo.server_settings import ServerSettings
 from octavo.system.cpus import num_cpus
 from octavo.text.conversation import ChatPrompt, ImageText
@@ -106,6 +112,8 @@ class ClientRequest:
     """That another server has computed the prompt, or will go on from it."""
     message_format: MessageFormat | None = None
     """That of the model's messages, by which a bound on reasoning holds."""
+    routes: bytes = b""
+    """Experts for the first positions; see ``Request``."""
     answer_marks: AnswerMarks | None = None
     """Marks of the answer in a message that may begin with reasoning; stop strings count in the answer only."""
 
@@ -295,6 +303,7 @@ class Admission:
                     owner=client_request.caller.name,
                     images=prompt.images,
                     transfer=client_request.transfer,
+                    routes=client_request.routes,
                 )
                 answer = answer_start(client_request.answer_marks, prompt.text)
                 text_stream = TextStream(self.tokenizer, client_request.params, client_request.shown_ids, answer)
@@ -443,6 +452,7 @@ class Admission:
 
     def _check_tokens(self, client_request: ClientRequest) -> None:
         check_num_logprobs(client_request.params, self.engine.info.max_logprobs)
+        check_routed_experts(client_request.params, self.engine.info.routes is not None)
         self.check_in_vocabulary(client_request.params.stop_token_ids, "stop_token_ids")
         self.check_in_vocabulary(tuple(client_request.params.logit_bias), "logit_bias")
         self.check_in_vocabulary(client_request.params.allowed_token_ids or (), "allowed_token_ids")

@@ -119,7 +119,16 @@ class GeneratedChoice:
             "transfer",
             "weight_versions",
         ),
-        *("num_accepted_drafts", "num_drafts", "output_tokens", "prompt_logprobs", "request", "stop_reason", "values"),
+        *(
+            "num_accepted_drafts",
+            "num_drafts",
+            "output_tokens",
+            "prompt_logprobs",
+            "request",
+            "routes",
+            "stop_reason",
+            "values",
+        ),
         *("_generation", "_logprobs", "_text_stream", "_texts", "_tokens"),
     )
 
@@ -148,6 +157,8 @@ class GeneratedChoice:
         """One entry per prompt token; ``None`` for the first and for pending ones. Empty unless requested."""
         self.output_tokens: list[int] | None = None
         """All tokens, also those that were taken, for answers that show them at the end."""
+        self.routes: bytes | None = None
+        """See ``Output``."""
         self.values = b""
         """Result of a pooling task (little-endian float32); empty for generation."""
         self.weight_versions = [(weight_version, 0)]
@@ -184,6 +195,8 @@ class GeneratedChoice:
             self.values = output.values
         if output.transfer is not None:
             self.transfer = output.transfer
+        if output.routes is not None:
+            self.routes = output.routes
         if output.prompt_logprobs:
             start = output.prompt_logprobs_start
             self.prompt_logprobs[start : start + len(output.prompt_logprobs)] = output.prompt_logprobs

@@ -32,7 +32,7 @@ EXCEPTIONS = {("octavo/ray.py", "octavo_fleet")}
 BASE: list[set[str]] = [
     {"errors", "plugins"},
     {"setting", "speculative_config", "backend_settings", "names_of_others"},
-    {"sampling_params", "server_settings"},
+    {"model_info", "sampling_params", "server_settings"},
     {"config"},
     {"system"},
     {"types"},

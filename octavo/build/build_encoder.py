@@ -17,6 +17,7 @@ from octavo.engine.encoder_runner import EncoderRunner
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
+from octavo.model_info import PoolingInfo
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import load_encoder
 from octavo.models.labels import LabelPart
@@ -25,7 +26,7 @@ from octavo.ops import dispatch
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.encoder_executor import EncoderExecutor
 from octavo.runtime.executors.pooler import Pooler
-from octavo.types import EngineInfo, PoolingInfo, Task
+from octavo.types import EngineInfo, Task
 from octavo.weights.checkpoint import Checkpoint
 
 MAX_NUM_SEQS = 256
@@ -38,6 +39,8 @@ def build_encoder(
     """Load the encoder and wire the engine. Raises ``ConfigError`` or ``CheckpointError``."""
     if config.model.tensor_parallel_size > 1:
         raise ConfigError("tensor_parallel_size: an encoder runs on one device")
+    if config.model.enable_return_routed_experts:
+        raise ConfigError("enable_return_routed_experts: an encoder has no routers of experts")
     max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=True, load_format=config.model.load_format)
     loaded = load_encoder(model, checkpoint, form)

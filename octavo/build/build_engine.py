@@ -46,6 +46,7 @@ from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
 from octavo.engine.kernel_tuning import TuningPlan
 from octavo.engine.protocols import EngineBackend
+from octavo.engine.route_reading import RouteReading
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.sequence_images import ImageSettings
 from octavo.engine.speculation import Speculation
@@ -56,7 +57,7 @@ from octavo.models.adapters import ModelAdapters, load_with_adapters
 from octavo.models.config import ModelConfig
 from octavo.models.config_checks import check_dummy, check_sizes, eos_token_ids
 from octavo.models.encoder import EncoderConfig
-from octavo.models.layer_cache import LayerCacheSpec, rank_cache
+from octavo.models.layer_cache import LayerCacheSpec, rank_cache, with_routes
 from octavo.models.multimodal_text import text_config
 from octavo.models.pooling import Pooling, read_pooling
 from octavo.models.registry import CausalLM, LoadedModel, read_config
@@ -73,6 +74,7 @@ from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.forward import make_forward, make_logits
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.executors.pooler import Pooler
+from octavo.runtime.executors.routed_experts import keeping_routes
 from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import ONE_STATE, KVStorage, StatePool
 from octavo.runtime.ranks.process_group import device_collective, visible_gpus
@@ -144,7 +146,7 @@ def build_engine(
     found = find_drafter(method, config, model_config, checkpoint, device)
     with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
         collective = device_collective(ranks.collective, device)
-        loaded, adapters = load_any(config.model, model_config, checkpoint, form, collective)
+        model_config, loaded, adapters = _load(config.model, model_config, checkpoint, form, collective)
         drafting = load_drafter(method, config, DraftTarget(loaded, model_config, form), found)
         vision = load_vision(config, path, checkpoint, model_config, form)
         phases.done("weights")
@@ -164,7 +166,7 @@ def build_engine(
         phases.done("kernels and graphs")
     info = _info(model_config, loaded, form, limits, budget, config.model, *generation, images, updates, pooling)
     scheduler = _scheduler(config, limits, method, images, model_config.rope_sets)
-    weights = _connect_blocks(scheduler.cache, config, runner, storage, path, form, info)
+    weights = _connect_blocks(scheduler, config, runner, storage, path, form, info)
     lora = None if numbers is None else _load_adapters(config.model, runner, numbers)
     depth = _depth(config.scheduler, device, limits, method)
     ranks.report_to(on_lost)
@@ -221,6 +223,7 @@ def _info(
         num_image_slots=0 if images is None else images.num_slots,
         max_logprobs=model.vocab_size if settings.max_logprobs < 0 else settings.max_logprobs,
         changes_weights=updates is not None,
+        routes=model.routes,
     )
 
 
@@ -239,6 +242,7 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
         gc.collect()
         vision = load_vision(config, path, checkpoint, model_config, form)
+        model_config = keeping_routes(model_config, loaded.model, config.model.enable_return_routed_experts)
         limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
         storage = _storage(model_config, loaded, limits, config.cache, form, collective.size)
         vocab_size = model_config.vocab_size
@@ -328,8 +332,15 @@ def _load_adapters(settings: ModelSettings, runner: StepRunner, numbers: dict[st
     return adapters
 
 
+def _load(
+    settings: ModelSettings, model: ModelConfig, checkpoint: Checkpoint, form: WeightFormat, collective: Collective
+) -> tuple[ModelConfig, LoadedModel, ModelAdapters | None]:
+    loaded, adapters = load_any(settings, model, checkpoint, form, collective)
+    return keeping_routes(model, loaded.model, settings.enable_return_routed_experts), loaded, adapters
+
+
 def _connect_blocks(
-    cache: KVCache,
+    scheduler: Scheduler,
     config: EngineConfig,
     runner: StepRunner,
     storage: KVStorage,
@@ -337,13 +348,15 @@ def _connect_blocks(
     form: WeightFormat,
     info: EngineInfo,
 ) -> WeightMessages | None:
-    """Connect partial block reuse and KV offloading to the cache, if the settings enable them; return what changes the
-    weights, and with them the identity of blocks, if anything does."""
-    settings, forms = config.cache, _forms(form, info, storage, config)
+    """Connect partial block reuse and KV offloading to the cache, and the reading of experts to the scheduler, if the
+    settings enable them; return what changes the weights, and with them the identity of blocks, if anything does."""
+    settings, forms, cache = config.cache, _forms(form, info, storage, config), scheduler.cache
     size = info.tensor_parallel_size
     blocks = BlockMessages(runner, storage.bytes_per_block * size, storage.bytes_per_state * size)
     if settings.enable_partial_reuse:
         cache.copy_slots = blocks.copy_slots
+    if info.routes is not None:
+        scheduler.routes = RouteReading(blocks.read_routes, info.routes, storage.block_size)
     if cache.states is not None:
         cache.states.copy = blocks.copy_state
     if (offload := make_offload(settings, blocks, storage.block_size, model, forms)) is not None:
@@ -425,7 +438,7 @@ def _storage(
     draft_specs: Sequence[LayerCacheSpec] = (),
 ) -> KVStorage:
     dtype, device = resolve_kv_dtype(settings.kv_cache_dtype, form), form.device
-    specs = *rank_cache(model.cache, num_ranks), *draft_specs
+    specs = *rank_cache(with_routes(model.cache, model.routes), num_ranks), *draft_specs
     is_fp8 = dtype == torch.float8_e4m3fn
     if loaded.kv_scales and not is_fp8:
         logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype fp8 uses")
@@ -464,6 +477,7 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: Eng
     drafter = f"\n{config.speculative.speculative_config}" if storage.draft_layers else ""
     ranks = f" {info.tensor_parallel_size} ranks" if info.tensor_parallel_size > 1 else ""
     scaled = " scaled" if storage.is_scaled else ""
+    scaled += "" if storage.routes_NC is None else " with routes"
     weights = f"{form.dtype} {form.packs} {form.quantization} {form.quantizes_head}"
     if config.model.load_format == "dummy":
         weights += f" {config.model.seed}"

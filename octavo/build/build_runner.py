@@ -52,17 +52,9 @@ def make_runner(
     """
     batch = PersistentBatch(most.max_num_seqs, most.max_blocks, storage.num_groups)
     has_drafter = most.num_drafts > 0
-    encoder = StepEncoder(
-        batch,
-        storage.block_size,
-        vocab_size,
-        exact_shape,
-        adapters,
-        settings.batch_invariant,
-        has_drafter,
-        images,
-        most.has_rope_sets,
-    )
+    route_bytes = 0 if storage.routes_NC is None else 2 * storage.routes_NC.shape[1]
+    own = adapters, settings.batch_invariant, has_drafter, images, most.has_rope_sets, route_bytes
+    encoder = StepEncoder(batch, storage.block_size, vocab_size, exact_shape, *own)
     runner = StepRunner(executor, encoder)
     if not executor.runs_ahead:
         return runner, partial(compute_padding, runner)

@@ -131,7 +131,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do."""
-        return self.scheduler.has_work or bool(self.preparing)
+        return self.scheduler.has_work or bool(self.preparing) or bool(self.scheduler.routes)
 
     def spare_seconds(self) -> float:
         """Seconds to delay ``step`` while the device is busy, so that requests arriving meanwhile join its plan.
@@ -154,7 +154,7 @@ class Engine:
             self.in_flight.append((plan, self.runner.submit(plan)))  # the forward pass starts; no wait
             self.scheduler.cache.note_submitted(plan)
         if not self.in_flight:
-            return refused
+            return refused if self.scheduler.routes is None else refused + self.scheduler.routes.added([], waits=True)
         plan, pending = self.in_flight.popleft()
         masks = self.grammars.masks(plan)  # CPU work during the forward pass
         asked = clock()
@@ -165,6 +165,8 @@ class Engine:
             return refused + self.scheduler.fail(plan, error)  # retried in parts; only the cause ends
         waited = clock() - asked
         outputs = self.scheduler.commit(plan, sampled)  # append tokens, free blocks, finish
+        if self.scheduler.routes is not None:
+            outputs = self.scheduler.routes.added(outputs, waits=not self.in_flight)
         self.last_plan = plan
         self._ended_at = clock()
         self.scheduler.note_step(plan, self._ended_at - began)

@@ -24,7 +24,7 @@ class Needs:
     MASKS = 2
     """A mask of allowed tokens for each step: see ``engine.restrictions``."""
     ROWS = 4
-    """Results of rows that are not sampled: embeddings, or log-probabilities of the prompt."""
+    """Results of rows that are not sampled: embeddings, or log-probabilities of the prompt; or given experts."""
     LOGPROBS = 8
     """Log-probabilities of sampled tokens."""
 
@@ -124,7 +124,7 @@ class PersistentBatch:
         self.num_prompt_tokens[index] = seq.num_prompt_tokens
         self.min_stop_position[index] = seq.num_prompt_tokens + params.min_tokens if has_stops else 0
         has_extras = has_masks or has_stops or has_biases or has_penalties or has_logprobs
-        needs_rows = params.prompt_logprobs is not None or seq.request.task != "generate"
+        needs_rows = params.prompt_logprobs is not None or seq.request.task != "generate" or bool(seq.request.routes)
         self.needs[index] = (
             Needs.EXTRAS * has_extras
             | Needs.MASKS * has_masks

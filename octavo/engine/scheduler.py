@@ -17,6 +17,7 @@ from octavo.engine.admission import SequenceAdmission, may_share
 from octavo.engine.fault_isolation import FaultIsolation, divided
 from octavo.engine.policies import make_policy
 from octavo.engine.policies.policy import VICTIMS, PolicyContext
+from octavo.engine.route_reading import RouteReading
 from octavo.engine.scheduled import apply_result, error_output, take, with_encodes
 from octavo.engine.sequence_images import Images, ImageSettings
 from octavo.engine.speculation import NO_DRAFTS, Speculation, num_proposed
@@ -92,6 +93,8 @@ class Scheduler(SequenceAdmission):
         self.images = None if images is None else Images(images, max_num_batched_tokens)
         """``None`` for a model that takes no images."""
         self.rope_sets = rope_sets
+        self.routes: RouteReading | None = None
+        """``None`` if it is not kept which experts tokens use."""
         self.num_lookahead = 0 if speculation is None else speculation.num_lookahead
         self.clock = clock
         self.waiting = make_policy(PolicyContext(cache, max_num_seqs, settings, clock))
@@ -356,6 +359,8 @@ class Scheduler(SequenceAdmission):
                 if output.finish_reason is not None:
                     if seq.request.transfer is not None:
                         output.transfer = self.cache.hold(seq)
+                    if seq.request.params.return_routed_experts and self.routes is not None:
+                        self.routes.begin(seq, output)
                     self._finish(seq, output.finish_reason)
         stats.num_output_tokens += sum([len(output.tokens) for output in outputs])
         return outputs

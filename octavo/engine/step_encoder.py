@@ -20,6 +20,7 @@ from octavo.steps.messages import (
     NOT_FINITE,
     NOTHING_LEFT,
     OUT_OF_RANGE,
+    GivenRoutes,
     History,
     Mask,
     PooledRows,
@@ -62,6 +63,7 @@ class StepEncoder:
         has_drafter: bool = False,
         images: ImageSettings | None = None,
         has_rope_sets: bool = False,
+        route_bytes: int = 0,
     ) -> None:
         self.batch = batch
         self.block_size = block_size
@@ -72,6 +74,8 @@ class StepEncoder:
         self.has_drafter = has_drafter
         self.num_axes = int(has_rope_sets) if images is None else images.num_axes or int(has_rope_sets)
         self.has_rope_sets = has_rope_sets
+        self.route_bytes = route_bytes
+        """Of the experts that are given for a position."""
         self.is_bidirectional = images is not None and images.is_bidirectional
 
     @property
@@ -128,6 +132,7 @@ class StepEncoder:
             prompts=list(_prompt_rows(plan, counts)) if needs_rows else [],
             pooled=list(_pooled_rows(plan, counts, of_seq)) if needs_rows else [],
             spans=span_rows(plan, counts) if self.is_bidirectional else [],
+            routes=list(self._given_routes(plan, counts)) if needs_rows else [],
         )
 
     def encode_padding(self, shape: StepShape, uses_graph: bool) -> Step:
@@ -279,6 +284,16 @@ class StepEncoder:
                 for i, mask in enumerate(masks_of(item, grammar_masks, self.vocab_size)):
                     yield Mask(row + i, mask.tobytes())
             row += 1 + len(item.drafts)
+
+    def _given_routes(self, plan: Plan, counts: list[int]) -> Iterator[GivenRoutes]:
+        first_row = 0
+        for item, count in zip(plan, counts, strict=True):
+            if item.seq.request.routes:
+                size = self.route_bytes
+                ids = item.seq.request.routes[item.settled_start * size : (item.settled_start + count) * size]
+                if ids:
+                    yield GivenRoutes(first_row, ids)
+            first_row += count
 
     def _updates(self, plan: Plan, of_seq: list[int]) -> tuple[list[History], list[TokenLists]]:
         """The tokens and token lists of the plan's sequences that the executor does not have yet."""

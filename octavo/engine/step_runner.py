@@ -28,6 +28,7 @@ from octavo.steps.messages import (
     LoadWeights,
     Message,
     ReadBlock,
+    ReadRoutes,
     ReadState,
     Reply,
     Sleep,
@@ -273,6 +274,11 @@ class BlockMessages:
     def read_state(self, slot: int) -> Callable[[], bytes]:
         """Start to copy a recurrent state out, like ``read``; its last change must be one of a step that has ended."""
         reply: Reply[bytes] = self._runner.send(ReadState(slot))
+        return reply.wait
+
+    def read_routes(self, blocks: list[int]) -> Callable[[], bytes]:
+        """Start to copy out which experts were selected for the positions of blocks, behind the steps sent before."""
+        reply: Reply[bytes] = self._runner.send(ReadRoutes(blocks))
         return reply.wait
 
     def write_state(self, slot: int, content: bytes) -> None:

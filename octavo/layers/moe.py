@@ -5,6 +5,7 @@ Shapes: T tokens, D model, X experts, S experts selected per token.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from torch import Tensor
@@ -19,19 +20,51 @@ from octavo.ops.linear import Activation
 from octavo.ops.moe import Routing
 
 
+class Routes(threading.local):
+    """The experts that the routers of a model select in a step, by layer: kept for who asks, or given to them.
+
+    Each thread has its own, as kernels are compiled in one of their own by steps that nobody asked for.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] | None = None
+        """int64 [T, S] of each layer that has a router; ``None``: nobody asks."""
+        self.given_LTS: Tensor | None = None
+        """See ``ops.route``."""
+
+
 class ExpertRouter:
     """Normalises rows, if there is a norm, and selects experts for them and how much each counts; see ``ops.route``."""
+
+    takes_given = True
+    """Whether it can be given experts to take."""
 
     def __init__(self, norm: Norm | None, weight_XD: Tensor, routing: Routing) -> None:
         self.norm = norm
         self.weight_XD = weight_XD
         self.routing = routing
+        self.routes: Routes | None = None
+        self._layer = 0
+
+    def report_to(self, routes: Routes, layer: int) -> None:
+        """Keep there what it selects, as the router of this layer, and take what is given there."""
+        self.routes, self._layer = routes, layer
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        routes = self.routes
+        if routes is None:
+            return self.select(x_TD)
+        found = self.select(x_TD, None if routes.given_LTS is None else routes.given_LTS[self._layer])
+        if routes.kept is not None:
+            routes.kept[self._layer] = found[1]
+        return found
+
+    def select(self, x_TD: Tensor, given_TS: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``ops.route``."""
         if isinstance(self.norm, RMSNorm):
-            return ops.route(x_TD, self.norm.weight_D, self.norm.eps, self.weight_XD, self.routing)
+            return ops.route(x_TD, self.norm.weight_D, self.norm.eps, self.weight_XD, self.routing, given_TS)
         h_TD = x_TD if self.norm is None else self.norm(x_TD)
-        return ops.route(h_TD, None, 0.0, self.weight_XD, self.routing)
+        return ops.route(h_TD, None, 0.0, self.weight_XD, self.routing, given_TS)
 
 
 class SharedExpert:

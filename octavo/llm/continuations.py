@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
+
+from octavo.engine.route_reading import as_array
 from octavo.llm.metrics import RequestMetrics
 from octavo.llm.outputs import CompletionOutput, RequestOutput, logprobs_by_token
+from octavo.model_info import RoutesInfo
 from octavo.text.text_stream import TextStream
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import FinishReason, Output, Request, TokenLogprobs
@@ -14,7 +19,11 @@ from octavo.types import FinishReason, Output, Request, TokenLogprobs
 class Continuation:
     """One of a prompt's ``n`` continuations: collects the engine's outputs, detokenizes, and checks stop strings."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer | None, routes: RoutesInfo | None = None
+    ) -> None:
+        self._routes = routes
+        self._experts: npt.NDArray[Any] | None = None
         self.index = index
         self.request = request
         self.tokenizer = tokenizer
@@ -52,6 +61,8 @@ class Continuation:
             start = output.prompt_logprobs_start
             self.prompt_logprobs[start : start + len(output.prompt_logprobs)] = output.prompt_logprobs
         self.values = output.values
+        if output.routes is not None and self._routes is not None:
+            self._experts = as_array(output.routes, self._routes)
         delta = self._text_stream.push(output.tokens, output.finish_reason)
         self._text += delta.text
         self._tokens += output.tokens[: delta.num_tokens]
@@ -85,6 +96,7 @@ class Continuation:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             error=self._error,
+            routed_experts=self._experts,
         )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
 
 from octavo.llm.metrics import RequestMetrics
 from octavo.text.tokenizer import Tokenizer
@@ -36,6 +39,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the text; ``None`` for end-of-text and length."""
     error: str | None = None
+    routed_experts: npt.NDArray[Any] | None = None
+    """Experts of a mixture that each token used, but the last, which is not computed: [tokens, layers, experts of a
+    token]; ``None`` unless requested."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

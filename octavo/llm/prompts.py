@@ -15,7 +15,7 @@ from octavo.images.preparer import ImagePreparer, placed
 from octavo.images.processors import PreparedImage
 from octavo.llm.image_inputs import file_of, files_of, images_of, videos_of
 from octavo.llm.vllm_arguments import grammar_of
-from octavo.sampling_params import SamplingParams, check_num_logprobs, resolve_max_tokens
+from octavo.sampling_params import SamplingParams, check_num_logprobs, check_routed_experts, resolve_max_tokens
 from octavo.text.message_format import find_format
 from octavo.text.tokenizer import Sequences, Tokenizer, banned_sequences, check_something_is_left
 from octavo.types import EngineInfo, ImageInput, Request, Task, ThinkingBudget
@@ -231,6 +231,7 @@ def _from_mapping(prompt: Mapping[str, Any], name: str) -> Any:
 def _check_params(params: SamplingParams, tokenizer: Tokenizer | None, info: EngineInfo) -> None:
     vocab_size = info.vocab_size
     check_num_logprobs(params, info.max_logprobs)
+    check_routed_experts(params, info.routes is not None)
     for name in ("stop", "bad_words"):
         if getattr(params, name) and tokenizer is None:
             raise InvalidParameter(name, f"The model has no tokenizer, so '{name}' cannot be used.")

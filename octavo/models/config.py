@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from octavo.errors import CheckpointError
 from octavo.layers.rotary import DefaultRope
+from octavo.model_info import RoutesInfo
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.labels import LabelPart
 from octavo.models.layer_cache import LayerCacheSpec
@@ -51,6 +52,8 @@ class ModelConfig:
     """Whether the checkpoint's model has logits of tokens."""
     labels: LabelPart | None = None
     """The classification head, if the checkpoint has one."""
+    routes: RoutesInfo | None = None
+    """What shall be kept of its routers, if anything; known when it is loaded."""
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:

@@ -84,8 +84,8 @@ class ScaledRouter(ExpertRouter):
         super().__init__(norm, weight_XD, routing)
         self.scale_X = scale_X
 
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h_TD, ids_TS, shares_TS = super().__call__(x_TD)
+    def select(self, x_TD: Tensor, given_TS: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        h_TD, ids_TS, shares_TS = super().select(x_TD, given_TS)
         return h_TD, ids_TS, shares_TS * self.scale_X[ids_TS]
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import PlainActivation
 from octavo.layers.norm import Norm
+from octavo.model_info import LabelActivation
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.types import LabelActivation
 
 MOST_LABELS = 1 << 16
 """Far above any real model: names of labels are sent with what a model is."""

@@ -17,6 +17,9 @@ from typing import Literal
 
 import torch
 
+from octavo.errors import ConfigError
+from octavo.model_info import RoutesInfo
+
 Kind = Literal["attention", "latent", "state"]
 """Keys and values; or latents: one tensor, whose values are part of the keys; or a recurrent state."""
 
@@ -65,6 +68,8 @@ class LayerCacheSpec:
 
     state: tuple[StateTensor, ...] = ()
     """The tensors of a recurrent state, which layers of any kind may have."""
+    routes: RoutesInfo | None = None
+    """The experts that the routers of all layers select at each position, if this layer's blocks have them."""
 
     @property
     def num_tensors(self) -> int:
@@ -75,7 +80,8 @@ class LayerCacheSpec:
         """Bytes that one position takes in this layer."""
         if self.shared_with is not None:
             return 0
-        return self.num_tensors * self.num_kv_heads * self.head_dim * dtype.itemsize
+        num_bytes = self.num_tensors * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return num_bytes if self.routes is None else num_bytes + self.routes.num_bytes
 
 
 def state_layer(*tensors: StateTensor) -> LayerCacheSpec:
@@ -101,6 +107,20 @@ def rank_cache(specs: Sequence[LayerCacheSpec], size: int) -> tuple[LayerCacheSp
         )
         for spec in specs
     )
+
+
+def with_routes(specs: Sequence[LayerCacheSpec], routes: RoutesInfo | None) -> tuple[LayerCacheSpec, ...]:
+    """The same with what routers select beside the keys of a layer whose blocks no window gives up.
+
+    Raises ``ConfigError`` if there is none.
+    """
+    if routes is None:
+        return tuple(specs)
+    has_states = any(spec.kind == "state" or spec.state for spec in specs)
+    for i, spec in enumerate(specs):
+        if spec.kind != "state" and spec.shared_with is None and (has_states or not spec.window):
+            return (*specs[:i], replace(spec, routes=routes), *specs[i + 1 :])
+    raise ConfigError("enable_return_routed_experts: needs a model with a layer of full attention")
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,10 @@ class SparseMixer(ExpertRouter):
     """Chooses two experts; ``jitter`` is half the bound, relative to the larger absolute value."""
 
     jitter = 0.01
+    takes_given = False
 
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def select(self, x_TD: Tensor, given_TS: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        assert given_TS is None, "its shares are of the order in which it chooses"
         h_TD = x_TD if self.norm is None else self.norm(x_TD)
         logits_TX = torch.nn.functional.linear(h_TD.float(), self.weight_XD.float())
         left_TX, ids, shares = logits_TX, [], []

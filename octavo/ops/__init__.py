@@ -22,7 +22,7 @@ from octavo.ops.grouped_linear import grouped_linear, grouped_output_mlp
 from octavo.ops.latent_attention import latent_attention
 from octavo.ops.linear import concat, head_linear, linear, lora, put_columns, stacked_lora
 from octavo.ops.linear_attention import linear_attention
-from octavo.ops.moe import grouped_moe, moe, route
+from octavo.ops.moe import grouped_moe, keep_routes, moe, route
 from octavo.ops.norms import layer_norm, rms_norm
 from octavo.ops.sampling import adjust_logits, processed_logits, sample, token_logprobs
 from octavo.ops.scaled_linear import scaled_linear
@@ -54,6 +54,7 @@ __all__ = [
     "grouped_output_mlp",
     "head_linear",
     "keep_draft",
+    "keep_routes",
     "latent_attention",
     "layer_norm",
     "linear",

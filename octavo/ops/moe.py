@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.ops.dispatch import op
+from octavo.ops.dispatch import op, op_of_ids
 from octavo.ops.elementwise import sigmoid
 from octavo.ops.grouped_linear import TILE, PackedGroups
 from octavo.ops.linear import Activation, Fused, linear
@@ -44,7 +44,12 @@ class Routing(NamedTuple):
 
 @op
 def route(
-    x_TD: Tensor, norm_D: Tensor | None, eps: float, weight_XD: Tensor, routing: Routing
+    x_TD: Tensor,
+    norm_D: Tensor | None,
+    eps: float,
+    weight_XD: Tensor,
+    routing: Routing,
+    given_TS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalised rows [T, D], as of ``rms_norm``, or x itself without ``norm_D``; each one's experts, int64 [T, S]; and
     their shares, float32 [T, S].
@@ -52,6 +57,9 @@ def route(
     Experts are distinct and valid whatever the numbers are. Logits are ``rms_norm(x) @ weight.T`` with sums in float32
     that are not rounded to the dtype of x: rounding could change the selection. The weight is of float32 or of the
     dtype of x.
+
+    Rows of ``given``, int64, are experts that are taken instead of the best, with the shares that these have; a row
+    that begins with a negative number has none.
     """
     normed_TD = x_TD if norm_D is None else rms_norm(x_TD, norm_D, eps)
     logits_TX = linear(normed_TD.float(), weight_XD)
@@ -62,10 +70,22 @@ def route(
     if routing.groups[0] > 1:
         worth_TX = _without_other_groups(worth_TX, routing)
     ids_TS = worth_TX.topk(routing.num_chosen, dim=-1).indices
+    if given_TS is not None:
+        ids_TS = torch.where(given_TS[:, :1] < 0, ids_TS, given_TS)
     shares_TS = scores_TX.gather(1, ids_TS)
     if routing.normalises:
         shares_TS = shares_TS / (shares_TS.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
     return normed_TD, ids_TS, shares_TS * routing.scale
+
+
+@op_of_ids
+def keep_routes(ids_MTS: Tensor, columns_M: Tensor, slots_T: Tensor, table_NC: Tensor) -> None:
+    """Write the experts [M, T, S], int64, that M routers selected for T rows to the rows' slots: those of router m to
+    columns ``columns[m]`` and following of ``table``, in its dtype. Rows with a negative slot are left out."""
+    rows = (slots_T >= 0).nonzero()[:, 0]
+    places = (columns_M.unsqueeze(1) + torch.arange(ids_MTS.shape[2], device=columns_M.device)).flatten()
+    kept = ids_MTS[:, rows].transpose(0, 1).flatten(1)
+    table_NC[slots_T[rows].unsqueeze(1), places] = kept.to(table_NC.dtype)
 
 
 def _without_other_groups(worth_TX: Tensor, routing: Routing) -> Tensor:

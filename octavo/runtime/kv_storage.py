@@ -59,6 +59,8 @@ class KVStorage:
         self.device = device
         self.is_scaled = bool(scales)
         self.pools: list[list[Tensor]] = []
+        self.routes_NC: Tensor | None = None
+        """The experts that routers selected for the position of each slot; ``None`` where they are not kept."""
         caches: dict[int, LayerCache] = {}
         for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True)):
             alike: dict[tuple[int, int, int], list[int]] = {}
@@ -70,6 +72,11 @@ class KVStorage:
                 pool.append(torch.empty(len(layers), P, count, K, block_size, H, dtype=dtype, device=device))
                 for i, part in zip(layers, pool[-1], strict=True):
                     caches[i] = LayerCache(part[0], part[-1], index, scales.get(i))
+            for routes in filter(None, (specs[i].routes for i in group.layers)):
+                assert index == 0, "what routers select is kept where no window gives up blocks"
+                size, of = routes.num_layers * routes.num_chosen, torch.uint8 if routes.itemsize == 1 else torch.int16
+                pool.append(torch.zeros(1, 1, count, 1, block_size, size, dtype=of, device=device))
+                self.routes_NC = pool[-1].view(count * block_size, size)
             self.pools.append(pool)
         self.state_pools: list[Tensor] = []
         """``[L, slots, ...]`` for each set of equal tensors of recurrent state."""
@@ -122,6 +129,12 @@ class KVStorage:
     def block(self, block: int) -> list[Tensor]:
         """The views of a block of the first group, in all its layers."""
         return [part[:, :, block] for part in self.pools[0]]
+
+    def routes(self, blocks: Sequence[int]) -> list[Tensor]:
+        """The views of what routers selected for the positions of blocks."""
+        assert self.routes_NC is not None, "it is not kept"
+        size = self.block_size
+        return [self.routes_NC[block * size : (block + 1) * size] for block in blocks]
 
     def state(self, slot: int) -> list[Tensor]:
         """The views of a slot of recurrent state, in all layers."""

@@ -17,8 +17,9 @@ import torch
 
 from octavo.config import CacheSettings, EngineConfig, SchedulerSettings
 from octavo.errors import ConfigError
+from octavo.model_info import KVGroupInfo
 from octavo.models.config import ModelConfig
-from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache
+from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache, with_routes
 from octavo.ops.attention import MAX_SCRATCH
 from octavo.ops.device_backend import is_gpu
 from octavo.ops.grouped_linear import LARGEST_COPY
@@ -27,7 +28,6 @@ from octavo.quant.stored.stored_weight import DENSE_FORMATS
 from octavo.runtime.executors.step_program import LOGPROB_ROWS
 from octavo.runtime.group_memory import GroupMemory, StateMemory
 from octavo.steps.limits import INTERVAL, StateSize
-from octavo.types import KVGroupInfo
 from octavo.weights.dtypes import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def plan_memory(
         activations += model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks)
         activations += chunk_bytes(rank_cache(model.cache, num_ranks), max_num_batched_tokens, max_num_seqs, dtype)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
-    specs = (*rank_cache(model.cache, num_ranks), *draft_specs)
+    specs = (*rank_cache(with_routes(model.cache, model.routes), num_ranks), *draft_specs)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype
     states = StateMemory.of(specs, dtypes, max_num_seqs, settings.speculative.speculative_config is not None)
     room = free - activations - logits - states.held_bytes

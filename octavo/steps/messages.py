@@ -73,6 +73,14 @@ class PooledRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
     task: Task = "embed"
 
 
+class GivenRoutes(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Experts that the routers of a mixture take for rows of a step, instead of the best."""
+
+    first_row: int
+    ids: bytes
+    """uint16 [rows, L, S]"""
+
+
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A forward pass and what is sampled after it.
 
@@ -103,6 +111,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pooled: list[PooledRows] = []
     spans: list[SpanRows] = []
     """For models in which the rows of an image attend to each other."""
+    routes: list[GivenRoutes] = []
 
     @property
     def needs_all_rows(self) -> bool:
@@ -113,7 +122,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     def is_plain(self) -> bool:
         """Whether the step consists of its arrays alone, so that it may run through a graph."""
         is_wide = self.num_top > MAX_LOGPROBS
-        return not (self.masks or self.prompts or self.pooled or self.shape.has_images or is_wide)
+        return not (self.masks or self.prompts or self.pooled or self.routes or self.shape.has_images or is_wide)
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -206,6 +215,12 @@ class WriteState(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fals
 
     slot: int
     content: bytes
+
+
+class ReadRoutes(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Return the experts that were selected for the positions of blocks, as bytes."""
+
+    blocks: list[int]
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -304,6 +319,7 @@ Message = (
     | WriteBlock
     | ReadState
     | WriteState
+    | ReadRoutes
     | LoadAdapter
     | UnloadAdapter
     | LoadWeights
@@ -346,7 +362,7 @@ class Executor(Protocol):
         ...
 
     def send(self, message: Message) -> Reply[Any]:
-        """Execute ``message`` after all earlier ones. The reply to ``Step`` is a ``StepResult``, to ``ReadBlock`` and
-        ``ReadState`` bytes, to ``Encode`` a list of bytes or ``None``, to ``PrepareTuning`` a list of keys, to
-        ``MeasureKernels`` a dict of fields, to all others ``None``."""
+        """Execute ``message`` after all earlier ones. The reply to ``Step`` is a ``StepResult``, to ``ReadBlock``,
+        ``ReadState`` and ``ReadRoutes`` bytes, to ``Encode`` a list of bytes or ``None``, to ``PrepareTuning`` a list
+        of keys, to ``MeasureKernels`` a dict of fields, to all others ``None``."""
         ...

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import InvalidParameter
-from octavo.types import LabelActivation, PoolingInfo, Task
+from octavo.model_info import LabelActivation, PoolingInfo
+from octavo.types import Task
 
 Floats = npt.NDArray[np.float32]
 

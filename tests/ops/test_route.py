@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +81,50 @@ def test_experts_are_distinct_whatever_the_numbers(fill: float) -> None:
     for routing in ROUTINGS.values():
         _, ids, _ = ops.route(torch.full((2, D), fill), torch.ones(D), EPS, torch.ones(X, D), routing)
         assert all(len(set(row)) == routing.num_chosen and set(row) <= set(range(X)) for row in ids.tolist())
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_given_experts(name: str) -> None:
+    """Those that are selected anyway have the same shares; others have their own, and some rows are given none."""
+    routing = ROUTINGS[name]
+    torch.manual_seed(1)
+    x, norm, weight = torch.randn(T, D), torch.rand(D) + 0.5, torch.randn(X, D) / D**0.5
+    check_given(ops.route, x, norm, weight, routing)
+
+
+def check_given(route: Any, x: Tensor, norm: Tensor, weight: Tensor, routing: Routing) -> None:
+    _, ids, shares = route(x, norm, EPS, weight, routing, torch.full((T, routing.num_chosen), -1, device=x.device))
+    _, same_ids, same_shares = route(x, norm, EPS, weight, routing, ids)
+    assert torch.equal(same_ids, ids)
+    assert torch.equal(same_shares, shares)
+    other = (ids + 1) % X
+    other[3] = -1
+    _, found, other_shares = route(x, norm, EPS, weight, routing, other)
+    assert torch.equal(found[3], ids[3])
+    assert torch.equal(other_shares[3], shares[3])
+    kept = torch.arange(T) != 3
+    assert torch.equal(found[kept], other[kept])
+    whole = routing._replace(num_chosen=X, normalises=False, groups=(1, 1), scale=1.0)
+    _, all_ids, all_scores = route(x, norm, EPS, weight, whole)
+    scores = torch.zeros_like(all_scores).scatter_(1, all_ids, all_scores).gather(1, found)
+    if routing.normalises:
+        scores = scores / scores.sum(1, keepdim=True)
+    torch.testing.assert_close(other_shares, scores * routing.scale, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_routes_are_kept_by_slot(dtype: torch.dtype) -> None:
+    check_kept(ops.keep_routes, dtype, "cpu")
+
+
+def check_kept(keep_routes: Any, dtype: torch.dtype, device: str) -> None:
+    """Of two of three layers, for rows of which one is padding."""
+    ids = torch.arange(2 * 4 * 3, device=device).view(2, 4, 3)
+    table = torch.zeros(6, 9, dtype=dtype, device=device)
+    slots = torch.tensor([5, -1, 0, 2], device=device)
+    keep_routes(ids, torch.tensor([0, 6], device=device), slots, table)
+    expected = torch.zeros(6, 9, dtype=dtype)
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[slot, :3], expected[slot, 6:] = ids[0, t].cpu().to(dtype), ids[1, t].cpu().to(dtype)
+    assert torch.equal(table.cpu(), expected)

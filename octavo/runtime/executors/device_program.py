@@ -23,6 +23,7 @@ from octavo.ops.device_backend import backend_of, is_gpu
 from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter, Tap
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
+from octavo.runtime.executors.routed_experts import RoutedExperts
 from octavo.runtime.executors.sampling_state import SamplingState
 from octavo.runtime.executors.step_program import DeviceResults, StepProgram
 from octavo.runtime.executors.step_views import StepTensors, view_step
@@ -87,7 +88,10 @@ class DeviceProgram:
 
         self.has_drafter = drafter is not None
         """Whether a drafter runs at the end of every step."""
-        self._program = StepProgram(model, forward, self.state, adapter_rows, drafter, verify, embeddings=embeddings)
+        routes = RoutedExperts.of(model, storage)
+        self._program = StepProgram(
+            model, forward, self.state, adapter_rows, drafter, verify, embeddings=embeddings, routes=routes
+        )
 
     def upload(self, message: Step) -> None:
         """Write a step's bytes to the next upload row, and update the sampling state from the message."""

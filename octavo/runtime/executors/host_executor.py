@@ -27,6 +27,7 @@ from octavo.runtime.executors.block_copies import HostBlockCopies
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.pooler import ChunkPooler, Pooler
 from octavo.runtime.executors.replies import Done, FailedReply
+from octavo.runtime.executors.routed_experts import RoutedExperts
 from octavo.runtime.executors.sampling_state import SamplingState
 from octavo.runtime.executors.step_program import Forward, Logits, RowReader, StepProgram
 from octavo.runtime.executors.step_views import StepBuffers, batch_indices
@@ -42,6 +43,7 @@ from octavo.steps.messages import (
     LoadWeights,
     Message,
     ReadBlock,
+    ReadRoutes,
     ReadState,
     Reply,
     Step,
@@ -96,7 +98,9 @@ class HostExecutor:
         self._model, self._layers = model, storage.layers
         self._embeddings = embeddings
         rows = None if adapters is None else adapters.rows
-        self._program = StepProgram(model, self._compute, self._state, rows, drafter, verify, logits, embeddings)
+        routes = RoutedExperts.of(model, storage)
+        parts = drafter, verify, logits, embeddings, routes
+        self._program = StepProgram(model, self._compute, self._state, rows, *parts)
         self._reader = RowReader(model, ChunkPooler(model, pooler), vocabulary)
         self._storage, self._copies = storage, HostBlockCopies(storage)
         self._buffers = StepBuffers(storage.num_groups)
@@ -120,6 +124,8 @@ class HostExecutor:
                 self._copies.write(self._storage.block(block), content)
             case ReadState(slot):
                 return self._copies.read(self._storage.state(slot))
+            case ReadRoutes(blocks):
+                return self._copies.read(self._storage.routes(blocks))
             case WriteState(slot, content):
                 self._copies.write(self._storage.state(slot), content)
             case LoadAdapter() | UnloadAdapter():

@@ -22,6 +22,7 @@ from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter, Drafting
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.pooler import ChunkPooler
+from octavo.runtime.executors.routed_experts import RoutedExperts
 from octavo.runtime.executors.sampling_state import SamplingState
 from octavo.runtime.executors.step_views import StepTensors
 from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
@@ -66,6 +67,7 @@ class StepProgram:
         verify: Verify | None = None,
         logits: Logits | None = None,
         embeddings: EmbeddingPool | None = None,
+        routes: RoutedExperts | None = None,
     ) -> None:
         """``logits``: a faster equivalent of ``model.logits``. ``embeddings``: the pool of those of images."""
         self.model = model
@@ -79,6 +81,7 @@ class StepProgram:
         if embeddings is not None and (ids := state.vocabulary.own_ids(embeddings.placeholders)):
             self._placeholders = torch.tensor(ids, device=embeddings.table.device)
         self._verify = verify
+        self._routes = routes
         self._draft = None if drafter is None else Drafting(model, drafter, state, verify is not None)
 
     def __call__(self, step: StepTensors, shape: StepShape, message: Step | None = None) -> DeviceResults:
@@ -93,13 +96,13 @@ class StepProgram:
             indices_R = (rows.cu_seqlens_q[1:] - 1).clamp(min=0)
         # Adapter numbers cover all rows of a step, so with adapters the last layer keeps all rows.
         keeps_all = step.adapters_T is not None or (message is not None and message.needs_all_rows)
-        keeps_all = keeps_all or (draft is not None and draft.needs_output)
+        keeps_all = keeps_all or self._routes is not None or (draft is not None and draft.needs_output)
         if indices_R is not None and not keeps_all:
             rows = replace(rows, logits_indices_R=indices_R)
         if step.embedding_slots_T is not None and self._embeddings is not None:
             spans = () if message is None else tuple(Span(*msgspec.structs.astuple(span)) for span in message.spans)
             rows = replace(rows, images=ImageRows(step.embedding_slots_T, self._embeddings, spans))
-        with self._adapted(step):
+        with self._adapted(step), self._routed(step, message):
             x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
         if message is not None and not message.is_sampled and draft is None:
             return DeviceResults(None, None, None, x_TD)
@@ -133,6 +136,11 @@ class StepProgram:
             return None
         asked_R = tokens_R.masked_fill(step.extras.wants_logprobs_R == 0, -1)
         return self.state.vocabulary.report_sampled(logits_RV, adjusted_RV, step.params, asked_R, num_top)
+
+    def _routed(self, step: StepTensors, message: Step | None) -> contextlib.AbstractContextManager[None]:
+        if self._routes is None:
+            return contextlib.nullcontext()
+        return self._routes.kept(step.slots_GT[0], () if message is None else message.routes)
 
     def _adapted(self, step: StepTensors) -> contextlib.AbstractContextManager[None]:
         if step.adapters_T is None:

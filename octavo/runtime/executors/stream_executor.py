@@ -53,6 +53,7 @@ from octavo.steps.messages import (
     Message,
     PrepareTuning,
     ReadBlock,
+    ReadRoutes,
     ReadState,
     Reply,
     Sleep,
@@ -166,6 +167,8 @@ class StreamExecutor:
                 self._copies.write(self._storage.block(block), content)
             case ReadState(slot):
                 return self._copies.read(self._storage.state(slot))
+            case ReadRoutes(blocks):
+                return self._copies.read(self._storage.routes(blocks))
             case WriteState(slot, content):
                 self._copies.write(self._storage.state(slot), content)
             case LoadAdapter() | UnloadAdapter():

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.linear import PLAIN
-from octavo.ops.moe import SMALLEST_SUM, Routing, route
+from octavo.ops.moe import SMALLEST_SUM, Routing, keep_routes, route
 from octavo_kernels.triton.launch import (
     after_predecessor,
     counters,
@@ -74,8 +74,9 @@ def _choose(
     logits: tl.tensor, e: tl.tensor, t: tl.tensor, bias_ptr: tl.tensor, correction_ptr: tl.tensor, ids_ptr: tl.tensor,
     shares_ptr: tl.tensor, scale: tl.tensor, X: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr,
     NORMALISES: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, SMALLEST: tl.constexpr,
+    given_ptr: tl.tensor,
 ) -> None:  # fmt: skip
-    """Select the experts of token t, and store them from the best on."""
+    """Select the experts of token t, or take those given, and store them from the best on."""
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + e, mask=e < X, other=0.0)
     logits = tl.where(e < X, logits, float("-inf"))
@@ -92,6 +93,11 @@ def _choose(
     if GROUPS > 1:
         is_allowed &= _is_in_best_group(worth, e, X, GROUPS, CHOSEN_GROUPS, correction_ptr is not None)
     place = _place(_sort_key(worth, is_allowed), e)
+    if given_ptr is not None:
+        own = tl.full(place.shape, CHOSEN, tl.int32)
+        for s in tl.static_range(CHOSEN):
+            own = tl.where(e == tl.load(given_ptr + t.to(tl.int64) * CHOSEN + s), s, own)
+        place = tl.where(tl.load(given_ptr + t.to(tl.int64) * CHOSEN) < 0, place, own)
     is_chosen = (place < CHOSEN) & (e < X)
     if NORMALISES:
         scores /= tl.sum(tl.where(is_chosen, scores, 0.0), 0) + SMALLEST
@@ -144,15 +150,16 @@ def route_kernel(
         logits = tl.load(logits_ptr + t * X + e, mask=e < X, other=0.0, cache_modifier=".cg")
         _choose(
             logits, e, t, bias_ptr, correction_ptr, ids_ptr, shares_ptr, scale,
-            X, CHOSEN, SCORING, NORMALISES, GROUPS, CHOSEN_GROUPS, SMALLEST,
+            X, CHOSEN, SCORING, NORMALISES, GROUPS, CHOSEN_GROUPS, SMALLEST, None,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["scale"])
 def choose_kernel(
-    logits_ptr: tl.tensor, bias_ptr: tl.tensor, correction_ptr: tl.tensor, ids_ptr: tl.tensor, shares_ptr: tl.tensor,
-    scale: tl.tensor, X: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr, NORMALISES: tl.constexpr,
-    GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, SMALLEST: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr: tl.tensor, given_ptr: tl.tensor, bias_ptr: tl.tensor, correction_ptr: tl.tensor, ids_ptr: tl.tensor,
+    shares_ptr: tl.tensor, scale: tl.tensor, X: tl.constexpr, CHOSEN: tl.constexpr, SCORING: tl.constexpr,
+    NORMALISES: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, SMALLEST: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The experts of one token."""
     t, e = tl.program_id(0), tl.arange(0, triton.next_power_of_2(X))
@@ -160,13 +167,41 @@ def choose_kernel(
     logits = tl.load(logits_ptr + t.to(tl.int64) * X + e, mask=e < X, other=0.0)
     _choose(
         logits, e, t, bias_ptr, correction_ptr, ids_ptr, shares_ptr, scale,
-        X, CHOSEN, SCORING, NORMALISES, GROUPS, CHOSEN_GROUPS, SMALLEST,
+        X, CHOSEN, SCORING, NORMALISES, GROUPS, CHOSEN_GROUPS, SMALLEST, given_ptr,
     )  # fmt: skip
+
+
+@triton.jit
+def keep_routes_kernel(
+    ids_ptr: tl.tensor, columns_ptr: tl.tensor, slots_ptr: tl.tensor, table_ptr: tl.tensor, T: tl.tensor,
+    S: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """The experts that one router selected for one row."""
+    t, m, s = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, triton.next_power_of_2(S))
+    after_predecessor(PDL)
+    slot = tl.load(slots_ptr + t)
+    if slot >= 0:
+        ids = tl.load(ids_ptr + (m * T + t) * S + s, mask=s < S)
+        at = table_ptr + slot * C + tl.load(columns_ptr + m) + s
+        tl.store(at, ids.to(table_ptr.dtype.element_ty), mask=s < S)
+
+
+@keep_routes.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)
+def keep_routes_triton(ids_MTS: Tensor, columns_M: Tensor, slots_T: Tensor, table_NC: Tensor) -> None:
+    """See ``ops.keep_routes``."""
+    M, T, S = ids_MTS.shape
+    if T:
+        launch(keep_routes_kernel, (T, M), ids_MTS, columns_M, slots_T, table_NC, T, S, table_NC.shape[1], num_warps=1)
 
 
 @route.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
 def route_triton(
-    x_TD: Tensor, norm_D: Tensor | None, eps: float, weight_XD: Tensor, routing: Routing
+    x_TD: Tensor,
+    norm_D: Tensor | None,
+    eps: float,
+    weight_XD: Tensor,
+    routing: Routing,
+    given_TS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ops.route``; of experts of equal worth the first is selected."""
     (T, D), X, S = x_TD.shape, len(weight_XD), routing.num_chosen
@@ -176,10 +211,11 @@ def route_triton(
         return (x_TD if norm_D is None else torch.empty_like(x_TD)), ids_TS, shares_TS
     vectors, results = (routing.bias_X, routing.correction_X), (ids_TS, shares_TS, routing.scale)
     rule = (X, S, routing.scoring, routing.normalises, *routing.groups, SMALLEST_SUM)
-    if norm_D is None or T > FEW_ROWS or is_invariant():
+    if norm_D is None or T > FEW_ROWS or is_invariant() or given_TS is not None:
         normed_TD = x_TD if norm_D is None else rms_norm_triton(x_TD, norm_D, eps)
         logits_TX = _logits(normed_TD, weight_XD)
-        launch(choose_kernel, (T,), logits_TX, *vectors, *results, *rule, num_warps=_warps(X))
+        given = None if given_TS is None else given_TS.contiguous()
+        launch(choose_kernel, (T,), logits_TX, given, *vectors, *results, *rule, num_warps=_warps(X))
         return normed_TD, ids_TS, shares_TS
     normed_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     logits_TX = torch.empty(T, X, dtype=torch.float32, device=x_TD.device)

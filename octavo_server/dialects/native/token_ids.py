@@ -10,17 +10,25 @@ https://docs.vllm.ai/en/latest/serving/online_serving/token_in_token_out/
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
+import hashlib
+import io
 import time
 import uuid
 from typing import Any
 
 import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.engine.route_reading import as_array
 from octavo.errors import InvalidParameter
-from octavo.types import TokenLogprobs
+from octavo.model_info import RoutesInfo
+from octavo.types import EngineInfo, TokenLogprobs
+from octavo_server.admission import ClientRequest
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.completions import decoder as completion_decoder
 from octavo_server.dialects.openai.fields import NO_LIMIT, default_max_tokens
@@ -28,6 +36,7 @@ from octavo_server.dialects.openai.rendering import TokenNames, chat_logprobs, f
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import encode_line, json_response
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices, server_of
@@ -35,6 +44,8 @@ from octavo_server.tenants.api_keys import caller_of
 
 OWN_FIELDS = frozenset(("echo", "model", "prompt", "stream", "stream_options", "use_beam_search"))
 """Fields of a completion that are not sampling parameters."""
+ABOUT_EXPERTS = ("return_routed_experts", "routed_experts_prompt_start")
+"""Sampling parameters that completions do not have."""
 MODES = ("tokens", "text")
 MAX_REQUEST_ID = 256
 
@@ -53,6 +64,8 @@ class TokenIdsBody(msgspec.Struct, kw_only=True):
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
     output_mode: str = "tokens"
+    routed_experts: str | None = None
+    """Experts to take at the first positions, in the form of the answer's member of this name."""
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
@@ -76,12 +89,15 @@ async def _translate(body: TokenIdsBody, services: ModelServices, request: Reque
         for name in ("model", "priority", "cache_salt", "session_id", "stream", "stream_options")
         if getattr(body, name) is not None
     }
-    fields = {"max_tokens": NO_LIMIT, **body.sampling_params, **own, "prompt": body.token_ids}
+    own |= {"prompt": body.token_ids}
+    fields = {"max_tokens": NO_LIMIT, **body.sampling_params, **own}
+    about_experts = {name: fields.pop(name) for name in ABOUT_EXPERTS if name in fields}
     completion, ignored = completion_decoder.read(msgspec.json.encode(fields), services.engine.info.max_model_len)
     services.report(request, [f"sampling_params.{name}" for name in ignored])
     submitted = client_request(completion, services, request)
     if body.sampling_params.get("max_tokens") is None:
         submitted = dataclasses.replace(submitted, default_max_tokens=default_max_tokens(services, None))
+    submitted = _with_experts(submitted, body, about_experts, services.engine.info)
 
     def answer(generation: Generation) -> TokenIdsAnswer:
         generation.keeps_aborted = True
@@ -93,7 +109,9 @@ async def _translate(body: TokenIdsBody, services: ModelServices, request: Reque
         request=submitted,
         answer=answer,
         is_streamed=body.stream,
-        is_large=completion.logprobs is not None or completion.prompt_logprobs is not None,
+        is_large=submitted.params.return_routed_experts
+        or completion.logprobs is not None
+        or completion.prompt_logprobs is not None,
     )
 
 
@@ -159,6 +177,7 @@ class TokenIdsAnswer:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "weight_versions": None if choice.finish_reason is None else spans(choice),
+            "routed_experts": None if choice.routes is None else _encoded(choice.routes, self._services.engine.info),
         }
 
     def _logprobs(self, update: ChoiceUpdate) -> dict[str, Any] | None:
@@ -194,6 +213,56 @@ def _entry(entry: TokenLogprobs, names: TokenNames, num_top: int) -> dict[str, A
 def _named(candidate: tuple[int, float, int], names: TokenNames) -> dict[str, Any]:
     token, logprob, rank = candidate
     return {"token": names.name(token), "token_id": token, "logprob": logprob, "rank": rank}
+
+
+def _with_experts(
+    submitted: ClientRequest, body: TokenIdsBody, asked: dict[str, Any], info: EngineInfo
+) -> ClientRequest:
+    """The request with what it asks of a mixture's experts, which are shown where they are kept, and with those that it
+    gives. Raises ``InvalidParameter``."""
+    if not isinstance(asked.setdefault("return_routed_experts", info.routes is not None), bool):
+        raise InvalidParameter("return_routed_experts", "'return_routed_experts' must be true or false.")
+    submitted = dataclasses.replace(submitted, params=msgspec.structs.replace(submitted.params, **asked))
+    if body.routed_experts is None:
+        return submitted
+    if info.routes is None or not info.routes.takes_given:
+        message = "'routed_experts' is for a mixture of experts with --enable-return-routed-experts, not for Phi's."
+        raise UnsupportedParameter("routed_experts", message)
+    ids = _decoded(body.routed_experts, info.routes, info.max_model_len)
+    # What is cached depends on them, so that it is found by requests with the same alone.
+    salt = f"{submitted.cache_salt}/experts-{hashlib.sha256(ids).hexdigest()}"
+    return dataclasses.replace(submitted, routes=ids, cache_salt=salt)
+
+
+def _encoded(routes: bytes, info: EngineInfo) -> str:
+    """The experts of positions, [positions, layers, experts of a token], as an .npy file in base64."""
+    assert info.routes is not None
+    file = io.BytesIO()
+    np.save(file, as_array(routes, info.routes))
+    return base64.b64encode(file.getbuffer()).decode()
+
+
+def _decoded(text: str, routes: RoutesInfo, max_model_len: int) -> bytes:
+    """Experts in the form of ``Request.routes``. Raises ``InvalidParameter``."""
+    shape = routes.num_layers, routes.num_chosen
+    try:
+        file = io.BytesIO(base64.b64decode(text, validate=True))
+        np.lib.format.read_magic(file)
+        found, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        ids = np.frombuffer(file.read(), dtype)
+    except (binascii.Error, ValueError, TypeError):
+        ids, found, is_fortran = np.zeros(0, np.uint8), (), False
+    if ids.dtype.kind not in "ui" or is_fortran or len(found) != 3 or found[1:] != shape or ids.size != np.prod(found):
+        message = f"'routed_experts' must be an .npy file in base64 of integers [positions, {shape[0]}, {shape[1]}]."
+        raise InvalidParameter("routed_experts", message)
+    ids = ids.reshape(found)
+    if len(ids) > max_model_len:
+        raise InvalidParameter("routed_experts", f"'routed_experts' must have at most {max_model_len} positions.")
+    ordered = np.sort(ids[:, routes.layers], axis=-1)
+    if ids.size and (ids.min() < 0 or ids.max() >= routes.num_experts or (ordered[..., 1:] == ordered[..., :-1]).any()):
+        message = f"'routed_experts' must have distinct numbers below {routes.num_experts} for each token and layer."
+        raise InvalidParameter("routed_experts", message)
+    return ids.astype(np.uint16).tobytes()
 
 
 def _event(value: dict[str, Any]) -> bytes:

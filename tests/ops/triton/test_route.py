@@ -8,9 +8,9 @@ from torch import Tensor
 
 from octavo.ops.moe import Routing
 from octavo.ops.norms import rms_norm
-from octavo_kernels.triton.experts.route import FEW_ROWS, route_triton
+from octavo_kernels.triton.experts.route import FEW_ROWS, keep_routes_triton, route_triton
 from octavo_kernels.triton.launch import invariant
-from tests.ops.test_route import EPS, ROUTINGS, D, X, check
+from tests.ops.test_route import EPS, ROUTINGS, D, X, check, check_given, check_kept
 from tests.ops.triton.poison import poison_new_tensors
 
 ROWS = [1, 5, FEW_ROWS + 11]
@@ -86,3 +86,15 @@ def test_no_rows(device: str) -> None:
     norm, weight = torch.ones(D, device=device), torch.ones(X, D, device=device)
     _, ids, shares = route_triton(torch.empty(0, D, device=device), norm, EPS, weight, Routing(3))
     assert ids.shape == shares.shape == (0, 3)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_given_experts(name: str, device: str) -> None:
+    x, norm, weight = numbers(9, D, X, torch.float32, device)
+    with invariant():  # rows with and without given experts by the same kernels
+        check_given(route_triton, x, norm, weight, on(device, ROUTINGS[name]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_routes_are_kept_by_slot(dtype: torch.dtype, device: str) -> None:
+    check_kept(keep_routes_triton, dtype, device)
