@@ -577,7 +577,11 @@ class TakeWeights(msgspec.Struct, frozen=True, tag=True):
     folder: str = ""
 
 
-WeightOrder = JoinGroup | ReceiveTensors | DropTensors | AskReceiver | TakeWeights
+class ChecksumWeights(msgspec.Struct, frozen=True, tag=True):
+    """Tell the checksums of the weights in memory."""
+
+
+WeightOrder = JoinGroup | ReceiveTensors | DropTensors | AskReceiver | TakeWeights | ChecksumWeights
 
 
 Masks = Mapping[int, Any]

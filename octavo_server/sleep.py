@@ -19,6 +19,7 @@ from octavo_server.http.sse import json_response
 from octavo_server.services import asked_services_of, server_of
 
 LEVELS = ("1", "2")
+TAGS = ("weights", "kv_cache")
 MODES: tuple[SleepMode, ...] = typing.get_args(SleepMode)
 
 
@@ -34,7 +35,11 @@ async def sleep(request: Request) -> Response:
 
 
 async def wake_up(request: Request) -> Response:
+    """An engine has weights and cache, or neither: the first tag that is named wakes both."""
     engine = _engine(request)
+    for tag in request.query_params.getlist("tags"):
+        if tag not in TAGS:
+            raise InvalidParameter("tags", f"'tags' must be of {', '.join(TAGS)}.")
     await engine.wake_up()
     return json_response({"is_sleeping": engine.sleep_level > 0}, {})
 

@@ -7,6 +7,7 @@ the new ones replaces the other. Running requests go on with them from where the
 
 from __future__ import annotations
 
+import hashlib
 import json
 import typing
 from pathlib import Path
@@ -107,7 +108,7 @@ class DiskUpdateBody(msgspec.Struct, kw_only=True):
 class Transfer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The setting ``weight_transfer_config``."""
 
-    backend: typing.Literal["nccl", "gloo"]
+    backend: typing.Literal["nccl", "gloo", "ipc"]
 
 
 class PauseBody(msgspec.Struct, kw_only=True):
@@ -123,6 +124,14 @@ class AbortBody(msgspec.Struct, kw_only=True):
     rid: str = ""
 
 
+class CheckBody(msgspec.Struct, kw_only=True):
+    """The body of a request for checksums, or to compare them with earlier ones."""
+
+    action: str
+    baseline: dict[str, str] | None = None
+    checksums: list[dict[str, str]] = []
+
+
 _WITHOUT_EFFECT = ("load_format", "flush_cache", "is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph")
 update_decoder = BodyDecoder(UpdateBody, {}, frozenset())
 init_decoder = BodyDecoder(InitBody, {}, frozenset())
@@ -131,6 +140,7 @@ sglang_group_decoder = BodyDecoder(SglangGroupBody, {}, frozenset())
 sglang_tensors_decoder = BodyDecoder(SglangTensorsBody, {}, frozenset(("group_name", "flush_cache", "load_format")))
 disk_decoder = BodyDecoder(DiskUpdateBody, {}, frozenset(_WITHOUT_EFFECT))
 pause_decoder = BodyDecoder(PauseBody, {}, frozenset())
+check_decoder = BodyDecoder(CheckBody, {}, frozenset())
 abort_decoder = BodyDecoder(AbortBody, {}, frozenset(("abort_all",)))
 
 
@@ -289,6 +299,26 @@ async def weight_info(request: Request) -> Response:
     return json_response({"weight_version": services.engine.weight_version, "world_size": size}, {})
 
 
+async def weight_checker(request: Request) -> Response:
+    """``compare`` names the tensors that differ from ``baseline``, or in any of several reports."""
+    services = _services(request)
+    _, body, headers = await services.server.read(request, check_decoder)
+    if body.action not in ("checksum", "compare"):
+        message = "'action' must be checksum or compare; no weights are replaced by random ones, and no report is kept."
+        raise InvalidParameter("action", message)
+    if body.action == "compare" and body.baseline is None:
+        raise MissingParameter("baseline")
+    found = await services.engine.weight_checksums()
+    if body.baseline is None:
+        whole = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+        answer = {"checksums": found, "checksum": whole, "weight_version": services.engine.weight_version}
+        return json_response(answer, headers)
+    reports = [body.baseline, found, *body.checksums]
+    names = sorted(set().union(*reports))
+    differing = [name for name in names if len({report.get(name) for report in reports}) > 1]
+    return json_response({"match": not differing, "mismatches": differing}, headers)
+
+
 _NEEDS = "; needs `--weight-updates-dir` or `--weight-transfer-config`"
 _GROUP = "; needs `--weight-transfer-config`"
 ENDPOINTS = [
@@ -310,6 +340,10 @@ ENDPOINTS = [
     Endpoint("POST", "/abort_requests", abort_requests, f"End all running requests, or those it names{_NEEDS}"),
     Endpoint("GET", "/get_world_size", weight_info, f"How many processes join a trainer's group{_NEEDS}"),
     Endpoint("GET", "/weight_info", weight_info, f"The version of the weights{_NEEDS}"),
+    Endpoint(
+        *("POST", "/weight_checker", weight_checker, f"Checksums of the weights, or what differs in them{_NEEDS}"),
+        CheckBody,
+    ),
     Endpoint("POST", "/pause_generation", pause_generation, f"SGLang's `/pause`{_NEEDS}"),
     Endpoint("POST", "/continue_generation", resume, f"SGLang's `/resume`{_NEEDS}"),
     Endpoint(
@@ -353,7 +387,13 @@ def _backend(settings: ServerSettings) -> str | None:
     if settings.weight_transfer_config is None:
         return None
     try:
-        return msgspec.json.decode(settings.weight_transfer_config, type=Transfer).backend
+        backend = msgspec.json.decode(settings.weight_transfer_config, type=Transfer).backend
+        if backend == "ipc":  # its handles are pickles
+            raise ConfigError(
+                "weight_transfer_config: 'ipc' is for one process, in which LLM.load_weights takes tensors; a server "
+                "takes 'nccl', 'gloo', or folders below weight_updates_dir"
+            )
+        return backend
     except msgspec.ValidationError as error:
         raise ConfigError(f"weight_transfer_config: {error}") from None
 

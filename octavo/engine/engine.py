@@ -222,6 +222,12 @@ class Engine:
         if self.scheduler.cache.offload is not None:
             self.scheduler.cache.offload.identify(self.weights.identity)
 
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of the weights in memory, behind the steps that were begun. Raises ``CheckpointError``."""
+        if self.weights is None:
+            raise CheckpointError("the weights of this engine have no checksums, as they cannot be changed")
+        return self.weights.checksums()
+
     def order_weights(self, order: WeightOrder) -> bool:
         """Do what a server's trainer asks for; return whether anything is still being received.
 

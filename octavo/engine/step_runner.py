@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from octavo.cache.offload import Identity
 from octavo.cache.offloading import identity
 from octavo.engine.persistent_batch import Indices
@@ -28,6 +30,7 @@ from octavo.steps.messages import (
     LoadWeights,
     Message,
     ReadBlock,
+    ReadChecksums,
     ReadRoutes,
     ReadState,
     Reply,
@@ -304,6 +307,13 @@ class WeightMessages:
         self._runner, self._forms, self._role = runner, forms, role
         self._folder = folder
         self.identity = identity(folder, forms, role)
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of the tensors in memory, by rank and place in the model."""
+        content: bytes = self._runner.send(ReadChecksums()).wait()
+        parts = content.replace(b"}{", b"}\n{").splitlines()  # names and digests have neither
+        found = [msgspec.json.decode(part, type=dict[str, str]) for part in parts]
+        return {f"tp={rank}:{name}": digest for rank, own in enumerate(found) for name, digest in own.items()}
 
     def load(self, folder: str, files: Iterable[str]) -> None:
         """See ``LoadWeights``."""

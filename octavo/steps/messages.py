@@ -248,6 +248,10 @@ class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fal
     """Safetensors files with tensors to take in place of the checkpoint's."""
 
 
+class ReadChecksums(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Return checksums of the model's tensors by their names, as JSON; those of several ranks one after the other."""
+
+
 class Compile(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Compile the kernels of steps of these shapes, while other messages are executed."""
 
@@ -323,6 +327,7 @@ Message = (
     | LoadAdapter
     | UnloadAdapter
     | LoadWeights
+    | ReadChecksums
     | Compile
     | Tuning
     | Power
@@ -363,6 +368,6 @@ class Executor(Protocol):
 
     def send(self, message: Message) -> Reply[Any]:
         """Execute ``message`` after all earlier ones. The reply to ``Step`` is a ``StepResult``, to ``ReadBlock``,
-        ``ReadState`` and ``ReadRoutes`` bytes, to ``Encode`` a list of bytes or ``None``, to ``PrepareTuning`` a list
-        of keys, to ``MeasureKernels`` a dict of fields, to all others ``None``."""
+        ``ReadState``, ``ReadRoutes`` and ``ReadChecksums`` bytes, to ``Encode`` a list of bytes or ``None``, to
+        ``PrepareTuning`` a list of keys, to ``MeasureKernels`` a dict of fields, to all others ``None``."""
         ...

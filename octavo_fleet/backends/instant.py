@@ -130,6 +130,10 @@ class InstantEngine:
         """Raises ``CheckpointError``."""
         raise CheckpointError("there are no weights")
 
+    def checksums(self) -> dict[str, str]:
+        """Raises ``CheckpointError``."""
+        raise CheckpointError("there are no weights")
+
     def clear_cache(self) -> None:
         """There is no cache."""
 

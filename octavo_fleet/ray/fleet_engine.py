@@ -143,6 +143,10 @@ class FleetEngine(RequestJournal):
         """Raises ``Unavailable``."""
         raise Unavailable("Replicas of Ray keep the weights that they began with; deploy the new ones.")
 
+    async def weight_checksums(self) -> dict[str, str]:
+        """Raises ``Unavailable``."""
+        raise Unavailable("Replicas of Ray tell no checksums of their weights.")
+
     async def take_weights(self, version: str | None, mode: SleepMode = "keep") -> str:
         """Raises ``Unavailable``."""
         raise Unavailable("Replicas of Ray keep the weights that they began with; deploy the new ones.")

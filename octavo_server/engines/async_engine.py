@@ -22,6 +22,7 @@ from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
 from octavo.types import (
     AskReceiver,
+    ChecksumWeights,
     DropTensors,
     EngineInfo,
     EngineStats,
@@ -259,6 +260,17 @@ class AsyncEngine(RequestJournal):
                 error, is_busy = await link.order_weights(AskReceiver())
             if error:
                 raise InvalidParameter("update_info", error)
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """SHA-256 of the weights in memory, by rank and place in the model. Raises ``InvalidParameter``."""
+        async with self._changing_weights:
+            if self.sleep_level:
+                await self.wake_up()
+            link = self._ready_link()
+            error, _ = await link.order_weights(ChecksumWeights())
+            if error:
+                raise InvalidParameter("action", f"There are no checksums: {error}.")
+            return link.checksums
 
     async def take_weights(self, version: str | None, mode: SleepMode = "keep") -> str:
         """Serve the weights that were received, as ``version``, which is returned, or the number of such updates.

@@ -48,6 +48,8 @@ class EngineLink(asyncio.Protocol):
         """Pending answers to ``Sleep`` (true) and ``Wake``, as those of ``_adapters``."""
         self._ordered: list[asyncio.Future[tuple[str, bool]]] = []
         """Pending answers to ``OrderWeights``, in order."""
+        self.checksums: dict[str, str] = {}
+        """Those of the last answer."""
         self._settling: list[asyncio.Future[str]] = []
         """Pending answers to ``Settle``, in order."""
         self._on_step = on_step
@@ -220,6 +222,7 @@ class EngineLink(asyncio.Protocol):
         elif isinstance(message, wire.Settled):
             self._end_settling()
         elif isinstance(message, wire.WeightsDone):
+            self.checksums = message.checksums
             self._end_order(message.error, message.is_busy)
         elif isinstance(message, wire.BuildFailed):
             self._fail(message.as_error())

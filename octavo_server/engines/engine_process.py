@@ -30,7 +30,7 @@ from octavo.system.collector import importing, leave_out_what_exists
 from octavo.system.kernel_compiler import prepare_if_there_may_be_a_gpu
 from octavo.telemetry.logs import log_to_stderr
 from octavo.telemetry.phases import Phases
-from octavo.types import EngineInfo, EngineStats, Output, WeightOrder
+from octavo.types import ChecksumWeights, EngineInfo, EngineStats, Output, WeightOrder
 from octavo_server.engines import wire
 
 SWITCH_INTERVAL = 0.0001
@@ -170,12 +170,15 @@ class EngineLoop:
         self.channel.send(wire.AdapterDone(self.generation, name, error))
 
     def _order_weights(self, order: WeightOrder) -> None:
-        error, is_busy = "", False
+        error, is_busy, checksums = "", False, dict[str, str]()
         try:
-            is_busy = self.engine.order_weights(order)
+            if isinstance(order, ChecksumWeights):
+                checksums = self.engine.checksums()
+            else:
+                is_busy = self.engine.order_weights(order)
         except CheckpointError as found:
             error = str(found)
-        self.channel.send(wire.WeightsDone(self.generation, error, is_busy))
+        self.channel.send(wire.WeightsDone(self.generation, error, is_busy, checksums))
 
     def _answer_sleep(self, is_asleep: bool, change: Callable[[], None]) -> None:
         error = ""

@@ -37,6 +37,11 @@ class SeveralEngines:
             orders = [msgspec.structs.replace(order, rank=order.rank + i) for i in range(len(self.engines))]
         await asyncio.gather(*(engine.order_weights(own) for engine, own in zip(self.engines, orders, strict=True)))
 
+    async def weight_checksums(self) -> dict[str, str]:
+        """Those of all engines, by their number."""
+        every = await asyncio.gather(*(engine.weight_checksums() for engine in self.engines))
+        return {f"dp={i}/{name}": digest for i, own in enumerate(every) for name, digest in own.items()}
+
     async def take_weights(self, version: str | None, mode: SleepMode = "keep") -> str:
         """Have all engines serve the weights that they received, as ``AsyncEngine.take_weights`` does."""
         return (await asyncio.gather(*(engine.take_weights(version, mode) for engine in self.engines)))[0]

@@ -215,6 +215,8 @@ class WeightsDone(msgspec.Struct, tag="weights", array_like=True, gc=False):
     error: str = ""
     is_busy: bool = False
     """Whether weights are still being received."""
+    checksums: dict[str, str] = {}
+    """The answer to ``ChecksumWeights``."""
 
 
 FromEngine = Ready | BuildFailed | StepDone | AdapterDone | SleepDone | Settled | WeightsDone

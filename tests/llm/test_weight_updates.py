@@ -71,14 +71,18 @@ def check(folders: tuple[Path, Path], **settings: Any) -> None:
     settings = {**SETTINGS, **settings}
     first, second = folders
     with LLM(str(second), **settings) as fresh:
-        expected = said(fresh)
+        expected, checksums = said(fresh), fresh.engine.checksums()
     with LLM(str(first), **settings) as llm:
-        before = said(llm)
+        before, own_checksums = said(llm), llm.engine.checksums()
         assert before != expected
+        assert own_checksums.keys() == checksums.keys()
+        assert own_checksums != checksums
         llm.load_weights(second)
+        assert llm.engine.checksums() == checksums
         assert said(llm) == expected
         llm.load_weights(first)
         assert said(llm) == before
+        assert llm.engine.checksums() == own_checksums
         llm.load_weights((name, tensor.float()) for name, tensor in load_file(second / "model.safetensors").items())
         assert said(llm) == expected
 

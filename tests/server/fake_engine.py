@@ -205,6 +205,9 @@ class FakeEngine(InstantEngine):
     def clear_cache(self) -> None:
         pass
 
+    def checksums(self) -> dict[str, str]:
+        return {"tp=0:knobs": str(self.knobs.weights)}
+
     def order_weights(self, order: WeightOrder) -> bool:
         """Received are weights of which each token is one more; it takes a while."""
         match order:

@@ -187,7 +187,8 @@ def test_the_routes(serve_app: Any) -> None:
     assert client.post("/sleep?level=2&mode=abort").json() == {"is_sleeping": True}
     assert (engine.sleep_level, engine.sleep_modes) == (2, ["wait", "abort"])
     assert client.get("/is_sleeping").json() == {"is_sleeping": True}
-    assert client.post("/wake_up?tags=weights").json() == {"is_sleeping": False}
+    assert client.post("/wake_up?tags=weights&tags=kv_cache").json() == {"is_sleeping": False}
+    assert "'tags' must be of weights, kv_cache." in client.post("/wake_up?tags=graphs").json()["error"]["message"]
     for query, field in (("level=3", "level"), ("mode=now", "mode")):
         error = client.post(f"/sleep?{query}").json()["error"]
         assert error["param"] == field

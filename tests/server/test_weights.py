@@ -285,6 +285,39 @@ def test_what_is_no_update_is_refused(group: Served, body: dict[str, Any], messa
     assert message in response.json()["error"]["message"]
 
 
+def test_checksums_tell_what_differs(served: Served) -> None:
+    client, engine = served.client, served.engine
+    engine.weight_version = "1"
+    found = client.post("/weight_checker", json={"action": "checksum"}).json()
+    assert found["checksums"] == {"tp=0:a": "1", "tp=0:b": "same"}
+    assert len(found["checksum"]) == 64
+    body: dict[str, Any] = {"action": "compare", "baseline": found["checksums"]}
+    assert client.post("/weight_checker", json=body).json() == {"match": True, "mismatches": []}
+    engine.weight_version = "2"
+    assert client.post("/weight_checker", json=body).json() == {"match": False, "mismatches": ["tp=0:a"]}
+    body["checksums"] = [{"tp=0:a": "2"}]
+    assert client.post("/weight_checker", json=body).json()["mismatches"] == ["tp=0:a", "tp=0:b"]
+    for bad, message in (({"action": "reset"}, "'action' must be"), ({"action": "compare"}, "'baseline'")):
+        assert message in client.post("/weight_checker", json=bad).json()["error"]["message"]
+
+
+def test_handles_of_other_processes_are_refused() -> None:
+    config = ServeConfig.from_flat({"model": "test", "weight_transfer_config": '{"backend": "ipc"}'})
+    with pytest.raises(ConfigError, match="'ipc' is for one process"):
+        create_app(config, InProcessEngine(), byte_tokenizer())
+
+
+def test_checksums_come_from_the_engine_process() -> None:
+    async def main() -> None:
+        async with running(**IN_PLACE) as engine:
+            before = await engine.weight_checksums()
+            await engine.order_weights(ReceiveTensors(["a"], ["float32"], [(1,)]))
+            await engine.take_weights("2")
+            assert await engine.weight_checksums() != before
+
+    asyncio.run(main())
+
+
 def test_other_backends_are_refused() -> None:
     config = ServeConfig.from_flat({"model": "test", "weight_transfer_config": '{"backend": "mpi"}'})
     with pytest.raises(ConfigError, match="weight_transfer_config: Invalid enum value 'mpi'"):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from octavo import ops
 from octavo.errors import CANCELLATIONS, CheckpointError, RunnerError, WorkerLost
 from octavo.models.adapters import ModelAdapters
+from octavo.models.in_place import checksums
 from octavo.models.pooling import Pooling
 from octavo.models.registry import CausalLM
 from octavo.models.weight_updates import WeightUpdates
@@ -43,6 +45,7 @@ from octavo.steps.messages import (
     LoadWeights,
     Message,
     ReadBlock,
+    ReadChecksums,
     ReadRoutes,
     ReadState,
     Reply,
@@ -133,6 +136,8 @@ class HostExecutor:
             case LoadWeights():
                 with torch.inference_mode():
                     return load_weights(self._updates, message)
+            case ReadChecksums():
+                return read_checksums(self._model)
             case Compile():
                 if ops.adjust_logits.chosen(CPU, torch.float32) != REFERENCE:
                     backend_of(CPU).compile_rare()
@@ -180,6 +185,11 @@ def change_adapters(adapters: ModelAdapters | None, message: LoadAdapter | Unloa
     except CheckpointError as error:
         return FailedReply(error)
     return Done(None)
+
+
+def read_checksums(model: CausalLM) -> Reply[bytes]:
+    """See ``ReadChecksums``."""
+    return Done(msgspec.json.encode(checksums(model), order="sorted"))
 
 
 def load_weights(updates: WeightUpdates | None, message: LoadWeights) -> Reply[None]:

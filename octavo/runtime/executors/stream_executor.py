@@ -33,7 +33,7 @@ from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.executors.block_copies import DeviceBlockCopies, HostBlockCopies
 from octavo.runtime.executors.device_program import DeviceProgram, KernelTuner, with_distinct_layers
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
-from octavo.runtime.executors.host_executor import LAST_TOKEN, change_adapters, load_weights
+from octavo.runtime.executors.host_executor import LAST_TOKEN, change_adapters, load_weights, read_checksums
 from octavo.runtime.executors.pooler import ChunkPooler, Pooler
 from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.runtime.executors.sleeping_memory import SleepingMemory
@@ -53,6 +53,7 @@ from octavo.steps.messages import (
     Message,
     PrepareTuning,
     ReadBlock,
+    ReadChecksums,
     ReadRoutes,
     ReadState,
     Reply,
@@ -176,6 +177,9 @@ class StreamExecutor:
             case LoadWeights():
                 with self._on_stream():  # behind the steps that were started
                     return load_weights(self._updates, message)
+            case ReadChecksums():
+                with self._on_stream():  # behind weights that are written over
+                    return read_checksums(self._model)
             case Compile():
                 self._compiling = Compiling(partial(self._compile, message))
                 return self._compiling

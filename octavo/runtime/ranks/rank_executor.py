@@ -24,6 +24,7 @@ from octavo.steps.messages import (
     LoadWeights,
     Message,
     ReadBlock,
+    ReadChecksums,
     ReadState,
     Reply,
     Step,
@@ -80,7 +81,7 @@ class RankExecutor:
                 return StepReply(self._executor.send(message), self._compare)
             case EncodeImages():
                 return self._encode_images(message)
-            case ReadBlock() | ReadState():
+            case ReadBlock() | ReadState() | ReadChecksums():
                 content = self._executor.send(message).wait()
                 parts = self._collective.all_gather(torch.frombuffer(bytearray(content), dtype=torch.uint8))
                 return Done(parts.numpy().tobytes())
