@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from octavo.weights.checkpoint import Checkpoint
 
 NAME = "models"
+WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
 HELP = "list model families, or check that a model is supported and fits, without loading it"
 
 
@@ -105,7 +106,8 @@ def _check(config: EngineConfig) -> int:
     if (backend := model_backend(config.model)) is not None:
         return _check_other(config, backend)
     path = resolve_model(config.model) if is_here else resolve_model(config.model, ["*.json"])
-    checkpoint = open_checkpoint(path, config.model.load_format if is_here else "dummy")
+    has_weights = is_here and (path.is_file() or any(any(path.glob(pattern)) for pattern in WEIGHTS))
+    checkpoint = open_checkpoint(path, config.model.load_format if has_weights else "dummy")
     model = read_config(checkpoint.config, config.model.max_model_len)
     check_sizes(model, checkpoint)
     device = resolve_device(config.model.device)
@@ -139,11 +141,16 @@ def _check(config: EngineConfig) -> int:
         )
     except ConfigError as error:
         print(f"does not fit on {device}: {error}")
+        print(f"{_weights(sizes)}\nfree: {free / 2**20:,.1f} MiB, {left / 2**20:,.1f} MiB without the weights")
         return 1
     each = f", divided among {num_ranks} ranks that hold so much each" if num_ranks > 1 else ""
     print(f"fits on {device}, with contexts of {limits.max_model_len} tokens{each}:\n{budget.table()}")
-    print("weights: " + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sorted(sizes.items())))
+    print(_weights(sizes))
     return 0
+
+
+def _weights(sizes: Mapping[str, int]) -> str:
+    return "weights: " + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sorted(sizes.items()))
 
 
 def _check_other(config: EngineConfig, backend: ModelBackend) -> int:

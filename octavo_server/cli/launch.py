@@ -127,16 +127,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a server that runs already; none is started")
     parser.add_argument("--api-key", default="none", help="key of the server of --url")
     parser.add_argument("tool", metavar="TOOL", choices=tuple(TOOLS), help=", ".join(TOOLS))
+    parser.set_defaults(show_help=parser.print_help)
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="MODEL and options, as for octavo serve")
 
 
 def run(args: argparse.Namespace) -> int:
     """Start both; return the exit status of the tool."""
     tool, program = TOOLS[args.tool], shutil.which(args.tool)
-    if program is None:
-        raise ConfigError(f"{args.tool} is not installed: {tool.install}")
     place = args.rest.index("--") if "--" in args.rest else len(args.rest)
     for_server, for_tool = args.rest[:place], args.rest[place + 1 :]
+    if {"-h", "--help"} & {*for_server}:
+        args.show_help()
+        return 0
+    if program is None:
+        raise ConfigError(f"{args.tool} is not installed: {tool.install}")
     if args.url is not None and for_server:
         raise ConfigError("--url names a server that runs already, which takes no options")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the server, too

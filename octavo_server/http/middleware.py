@@ -294,6 +294,11 @@ class RequestMiddleware:
         except RequestError as error:
             self._metrics.observe_rejection(rejection_of(error))
             await error_response(error, scope["path"], self._error_forms)(scope, receive, send_named)
+        except asyncio.CancelledError:  # the server ends, and has waited long enough
+            logger.warning("%s: %s ended by the shutdown", request_id, scope["path"])
+            if not status:
+                late = Unavailable("The server shut down before this request was finished.")
+                await error_response(late, scope["path"], self._error_forms)(scope, receive, send_named)
         except CANCELLATIONS:
             raise
         except BaseException:

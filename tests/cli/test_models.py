@@ -161,7 +161,21 @@ def test_a_drafter_is_looked_for(
 def test_a_model_that_does_not_fit_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path, "llama/gqa")
     assert main(["models", str(tmp_path), "--device", "cpu", "--num-kv-blocks", "100000000000"]) == 1
-    assert "does not fit on cpu: the KV cache needs" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "does not fit on cpu: the KV cache needs" in shown
+    assert "MiB in float32" in shown
+    assert "MiB without the weights" in shown
+
+
+def test_a_folder_without_weights_is_checked_by_its_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path, "llama/gqa")
+    (tmp_path / "model.safetensors").unlink()
+    assert main(["models", str(tmp_path), *FITTING]) == 0
+    shown = capsys.readouterr().out
+    assert "storage types not read" in shown
+    assert "fits on cpu" in shown
 
 
 def test_a_missing_tensor_and_an_unknown_architecture_are_named(

@@ -77,6 +77,12 @@ def test_a_tool_that_is_not_installed(tmp_path: Path) -> None:
     assert ended.returncode == EXIT_ERROR
 
 
+def test_help_needs_no_tool(tmp_path: Path) -> None:
+    ended = launch(tmp_path, "codex", "--help", PATH=str(tmp_path))
+    assert ended.returncode == 0
+    assert "launch [--url URL] TOOL" in ended.stdout
+
+
 def told(name: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
     launched = TOOLS[name].settings(TARGET, folder)
     return list(launched.arguments), dict(launched.environment)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
+import httpx
 import pytest
 
 from octavo.errors import RequestFailed
@@ -189,3 +191,21 @@ def test_http_metrics_have_bounded_labels(serve_app: Any) -> None:
     assert 'handler="/nope' not in text
     assert "/v1/models/7" not in text
     assert served.engine.metrics.rejected["invalid"] >= 1
+
+
+def test_a_request_that_outlasts_the_shutdown_is_told_so_in_a_line(
+    serve_app: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve_app(InProcessEngine(runs=False))
+    found: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: found.append(served.complete()))
+    thread.start()
+    while not served.engine.live:
+        threading.Event().wait(0.002)
+    served.call(lambda: [task.cancel() for task in served._server.server_state.tasks])
+    thread.join(10)
+    assert found[0].status_code == 503
+    assert "shut down" in found[0].json()["error"]["message"]
+    assert "ended by the shutdown" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert not served.engine.live
