@@ -41,7 +41,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("times", "more"): "ratio times_better times_less speedup tokens_per_speculation memory_ratio ratio_of_first_10_s",
     ("share", "more"): """
         same_top_token same_tokens passed goodput_share good_share prefix_hit_rate vocabulary_coverage of_read
-        of_matmul held_agreement""",
+        of_matmul held_agreement cosine""",
     ("tokens", "more"): "context_tokens longest_context prefix_hits",
     ("sequences", "more"): "largest_batch",
     ("requests", "more"): "right completed completed_requests",
@@ -54,7 +54,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
         prompt_of_1024_beside_62_by_most_rows_ms""",
     ("s", "less"): """
         ttft itl tpot e2el latency_s ready_s ready_after_s first_answer_s slowest_answer_s median_s answer_asleep
-        answer_awake fall_asleep recovery_s finish_s octavo_processor_seconds original_processor_seconds""",
+        answer_awake fall_asleep recovery_s finish_s cpu_s octavo_processor_seconds original_processor_seconds""",
     ("µs", "less"): """
         us microseconds us_a_layer us_by_class busy_us chunks_microseconds rows_microseconds measured_us
         front_cpu_us_per_token seen_us_each

@@ -144,6 +144,7 @@ def _add_kernels(kinds: Any) -> None:
 def _add_surroundings(kinds: Any) -> None:
     """Measurements of what is around the device's work, and of other engines."""
     peer.add_peer(kinds)
+    peer.add_embeddings(kinds)
 
     served = add_kind(
         kinds, "served", "decoding through the server beside the same in this process", _served, has_engine=True

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import above_zero, load_config, positive, refuse_settings
-from octavo.config import EngineConfig, cache_dir, settings
+from octavo.config import EngineConfig, cache_dir, settings, to_flat
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers, refuse_unused
 from octavo_bench.cli.results import add_kind
@@ -82,6 +82,36 @@ def add_peer(kinds: Any) -> None:
         "--deadline", type=above_zero, default=540, help="seconds after which nothing is started any more"
     )
     served.add_argument("--logs", type=Path, help="folder for the servers' logs; default: a temporary one")
+
+
+def add_embeddings(kinds: Any) -> None:
+    """The engine's settings, the peer, and how many texts."""
+    help = "seconds for texts of mixed lengths beside sentence-transformers, as ratios"
+    parser = add_kind(kinds, "embeddings", help, _embeddings, has_engine=True)
+    parser.add_argument("--python", type=Path, required=True, help="interpreter that has sentence-transformers")
+    parser.add_argument("--texts", type=positive, default=256, help="of 1 to 168 short words")
+    parser.add_argument("--rounds", type=positive, default=5, help="in turns; medians are reported")
+
+
+def _embeddings(args: argparse.Namespace) -> dict[str, Any]:
+    from octavo.llm.llm import LLM
+    from octavo.system.cpus import default_num_threads
+    from octavo.weights.hub import resolve_model
+    from octavo_bench.embeddings import compare
+    from octavo_bench.peer_process import SCRIPTS, PeerProcess
+
+    config, threads = load_config(EngineConfig, args), default_num_threads()
+    model = resolve_model(config.model)
+    given = {name: value for name, value in to_flat(config).items() if value != to_flat(EngineConfig())[name]}
+    script = str(SCRIPTS / "run_sentence_transformers.py")
+    peer = PeerProcess([str(args.python), script, str(model), str(threads)], {**os.environ, **OFFLINE})
+    try:
+        llm = LLM(model, **{name: value for name, value in given.items() if name != "model"})
+        row = compare(llm, peer, args.texts, args.rounds)
+    finally:
+        peer.close()
+    about = {"model": config.model.model, "dtype": llm.info.dtype, "quantization": config.model.quantization}
+    return {**about, "threads": threads, "peer": peer.about, "rows": [row]}
 
 
 def add_first_minute(kinds: Any) -> None:

@@ -23,6 +23,7 @@ from octavo_bench import gpu
 from octavo_bench.dummy_models import write_model
 from octavo_bench.offline import build_prepared, random_requests, time_decode, time_prefill
 from octavo_bench.overhead import InstantStep, build_instant_engine, decode_step_milliseconds
+from tests.models.encoder_families import make_encoder
 
 Measure = Callable[..., dict[str, Any]]
 
@@ -187,6 +188,27 @@ def test_stages_are_commands_that_exist(tmp_path: Path) -> None:
     for name, stage in gpu.stages(tmp_path, "tiny", "/site", 100).items():
         if stage.command[:3] == gpu.OCTAVO and name != "kernels":
             assert parse_arguments(stage.command[3:]).kind == name
+
+
+@pytest.mark.model
+def test_embeddings_in_turns(measured: Measure, tmp_path: Path) -> None:
+    """A stand-in peer with known times."""
+    folder, program, peer = tmp_path / "model", tmp_path / "peer.py", tmp_path / "peer"
+    model = make_encoder(folder, "Bert/Model")
+    program.write_text(
+        "import json, sys\nprint(json.dumps({'engine': 'stand-in'}), flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    assert len(json.loads(line)['texts']) == 3\n"
+        "    answer = {'finish_s': 1e3, 'cpu_s': 1e3, 'first': [1] * SIZE}\n"
+        "    print(json.dumps(answer), flush=True)\n".replace("SIZE", str(model.config.hidden_size))
+    )
+    peer.write_text(f"#!/bin/sh\nexec {shlex.join([sys.executable, str(program)])}\n")
+    peer.chmod(0o755)
+    record = measured("embeddings", str(folder), "--python", str(peer), "--texts", "3", "--rounds", "2")
+    (row,) = record["result"]["rows"]
+    assert -1 <= row["cosine"] <= 1
+    assert [b for _, b in row["finish_s"]["pairs"]] == [1e3, 1e3]
+    assert row["cpu_s"]["ratio"] > 1
 
 
 @pytest.mark.model

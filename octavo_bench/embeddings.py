@@ -1,0 +1,64 @@
+"""Embeddings of texts of mixed lengths beside sentence-transformers: the same texts in turns, compared as ratios."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import string
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from octavo.llm.llm import LLM
+from octavo_bench.peer_process import PeerProcess
+
+MEDIAN_WORDS, SPREAD = 36, 0.9
+"""Lengths are log-normal: half of the texts have fewer words, one in forty six times as many."""
+MOST_WORDS = 168
+"""Of at most three letters, hence tokens, each: no text is longer than 512 tokens."""
+FIGURES = ("finish_s", "cpu_s")
+
+
+def random_texts(count: int, seed: int) -> list[str]:
+    """Texts of words that no vocabulary has as a whole."""
+    rng = random.Random(seed)
+    lengths = [round(rng.lognormvariate(math.log(MEDIAN_WORDS), SPREAD)) for _ in range(count)]
+    return [" ".join(_word(rng) for _ in range(max(1, min(length, MOST_WORDS)))) for length in lengths]
+
+
+def _word(rng: random.Random) -> str:
+    return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 3)))
+
+
+def compare(llm: LLM, peer: PeerProcess, count: int, rounds: int) -> dict[str, Any]:
+    """Seconds of both, by the clock and of processors: medians, and those of the peer's over ours, round by round.
+
+    Also the cosine of both engines' vectors of one text. The first round is not counted.
+    """
+    texts = random_texts(count, 0)
+    pairs = [(_run(llm, texts), peer.run({"texts": texts})) for _ in range(rounds + 1)]
+    ours, theirs = (answer["first"] for answer in pairs[0])
+    row: dict[str, Any] = {"num_texts": count, "cosine": round(_cosine(ours, theirs), 6)}
+    for figure in FIGURES:
+        of_both = [(a[figure], b[figure]) for a, b in pairs[1:]]
+        row[figure] = {
+            "octavo": round(statistics.median(a for a, _ in of_both), 3),
+            "peer": round(statistics.median(b for _, b in of_both), 3),
+            "ratio": round(statistics.median(b / a for a, b in of_both), 2),
+            "pairs": [[round(a, 3), round(b, 3)] for a, b in of_both],
+        }
+    return row
+
+
+def _run(llm: LLM, texts: list[str]) -> dict[str, Any]:
+    start, cpu = time.perf_counter(), time.process_time()
+    outputs = llm.embed(texts)
+    times = {"finish_s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
+    return {**times, "first": outputs[0].outputs.embedding}
+
+
+def _cosine(x: Sequence[float], y: Sequence[float]) -> float:
+    return float(np.dot(x, y) / np.sqrt(np.dot(x, x) * np.dot(y, y)))
