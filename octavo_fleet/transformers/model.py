@@ -262,7 +262,7 @@ def _own_cache(model: Any) -> OwnCacheTransformer:
     for takes_chunks, keeps_cache in ((True, True), (False, True), (True, False)):
         own.takes_chunks, own.keeps_cache = takes_chunks, keeps_cache
         try:
-            cut = len(tokens) // 2
+            cut = max(len(tokens) // 2, len(tokens) - TRIAL_LENGTHS[1])  # behind a window, if there is one
             first, cache = own.decode(tokens[:cut], None, model.device)
             second, _ = own.decode(tokens[cut:] if keeps_cache else tokens, cache, model.device)
             found = torch.cat((first, second[cut - len(tokens) :]))

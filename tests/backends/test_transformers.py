@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PhimoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, MoshiForCausalLM, PhimoeForCausalLM
 
 from octavo.build.build_engine import build_engine
 from octavo.cli import main
@@ -112,6 +112,16 @@ def test_contexts_end_where_longrope_chooses_other_factors(tmp_path: Path) -> No
     tiny_model(config, PhimoeForCausalLM).save_pretrained(tmp_path)
     loaded = load_transformers(tmp_path, WeightFormat(torch.float32, torch.device("cpu")), None)
     assert loaded.max_position_embeddings == 64
+
+
+def test_a_cache_with_another_window_than_the_model_is_not_used(tmp_path: Path) -> None:
+    """Moshi's decoder has no window, and the library's cache for it one."""
+    config = tiny_config("moshi")
+    tiny_model(config, MoshiForCausalLM).save_pretrained(tmp_path)
+    loaded = load_transformers(tmp_path, WeightFormat(torch.float32, torch.device("cpu")), None).loaded
+    assert loaded is not None
+    assert isinstance(loaded.model, OwnCacheTransformer)
+    assert not loaded.model.keeps_cache
 
 
 def test_caches_that_were_given_up_are_computed_again(tmp_path: Path) -> None:
