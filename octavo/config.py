@@ -102,6 +102,14 @@ class ModelSettings:
         "divide a mixture by experts: each process of tensor_parallel_size holds whole experts instead of a part of "
         "each, and computes them for all tokens; on CPUs",
     )
+    enable_eplb: bool = setting(
+        False,
+        "with enable_expert_parallel, move experts between the processes while they serve, so that each computes about "
+        "as much: expert-parallel load balancing",
+    )
+    num_redundant_experts: int = setting(
+        0, "copies of experts that the processes of enable_eplb hold besides, of those that many tokens choose", low=0
+    )
     enable_lora: bool = setting(False, "serve LoRA adapters; a request selects one by its model name")
     lora_modules: str | None = setting(
         None, "LoRA adapters to load at startup, such as 'sql=/adapters/sql,fr=/adapters/fr'"

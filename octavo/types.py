@@ -492,6 +492,9 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_snapshots: int = 0
     num_snapshot_hits: int = 0
     num_snapshot_evictions: int = 0
+    expert_imbalance: float = 0.0
+    """Of the rank with the most expert rows, over the mean of all ranks, when experts were last looked at; 0: never."""
+    num_moved_experts: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

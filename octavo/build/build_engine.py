@@ -44,6 +44,7 @@ from octavo.config import (
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
+from octavo.engine.expert_balance import BalancedRunner
 from octavo.engine.kernel_tuning import TuningPlan
 from octavo.engine.protocols import EngineBackend
 from octavo.engine.route_reading import RouteReading
@@ -71,6 +72,7 @@ from octavo.runtime import memory
 from octavo.runtime.drafting.acceptance import Verify, rule
 from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
+from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.forward import make_forward, make_logits
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.executors.pooler import Pooler
@@ -157,7 +159,8 @@ def build_engine(
         pool, images = connected(vision, loaded.model)
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision, drafting)
         pooler, verify = _pooler(config, pooling, loaded, form), _rule(method)
-        parts = ExecutorParts(pooler, adapters, collective, drafter, verify, pool, updates)
+        experts = _experts(config.model, loaded)
+        parts = ExecutorParts(pooler, adapters, collective, drafter, verify, pool, updates, experts)
         executor = ranks.executor(make_executor(config.model, loaded.model, storage, vocab_size, most, parts))
         numbers = None if adapters is None else dict[str, int]()
         runner, warm_up = make_runner(config.model, executor, storage, vocab_size, most, numbers, tuning, images)
@@ -174,6 +177,8 @@ def build_engine(
     if expects_grammars:
         grammars.finish_loading()
         phases.done("vocabulary of grammars")
+    if experts is not None:
+        timed = BalancedRunner(timed, runner, scheduler.stats)
     return Engine(scheduler, timed, grammars, lora, sleeper, weights, depth), info
 
 
@@ -251,8 +256,18 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         pool, has_sets = connected(vision, loaded.model)[0], model_config.rope_sets is not None
         most = step_limits(limits, method, None, vision, has_sets)
         pooler, verify = _pooler(config, pooling, loaded, form), _rule(method)
-        parts = ExecutorParts(pooler, adapters, collective, None, verify, pool, updates)
+        experts = _experts(config.model, loaded)
+        parts = ExecutorParts(pooler, adapters, collective, None, verify, pool, updates, experts)
         return make_executor(config.model, loaded.model, storage, vocab_size, most, parts)
+
+
+def _experts(settings: ModelSettings, loaded: LoadedModel) -> ExpertMoves | None:
+    """What moves experts between ranks, if anything does. Raises ``ConfigError``."""
+    if not settings.enable_eplb or not loaded.mixtures:
+        return None
+    moves = ExpertMoves(loaded.mixtures)
+    moves.check()
+    return moves
 
 
 @contextlib.contextmanager
@@ -530,6 +545,7 @@ class ExecutorParts(NamedTuple):
     verify: Verify | None
     pool: EmbeddingPool | None
     updates: WeightUpdates | None
+    experts: ExpertMoves | None
 
 
 def make_executor(
@@ -557,6 +573,7 @@ def make_executor(
             logits=make_logits(model, device, eager),
             embeddings=parts.pool,
             updates=parts.updates,
+            experts=parts.experts,
         )
     return StreamExecutor(
         model,

@@ -83,13 +83,14 @@ def weight_format(settings: ModelSettings, device: torch.device, checkpoint: Che
             f"quantization: {quantization} is for unquantised checkpoints, and the weights of this one are quantised "
             f"already ({method}); leave it out, the format is read from the checkpoint"
         )
-    head = settings.quantize_lm_head
+    head, num_copies = settings.quantize_lm_head, settings.num_redundant_experts * settings.enable_eplb
     make = functools.partial(
         WeightFormat,
         device=device,
         quantization=quantization,
         quantizes_head=head,
         keeps_experts_whole=settings.enable_expert_parallel,
+        num_spare_experts=-(-num_copies // settings.tensor_parallel_size),
     )
     if settings.dtype != "auto":
         if device.type == "cpu" and (quantization or head):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,13 +35,17 @@ class ExpertPlacement:
         self.fill()
 
     @classmethod
-    def even(cls, num_experts: int, collective: Collective) -> ExpertPlacement:
-        """Equal parts of the experts in their order; some ranks have one less than others if they do not divide."""
+    def even(cls, num_experts: int, collective: Collective, num_spare: int = 0) -> ExpertPlacement:
+        """Equal parts of the experts in their order; some ranks have one less than others if they do not divide.
+
+        Each rank has ``num_spare`` slots more, at first with copies of the experts that follow its own.
+        """
         W, X = collective.size, num_experts
-        starts = [rank * X // W for rank in range(W + 1)]
-        experts_WP = torch.full((W, -(-X // W)), -1)
+        starts, most = [rank * X // W for rank in range(W + 1)], min(X, -(-X // W) + num_spare)
+        experts_WP = torch.full((W, most), -1)
         for row_P, (start, end) in zip(experts_WP, itertools.pairwise(starts), strict=True):
-            row_P[: end - start] = torch.arange(start, end)
+            count = min(most, end - start + num_spare)
+            row_P[:count] = torch.arange(start, start + count) % X
         return cls(experts_WP, X, collective.rank)
 
     @property
@@ -67,6 +72,8 @@ class ParallelMixture:
     def __init__(self, own: Mixture, placement: ExpertPlacement, collective: Collective) -> None:
         """``own``: the experts in this rank's slots."""
         self.own, self.placement, self.collective = own, placement, collective
+        self.load_X = np.zeros(len(placement.slot_X), np.int64)
+        """How often each expert was chosen since the load was last read."""
 
     @property
     def bytes_by_format(self) -> Mapping[str, int]:
@@ -76,6 +83,7 @@ class ParallelMixture:
     def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         """See ``Mixture``."""
         (T, S), W = ids_TS.shape, self.collective.size
+        self.load_X += ids_TS.flatten().bincount(minlength=len(self.load_X)).numpy()
         ids_TS, order_TS = ids_TS.sort(dim=1)
         turns_T1 = torch.arange(T, device=x_TD.device).unsqueeze(1) % W
         is_own_TS = self.placement.rank_XW[ids_TS, turns_T1] == self.collective.rank

@@ -120,6 +120,25 @@ def _named_tensors(value: Any, name: str, around: tuple[int, ...]) -> Iterator[t
             yield from _named_tensors(each, f"{name}.{key}".removeprefix("."), inside)
 
 
+def parts(made: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
+    """The tensors of an object, as views, and all else that is no container, in the order in which ``overwrite`` finds
+    them."""
+    if id(made) in around or isinstance(made, _CODE):
+        return
+    inside = (*around, id(made))
+    if isinstance(made, np.ndarray):
+        yield torch.from_numpy(made)
+    elif isinstance(made, list | tuple):
+        for part in made:
+            yield from parts(part, inside)
+    elif isinstance(made, Mapping):
+        yield from parts(list(made.values()), inside)
+    elif not isinstance(made, Tensor) and not hasattr(made, "__qualname__") and hasattr(made, "__dict__"):
+        yield from parts(list(vars(made).values()), inside)
+    else:
+        yield made
+
+
 def _reference(made: object) -> weakref.ref[Any] | None:
     try:
         return weakref.ref(made)

@@ -91,6 +91,8 @@ class WeightLoader:
         self.collective = collective
         self.maps: dict[str, MapPart] = {}
         """All linear maps loaded so far, by their names in the checkpoint."""
+        self.mixtures: list[ParallelMixture] = []
+        """Those of which this device holds whole experts."""
         self.num_parameters = 0
         self.bytes_by_format: Counter[str] = Counter()
         """Bytes of the weights loaded so far, by the format of their numbers."""
@@ -437,7 +439,8 @@ class WeightLoader:
         self.bytes_by_format += Counter(mixture.bytes_by_format)
         if not is_whole:
             return mixture
-        return ParallelMixture(mixture, ExpertPlacement.even(shape.num_experts, self.collective), self.collective)
+        self.mixtures.append(ParallelMixture(mixture, self._placement(shape.num_experts), self.collective))
+        return self.mixtures[-1]
 
     @property
     def _has_whole_experts(self) -> bool:
@@ -447,7 +450,10 @@ class WeightLoader:
         """The experts that this rank holds, or of which it holds a part."""
         if not self._has_whole_experts:
             return range(num_experts)
-        return ExpertPlacement.even(num_experts, self.collective).own
+        return self._placement(num_experts).own
+
+    def _placement(self, num_experts: int) -> ExpertPlacement:
+        return ExpertPlacement.even(num_experts, self.collective, self.form.num_spare_experts)
 
     def _of_expert(self, name: str, stored: StoredWeight, dim: int) -> StoredWeight:
         """This rank's part of a matrix of one of its experts."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.layers.expert_parallel import ParallelMixture
 from octavo.layers.linear import Linear
 from octavo.layers.lora import AdapterRows
 from octavo.models.apertus import ApertusForCausalLM
@@ -229,6 +230,8 @@ class LoadedModel(NamedTuple):
     """What was loaded, to write other weights over it."""
     labels: LabelHead | None = None
     """The classification head, if the checkpoint has one."""
+    mixtures: Sequence[ParallelMixture] = ()
+    """The mixtures of which this device holds whole experts."""
 
     @property
     def num_bytes(self) -> int:
@@ -331,6 +334,7 @@ def load_model(
         kv_scales=kv_scales,
         kept=weights.kept,
         labels=labels,
+        mixtures=weights.mixtures,
     )
 
 

@@ -252,6 +252,36 @@ class ReadChecksums(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=F
     """Return checksums of the model's tensors by their names, as JSON; those of several ranks one after the other."""
 
 
+class ReadExperts(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Return how often the experts of each mixture were chosen since the last time, and where they are."""
+
+
+class ExpertMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A slot of a rank takes another expert, which some rank holds."""
+
+    mixture: int
+    rank: int
+    slot: int
+    expert: int
+
+
+class ExpertLoads(msgspec.Struct, frozen=True, array_like=True):
+    """The experts of a mixture."""
+
+    counts: list[int]
+    """How often each was chosen."""
+    slots: list[list[int]]
+    """The expert in each slot of each rank."""
+    num_bytes: int
+    """Of an expert."""
+
+
+class MoveExperts(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Copy experts between ranks, all of them from where they were before the message."""
+
+    moves: list[ExpertMove]
+
+
 class Compile(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Compile the kernels of steps of these shapes, while other messages are executed."""
 
@@ -328,6 +358,8 @@ Message = (
     | UnloadAdapter
     | LoadWeights
     | ReadChecksums
+    | ReadExperts
+    | MoveExperts
     | Compile
     | Tuning
     | Power
@@ -369,5 +401,6 @@ class Executor(Protocol):
     def send(self, message: Message) -> Reply[Any]:
         """Execute ``message`` after all earlier ones. The reply to ``Step`` is a ``StepResult``, to ``ReadBlock``,
         ``ReadState``, ``ReadRoutes`` and ``ReadChecksums`` bytes, to ``Encode`` a list of bytes or ``None``, to
-        ``PrepareTuning`` a list of keys, to ``MeasureKernels`` a dict of fields, to all others ``None``."""
+        ``PrepareTuning`` a list of keys, to ``MeasureKernels`` a dict of fields, to ``ReadExperts`` a list of ``ExpertLoads``,
+        to all others ``None``."""
         ...

@@ -92,6 +92,11 @@ GAUGES: list[tuple[str, str, Reader]] = [
         "Of octavo_recurrent_state_slots, snapshots that the prefix cache keeps.",
         lambda c: c.stats.num_snapshots,
     ),
+    (
+        "octavo_expert_imbalance",
+        "Rows of experts on the busiest rank over the mean of the ranks, when --enable-eplb last looked; 0 without it.",
+        lambda c: c.stats.expert_imbalance,
+    ),
     ("octavo_requests_live", "Requests accepted and not yet ended.", lambda c: c.condition().num_live),
     (
         "octavo_engine_ready",
@@ -138,6 +143,7 @@ COUNTERS: list[tuple[str, str, Reader]] = [
         "Snapshots of recurrent states evicted from the prefix cache.",
         lambda c: c.stats.num_snapshot_evictions,
     ),
+    ("octavo_moved_experts", "Experts copied to another rank by --enable-eplb.", lambda c: c.stats.num_moved_experts),
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda c: c.stats.prefix_queries),
     ("vllm:prefix_cache_hits", "Of vllm:prefix_cache_queries, tokens found.", lambda c: c.stats.prefix_hits),
     (

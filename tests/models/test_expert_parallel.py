@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.expert_parallel import ExpertPlacement, ParallelMixture
 from octavo.layers.experts import Mixture
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.ops.collective import Collective
 from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.executors.expert_moves import ExpertMoves
+from octavo.steps.messages import ExpertMove, MoveExperts
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.models.families import FIRST_ROWS, ROWS, make_checkpoint
 from tests.models.test_quantised import FORMATS
@@ -153,6 +156,66 @@ def test_a_missing_expert_is_named(checkpoint: Checkpoint) -> None:
     assert first is None
     assert isinstance(second, CheckpointError)
     assert ".experts.4." in str(second)
+
+
+def shuffled(slots: list[list[int]], rng: random.Random) -> list[ExpertMove]:
+    """Two slots that change their experts, then one that takes a copy, if a rank has an expert that others have."""
+    first, second = rng.sample(range(len(slots)), 2)
+    moves = []
+    a, b = (rng.choice([s for s, e in enumerate(slots[rank]) if e >= 0]) for rank in (first, second))
+    if slots[first][a] not in slots[second] and slots[second][b] not in slots[first]:
+        moves = [ExpertMove(0, first, a, slots[second][b]), ExpertMove(0, second, b, slots[first][a])]
+    elif slots[first][a] in slots[second] and (absent := set(slots[second]) - {*slots[first], -1}):
+        moves = [ExpertMove(0, first, a, min(absent))]
+    for move in moves:
+        slots[move.rank][move.slot] = move.expert
+    return moves
+
+
+@needs_float_kernels
+@pytest.mark.parametrize("name", [None, *nightly_after(0, ("int4, zeros", "mxfp4", "fp8, blocks"))])
+def test_sums_are_the_same_wherever_the_experts_are(name: str | None, tmp_path: Path) -> None:
+    home = tmp_path / "model"
+    make_checkpoint(home, "mixtral/two_of_five", hidden_size=64, intermediate_size=96, initializer_range=0.1)
+    if name is not None:
+        quantise(home, home := tmp_path / "quantised", FORMATS[name])
+    form = dataclasses.replace(DENSE, packs=name is not None, num_spare_experts=1)
+    checkpoint = open_checkpoint(home)
+    whole = mixtures(load(checkpoint, form).model)[0]
+    given = chosen(whole, 17)
+    expected = whole(*given)
+
+    def work(collective: Collective) -> int:
+        experts = ExpertMoves(load(checkpoint, form, collective).mixtures[:1])
+        experts.check()
+        rng, num_moved, [mixture] = random.Random(3), 0, experts.mixtures
+        for _ in range(12):
+            with torch.inference_mode():
+                found = collective.all_reduce(mixture(*given))
+            assert torch.equal(found, expected)
+            [loads] = experts.loads()
+            assert loads.counts == given[1].flatten().bincount(minlength=5).tolist()
+            moves = shuffled(loads.slots, rng)
+            experts.execute(MoveExperts(moves))
+            num_moved += len(moves)
+            assert mixture.placement.experts_WP.tolist() == loads.slots
+        return num_moved
+
+    for moved in together(2, work):
+        assert isinstance(moved, int), moved
+        assert moved > 4
+
+
+def test_experts_in_several_forms_are_not_moved(checkpoint: Checkpoint) -> None:
+    def work(collective: Collective) -> None:
+        mixtures = load(checkpoint, dataclasses.replace(DENSE, packs=True), collective).mixtures
+        if collective.rank:
+            mixtures[0].own.experts = mixtures[0].own.experts._replace(gate_up_bias=torch.zeros(3, 1))  # type: ignore
+        ExpertMoves(mixtures).check()
+
+    for error in together(2, work):
+        assert isinstance(error, ConfigError)
+        assert "enable_eplb" in str(error)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -14,8 +14,10 @@ import torch
 
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
+from octavo.engine import expert_balance
 from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.engine import Engine
+from octavo.engine.expert_balance import BalancedRunner
 from octavo.engine.graph_dispatcher import GraphDispatcher
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_runner import BlockMessages
@@ -26,6 +28,7 @@ from octavo.models.layer_cache import kv_groups, rank_cache
 from octavo.models.registry import load_model, read_config
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.runtime.kv_storage import ONE_STATE, KVStorage, StatePool
@@ -81,7 +84,7 @@ def make_engine(
     """An engine of the model in a folder or file, on one device or on ranks; ``runs_ahead``: with GPUs' executor."""
     checkpoint = open_checkpoint(home)
     config = read_config(checkpoint.config)
-    form = WeightFormat(torch.float32, CPU, packs, keeps_experts_whole=whole_experts)
+    form = WeightFormat(torch.float32, CPU, packs, keeps_experts_whole=whole_experts, num_spare_experts=1)
 
     def make(collective: Collective) -> Executor:
         rows = StackedRows(3, 8) if runs_ahead else AdapterRows()
@@ -97,7 +100,9 @@ def make_engine(
         vocabulary = part_of_vocabulary(VOCAB_SIZE, collective, is_on_host=not runs_ahead)
         adapters = ModelAdapters(loaded.maps, rows, form)
         if not runs_ahead:
-            return HostExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, adapters=adapters, vocabulary=vocabulary)
+            experts = ExpertMoves(loaded.mixtures)
+            parts: dict[str, Any] = {"adapters": adapters, "vocabulary": vocabulary, "experts": experts}
+            return HostExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, **parts)
         make_stacks(loaded.maps, form)
         return StreamExecutor(loaded.model, storage, VOCAB_SIZE, LIMITS, adapters=adapters, vocabulary=vocabulary)
 
@@ -119,7 +124,8 @@ def make_engine(
     )
     adapters = LoadedAdapters(runner, numbers, 3)
     parts: dict[str, Any] = {"grammars": EveryThird(), "adapters": adapters}
-    return Made(Engine(scheduler, runner, **parts, depth=2 if runs_ahead else 1), executor)
+    balanced = BalancedRunner(runner, runner, scheduler.stats) if whole_experts and size > 1 else runner
+    return Made(Engine(scheduler, balanced, **parts, depth=2 if runs_ahead else 1), executor)
 
 
 def run(made: Made, adapter: Path | None = None) -> Iterator[Output]:
@@ -162,6 +168,8 @@ def compare(home: Path, size: int, adapter: Path | None = None, **kinds: bool) -
     assert found == expected
     assert len(numbers) == len(expected_numbers) > 50
     assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(numbers, expected_numbers, strict=True))
+    if kinds.get("whole_experts"):
+        assert ranks.engine.stats().num_moved_experts > 0
     stats, cache = one.engine.stats(), one.engine.scheduler.cache
     frees_blocks = all(group.window for group in cache.groups)
     assert stats.num_preemptions > 0 or frees_blocks, "the pool was not small enough"
@@ -228,7 +236,11 @@ def test_ranks_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path
         ),
     ],
 )
-def test_ranks_with_whole_experts_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path) -> None:
+def test_ranks_with_whole_experts_give_the_tokens_of_one_device(
+    row: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While experts move between them every few steps."""
+    monkeypatch.setattr(expert_balance, "STEPS_BETWEEN_LOOKS", 3)
     make_checkpoint(tmp_path, row, **sizes(row, size))
     compare(tmp_path, size, whole_experts=True)
 

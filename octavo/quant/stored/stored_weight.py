@@ -50,6 +50,8 @@ class WeightFormat:
 
     keeps_experts_whole: bool = False
     """Whether several ranks divide the experts of a mixture among them, and not each expert."""
+    num_spare_experts: int = 0
+    """Copies of experts that each rank then holds besides."""
     outlined_for: str | None = None
     """Type of the device that weights on the "meta" device stand for; see ``models.meta_model``."""
 

@@ -27,6 +27,7 @@ from octavo.runtime.drafting.acceptance import Verify
 from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.executors.block_copies import HostBlockCopies
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
+from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.pooler import ChunkPooler, Pooler
 from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.runtime.executors.routed_experts import RoutedExperts
@@ -44,9 +45,11 @@ from octavo.steps.messages import (
     LoadAdapter,
     LoadWeights,
     Message,
+    MoveExperts,
     ReadBlock,
     ReadChecksums,
     ReadRoutes,
+    ReadExperts,
     ReadState,
     Reply,
     Step,
@@ -81,6 +84,7 @@ class HostExecutor:
         logits: Logits | None = None,
         embeddings: EmbeddingPool | None = None,
         updates: WeightUpdates | None = None,
+        experts: ExpertMoves | None = None,
     ) -> None:
         """``forward`` may be a faster equivalent of ``model.forward`` over the storage's layers, used for steps without
         adapters, and ``logits`` one of ``model.logits``. ``embeddings``: those of images, if the model takes any."""
@@ -97,6 +101,7 @@ class HostExecutor:
         )
         self.adapters = adapters
         self._updates = updates
+        self._experts = experts
         self._forward = forward
         self._model, self._layers = model, storage.layers
         self._embeddings = embeddings
@@ -138,6 +143,9 @@ class HostExecutor:
                     return load_weights(self._updates, message)
             case ReadChecksums():
                 return read_checksums(self._model)
+            case ReadExperts() | MoveExperts():
+                assert self._experts is not None, "no experts are moved"
+                return self._experts.execute(message)
             case Compile():
                 if ops.adjust_logits.chosen(CPU, torch.float32) != REFERENCE:
                     backend_of(CPU).compile_rare()
