@@ -41,7 +41,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("times", "more"): "ratio times_better times_less speedup tokens_per_speculation memory_ratio ratio_of_first_10_s",
     ("share", "more"): """
         same_top_token same_tokens passed goodput_share good_share prefix_hit_rate vocabulary_coverage of_read
-        of_matmul held_agreement cosine""",
+        of_matmul held_agreement cosine needle_share""",
     ("tokens", "more"): "context_tokens longest_context prefix_hits",
     ("sequences", "more"): "largest_batch",
     ("requests", "more"): "right completed completed_requests",
@@ -72,7 +72,9 @@ TABLE: Mapping[tuple[str, Better], str] = {
     (
         "",
         "less",
-    ): "perplexity kl largest_kl error difference state_difference largest_difference_of_sampling_and_scoring",
+    ): """
+        perplexity kl largest_kl needle_nats error difference state_difference
+        largest_difference_of_sampling_and_scoring""",
     ("each token", "less"): "events_per_token",
     ("each step", "less"): "kernels_per_step",
     ("requests", "less"): "failed failed_requests refused preemptions num_preemptions counts",

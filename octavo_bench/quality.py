@@ -12,6 +12,8 @@ Which formats and which text ``octavo bench quality`` compares.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +50,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"quantization": "int4"},
 }
 """Settings of each format. "auto" is what ``octavo serve`` makes of the checkpoint by itself."""
+CACHE = "+kv_"
+"""Behind it, the data type of keys and values."""
+CACHES = ("float32", "bfloat16", "float16", "fp8")
+NEEDLES, NEEDLE_TOKENS = 4, 16
+"""Needles of a window, and tokens of each, of which the second half is asked for."""
 PACKED = ("auto", "fp8", "int8", "int4")
 """Formats whose map to logits can be quantised too."""
 
@@ -87,11 +94,15 @@ def variants(config: EngineConfig, formats: Sequence[str], checkpoints: Sequence
 
 
 def _settings(name: str) -> dict[str, Any]:
-    format, has_head = name.removesuffix(HEAD), name.endswith(HEAD)
+    weights, has_cache, cache = name.partition(CACHE)
+    format, has_head = weights.removesuffix(HEAD), weights.endswith(HEAD)
     if format not in FORMATS or (has_head and format not in PACKED):
         heads = ", ".join(each + HEAD for each in PACKED)
         raise ConfigError(f"formats: {name!r} is not one of {', '.join(FORMATS)}, {heads}")
-    return {"dtype": "auto", "quantization": None, **FORMATS[format], "quantize_lm_head": has_head}
+    if has_cache and cache not in CACHES:
+        raise ConfigError(f"formats: {name!r} ends with none of {', '.join(CACHE + each for each in CACHES)}")
+    kinds = {"kv_cache_dtype": cache} if has_cache else {}
+    return {"dtype": "auto", "quantization": None, **FORMATS[format], "quantize_lm_head": has_head, **kinds}
 
 
 def _with(config: EngineConfig, changes: dict[str, Any]) -> EngineConfig:
@@ -126,6 +137,31 @@ def windows_of(settings: ModelSettings, text: ScoredText, num_tokens: int, windo
     begin, step = _beginning(tokenizer), window - len(_beginning(tokenizer))
     parts = [tokens[first : min(first + step, num_tokens)] for first in range(0, num_tokens, step)]
     return [begin + part for part in parts if len(begin + part) > 1]
+
+
+def with_needles(windows: Sequence[list[int]]) -> list[list[int]]:
+    """Plant sequences of the text's tokens in random order, evenly over each window, and repeat them at its end.
+
+    A model that attends so far back knows after half a needle how it goes on. Raises ``ConfigError`` for short windows.
+    """
+    rng, known, size = random.Random(0), sorted({token for window in windows for token in window}), NEEDLE_TOKENS
+    if len(known) < size or min(map(len, windows)) < 4 * NEEDLES * size:
+        raise ConfigError(f"needles: windows must have at least {4 * NEEDLES * size} tokens, {size} of them different")
+    planted = []
+    for window in windows:
+        needles, text = [rng.sample(known, size) for _ in range(NEEDLES)], window[: -2 * NEEDLES * size]
+        cuts = [0, *(len(text) * (2 * i + 1) // (2 * NEEDLES) for i in range(NEEDLES)), len(text)]
+        parts = [text[first:last] for first, last in itertools.pairwise(cuts)]
+        body = [token for part, needle in zip(parts, [*needles, []], strict=True) for token in (*part, *needle)]
+        rng.shuffle(needles)
+        planted.append([*body, *itertools.chain(*needles)])
+    return planted
+
+
+def _asked(window: Sequence[int]) -> list[int]:
+    """The positions before each token of the second half of a needle's repetition."""
+    first, half = len(window) - NEEDLES * NEEDLE_TOKENS, NEEDLE_TOKENS // 2
+    return [first + NEEDLE_TOKENS * i + half + j - 1 for i in range(NEEDLES) for j in range(half)]
 
 
 def _beginning(tokenizer: Tokenizer) -> list[int]:
@@ -192,9 +228,13 @@ class Score(NamedTuple):
     """Whether the most likely token is the reference's."""
     surprises: Tensor
     """Minus the log-probability of the text's next token; positions that end a window have none."""
+    needles: tuple[float, float] | None = None
+    """Of the tokens of needles that are asked for, the share that is the most likely one, and mean surprise."""
 
     def figures(self) -> dict[str, float]:
+        needles = {} if self.needles is None else dict(zip(("needle_share", "needle_nats"), self.needles, strict=True))
         return {
+            **{name: round(value, 4) for name, value in needles.items()},
             "perplexity": round(float(self.surprises.mean().exp()), 3),
             "mean_kl": _rounded(self.divergences.mean()),
             "p99_kl": _rounded(self.divergences.quantile(0.99)),
@@ -213,9 +253,10 @@ def divergences(found_TV: Tensor, exact_TV: Tensor) -> Tensor:
     return (exact.exp() * (exact - found_TV.double())).sum(-1)
 
 
-def score(reference: Reference, scorer: Scorer) -> Score:
+def score(reference: Reference, scorer: Scorer, has_needles: bool = False) -> Score:
     """How far a format's probabilities are from the reference's."""
     apart, agrees, surprises = [], [], []
+    shares, nats = list[Tensor](), list[Tensor]()
     for window, exact_TD in zip(reference.windows, reference.outputs, strict=True):
         found_TD, following = scorer.outputs(window), torch.tensor(window[1:], device=scorer.device)
         for first in range(0, len(window), ROWS_AT_ONCE):
@@ -225,7 +266,13 @@ def score(reference: Reference, scorer: Scorer) -> Score:
             agrees.append(found_RV.argmax(-1) == exact_RV.argmax(-1))
             next_R = following[rows]
             surprises.append(-found_RV[: len(next_R)].gather(1, next_R[:, None]).squeeze(1))
-    return Score(torch.cat(apart).cpu(), torch.cat(agrees).cpu(), torch.cat(surprises).double().cpu())
+        if has_needles:
+            asked = torch.tensor(_asked(window), device=scorer.device)
+            found_RV, next_R = scorer.logprobs(found_TD[asked]), following[asked]
+            shares.append((found_RV.argmax(-1) == next_R).double().mean())
+            nats.append(-found_RV.gather(1, next_R[:, None]).double().mean())
+    needles = (float(torch.stack(shares).mean()), float(torch.stack(nats).mean())) if has_needles else None
+    return Score(torch.cat(apart).cpu(), torch.cat(agrees).cpu(), torch.cat(surprises).double().cpu(), needles)
 
 
 @dataclass
@@ -257,6 +304,7 @@ def measure(
     rounds: int,
     report: Callable[[str], None],
     keep: Callable[[list[dict[str, Any]]], object],
+    has_needles: bool = False,
 ) -> list[dict[str, Any]]:
     """One row of figures for each variant of the model. Decoding is timed in ``rounds`` rounds, all variants in turns.
 
@@ -269,7 +317,7 @@ def measure(
     refused: list[dict[str, Any]] = []
     for variant in variants:
         try:
-            rows.append(_scored(variant, reference))
+            rows.append(_scored(variant, reference, has_needles))
         except ConfigError as error:
             report(f"{variant.name}: {error}")
             refused.append({"format": variant.name, "failed": str(error)})
@@ -287,7 +335,7 @@ def measure(
     return figures
 
 
-def _scored(variant: Variant, reference: Reference) -> QualityRow:
+def _scored(variant: Variant, reference: Reference, has_needles: bool) -> QualityRow:
     settings = variant.config.model
     checkpoint = open_checkpoint(resolve_model(settings), settings.load_format, settings.seed)
     device = resolve_device(settings.device)
@@ -301,7 +349,8 @@ def _scored(variant: Variant, reference: Reference) -> QualityRow:
         )
     scorer = Scorer(model_config, checkpoint, form, kv_dtype, max(map(len, reference.windows)))
     bytes_by_format = dict(scorer.loaded.bytes_by_format)
-    return QualityRow(variant, bytes_by_format, score(reference, scorer), str(kv_dtype).removeprefix("torch."))
+    found = score(reference, scorer, has_needles)
+    return QualityRow(variant, bytes_by_format, found, str(kv_dtype).removeprefix("torch."))
 
 
 def _decode_speed(config: EngineConfig) -> float:

@@ -163,6 +163,8 @@ def formats(rows: Sequence[Mapping[str, Any]]) -> str:
         "same top-1 %",
         "decode tokens/s, fastest round",
     ]
+    has_needles = any("needle_share" in row for row in rows)
+    header += ["needles found %", "nats of needles"] if has_needles else []
     lines = []
     for row in rows:
         if "failed" in row:
@@ -171,7 +173,8 @@ def formats(rows: Sequence[Mapping[str, Any]]) -> str:
         distances = number(row["mean_kl"]), number(row["p99_kl"]), f"{100 * row['same_top_token']:.1f}"
         size = f"{row['weights_bytes'] / 2**20:.1f}" if "weights_bytes" in row else "-"
         speed = number(row.get("decode_tok_s", {}).get("max"))
-        lines.append([row["format"], size, f"{row['perplexity']:.3f}", *distances, speed])
+        needles = [f"{100 * row['needle_share']:.1f}", f"{row['needle_nats']:.4f}"] if has_needles else []
+        lines.append([row["format"], size, f"{row['perplexity']:.3f}", *distances, speed, *needles])
     return markdown_table(header, lines)
 
 

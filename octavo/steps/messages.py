@@ -401,6 +401,6 @@ class Executor(Protocol):
     def send(self, message: Message) -> Reply[Any]:
         """Execute ``message`` after all earlier ones. The reply to ``Step`` is a ``StepResult``, to ``ReadBlock``,
         ``ReadState``, ``ReadRoutes`` and ``ReadChecksums`` bytes, to ``Encode`` a list of bytes or ``None``, to
-        ``PrepareTuning`` a list of keys, to ``MeasureKernels`` a dict of fields, to ``ReadExperts`` a list of ``ExpertLoads``,
-        to all others ``None``."""
+        ``PrepareTuning`` a list of keys, to ``MeasureKernels`` a dict of fields, to ``ReadExperts`` a list of
+        ``ExpertLoads``, to all others ``None``."""
         ...

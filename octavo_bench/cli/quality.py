@@ -27,7 +27,8 @@ def add_kinds(kinds: Any) -> None:
         type=_names,
         default=["float32", "bf16", "fp8", "int8", "int4"],
         help="comma-separated: auto, float32, bf16, fp16, fp8, int8, int4; with +lm_head, as in int4+lm_head, the map "
-        "to logits is quantised to int8 (default: float32,bf16,fp8,int8,int4)",
+        "to logits is quantised to int8; with +kv_fp8, as in bf16+kv_fp8, keys and values are cached so "
+        "(default: float32,bf16,fp8,int8,int4)",
     )
     quality.add_argument(
         "--checkpoints",
@@ -41,6 +42,11 @@ def add_kinds(kinds: Any) -> None:
     quality.add_argument("--tokens", type=positive, default=TOKENS, help=f"tokens of it that count (default: {TOKENS})")
     quality.add_argument("--window", type=positive, default=WINDOW, help=f"tokens of a context (default: {WINDOW})")
     quality.add_argument(
+        "--needles",
+        action="store_true",
+        help="plant four sequences of random words in each window, repeat them at its end, and tell how much is known",
+    )
+    quality.add_argument(
         "--rounds",
         type=at_least_0,
         default=3,
@@ -50,7 +56,7 @@ def add_kinds(kinds: Any) -> None:
 
 def _quality(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.weights.hub import resolve_model
-    from octavo_bench.quality import measure, read_text, variants, windows_of
+    from octavo_bench.quality import measure, read_text, variants, windows_of, with_needles
     from octavo_bench.report import keep
 
     refuse_settings(args, {"dtype", "quantization", "quantize_lm_head"}, "name each format to compare in --formats")
@@ -59,12 +65,14 @@ def _quality(args: argparse.Namespace) -> dict[str, Any]:
     text = read_text(args.text)
     windows = windows_of(config.model, text, args.tokens, args.window)
     what = {"model": resolve_model(config.model).name, "text": text.name, "text_sha256": text.digest}
-    what |= {"tokens": args.tokens, "window": args.window}
+    what |= {"tokens": args.tokens, "window": args.window, "needles": args.needles}
+    if args.needles:
+        windows = with_needles(windows)
 
     def kept(rows: list[dict[str, Any]]) -> None:
         keep("quality", {**what, "rows": rows}, args.output)
 
-    rows = measure(config, compared, windows, args.rounds, say, kept)
+    rows = measure(config, compared, windows, args.rounds, say, kept, args.needles)
     return {**what, "rows": rows}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,51 @@ def test_each_format_is_a_row(tmp_path: Path) -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert rows["w8+lm_head"]["weights_bytes"] < rows["w8"]["weights_bytes"]
     assert all(row["decode_tok_s"]["median"] > 0 for row in rows.values())
+
+
+def test_needles_are_planted_evenly_and_asked_for_at_the_end() -> None:
+    size, count = quality.NEEDLE_TOKENS, quality.NEEDLES
+    for window in quality.with_needles(windows(2, 300)):
+        assert len(window) == 300
+        ends = [window[len(window) - size * (i + 1) : len(window) - size * i] for i in range(count)]
+        body = window[: -size * count]
+        places = sorted(at for at in range(len(body)) for needle in ends if body[at : at + size] == needle)
+        assert len(places) == count
+        assert all(later - earlier > size for earlier, later in itertools.pairwise(places))
+    with pytest.raises(ConfigError, match="needles: windows must have at least"):
+        quality.with_needles(windows(1, 100))
+
+
+def test_a_model_that_copies_finds_every_needle(tmp_path: Path) -> None:
+    """One that knows what it will be asked, in place of a model."""
+    families.make_checkpoint(tmp_path, "llama/gqa", max_position_embeddings=300)
+    [window] = quality.with_needles(windows(1, 300))
+    reference = quality.Reference(config_of(tmp_path), [window])
+
+    class Copier:
+        device = torch.device("cpu")
+
+        def outputs(self, tokens: list[int]) -> torch.Tensor:
+            return torch.tensor([*tokens[1:], 0])
+
+        def logprobs(self, outputs: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.one_hot(outputs, reference.config.vocab_size).float().mul(9).log_softmax(-1)
+
+    copier: Any = Copier()
+    share, nats = quality.score(reference, copier, has_needles=True).needles or (0.0, 1.0)
+    assert share == 1
+    assert nats < 0.05
+    found = quality.score(reference, reference.scorer, has_needles=True)
+    assert found.needles is not None
+    assert found.needles[0] < 0.5
+
+
+@pytest.mark.parametrize(("name", "message"), [("bf16+kv_int3", "ends with none of"), ("bf17+kv_fp8", "is not one of")])
+def test_a_cache_that_is_not_known_is_named(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quality.variants(config_of(tmp_path), [name], [])
+    [variant] = quality.variants(config_of(tmp_path), ["bf16+kv_fp8"], [])
+    assert variant.config.cache.kv_cache_dtype == "fp8"
 
 
 def test_the_command_prints_a_table_and_writes_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
