@@ -99,7 +99,7 @@ _COUNTS = """
     num_copied_tokens submitted_requests total_generated_tokens total_prefill_tokens total_decode_tokens tokens_checksum
     judged backlog bytes flops written_bytes read_bytes ended unfinished switches figures steps steps_timed
     num_parameters num_texts inputs coverage breakages tried findings server_starts seconds duration_s
-    generation_seconds devices requests blocks scored_tokens
+    generation_seconds devices requests blocks scored_tokens answers
 """
 COUNTS = frozenset(_COUNTS.split())
 """Numbers that tables show; they are not drawn, and of no gate."""
@@ -111,7 +111,7 @@ _CASES = """
     draft_vocab_size text_length batch_size learning_rate max_steps max_seconds max_generation_seconds ffn_size
     peak_tflops sequences_at_a_time decoding prompts shortest longest tile warps splits min_tiles stages vocab_size
     num_requests
-    number case pace version num_sequences cache
+    number case pace version num_sequences cache flood fleet command
 """
 CASES = frozenset(_CASES.split())
 """What was measured, and how: equal in two records that can be compared. So are the settings of an engine."""

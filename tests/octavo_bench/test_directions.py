@@ -25,7 +25,8 @@ _MORE = """
     decode_mfu_percent ratio times_better times_less speedup tokens_per_speculation memory_ratio
     ratio_of_first_10_s same_top_token same_tokens passed goodput_share good_share prefix_hit_rate
     vocabulary_coverage of_read of_matmul held_agreement context_tokens longest_context largest_batch
-    prefix_hits right completed completed_requests within within_predicted within_replayed caught
+    prefix_hits right completed completed_requests within within_predicted within_replayed caught cosine
+    needle_share
 """
 BETTER_WITH_MORE = _MORE.split()
 """Written by hand once more: all other figures are times, memory, distances, failures and what is counted of work."""

@@ -272,10 +272,9 @@ def run_flood(port: int, names: list[str], seconds: float) -> None:
 def figures(answers: list[Answer]) -> dict[str, Any]:
     times = sorted(answer.ttft * 1e3 for answer in answers if answer.status == 200)
     p99 = times[int(0.99 * (len(times) - 1))]
-    refused = Counter(str(answer.status) for answer in answers if answer.status != 200)
-    return {"p50_ms": round(statistics.median(times), 1), "p99_ms": round(p99, 1), "answers": len(times)} | {
-        "refused": dict(refused)
-    }
+    refused = Counter(answer.status for answer in answers if answer.status != 200)
+    ttft = {"ttft_p50_ms": round(statistics.median(times), 1), "ttft_p99_ms": round(p99, 1)}
+    return {**ttft, "answers": len(times), "refused": sum(refused.values())}
 
 
 def busy_seconds(server: int) -> dict[str, float]:
@@ -298,7 +297,6 @@ def keep_rows(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(seconds: float, names: list[str], settings: list[str], output: Path | None) -> None:
-    rows: list[dict[str, Any]] = []
     rounds = math.ceil(seconds / PERIOD)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -314,6 +312,7 @@ def main(seconds: float, names: list[str], settings: list[str], output: Path | N
                 time.sleep(0.2)
             asyncio.run(others(port, 2))
             alone = figures(asyncio.run(others(port, rounds)))
+            rows: list[dict[str, Any]] = [{"flood": "none", "seconds": seconds, **alone}]
             print(f"{'none':12}{alone}", flush=True)
             for name in names:
                 before = busy_seconds(server.pid)
@@ -323,8 +322,8 @@ def main(seconds: float, names: list[str], settings: list[str], output: Path | N
                 flooding.start()
                 time.sleep(2)
                 found = figures(asyncio.run(others(port, rounds)))
-                rows.append({"flood": name, **found, "p99_ms_without": alone["p99_ms"], "seconds": seconds})
-                print(f"{name:12}{found}  x {found['p99_ms'] / alone['p99_ms']:.2f}", flush=True)
+                rows.append({"flood": name, "seconds": seconds, **found})
+                print(f"{name:12}{found}  x {found['ttft_p99_ms'] / alone['ttft_p99_ms']:.2f}", flush=True)
                 flooding.join()
                 used = {kind: round(now - before[kind], 1) for kind, now in busy_seconds(server.pid).items()}
                 print("    processor seconds of", used, flush=True)
