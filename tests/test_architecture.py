@@ -230,7 +230,7 @@ def test_sizes_hold_around_the_core() -> None:
 @pytest.mark.parametrize(
     ("where", "line", "found"),
     [
-        ("runtime/offloading.py", "from octavo.cache.offload import Offload", "imports cache"),
+        ("runtime/build_offload.py", "from octavo.cache.offload import Offload", "imports cache"),
         ("models/llama.py", "from octavo.engine.scheduler import Scheduler", "imports engine"),
         ("ops/linear.py", "import octavo.text.tokenizer", "imports text"),
         ("quant/scheme.py", "    from octavo import grammar", "imports grammar"),

@@ -28,10 +28,10 @@ from octavo.build.build_encoder import build_encoder, pooled_tasks
 from octavo.build.build_runner import make_grammars, make_runner
 from octavo.build.build_vision import Vision, connected, load_vision
 from octavo.build.device_settings import kernel_compilation, prepared_device, resolve_kv_dtype, weight_format
+from octavo.cache.build_offload import make_offload
 from octavo.cache.group_cache import GroupSize
 from octavo.cache.kv_cache import KVCache
 from octavo.cache.kv_events import KVEvents
-from octavo.cache.offloading import make_offload
 from octavo.config import (
     CacheSettings,
     EngineConfig,

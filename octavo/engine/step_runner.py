@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from octavo.cache.build_offload import identity
 from octavo.cache.offload import Identity
-from octavo.cache.offloading import identity
 from octavo.engine.persistent_batch import Indices
 from octavo.engine.protocols import TensorReceiver
 from octavo.engine.sequence_images import encode_message

@@ -14,7 +14,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.cache import tiers
-from octavo.cache.offloading import fingerprint
+from octavo.cache.build_offload import fingerprint
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig

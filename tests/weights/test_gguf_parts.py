@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.cache.offloading import fingerprint
+from octavo.cache.build_offload import fingerprint
 from octavo.cli import main
 from octavo.config import ModelSettings
 from octavo.errors import CheckpointError, ConfigError
