@@ -186,7 +186,7 @@ def test_sums_are_the_same_wherever_the_experts_are(name: str | None, tmp_path: 
     expected = whole(*given)
 
     def work(collective: Collective) -> int:
-        experts = ExpertMoves(load(checkpoint, form, collective).mixtures[:1])
+        experts = ExpertMoves(load(open_checkpoint(home), form, collective).mixtures[:1])  # each process maps the files
         experts.check()
         rng, num_moved, [mixture] = random.Random(3), 0, experts.mixtures
         for _ in range(12):
