@@ -1,4 +1,4 @@
-"""Build an engine: the only module that names every concrete class."""
+"""Build an engine: what each setting means in objects, from the checkpoint to the step loop."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import gc
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ from octavo.build.build_drafter import (
     make_proposer,
 )
 from octavo.build.build_encoder import build_encoder, pooled_tasks
+from octavo.build.build_executor import ExecutorParts, make_executor, make_storage, step_limits
 from octavo.build.build_runner import make_grammars, make_runner
 from octavo.build.build_vision import Vision, connected, load_vision
 from octavo.build.device_settings import kernel_compilation, prepared_device, resolve_kv_dtype, weight_format
@@ -58,10 +59,9 @@ from octavo.models.adapters import ModelAdapters, load_with_adapters
 from octavo.models.config import ModelConfig
 from octavo.models.config_checks import check_dummy, check_sizes, eos_token_ids
 from octavo.models.encoder import EncoderConfig
-from octavo.models.layer_cache import LayerCacheSpec, rank_cache, with_routes
 from octavo.models.multimodal_text import text_config
 from octavo.models.pooling import Pooling, read_pooling
-from octavo.models.registry import CausalLM, LoadedModel, read_config
+from octavo.models.registry import LoadedModel, read_config
 from octavo.models.weight_updates import WeightUpdates
 from octavo.ops import dispatch
 from octavo.ops.collective import Collective
@@ -70,29 +70,22 @@ from octavo.plugins import CPU, GPU
 from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
 from octavo.runtime import memory
 from octavo.runtime.drafting.acceptance import Verify, rule
-from octavo.runtime.drafting.drafter import Drafter
-from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.expert_moves import ExpertMoves
-from octavo.runtime.executors.forward import make_forward, make_logits
-from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.runtime.executors.pooler import Pooler
 from octavo.runtime.executors.routed_experts import keeping_routes
-from octavo.runtime.executors.stream_executor import StreamExecutor
-from octavo.runtime.kv_storage import ONE_STATE, KVStorage, StatePool
+from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.ranks.process_group import device_collective, visible_gpus
 from octavo.runtime.ranks.rank_group import RankGroup
 from octavo.runtime.ranks.rank_processes import RankProcesses
 from octavo.runtime.ranks.ranks import OneRank, OnLost, Ranks, check_divides
-from octavo.runtime.sharded_logits import part_of_vocabulary
 from octavo.runtime.weight_group import WeightGroup
 from octavo.speculative_config import Method, parse_speculative_config
-from octavo.steps.limits import RopeSets, StepLimits
+from octavo.steps.limits import RopeSets
 from octavo.steps.messages import Executor
 from octavo.telemetry.phases import Phases
 from octavo.text.tokenizer import load_tokenizer
 from octavo.types import EngineInfo
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
-from octavo.weights.dtypes import DTYPES
 from octavo.weights.generation_config import check_token_ids, chosen_config, sampling_defaults
 from octavo.weights.hub import resolve_model
 
@@ -136,9 +129,7 @@ def build_engine(
     device, path, checkpoint = _open(config.model)
     config, model_config, form = _read_model(config, path, checkpoint, device)
     generation = _generation(config.model, checkpoint, path, model_config)
-    grammars = make_grammars(config.model, path, generation[0])
-    if expects_grammars:
-        grammars.start_loading()
+    grammars = make_grammars(config.model, path, generation[0], expects_grammars)
     phases.done("device and checkpoint")
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
@@ -153,7 +144,7 @@ def build_engine(
         vision = load_vision(config, path, checkpoint, model_config, form)
         phases.done("weights")
         limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting, vision)
-        storage = _storage(model_config, loaded, limits, config.cache, form, collective.size, drafting.cache)
+        storage = make_storage(model_config, loaded, limits, config.cache, form, collective.size, drafting.cache)
         drafter, vocab_size = drafting.start(storage), model_config.vocab_size
         most = step_limits(limits, method, drafter, vision, model_config.rope_sets is not None)
         pool, images = connected(vision, loaded.model)
@@ -177,9 +168,8 @@ def build_engine(
     if expects_grammars:
         grammars.finish_loading()
         phases.done("vocabulary of grammars")
-    if experts is not None:
-        timed = BalancedRunner(timed, runner, scheduler.stats)
-    return Engine(scheduler, timed, grammars, lora, sleeper, weights, depth), info
+    balanced = timed if experts is None else BalancedRunner(timed, runner, scheduler.stats)
+    return Engine(scheduler, balanced, grammars, lora, sleeper, weights, depth), info
 
 
 def _depth(settings: SchedulerSettings, device: torch.device, limits: memory.Limits, method: Method | None) -> int:
@@ -249,7 +239,7 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         vision = load_vision(config, path, checkpoint, model_config, form)
         model_config = keeping_routes(model_config, loaded.model, config.model.enable_return_routed_experts)
         limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
-        storage = _storage(model_config, loaded, limits, config.cache, form, collective.size)
+        storage = make_storage(model_config, loaded, limits, config.cache, form, collective.size)
         vocab_size = model_config.vocab_size
         method = parse_speculative_config(config.speculative.speculative_config)
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision)
@@ -443,37 +433,6 @@ def _updates(
     return WeightUpdates(config.model, model, checkpoint, form, loaded, collective, drafting.update)
 
 
-def _storage(
-    model: ModelConfig,
-    loaded: LoadedModel,
-    limits: memory.Limits,
-    settings: CacheSettings,
-    form: WeightFormat,
-    num_ranks: int,
-    draft_specs: Sequence[LayerCacheSpec] = (),
-) -> KVStorage:
-    dtype, device = resolve_kv_dtype(settings.kv_cache_dtype, form), form.device
-    specs = *rank_cache(with_routes(model.cache, model.routes), num_ranks), *draft_specs
-    is_fp8 = dtype == torch.float8_e4m3fn
-    if loaded.kv_scales and not is_fp8:
-        logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype fp8 uses")
-    scales = loaded.kv_scales if is_fp8 else {}
-    states = ONE_STATE
-    if limits.states is not None:
-        states = StatePool(limits.states.num_slots, form.dtype, DTYPES[settings.state_dtype])
-    return KVStorage(
-        specs,
-        limits.groups,
-        limits.num_blocks,
-        limits.block_size,
-        dtype,
-        device,
-        num_draft_layers=len(draft_specs),
-        scales=scales,
-        states=states,
-    )
-
-
 def _cache(settings: CacheSettings, limits: memory.Limits) -> KVCache:
     groups = zip(limits.groups, limits.num_blocks, strict=True)
     return KVCache(
@@ -533,79 +492,6 @@ def _speculation(method: Method) -> Speculation:
     proposer = make_proposer(method)
     choice = DraftChoice(most, proposer.num_lookahead > 0) if method.adaptive else None
     return Speculation(proposer, most, choice)
-
-
-class ExecutorParts(NamedTuple):
-    """What an executor has besides the model, its storage and its limits."""
-
-    pooler: Pooler
-    adapters: ModelAdapters | None
-    collective: Collective
-    drafter: Drafter | None
-    verify: Verify | None
-    pool: EmbeddingPool | None
-    updates: WeightUpdates | None
-    experts: ExpertMoves | None
-
-
-def make_executor(
-    settings: ModelSettings,
-    model: CausalLM,
-    storage: KVStorage,
-    vocab_size: int,
-    most: StepLimits,
-    parts: ExecutorParts,
-) -> Executor:
-    """The executor for the storage's device. Results on a CPU never depend on the batch."""
-    device, eager, mode = storage.device, settings.enforce_eager, settings.logprobs_mode
-    if device.type == "cpu":
-        return HostExecutor(
-            model,
-            storage,
-            vocab_size,
-            most,
-            forward=make_forward(model, storage.layers, device, eager),
-            pooler=parts.pooler,
-            adapters=parts.adapters,
-            vocabulary=part_of_vocabulary(vocab_size, parts.collective, mode=mode),
-            drafter=parts.drafter,
-            verify=parts.verify,
-            logits=make_logits(model, device, eager),
-            embeddings=parts.pool,
-            updates=parts.updates,
-            experts=parts.experts,
-        )
-    return StreamExecutor(
-        model,
-        storage,
-        vocab_size,
-        most,
-        batch_invariant=settings.batch_invariant,
-        enforce_eager=eager,
-        pooler=parts.pooler,
-        adapters=parts.adapters,
-        vocabulary=part_of_vocabulary(vocab_size, parts.collective, is_on_host=False, mode=mode),
-        drafter=parts.drafter,
-        verify=parts.verify,
-        embeddings=parts.pool,
-        updates=parts.updates,
-    )
-
-
-def step_limits(
-    limits: memory.Limits,
-    method: Method | None = None,
-    drafter: Drafter | None = None,
-    vision: Vision | None = None,
-    has_rope_sets: bool = False,
-) -> StepLimits:
-    """Upper bounds of a step: sequences, tokens, and blocks and drafts per sequence."""
-    max_drafts = 0 if method is None else method.num_speculative_tokens
-    num_drafts = 0 if drafter is None else drafter.num_drafts
-    max_blocks = -(-limits.max_model_len // limits.block_size)
-    sizes = limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts, num_drafts
-    most = StepLimits(*sizes, has_rope_sets=has_rope_sets)
-    return most if vision is None else vision.limited(most)
 
 
 def _open(settings: ModelSettings) -> tuple[torch.device, Path, Checkpoint]:

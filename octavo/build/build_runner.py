@@ -24,8 +24,11 @@ from octavo.steps.shapes import exact_shape
 from octavo.text.tokenizer import load_tokenizer
 
 
-def make_grammars(settings: ModelSettings, path: Path, eos_token_ids: tuple[int, ...]) -> MatcherMasks:
-    """Structured output for the model in the folder ``path``; its tokenizer is loaded when it is first needed."""
+def make_grammars(
+    settings: ModelSettings, path: Path, eos_token_ids: tuple[int, ...], is_expected: bool = False
+) -> MatcherMasks:
+    """Structured output for the model in the folder ``path``; its tokenizer is loaded when it is first needed, or from
+    now on if grammars are expected."""
 
     def vocabulary() -> Vocabulary:
         tokenizer = load_tokenizer(Path(settings.tokenizer or path))
@@ -33,7 +36,10 @@ def make_grammars(settings: ModelSettings, path: Path, eos_token_ids: tuple[int,
             raise GrammarError("cannot be used: the model has no tokenizer")
         return tokenizer.vocabulary(eos_token_ids)
 
-    return MatcherMasks(vocabulary)
+    masks = MatcherMasks(vocabulary)
+    if is_expected:
+        masks.start_loading()
+    return masks
 
 
 def make_runner(

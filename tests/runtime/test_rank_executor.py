@@ -10,8 +10,8 @@ import torch
 
 from octavo.errors import CheckpointError, RanksLost, RunnerError
 from octavo.ops.collective import Collective
-from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.runtime.ranks.rank_executor import Follower, RankExecutor
+from octavo.runtime.replies import Done, FailedReply
 from octavo.steps.messages import (
     Compile,
     LoadAdapter,

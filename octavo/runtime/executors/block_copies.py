@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.runtime.executors.replies import Done
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.replies import Done
 
 
 class HostBlockCopies:

@@ -12,7 +12,7 @@ from octavo.errors import CANCELLATIONS, RunnerError
 from octavo.models.vision.tower import Pixels, Tower, VisionConfig
 from octavo.ops.device_backend import backend_of
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.runtime.executors.replies import Done, FailedReply
+from octavo.runtime.replies import Done, FailedReply
 from octavo.steps.messages import EncodeImages, ImageToEncode, Reply
 
 logger = logging.getLogger(__name__)

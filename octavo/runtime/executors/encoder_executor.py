@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.errors import CANCELLATIONS, RunnerError
 from octavo.models.encoder import Encoder, PackedTexts
 from octavo.runtime.executors.pooler import TOKEN_TASKS, Pooler, as_vectors
-from octavo.runtime.executors.replies import Done, FailedReply
+from octavo.runtime.replies import Done, FailedReply
 from octavo.steps.messages import Encode, EncoderText, Message, Reply
 from octavo.types import Task
 

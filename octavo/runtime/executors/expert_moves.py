@@ -18,7 +18,7 @@ from octavo.errors import ConfigError
 from octavo.layers.expert_parallel import ParallelMixture
 from octavo.layers.experts import DenseMixture, PackedMixture
 from octavo.models.in_place import parts
-from octavo.runtime.executors.replies import Done
+from octavo.runtime.replies import Done
 from octavo.steps.messages import ExpertLoads, ExpertMove, MoveExperts, ReadExperts, Reply
 
 PIECE_BYTES = 1 << 16

@@ -29,12 +29,12 @@ from octavo.runtime.executors.block_copies import HostBlockCopies
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.pooler import ChunkPooler, Pooler
-from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.runtime.executors.routed_experts import RoutedExperts
 from octavo.runtime.executors.sampling_state import SamplingState
 from octavo.runtime.executors.step_program import Forward, Logits, RowReader, StepProgram
 from octavo.runtime.executors.step_views import StepBuffers, batch_indices
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.replies import Done, FailedReply
 from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (

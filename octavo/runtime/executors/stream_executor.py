@@ -35,11 +35,11 @@ from octavo.runtime.executors.device_program import DeviceProgram, KernelTuner, 
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.host_executor import LAST_TOKEN, change_adapters, load_weights, read_checksums
 from octavo.runtime.executors.pooler import ChunkPooler, Pooler
-from octavo.runtime.executors.replies import Done, FailedReply
 from octavo.runtime.executors.sleeping_memory import SleepingMemory
 from octavo.runtime.executors.step_program import RowReader
 from octavo.runtime.executors.step_views import batch_indices
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.replies import Done, FailedReply
 from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (

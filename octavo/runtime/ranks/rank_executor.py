@@ -15,7 +15,7 @@ import torch
 
 from octavo.errors import CheckpointError, RanksLost, RunnerError
 from octavo.ops.device_backend import RankMemory
-from octavo.runtime.executors.replies import Done, FailedReply
+from octavo.runtime.replies import Done, FailedReply
 from octavo.steps.messages import (
     Compile,
     EncodeImages,

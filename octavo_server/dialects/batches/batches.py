@@ -25,13 +25,13 @@ from starlette.responses import Response
 from octavo.errors import CANCELLATIONS, InvalidParameter
 from octavo_server.dialects.batches.files import StoredFile, content_of, find, new_file
 from octavo_server.dialects.batches.runner import BadLine, BatchLine, LineReader, LineRunner, Outcome, digest_of
-from octavo_server.dialects.openai.pages import page
 from octavo_server.durable.background_jobs import retry_while_unavailable
 from octavo_server.durable.own_requests import end_all, end_with_key
 from octavo_server.durable.store import ListedItem, StoredItem, decode, decoded
 from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import NotFound, UnexpectedError, printable
+from octavo_server.http.pages import page
 from octavo_server.http.sse import json_response
 from octavo_server.services import ServerServices, server_of
 from octavo_server.tenants.api_keys import caller_of

@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidParameter, Unavailable
 from octavo_server.dialects.chat_reply import chat_request, submission
-from octavo_server.dialects.openai.pages import page_of_items
 from octavo_server.dialects.openai.render import generate_bodies
 from octavo_server.dialects.responses.answer import ResponseAnswer, ResponseStream, begun
 from octavo_server.dialects.responses.background import BackgroundResponses
@@ -23,6 +22,7 @@ from octavo_server.dialects.responses.tools import Item, with_added
 from octavo_server.durable.background_jobs import RETRY_SECONDS
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter, printable
+from octavo_server.http.pages import page_of_items
 from octavo_server.http.sse import json_response
 from octavo_server.pipeline import Dialect, Submission
 from octavo_server.services import ModelServices, ServerServices, server_of
