@@ -26,7 +26,8 @@ the memory of this machine, without loading it.
 
 ## Architectures
 
-The architecture is the entry of `architectures` in `config.json`, or of `general.architecture` in a GGUF file (`-`: no GGUF files of it are read).
+The architecture is the entry of `architectures` in `config.json`, or of `general.architecture` in a GGUF file (`-`: no GGUF files of it are read;
+those of vision models: [images](images.md)).
 *LoRA* says which matrices adapters may change, *windows* which layers may have a sliding window.
 """
 OTHERS = f"""\

@@ -32,7 +32,14 @@ class RowRunner:
         """See ``tests.ops.row_sampler.Sampler``."""
         model: Any = SimpleNamespace(forward=lambda *_: logits_RV, logits=lambda x_RV: x_RV)
         storage: Any = SimpleNamespace(
-            device=CPU, pools=[[]], layers=[], block_size=BLOCK_SIZE, num_groups=1, copy_slots=None, copy_state=None
+            device=CPU,
+            pools=[[]],
+            layers=[],
+            block_size=BLOCK_SIZE,
+            num_groups=1,
+            copy_slots=None,
+            copy_state=None,
+            routes_NC=None,
         )
         max_blocks = max(row.position for row in rows) // BLOCK_SIZE + 1
         limits = StepLimits(len(rows), len(rows), max_blocks)
