@@ -120,7 +120,7 @@ class PauseBody(msgspec.Struct, kw_only=True):
 class AbortBody(msgspec.Struct, kw_only=True):
     """The body of a request to end others: all, unless it names some; ``rid`` is SGLang's name of one."""
 
-    request_ids: list[str] = []
+    request_ids: list[str] | None = None
     rid: str = ""
 
 
@@ -160,10 +160,14 @@ async def pause(request: Request) -> Response:
     return json_response({"status": "paused", "is_paused": engine.is_paused}, {})
 
 
+def _has_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+
+
 async def pause_generation(request: Request) -> Response:
     """SGLang's ``retract`` and ``in_place`` both continue later from where the requests are."""
     services, body = _services(request), PauseBody()
-    if request.headers.get("content-length", "0") != "0":
+    if _has_body(request):
         _, body, _ = await services.server.read(request, pause_decoder)
     await services.engine.pause("abort" if body.mode == "abort" else "keep")
     return json_response({"status": "ok", "message": "Generation paused successfully."}, {})
@@ -211,7 +215,7 @@ async def start_weight_update(request: Request) -> Response:
 
 async def finish_weight_update(request: Request) -> Response:
     services, body = _services(request), FinishBody()
-    if request.headers.get("content-length", "0") != "0":
+    if _has_body(request):
         _, body, _ = await services.server.read(request, finish_decoder)
     version = await services.engine.take_weights(_version(body.weight_version), _mode(body.mode))
     return json_response({"message": "Weight update finished", "weight_version": version}, {})
@@ -279,9 +283,10 @@ async def reset_prefix_cache(request: Request) -> Response:
 async def abort_requests(request: Request) -> Response:
     """All of them, or those of the caller that the body names."""
     services, named = _services(request), None
-    if request.headers.get("content-length", "0") != "0":
+    if _has_body(request):
         _, body, _ = await services.server.read(request, abort_decoder)
-        named = body.request_ids or ([body.rid] if body.rid else None)
+        if body.request_ids is not None or body.rid:
+            named = [*(body.request_ids or ()), *([body.rid] if body.rid else ())]
     if named is not None:
         return json_response({"status": "ok", "aborted": services.server.abort(request, named)}, {})
     engine = services.engine
@@ -309,7 +314,7 @@ async def weight_checker(request: Request) -> Response:
     if body.action == "compare" and body.baseline is None:
         raise MissingParameter("baseline")
     found = await services.engine.weight_checksums()
-    if body.baseline is None:
+    if body.action == "checksum" or body.baseline is None:
         whole = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
         answer = {"checksums": found, "checksum": whole, "weight_version": services.engine.weight_version}
         return json_response(answer, headers)

@@ -23,7 +23,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import logging
+import math
 import os
 import socket
 import ssl
@@ -50,6 +52,9 @@ MAX_MESSAGE_BYTES = 8 << 20
 """Of a message, about 200,000 keys; contents have their own size."""
 MAX_LOGIN_BYTES = 64 << 10
 LOGIN_SECONDS = 5.0
+"""For the whole of it: who has no key keeps a place no longer."""
+ACCEPT_SECONDS = 0.1
+"""Pause after a connection could not be accepted, such as for want of file descriptors."""
 IDLE_SECONDS = 60.0
 """After which a server closes a connection that asks for nothing."""
 MAX_CONNECTIONS = 128
@@ -116,10 +121,16 @@ class Channel:
         self._session = b""
         self._numbers = [0, 0]
         """Of the next frame sent, and received."""
+        self._end = math.inf
+        """When the login must be over, by the monotonic clock."""
+
+    def end_login_within(self, seconds: float) -> None:
+        """What is received until ``secure`` takes no longer together."""
+        self._end = time.monotonic() + seconds
 
     def secure(self, session: bytes) -> None:
         """From now on, frames have checksums made with the key ``session``."""
-        self._session = session
+        self._session, self._end = session, math.inf
 
     def send(self, payload: bytes) -> None:
         """Send a frame; waits while the peer does not read, but no longer than the socket's timeout."""
@@ -187,6 +198,8 @@ class Channel:
         view, done = memoryview(data), 0
         while done < size:
             try:
+                if self._end < math.inf:
+                    self._socket.settimeout(max(0.001, self._end - time.monotonic()))
                 count = self._socket.recv_into(view[done:])
             except OSError as error:
                 raise ChannelError(f"the peer does not answer: {_named(error)}") from None
@@ -230,7 +243,11 @@ class HoldingServer:
             self._socket = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
         except (OSError, ValueError) as error:
             raise ConfigError(f"kv_transfer_address: cannot listen at {shown}: {error}") from None
+        if ipaddress.ip_address(self._socket.getsockname()[0]).is_unspecified:
+            self._socket.close()
+            raise ConfigError(f"kv_transfer_address: decode servers cannot connect to {shown}; name one address")
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
+        self._is_closed = False
         self._places = threading.Semaphore(MAX_CONNECTIONS)
         threading.Thread(target=self._accept, name="kv-transfer", daemon=True).start()
 
@@ -239,6 +256,7 @@ class HoldingServer:
         return _signed(self._key, os.urandom(16).hex(), self.address)
 
     def close(self) -> None:
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -248,8 +266,12 @@ class HoldingServer:
         while True:
             try:
                 sock, peer = self._socket.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._is_closed:
+                    return
+                logger.warning("no connection for KV blocks can be accepted for a moment: %s", _named(error))
+                time.sleep(ACCEPT_SECONDS)
+                continue
             if not self._places.acquire(blocking=False):
                 logger.warning("a connection of %s for KV blocks is closed: there are %d", peer[0], MAX_CONNECTIONS)
                 sock.close()
@@ -262,6 +284,7 @@ class HoldingServer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wrapped = sock if self._tls is None else self._tls.wrap_socket(sock, server_side=True)
             with contextlib.closing(Channel(wrapped, is_server=True)) as channel:
+                channel.end_login_within(LOGIN_SECONDS)
                 self._admit(channel)
                 while True:
                     channel.wait_for(IDLE_SECONDS)

@@ -273,10 +273,16 @@ class Offload:
         asked = [*keys, *states]
         on_disk = set[bytes]() if self.disk is None else {key for key in asked if key in self.disk}
 
-        def choose(held: set[bytes]) -> list[bytes]:
-            wanted = self._wanted(keys, counts, held | on_disk)
+        def from_disk(wanted: list[bytes]) -> None:
             if on_disk:
                 self._load([key for key in wanted if key in on_disk])
+
+        has_chosen = False
+
+        def choose(held: set[bytes]) -> list[bytes]:
+            nonlocal has_chosen
+            has_chosen, wanted = True, self._wanted(keys, counts, held | on_disk)
+            from_disk(wanted)
             num_bytes, chosen = 0, []
             for key in wanted:
                 num_bytes += self.store.state_bytes if key in states else self.store.num_bytes
@@ -297,6 +303,8 @@ class Offload:
         except ChannelError as error:
             self.stats.num_failures += 1
             logger.warning("a prompt is computed here, as %s did not send its blocks: %s", transfer.address, error)
+            if not has_chosen:
+                from_disk(self._wanted(keys, counts, on_disk))
 
     def hold(self, end: Node) -> KVTransfer | None:
         """Keep the blocks of the path to ``end`` for a decode server, and the recurrent state behind it if there is

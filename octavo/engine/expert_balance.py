@@ -58,14 +58,17 @@ class BalancedRunner:
 
 
 def changes(loads: Sequence[ExpertLoads], most_bytes: int) -> list[ExpertMove]:
-    """A change for each of the most unequal mixtures that gain by it, of no more than so many bytes in all."""
-    found: list[ExpertMove] = []
+    """A change for each of the most unequal mixtures that gain by it: one, or more of so many bytes in all."""
+    found, num_bytes = list[ExpertMove](), 0
     unequal = sorted(range(len(loads)), key=lambda index: -imbalance(loads[index : index + 1]))
     for index in unequal[:MOST_MIXTURES]:
         one = loads[index]
         change = better(one.counts, one.slots)
-        if change is None or (len(found) + len(change.slots)) * one.num_bytes > most_bytes:
+        if change is None:
             continue
+        num_bytes += len(change.slots) * one.num_bytes
+        if found and num_bytes > most_bytes:
+            break
         found += [ExpertMove(index, *slot) for slot in change.slots]
     return found
 

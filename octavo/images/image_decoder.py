@@ -188,6 +188,8 @@ def _decoded(container: Any, most_pixels: int, choose: Choose) -> Iterator[Image
     for place, frame in enumerate(container.decode(stream)):
         while wanted and wanted[0] == place:
             wanted.pop(0)
+            if frame.width * frame.height > most_pixels:
+                raise ImageRefused(f"has frames of {frame.width} x {frame.height} pixels; {most_pixels} are allowed")
             image = frame.to_image()
             yield image.rotate(frame.rotation, expand=True) if frame.rotation else image
         if not wanted:

@@ -181,7 +181,7 @@ def _by_duration(total: int, rate: float, settings: Mapping[str, Any]) -> list[i
     duration = total / rate
     kept = min(duration, 2400)
     fps = 3 if kept <= 30 else 1 if kept <= 300 else 0.5
-    count = min(int(kept * fps * 2), 640)
+    count = max(1, min(int(kept * fps * 2), 640))
     if total < count:
         return _even_number(_evenly(0, total - 1, count, math.floor))
     found, second = list[int](), 0.0

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.errors import CheckpointError
 from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, PlainActivation
@@ -235,6 +236,9 @@ class Encoder:
         if E != D:
             self.projection = weights.replicated(config.projection, D, E, not config.is_projected_first)
         device = weights.form.device
+        if any(rope.sets is not None for rope, _ in config.ropes):
+            message = "config: an encoder's 'rope_scaling' has the same frequencies for all texts here"
+            raise CheckpointError(f"{message}; set max_model_len to the original length")
         self.rotaries = [Rotary(rope, width, device) for rope, width in config.ropes]
         self.bias_NM = None if config.distances is None else distance_bias(config, config.distances, weights)
         self.layers = [self.layer_class(config, weights, f"{names.layers}.{i}", i) for i in range(config.num_layers)]

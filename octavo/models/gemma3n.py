@@ -148,11 +148,12 @@ class Gemma3nForCausalLM(Gemma4ForCausalLM):
         if not is_list or not all(isinstance(share, int | float) and 0 <= share < 1 for share in sparsity):
             raise wrong("activation_sparsity_pattern", sparsity, f"a list of {count} numbers from 0 to below 1")
         full, local = rope_keys(keys)
+        cap = "final_logit_softcapping"
         values = {
             **keys.values,
             "intermediate_size": max(sizes),
             "global_head_dim": keys.size("head_dim", 256),
-            "final_logit_softcapping": keys.get("final_logit_softcapping", 30.0),
+            cap: keys.get(cap) if keys.has(cap) else 30.0,
             "num_kv_shared_layers": keys.size("num_kv_shared_layers", 15, low=0),
             "rope_parameters": {FULL: {"rope_theta": 1e6, **full}, SLIDING: {"rope_theta": 1e4, **local}},
         }

@@ -206,7 +206,7 @@ class MptForCausalLM(Decoder):
         keys.must_be({"no_bias": (True,), "logit_scale": ()})
         for key in ("emb_pdrop", "embedding_fraction", "init_device", "learned_pos_emb", "norm_type"):
             keys.get(key)
-        attention = ConfigKeys(keys.get("attn_config", {}))
+        attention = keys.child("attn_config") or ConfigKeys({})
         attention.must_be({"alibi": (True,), "prefix_lm": (False,), "qk_ln": (False,)})
         attention.must_be({"attn_type": ("multihead_attention",), "attn_uses_sequence_id": (False,)})
         config = read_decoder(
@@ -228,6 +228,9 @@ class MptForCausalLM(Decoder):
             scale=attention.number("softmax_scale", config.head_dim**-0.5),
             clip=0.0 if attention.get("clip_qkv") is None else attention.number("clip_qkv"),
         )
+        for key in ("attn_impl", "attn_pdrop"):
+            attention.get(key)
+        attention.finish()
         return dataclasses.replace(config, ropes=())
 
 

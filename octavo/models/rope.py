@@ -82,10 +82,16 @@ def _linear(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope
     return LinearRope(theta, keys.number("factor"))
 
 
+MOST_GROWTH = 64.0
+"""``factor`` of dynamic scaling; there is a row of frequencies for each length."""
+
+
 def _dynamic(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
-    factor, original = keys.number("factor"), context.max_position_embeddings
+    factor, original = _growth(keys.number("factor")), context.max_position_embeddings
     if context.max_len <= original:
         return DefaultRope(theta)
+    if context.width <= 2:
+        raise wrong("head_dim", context.width, "more than 2 rotated numbers, for dynamic scaling")
     return DynamicRope(theta, factor, original, context.max_len)
 
 
@@ -93,7 +99,13 @@ def longest_context(given: Mapping[str, Any], most: int) -> int:
     """The longest context of a model with these rotary keys and ``max_position_embeddings``: dynamic scaling is for
     ``factor`` times as many."""
     kind = given.get("rope_type") or given.get("type")
-    return int(most * max(1.0, ConfigKeys(given).number("factor", 1.0))) if kind == "dynamic" else most
+    return int(most * max(1.0, _growth(ConfigKeys(given).number("factor", 1.0)))) if kind == "dynamic" else most
+
+
+def _growth(factor: float) -> float:
+    if not factor <= MOST_GROWTH:
+        raise wrong("factor", factor, f"at most {MOST_GROWTH:g}, for dynamic scaling")
+    return factor
 
 
 def _llama3(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:

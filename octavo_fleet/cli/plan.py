@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo_fleet.sim.devices import find_device
     from octavo_fleet.sim.placement import placements
 
-    if (found := GPUS.fullmatch(args.gpus)) is None or found[1] == "0":
+    if (found := GPUS.fullmatch(args.gpus)) is None or int(found[1] or 1) < 1:
         raise ConfigError(f"gpus: {args.gpus!r} is not a number and a name, such as 2xh200")
     count, device = int(found[1] or 1), find_device(found[2])
     config = load_config(EngineConfig, args)

@@ -36,6 +36,11 @@ OF_ANSWERS = (
 )
 """Fields that no prompt depends on."""
 
+UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
+"""What reading JSON may raise."""
+IDEMPOTENCY_KEY = b"idempotency-key"
+"""A request with this header must be the same each time it is sent, and where a prompt is held is not."""
+
 logger = logging.getLogger("octavo.server")
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -47,9 +52,7 @@ class Prompt:
         self.fields: dict[str, Any] = {}
         field = PATHS.get(target.partition("?")[0])
         if field is not None:
-            with contextlib.suppress(
-                msgspec.MsgspecError, RecursionError
-            ):  # the server that gets it says what is wrong
+            with contextlib.suppress(*UNREADABLE):  # the server that gets it says what is wrong
                 self.fields = _decoder.decode(body)
         text = bytes(self.fields.get(field, b"")) if field is not None else b""
         self.num_bytes = len(text)
@@ -59,7 +62,8 @@ class Prompt:
         """Whether it is one to compute apart, for ``decode``."""
         if PARAMS in self.fields or any(bytes(self.fields.get(name, b"1")) not in NEUTRAL for name in OF_SEVERAL):
             return False
-        return self.num_bytes - PIECE_BYTES * decode.num_cached_blocks(self.query) >= LEAST_BYTES
+        compared = min(self.num_bytes, MOST_BYTES)  # where all of it is cached, so may be what follows
+        return compared - PIECE_BYTES * decode.num_cached_blocks(self.query) >= LEAST_BYTES
 
     def to_compute(self) -> bytes:
         """The body for a prefill server."""
@@ -76,7 +80,7 @@ class Prefill:
 
     def __init__(self, urls: list[str], router: Router) -> None:
         """Raises ``ConfigError`` for an invalid URL."""
-        self.servers = [UpstreamServer(url, max_slow_checks=1) for url in urls]
+        self.servers = [UpstreamServer(url, "prefill_upstream", max_slow_checks=1) for url in urls]
         self._router = router
 
     async def body_for(
@@ -84,7 +88,8 @@ class Prefill:
     ) -> bytes:
         """The body that a decode server gets in place of ``body``."""
         ready = [server for server in self.servers if server.is_up]
-        if not ready or not prompt.is_apart(decode):
+        is_keyed = any(name.lower() == IDEMPOTENCY_KEY for name, _ in headers)
+        if not ready or is_keyed or not prompt.is_apart(decode):
             return body
         server = self._router.choose(prompt.query, ready)
         server.note_sent(prompt.query)
@@ -96,7 +101,7 @@ class Prefill:
             if not asking.done():
                 raise ConnectionFailed("it does not answer health checks any more")
             return prompt.to_answer(asking.result())
-        except (ConnectionFailed, msgspec.MsgspecError) as error:
+        except (ConnectionFailed, *UNREADABLE) as error:
             logger.warning("a prompt is left to the decode server, as %s failed: %s", server.url, error)
             return body
         finally:

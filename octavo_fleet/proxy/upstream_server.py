@@ -31,9 +31,9 @@ logger = logging.getLogger("octavo.server")
 class UpstreamServer:
     """A server, with pooled connections to it."""
 
-    def __init__(self, url: str, max_slow_checks: int = MAX_SLOW_CHECKS) -> None:
-        """Raises ``ConfigError`` for an invalid URL."""
-        self.url = valid_url(url)
+    def __init__(self, url: str, setting: str = "upstream", max_slow_checks: int = MAX_SLOW_CHECKS) -> None:
+        """Raises ``ConfigError``, which names the ``setting``, for an invalid URL."""
+        self.url = valid_url(url, setting)
         self.connections = Connections(self.url)
         self.is_up = False
         self.last_answer = time.monotonic()
@@ -75,6 +75,8 @@ class UpstreamServer:
             self.last_answer = time.monotonic()
         if is_up != self.is_up:
             logger.info("the upstream at %s is %s", self.url, "up" if is_up else "down")
+            if not is_up:
+                self._prefixes = RemotePrefixes(PATIENCE_SECONDS)  # its cache may be gone
         self.is_up = is_up
         self._prefixes.update(b"", time.monotonic())
 
@@ -91,10 +93,10 @@ class UpstreamServer:
         self.connections.close()
 
 
-def valid_url(text: str) -> str:
+def valid_url(text: str, setting: str = "upstream") -> str:
     """The URL that paths are relative to. Raises ``ConfigError``."""
     url = urlsplit(text)
     if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
-        raise ConfigError(f"upstream: {text!r} is not a URL such as http://127.0.0.1:8001")
+        raise ConfigError(f"{setting}: {text!r} is not a URL such as http://127.0.0.1:8001")
     # The API's paths begin with /v1, which clients' base URLs contain and this one need not.
     return text.rstrip("/").removesuffix("/v1") + "/"

@@ -19,6 +19,8 @@ SHORT = (1 << 32) - 1
 one of them with a probability of 1 in 4,000, which costs one request a worse choice of replica."""
 MAX_DIGEST_BLOCKS = 16_384
 """Most blocks in a digest (64 KiB): the newest, as a prefix that is used again is published again."""
+MAX_SENT_BLOCKS = 1 << 18
+"""Most blocks of prompts that were sent to a replica, some 30 MB: the newest."""
 
 
 class PromptQuery:
@@ -106,19 +108,29 @@ class RemotePrefixes:
         self._digest = b""
         self._hashes: frozenset[int] = frozenset()
         self._sent: dict[int, float] = {}
-        """Time of the last request with this block, by the low bits of its hash."""
+        """Time of the last request with this block, by the low bits of its hash; the oldest first."""
 
     def update(self, digest: bytes, now: float) -> None:
         """Take a digest that the replica made; ``now`` is the time of its arrival."""
         if digest != self._digest:
             self._digest = digest
             self._hashes = frozenset(array("I", digest))
-        self._sent = {each: sent for each, sent in self._sent.items() if now - sent < self._patience}
+        self._forget(now)
 
     def note_sent(self, query: PromptQuery, block_size: int, now: float) -> None:
         """A request was sent there; it will have these blocks soon."""
         for each in query.hashes(block_size):
+            self._sent.pop(each & SHORT, None)
             self._sent[each & SHORT] = now
+        self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        """Leave out what is too old or too much."""
+        while self._sent:
+            oldest = next(iter(self._sent))
+            if len(self._sent) <= MAX_SENT_BLOCKS and now - self._sent[oldest] < self._patience:
+                return
+            del self._sent[oldest]
 
     def num_cached_blocks(self, query: PromptQuery, block_size: int) -> int:
         """How many blocks from the start of a prompt are cached there, or about to be."""

@@ -112,7 +112,7 @@ def _placed(
     gpu = torch.device(GPU)
     form = weight_format(settings, gpu, checkpoint)
     kv_dtype = resolve_kv_dtype(kind, form)
-    stored = keys.get("quantization_config", {}).get("quant_method")
+    stored = (keys.get("quantization_config") or {}).get("quant_method")
     names = method or stored or dtype_name(form.dtype), "fp8" if kind == "fp8" else dtype_name(kv_dtype)
     flags = "".join(_flags(size, engines, method, kind))
     way = Placement(size, engines, *names, flags, method is None and kind == "auto")

@@ -59,11 +59,15 @@ def _load_after(child: int) -> None:
         while not (ended := os.waitpid(child, os.WNOHANG))[0]:
             stop_if_ending()
             time.sleep(SECONDS_BETWEEN_LOOKS)
+    except ChildProcessError:  # somebody else has waited for it
+        ended = child, 0
     except BaseException:
         _end(child)
         raise
     if ended[1] == 0:
         load_rare()
+    else:
+        logger.warning("kernels that are used rarely could not be compiled ahead (status %d)", ended[1])
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import socket
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,6 +28,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import StateSize
+from octavo.system.addresses import split_address
 from octavo.types import KVTransfer, Output, Request
 from tests.engine.tiers import OracleStore
 from tests.engine.workload import Features, Run
@@ -286,6 +289,44 @@ def test_a_silent_server_is_waited_for_once(prefill: Half, decode: Half, caplog:
             assert decode.compute(ask(transfer, number)).num_cached_tokens == (0 if not number else 36)
             assert (time.monotonic() - started > 0.1) == (number == 0)
     assert caplog.text.count("timed out") == 3
+
+
+def test_a_login_that_takes_its_time_keeps_no_place(prefill: Half, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_channel, "LOGIN_SECONDS", 0.2)
+    assert prefill.offload.held is not None
+    host, port = split_address(prefill.offload.held[1].address)
+    with socket.create_connection((host, port), 5) as slow:
+        slow.sendall((60_000).to_bytes(4, "little"))
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - began < 5:
+                slow.sendall(b"x")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 5
+
+
+def test_a_connection_that_cannot_be_accepted_is_not_the_last(prefill: Half, decode: Half) -> None:
+    """Such as for want of file descriptors."""
+    assert prefill.offload.held is not None
+    listener = prefill.offload.held[1]
+    inner, failures = listener._socket, [OSError("too many open files")]
+
+    class Failing:
+        def accept(self) -> Any:
+            if failures:
+                raise failures.pop()
+            return inner.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+    listener._socket = Failing()  # type: ignore[assignment]
+    with socket.create_connection(split_address(listener.address), 5):  # ends the accept that waits
+        pass
+    while failures:
+        time.sleep(0.01)
+    decode.compute(handed_over(prefill, ask(None)))
+    assert decode.engine.stats().num_transfer_received
 
 
 def test_one_that_does_not_read_holds_up_no_other(prefill: Half, decode: Half) -> None:

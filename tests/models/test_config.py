@@ -100,6 +100,7 @@ def test_rotary_settings_old_and_new(changes: dict[str, Any], expected: DefaultR
         ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "alpha": 1.0}}, "alpha"),
         ({"rope_scaling": {"type": "dynamic"}}, "factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1e305}}, "factor"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor"),
         ({"rope_scaling": {"rope_type": "factors", "factors": [1.0, 1.0, 0.0, 1.0]}}, "factors"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),

@@ -163,8 +163,9 @@ def test_an_answer_has_the_same_bits_alone(row: str, tmp_path: Path) -> None:
 
 
 def test_every_architecture_has_a_row() -> None:
-    assert {name for name, _ in ROWS.values()} == {*ENCODERS, *BIDIRECTIONAL}
-    assert all(hasattr(transformers, name) for name in ENCODERS)
+    others = {"BgeM3EmbeddingModel"}  # a RobertaModel with maps behind it, with a test of its own below
+    assert {name for name, _ in ROWS.values()} == {*ENCODERS, *BIDIRECTIONAL} - others
+    assert all(hasattr(transformers, name) for name in ENCODERS.keys() - others)
 
 
 @pytest.mark.parametrize("row", often(list(ROWS)))

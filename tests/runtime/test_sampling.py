@@ -187,7 +187,7 @@ def test_ids_beyond_the_vocabulary_do_nothing() -> None:
 
 
 def test_greedy_rows_need_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "_task", lambda: pytest.fail("a greedy row was drawn"))
+    monkeypatch.setattr(sample, "sample_task", lambda: pytest.fail("a greedy row was drawn"))
     SAMPLER.sample(logits(4), [row(temperature=0, min_tokens=1, logprobs=1)] * 4)
 
 

@@ -109,6 +109,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     [
         (["--gpus", "two"], "device: 'two' is not one of"),
         (["--gpus", "0xh200"], "gpus: '0xh200'"),
+        (["--gpus", "00xh200"], "gpus: '00xh200'"),
         (["--gpus", "2 h200"], "gpus: '2 h200'"),
         (["--context", "4096", "--max-model-len", "512"], "context: 4096 is more than max_model_len, 512"),
     ],

@@ -245,12 +245,14 @@ def _encoded(routes: bytes, info: EngineInfo) -> str:
 def _decoded(text: str, routes: RoutesInfo, max_model_len: int) -> bytes:
     """Experts in the form of ``Request.routes``. Raises ``InvalidParameter``."""
     shape = routes.num_layers, routes.num_chosen
+    if len(text) > 4096 + 11 * max_model_len * shape[0] * shape[1]:  # of eight bytes each, in base64
+        raise InvalidParameter("routed_experts", f"'routed_experts' must have at most {max_model_len} positions.")
     try:
         file = io.BytesIO(base64.b64decode(text, validate=True))
         np.lib.format.read_magic(file)
         found, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
         ids = np.frombuffer(file.read(), dtype)
-    except (binascii.Error, ValueError, TypeError):
+    except (binascii.Error, ValueError, TypeError, LookupError):
         ids, found, is_fortran = np.zeros(0, np.uint8), (), False
     if ids.dtype.kind not in "ui" or is_fortran or len(found) != 3 or found[1:] != shape or ids.size != np.prod(found):
         message = f"'routed_experts' must be an .npy file in base64 of integers [positions, {shape[0]}, {shape[1]}]."

@@ -207,6 +207,8 @@ def _completion(body: DerenderCompletionBody, services: ModelServices, request: 
         count = body.prompt_tokens if isinstance(body.prompt_tokens, int) else None
         return _read_event(reading, services, answers[0], state_ids, count, body.stream_state)
     ids = _of_each(body.prompt_token_ids, len(answers), "prompt_token_ids")
+    if any(isinstance(each, int) for each in ids):
+        raise InvalidParameter("prompt_token_ids", "'prompt_token_ids' must be lists, one for each of the answers.")
     ids = [each or given.prompt_token_ids or [] for each, given in zip(ids, answers, strict=True)]
     return _read_all(reading, services, answers, ids, _of_each(body.prompt_tokens, len(answers), "prompt_tokens"))
 
@@ -290,6 +292,8 @@ def _check(given: Generated, services: ModelServices) -> None:
         raise InvalidParameter("output_mode", message)
     if len(given.choices) > MAX_N or not all(0 <= part.index < MAX_N for part in given.choices):
         raise InvalidParameter("choices", f"'choices' must have at most {MAX_N}, with an 'index' below that.")
+    if any(type((given.usage or {}).get(name, 0)) is not int for name in ("prompt_tokens", "completion_tokens")):
+        raise InvalidParameter("usage", "'usage' must have whole numbers of 'prompt_tokens' and 'completion_tokens'.")
     for part in given.choices:
         _check_ids(part.token_ids or [], services, "token_ids")
 
@@ -353,7 +357,8 @@ def _num_top(given: Generated) -> int | None:
     entries = [part.logprobs["content"] for part in given.choices if part.logprobs and part.logprobs.get("content")]
     if not entries:
         return None
-    return max(len(entry.get("top_logprobs") or ()) for part in entries for entry in part or ())
+    tops = (entry.get("top_logprobs") for part in entries for entry in part or ())
+    return max(len(top) if isinstance(top, list) else 0 for top in tops)
 
 
 def _cached(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -177,6 +177,8 @@ def check_generation_fields(body: GenerationFields, services: ModelServices) -> 
             raise InvalidParameter("stream_options", f"'stream_options.{name}' must be true or false.")
     if len(body.cache_salt) > MAX_CACHE_SALT:
         raise InvalidParameter("cache_salt", f"'cache_salt' must have at most {MAX_CACHE_SALT} characters.")
+    if "\0" in body.cache_salt:  # what the engine itself tells apart has it
+        raise InvalidParameter("cache_salt", "'cache_salt' must not have the character U+0000.")
     for name in ("prompt_cache_key", "session_id"):
         if len(getattr(body, name) or "") > MAX_USER:
             raise InvalidParameter(name, f"'{name}' must have at most {MAX_USER} characters.")

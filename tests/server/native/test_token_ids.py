@@ -109,6 +109,14 @@ def test_a_request_that_is_ended_by_its_id_has_its_tokens(serve_app: Any, tmp_pa
     served = serve_app(InProcessEngine(runs=False), weight_updates_dir=str(tmp_path))
     thread, found = begun(served)
     assert served.client.post(path, json={"request_ids": ["another"]}).json()["aborted"] == 0
+    assert served.client.post(path, json={"request_ids": []}).json()["aborted"] == 0
+    if path == "/abort_requests":  # a body of no stated length
+        assert (
+            served.client.post(
+                path, content=iter([b'{"rid": "another"}']), headers={"content-type": "application/json"}
+            ).json()["aborted"]
+            == 0
+        )
     assert served.client.post(path, json={"request_ids": ["mine"]}).json()["aborted"] == 1
     thread.join(10)
     (choice,) = found[0].json()["choices"]

@@ -279,6 +279,7 @@ def test_priority_and_salt_reach_the_engine(serve_app: Any) -> None:
     assert served.complete(priority=-3, cache_salt="me").status_code == 200
     request: Request = served.engine.requests[0]
     assert (request.priority, request.cache_salt) == (-3, "me")
+    assert "U+0000" in served.complete(cache_salt="\0001").json()["error"]["message"]
     assert served.complete(priority=2**31).json()["error"]["param"] == "priority"
 
 

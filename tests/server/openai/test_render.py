@@ -192,6 +192,11 @@ ANSWER = {"request_id": "r", "choices": [{"index": 0, "token_ids": [72, 105], "f
         ),
         ({"generate_chunk": ANSWER, "stream": True, "stream_state": {"output_token_ids": [999]}}, "'stream_state'"),
         ({"generate_response": ANSWER, "chat_request": {"messages": []}}, "'messages'"),
+        ({"generate_response": {**ANSWER, "usage": {"completion_tokens": None}}}, "'usage' must have whole numbers"),
+        (
+            {"generate_response": {"choices": [{"logprobs": {"content": [{"token_id": 1, "top_logprobs": 3}]}}]}},
+            "'logprobs.content' must have entries with",
+        ),
     ],
 )
 def test_what_is_no_answer_is_refused(served: Served, body: dict[str, Any], named: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from octavo_fleet.proxy import prefill, upstream_server
+from octavo_fleet.proxy.prefill import Prompt
 from tests.server.proxy.proxied import Proxy
 
 PARAMS = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_request_id": "t"}
@@ -96,6 +97,22 @@ def test_a_long_prompt_goes_to_a_prefill_server_and_then_to_a_decode_server(
         assert ask(proxy, **body) == "decode"  # the last one's prompt was sent there before
     assert len(first.sent) == 1
     assert [body.get("kv_transfer_params") for _, body in second.sent[1:]] == [None, None, None, PARAMS, None]
+
+
+def test_what_is_no_json_and_what_has_a_key_go_to_the_decode_server_alone(
+    start: Callable[..., Proxy], backends: Callable[..., Backend]
+) -> None:
+    """A request with an idempotency key must be the same each time it is sent."""
+    first, second = backends("prefill", kv_transfer_params=PARAMS), backends("decode")
+    prompt = Prompt("v1/completions", b'{"\xff": 1}', "")
+    assert not prompt.fields
+    proxy = start(second.url, prefill_upstream=first.url)
+    body = {"model": "m", "prompt": LONG, "max_tokens": 9}
+    for _ in range(2):
+        answer = proxy.client.post("/v1/completions", json=body, headers={"Idempotency-Key": "a-key-of-some-length"})
+        assert answer.json()["by"] == "decode"
+    assert not first.sent
+    assert second.sent == [("/v1/completions", body)] * 2
 
 
 @pytest.mark.parametrize("trouble", ["down", "error", "plain", "hangs"])
