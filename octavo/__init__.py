@@ -24,6 +24,7 @@ from octavo.errors import (
     RequestTooLarge,
     RunnerError,
     Unavailable,
+    Withdrawn,
     WorkerLost,
 )
 
@@ -97,6 +98,7 @@ __all__ = [
     "StepResult",
     "StructuredOutputsParams",
     "Unavailable",
+    "Withdrawn",
     "WorkerLost",
     "__version__",
 ]

@@ -263,6 +263,9 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         rows, router = make.floats(T, 40, dtype=dtype), make.floats(20, 40, dtype=dtype)
         routing = Routing(3, groups=(4, 2), correction_X=make.floats(20))
         yield f"route {T}", functools.partial(ops.route, rows, make.floats(40, dtype=dtype), 1e-6, router, routing)
+        table, columns = torch.zeros(8 * T, 6, dtype=torch.uint8, device=make.device), make.ints([0, 3])
+        chosen = make.ints([[[0, 1, 2]] * T] * 2)
+        yield f"keep_routes {T}", functools.partial(ops.keep_routes, chosen, columns, make.ints(range(T)), table)
     for T, R in ((5, 4), (150, 21)):
         stack = LowRankStack(
             make.floats(3, 2, R, 80, dtype=dtype),

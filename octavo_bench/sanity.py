@@ -32,6 +32,8 @@ SIZES: Mapping[str, int] = {
     "moe_intermediate_size": 32,
     "num_hidden_layers": 2,
     "n_layer": 2,
+    "n_layers": 2,
+    "num_kv_shared_layers": 0,
     "num_attention_heads": 4,
     "n_head": 4,
     "num_key_value_heads": 2,
@@ -193,7 +195,7 @@ def tiny_config(architecture: str) -> dict[str, Any]:
 
 def _own_keys(architecture: str) -> dict[str, Any]:
     """Those of the keys of all families that a family reads."""
-    sizes = {**KEYS, "num_hidden_layers": 2, "n_layer": 2, **OWN_KEYS.get(architecture, {})}
+    sizes = {**KEYS, "num_hidden_layers": 2, "n_layer": 2, **OWN_KEYS.get(architecture, {}), "num_kv_shared_layers": 0}
     keys = ConfigKeys({**sizes, "architectures": [architecture]})
     ARCHITECTURES[architecture].read_config(keys, None)
     unread = keys.unread()

@@ -119,7 +119,8 @@ class Gemma3nLayer(Gemma4Layer):
             torch.cat((mixed_TID.flatten(1), normed_TD), dim=1),
         )
         mixed_RX, normed_RD = both_TX.split_with_sizes((count * normed_TD.shape[1], normed_TD.shape[1]), dim=1)
-        mixed_RID, normed_RD = mixed_RX.reshape(len(mixed_RX), count, -1), normed_RD.contiguous()
+        normed_RD = normed_RD.contiguous()
+        mixed_RID = mixed_RX.reshape(len(mixed_RX), count, normed_RD.shape[1])
         laurel_RD = self.laurel_norm(self.right(self.left(normed_RD)), normed_RD)
         active_RD = mixed_RID[:, self.active].contiguous()
         y_RD = self.mlp((self.after_attention(self.o_proj(attended_TN), active_RD) + laurel_RD) * 2**-0.5)

@@ -428,7 +428,7 @@ class WeightLoader:
             parts = [self._of_expert("biases of experts", DenseStored((bias,)), 1) for bias in (gates, ups)]
             gate_up_bias = self._counted(torch.cat([bias.dense(self.form) for bias in parts], dim=1))
             down_bias = self._placed(downs) if is_whole or self._shard.rank == 0 else None
-        are_alike = self.tensors.is_dummy and self.form.device.type == "meta"
+        are_alike = self.tensors.is_dummy and self.form.outlined_for is not None
         stored = StoredExperts(
             *(len(own), lambda i: gate_up(own[i]), lambda i: down(own[i]), shape.activation),
             *(gate_up_bias, down_bias, are_alike),

@@ -75,7 +75,7 @@ def openapi_document(endpoints: Iterable[Endpoint], version: str) -> dict[str, A
         if endpoint.body is not None:
             bodies.append(endpoint.body)
     _, schemas = msgspec.json.schema_components(bodies, ref_template=_SCHEMAS + "{name}")
-    for body in bodies:
+    for body in dict.fromkeys(bodies):
         _let_be_null(schemas[body.__name__])
     return {
         "openapi": "3.1.0",

@@ -39,7 +39,7 @@ def test_first_answer(server: Server) -> None:
         assert "4" in reply.json()["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("count", nightly_after(1, (6, 32)))
+@pytest.mark.parametrize("count", nightly_after(1, (12, 32)))
 def test_batching_preemption_and_streaming_change_nothing(serve: Callable[..., Server], count: int) -> None:
     """Requests at once in a pool that cannot hold them give what each gives alone, streamed or not.
 
@@ -76,7 +76,7 @@ def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) ->
     assert 0 < stats["num_accepted_drafts"] <= stats["num_drafts"]
 
 
-@pytest.mark.parametrize("count", nightly_after(1, (12, 100)))
+@pytest.mark.parametrize("count", nightly_after(1, (30, 100)))
 def test_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server], count: int) -> None:
     """Bitwise what they are without, among drafts, preemptions and grammars."""
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}

@@ -12,6 +12,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.build import build_engine as build
+from octavo.build.build_executor import ExecutorParts
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.route_reading import RouteReading, as_array
@@ -153,7 +154,7 @@ def test_preempted_sequences_and_steps_ahead(mixture: tuple[Path, Any], monkeypa
     alone = built(mixture[0])
     expected = [run(alone, asking(0, prompt, 60))[0] for prompt in prompts]
     monkeypatch.setitem(build.DEPTH, "cpu", 2)
-    monkeypatch.setattr(build, "make_executor", lambda settings, *parts: stream_executor(*parts))
+    monkeypatch.setattr(build, "make_executor", lambda settings, *given: stream_executor(*given))
     engine = built(mixture[0], num_kv_blocks=10, enable_prefix_caching=False)
     held, added = list[bool](), RouteReading.added
 
@@ -171,14 +172,13 @@ def test_preempted_sequences_and_steps_ahead(mixture: tuple[Path, Any], monkeypa
         assert np.array_equal(found[number][1], experts)
 
 
-def stream_executor(model: Any, storage: Any, vocab_size: int, most: Any, *parts: Any) -> StreamExecutor:
-    pooler, adapters, _, drafter, verify, pool, updates = parts
+def stream_executor(model: Any, storage: Any, vocab_size: int, most: Any, parts: ExecutorParts) -> StreamExecutor:
     return StreamExecutor(
-        *(model, storage, vocab_size, most, False, True, pooler, adapters),
-        drafter=drafter,
-        verify=verify,
-        embeddings=pool,
-        updates=updates,
+        *(model, storage, vocab_size, most, False, True, parts.pooler, parts.adapters),
+        drafter=parts.drafter,
+        verify=parts.verify,
+        embeddings=parts.pool,
+        updates=parts.updates,
     )
 
 

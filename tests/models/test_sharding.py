@@ -30,6 +30,7 @@ from tests.tiers import one_in
 FORM = WeightFormat(torch.float32, torch.device("cpu"))
 ODD = {"vocab_size": 99, "num_hidden_layers": 2, "n_layer": 2, "attention_bias": True, "first_k_dense_replace": 1}
 ODD |= {"layers_block_type": ["attention", "mamba"]}
+ODD |= {"num_kv_shared_layers": 0}
 ODD |= {"multi_query": False}  # of Falcon, whose one KV head would be on every device
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.cache.kv_cache import KVCache
-from octavo.cache.offload import Offload
+from octavo.cache.offload import Identity, Offload
 from octavo.cache.tiers import HostTier
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
@@ -79,7 +79,7 @@ def test_a_block_that_was_copied_from_may_be_filled_from_a_tier_at_once(loaded: 
     copies = BlockMessages(runner, storage.bytes_per_block)
     cache = KVCache(4, BLOCK_SIZE)
     cache.copy_slots = copies.copy_slots
-    cache.use_offload(Offload(copies, BLOCK_SIZE, "", HostTier(1 << 30)))
+    cache.use_offload(Offload(copies, BLOCK_SIZE, Identity("", ""), HostTier(1 << 30)))
     first = [1] * (3 * BLOCK_SIZE)
     cache.release(compute(cache, first))
     second = compute(cache, [2] * (4 * BLOCK_SIZE))  # takes the place of the first
