@@ -394,8 +394,14 @@ class TextReader:
             if self._held is None:
                 self.pieces.append(CallProgress(self._name, text))
 
+    @property
+    def arguments(self) -> str:
+        """Those of the call that was begun, as far as they were read."""
+        return "".join(self._arguments)
+
     def end_call(self, is_cut: bool = False) -> None:
-        """The call that was begun is complete or, if ``is_cut``, the message ended within its arguments."""
+        """The call that was begun is complete or, if ``is_cut``, its arguments are not: the message ended within them,
+        or they are no JSON."""
         assert self._name is not None
         call = Call(self._name, "".join(self._arguments), is_cut)
         (self.pieces if self._held is None else self._held).append(call)

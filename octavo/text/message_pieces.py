@@ -33,7 +33,8 @@ class Call(NamedTuple):
     name: str
     arguments: str
     is_cut: bool = False
-    """Whether the message ended within the arguments, which are then a prefix, possibly empty."""
+    """Whether the arguments are no JSON: the message ended within them, so that they are a prefix, possibly empty, or
+    the model wrote something else in their brackets."""
 
 
 Piece = Text | Call | CallProgress

@@ -95,7 +95,7 @@ def stream_arguments(reader: TextReader, name: str) -> Steps[bool]:
         return False
     reader.begin_call(name)
     is_closed = yield from reader.pass_object()
-    reader.end_call(is_cut=not is_closed)
+    reader.end_call(is_cut=not is_closed or value_of(reader.arguments) is None)
     return True
 
 

@@ -72,6 +72,12 @@ def test_any_text_means_the_same_however_it_is_cut(format: str) -> None:
     check()
 
 
+def test_arguments_whose_brackets_close_and_that_are_no_json_are_not_complete() -> None:
+    arguments = '{"a": {"b" "c"}}'
+    (call,) = parse("hermes", [f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'])
+    assert call == Call("f", arguments, is_cut=True)
+
+
 def test_content_comes_as_soon_as_it_cannot_be_a_mark() -> None:
     parser = MessageParser(FORMATS["hermes"])
     assert parser.push("Hello") == [content("Hello")]
