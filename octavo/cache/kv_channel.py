@@ -52,7 +52,7 @@ MAX_MESSAGE_BYTES = 8 << 20
 """Of a message, about 200,000 keys; contents have their own size."""
 MAX_LOGIN_BYTES = 64 << 10
 LOGIN_SECONDS = 5.0
-"""For the whole of it: who has no key keeps a place no longer."""
+"""Time limit of the whole login, so that peers without the key cannot hold connections."""
 ACCEPT_SECONDS = 0.1
 """Pause after a connection could not be accepted, such as for want of file descriptors."""
 IDLE_SECONDS = 60.0

@@ -11,6 +11,7 @@ guesses it: some, such as playlists, would open other files.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import warnings
@@ -42,17 +43,24 @@ Image.MAX_IMAGE_PIXELS = None  # the number is checked here
 warnings.simplefilter("ignore")
 
 
-def opened(data: bytes, most_pixels: int, kind: str = IMAGE) -> Image.Image:
-    """The image of which only the header is read. Raises ``ImageRefused``."""
+@contextlib.contextmanager
+def _refused(message: str) -> Iterator[None]:
+    """Raise ``ImageRefused`` with ``message`` for whatever a damaged file makes a library raise in this block."""
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-        width, height = image.size
-    except MemoryError:
+        yield
+    except (MemoryError, ImageRefused):
         raise
     except CANCELLATIONS:
         raise
-    except BaseException as error:  # whatever a damaged header makes Pillow raise
-        raise ImageRefused(f"is not {kind} that can be read ({type(error).__name__})") from None
+    except BaseException as error:
+        raise ImageRefused(f"{message} ({type(error).__name__})") from None
+
+
+def opened(data: bytes, most_pixels: int, kind: str = IMAGE) -> Image.Image:
+    """The image of which only the header is read. Raises ``ImageRefused``."""
+    with _refused(f"is not {kind} that can be read"):
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        width, height = image.size
     if width * height > most_pixels:
         raise ImageRefused(f"has {width} x {height} pixels; at most {most_pixels} are allowed")
     if width < 1 or height < 1:
@@ -62,7 +70,7 @@ def opened(data: bytes, most_pixels: int, kind: str = IMAGE) -> Image.Image:
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """The first frame, upright, in RGB of 8 bits; what is transparent is white. Raises ``ImageRefused``."""
-    try:
+    with _refused("is damaged and cannot be decoded"):
         image.load()
         turned = ImageOps.exif_transpose(image)
         if turned.mode in SIXTEEN_BITS:
@@ -74,12 +82,6 @@ def as_rgb(image: Image.Image) -> Image.Image:
             white = Image.new("RGBA", turned.size, (255, 255, 255, 255))
             turned = Image.alpha_composite(white, turned)
         return turned if turned.mode == "RGB" else turned.convert("RGB")
-    except MemoryError:
-        raise
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:  # whatever a damaged file makes Pillow raise
-        raise ImageRefused(f"is damaged and cannot be decoded ({type(error).__name__})") from None
 
 
 def prepared(data: bytes, settings: dict[str, Any]) -> tuple[tuple[int, int, int], tuple[int, ...], bytes]:
@@ -147,15 +149,9 @@ def _of_animation(data: bytes, most_pixels: int, choose: Choose) -> Iterator[Ima
 
 
 def _seek(image: Image.Image, place: int) -> None:
-    try:
+    with _refused(f"is damaged: frame {place} cannot be decoded"):
         image.seek(place)
         image.load()
-    except MemoryError:
-        raise
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:  # whatever a damaged file makes Pillow raise
-        raise ImageRefused(f"is damaged: frame {place} cannot be decoded ({type(error).__name__})") from None
 
 
 def _of_container(data: bytes, format: str, most_pixels: int, choose: Choose) -> Iterator[Image.Image]:
@@ -163,15 +159,11 @@ def _of_container(data: bytes, format: str, most_pixels: int, choose: Choose) ->
         import av  # only here: most servers get no videos
     except ImportError:
         raise ImageRefused(NEEDS_PYAV) from None
-    try:
-        with av.open(io.BytesIO(data), format=format) as container:
-            yield from _decoded(container, most_pixels, choose)
-    except (MemoryError, ImageRefused):
-        raise
-    except CANCELLATIONS:
-        raise
-    except BaseException as error:  # whatever a damaged file makes PyAV raise
-        raise ImageRefused(f"is damaged and cannot be decoded ({type(error).__name__})") from None
+    with (
+        _refused("is damaged and cannot be decoded"),
+        av.open(io.BytesIO(data), format=format) as container,
+    ):
+        yield from _decoded(container, most_pixels, choose)
 
 
 def _decoded(container: Any, most_pixels: int, choose: Choose) -> Iterator[Image.Image]:
