@@ -103,6 +103,21 @@ async def complete_all(server: Server, bodies: list[dict[str, Any]], stream: boo
         return await asyncio.gather(*(complete(client, body, stream) for body in bodies))
 
 
+async def complete_together(server: Server, bodies: list[dict[str, Any]], stream: bool) -> list[Any]:
+    """The completions of all, none of which is begun before all have arrived, however slow this machine is.
+
+    The server needs ``--weight-updates-dir``, without which it can't be paused.
+    """
+    async with client_of(server) as client:
+        assert (await client.post("/pause?mode=keep")).json()["is_paused"]
+        results = asyncio.gather(*(complete(client, body, stream) for body in bodies))
+        count = sum(body.get("n", 1) for body in bodies)
+        while not results.done() and (await client.get("/stats")).json()["num_live"] < count:
+            await asyncio.sleep(0.05)
+        assert not (await client.post("/resume")).json()["is_paused"]
+        return await results
+
+
 def wait_until_idle(server: Server) -> dict[str, Any]:
     """The statistics once nothing runs; at most ten seconds from now."""
     for _ in range(100):

@@ -8,12 +8,22 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.completions import TEXT, client_of, complete, complete_all, mixed_drafting, mixed_requests, wait_until_idle
+from tests.completions import (
+    TEXT,
+    client_of,
+    complete,
+    complete_all,
+    complete_together,
+    mixed_drafting,
+    mixed_requests,
+    wait_until_idle,
+)
 from tests.conftest import Server, start_server
 from tests.server import raw
 from tests.tiers import nightly_after
@@ -40,13 +50,17 @@ def test_first_answer(server: Server) -> None:
 
 
 @pytest.mark.parametrize("count", nightly_after(1, (12, 32)))
-def test_batching_preemption_and_streaming_change_nothing(serve: Callable[..., Server], count: int) -> None:
+def test_batching_preemption_and_streaming_change_nothing(
+    serve: Callable[..., Server], tmp_path: Path, count: int
+) -> None:
     """Requests at once in a pool that cannot hold them give what each gives alone, streamed or not.
 
     Those that are alone are computed on one thread, the others on as many as there are.
     """
     roomy = serve("--max-num-seqs", "1", "--no-enable-prefix-caching", env={"OMP_NUM_THREADS": "1"})
     bodies = mixed_requests(count, seed=1)
+    for body in bodies[::2]:  # sequences are preempted when they grow by several blocks
+        body |= {"max_tokens": 90, "ignore_eos": True}
 
     async def alone() -> list[Any]:
         async with client_of(roomy) as client:
@@ -54,10 +68,11 @@ def test_batching_preemption_and_streaming_change_nothing(serve: Callable[..., S
 
     expected = asyncio.run(alone())
     roomy.stop()
-    tight = serve("--max-model-len", "512", "--num-kv-blocks", "33", "--block-size", "16", "--max-num-seqs", "32")
+    pool = "--max-model-len", "288", "--num-kv-blocks", "19", "--block-size", "16", "--max-num-seqs", "32"
+    tight = serve(*pool, "--weight-updates-dir", str(tmp_path))
 
     for stream in (True, False):
-        results = asyncio.run(complete_all(tight, bodies, stream))
+        results = asyncio.run(complete_together(tight, bodies, stream))
         for body, result, wanted in zip(bodies, results, expected, strict=True):
             assert result == wanted, body
     stats = wait_until_idle(tight)
@@ -77,13 +92,14 @@ def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) ->
 
 
 @pytest.mark.parametrize("count", nightly_after(1, (30, 100)))
-def test_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server], count: int) -> None:
+def test_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server], tmp_path: Path, count: int) -> None:
     """Bitwise what they are without, among drafts, preemptions and grammars."""
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
-    tight = "--max-model-len", "256", "--num-kv-blocks", "17", "--block-size", "16", "--max-num-seqs", "32"
-    drafting = serve("--speculative-config", json.dumps(settings), *tight)
+    pool = "--max-model-len", "256", "--num-kv-blocks", "17", "--block-size", "16", "--max-num-seqs", "32"
+    drafting = serve("--speculative-config", json.dumps(settings), *pool, "--weight-updates-dir", str(tmp_path))
     bodies = mixed_drafting(count, seed=5)
-    found, want = (asyncio.run(complete_all(one, bodies, stream=True)) for one in (drafting, server))
+    found = asyncio.run(complete_together(drafting, bodies, stream=True))
+    want = asyncio.run(complete_all(server, bodies, stream=True))
     for body, result, wanted in zip(bodies, found, want, strict=True):
         assert result == wanted, body
     stats = wait_until_idle(drafting)
