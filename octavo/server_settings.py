@@ -181,13 +181,3 @@ class ServerSettings:
     otlp_traces_endpoint: str | None = setting(
         None, "URL to send OpenTelemetry traces to, by OTLP over HTTP, such as http://127.0.0.1:4318; default: none"
     )
-
-    @property
-    def isolates_keys(self) -> bool:
-        """Whether API keys share no cached prompts."""
-        return self.api_key_file is not None if self.isolate_keys is None else self.isolate_keys
-
-    @property
-    def tenant_source(self) -> str:
-        """What identifies the tenant, unless a header does."""
-        return self.tenant_by or ("user" if self.api_key_file is None else "key")

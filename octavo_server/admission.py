@@ -270,9 +270,11 @@ class Admission:
         begin: Callable[[Generation], Generation],
     ) -> Generation:
         generation = Generation(self.engine, client_request.caller.account)
-        adapters = self.engine.adapters
-        adapters.check(client_request.model)
-        adapter = client_request.model if client_request.model in adapters.paths else ""
+        adapters, adapter, salt = self.engine.adapters, "", client_request.cache_salt
+        if adapters.is_enabled:
+            adapters.check(client_request.model)
+            adapter = client_request.model if client_request.model in adapters.paths else ""
+            salt = adapters.salted(adapter, salt)
         arrival = time.monotonic()
         for prompt, max_tokens in prompts:
             thinking = self._thinking_budget(client_request, prompt)
@@ -291,7 +293,7 @@ class Admission:
                     thinking=thinking,
                     priority=client_request.priority,
                     arrival=arrival,
-                    cache_salt=adapters.salted(adapter, client_request.cache_salt),
+                    cache_salt=salt,
                     adapter=adapter,
                     tenant=client_request.tenant,
                     ttft_target=client_request.ttft_target,
@@ -305,7 +307,8 @@ class Admission:
                     transfer=client_request.transfer,
                     routes=client_request.routes,
                 )
-                answer = answer_start(client_request.answer_marks, prompt.text)
+                marks = client_request.answer_marks
+                answer = None if marks is None else answer_start(marks, prompt.text)
                 text_stream = TextStream(self.tokenizer, client_request.params, client_request.shown_ids, answer)
                 place = len(generation.choices)
                 generation.add(
@@ -413,7 +416,7 @@ class Admission:
             tokens, second_start = self.tokenizer.encode_pair(*source)
             return Prompt(tokens, None, second_start)
         prompt = source() if callable(source) else ChatPrompt(source, source)
-        prompt, of_prompt = read_by_model(prompt, dict(enumerate(images)))
+        prompt, of_prompt = read_by_model(prompt, dict(enumerate(images))) if images else (prompt, [])
         self._check_bytes(prompt.text, field)
         tokens = prompt.encode(self.tokenizer, adds_special)
         if not tokens:

@@ -212,10 +212,10 @@ class ModelServices:
 
     def check_model(self, name: str) -> None:
         """Raise ``ModelNotFound`` unless ``name`` is this server's model, an adapter, or empty, or any is accepted."""
-        self.engine.adapters.check(name)
-        if self.accepts_any_model:
-            return
-        if name and name not in self.model_names and name not in self.engine.adapters.paths:
+        adapters = self.engine.adapters
+        if name in adapters.known:
+            adapters.check(name)
+        elif name and name not in self.model_names and not self.accepts_any_model:
             names = [each for model in self.server.models for each in model.served_names]
             served = ", ".join(f"`{printable(each)}`" for each in names[:MAX_SHOWN_MODELS])
             message = f"The model `{printable(name)}` does not exist. This server serves {served}."
@@ -237,18 +237,22 @@ class ModelServices:
         server = self.config.server
         if server.tenant_header is not None:
             return request.headers.get(server.tenant_header, "")[:MAX_TENANT]
-        if server.tenant_source == "key":
+        source = server.tenant_by or ("user" if server.api_key_file is None else "key")
+        if source == "key":
             return caller_of(request).name
-        if server.tenant_source == "adapter":
+        if source == "adapter":
             return model if model in self.engine.adapters.paths else ""
         return user or ""
 
     def cache_salt(self, request: Request, own: str) -> str:
-        """The prefix-cache salt: the body's ``own``, prefixed with the key's name if keys are isolated.
+        """The prefix-cache salt: the body's ``own``, prefixed with the key's name if keys are isolated, as they are
+        by default where there is a key file.
 
         Key names contain no slash, so no client salt can collide with another key's.
         """
-        return f"{caller_of(request).name}/{own}" if self.config.server.isolates_keys else own
+        server = self.config.server
+        is_isolated = server.api_key_file is not None if server.isolate_keys is None else server.isolate_keys
+        return f"{caller_of(request).name}/{own}" if is_isolated else own
 
     def need_tokenizer(self, field: str) -> Tokenizer:
         """The tokenizer. Raises ``InvalidParameter`` about ``field`` when the model has none."""

@@ -56,7 +56,7 @@ BOUNDS = {
     "lines of octavo_fleet": Bound(9_200, 2_000),
     "lines of octavo_bench": Bound(15_800, 3_000),
     "small modules with one importer, in their own folder": Bound(44, 20),
-    "files that a chat request enters": Bound(36, 8),
+    "files that a chat request enters": Bound(28, 4),
     "files that a request enters in the engine process": Bound(48, 8),
     "folders with many loose files": Bound(6, 1),
     "names of several modules": Bound(66, 20),

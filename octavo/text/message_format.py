@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
@@ -103,7 +104,7 @@ class MessageFormat:
         """Generator of call ids."""
         return (self.tools or LLAMA3).new_id
 
-    @property
+    @cached_property
     def shown_ids(self) -> frozenset[int]:
         """Special tokens that are decoded to text for the reader although special tokens are skipped otherwise."""
         thinking = () if self.thinking is None else self.thinking.marks

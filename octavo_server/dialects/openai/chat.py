@@ -204,7 +204,7 @@ def client_request(body: ChatBody, services: ModelServices, request: Request, to
         add_special_tokens=body.add_special_tokens,
         grammar=grammar,
         grammar_field=field,
-        transfer=kv_transfer.kv_transfer(body, services),
+        transfer=None if body.kv_transfer_params is None else kv_transfer.kv_transfer(body, services),
         read_file=file_reader(services.server.store, caller_of(request).name) if prompt.images else None,
         shown_ids=services.message_format.shown_ids,
         answer_marks=services.message_format.answer_marks(body.continue_final_message),
@@ -242,9 +242,7 @@ def effort(requested: str | None, services: ModelServices) -> dict[str, Any] | N
 
 def without_effect(body: ChatBody, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
-    named = [kv_transfer.FIELD] if kv_transfer.has_no_effect(body, services) else []
-    named += fields.without_effect(body, services)
-    named += passed_over(body.messages, services)
+    named = [*fields.without_effect(body, services), *passed_over(body.messages, services)]
     return named if effort(body.reasoning_effort, services) is not None else [*named, "reasoning_effort"]
 
 

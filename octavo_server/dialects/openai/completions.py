@@ -85,8 +85,7 @@ async def _translate(body: CompletionBody, services: ModelServices, request: Req
 def _without_effect(body: CompletionBody, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
     if not body.use_beam_search:
-        named = [kv_transfer.FIELD] if kv_transfer.has_no_effect(body, services) else []
-        return [*named, *without_effect(body, services), *(["length_penalty"] if body.length_penalty != 1.0 else ())]
+        return without_effect(body, services) + (["length_penalty"] if body.length_penalty != 1.0 else [])
     return [name for name in beam_search.IRRELEVANT if getattr(body, name, body.sampling.get(name)) is not None]
 
 
@@ -132,7 +131,7 @@ def client_request(body: CompletionBody, services: ModelServices, request: Reque
     return ClientRequest(
         **scheduling_fields(body, services, request),
         prompts=prompts,
-        transfer=kv_transfer.kv_transfer(body, services, len(prompts)),
+        transfer=None if body.kv_transfer_params is None else kv_transfer.kv_transfer(body, services, len(prompts)),
         prompt_field="prompt",
         params=_among_best_of(body, sampling_params(body, services, body.max_tokens, body.logprobs, scored)),
         default_max_tokens=None if body.max_tokens == NO_LIMIT else DEFAULT_MAX_TOKENS,

@@ -159,12 +159,23 @@ def check_labels(services: ModelServices, model: str, priority: int, user: str |
 
 def without_effect(body: GenerationFields, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
-    options = body.stream_options
-    is_bounded = "thinking_token_budget" in body.sampling and not services.message_format.can_reason
-    named = ["thinking_token_budget"] if is_bounded else []
+    options, transfer = body.stream_options, body.kv_transfer_params
+    named = ["kv_transfer_params"] if transfer and not _has_transfer(transfer, services.config.cache.role) else []
+    if "thinking_token_budget" in body.sampling and not services.message_format.can_reason:
+        named.append("thinking_token_budget")
     if options is None or not body.stream:
         return named if options is None else [*named, "stream_options"]
     return named + [f"stream_options.{name}" for name, value in options.items() if value and name not in STREAM_OPTIONS]
+
+
+def _has_transfer(given: Any, role: str) -> bool:
+    """Whether ``kv_transfer_params`` ask for nothing but what a server of this role does."""
+    own = {"prefill": "do_remote_decode", "decode": "do_remote_prefill"}
+    return (
+        isinstance(given, dict)
+        and role in own
+        and not any(given.get(name) for other, name in own.items() if other != role)
+    )
 
 
 def check_generation_fields(body: GenerationFields, services: ModelServices) -> None:

@@ -23,7 +23,7 @@ MAX_TEXT = 256
 def kv_transfer(body: GenerationFields, services: ModelServices, num_prompts: int = 1) -> KVTransfer | None:
     """What a body asks for, as far as this server's role goes. Raises ``InvalidParameter``."""
     given, role = body.kv_transfer_params, services.config.cache.role
-    if role == "both" or given is None:
+    if role == "both":
         return None
     if not isinstance(given, dict):
         raise InvalidParameter(FIELD, f"'{FIELD}' must be an object.")
@@ -41,15 +41,6 @@ def kv_transfer(body: GenerationFields, services: ModelServices, num_prompts: in
     if type(port) is not int or not 0 < port < 1 << 16:
         raise InvalidParameter(FIELD, f"'{FIELD}.remote_port' must be a whole number from 1 to {(1 << 16) - 1}.")
     return KVTransfer(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", ticket)
-
-
-def has_no_effect(body: GenerationFields, services: ModelServices) -> bool:
-    """Whether a body asks for what this server's role does not do."""
-    given, own = body.kv_transfer_params, {"prefill": "do_remote_decode", "decode": "do_remote_prefill"}
-    if not given or not isinstance(given, dict):
-        return bool(given)
-    name = own.get(services.config.cache.role)
-    return name is None or any(given.get(other) for other in own.values() if other != name)
 
 
 def answered(choices: list[GeneratedChoice]) -> dict[str, Any]:
