@@ -9,20 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from octavo.errors import ConfigError
-from octavo_fleet.proxy.connections import Connection, ConnectionFailed, Connections, Headers, InvalidResponse
+from octavo_fleet.proxy.connections import ConnectionFailed, Connections, Headers
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "v1/completions", "chat": "v1/chat/completions"}
 MAX_ERROR = 300
 """Characters of a server's error message that are kept."""
-MAX_LINE = 16 << 20
-"""Bytes of the longest line of a stream."""
 
 
 class _Delta(msgspec.Struct, gc=False):
@@ -141,9 +139,10 @@ class HttpClient:
                 said = (await connection.read_all()).decode(errors="replace")
                 answer.error = f"status {connection.status}: {said[:MAX_ERROR]}"
                 return
-            async for line, now in _lines(connection):
-                if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
+            async for line in connection.divided(b"\n"):
+                if not line.startswith(b"data:") or line.rstrip().endswith(b"[DONE]"):
                     continue
+                now = time.perf_counter()
                 try:
                     event = self._decoder.decode(line[5:])
                 except msgspec.MsgspecError as error:
@@ -172,17 +171,3 @@ def _take(event: _Event, now: float, answer: TimedAnswer) -> None:
         answer.times.append(now)
     if event.usage is not None:
         answer.num_prompt, answer.num_output = event.usage.prompt_tokens, event.usage.completion_tokens
-
-
-async def _lines(connection: Connection) -> AsyncIterator[tuple[bytes, float]]:
-    """The lines of the body without line ends, each with the time at which it was complete."""
-    rest = b""
-    while data := await connection.read():
-        now = time.perf_counter()
-        *lines, rest = (rest + data).split(b"\n")
-        if len(rest) > MAX_LINE:
-            raise InvalidResponse(f"a line of more than {MAX_LINE >> 20} MiB")
-        for line in lines:
-            yield line.rstrip(), now
-    if rest:
-        yield rest.rstrip(), time.perf_counter()

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from octavo_bench.chaos.answers import ReceivedAnswer, Repeated
 from octavo_bench.chaos.traffic import BATCHES, COMPLETIONS, RESPONSES, RepeatableRequest
-from octavo_fleet.proxy.connections import Connection, ConnectionFailed, Connections, Headers, InvalidResponse
+from octavo_fleet.proxy.connections import Connection, ConnectionFailed, Connections, Headers
 
 RETRY_SECONDS = 0.05
 POLL_SECONDS = 0.1
 LONGEST_RETRY_AFTER = 1.0
-MAX_EVENT = 16 << 20
-"""Bytes of the longest event."""
 BUSY = (429, 503, 507)
 """Statuses after which a client tries again."""
 FORM = (
@@ -139,7 +137,7 @@ class _Following:
             return await self._stream(connection)
 
     async def _stream(self, connection: Connection) -> bool:
-        async for event in events(connection):
+        async for event in connection.divided(b"\n\n"):
             self._answer.take_event(event)
             self._response_id = self._answer.response_id or self._response_id
             if self._answer.error is not None:
@@ -237,15 +235,4 @@ def _retry_after(connection: Connection) -> float:
     return min(float(said), LONGEST_RETRY_AFTER)
 
 
-async def events(connection: Connection) -> AsyncIterator[bytes]:
-    """The events of a stream that arrived whole. Raises ``ConnectionFailed``."""
-    left = b""
-    while data := await connection.read():
-        *whole, left = (left + data).split(b"\n\n")
-        if len(left) > MAX_EVENT:
-            raise InvalidResponse(f"an event of more than {MAX_EVENT >> 20} MiB")
-        for event in whole:
-            yield event
-
-
-__all__ = ["MANNERS", "ChaosClient", "Excuses", "Followed", "Repeated", "RequestUnanswered", "events"]
+__all__ = ["MANNERS", "ChaosClient", "Excuses", "Followed", "Repeated", "RequestUnanswered"]

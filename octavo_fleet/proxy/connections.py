@@ -27,6 +27,8 @@ MAX_BUFFERED = 64 << 10
 """Received bytes that were not read yet, after which a connection is not read from."""
 MAX_WHOLE_BODY = 64 << 20
 """Longest body that is kept as a whole, unless the caller says otherwise."""
+MAX_PART = 16 << 20
+"""Bytes of the longest line or event of a stream."""
 
 __all__ = ["Connection", "ConnectionFailed", "Connections", "Headers", "InvalidResponse", "ServerSilent"]
 
@@ -95,6 +97,17 @@ class Connection(asyncio.Protocol):
             if num_bytes > max_bytes:
                 raise InvalidResponse(f"a body of more than {max_bytes:,} bytes")
         return b"".join(pieces)
+
+    async def divided(self, end: bytes) -> AsyncIterator[bytes]:
+        """The lines or events of the body, each without the ``end`` behind it; one that is not ended is dropped.
+        Raises ``ConnectionFailed``, also for one of more than ``MAX_PART``."""
+        rest = b""
+        while data := await self.read():
+            *parts, rest = (rest + data).split(end)
+            if len(rest) > MAX_PART:
+                raise InvalidResponse(f"a line or an event of more than {MAX_PART >> 20} MiB")
+            for part in parts:
+                yield part
 
     @property
     def is_reusable(self) -> bool:
