@@ -28,12 +28,15 @@ from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.multimodal_text import TextPart
 from octavo.models.registry import LoadedModel, load_model, read_config
+from octavo.ops.collective import Collective
+from octavo.ops.device_backend import is_gpu
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import TensorSource
 from octavo.runtime.drafting.drafter import Drafter
-from octavo.runtime.drafting.drafters import BlockDrafter, HeadDrafter, ModelDrafter
+from octavo.runtime.drafting.drafters import BlockDrafter, HeadDrafter, ModelDrafter, WholeLogits
 from octavo.runtime.executors.forward import make_forward
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.sharded_logits import part_of_vocabulary
 from octavo.speculative_config import DFlash, DraftModel, Eagle3, Method, Ngram, OwnCheckpoint, Suffix, WithDrafter
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.hub import resolve_model
@@ -61,6 +64,8 @@ class DraftTarget(NamedTuple):
     loaded: LoadedModel
     config: ModelConfig
     form: WeightFormat
+    collective: Collective
+    """Its ranks, among which the drafter is divided, too."""
 
 
 def make_proposer(method: Method) -> Proposer:
@@ -89,10 +94,9 @@ def find_drafter(
         logger.info('the checkpoint has an MTP layer; --speculative-config \'{"method": "mtp"}\' drafts with it')
     if not isinstance(method, WithDrafter):
         return None
-    settings = config.model
-    if settings.enable_lora or settings.tensor_parallel_size > 1:
-        other = "enable_lora" if settings.enable_lora else "tensor_parallel_size above 1"
-        raise ConfigError(f'speculative_config: "{_name(method)}" cannot be combined with {other}')
+    if config.model.tensor_parallel_size > 1 and is_gpu(device):
+        name = method.__struct_config__.tag
+        raise ConfigError(f'speculative_config: "{name}" needs tensor_parallel_size 1 on a GPU; "ngram" does not')
     if not isinstance(method, OwnCheckpoint):
         if not has_mtp:
             raise CheckpointError("speculative_config: the model's checkpoint has no MTP layers")
@@ -123,10 +127,6 @@ def load_drafter(
         if isinstance(method, DFlash):
             return _block(method, config, target, found)
         return _head(method, config, target, found)
-
-
-def _name(method: Method) -> str:
-    return str(method.__struct_config__.tag)
 
 
 @contextlib.contextmanager
@@ -171,21 +171,23 @@ def _form(method: OwnCheckpoint, config: EngineConfig, checkpoint: Checkpoint, d
 
 
 def _head(method: WithDrafter, config: EngineConfig, target: DraftTarget, checkpoint: Checkpoint) -> LoadedDrafter:
-    form, model = target.form, target.loaded.model
+    form, model, collective = target.form, target.loaded.model, target.collective
     head: DraftHead
     if isinstance(method, Eagle3):
         form = _form(method, config, checkpoint, form)
-        head = Eagle3Head(checkpoint.config, checkpoint, form, model, target.config.max_position_embeddings)
+        max_len = target.config.max_position_embeddings
+        head = Eagle3Head(checkpoint.config, checkpoint, form, model, max_len, collective)
     else:
-        head = MTPHead(target.config, checkpoint, form, model)
+        head = MTPHead(target.config, checkpoint, form, model, collective)
 
     def update(source: TensorSource) -> None:
         if isinstance(head, MTPHead):
-            overwrite(head, MTPHead(target.config, source, form, model))
+            overwrite(head, MTPHead(target.config, source, form, model, collective))
 
     def start(storage: KVStorage) -> Drafter:
         count, vocab_size = method.num_speculative_tokens, target.config.vocab_size
-        return HeadDrafter(head, storage, count, vocab_size, config.model.enforce_eager)
+        whole = _whole_logits(head.vocab_size, collective)
+        return HeadDrafter(head, storage, count, vocab_size, whole, config.model.enforce_eager)
 
     return LoadedDrafter(head.cache, head.num_bytes, start, update)
 
@@ -193,10 +195,11 @@ def _head(method: WithDrafter, config: EngineConfig, target: DraftTarget, checkp
 def _block(method: DFlash, config: EngineConfig, target: DraftTarget, checkpoint: Checkpoint) -> LoadedDrafter:
     max_len = target.config.max_position_embeddings
     form = _form(method, config, checkpoint, target.form)
-    model = DFlashModel(checkpoint.config, checkpoint, form, target.loaded.model, max_len)
+    model = DFlashModel(checkpoint.config, checkpoint, form, target.loaded.model, max_len, target.collective)
+    whole = _whole_logits(target.config.vocab_size, target.collective)
 
     def start(storage: KVStorage) -> Drafter:
-        return BlockDrafter(model, storage.draft_layers, storage.block_size, method.num_speculative_tokens)
+        return BlockDrafter(model, storage.draft_layers, storage.block_size, method.num_speculative_tokens, whole)
 
     return LoadedDrafter(model.cache, model.num_bytes, start)
 
@@ -209,12 +212,17 @@ def _model(method: DraftModel, config: EngineConfig, target: DraftTarget, checkp
     if own.vocab_size != target.config.vocab_size:
         sizes = f"{own.vocab_size} tokens, and the model {target.config.vocab_size}"
         logger.warning("the drafter has %s: drafts are accepted only if the tokens that both have are the same", sizes)
-    loaded = load_model(own, checkpoint, _form(method, config, checkpoint, target.form))
+    form = _form(method, config, checkpoint, target.form)
+    loaded = load_model(own, checkpoint, form, collective=target.collective)
 
     def start(storage: KVStorage) -> Drafter:
         forward = make_forward(loaded.model, storage.draft_layers, storage.device, config.model.enforce_eager)
-        return ModelDrafter(
-            loaded.model, own, forward, storage.block_size, method.num_speculative_tokens, target.config.vocab_size
-        )
+        whole = _whole_logits(own.vocab_size, target.collective)
+        sizes = storage.block_size, method.num_speculative_tokens, target.config.vocab_size
+        return ModelDrafter(loaded.model, own, forward, *sizes, whole)
 
     return LoadedDrafter(own.cache, loaded.num_bytes, start)
+
+
+def _whole_logits(vocab_size: int, collective: Collective) -> WholeLogits:
+    return part_of_vocabulary(vocab_size, collective, is_on_host=False).whole

@@ -140,7 +140,7 @@ def build_engine(
     with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
         collective = device_collective(ranks.collective, device)
         model_config, loaded, adapters = _load(config.model, model_config, checkpoint, form, collective)
-        drafting = load_drafter(method, config, DraftTarget(loaded, model_config, form), found)
+        drafting = load_drafter(method, config, DraftTarget(loaded, model_config, form, collective), found)
         vision = load_vision(config, path, checkpoint, model_config, form)
         phases.done("weights")
         limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting, vision)
@@ -232,22 +232,24 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
     config, model_config, form = _read_model(config, path, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
+    method = parse_speculative_config(config.speculative.speculative_config)
+    found = find_drafter(method, config, model_config, checkpoint, device)
     with kernel_compilation(form, kv_dtype):
         collective = device_collective(host, device)
         loaded, adapters = load_with_adapters(config.model, model_config, checkpoint, form, collective)
+        drafting = load_drafter(method, config, DraftTarget(loaded, model_config, form, collective), found)
         gc.collect()
         vision = load_vision(config, path, checkpoint, model_config, form)
         model_config = keeping_routes(model_config, loaded.model, config.model.enable_return_routed_experts)
         limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
-        storage = make_storage(model_config, loaded, limits, config.cache, form, collective.size)
-        vocab_size = model_config.vocab_size
-        method = parse_speculative_config(config.speculative.speculative_config)
-        updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision)
+        storage = make_storage(model_config, loaded, limits, config.cache, form, collective.size, drafting.cache)
+        drafter, vocab_size = drafting.start(storage), model_config.vocab_size
+        updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision, drafting)
         pool, has_sets = connected(vision, loaded.model)[0], model_config.rope_sets is not None
-        most = step_limits(limits, method, None, vision, has_sets)
+        most = step_limits(limits, method, drafter, vision, has_sets)
         pooler, verify = _pooler(config, pooling, loaded, form), _rule(method)
         experts = _experts(config.model, loaded)
-        parts = ExecutorParts(pooler, adapters, collective, None, verify, pool, updates, experts)
+        parts = ExecutorParts(pooler, adapters, collective, drafter, verify, pool, updates, experts)
         return make_executor(config.model, loaded.model, storage, vocab_size, most, parts)
 
 

@@ -48,7 +48,7 @@ def make_storage(
 ) -> KVStorage:
     """The memory of the KV cache and of recurrent states; ``draft_specs``: of a drafter's layers."""
     dtype, device = resolve_kv_dtype(settings.kv_cache_dtype, form), form.device
-    specs = *rank_cache(with_routes(model.cache, model.routes), num_ranks), *draft_specs
+    specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
     is_fp8 = dtype == torch.float8_e4m3fn
     if loaded.kv_scales and not is_fp8:
         logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype fp8 uses")

@@ -162,7 +162,7 @@ def plan_memory(
         activations += model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks)
         activations += chunk_bytes(rank_cache(model.cache, num_ranks), max_num_batched_tokens, max_num_seqs, dtype)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
-    specs = (*rank_cache(with_routes(model.cache, model.routes), num_ranks), *draft_specs)
+    specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype
     states = StateMemory.of(specs, dtypes, max_num_seqs, settings.speculative.speculative_config is not None)
     room = free - activations - logits - states.held_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -19,10 +20,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, Engine, SamplingParams
+from octavo.build import build_drafter
 from octavo.build import build_engine as build
 from octavo.engine import scheduler
 from octavo.errors import CheckpointError, ConfigError
+from octavo.layers.stacked_lora import StackedRows
+from octavo.models import adapters
 from octavo.models.drafters.dflash import DFlashModel
 from octavo.ops import dispatch
 from octavo.ops.dispatch import REFERENCE
@@ -33,8 +37,10 @@ from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.types import EngineStats
 from tests.llm.test_any_requests import some_params, without_rounding
 from tests.llm.tiny import write_checkpoint
+from tests.models.adapter_files import make_adapter
 from tests.models.drafter_files import Reference, dflash, eagle3, model_reference, mtp, nemotron_mtp
 from tests.models.families import make_checkpoint
+from tests.ops.cpu_cases import needs_float_kernels
 from tests.quant.writers import Writer, compressed, gptq, quantise
 from tests.tiers import nightly, nightly_after, one_in
 
@@ -190,10 +196,29 @@ def test_logits_are_those_of_a_plain_reference(
     case_of: Made, name: str, drafted: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a step in three makes no drafts, behind which the drafter's cache must be complete."""
-    case, numbers = case_of(name), itertools.count()
+    numbers = itertools.count()
     monkeypatch.setattr(scheduler, "num_proposed", lambda speculation: NUM_DRAFTS * (next(numbers) % 3 > 0))
+    compare_logits(case_of(name), drafted)
+
+
+@pytest.mark.slow
+@needs_float_kernels
+@pytest.mark.parametrize(
+    "name",
+    nightly_after(
+        1, ["eagle3 of its authors", "mtp of Qwen3.5", "mtp of DeepSeek-V3", "mtp of Nemotron 3", "draft_model"]
+    ),
+)
+def test_a_drafter_on_two_ranks_has_the_logits_of_a_plain_reference(
+    case_of: Made, name: str, drafted: list[Any]
+) -> None:
+    """Each rank has a part of its heads and of its vocabulary; ranks that drafted other tokens would be lost."""
+    compare_logits(case_of(name), drafted, tensor_parallel_size=2)
+
+
+def compare_logits(case: Case, drafted: list[Any], **settings: Any) -> None:
     prompt = [(7 * i + 3) % 90 for i in range(61)]  # two chunks
-    with LLM(case.target, **SETTINGS, speculative_config=case.config) as llm:
+    with LLM(case.target, **SETTINGS, **settings, speculative_config=case.config) as llm:
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         [result] = llm.generate([prompt], params)
     text = [*prompt, *result.outputs[0].token_ids]
@@ -249,6 +274,43 @@ def test_a_conversation_is_the_same_again_with_an_mtp_layer(case_of: Made) -> No
 
 
 TIGHT = {"num_kv_blocks": 16, "max_model_len": 120}
+
+
+@pytest.mark.slow
+@needs_float_kernels
+@pytest.mark.parametrize("name", [nightly(name) for name in ["mtp of Qwen3.5", "draft_model with windows", DFLASH]])
+def test_no_output_changes_on_two_ranks(case_of: Made, name: str) -> None:
+    case = case_of(name)
+    want, _ = generated(case.target)
+    found, stats = generated(case.target, tensor_parallel_size=2, speculative_config=case.config)
+    assert tokens_of(found) == tokens_of(want)
+    assert stats.num_accepted_drafts > 0
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_drafter_does_without_the_adapter_of_a_request(
+    tmp_path: Path, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that drafts for itself is always right where there is no adapter, also beside requests that have one."""
+    model, params = tmp_path / "model", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    _target(tmp_path, "llama/gqa")
+    make_adapter(model, tmp_path / "adapter", 0)
+    lora: dict[str, Any] = {"enable_lora": True, "lora_modules": f"own={tmp_path / 'adapter'}"}
+    drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3, "adaptive": False}
+    names, found = (None, "own", None, "own"), []
+    if is_ahead:
+        monkeypatch.setattr(adapters, "AdapterRows", lambda: StackedRows(max_adapters=2, max_rank=8))
+        monkeypatch.setattr(build, "DEPTH", {"cpu": 2})
+        monkeypatch.setattr(build, "make_executor", stream_executor)
+    with dispatch.only(REFERENCE) if is_ahead else contextlib.nullcontext():
+        for config in (None, drafting):
+            with Engine(model, **SETTINGS, **lora, speculative_config=config, enforce_eager=is_ahead) as engine:
+                ids = [engine.add([5, 6, 7 + i], params, adapter=name) for i, name in enumerate(names)]
+                engine.run()
+                found.append([engine.completed[request_id].outputs[0].token_ids for request_id in ids])
+                stats = engine.stats()
+    assert found[0] == found[1]
+    assert 0 < stats.num_accepted_drafts < stats.num_drafts
 
 
 @one_in(2)
@@ -432,7 +494,6 @@ def test_a_packed_mtp_layer_is_known(case_of: Made, tmp_path: Path, name: str, w
     ("name", "config", "settings", "words"),
     [
         ("draft_model", {"model": "/nowhere"}, {}, "speculative_config: model: '/nowhere' does not exist"),
-        ("draft_model", {}, {"enable_lora": True}, "cannot be combined with enable_lora"),
         (DFLASH, {"num_speculative_tokens": 5}, {}, "block_size, 5"),
     ],
 )
@@ -442,6 +503,15 @@ def test_what_is_wrong_is_said_before_weights_are_loaded(
     case = case_of(name)
     with pytest.raises(ConfigError, match=words):
         LLM(case.target, **SETTINGS, **settings, speculative_config={**case.config, **config})
+
+
+def test_a_drafter_on_several_gpus_is_refused(
+    case_of: Made, loading_fails: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_drafter, "is_gpu", lambda device: True)
+    case = case_of("eagle3 of its authors")
+    with pytest.raises(ConfigError, match='"eagle3" needs tensor_parallel_size 1 on a GPU'):
+        LLM(case.target, **SETTINGS, tensor_parallel_size=2, speculative_config=case.config)
 
 
 def test_a_checkpoint_without_mtp_layers_is_refused(case_of: Made, loading_fails: None) -> None:

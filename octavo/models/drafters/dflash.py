@@ -18,16 +18,19 @@ from octavo.layers.linear import Linear
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import Rotary
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.drafters.head import llama_like
+from octavo.models.drafters.head import llama_like, part_loader
+from octavo.models.linear_parts import MatrixRows
 from octavo.models.llama import LlamaConfig
 from octavo.models.loader import WeightLoader
 from octavo.models.qwen2 import read_qwen
 from octavo.models.qwen3 import Qwen3Layer
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method
+from octavo.quant.stored.shard import Section
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, TensorSource
+from octavo.quant.tensors import TensorSource
 
 
 class DFlashSettings:
@@ -59,9 +62,9 @@ class DFlashLayer(Qwen3Layer):
     def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
         """Keys and values alone; ``q_proj`` is separate, as the context has no queries."""
         D, (num_queries, num_keys, _) = config.hidden_size, self.heads.sizes
-        bias = config.attention_bias
+        bias, sections = config.attention_bias, [Section(num_keys, config.num_kv_heads)]
         self.q_proj = weights.column(f"{prefix}.q_proj", num_queries, D, bias, num_heads=config.num_heads)
-        return weights.gate_up([f"{prefix}.k_proj", f"{prefix}.v_proj"], num_keys, D, bias)
+        return weights.fused([MatrixRows(f"{prefix}.{part}_proj", sections) for part in "kv"], D, bias)
 
     def remember(self, context_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> None:
         """Store keys and values of the context."""
@@ -79,9 +82,16 @@ class DFlashModel:
     """The layers, with the embedding and the head of the model that they draft for."""
 
     def __init__(
-        self, values: Mapping[str, Any], source: TensorSource, form: WeightFormat, model: CausalLM, max_len: int
+        self,
+        values: Mapping[str, Any],
+        source: TensorSource,
+        form: WeightFormat,
+        model: CausalLM,
+        max_len: int,
+        collective: Collective = SINGLE_RANK,
     ) -> None:
-        """``values``: the drafter's ``config.json``. Raises ``CheckpointError``."""
+        """``values``: the drafter's ``config.json``; ``model``: the one that it drafts for, divided among the same
+        ranks. Raises ``CheckpointError``."""
         target = llama_like(model, "dflash")
         D, vocab_size, num_layers = target.config.hidden_size, target.config.vocab_size, target.config.num_layers
         settings = DFlashSettings(values, num_layers, vocab_size)
@@ -92,7 +102,7 @@ class DFlashModel:
         if any(config.windows):
             raise wrong("use_sliding_window", True, "false")
         names = {name.removeprefix("model."): name for name in source.names()}
-        weights = WeightLoader(Renamed(source, names), form, method=read_method(values.get("quantization_config")))
+        weights = part_loader(source, names, form, read_method(values.get("quantization_config")), collective)
         self.layers, self.cache = tuple(dict.fromkeys(settings.layers)), config.cache
         self.block_size, self.mask_token_id = settings.block_size, settings.mask_token_id
         self._target, self._inputs = target, settings.layers
@@ -129,5 +139,5 @@ class DFlashModel:
         return x_MD
 
     def logits(self, x_RD: Tensor) -> Tensor:
-        """Logits [R, V] by the model's head."""
+        """Logits [R, V] by the model's head; on several ranks, those of this rank's part of V."""
         return self._target.head(x_RD, norm=self._norm)

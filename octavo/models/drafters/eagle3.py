@@ -22,14 +22,15 @@ from octavo.layers.norm import RMSNorm
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import Rotary
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.drafters.head import llama_like
+from octavo.models.drafters.head import llama_like, part_loader
 from octavo.models.llama import LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, TensorSource
+from octavo.quant.tensors import TensorSource
 
 LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 
@@ -131,20 +132,28 @@ class Eagle3Head:
     """See ``DraftHead``."""
 
     def __init__(
-        self, values: Mapping[str, Any], source: TensorSource, form: WeightFormat, model: CausalLM, max_len: int
+        self,
+        values: Mapping[str, Any],
+        source: TensorSource,
+        form: WeightFormat,
+        model: CausalLM,
+        max_len: int,
+        collective: Collective = SINGLE_RANK,
     ) -> None:
-        """``values``: the head's ``config.json``; ``model``: the one that it drafts for. Raises ``CheckpointError``."""
+        """``values``: the head's ``config.json``; ``model``: the one that it drafts for, divided among the same ranks.
+        Raises ``CheckpointError``."""
         target = llama_like(model, "eagle3")
         own = target.config
         config, settings = read_eagle3(values, own.num_layers, own.hidden_size, max_len)
         if settings.target_size != own.hidden_size:
             raise wrong("target_hidden_size", settings.target_size, f"{own.hidden_size}, as the model has")
         method = read_method(values.get("quantization_config"))
-        weights = WeightLoader(Renamed(source, _names(source)), form, method=method)
+        weights = part_loader(source, _names(source), form, method, collective)
         D, E, W = config.hidden_size, settings.target_size, settings.draft_vocab_size
         eps, count = config.norm_eps, len(settings.layers)
         self.layers = tuple(dict.fromkeys(settings.layers))
         self.cache = config.cache
+        self.vocab_size = W
         self._settings = settings
         has = weights.tensors.has
         shares = not has("embed_tokens.weight")

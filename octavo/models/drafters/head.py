@@ -14,8 +14,14 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import LlamaForCausalLM
+from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.collective import Collective
+from octavo.quant.methods import QuantMethod
+from octavo.quant.stored.shard import Shard
+from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.quant.tensors import Renamed, TensorSource
 
 
 class DraftHead(Protocol):
@@ -28,6 +34,7 @@ class DraftHead(Protocol):
     """What its own layers cache."""
     num_bytes: int
     """Bytes of its own weights."""
+    vocab_size: int
     target_ids: Tensor | None
     """int64 [V]: the model's token for each one of the head's vocabulary; ``None``: they are the same."""
 
@@ -52,8 +59,16 @@ class DraftHead(Protocol):
         ...
 
     def logits(self, x_SD: Tensor) -> Tensor:
-        """Logits [S, V] from the output."""
+        """Logits [S, V] from the output; on several ranks, those of this rank's part of V."""
         ...
+
+
+def part_loader(
+    source: TensorSource, names: Mapping[str, str], form: WeightFormat, method: QuantMethod, collective: Collective
+) -> WeightLoader:
+    """Loads this rank's part of a drafter, whose ``names`` lead to those in ``source``."""
+    shard = Shard(collective.rank, collective.size)
+    return WeightLoader(Renamed(source, names), form, method=method, shard=shard, collective=collective)
 
 
 def llama_like(model: CausalLM, method: str) -> LlamaForCausalLM:

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.models.config import ModelConfig
-from octavo.models.drafters.head import llama_like
+from octavo.models.drafters.head import llama_like, part_loader
 from octavo.models.llama import LlamaConfig
-from octavo.models.loader import WeightLoader
 from octavo.models.mtp_names import NEMOTRON_PREFIX, QWEN_PREFIX, mtp_prefixes
 from octavo.models.multimodal_text import TextPart
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored.stored_weight import WeightFormat
-from octavo.quant.tensors import Renamed, TensorSource
+from octavo.quant.tensors import TensorSource
 
 LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
@@ -81,9 +81,16 @@ def mtp_names(prefix: str, count: int) -> MTPNames:
 class MTPHead:
     """See ``DraftHead``."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, form: WeightFormat, model: CausalLM) -> None:
-        """``source``: the checkpoint of ``model``, which has this ``config`` and MTP layers. Raises
-        ``CheckpointError``."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        form: WeightFormat,
+        model: CausalLM,
+        collective: Collective = SINGLE_RANK,
+    ) -> None:
+        """``source``: the checkpoint of ``model``, which has this ``config`` and MTP layers, and is divided among the
+        same ranks. Raises ``CheckpointError``."""
         target = llama_like(model, "mtp")
         assert isinstance(config, LlamaConfig)
         source = TextPart(source)
@@ -91,9 +98,10 @@ class MTPHead:
         count = config.num_layers - L
         names = mtp_names(mtp_prefixes(source.names(), L)[0], count)
         own = {name: name for name in source.names() if name.startswith(names.prefix) and not _is_later(name, count)}
-        weights = WeightLoader(Renamed(source, own), form, method=config.quantization)
+        weights = part_loader(source, own, form, config.quantization, collective)
         D, eps, offset = config.hidden_size, config.norm_eps, config.norm_offset
         self.layers: tuple[int, ...] = (L,)
+        self.vocab_size = config.vocab_size
         self.target_ids: Tensor | None = None
         self.cache = config.cache[-count:]
         self._target, self._masks_first = target, names.masks_first

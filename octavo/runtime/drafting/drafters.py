@@ -5,7 +5,7 @@ Shapes: T rows, S sequences, K drafts of a sequence, D model, V vocabulary, N = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,18 +24,27 @@ from octavo.runtime.executors.forward import recorded
 from octavo.runtime.executors.step_program import Forward
 from octavo.runtime.kv_storage import KVStorage
 
+WholeLogits = Callable[[Tensor], Tensor]
+"""Logits of a drafter's whole vocabulary, from those of this rank's part. All ranks draw from these, the same."""
+
 
 class HeadDrafter:
     """Drafts with a head over the model's hidden states, such as EAGLE-3 or an MTP layer."""
 
     def __init__(
-        self, head: DraftHead, storage: KVStorage, num_drafts: int, vocab_size: int, enforce_eager: bool = False
+        self,
+        head: DraftHead,
+        storage: KVStorage,
+        num_drafts: int,
+        vocab_size: int,
+        whole: WholeLogits,
+        enforce_eager: bool = False,
     ) -> None:
         """``vocab_size``: that of the model. On a CPU, kernel calls are recorded unless ``enforce_eager`` is set."""
         self.layers = head.layers
         self.num_drafts = num_drafts
         self._head, self._caches, self._block_size = head, storage.draft_layers, storage.block_size
-        self._vocab_size = vocab_size
+        self._vocab_size, self._whole = vocab_size, whole
         self._first = recorded(self._behind_step, storage.device, enforce_eager)
         self._later = recorded(self._behind_drafts, storage.device, enforce_eager)
         self._remember = recorded(self._fill_cache, storage.device, enforce_eager)
@@ -45,10 +54,10 @@ class HeadDrafter:
         rows = replace(inputs.rows, logits_indices_R=inputs.last_rows_S)
         hidden = [inputs.hidden[layer] for layer in self.layers]
         x_SD = self._first(inputs.next_tokens_T, inputs.positions_T, rows, *hidden)
-        tokens_S = draws.draw(head.logits(x_SD), head.target_ids)
+        tokens_S = draws.draw(self._whole(head.logits(x_SD)), head.target_ids)
         for positions_S, its_rows in rows_behind(inputs, len(newest.positions_KS) - 1, self._block_size):
             x_SD = self._later(tokens_S, positions_S, its_rows, x_SD)
-            tokens_S = draws.draw(head.logits(x_SD), head.target_ids)
+            tokens_S = draws.draw(self._whole(head.logits(x_SD)), head.target_ids)
         return draws.drafts_SK
 
     def remember(self, inputs: DraftInputs) -> None:
@@ -75,11 +84,18 @@ class ModelDrafter:
     layers: tuple[int, ...] = ()
 
     def __init__(
-        self, model: CausalLM, config: ModelConfig, forward: Forward, block_size: int, num_drafts: int, vocab_size: int
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        forward: Forward,
+        block_size: int,
+        num_drafts: int,
+        vocab_size: int,
+        whole: WholeLogits,
     ) -> None:
         """``config`` is that of the drafter, ``vocab_size`` that of the model that is drafted for."""
         self.num_drafts = num_drafts
-        self._model, self._forward = model, forward
+        self._model, self._forward, self._whole = model, forward, whole
         self._block_size, self._vocab_size = block_size, vocab_size
         self._last_token, self._last_position = config.vocab_size - 1, config.max_position_embeddings - 1
 
@@ -87,7 +103,7 @@ class ModelDrafter:
         self.remember(inputs)
         tokens_S, draws = newest.tokens_S, Draws(newest, self._vocab_size)
         for later_S, rows in rows_behind(inputs, len(newest.positions_KS), self._block_size):
-            tokens_S = draws.draw(self._model.logits(self._run(tokens_S, later_S, rows)))
+            tokens_S = draws.draw(self._whole(self._model.logits(self._run(tokens_S, later_S, rows))))
         return draws.drafts_SK
 
     def remember(self, inputs: DraftInputs) -> None:
@@ -103,10 +119,12 @@ class ModelDrafter:
 class BlockDrafter:
     """Drafts all tokens in one pass over masks (DFlash)."""
 
-    def __init__(self, model: DFlashModel, caches: Sequence[LayerCache], block_size: int, num_drafts: int) -> None:
+    def __init__(
+        self, model: DFlashModel, caches: Sequence[LayerCache], block_size: int, num_drafts: int, whole: WholeLogits
+    ) -> None:
         self.layers = model.layers
         self.num_drafts = num_drafts
-        self._model, self._caches, self._block_size = model, caches, block_size
+        self._model, self._caches, self._block_size, self._whole = model, caches, block_size, whole
 
     def __call__(self, inputs: DraftInputs, newest: NewestTokens) -> Tensor:
         model, S, K = self._model, len(newest.tokens_S), self.num_drafts
@@ -122,7 +140,7 @@ class BlockDrafter:
         x_RD = model.forward(tokens_SN.flatten(), positions_SN.flatten(), self._caches, rows)
         params_R = SampleParams(*(column.repeat_interleave(num_drawn) for column in newest.params_S))
         params_R = params_R._replace(position=newest.positions_KS.t().flatten())
-        return ops.sample(model.logits(x_RD), params_R).clamp(min=0).view(S, num_drawn)
+        return ops.sample(self._whole(model.logits(x_RD)), params_R).clamp(min=0).view(S, num_drawn)
 
     def remember(self, inputs: DraftInputs) -> None:
         """See ``Drafter``."""
