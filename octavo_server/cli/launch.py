@@ -126,23 +126,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [--url URL] TOOL [MODEL] [options of octavo serve] [-- arguments of the tool]"
     parser.add_argument("--url", help="a server that runs already; none is started")
     parser.add_argument("--api-key", default="none", help="key of the server of --url")
-    parser.add_argument("tool", metavar="TOOL", choices=tuple(TOOLS), help=", ".join(TOOLS))
+    # One argument for all of it: behind another one, argparse drops the "--" that follows at once.
+    tool_help = f"{', '.join(TOOLS)}; behind it MODEL and options, as for octavo serve"
+    parser.add_argument("tool", nargs=argparse.PARSER, metavar="TOOL", choices=tuple(TOOLS), help=tool_help)
     parser.set_defaults(show_help=parser.print_help)
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="MODEL and options, as for octavo serve")
 
 
 def run(args: argparse.Namespace) -> int:
     """Start both; return the exit status of the tool."""
-    tool, program = TOOLS[args.tool], shutil.which(args.tool)
-    place = args.rest.index("--") if "--" in args.rest else len(args.rest)
-    for_server, for_tool = args.rest[:place], args.rest[place + 1 :]
+    name, *rest = args.tool
+    tool, program = TOOLS[name], shutil.which(name)
+    place = rest.index("--") if "--" in rest else len(rest)
+    for_server, for_tool = rest[:place], rest[place + 1 :]
     if {"-h", "--help"} & {*for_server}:
         args.show_help()
         return 0
     if program is None:
-        raise ConfigError(f"{args.tool} is not installed: {tool.install}")
+        raise ConfigError(f"{name} is not installed: {tool.install}")
     if args.url is not None and for_server:
-        raise ConfigError("--url names a server that runs already, which takes no options")
+        raise ConfigError(
+            f"--url names a server that runs already, so that {' '.join(for_server)!r} has no effect; "
+            "arguments of the tool are behind --"
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the server, too
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="octavo-launch-")))

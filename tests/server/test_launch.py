@@ -77,6 +77,15 @@ def test_a_tool_that_is_not_installed(tmp_path: Path) -> None:
     assert ended.returncode == EXIT_ERROR
 
 
+@pytest.mark.parametrize("rest", [["-p", "hi"], []])
+def test_what_is_behind_the_dashes_is_for_the_tool(rest: list[str], program: Path) -> None:
+    """The server is missing, and nothing else is wrong."""
+    ended = launch(program, "--url", "http://127.0.0.1:9", "claude", "--", *rest, PATH=str(program))
+    assert "http://127.0.0.1:9 does not say which models it serves" in ended.stderr
+    ended = launch(program, "--url", "http://127.0.0.1:9", "claude", "bird", "--", *rest, PATH=str(program))
+    assert "'bird' has no effect" in ended.stderr
+
+
 def test_help_needs_no_tool(tmp_path: Path) -> None:
     ended = launch(tmp_path, "codex", "--help", PATH=str(tmp_path))
     assert ended.returncode == 0
