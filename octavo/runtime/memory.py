@@ -174,6 +174,11 @@ def plan_memory(
     smaller = _smaller_batch(settings.scheduler, max_num_seqs, max_num_batched_tokens)
     if smaller and (pools.least_bytes(needed) if given is None else given * per_block) > room:
         return plan_memory(settings, model, kv_dtype, dtype, device, weights, free, num_ranks, draft_specs, smaller)
+    if room < 0:
+        raise ConfigError(
+            f"weights, activations and logits take {-room / GIB:.2f} GiB more than there is; set quantization, raise "
+            "tensor_parallel_size, or lower max_num_batched_tokens"
+        )
     if settings.model.max_model_len is None:
         max_model_len = _longest_that_fits(pools, max_model_len, room if given is None else given * per_block)
     kept = pools.kept(max_model_len)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +66,11 @@ def run(args: argparse.Namespace) -> int:
     if args.context > (config.model.max_model_len or args.context):
         raise ConfigError(f"context: {args.context} is more than max_model_len, {config.model.max_model_len}")
     name, values = _configuration(config)
-    ways = placements(config, values, device, count, args.context)
+    logging.disable(logging.WARNING)  # the table has what a start would warn of
+    try:
+        ways = placements(config, values, device, count, args.context)
+    finally:
+        logging.disable(logging.NOTSET)
     if args.json:
         rows = [dataclasses.asdict(way) for way in ways]
         print(json.dumps({"model": name, "device": device.name, "gpus": count, "context": args.context, "ways": rows}))

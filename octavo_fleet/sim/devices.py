@@ -37,26 +37,29 @@ class Device(NamedTuple):
         return self.arithmetic / ARITHMETIC_SHARE
 
 
-def _device(name: str, memory_gb: float, tb_s: float, tflop_s: float, link_gb_s: float) -> Device:
+def _device(name: str, memory_gib: float, tb_s: float, tflop_s: float, link_gb_s: float) -> Device:
     """A device by its data sheet."""
     rates = (tb_s * 1e12 * BANDWIDTH_SHARE, tflop_s * 1e12 * ARITHMETIC_SHARE, link_gb_s * 1e9)
-    return Device(name, memory_gb * 1e9, *rates, is_measured=name == "h200")
+    return Device(name, memory_gib * 2**30, *rates, is_measured=name == "h200")
 
 
 DEVICES = {
     device.name: device
     for device in (
-        _device("h200", 141, 4.8, 989, 450),
-        _device("h100", 80, 3.35, 989, 450),
-        _device("a100", 80, 2.039, 312, 300),
-        _device("b200", 180, 8.0, 2250, 900),
-        _device("l40s", 48, 0.864, 362, 32),
-        _device("l4", 24, 0.3, 121, 32),
-        _device("mi300x", 192, 5.3, 1307, 448),
-        _device("rtx4090", 24, 1.008, 165, 32),
+        _device("h200", 139.8, 4.8, 989, 450),
+        _device("h100", 79.2, 3.35, 989, 450),
+        _device("a100", 79.2, 2.039, 312, 300),
+        _device("b200", 178.3, 8.0, 2250, 900),
+        _device("l40s", 44.4, 0.864, 362, 32),
+        _device("l4", 22.0, 0.3, 121, 32),
+        _device("mi300x", 191.7, 5.3, 1307, 448),
+        _device("rtx3090", 23.6, 0.936, 71, 32),
+        _device("rtx4090", 23.6, 1.008, 165, 32),
+        _device("rtx5090", 31.4, 1.792, 209, 64),
     )
 }
-"""Dense 16-bit arithmetic, memory and links as the makers' data sheets give them."""
+"""Dense 16-bit arithmetic and links as the makers' data sheets give them; memory as PyTorch finds it, which an engine
+divides."""
 
 
 def find_device(name: str) -> Device:

@@ -69,7 +69,7 @@ def test_blocks_fill_what_the_weights_leave() -> None:
     count, states = pools_of(SHAPE, H200, 1, CacheSettings(), (64, 256), 2)
     used = count * 64 * 131_072 + 8.03e9 * 2
     assert states is None
-    assert 0.99 < used / (141e9 * 0.9) <= 1.0
+    assert 0.99 < used / (H200.memory * 0.9) <= 1.0
     with pytest.raises(ConfigError, match="device: the weights take 16 GB"):
         pools_of(SHAPE, find_device("l4"), 1, CacheSettings(gpu_memory_utilization=0.5), (64, 256), 2)
 
@@ -79,7 +79,7 @@ def test_recurrent_states_take_memory_and_time() -> None:
     count, states = pools_of(shape, H200, 1, CacheSettings(), (64, 256), 2)
     assert states is not None
     assert (states.num_held, states.every) == (256, 1572)
-    rest = 141e9 * 0.9 - 2 * (shape.matrix_weights + 4096 * 248_320) - 256 * shape.state_bytes
+    rest = H200.memory * 0.9 - 2 * (shape.matrix_weights + 4096 * 248_320) - 256 * shape.state_bytes
     of_snapshots = (states.num_slots - 256) * shape.state_bytes
     assert 0.99 < 2 * of_snapshots / rest <= 1.0
     assert 0.99 < 2 * count * 64 * 32_768 / rest <= 1.01

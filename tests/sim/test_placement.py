@@ -36,7 +36,7 @@ def test_it_is_the_arithmetic_of_the_tables_of_the_docs() -> None:
     assert only(found, tensor_parallel_size=2, quantization="bfloat16").cached_tokens == 34_624
     assert only(found, tensor_parallel_size=2, quantization="fp8").cached_tokens == 235_136
     assert only(found, tensor_parallel_size=1, quantization="int4").cached_tokens == 2 * 108_544
-    assert "the KV cache needs" in str(only(found, tensor_parallel_size=1, quantization="bfloat16").problem)
+    assert "GiB more than there is" in str(only(found, tensor_parallel_size=1, quantization="bfloat16").problem)
 
 
 def test_the_fastest_that_fit_are_first_and_every_engine_counts() -> None:
@@ -102,6 +102,13 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     assert {way["quantization"] for way in found["ways"]} == {"fp8"}
     assert main(["plan", "llama-3.1-70b", "--gpus", "1xl4", "--quantization", "fp8"]) == 1
     assert "Does not fit" in capsys.readouterr().out
+
+
+def test_it_says_nothing_of_a_way_but_in_its_table(caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["plan", "llama-3.1-8b", "--gpus", "l4"]) == 0  # of which the longest context does not fit
+    assert not caplog.records
+    placements(EngineConfig(), SHAPES["llama-3.1-8b"], find_device("l4"), 1, 4096)
+    assert "max_model_len is" in caplog.text
 
 
 @pytest.mark.parametrize(
