@@ -119,9 +119,8 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
 
     def keep_row(result: dict[str, Any]) -> None:
         row = result["rows"][-1]
-        words = ", ".join(
-            f"{row[name]} {name}" for name in ("output_tok_s", "ttft_p50_ms", "itl_p50_ms") if name in row
-        )
+        shown = ("output_tok_s", "ttft_p50_ms", "itl_p50_ms", "goodput_share")
+        words = ", ".join(f"{row[name]} {name}" for name in shown if name in row)
         say(f"{row.get('workload', '')} {row['load']}: {words}, {row['failed']} failed")
         keep("serve", result, args.output)
         if args.csv is not None:
