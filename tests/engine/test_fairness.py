@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from octavo.config import POLICY_NAMES, SchedulerSettings
+from octavo.config import OWNERS, POLICY_NAMES, SchedulerSettings
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
@@ -127,7 +127,7 @@ def test_no_request_starves(policy: str) -> None:
         Request(1 + n, [*shared, n], SamplingParams(), 16, arrival=1.0 + n / 200, tenant="y", priority=1)
         for n in range(6000)
     ]
-    ageing = 2.0 if policy in ("priority", "shortest-first", "longest-prefix") else None
+    ageing = 2.0 if policy in OWNERS["policy_ageing"] else None
     engine = VirtualEngine(
         SchedulerSettings(scheduling_policy=policy, policy_ageing=ageing), max_num_seqs=8, num_blocks=400
     )
