@@ -27,7 +27,7 @@ from octavo.cache.offload import Offload
 from octavo.cache.state_cache import StateCache
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
-from octavo.types import GroupBlocks, KVTransfer, Plan, Request, Sequence, keyed
+from octavo.types import GroupBlocks, KVTransfer, Plan, Sequence
 
 NO_STOP = 1 << 62
 """Room of a sequence without recurrent state."""
@@ -211,15 +211,14 @@ class KVCache:
         if self.states is not None:
             self.states.forget(node)
 
-    def prefetch(self, request: Request) -> Future[None] | None:
-        """Start to read the blocks of ``request`` that are only on disk or at a prefill server; ``None`` if there are
+    def prefetch(self, seq: Sequence) -> Future[None] | None:
+        """Start to read the blocks of a new ``seq`` that are only on disk or at a prefill server; ``None`` if there are
         none."""
         if self.offload is None:
             return None
-        tokens: list[int | None] = [*request.prompt_tokens, *request.output_tokens]
-        end = self.groups[0].tree.find(keyed(tokens, request), (len(tokens) - 1) // self.block_size, request.cache_salt)
+        end = self.groups[0].tree.find(seq.keys, (len(seq.tokens) - 1) // self.block_size, seq.salt)
         num_with_state = 0 if self.states is None else self.states.match(end).depth
-        return self.offload.prefetch(request, end.depth, num_with_state)
+        return self.offload.prefetch(seq, end.depth, num_with_state)
 
     def hold(self, seq: Sequence) -> KVTransfer | None:
         """Keep the prompt's blocks of ``seq``, which is about to be released, for a decode server, if its request asks

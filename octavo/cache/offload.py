@@ -34,7 +34,7 @@ from octavo.cache.held_blocks import BlockToHold, HeldBlocks
 from octavo.cache.kv_channel import ChannelError, Fetcher, HoldingServer
 from octavo.cache.node import Node, as_digest, folded
 from octavo.cache.tiers import DiskTier, HostTier
-from octavo.types import KVTransfer, Request, Sequence, Tokens, keyed
+from octavo.types import KVTransfer, Sequence, Tokens
 
 MAX_PENDING = 1024
 """Most blocks pending to be saved; further evicted blocks are dropped."""
@@ -233,8 +233,8 @@ class Offload:
         while self.save_idle() and time.monotonic() < end:
             time.sleep(CLOSING_POLL_SECONDS)
 
-    def prefetch(self, request: Request, num_cached: int, num_with_state: int = 0) -> Future[None] | None:
-        """Start to read the blocks after the first ``num_cached`` of ``request`` from disk; ``None`` if there are none.
+    def prefetch(self, seq: Sequence, num_cached: int, num_with_state: int = 0) -> Future[None] | None:
+        """Start to read the blocks after the first ``num_cached`` of ``seq`` from disk; ``None`` if there are none.
         Where the model has recurrent states, of which the prefix cache has one behind ``num_with_state`` blocks, those
         up to the last other one, and it.
 
@@ -242,10 +242,10 @@ class Offload:
         """
         if self.disk is not None:
             self.disk.refresh()
-        keys = self._keys(keyed([*request.prompt_tokens, *request.output_tokens], request), request.cache_salt)
+        keys, transfer = self._keys(seq.keys, seq.salt), seq.request.transfer
         counts = num_cached, num_with_state
-        if self.fetcher is not None and request.transfer is not None and request.transfer.address:
-            return self.fetcher.submit(self._fetch, request.transfer, list(keys), counts)
+        if self.fetcher is not None and transfer is not None and transfer.address:
+            return self.fetcher.submit(self._fetch, transfer, list(keys), counts)
         wanted = [] if self.disk is None else self._wanted(keys, counts, self.disk)
         return self._loader.submit(self._load, wanted) if wanted else None
 

@@ -98,7 +98,7 @@ class Engine:
         if request.adapter and request.adapter not in self.adapters:
             raise ModelNotFound(f"There is no adapter {request.adapter}.", param="model")
         processors = make_processors(request.params.extra_args, request.prompt_tokens)
-        prefix = self.scheduler.cache.prefetch(request)
+        prefix = self.scheduler.prefetch(request)
         if request.params.grammar is None and prefix is None:
             self.scheduler.add(request).processors = processors
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import msgspec
 
@@ -118,6 +119,13 @@ class Scheduler(SequenceAdmission):
         self.events.note(seq.id, "arrived", tokens=len(seq.tokens), others=len(self.waiting))
         self.waiting.arrive(seq)
         return seq
+
+    def prefetch(self, request: Request) -> Future[None] | None:
+        """Start to bring what slower tiers have of ``request`` to host memory; ``None`` if they have nothing."""
+        if self.cache.offload is None:
+            return None
+        self.choose_frequencies(seq := Sequence(request))
+        return self.cache.prefetch(seq)
 
     def check_servable(self, seq: Sequence) -> None:
         """Raise ``RequestError`` if ``seq`` could never be served."""

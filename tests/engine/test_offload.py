@@ -17,7 +17,7 @@ from octavo.cache.tiers import DiskTier, HostTier
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
-from octavo.steps.limits import StateSize
+from octavo.steps.limits import RopeSets, StateSize
 from octavo.types import Output, Request
 from tests.engine.tiers import OracleStore, attach, damage_some
 from tests.engine.workload import Features, Run
@@ -206,6 +206,18 @@ def test_salts_are_apart_in_all_tiers() -> None:
     for filler in range(6):
         talks.answer([filler + 1] * 31)
     assert cached("a") == 16
+
+
+def test_a_disk_has_texts_of_all_sets_of_rotary_frequencies(tmp_path: Path) -> None:
+    """A text that outgrew the first set is found by the next engine under the set that it ended with."""
+    prompt = list(range(20))
+    for num_found in (0, 16):
+        talks = Conversations(12, 1000, tmp_path)
+        assert talks.offload is not None
+        talks.engine.scheduler.rope_sets = RopeSets(original=16)
+        talks.answer(prompt)
+        assert talks.engine.stats().prefix_hits == num_found
+        talks.offload.close()
 
 
 def outputs_of(engine: Engine) -> Iterator[Output]:
