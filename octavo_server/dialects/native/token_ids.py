@@ -29,6 +29,7 @@ from octavo.errors import InvalidParameter
 from octavo.model_info import RoutesInfo
 from octavo.types import EngineInfo, TokenLogprobs
 from octavo_server.admission import ClientRequest
+from octavo_server.dialects.openai import kv_transfer
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.completions import decoder as completion_decoder
 from octavo_server.dialects.openai.fields import NO_LIMIT, default_max_tokens
@@ -44,6 +45,8 @@ from octavo_server.tenants.api_keys import caller_of
 
 OWN_FIELDS = frozenset(("echo", "model", "prompt", "stream", "stream_options", "use_beam_search"))
 """Fields of a completion that are not sampling parameters."""
+PASSED_ON = (*("model", "priority", "cache_salt", "session_id", "kv_transfer_params", "stream"), "stream_options")
+"""Fields that completions have, too."""
 ABOUT_EXPERTS = ("return_routed_experts", "routed_experts_prompt_start")
 """Sampling parameters that completions do not have."""
 MODES = ("tokens", "text")
@@ -60,6 +63,7 @@ class TokenIdsBody(msgspec.Struct, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     session_id: str | None = None
+    kv_transfer_params: Any = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
@@ -86,7 +90,7 @@ async def _translate(body: TokenIdsBody, services: ModelServices, request: Reque
         raise InvalidParameter("request_id", f"'request_id' must have 1 to {MAX_REQUEST_ID} characters.")
     own = {
         name: getattr(body, name)
-        for name in ("model", "priority", "cache_salt", "session_id", "stream", "stream_options")
+        for name in PASSED_ON
         if getattr(body, name) is not None
     }
     own |= {"prompt": body.token_ids}
@@ -95,6 +99,8 @@ async def _translate(body: TokenIdsBody, services: ModelServices, request: Reque
     completion, ignored = completion_decoder.read(msgspec.json.encode(fields), services.engine.info.max_model_len)
     services.report(request, [f"sampling_params.{name}" for name in ignored])
     submitted = client_request(completion, services, request)
+    if kv_transfer.has_no_effect(completion, services):
+        services.report(request, [kv_transfer.FIELD])
     if body.sampling_params.get("max_tokens") is None:
         submitted = dataclasses.replace(submitted, default_max_tokens=default_max_tokens(services, None))
     submitted = _with_experts(submitted, body, about_experts, services.engine.info)
@@ -140,6 +146,7 @@ class TokenIdsAnswer:
             "choices": [self._choice(choice) for choice in choices],
             "usage": usage(choices),
             "weight_version": choices[0].weight_versions[-1][0],
+            **kv_transfer.answered(choices),
         }
         if self._completion.prompt_logprobs is not None:
             found = choices[0].prompt_logprobs
@@ -280,7 +287,6 @@ async def abort_by_id(request: Request) -> Response:
 
 _IGNORED: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": (),
-    "kv_transfer_params": (),
     "reasoning_ended": (True,),
     "reasoning_parser_kwargs": (),
 }

@@ -32,8 +32,14 @@ def serve(serve_app: Callable[..., Served], role: str, address: str = "127.0.0.1
     return serve_app(engine, role=role, kv_transfer_key="k")
 
 
+def continue_ids(served: Served, **fields: Any) -> Any:
+    sampling = {"max_tokens": fields.pop("max_tokens", 2)}
+    body = {"token_ids": [1, 2, 3], "sampling_params": sampling, **fields}
+    return served.client.post("/inference/v1/generate", json=body)
+
+
 @pytest.mark.parametrize("address", ADDRESSES)
-@pytest.mark.parametrize("ask", [Served.complete, Served.chat])
+@pytest.mark.parametrize("ask", [Served.complete, Served.chat, continue_ids])
 def test_a_prefill_server_tells_where_the_prompt_is_and_a_decode_server_takes_it(
     ask: Callable[..., Any], address: str, serve_app: Callable[..., Served]
 ) -> None:
