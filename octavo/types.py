@@ -123,7 +123,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str = ""
     """Only requests with the same salt share cached blocks."""
     cache_ttl: float = 0.0
-    """Seconds during which its cached blocks are evicted only after all others; ``inf`` pins them."""
+    """Seconds during which its cached blocks are pinned: evicted only after those that are not."""
     session: str = ""
     """Conversation that this request is a turn of, for session-aware eviction; scoped by ``cache_salt``."""
     tenant: str = ""
@@ -139,7 +139,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     adapter: str = ""
     """Name of the LoRA adapter to apply; ``cache_salt`` then differs from that of requests for any other adapter."""
     owner: str = ""
-    """Name of the API key that sent it, which the server counts by; the engine does not use it."""
+    """Name of the API key that sent it: sessions are its own, and it has a share of what can be pinned."""
     images: list[ImageInput] = []
     """Images of the prompt, in order."""
     transfer: KVTransfer | None = None
@@ -487,6 +487,10 @@ class EngineStats(msgspec.Struct, array_like=True, gc=False):
     num_transfer_received: int = 0
     num_transfer_failures: int = 0
     num_evictions: int = 0
+    num_sessions: int = 0
+    num_pinned_blocks: int = 0
+    session_queries: int = 0
+    session_hits: int = 0
     num_state_slots: int = 0
     num_used_states: int = 0
     num_snapshots: int = 0

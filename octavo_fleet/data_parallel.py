@@ -20,7 +20,7 @@ from octavo.cache.kv_events import KVEvent
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError, OctavoError
 from octavo.system.cpus import num_cpus
-from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.metrics import FleetMetrics, Metrics
 from octavo.types import EngineInfo, EngineStats, FinishReason, Request
 from octavo_fleet.routing.prefixes import CachedPrefixes, PromptQuery
@@ -86,8 +86,11 @@ class DataParallelEngine(SeveralEngines):
         """Update all engines, as ``AsyncEngine.update_weights`` does."""
         await asyncio.gather(*(engine.update_weights(model, version, mode) for engine in self.engines))
 
-    async def forget_session(self, owner: str, session: str) -> None:
-        await asyncio.gather(*(engine.forget_session(owner, session) for engine in self.engines))
+    async def order_sessions(self, order: SessionOrder) -> SessionReport:
+        """Ask all engines; a session that was moved is of several."""
+        reports = await asyncio.gather(*(engine.order_sessions(order) for engine in self.engines))
+        sessions = [session for report in reports for session in report.sessions]
+        return SessionReport(sessions, any(report.is_taken for report in reports))
 
     async def clear_prefix_cache(self) -> None:
         await asyncio.gather(*(engine.clear_prefix_cache() for engine in self.engines))

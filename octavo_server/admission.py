@@ -316,7 +316,7 @@ class Admission:
                 )
         try:
             for choice in generation.choices:
-                self.engine.timelines.own(choice.request.id, client_request.caller.name)
+                self.engine.timelines.own(choice.request.id, client_request.caller.name, client_request.session)
             generation = begin(generation)
         except BaseException:
             generation.close()

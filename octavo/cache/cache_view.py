@@ -15,6 +15,7 @@ from octavo.types import Sequence
 
 MAX_CELLS = 1024
 MAX_PREFIXES = 64
+MAX_SESSIONS = 16
 MAX_PREFIX_BLOCKS = 4096
 """Blocks of the prefix tree that are visited."""
 
@@ -28,7 +29,8 @@ def view_of(cache: KVCache, holders: Collection[Sequence]) -> CacheView:
     blocks_per_cell = max(1, -(-group.num_blocks // MAX_CELLS))
     owners = _runs(_owners(group, holders), blocks_per_cell)
     prefixes, has_more = _prefixes(group)
-    return CacheView(blocks_per_cell, owners, prefixes, has_more, round(time.perf_counter() - started, 6))
+    sessions = cache.sessions.views(None, MAX_SESSIONS)
+    return CacheView(blocks_per_cell, owners, prefixes, has_more, round(time.perf_counter() - started, 6), sessions)
 
 
 def _owners(group: GroupCache, holders: Collection[Sequence]) -> Owners:

@@ -7,6 +7,8 @@ which an idle path of any length has one entry; every operation costs amortized 
 In sliding-window groups a child can be matched without its parent, so every idle block can be evicted. Blocks that
 were used by one sequence only and are behind its window go first: that sequence is matched by its last window, and
 they would serve only a request that continues from the middle of its text.
+
+Blocks that requests pin go last, whatever the policy. Who pins has a share: see ``PinnedBlocks``.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from octavo.cache.node import Node
+from octavo.cache.sessions import ByOwner
 
 Key = tuple[float, ...]
 
@@ -52,6 +55,9 @@ PROTECTED_SHARE = 0.8
 """Largest share of the pool that slru protects; beyond it the least recently used protected block is demoted."""
 
 
+PINNED_SHARE = 0.5
+"""Largest share of the pool that can be pinned."""
+
 Entry = tuple[Key, int, Node]
 """A heap entry of an evictable node; valid while it is the node's ``entry``."""
 
@@ -59,17 +65,15 @@ Entry = tuple[Key, int, Node]
 class IdleBlocks:
     """The nodes whose blocks no sequence holds."""
 
-    def __init__(self, policy: str, num_blocks: int, clock: Callable[[], float], *, leaves_only: bool = True) -> None:
+    def __init__(self, policy: str, num_blocks: int, *, leaves_only: bool = True) -> None:
         self.key = POLICIES[policy]
         self.leaves_only = leaves_only
-        self.clock = clock
         self._num_idle = 0
         self._num_rests = 0
         self._heap: list[Entry] = []
         self._num_entries = 0
         """Valid entries of the heap."""
         self._num_placed = 0
-        self._expiring: list[tuple[float, int, Node]] = []
         self._protected: OrderedDict[Node, None] | None = OrderedDict() if policy == "slru" else None
         self._max_protected = int(PROTECTED_SHARE * num_blocks)
 
@@ -98,7 +102,6 @@ class IdleBlocks:
     def pop(self) -> Node:
         """Remove and return the node to evict; there must be one. If its parent is then an idle leaf, the caller must
         ``place`` it."""
-        self._expire()
         while True:
             entry = heapq.heappop(self._heap)
             node = entry[2]
@@ -110,24 +113,15 @@ class IdleBlocks:
         """Insert ``node``, which is idle and evictable, into the heap by its current key, replacing any older entry."""
         self._displace(node)
         self._num_placed += 1
-        is_kept = node.kept_until > self.clock() if node.kept_until else False
-        rank = 1 if is_kept else -1 if node.is_passed else 0
+        rank = 1 if node.keeper is not None else -1 if node.is_passed else 0
         node.entry = ((rank, *self.key(node)), self._num_placed, node)
         heapq.heappush(self._heap, node.entry)
         self._num_entries += 1
-        if is_kept and node.kept_until < math.inf:
-            self._note_expiry(node)
 
-    def _note_expiry(self, node: Node) -> None:
-        heapq.heappush(self._expiring, (node.kept_until, self._num_placed, node))
-        if len(self._expiring) > 2 * self._num_entries + 16:
-            self._expiring = [note for note in self._expiring if self._still_holds(note)]
-            heapq.heapify(self._expiring)
-
-    @staticmethod
-    def _still_holds(note: tuple[float, int, Node]) -> bool:
-        _, number, node = note
-        return node.entry is not None and node.entry[1] == number
+    def place_again(self, node: Node) -> None:
+        """Place ``node`` by its current key, if it is evictable."""
+        if node.entry is not None:
+            self.place(node)
 
     def _displace(self, node: Node) -> None:
         if node.entry is not None:
@@ -137,21 +131,13 @@ class IdleBlocks:
                 self._heap = [entry for entry in self._heap if entry[2].entry is entry]
                 heapq.heapify(self._heap)
 
-    def _expire(self) -> None:
-        """Place nodes whose ``kept_until`` has passed again, without that protection."""
-        while self._expiring and self._expiring[0][0] <= self.clock():
-            note = heapq.heappop(self._expiring)
-            if self._still_holds(note):
-                self.place(note[2])
-
     def _protect(self, node: Node, protected: OrderedDict[Node, None]) -> None:
         node.is_protected = True
         protected[node] = None
         if len(protected) > self._max_protected:
             oldest, _ = protected.popitem(last=False)
             oldest.is_protected = False
-            if oldest.entry is not None:
-                self.place(oldest)
+            self.place_again(oldest)
 
     def check(self, leaves: set[Node]) -> None:
         """Assert that the evictable nodes are ``leaves`` (all idle nodes in sliding-window groups)."""
@@ -159,4 +145,84 @@ class IdleBlocks:
         assert placed == leaves, "an idle leaf has no place in the heap, or something else has one"
         assert len(placed) == self._num_entries, "places are miscounted"
         assert len(self._heap) <= 2 * self._num_entries + 16, "too many stale entries in the heap"
-        assert sum(map(self._still_holds, self._expiring)) <= self._num_entries, "a hint is noted twice"
+
+
+class PinnedBlocks:
+    """The blocks that are evicted only after all others, each until a time.
+
+    They are at most ``PINNED_SHARE`` of the pool. Beyond that, the API key with the most loses the pins that it set
+    first, those at the end of a prefix before those at its start: so of ``n`` keys, each can have an ``n``-th of that
+    share, whatever the others do. A block that several keys pin counts for the first of them. Each operation costs
+    O(log n) for a block.
+    """
+
+    def __init__(self, idle: IdleBlocks, num_blocks: int, clock: Callable[[], float]) -> None:
+        self.most = int(PINNED_SHARE * num_blocks)
+        self._idle = idle
+        self._clock = clock
+        self._nodes = ByOwner[Node, None]()
+        self._expiring: list[tuple[float, int, Node]] = []
+        self._num_notes = 0
+
+    def __len__(self) -> int:
+        """The number of blocks, some of which may have expired since the last eviction."""
+        return len(self._nodes)
+
+    def counts(self) -> dict[str, int]:
+        """The number of blocks that count for each API key."""
+        return self._nodes.counts()
+
+    def pin(self, end: Node, until: float, owner: str) -> None:
+        """Pin the path to ``end`` for ``owner`` until the time ``until``."""
+        self.expire()
+        node = end
+        while node.parent is not None:
+            if node.block >= 0:
+                self._pin(node, until, owner)
+            node = node.parent
+        while len(self._nodes) > self.most:
+            self.unpin(self._nodes.surplus()[1])
+        if len(self._expiring) > 2 * len(self._nodes) + 16:
+            self._expiring = [note for note in self._expiring if self._holds(note)]
+            heapq.heapify(self._expiring)
+
+    def _pin(self, node: Node, until: float, owner: str) -> None:
+        if until > node.kept_until:
+            node.kept_until = until
+            if until < math.inf:
+                self._num_notes += 1
+                heapq.heappush(self._expiring, (until, self._num_notes, node))
+        if node.keeper in (None, owner):
+            self._nodes.put(owner, node, None)
+        if node.keeper is None:
+            node.keeper = owner
+            self._idle.place_again(node)
+
+    def unpin(self, node: Node) -> None:
+        """Evict ``node`` as those that were never pinned."""
+        if node.keeper is None:
+            return
+        self._nodes.remove(node.keeper, node)
+        node.keeper, node.kept_until = None, 0.0
+        self._idle.place_again(node)
+
+    def expire(self) -> None:
+        """Unpin the blocks whose time is over."""
+        while self._expiring and self._expiring[0][0] <= self._clock():
+            note = heapq.heappop(self._expiring)
+            if self._holds(note):
+                self.unpin(note[2])
+
+    @staticmethod
+    def _holds(note: tuple[float, int, Node]) -> bool:
+        until, _, node = note
+        return node.keeper is not None and node.kept_until == until
+
+    def check(self, cached: set[Node]) -> None:
+        """Assert that the pinned ones are among the nodes ``cached`` and no more than they may be."""
+        assert len(self._nodes) <= self.most, "too many blocks are pinned"
+        pinned = [node for owner in self.counts() for node, _ in self._nodes.items(owner) if node.keeper == owner]
+        assert {node for node in cached if node.keeper is not None} == set(pinned), "pins are miscounted"
+        assert len(pinned) == len(self._nodes), "a block is pinned for two"
+        ending = {note[2] for note in self._expiring if self._holds(note)}
+        assert ending == {node for node in pinned if node.kept_until < math.inf}, "a pin never ends, or one does"

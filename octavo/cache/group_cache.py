@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from typing import NamedTuple
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Node
 from octavo.cache.radix_tree import RadixTree
+from octavo.cache.sessions import live
 from octavo.types import GroupBlocks, Sequence
 
 
@@ -69,9 +70,6 @@ class GroupCache:
         self._last_border = (root, root, root)
         """Cache of ``_num_idle``: the last node asked for, the deepest held node on its path, and the first idle one.
         A waiting sequence for which there are no blocks asks again in every step."""
-        self._asks_for_turns = eviction == "session"
-        self._last_turns: OrderedDict[tuple[str, str, str], Node] = OrderedDict()
-        """Last node of the latest turn of each session, by owner, session and salt; at most ``num_blocks`` entries."""
 
     @property
     def num_blocks(self) -> int:
@@ -85,6 +83,12 @@ class GroupCache:
     def num_cached(self) -> int:
         """Idle blocks, kept for reuse."""
         return len(self.tree.idle)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks, idle or held, that are evicted only after all others."""
+        self.tree.pinned.expire()
+        return len(self.tree.pinned)
 
     @property
     def num_used(self) -> int:
@@ -250,11 +254,8 @@ class GroupCache:
     def release(self, seq: Sequence) -> None:
         """Release all blocks of ``seq``; its published blocks stay in the prefix cache until evicted."""
         request, held = seq.request, seq.groups[self.index]
-        if held.published is not None:
-            if request.cache_ttl:
-                self.tree.keep(held.published, self.clock() + request.cache_ttl)
-            if request.session:
-                self._note_turn((request.owner, request.session, request.cache_salt), held)
+        if request.cache_ttl and held.published is not None:
+            self.tree.pinned.pin(held.published, self.clock() + request.cache_ttl, request.owner)
         self.num_slots -= len(held.block_table) * self.block_size
         for block in reversed(held.block_table[held.first_block :]):  # deepest first: see RadixTree
             self._drop(block)
@@ -264,24 +265,11 @@ class GroupCache:
         held.table_version += 1
         held.published = None
 
-    def forget_session(self, owner: str, session: str) -> None:
-        """Evict what only the latest turns of a session of ``owner`` need."""
-        for turn in [turn for turn in self._last_turns if turn[:2] == (owner, session)]:
-            node = self._last_turns.pop(turn)
-            if self.tree.node_of.get(node.block) is node:
-                for block in self.tree.cut(node):
-                    self.pool.free(block)
-                    self.num_evicted += 1
-
-    def _note_turn(self, session: tuple[str, str, str], held: GroupBlocks) -> None:
-        """Record the end of a session's latest turn; blocks of the turn before that are not on its path are
-        superseded."""
-        before = self._last_turns.pop(session, None)
-        if before is not None and self._asks_for_turns:
-            self.tree.supersede(before, held.block_table)
-        self._last_turns[session] = held.published
-        if len(self._last_turns) > self.num_blocks:
-            self._last_turns.popitem(last=False)
+    def forget(self, end: Node) -> None:
+        """Evict what of the path to ``end`` no other path has and no sequence holds."""
+        for block in self.tree.cut(live(end)):
+            self.pool.free(block)
+            self.num_evicted += 1
 
     def evict(self, num_blocks: int) -> None:
         """Evict ``num_blocks`` idle blocks, in the order of the eviction policy; none if negative."""

@@ -24,6 +24,7 @@ from octavo.cache.group_cache import GroupCache, GroupSize
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Node
 from octavo.cache.offload import Offload
+from octavo.cache.sessions import Sessions, live
 from octavo.cache.state_cache import StateCache
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
@@ -79,6 +80,8 @@ class KVCache:
             self.states = StateCache(states, self.groups[0].tree, enable_prefix_caching)
         self.sliding = [group for group in self.groups if group.window]
         """The sliding-window groups, which free blocks behind their window."""
+        self.sessions = Sessions(self.groups[0].num_blocks, block_size, clock)
+        self._supersedes = eviction == "session"
         self.offload: Offload | None = None
         """Slower tiers that keep the contents of evicted blocks."""
         self.copy_slots: CopySlots | None = None
@@ -317,6 +320,8 @@ class KVCache:
 
     def release(self, seq: Sequence) -> None:
         """Release all blocks of ``seq``; its published blocks stay in the prefix cache until evicted."""
+        if seq.request.session and seq.groups[0].published is not None:
+            self._note_turn(seq)
         for group in self.groups:
             group.release(seq)
         if self.states is not None:
@@ -324,10 +329,34 @@ class KVCache:
         self.num_filled -= seq.num_computed_tokens
         seq.num_computed_tokens = seq.capacity = 0
 
-    def forget_session(self, owner: str, session: str) -> None:
+    def _note_turn(self, seq: Sequence) -> None:
+        """Record the end of a session's latest turn; with policy ``session``, blocks of the turn before that are not on
+        its path are superseded."""
+        ends = [held.published for held in seq.groups]
+        before = self.sessions.note_turn(seq.request, ends, seq.num_cached_tokens)
+        if self.offload is not None:
+            self.offload.note_session(seq.request.owner, seq.request.session, ends[0])
+        if self._supersedes:
+            for group, end in zip(self.groups, before, strict=False):  # none before the first turn
+                group.tree.supersede(end, seq.groups[group.index].block_table)
+
+    def forget_session(self, owner: str, name: str) -> None:
         """Evict what only the latest turns of a session of ``owner`` need."""
-        for group in self.groups:
-            group.forget_session(owner, session)
+        for session in self.sessions.forget(owner, name):
+            for group, end in zip(self.groups, session.ends, strict=True):
+                group.forget(end)
+        if self.offload is not None:
+            self.offload.note_session(owner, name, self.groups[0].tree.root)
+
+    def prefetch_session(self, owner: str, name: str) -> bool:
+        """Start to read what is only on disk of the latest turn of a session of ``owner``, for its next turn; return
+        whether the hint was taken."""
+        if self.offload is None:
+            return False
+        known = self.sessions.find(owner, name)
+        end = live(known[0].ends[0]) if known else self.groups[0].tree.root
+        num_with_state = 0 if self.states is None else self.states.match(end).depth
+        return self.offload.prefetch_session(owner, name, end.depth, num_with_state)
 
     def clear(self) -> None:
         """Evict every block that no sequence holds."""

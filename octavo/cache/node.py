@@ -27,8 +27,8 @@ class Node:
 
     __slots__ = (
         *("block", "children", "depth", "edge", "edges", "key", "parent"),
-        *("born", "entry", "hash", "is_idle", "is_passed", "is_protected", "is_superseded", "kept_until", "num_ends"),
-        *("rested", "snapshot", "uses"),
+        *("born", "entry", "hash", "is_idle", "is_passed", "is_protected", "is_superseded", "keeper", "kept_until"),
+        *("num_ends", "rested", "snapshot", "uses"),
     )
 
     def __init__(self, edge: Edge, block: int, parent: Node | None, born: int = 0) -> None:
@@ -62,6 +62,8 @@ class Node:
         """Whether only one sequence ever used it, and it is now behind that sequence's window."""
         self.is_protected = False
         self.is_superseded = False
+        self.keeper: str | None = None
+        """The API key that pins it, if any, until the time ``kept_until``."""
         self.kept_until = 0.0
         self.entry: Any = None
         """Its valid entry in the eviction heap, if any."""

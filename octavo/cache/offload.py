@@ -5,6 +5,7 @@
     block evicted        block ──read──> writer thread ──> host memory and disk
     engine idle, ends    block ──read──> writer thread ──> disk, which then has all that is cached
     request arrives      prefetch: disk ──> loader thread ──> host memory
+    client gives a hint  disk ──> another thread ──> host memory
     sequence admitted    host memory ──write──> a block of the sequence, published like a computed one
 
 A server that computes prompts for others, or goes on from theirs, has two further ways::
@@ -43,6 +44,10 @@ MAX_PENDING_STATES = 16
 IDLE_PENDING = 32
 """Most blocks pending to be saved while the engine is idle, so that a request never waits for more of them; one of
 them may be a state."""
+MAX_HINTS = 8
+"""Most sessions of an API key that are read at a time because of hints."""
+HINT_SHARE = 0.5
+"""Largest share of the host memory's room that one of them may take."""
 CLOSING_SECONDS = 3.0
 """How long cached blocks are written to disk when the engine ends or falls asleep."""
 CLOSING_POLL_SECONDS = 0.002
@@ -144,6 +149,10 @@ class Offload:
         ``True``, those of snapshots."""
         self._writer = ThreadPoolExecutor(1, "kv-offload-writer")
         self._loader = ThreadPoolExecutor(1, "kv-offload-loader")
+        self._hint_loader = ThreadPoolExecutor(1, "kv-offload-hints")
+        """Apart from the other, so that no request waits for what is read because of hints."""
+        self._hints: dict[str, list[Future[None]]] = {}
+        """Those that are not done, by API key."""
 
     def identify(self, identity: Identity) -> None:
         """Keep blocks of another identity from now on; no block of the earlier one is cached any more."""
@@ -248,6 +257,39 @@ class Offload:
             return self.fetcher.submit(self._fetch, transfer, list(keys), counts)
         wanted = [] if self.disk is None else self._wanted(keys, counts, self.disk)
         return self._loader.submit(self._load, wanted) if wanted else None
+
+    def note_session(self, owner: str, name: str, end: Node) -> None:
+        """Let ``prefetch_session`` find the path to ``end`` by a session's name, also after a restart."""
+        if self.disk is None:
+            return
+        self._key_of(end)
+        keys = []
+        while end.parent is not None:
+            keys.append(end.key)
+            end = end.parent
+        self._writer.submit(self.disk.put_path, self._session_key(owner, name), keys[::-1])
+
+    def prefetch_session(self, owner: str, name: str, num_cached: int, num_with_state: int) -> bool:
+        """As ``prefetch``, of the path that was noted last; return whether the hint was taken. It is not without a
+        disk, and while ``MAX_HINTS`` other sessions of ``owner`` are read."""
+        pending = [hint for hint in self._hints.pop(owner, ()) if not hint.done()]
+        takes_more = self.disk is not None and len(pending) < MAX_HINTS
+        if takes_more:
+            session = self._session_key(owner, name)
+            pending.append(self._hint_loader.submit(self._load_session, session, (num_cached, num_with_state)))
+        if pending:
+            self._hints[owner] = pending
+        return takes_more
+
+    def _session_key(self, owner: str, name: str) -> bytes:
+        return hashlib.sha256(self._root + f"{owner}\0{name}".encode()).digest()
+
+    def _load_session(self, session: bytes, counts: tuple[int, int]) -> None:
+        assert self.disk is not None
+        self.disk.refresh()
+        size = max(self.store.num_bytes, self.store.state_bytes)
+        most = counts[0] + int(HINT_SHARE * self.host.capacity) // size
+        self._load(self._wanted(self.disk.path(session)[:most], counts, self.disk))
 
     def _wanted(self, keys: Iterable[bytes], counts: tuple[int, int], there: DiskTier | set[bytes]) -> list[bytes]:
         """Those of ``keys``, of the blocks of a prompt, and of its states that are ``there`` and of use; ``counts`` are
@@ -398,6 +440,7 @@ class Offload:
         self.save_all()
         self._writer.shutdown()
         self._loader.shutdown()
+        self._hint_loader.shutdown(cancel_futures=True)
         if self.held is not None:
             self.held[1].close()
         if self.fetcher is not None:

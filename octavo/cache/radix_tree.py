@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 
-from octavo.cache.eviction import IdleBlocks
+from octavo.cache.eviction import IdleBlocks, PinnedBlocks
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Edge, Node
 from octavo.types import Tokens
@@ -53,7 +53,8 @@ class RadixTree:
         self.has_window = has_window
         self.root = Node((), -1, None)
         self.node_of: dict[int, Node] = {}
-        self.idle = IdleBlocks(eviction, num_blocks, clock, leaves_only=not has_window)
+        self.idle = IdleBlocks(eviction, num_blocks, leaves_only=not has_window)
+        self.pinned = PinnedBlocks(self.idle, num_blocks, clock)
         self.num_born = 0
         self.events = events
         self.on_insert: Callable[[Node], None] | None = None
@@ -164,6 +165,7 @@ class RadixTree:
 
     def evict(self) -> int:
         """Evict the first idle block in the policy's order, and return it; there must be one."""
+        self.pinned.expire()
         return self._evict(self.idle.pop())
 
     def cut(self, node: Node) -> list[int]:
@@ -185,19 +187,13 @@ class RadixTree:
             self.on_evict(node)
         if self.events is not None:
             self.events.removed(node)
+        self.pinned.unpin(node)
         del self.node_of[block]
         node.block = -1
         self._prune(node)
         if parent.is_idle and not parent.children and parent.entry is None:
             self.idle.place(parent)
         return block
-
-    def keep(self, node: Node, until: float) -> None:
-        """Evict the path to ``node`` only after all other blocks, until the time ``until``."""
-        while node.parent is not None:
-            node.kept_until = max(node.kept_until, until)
-            self._place_again(node)
-            node = node.parent
 
     def supersede(self, node: Node, path: list[int]) -> None:
         """Mark the path to ``node`` as superseded by the blocks of ``path``, as far as it is not part of it."""
@@ -206,7 +202,7 @@ class RadixTree:
             if on_path or not all(child.is_superseded for child in node.children.values()):
                 break
             node.is_superseded = True
-            self._place_again(node)
+            self.idle.place_again(node)
             node = node.parent
 
     def use(self, node: Node) -> None:
@@ -215,10 +211,6 @@ class RadixTree:
             node.uses += 1
             node.is_superseded = False
             node = node.parent
-
-    def _place_again(self, node: Node) -> None:
-        if node.entry is not None:
-            self.idle.place(node)
 
     def walk(self) -> Iterator[Node]:
         """All nodes except the root, parents first."""
@@ -255,6 +247,7 @@ class RadixTree:
         assert in_tree == self.node_of.keys(), "a cached block cannot be reached from the root"
         assert len(idle) == len(self.idle), "idle blocks are miscounted"
         self.idle.check({node for node in idle if self.has_window or not node.children})
+        self.pinned.check({self.node_of[block] for block in in_tree})
 
 
 def _num_equal(one: Edge, other: Edge) -> int:

@@ -30,6 +30,8 @@ Stored = tuple[bytes, bytes]
 
 CHECKSUM_BYTES = 16
 REFRESH_SECONDS = 1.0
+KEY_BYTES = 32
+MAX_PATHS = 4096
 INDEX = "index.sqlite"
 _PART = re.compile("[0-9a-f]{2}")
 """Name of a subfolder: the first two hex digits of the names of its files."""
@@ -140,6 +142,19 @@ class DiskTier:
                 self._forget(next(iter(self._sizes)))
             return []
 
+    def put_path(self, name: bytes, keys: list[bytes]) -> None:
+        """Note ``keys``, those of a prefix in order, under a name; the ``MAX_PATHS`` that were put last are kept."""
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            added = self._index.execute("INSERT OR REPLACE INTO paths VALUES (?, ?)", (name, b"".join(keys)))
+            self._index.execute("DELETE FROM paths WHERE rowid <= ?", ((added.lastrowid or 0) - MAX_PATHS,))
+
+    def path(self, name: bytes) -> list[bytes]:
+        """The keys that were put last under a name, also by another process; none if it is not known."""
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            for (joined,) in self._index.execute("SELECT keys FROM paths WHERE name = ?", (name,)):
+                return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
+        return []
+
     def refresh(self) -> None:
         """Learn of what other processes with this folder have stored, at most once in ``REFRESH_SECONDS``."""
         if (now := time.monotonic()) < self._next_refresh:
@@ -198,6 +213,7 @@ def _open_index(path: Path) -> sqlite3.Connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = OFF")
             connection.execute("CREATE TABLE IF NOT EXISTS blocks (key BLOB PRIMARY KEY, size INTEGER NOT NULL)")
+            connection.execute("CREATE TABLE IF NOT EXISTS paths (name BLOB PRIMARY KEY, keys BLOB NOT NULL)")
             connection.execute("SELECT count(size) FROM blocks").fetchone()
             return connection
         except sqlite3.DatabaseError:

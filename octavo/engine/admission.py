@@ -89,8 +89,15 @@ class SequenceAdmission:
         self.cache.start(seq, ends, may_share(seq), self.max_num_batched_tokens)
         if self.images is not None:
             self.images.hold(seq)
-        self.events.note(seq.id, "admitted", tokens=seq.num_computed_tokens, others=len(self.running))
+        session = self.cache.sessions.of(seq.request)
+        num_before = 0 if session is None else min(session.num_tokens, seq.num_prompt_tokens - 1)
+        turn = 0 if not seq.request.session else 1 if session is None else session.num_requests + 1
+        num_running = len(self.running)
+        self.events.note(
+            seq.id, "admitted", tokens=seq.num_computed_tokens, others=num_running, turn=turn, before=num_before
+        )
         if not seq.first_scheduled:
+            self.cache.sessions.note_found(num_before, seq.num_computed_tokens)
             seq.first_scheduled = self.clock()
             seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.stats.prefix_queries += seq.num_prompt_tokens

@@ -14,7 +14,7 @@ from octavo.engine.protocols import Adapters, Grammars, Runner, Sleeper, Submitt
 from octavo.engine.schedule_delay import ScheduleDelay
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import CANCELLATIONS, CheckpointError, InvalidParameter, ModelNotFound, RunnerError
-from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.events import Event
 from octavo.types import (
     DropTensors,
@@ -30,6 +30,8 @@ from octavo.types import (
     WeightOrder,
 )
 
+MAX_SESSIONS = 200
+"""Most that are listed."""
 _NO_GRAMMAR: Future[Any] = Future()
 _NO_GRAMMAR.set_result(None)
 
@@ -202,9 +204,15 @@ class Engine:
         """Drop what the prefix cache holds of ended requests."""
         self.scheduler.cache.clear()
 
-    def forget_session(self, owner: str, session: str) -> None:
-        """Drop what the prefix cache holds of the latest turns of a session alone."""
-        self.scheduler.cache.forget_session(owner, session)
+    def order_sessions(self, order: SessionOrder) -> SessionReport:
+        """Do what is asked about sessions."""
+        cache = self.scheduler.cache
+        if order.action == "list":
+            return SessionReport(cache.sessions.views(order.owner, MAX_SESSIONS))
+        if order.action == "prefetch":
+            return SessionReport(is_taken=cache.prefetch_session(order.owner or "", order.name))
+        cache.forget_session(order.owner or "", order.name)
+        return SessionReport()
 
     def load_weights(self, folder: str, files: SequenceOf[str] = ()) -> None:
         """Take the weights of a folder, or with "" those in use, with the tensors of ``files`` in place of its own.

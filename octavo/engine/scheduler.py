@@ -503,6 +503,10 @@ def snapshot(counters: EngineStats, cache: KVCache, num_running: int, num_waitin
         num_cached_blocks=first.num_cached,
         num_copied_tokens=cache.num_copied,
         num_evictions=sum(group.num_evicted for group in cache.groups),
+        num_sessions=len(cache.sessions),
+        num_pinned_blocks=first.num_pinned,
+        session_queries=cache.sessions.num_queries,
+        session_hits=cache.sessions.num_hits,
     )
     if len(cache.groups) > 1:
         stats.kv_groups = [

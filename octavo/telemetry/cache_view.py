@@ -1,9 +1,11 @@
-"""What the console shows of an engine's KV cache: who owns which block, and the prefix tree.
+"""What is shown of an engine's KV cache: who owns which block, the prefix tree, and the sessions.
 
 There is no token in it.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -21,6 +23,46 @@ class PrefixView(msgspec.Struct, frozen=True, gc=False):
     """Of those, blocks that sequences hold."""
 
 
+class SessionView(msgspec.Struct, frozen=True, gc=False):
+    """A conversation, and what the prefix cache has of it."""
+
+    id: str
+    owner: str
+    """Name of its API key."""
+    requests: int
+    tokens: int
+    """Of its latest turn, prompt and answer, in full blocks."""
+    cached_tokens: int
+    """Of those, tokens that are cached now."""
+    pinned_tokens: int
+    """Of those, tokens that are evicted only after what nobody pins."""
+    found_tokens: int
+    """Prompt tokens of all its requests that were found."""
+    idle_seconds: float
+    """Since its latest turn ended."""
+    pinned_seconds: float
+    """For which it stays pinned."""
+
+
+class SessionOrder(msgspec.Struct, frozen=True, gc=False):
+    """What is asked of an engine about sessions: which it has, to free what is cached for the one called ``name`` and
+    for no other, or to bring what of it is on disk to host memory."""
+
+    action: Literal["list", "forget", "prefetch"]
+    owner: str | None
+    """Name of an API key; ``None`` to list those of all."""
+    name: str = ""
+
+
+class SessionReport(msgspec.Struct, frozen=True):
+    """The answer of an engine."""
+
+    sessions: list[SessionView] = []
+    """To "list": those used last."""
+    is_taken: bool = False
+    """To "prefetch": whether it was taken."""
+
+
 class CacheView(msgspec.Struct, frozen=True, gc=False):
     """The first KV group between two steps; its size is bounded."""
 
@@ -34,3 +76,5 @@ class CacheView(msgspec.Struct, frozen=True, gc=False):
     """Whether the prefix tree has further chains."""
     seconds: float
     """Seconds that this view took to make."""
+    sessions: list[SessionView] = []
+    """Those used last."""

@@ -53,6 +53,12 @@ GAUGES: list[tuple[str, str, Reader]] = [
         lambda c: c.stats.num_cached_blocks,
     ),
     (
+        "octavo_kv_cache_pinned_blocks",
+        "KV cache blocks that are evicted only after those that no request pins.",
+        lambda c: c.stats.num_pinned_blocks,
+    ),
+    ("octavo_sessions", "Sessions of which the prefix cache knows a turn.", lambda c: c.stats.num_sessions),
+    (
         "octavo_kv_cache_fragmentation",
         "Fraction of token positions in held KV cache blocks that are empty, 0 to 1.",
         _fragmentation,
@@ -146,6 +152,16 @@ COUNTERS: list[tuple[str, str, Reader]] = [
     ("octavo_moved_experts", "Experts copied to another rank by --enable-eplb.", lambda c: c.stats.num_moved_experts),
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda c: c.stats.prefix_queries),
     ("vllm:prefix_cache_hits", "Of vllm:prefix_cache_queries, tokens found.", lambda c: c.stats.prefix_hits),
+    (
+        "octavo_session_queries",
+        "Tokens of turns before that the next turn of their session could repeat.",
+        lambda c: c.stats.session_queries,
+    ),
+    (
+        "octavo_session_hits",
+        "Of octavo_session_queries, tokens found in the prefix cache.",
+        lambda c: c.stats.session_hits,
+    ),
     (
         "vllm:gpu_prefix_cache_queries",
         "Deprecated name of vllm:prefix_cache_queries.",

@@ -24,7 +24,8 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An event of a request.
 
     ``arrived``: with ``tokens`` of prompt and earlier output, while ``others`` wait. ``admitted``: ``tokens`` were
-    found in the prefix cache, ``others`` run. ``chunk``: ``tokens`` of the prompt were computed, from ``start``.
+    found in the prefix cache, ``others`` run; of a session, it is turn ``turn``, and could repeat ``before`` tokens of
+    the turn before. ``chunk``: ``tokens`` of the prompt were computed, from ``start``.
     ``preempted``: it lost its blocks, with ``tokens`` computed, to request ``by``. ``fault``: a forward pass with it
     failed, and tokens from ``start`` are recomputed. ``ended``: with its ``reason`` and ``tokens`` of output; of
     ``drafts`` verified, some were ``accepted``.
@@ -45,6 +46,8 @@ class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reason: str = ""
     drafts: int = 0
     accepted: int = 0
+    turn: int = 0
+    before: int = 0
 
 
 class EventLog:
@@ -67,6 +70,8 @@ class EventLog:
         reason: str = "",
         drafts: int = 0,
         accepted: int = 0,
+        turn: int = 0,
+        before: int = 0,
     ) -> None:
         stats = self._stats
         self._events.append(
@@ -83,6 +88,8 @@ class EventLog:
                 reason,
                 drafts,
                 accepted,
+                turn,
+                before,
             )
         )
 

@@ -46,6 +46,7 @@ def explain(events: Sequence[Event], others: Iterable[Sequence[Event]] = ()) -> 
         "prompt_tokens": events[0].tokens,
         "output_tokens": last.tokens if last.kind == "ended" else None,
         "cached_tokens": admitted[0].tokens if admitted else None,
+        "session": _session(admitted[0]) if admitted else None,
         "waited_behind": events[0].others,
         "chunks": [event.tokens for event in events if event.kind == "chunk"],
         "steps": steps,
@@ -57,6 +58,12 @@ def explain(events: Sequence[Event], others: Iterable[Sequence[Event]] = ()) -> 
         "shared_steps_with": _neighbours(runs, others),
         "events": [_shown(event, events[0].time) for event in events],
     }
+
+
+def _session(admitted: Event) -> dict[str, Any] | None:
+    """Of a turn of a session: which one it is, and what it found of the turn before."""
+    found = min(admitted.tokens, admitted.before)
+    return {"turn": admitted.turn, "tokens_before": admitted.before, "found": found} if admitted.turn else None
 
 
 def _phase(before: Event, after: Event) -> str:
@@ -131,6 +138,12 @@ def as_text(report: dict[str, Any]) -> str:
         f" computed in chunks of {', '.join(map(str, report['chunks'])) or 'none'}",
         f"  {report['steps']} steps, shared by {report['mean_sequences_per_step'] or 0} sequences on average",
     ]
+    if session := report["session"]:
+        name = f" {session['id']}" if session.get("id") else ""
+        lines.append(
+            f"  turn {session['turn']} of session{name},"
+            f" {session['found']} of {session['tokens_before']} tokens of the turn before found"
+        )
     for entry in report["shared_steps_with"]:
         lines.append(f"    request {entry['request']} in {entry['steps']} of them")
     lines += [f"  preempted for request {by}" for by in report["preempted_by"]]

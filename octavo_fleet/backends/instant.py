@@ -15,7 +15,7 @@ from octavo.config import EngineConfig
 from octavo.engine.engine import NoAdapters
 from octavo.engine.protocols import Adapters, OnLost
 from octavo.errors import CheckpointError, InvalidParameter
-from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request, TokenLogprobs, WeightOrder
 from octavo_fleet.backends.modelless import certain, make_info, refuse_what_needs_a_model
@@ -137,8 +137,9 @@ class InstantEngine:
     def clear_cache(self) -> None:
         """There is no cache."""
 
-    def forget_session(self, owner: str, session: str) -> None:
+    def order_sessions(self, order: SessionOrder) -> SessionReport:
         """There is no cache."""
+        return SessionReport()
 
     def save_idle(self) -> bool:
         """There is nothing to save."""

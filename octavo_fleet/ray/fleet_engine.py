@@ -16,7 +16,7 @@ import msgspec
 from octavo.config import ServeConfig
 from octavo.errors import CANCELLATIONS, InvalidParameter, RequestFailed, Unavailable
 from octavo.sampling_params import SamplingParams
-from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
 from octavo.types import (
@@ -151,9 +151,9 @@ class FleetEngine(RequestJournal):
         """Raises ``Unavailable``."""
         raise Unavailable("Replicas of Ray keep the weights that they began with; deploy the new ones.")
 
-    async def forget_session(self, owner: str, session: str) -> None:
+    async def order_sessions(self, order: SessionOrder) -> SessionReport:
         """Raises ``Unavailable``."""
-        raise Unavailable("The prefix caches of Ray's replicas cannot be emptied.")
+        raise Unavailable("Replicas of Ray tell nothing of their sessions.")
 
     async def clear_prefix_cache(self) -> None:
         """Raises ``Unavailable``."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from octavo.config import EngineConfig, ServeConfig, to_flat
 from octavo.errors import InvalidParameter, RequestError, RequestFailed, Unavailable, Withdrawn
-from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.events import Event
 from octavo.telemetry.metrics import Metrics
@@ -318,10 +318,11 @@ class AsyncEngine(RequestJournal):
         if (link := self._supervisor.link) is not None and self._is_up and not self.sleep_level:
             await link.settle(clears_cache=True)
 
-    async def forget_session(self, owner: str, session: str) -> None:
-        """Drop what the prefix cache holds of the latest turns of a session of an API key alone."""
+    async def order_sessions(self, order: SessionOrder) -> SessionReport:
+        """Do what is asked about sessions; an engine that sleeps or restarts has none."""
         if (link := self._supervisor.link) is not None and self._is_up and not self.sleep_level:
-            await link.settle(forgets=(owner, session))
+            return await link.order_sessions(order)
+        return SessionReport()
 
     # --- state ---
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from octavo.errors import OctavoError
+from octavo.telemetry.cache_view import SessionOrder, SessionReport
 from octavo.telemetry.logs import current_format, current_level
 from octavo.types import EngineInfo, WeightOrder
 from octavo_server.engines import wire
@@ -50,6 +51,8 @@ class EngineLink(asyncio.Protocol):
         """Pending answers to ``OrderWeights``, in order."""
         self.checksums: dict[str, str] = {}
         """Those of the last answer."""
+        self._asked: list[asyncio.Future[SessionReport]] = []
+        """Pending answers to ``OrderSessions``, in order."""
         self._settling: list[asyncio.Future[str]] = []
         """Pending answers to ``Settle``, in order."""
         self._on_step = on_step
@@ -126,12 +129,21 @@ class EngineLink(asyncio.Protocol):
         self.send(wire.OrderWeights(self.generation, order))
         return await answer
 
-    async def settle(self, clears_cache: bool = False, forgets: tuple[str, str] | None = None) -> None:
+    async def order_sessions(self, order: SessionOrder) -> SessionReport:
+        """Have the process do what is asked about sessions; it has none if it is gone."""
+        if self.closed.is_set():
+            return SessionReport()
+        answer: asyncio.Future[SessionReport] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        self.send(wire.OrderSessions(self.generation, order))
+        return await answer
+
+    async def settle(self, clears_cache: bool = False) -> None:
         """Wait until every output under way has arrived, or the process is gone."""
         if not self.closed.is_set():
             answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             self._settling.append(answer)
-            self.send(wire.Settle(self.generation, clears_cache, forgets))
+            self.send(wire.Settle(self.generation, clears_cache))
             await answer
 
     def has_exited(self) -> bool:
@@ -205,6 +217,8 @@ class EngineLink(asyncio.Protocol):
             self._end_settling()
         while self._ordered:
             self._end_order(GONE, False)
+        while self._asked:
+            self._end_asking(SessionReport())
         if not self.ready.done():
             self._fail(OctavoError("the engine process ended while it was starting; its output says why"))
 
@@ -221,6 +235,8 @@ class EngineLink(asyncio.Protocol):
             self._answer(self._slept, message.is_asleep, message.error)
         elif isinstance(message, wire.Settled):
             self._end_settling()
+        elif isinstance(message, wire.SessionsDone):
+            self._end_asking(message.report)
         elif isinstance(message, wire.WeightsDone):
             self.checksums = message.checksums
             self._end_order(message.error, message.is_busy)
@@ -233,6 +249,11 @@ class EngineLink(asyncio.Protocol):
         answer = self._ordered.pop(0)
         if not answer.done():
             answer.set_result((error, is_busy))
+
+    def _end_asking(self, report: SessionReport) -> None:
+        answer = self._asked.pop(0)
+        if not answer.done():
+            answer.set_result(report)
 
     def _end_settling(self) -> None:
         answer = self._settling.pop(0)

@@ -143,12 +143,13 @@ class EngineLoop:
                 self._answer_sleep(True, self.engine.sleep)
             case wire.Wake():
                 self._answer_sleep(False, self.engine.wake)
-            case wire.Settle(clears_cache=clears_cache, forgets=forgets):
+            case wire.Settle(clears_cache=clears_cache):
                 if clears_cache:
                     self.engine.clear_cache()
-                if forgets is not None:
-                    self.engine.forget_session(*forgets)
                 self.channel.send(wire.Settled(self.generation))
+            case wire.OrderSessions(order=session_order):
+                report = self.engine.order_sessions(session_order)
+                self.channel.send(wire.SessionsDone(self.generation, report))
             case wire.OrderWeights(order=order):
                 self._order_weights(order)
             case wire.Stop():

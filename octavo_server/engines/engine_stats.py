@@ -15,13 +15,14 @@ COUNTER_FIELDS = (
     "num_accepted_drafts",
     *("num_offload_saved", "num_offload_dropped", "num_offload_prefetched", "num_offload_restored"),
     *("num_offload_bad_files", "num_evictions", "num_snapshot_hits", "num_snapshot_evictions"),
+    *("session_queries", "session_hits"),
     *("num_transfer_expired", "num_transfer_received", "num_transfer_failures"),
 )
 """Cumulative fields of ``EngineStats``; each engine process counts them from 0."""
 GAUGE_FIELDS = (
     *("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_empty_slots", "num_cached_blocks"),
     *("offload_memory_bytes", "offload_disk_bytes", "num_state_slots", "num_used_states", "num_snapshots"),
-    *("num_transfer_held", "transfer_held_bytes"),
+    *("num_transfer_held", "transfer_held_bytes", "num_sessions", "num_pinned_blocks"),
 )
 
 

@@ -26,7 +26,7 @@ from octavo.errors import (
     RequestTooLarge,
     Unavailable,
 )
-from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.events import Event
 from octavo.types import EngineInfo, EngineStats, Output, Request, WeightOrder
 
@@ -114,8 +114,13 @@ class Settle(msgspec.Struct, tag="settle", array_like=True, gc=False):
     generation: int
     clears_cache: bool = False
     """Whether to drop what the prefix cache holds of ended requests."""
-    forgets: tuple[str, str] | None = None
-    """Owner and name of a session of which to drop it."""
+
+
+class OrderSessions(msgspec.Struct, tag="order_sessions", array_like=True, gc=False):
+    """What is asked about sessions; answered with a ``SessionsDone``."""
+
+    generation: int
+    order: SessionOrder
 
 
 class OrderWeights(msgspec.Struct, tag="order_weights", array_like=True):
@@ -133,7 +138,19 @@ class Pace(msgspec.Struct, tag="pace", array_like=True, gc=False):
 
 
 ToEngine = (
-    Start | Submit | Abort | Ping | Stop | LoadAdapter | UnloadAdapter | Settle | Sleep | Wake | OrderWeights | Pace
+    Start
+    | Submit
+    | Abort
+    | Ping
+    | Stop
+    | LoadAdapter
+    | UnloadAdapter
+    | Settle
+    | Sleep
+    | Wake
+    | OrderSessions
+    | OrderWeights
+    | Pace
 )
 
 
@@ -199,6 +216,13 @@ class Settled(msgspec.Struct, tag="settled", array_like=True, gc=False):
     generation: int
 
 
+class SessionsDone(msgspec.Struct, tag="sessions", array_like=True):
+    """The answer to ``OrderSessions``."""
+
+    generation: int
+    report: SessionReport
+
+
 class SleepDone(msgspec.Struct, tag="slept", array_like=True, gc=False):
     """The answer to ``Sleep`` or ``Wake``: it was done, or ``error`` says why not."""
 
@@ -219,7 +243,7 @@ class WeightsDone(msgspec.Struct, tag="weights", array_like=True, gc=False):
     """The answer to ``ChecksumWeights``."""
 
 
-FromEngine = Ready | BuildFailed | StepDone | AdapterDone | SleepDone | Settled | WeightsDone
+FromEngine = Ready | BuildFailed | StepDone | AdapterDone | SleepDone | Settled | SessionsDone | WeightsDone
 
 START_ERRORS: dict[str, type[OctavoError]] = {kind.__name__: kind for kind in (ConfigError, CheckpointError)}
 REFUSALS: dict[str, type[RequestError]] = {

@@ -21,10 +21,11 @@ MAX_KV_EVENTS_AT_ONCE = 1000
 class _Kept:
     """What is known of a request."""
 
-    __slots__ = ("events", "name", "owner")
+    __slots__ = ("events", "name", "owner", "session")
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, session: str) -> None:
         self.owner = owner
+        self.session = session
         self.name = ""
         self.events: list[Event] = []
 
@@ -45,16 +46,16 @@ class Timelines:
             if known is None:
                 if event.kind != "arrived":
                     continue  # the request was already dropped
-                known = self._keep(event.request_id, "")
+                known = self._keep(event.request_id)
             if len(known.events) < MAX_EVENTS_EACH or event.kind == "ended":
                 known.events.append(event)
 
-    def own(self, request_id: int, owner: str) -> None:
-        """Record the owner of a new request, the name of an API key."""
-        self._keep(request_id, owner)
+    def own(self, request_id: int, owner: str, session: str = "") -> None:
+        """Record the owner of a new request, the name of an API key, and its session."""
+        self._keep(request_id, owner, session)
 
-    def _keep(self, request_id: int, owner: str) -> _Kept:
-        kept = self._kept[request_id] = _Kept(owner)
+    def _keep(self, request_id: int, owner: str = "", session: str = "") -> _Kept:
+        kept = self._kept[request_id] = _Kept(owner, session)
         self._ids_of.setdefault(owner, OrderedDict())[request_id] = None
         if len(self._kept) > MAX_REQUESTS:
             largest = max(self._ids_of, key=lambda name: len(self._ids_of[name]))
@@ -94,14 +95,17 @@ class Timelines:
         or if not owned by ``reader`` (when given)."""
         request_ids = self._names.get(name) or ([int(name)] if name.isascii() and name.isdigit() else [])
         found = {
-            request_id: kept.events
+            request_id: kept
             for request_id in request_ids
             if (kept := self._kept.get(request_id)) and kept.events and reader in (None, kept.owner)
         }
-        return [
-            explain(events, (other.events for number, other in self._kept.items() if number != request_id))
-            for request_id, events in found.items()
-        ] or None
+        reports = []
+        for request_id, kept in found.items():
+            others = (other.events for number, other in self._kept.items() if number != request_id)
+            reports.append(report := explain(kept.events, others))
+            if report["session"]:
+                report["session"]["id"] = kept.session
+        return reports or None
 
 
 class KVEventRing:

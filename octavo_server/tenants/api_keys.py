@@ -31,7 +31,8 @@ from octavo_server.http.errors import HTTPRefusal
 
 ADMIN_PREFIX = "/admin/"
 REPORTS_PREFIX = "/v1/requests/"
-"""Reports on single requests: a key reads those of its own requests, the admin key those of all."""
+SESSIONS_PATH = "/v1/sessions"
+"""Reports on single requests, and on sessions: a key reads those of its own, the admin key those of all."""
 SHARED_PATHS = frozenset(
     (
         *("/metrics", "/stats", "/stats/live", "/stats/pace", "/v1/kv_events", "/sleep", "/wake_up"),
@@ -204,7 +205,8 @@ class Keys:
         if path.startswith(ADMIN_PREFIX):
             return self._check_admin(secret)
         is_shared = path.rstrip("/") in SHARED_PATHS
-        if (is_shared or path.startswith(REPORTS_PREFIX)) and self._is_admin(secret):
+        is_report = path.startswith(REPORTS_PREFIX) or path.rstrip("/") == SESSIONS_PATH
+        if (is_shared or is_report) and self._is_admin(secret):
             return Caller(sees_all=True)
         if not self.are_asked_for:
             return self._callers[""]

@@ -15,7 +15,7 @@ from octavo.config import CacheSettings, EngineConfig, settings
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request, Sequence
-from tests.engine.making import make_engine, make_request, run_to_end
+from tests.engine.making import make_engine, make_request, run_to_end, serve, tokens_of
 
 
 class Clock:
@@ -26,9 +26,11 @@ class Clock:
         return self.now
 
 
-def run_through(cache: KVCache, tokens: list[int], ttl: float = 0.0, session: str = "") -> list[int]:
+def run_through(
+    cache: KVCache, tokens: list[int], ttl: float = 0.0, session: str = "", owner: str = "", number: int = 0
+) -> list[int]:
     """Compute a sequence to its end, and give it back. Returns its blocks."""
-    request = Request(0, tokens, SamplingParams(), 1, cache_ttl=ttl, session=session)
+    request = Request(number, tokens, SamplingParams(), 1, cache_ttl=ttl, session=session, owner=owner)
     seq = Sequence(request, order=(0,))
     cache.adopt(seq, cache.match(seq))
     assert cache.reserve(seq, len(tokens))
@@ -193,10 +195,93 @@ def test_hints_do_not_pile_up() -> None:
     cache = KVCache(8, 1, eviction="session", clock=Clock())
     for _ in range(1000):
         run_through(cache, [1, 2, 3], ttl=1000.0, session="s")
-    assert len(cache.groups[0].tree.idle._expiring) < 50
+    assert len(cache.groups[0].tree.pinned._expiring) < 50
     for number in range(1000):
         run_through(cache, [1, 2], session=f"s{number}")
-    assert len(cache.groups[0]._last_turns) == 8
+    assert len(cache.sessions) == 8
+
+
+def test_an_owner_has_an_equal_share_of_the_pins_whatever_others_pin() -> None:
+    for seed in range(30):
+        rng = random.Random(seed)
+        cache = KVCache(rng.randrange(2, 80), 1, clock=Clock())
+        group, pinned = cache.groups[0], cache.groups[0].tree.pinned
+        assert pinned.most == cache.num_blocks // 2
+        for _ in range(60):
+            before, num_evicted = pinned.counts(), group.num_evicted
+            tokens = [rng.randrange(3) for _ in range(rng.randrange(1, min(20, cache.num_blocks) + 1))]
+            run_through(cache, tokens, rng.choice([0.0, 60.0, math.inf]), owner=rng.choice("aaaaaabc"))
+            cache.check([])
+            after = pinned.counts()
+            assert sum(after.values()) == group.num_pinned <= pinned.most
+            if group.num_evicted == num_evicted:
+                share = pinned.most // max(1, len({*before, *after}))
+                assert all(after.get(owner, 0) >= min(count, share) for owner, count in before.items())
+
+
+def test_pins_end_at_their_times_in_any_order() -> None:
+    """Each time is that of the pin that lasts longest, also where another owner had set an earlier one."""
+    for seed in range(20):
+        rng, clock = random.Random(seed), Clock()
+        cache = KVCache(200, 1, clock=clock)
+        until: dict[int, float] = {}
+        for _ in range(40):
+            ttl = rng.choice([1.0, 4.0, 9.0, math.inf]) if rng.random() < 0.7 else 0.0
+            blocks = run_through(cache, [rng.randrange(2) for _ in range(6)], ttl, owner=rng.choice("ab"))
+            if ttl:
+                until |= {block: max(until.get(block, 0.0), clock.now + ttl) for block in blocks}
+            clock.now += rng.random() * 3
+            until = {block: end for block, end in until.items() if end > clock.now}
+            assert cache.groups[0].num_pinned == len(until)
+            cache.check([])
+
+
+def test_pins_of_a_flood_take_neither_pins_nor_room_of_others() -> None:
+    engine, _ = make_engine(num_blocks=40, block_size=2)
+    quiet = make_request(1, prompt=18, cache_ttl=math.inf, owner="quiet")
+    serve(engine, [quiet])
+    for number in range(2, 60):
+        serve(engine, [make_request(number, prompt=30, cache_ttl=math.inf, owner="flood")])
+        assert set(engine.scheduler.cache.groups[0].tree.pinned.counts().values()) <= {10, 9, 11}
+    again = serve(engine, [make_request(98, quiet.prompt_tokens, owner="quiet")])
+    assert again[98][-1].num_cached_tokens == 16
+    whole = serve(engine, [make_request(99, prompt=76, owner="other")])
+    assert len(tokens_of(whole[99])) == 4
+    assert engine.stats().num_preemptions == 0
+
+
+def test_what_a_session_has_is_shown() -> None:
+    clock = Clock()
+    cache = KVCache(16, 1, clock=clock)
+    run_through(cache, [1, 2, 3], session="s", owner="a", number=1, ttl=60.0)
+    run_through(cache, [1, 2, 3, 4, 5], session="s", owner="a", number=2)
+    run_through(cache, [7], session="s", owner="b", number=3)
+    clock.now += 2
+    [seen] = cache.sessions.views("a", 10)
+    assert (seen.id, seen.owner, seen.requests, seen.tokens) == ("s", "a", 2, 5)
+    assert (seen.cached_tokens, seen.pinned_tokens, seen.idle_seconds, seen.pinned_seconds) == (5, 3, 2.0, 58.0)
+    evicted(cache, 3)
+    run_through(cache, [1, 2, 3, 4], session="t", owner="a", number=4, ttl=60.0)
+    views = cache.sessions.views(None, 10)
+    assert [(view.owner, view.id, view.cached_tokens, view.pinned_tokens) for view in views] == [
+        ("a", "t", 4, 4),
+        ("a", "s", 4, 4),
+        ("b", "s", 0, 0),
+    ]
+    assert cache.sessions.views(None, 2) == views[:2]
+    for number in range(20):
+        run_through(cache, [9], session=f"x{number}", owner="c")
+    assert len(cache.sessions.views("c", 100)) == 13, "an owner with more loses its oldest first"
+    assert len(cache.sessions.views(None, 100)) == 16
+
+
+def test_a_session_of_which_the_end_was_evicted_is_forgotten_too() -> None:
+    cache = KVCache(8, 1)
+    run_through(cache, [1, 2, 3], session="s")
+    evicted(cache, 1)
+    cache.forget_session("", "s")
+    assert cache.groups[0].num_cached == 0
+    cache.check([])
 
 
 def test_a_session_is_forgotten_but_for_what_others_use() -> None:

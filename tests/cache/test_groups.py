@@ -202,7 +202,6 @@ def test_a_prefix_is_as_long_as_all_groups_agree() -> None:
 def _forget(group: GroupCache, *depths: int) -> None:
     """Evict the idle blocks at these depths."""
     for node in [node for node in group.tree.walk() if node.depth in depths]:
-        node.kept_until = 0.0
         group.tree.idle.remove(node)
         block, node.block = node.block, -1
         del group.tree.node_of[block]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -18,6 +19,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.steps.limits import RopeSets, StateSize
+from octavo.telemetry.cache_view import SessionOrder
 from octavo.types import Output, Request
 from tests.engine.tiers import OracleStore, attach, damage_some
 from tests.engine.workload import Features, Run
@@ -83,8 +85,8 @@ class Conversations:
             self.cache.use_offload(self.offload)
         self.ids = iter(range(1, 1_000_000))
 
-    def answer(self, prompt: list[int]) -> list[int]:
-        request = Request(next(self.ids), prompt, SamplingParams(max_tokens=6, ignore_eos=True), 6)
+    def answer(self, prompt: list[int], **fields: Any) -> list[int]:
+        request = Request(next(self.ids), prompt, SamplingParams(max_tokens=6, ignore_eos=True), 6, **fields)
         self.engine.add(request)
         tokens: list[int] = []
         while self.engine.has_work:
@@ -105,6 +107,18 @@ class Conversations:
                 self.settle()
         stats = self.engine.stats()
         return stats.prefix_hits / stats.prefix_queries
+
+    def order(self, action: Literal["forget", "prefetch"], owner: str, name: str) -> bool:
+        """Whether it was taken; what was to be read is there then."""
+        self._end_hints(owner)
+        is_taken = self.engine.order_sessions(SessionOrder(action, owner, name)).is_taken
+        self._end_hints(owner)
+        return is_taken
+
+    def _end_hints(self, owner: str) -> None:
+        if (offload := self.offload) is not None:
+            wait_until(lambda: all(hint.done() for hint in offload._hints.get(owner, ())))
+            offload._writer.submit(int).result()
 
     def settle(self) -> None:
         """Wait until what was given up is where it belongs."""
@@ -218,6 +232,50 @@ def test_a_disk_has_texts_of_all_sets_of_rotary_frequencies(tmp_path: Path) -> N
         talks.answer(prompt)
         assert talks.engine.stats().prefix_hits == num_found
         talks.offload.close()
+
+
+@pytest.mark.parametrize("num_snapshots", [None, 4])
+def test_a_hint_brings_a_session_back_to_memory(tmp_path: Path, num_snapshots: int | None) -> None:
+    """Of the next process, which knows the session from the disk alone; and none but its own key has it."""
+    prompt = list(range(40))
+    first = Conversations(40, 1000, tmp_path, num_snapshots)
+    prompt += [*first.answer(prompt, session="s", owner="a"), 1, 2, 3]
+    first.answer([7] * 30, session="s", owner="b")
+    first.engine.close()
+    second = Conversations(40, 1000, tmp_path, num_snapshots)
+    assert second.offload is not None
+    for owner, name in (("b", "t"), ("", "s"), ("c", "s")):
+        assert second.order("prefetch", owner, name)
+        assert second.offload.stats.num_prefetched == 0
+    assert second.order("prefetch", "a", "s")
+    num_read = second.offload.stats.num_prefetched
+    assert num_read == 11  # of eleven blocks, or of ten and the state behind them
+    second.answer(prompt, session="s", owner="a")
+    assert second.engine.stats().prefix_hits == (44 if num_snapshots is None else 40)
+    assert second.offload.stats.num_prefetched == num_read, "the request reads nothing"
+    assert second.order("prefetch", "a", "s")
+    assert second.offload.stats.num_prefetched == num_read, "all of it is there"
+    second.order("forget", "a", "s")
+    second.order("prefetch", "a", "s")
+    assert second.offload.stats.num_prefetched == num_read, "it is not known any more"
+    second.engine.close()
+
+
+def test_hints_take_half_of_the_memory_and_eight_of_a_key_at_a_time(tmp_path: Path) -> None:
+    first = Conversations(40, 1000, tmp_path)
+    first.answer(list(range(80)), session="s")
+    first.engine.close()
+    second = Conversations(40, 12, tmp_path)
+    assert second.offload is not None
+    may_read = threading.Event()
+    second.offload._hint_loader.submit(may_read.wait, 60)
+    accepted = [second.offload.prefetch_session(owner, "s", 0, 0) for owner in [""] * 10 + ["b"]]
+    assert accepted == [True] * 8 + [False] * 2 + [True]
+    may_read.set()
+    assert second.order("prefetch", "", "s")
+    assert second.offload.host.num_bytes == 6 * second.offload.store.num_bytes
+    second.engine.close()
+    assert not Conversations(40, 12).order("prefetch", "", "s"), "without a disk there is nothing to read"
 
 
 def outputs_of(engine: Engine) -> Iterator[Output]:

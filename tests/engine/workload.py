@@ -223,6 +223,7 @@ def _random_request(rng: random.Random, request_id: int, prompt: list[int], uses
         tenant=rng.choice(["a", "a", "a", "b", "c"]),
         session=rng.choice(["", "s", "t"]),
         cache_ttl=rng.choice([0.0, 0.0, 0.0, 1e-4, float("inf")]),
+        owner=("", "a", "b")[request_id % 3],
         tpot_target=(0.0, 0.03, 0.2)[request_id % 3],
     )
     if rng.random() < 0.15:

@@ -16,7 +16,7 @@ import msgspec
 
 from octavo.config import ModelSettings
 from octavo.errors import QueueFull, RequestError, Unavailable
-from octavo.telemetry.cache_view import CacheView
+from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
 from octavo.telemetry.metrics import Metrics
 from octavo.types import DropTensors, EngineInfo, EngineStats, FinishReason, JoinGroup, ReceiveTensors, Request
 from octavo_fleet.backends.vocabulary import SPECIAL, TEMPLATE, byte_tokenizer  # noqa: F401 (for the tests)
@@ -66,7 +66,8 @@ class InProcessEngine:
     weights: list[str] = field(default_factory=list)
     """Folders of all updates."""
     num_clears: int = 0
-    forgotten: list[tuple[str, str]] = field(default_factory=list)
+    session_orders: list[SessionOrder] = field(default_factory=list)
+    session_report: SessionReport = field(default_factory=SessionReport)
     orders: list[JoinGroup | ReceiveTensors | DropTensors] = field(default_factory=list)
     """Of trainers, since weights were last taken."""
     pid: int | None = 4711
@@ -166,8 +167,9 @@ class InProcessEngine:
         self.orders.clear()
         return self.weight_version
 
-    async def forget_session(self, owner: str, session: str) -> None:
-        self.forgotten.append((owner, session))
+    async def order_sessions(self, order: SessionOrder) -> SessionReport:
+        self.session_orders.append(order)
+        return self.session_report
 
     async def clear_prefix_cache(self) -> None:
         self.num_clears += 1

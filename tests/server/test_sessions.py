@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
 from octavo.cache.kv_cache import KVCache
+from octavo.telemetry.cache_view import SessionOrder, SessionReport, SessionView
 from octavo.types import Request, Sequence
 from octavo_fleet.backends.vocabulary import byte_tokenizer
 from tests.server.conftest import Served
@@ -235,4 +238,43 @@ def test_each_turn_of_an_agent_finds_the_one_before(served: Served, agent: type[
 def test_a_client_lets_go_of_its_session(served: Served) -> None:
     answer = served.client.delete("/v1/sessions/1")
     assert answer.json() == {"id": "1", "object": "session", "deleted": True}
-    assert served.engine.forgotten == [("", "1")]
+    assert served.engine.session_orders == [SessionOrder("forget", "", "1")]
+
+
+def test_a_client_gives_a_hint_about_its_session(served: Served) -> None:
+    engine: Any = served.engine
+    engine.session_orders.clear()
+    for is_taken in (False, True):
+        engine.session_report = SessionReport(is_taken=is_taken)
+        answer = served.client.post("/v1/sessions/a b/prefetch")
+        assert answer.json() == {"id": "a b", "object": "session", "accepted": is_taken}
+    assert engine.session_orders == [SessionOrder("prefetch", "", "a b")] * 2
+
+
+def test_a_key_sees_its_own_sessions_and_the_admin_key_those_of_all(serve_app: Any, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("".join(f"{name} {sha256(name.encode()).hexdigest()}\n" for name in ("alice", "bob")))
+    engine = Cached()
+    engine.session_report = SessionReport([SessionView("s", "alice", 2, 32, 16, 0, 16, 1.5, 0.0)])
+    served = serve_app(engine, api_key_file=str(path), admin_key="boss")
+    for key, owner in (("alice", "alice"), ("bob", "bob"), ("boss", None)):
+        answer = served.client.get("/v1/sessions", headers={"Authorization": f"Bearer {key}"})
+        assert engine.session_orders[-1] == SessionOrder("list", owner)
+    assert answer.json()["data"] == [
+        {
+            "object": "session",
+            "model": "test",
+            "id": "s",
+            "owner": "alice",
+            "requests": 2,
+            "tokens": 32,
+            "cached_tokens": 16,
+            "pinned_tokens": 0,
+            "found_tokens": 16,
+            "idle_seconds": 1.5,
+            "pinned_seconds": 0.0,
+        }
+    ]
+    assert served.client.get("/v1/sessions").status_code == 401
+    bearer = {"Authorization": "Bearer boss"}
+    assert served.client.delete("/v1/sessions/s", headers=bearer).status_code == 401, "it has no sessions of its own"

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.cache.eviction import PINNED_SHARE
 from octavo.config import ModelSettings, ServeConfig
 from octavo.grammar import compiler
 from octavo.server_settings import ServerSettings
@@ -317,6 +318,8 @@ BOUNDS: dict[str, str] = {
     "requests begun at a time": "one",
     "timelines": f"{timelines.MAX_REQUESTS:,} requests",
     "names of sessions": "one for each block",
+    "pinned blocks of the KV cache": {0.5: "half of them"}[PINNED_SHARE],
+    "sessions read from disk because of a hint": "",
     "adapters": f"`--max-loras` ({ModelSettings().max_loras})",
     "connections": f"{http.MAX_CONNECTIONS:,};",
     "heads that arrive": f"{http.MAX_UNFINISHED_HEADS // MIB} MiB",

@@ -49,6 +49,28 @@ def test_queue_prompt_and_decode() -> None:
     assert (first["steps"], first["mean_sequences_per_step"]) == (6, 1.0)
 
 
+def test_a_turn_of_a_session_says_what_it_found_of_the_turn_before() -> None:
+    engine, _ = make_engine(num_blocks=32, block_size=4)
+    first = make_request(1, prompt=16, max_tokens=5, session="s")
+    engine.add(first)
+    run_to_end(engine)
+    turns = [[*first.prompt_tokens, 5, 6, 7, 8, 9], first.prompt_tokens[:6], [7] * 9]
+    for number, prompt in enumerate(turns, 2):
+        engine.add(make_request(number, prompt, session="" if number == 4 else "s"))
+        run_to_end(engine)
+    events = engine.take_events()
+    found = {number: explain([event for event in events if event.request_id == number]) for number in range(1, 5)}
+    assert [found[number]["session"] for number in range(1, 5)] == [
+        {"turn": 1, "tokens_before": 0, "found": 0},
+        {"turn": 2, "tokens_before": 20, "found": 16},
+        {"turn": 3, "tokens_before": 5, "found": 4},
+        None,
+    ]
+    assert "  turn 2 of session, 16 of 20 tokens of the turn before found" in as_text(found[2]).splitlines()
+    stats = engine.stats()
+    assert (stats.session_queries, stats.session_hits, stats.num_sessions) == (25, 20, 1)
+
+
 def test_the_phases_add_up_to_what_a_client_sees() -> None:
     requests = [request(n, 1.0 + n * 0.003, prompt=5 + n % 40, output=3 + n % 17) for n in range(40)]
     engine = VirtualEngine(

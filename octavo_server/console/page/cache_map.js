@@ -1,4 +1,4 @@
-// Pictures of the KV cache: who holds which block now or at a moment before, how much of it was held over time, and the prefix tree.
+// Pictures of the KV cache: who holds which block now or at a moment before, how much of it was held over time, the prefix tree, and the sessions.
 import { Moments, canvas, colour, colourOf } from "./drawing.js";
 import { element, find } from "./elements.js";
 
@@ -17,6 +17,19 @@ export function takeCache(snapshot) {
   const { time, blocks, caches } = snapshot;
   moments.add({ time, blocks, runs: caches.map((cache) => cache.owners), sizes: sizesOf(caches) });
   drawPrefixes(caches);
+  listSessions(caches);
+}
+
+// The conversations that were used last, and how many of their tokens are still there.
+function listSessions(caches) {
+  const sessions = caches.flatMap((cache) => cache.sessions).sort((one, other) => one.idle_seconds - other.idle_seconds);
+  const rows = sessions.map((session) => {
+    const { id, owner, requests, tokens, cached_tokens: cached, pinned_tokens: pinned, idle_seconds: idle } = session;
+    const cells = [owner ? `${owner}: ${id}` : id, requests, tokens, cached, pinned, `${idle.toFixed(0)} s`];
+    return element("tr", {}, ...cells.map((value) => element("td", {}, String(value))));
+  });
+  find("sessions").replaceChildren(...rows);
+  find("session-text").textContent = rows.length ? `the ${rows.length} used last` : "none";
 }
 
 // Cells of each kind.

@@ -88,11 +88,7 @@ async def _translate(body: TokenIdsBody, services: ModelServices, request: Reque
         services.need_tokenizer("output_mode")
     if not 1 <= len(body.request_id or "-") <= MAX_REQUEST_ID:
         raise InvalidParameter("request_id", f"'request_id' must have 1 to {MAX_REQUEST_ID} characters.")
-    own = {
-        name: getattr(body, name)
-        for name in PASSED_ON
-        if getattr(body, name) is not None
-    }
+    own = {name: getattr(body, name) for name in PASSED_ON if getattr(body, name) is not None}
     own |= {"prompt": body.token_ids}
     fields = {"max_tokens": NO_LIMIT, **body.sampling_params, **own}
     about_experts = {name: fields.pop(name) for name in ABOUT_EXPERTS if name in fields}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octavo.telemetry.cache_view import CACHED, FREE, SHARED, CacheView, PrefixView
+from octavo.telemetry.cache_view import CACHED, FREE, SHARED, CacheView, PrefixView, SessionView
 from octavo.telemetry.events import Event
 from octavo.types import EngineStats, Output
 from tests.server.console.conftest import PHONE, says
@@ -18,7 +18,9 @@ from tests.server.in_process import InProcessEngine
 MOST_BYTES = 250_000
 """That a page with formulas loads, but for their fonts."""
 FORMULA = "$$\\frac{1}{2}$$"
-VIEW = CacheView(1, [1, 3, SHARED, 1, CACHED, 2, FREE, 58], [PrefixView(-1, 3, 1), PrefixView(0, 1, 0)], False, 0.0)
+SESSIONS = [SessionView("a", "", 3, 900, 800, 700, 100, 5.0, 9.0), SessionView("b", "key", 1, 9, 8, 0, 0, 2.0, 0.0)]
+PREFIXES = [PrefixView(-1, 3, 1), PrefixView(0, 1, 0)]
+VIEW = CacheView(1, [1, 3, SHARED, 1, CACHED, 2, FREE, 58], PREFIXES, False, 0.0, SESSIONS)
 
 
 @pytest.mark.parametrize(("scheme", "options"), [("light", {}), ("dark", PHONE)])
@@ -36,6 +38,8 @@ def test_a_burst_is_seen_in_the_live_view(visit: Any, scheme: str, options: dict
     assert "1 requests" in label, label
     page.locator("#prefix-tree summary").click()
     assert page.locator(".chain").count() == 2
+    page.locator("#session-list summary").click()
+    assert page.locator("#sessions tr").all_inner_texts() == ["key: b\t1\t9\t8\t0\t2 s", "a\t3\t900\t800\t700\t5 s"]
     page.locator("#server-facts summary").click()
     assert page.inner_text("#served tbody td") == "test"
     opened.check()
