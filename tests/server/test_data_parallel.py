@@ -13,6 +13,7 @@ import pytest
 from octavo.config import ServeConfig
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
+from octavo.telemetry.cache_view import SessionOrder
 from octavo.types import Request
 from octavo_fleet import data_parallel
 from octavo_fleet.data_parallel import DataParallelEngine, environments_of
@@ -34,8 +35,10 @@ async def running(**settings: object) -> AsyncIterator[DataParallelEngine]:
         await engine.stop(0)
 
 
-def send(engine: DataParallelEngine, prompt: list[int], max_tokens: int = 20) -> tuple[Request, Recorder]:
-    request = Request(engine.next_id(), prompt, SamplingParams(), max_tokens)
+def send(
+    engine: DataParallelEngine, prompt: list[int], max_tokens: int = 20, session: str = ""
+) -> tuple[Request, Recorder]:
+    request = Request(engine.next_id(), prompt, SamplingParams(), max_tokens, session=session)
     recorder = Recorder()
     engine.add(request, recorder)
     return request, recorder
@@ -53,7 +56,7 @@ def test_turns_of_a_conversation_meet_their_prefix_and_requests_are_spread() -> 
         async with running() as engine:
             conversations = [[number] * 40 for number in range(2, 8)]
             for turn in range(4):
-                streams = [send(engine, prompt) for prompt in conversations]
+                streams = [send(engine, prompt, session=str(prompt[0])) for prompt in conversations]
                 assert engine.num_live == len(streams)
                 if turn == 0:
                     assert [each.num_live for each in engine.engines] == [2, 2, 2]
@@ -71,6 +74,15 @@ def test_turns_of_a_conversation_meet_their_prefix_and_requests_are_spread() -> 
             assert text.count("octavo_front_cpu_seconds_total{") == 1
             assert stats.num_output_tokens == 6 * 4 * 20
             assert not engine.engines[0].num_live_of
+            sessions = (await engine.order_sessions(SessionOrder("list", None))).sessions
+            assert {each.id: (each.requests, each.tokens) for each in sessions} == dict.fromkeys("234567", (4, 116))
+            assert stats.num_sessions == 6
+            assert stats.session_hits == stats.session_queries == 6 * (56 + 76 + 96)
+            assert not (await engine.order_sessions(SessionOrder("forget", "", "4"))).sessions
+            sessions = (await engine.order_sessions(SessionOrder("list", ""))).sessions
+            assert {each.id for each in sessions} == set("23567")
+            await engine.sleep()
+            assert not (await engine.order_sessions(SessionOrder("list", None))).sessions
 
     asyncio.run(main())
 

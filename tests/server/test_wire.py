@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from octavo import errors
 from octavo.sampling_params import SamplingParams
+from octavo.telemetry.cache_view import SessionOrder, SessionReport, SessionView
 from octavo.types import EngineStats, Output, Request, TokenLogprobs
 from octavo_server.engines import wire
 from tests.server.fake_engine import INFO
@@ -26,12 +27,14 @@ TO_ENGINE: list[wire.ToEngine] = [
     wire.Stop(2),
     wire.Sleep(2),
     wire.Wake(2),
+    wire.OrderSessions(2, SessionOrder("list", None)),
 ]
 FROM_ENGINE: list[wire.FromEngine] = [
     wire.Ready(1, INFO),
     wire.BuildFailed(1, "ConfigError", "no"),
     wire.StepDone(1, [OUTPUT], EngineStats(num_steps=4), [wire.Refusal(3, "InvalidParameter", "bad", "id")]),
     wire.SleepDone(1, True, "no memory"),
+    wire.SessionsDone(1, SessionReport([SessionView("s", "key", 1, 16, 0, 0, 0, 1.5, 0.0)], True)),
 ]
 
 
