@@ -113,9 +113,11 @@ def _linears(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield "linear in a walk", functools.partial(gemv, x, weight, Fused(None, norm, 1e-6), walk)
     x, weight = make.floats(70, 96, dtype=dtype), make.floats(200, 96, dtype=dtype)
     yield "invariant linear", functools.partial(_invariantly, functools.partial(ops.linear, x, weight))
-    heads = make.floats(5, 3, 24, dtype=dtype), make.floats(3, 40, 24, dtype=dtype)
-    yield "head_linear", functools.partial(ops.head_linear, *heads)
-    yield "invariant head_linear", functools.partial(_invariantly, functools.partial(ops.head_linear, *heads))
+    by_head = functools.partial(
+        ops.head_linear, make.floats(5, 3, 24, dtype=dtype), make.floats(3, 40, 24, dtype=dtype)
+    )
+    yield "head_linear", by_head
+    yield "invariant head_linear", functools.partial(_invariantly, by_head)
 
 
 def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -186,7 +188,7 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         norm, sinks = make.floats(H, dtype=dtype), make.floats(N)
         angles = make.floats(T, H // 2)
         scaled = [None] if cache_dtype == dtype else [None, KVScales(make.floats(K), make.floats(K))]
-        caches = make.cache(12, K, H, cache_dtype), make.cache(12, K, H, cache_dtype)
+        keys, values = make.cache(12, K, H, cache_dtype), make.cache(12, K, H, cache_dtype)
         qkv = make.floats(T, (N + 2 * K) * H, dtype=dtype)
         kinds = (
             HeadLayout(N, K, H, 0.1, norm, norm, 1e-6),
@@ -194,7 +196,7 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             HeadLayout(N, K, H, 0.1, slopes_N=sinks),
         )
         for heads, scales in itertools.product(kinds, scaled):
-            cache = LayerCache(*caches, scales=scales)
+            cache = LayerCache(keys, values, scales=scales)
             plain = functools.partial(ops.attention, qkv, heads, angles, angles, cache, rows)
             yield f"attention {max(lens[0])} {H} {cache_dtype}", plain
             yield f"invariant attention {max(lens[0])} {H} {cache_dtype}", functools.partial(_invariantly, plain)
@@ -227,10 +229,10 @@ def _long_prompt(make: Maker) -> Iterator[tuple[str, Call]]:
             make.floats(*shape, dtype=torch.bfloat16)
             for shape in ((1101, 4 * (P + Q)), (1101, 64 + Q), (4, 64, P), (4, V, 64), (64,), (19, 1, 64, Q + 64))
         )
-        angles_of = angles[:, : Q // 2], angles[:, : Q // 2]
+        turns = angles[:, : Q // 2]
         latent_heads, cache = LatentHeads(key_map, value_map, norm, 1e-6, 0.1), LayerCache(latents, latents)
-        args = latent_heads, *angles_of, cache, rows
-        yield f"latent_attention of a long prompt, values {V}", functools.partial(ops.latent_attention, q, kv, *args)
+        call = functools.partial(ops.latent_attention, q, kv, latent_heads, turns, turns, cache, rows)
+        yield f"latent_attention of a long prompt, values {V}", call
     parts = (make.floats(*shape, dtype=torch.bfloat16) for shape in ((4, 2048, P), (2048, Q), (4, 2048, V)))
     yield "expanded keys", functools.partial(expand, latent_heads, cache, rows, Expanded(*parts), 64)
 
@@ -364,9 +366,10 @@ def _ends_of_a_step(make: Maker) -> Iterator[tuple[str, Call]]:
     axis_angles = functools.partial(ops.axis_angles, make.ints([0, 9, 70_000], torch.int64), shifts, axes)
     yield "axis_angles", functools.partial(axis_angles, frequencies, 1.0)
     results = torch.zeros(4, 9, dtype=torch.int32, pin_memory=is_cuda)
-    published = sampled, make.ints([10, 11, 4]), cells, last, make.ints([0] * 4), results, counter
-    yield "publish_tokens", functools.partial(ops.publish_tokens, *published)
-    yield "publish_tokens", functools.partial(ops.publish_tokens, *published, make.ints([1, 0, 0]), samples)
+    ends, last_ends = make.ints([10, 11, 4]), make.ints([0] * 4)
+    publish = functools.partial(ops.publish_tokens, sampled, ends, cells, last, last_ends, results, counter)
+    yield "publish_tokens", publish
+    yield "publish_tokens", functools.partial(publish, make.ints([1, 0, 0]), samples)
 
 
 def _drafts(make: Maker) -> Iterator[tuple[str, Call]]:

@@ -203,8 +203,15 @@ async def init_weight_transfer_engine(request: Request) -> Response:
     services = _services(request)
     _, body, headers = await services.server.read(request, init_decoder)
     info = body.init_info
-    place = info.master_address, info.master_port, info.rank_offset, info.world_size
-    await services.engine.order_weights(JoinGroup(*place, _asked_backend(services), is_packed=info.packed))
+    group = JoinGroup(
+        info.master_address,
+        info.master_port,
+        info.rank_offset,
+        info.world_size,
+        _asked_backend(services),
+        is_packed=info.packed,
+    )
+    await services.engine.order_weights(group)
     return json_response({"message": "Weight transfer initialized"}, headers)
 
 
@@ -225,8 +232,10 @@ async def init_weights_update_group(request: Request) -> Response:
     services = _services(request)
     _, body, headers = await services.server.read(request, sglang_group_decoder)
     backend = body.backend or _asked_backend(services)
-    place = body.master_address, body.master_port, body.rank_offset, body.world_size
-    await services.engine.order_weights(JoinGroup(*place, backend, body.group_name))
+    group = JoinGroup(
+        body.master_address, body.master_port, body.rank_offset, body.world_size, backend, body.group_name
+    )
+    await services.engine.order_weights(group)
     return json_response({"success": True, "message": "Succeeded to initialize the group."}, headers)
 
 

@@ -77,11 +77,14 @@ def step_limits(
     has_rope_sets: bool = False,
 ) -> StepLimits:
     """Upper bounds of a step: sequences, tokens, and blocks and drafts per sequence."""
-    max_drafts = 0 if method is None else method.num_speculative_tokens
-    num_drafts = 0 if drafter is None else drafter.num_drafts
-    max_blocks = -(-limits.max_model_len // limits.block_size)
-    sizes = limits.max_num_seqs, limits.max_num_batched_tokens, max_blocks, max_drafts, num_drafts
-    most = StepLimits(*sizes, has_rope_sets=has_rope_sets)
+    most = StepLimits(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        max_blocks=-(-limits.max_model_len // limits.block_size),
+        max_drafts=0 if method is None else method.num_speculative_tokens,
+        num_drafts=0 if drafter is None else drafter.num_drafts,
+        has_rope_sets=has_rope_sets,
+    )
     return most if vision is None else vision.limited(most)
 
 

@@ -58,9 +58,18 @@ def make_runner(
     """
     batch = PersistentBatch(most.max_num_seqs, most.max_blocks, storage.num_groups)
     has_drafter = most.num_drafts > 0
-    route_bytes = 0 if storage.routes_NC is None else 2 * storage.routes_NC.shape[1]
-    own = adapters, settings.batch_invariant, has_drafter, images, most.has_rope_sets, route_bytes
-    encoder = StepEncoder(batch, storage.block_size, vocab_size, exact_shape, *own)
+    encoder = StepEncoder(
+        batch,
+        storage.block_size,
+        vocab_size,
+        exact_shape,
+        adapters,
+        always_uses_lora=settings.batch_invariant,
+        has_drafter=has_drafter,
+        images=images,
+        has_rope_sets=most.has_rope_sets,
+        route_bytes=0 if storage.routes_NC is None else 2 * storage.routes_NC.shape[1],
+    )
     runner = StepRunner(executor, encoder)
     if not executor.runs_ahead:
         return runner, partial(compute_padding, runner)

@@ -440,6 +440,6 @@ def read_reports(
     for token, report_W, logprobs_W in zip(tokens, reports_RW, logprobs_RW, strict=True):
         top, values = report_W[HEAD:end], logprobs_W[end:]
         at = np.isin(top, ids).nonzero()[0] if ids else np.arange(min(count, len(top)))
-        own = float(logprobs_W[0]), int(report_W[1])
-        found.append(TokenLogprobs(token, *own, top[at].tolist(), values[at].tolist()))
+        logprob, rank = float(logprobs_W[0]), int(report_W[1])
+        found.append(TokenLogprobs(token, logprob, rank, top[at].tolist(), values[at].tolist()))
     return found

@@ -166,11 +166,19 @@ class ImageProcessor:
 
     def placed(self, image: PreparedImage, start: int) -> ImageInput:
         """An image whose first token is at ``start``."""
-        grid = self.grid(image) if self.has_grid else None
         known = [dict(self.settings), self.mean, self.deviation, image.shape, image.details, image.elapsed]
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode() + b"\0" + image.pixels).digest()
-        rest = image.shape, image.pixels, image.details, grid, image.elapsed
-        return ImageInput(start, len(self.tokens(image)), self.token, digest, *rest)
+        return ImageInput(
+            start,
+            len(self.tokens(image)),
+            self.token,
+            digest,
+            image.shape,
+            image.pixels,
+            image.details,
+            grid=self.grid(image) if self.has_grid else None,
+            elapsed=image.elapsed,
+        )
 
     def grid(self, image: PreparedImage) -> tuple[int, int]:
         """Rows and columns of embeddings."""

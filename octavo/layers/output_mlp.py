@@ -27,8 +27,10 @@ def output_mlp(
     if isinstance(mlp, GatedMLP):
         own, gate_up, down = (_plain(part) for part in (output, mlp.gate_up, mlp.down))
         if own is not None and gate_up is not None and down is not None:
-            norm = mlp.norm.weight_D, mlp.norm.eps
-            return ops.grouped_output_mlp(attended_TA, x_TD, own, *norm, gate_up, down, mlp.activation)
+            norm = mlp.norm
+            return ops.grouped_output_mlp(
+                attended_TA, x_TD, own, norm.weight_D, norm.eps, gate_up, down, mlp.activation
+            )
     return mlp(output(attended_TA, residual=x_TD))
 
 

@@ -82,8 +82,10 @@ class LiveRequests:
             for index in range(params.n)
         ]
         reading = self.engine.scheduler.routes
-        own = self._tokenizer, None if reading is None else reading.info
-        continuations = [Continuation(index, request, *own) for index, request in enumerate(requests)]
+        routes = None if reading is None else reading.info
+        continuations = [
+            Continuation(index, request, self._tokenizer, routes) for index, request in enumerate(requests)
+        ]
         return GenerationJob(job_id, prompt.text, continuations)
 
     def make_reading(self, text: TokenizedText, task: Task) -> GenerationJob:

@@ -233,8 +233,10 @@ class LLM:
         """
         is_one = not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
-        ends = add_generation_prompt, continue_final_message
-        prompts = [self.chat_prompt(each, chat_template_kwargs, tools, *ends) for each in conversations]
+        prompts = [
+            self.chat_prompt(each, chat_template_kwargs, tools, add_generation_prompt, continue_final_message)
+            for each in conversations
+        ]
         return self.generate(prompts, sampling_params, use_progress=use_progress, adapter=adapter, **of_vllm)
 
     def render_chat(
@@ -252,8 +254,8 @@ class LLM:
         each part of a video. Raises ``InvalidParameter`` if the model has no chat template or the template rejects the
         messages.
         """
-        ends = add_generation_prompt, continue_final_message
-        tokens: list[int] = self.chat_prompt(messages, chat_template_kwargs, tools, *ends)["prompt_token_ids"]
+        prompt = self.chat_prompt(messages, chat_template_kwargs, tools, add_generation_prompt, continue_final_message)
+        tokens: list[int] = prompt["prompt_token_ids"]
         return tokens
 
     def chat_prompt(

@@ -205,8 +205,17 @@ def delta_heads(
     a_log_N = weights.exact_part(f"{name}.A_log", own)
     dt_bias = weights.exact_part(f"{name}.dt_bias", own._replace(num_rows=sizes.num_heads * decays_of_head))
     norm_V = weights.dense(f"{name}.{norm}.weight", sizes.value_dim)
-    dims = sizes.key_dim, sizes.value_dim
-    return DeltaHeads(num_key_heads, len(a_log_N), *dims, a_log_N, dt_bias, norm_V, eps, is_tiled=sizes.is_tiled)
+    return DeltaHeads(
+        num_key_heads,
+        num_heads=len(a_log_N),
+        key_dim=sizes.key_dim,
+        value_dim=sizes.value_dim,
+        a_log_N=a_log_N,
+        dt_bias=dt_bias,
+        norm_V=norm_V,
+        norm_eps=eps,
+        is_tiled=sizes.is_tiled,
+    )
 
 
 def by_part(num_heads: int, sizes: list[int]) -> npt.NDArray[np.int64]:

@@ -47,8 +47,10 @@ def latent_attention(
     is stored for them.
     """
     q_TNH = store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
-    tables = (rows.of(cache).block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S)
-    out_TNH: Tensor = paged_attention(q_TNH, cache.keys, cache.values, *tables, heads.scale)
+    tables_SB = rows.of(cache).block_tables_SB
+    out_TNH: Tensor = paged_attention(
+        q_TNH, cache.keys, cache.values, tables_SB, rows.cu_seqlens_q, rows.seq_lens_S, heads.scale
+    )
     return head_linear(out_TNH[..., 2 * cos_TR.shape[1] :], heads.value_map_NVL)
 
 

@@ -39,8 +39,14 @@ class Device(NamedTuple):
 
 def _device(name: str, memory_gib: float, tb_s: float, tflop_s: float, link_gb_s: float) -> Device:
     """A device by its data sheet."""
-    rates = (tb_s * 1e12 * BANDWIDTH_SHARE, tflop_s * 1e12 * ARITHMETIC_SHARE, link_gb_s * 1e9)
-    return Device(name, memory_gib * 2**30, *rates, is_measured=name == "h200")
+    return Device(
+        name,
+        memory_gib * 2**30,
+        bandwidth=tb_s * 1e12 * BANDWIDTH_SHARE,
+        arithmetic=tflop_s * 1e12 * ARITHMETIC_SHARE,
+        link=link_gb_s * 1e9,
+        is_measured=name == "h200",
+    )
 
 
 DEVICES = {

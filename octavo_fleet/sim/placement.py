@@ -113,15 +113,21 @@ def _placed(
     form = weight_format(settings, gpu, checkpoint)
     kv_dtype = resolve_kv_dtype(kind, form)
     stored = (keys.get("quantization_config") or {}).get("quant_method")
-    names = method or stored or dtype_name(form.dtype), "fp8" if kind == "fp8" else dtype_name(kv_dtype)
-    flags = "".join(_flags(size, engines, method, kind))
-    way = Placement(size, engines, *names, flags, method is None and kind == "auto")
+    way = Placement(
+        size,
+        engines,
+        quantization=method or stored or dtype_name(form.dtype),
+        kv_cache_dtype="fp8" if kind == "fp8" else dtype_name(kv_dtype),
+        flags="".join(_flags(size, engines, method, kind)),
+        is_exact=method is None and kind == "auto",
+    )
     try:
         check_divides(model, size)
         loaded = outline(model, checkpoint, form, size)
         free = int(device.memory * cache.gpu_memory_utilization) - loaded.num_bytes
-        kinds = kv_dtype, form.dtype, GPU
-        limits, _ = memory.plan_memory(config, model, *kinds, weights=loaded.bytes_by_format, free=free, num_ranks=size)
+        limits, _ = memory.plan_memory(
+            config, model, kv_dtype, form.dtype, GPU, weights=loaded.bytes_by_format, free=free, num_ranks=size
+        )
     except (ConfigError, CheckpointError) as error:
         return dataclasses.replace(way, problem=str(error))
     cached = limits.num_kv_blocks * limits.block_size

@@ -66,14 +66,13 @@ class SimulationSpec:
         weight_bytes = self.weight_bits / 8
         max_tokens = scheduler.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, scheduler.max_num_seqs or 0)
         max_num_seqs = scheduler.max_num_seqs or min(MAX_NUM_SEQS, max_tokens)
-        sizes = block_size, max_num_seqs
-        pools = pools_of(shape, device, self.tensor_parallel, cache, sizes, weight_bytes)
+        pools = pools_of(shape, device, self.tensor_parallel, cache, (block_size, max_num_seqs), weight_bytes)
         if not 0 <= self.prefill_replicas < self.replicas:
             raise ConfigError(f"prefill_replicas: must be at least 0 and below the {self.replicas} replicas")
         per_token = shape.kv_values_per_token * VALUE_BYTES / self.transfer_rate
         return Fleet(
             self._cost(shape, device, weight_bytes),
-            ReplicaSizes(pools.num_blocks, *sizes, max_tokens, self.depth, pools.states),
+            ReplicaSizes(pools.num_blocks, block_size, max_num_seqs, max_tokens, self.depth, pools.states),
             self.replicas,
             self.tensor_parallel,
             self.router,

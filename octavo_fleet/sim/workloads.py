@@ -244,12 +244,12 @@ def make_workload(
     """
     if name in CLOSED:
         load = CLOSED[name]
-        sizes = (input_len or load.input_len, output_len or load.output_len)
-        return ClosedLoop(num_requests, *sizes, load.spread, concurrency or load.concurrency, seed)
+        prompt, output = input_len or load.input_len, output_len or load.output_len
+        return ClosedLoop(num_requests, prompt, output, load.spread, concurrency or load.concurrency, seed)
     profile = find_profile(name, input_len, output_len)
     if concurrency is not None:
-        sizes = (round(profile.first.mean), round(profile.output.mean))
-        return ClosedLoop(num_requests, *sizes, 0.5, concurrency, seed)
+        prompt, output = round(profile.first.mean), round(profile.output.mean)
+        return ClosedLoop(num_requests, prompt, output, 0.5, concurrency, seed)
     if rate is None:
         raise ConfigError(f"workload {name} needs --rate, in requests per second, or --concurrency")
     return Sessions(profile, rate, num_requests, burstiness, seed, is_steady, answer_seconds)

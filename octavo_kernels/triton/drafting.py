@@ -259,8 +259,10 @@ def keep_draft_triton(tokens_S: Tensor, drafts_SK: Tensor, index: int, vocab_siz
     """See ``ops.keep_draft``."""
     S = len(tokens_S)
     kept_S = empty_indices(S, torch.int64, tokens_S.device)
-    sizes = S, index, drafts_SK.stride(0), vocab_size
-    launch(_keep_kernel, (triton.cdiv(S, BLOCK),), tokens_S, drafts_SK, kept_S, *sizes, BLOCK=BLOCK, num_warps=4)
+    launch(
+        _keep_kernel, (triton.cdiv(S, BLOCK),), tokens_S, drafts_SK, kept_S, S, index, drafts_SK.stride(0), vocab_size,
+        BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
     return kept_S
 
 

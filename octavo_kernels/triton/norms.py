@@ -52,8 +52,10 @@ def rms_norm_triton(x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Ten
         grid = (triton.cdiv(len(x), rows),)
         warps = min(max(block * rows // 512, 1), 16)
         residual = None if residual_TD is None else residual_TD.contiguous()
-        tensors = x, weight_D, residual, out
-        launch(rms_norm_kernel, grid, *tensors, eps, len(x), x.stride(0), D, rows, block, num_warps=warps)
+        launch(
+            rms_norm_kernel, grid, x, weight_D, residual, out, eps, len(x), x.stride(0), D, rows, block,
+            num_warps=warps,
+        )  # fmt: skip
     return out
 
 

@@ -88,8 +88,15 @@ class Drafting:
         assert step.capacities_S is not None
         assert step.next_tokens_S is not None
         rows, vocab_size = step.rows, self._state.vocab_size
-        given = step.cu_samples, num_accepted_S, tokens_R, step.next_tokens_S
-        behind = ops.next_tokens(step.token_ids_T, rows.cu_seqlens_q, *given, vocab_size)
+        behind = ops.next_tokens(
+            step.token_ids_T,
+            rows.cu_seqlens_q,
+            step.cu_samples,
+            num_accepted_S,
+            tokens_R,
+            step.next_tokens_S,
+            vocab_size,
+        )
         kept = {layer: x_TD if tap is None else tap.x_TD for layer, tap in self._taps.items()}
         inputs = DraftInputs(
             step.token_ids_T,
@@ -106,8 +113,9 @@ class Drafting:
             self._drafter.remember(inputs)
             return None
         num_drafts = min(shape.num_proposed, self._drafter.num_drafts)
-        of_newest = step.params, behind.last_samples_S, num_drafts, vocab_size, self._is_greedy
-        drafts_SK = self._drafter(inputs, ops.newest_tokens(tokens_R, *of_newest))
+        last_samples_S = behind.last_samples_S
+        newest = ops.newest_tokens(tokens_R, step.params, last_samples_S, num_drafts, vocab_size, self._is_greedy)
+        drafts_SK = self._drafter(inputs, newest)
         assert self._state.drafts_CK is not None
         self._state.drafts_CK[step.batch_indices_S, :num_drafts] = drafts_SK
         return drafts_SK

@@ -151,8 +151,9 @@ def rows_behind(inputs: DraftInputs, num_passes: int, block_size: int) -> list[t
     """For each pass its positions, behind those of the newest tokens, and one row for each sequence there."""
     if not num_passes:
         return []
-    of_passes = inputs.positions_T, inputs.last_rows_S, inputs.capacities_S, inputs.tables_GSB
-    found = ops.draft_rows(*of_passes, num_passes, block_size)
+    found = ops.draft_rows(
+        inputs.positions_T, inputs.last_rows_S, inputs.capacities_S, inputs.tables_GSB, num_passes, block_size
+    )
     passes = []
     for i in range(num_passes):
         slots_GS = found.slots_GPS[:, i].unbind()

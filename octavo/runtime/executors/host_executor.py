@@ -107,8 +107,9 @@ class HostExecutor:
         self._embeddings = embeddings
         rows = None if adapters is None else adapters.rows
         routes = RoutedExperts.of(model, storage)
-        parts = drafter, verify, logits, embeddings, routes
-        self._program = StepProgram(model, self._compute, self._state, rows, *parts)
+        self._program = StepProgram(
+            model, self._compute, self._state, rows, drafter, verify, logits, embeddings, routes
+        )
         self._reader = RowReader(model, ChunkPooler(model, pooler), vocabulary)
         self._storage, self._copies = storage, HostBlockCopies(storage)
         self._buffers = StepBuffers(storage.num_groups)

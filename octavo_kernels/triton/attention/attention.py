@@ -36,19 +36,29 @@ def attention_triton(
         attend_single_rows(q_TNH, heads, cache, rows, out_TNH)
     if is_by_row:
         return out_TNH.view(len(q_TNH), -1)
-    lengths = block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S
     if len(q_TNH) >= GLUON_ROWS and has_gluon(q_TNH.device) and not is_invariant():
         from octavo_kernels.hopper.prefill_attention import hopper_prefill, suits
 
         if suits(q_TNH, heads, cache):
-            parts, spans = ((q_TNH,), (cache.keys,), cache.values), (rows.cu_seqlens_q[:-1], rows.cu_seqlens_q[1:])
-            hopper_prefill(*parts, block_tables_SB, spans, rows.seq_lens_S, heads.scale, has_single, out_TNH)
+            hopper_prefill(
+                (q_TNH,),
+                (cache.keys,),
+                cache.values,
+                block_tables_SB,
+                (rows.cu_seqlens_q[:-1], rows.cu_seqlens_q[1:]),
+                rows.seq_lens_S,
+                heads.scale,
+                has_single,
+                out_TNH,
+            )
             return out_TNH.view(len(q_TNH), -1)
     prefill_attention(
         q_TNH,
         cache.keys,
         cache.values,
-        *lengths,
+        block_tables_SB,
+        rows.cu_seqlens_q,
+        rows.seq_lens_S,
         heads.scale,
         heads.window,
         heads.softcap,

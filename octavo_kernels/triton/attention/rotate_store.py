@@ -176,8 +176,8 @@ def store_keys_triton(
 ) -> None:
     """See ``ops.store_keys``."""
     kv_TW = qkv_TW[:, -2 * heads.num_kv_heads * heads.head_dim :]
-    places = cache.keys, cache.values, slot_mapping_T, cache.scales
-    rotate_store(kv_TW, heads._replace(num_heads=0), cos_TR, sin_TR, *places)
+    keys_only = heads._replace(num_heads=0)
+    rotate_store(kv_TW, keys_only, cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T, cache.scales)
 
 
 # ---- store_kv: ``store_kv`` for CUDA devices: a program copies a row's keys and values; the host need not know what
@@ -219,10 +219,11 @@ def store_kv_triton(
     """See ``ops.store_kv``."""
     T, K, H = k_TKH.shape
     if T:
-        rows = k_TKH.contiguous(), v_TKH.contiguous()
-        sizes = k_cache.shape[2], K, H, triton.next_power_of_2(K * H)
-        caches = k_cache, v_cache, slot_mapping_T, *(scales or (None, None))
-        launch(store_kv_kernel, (T,), *rows, *caches, *sizes, num_warps=4)
+        k_scale, v_scale = scales or (None, None)
+        launch(
+            store_kv_kernel, (T,), k_TKH.contiguous(), v_TKH.contiguous(), k_cache, v_cache, slot_mapping_T,
+            k_scale, v_scale, k_cache.shape[2], K, H, BLOCK=triton.next_power_of_2(K * H), num_warps=4,
+        )  # fmt: skip
 
 
 # ---- rotary_angles: ``rotary_angles``: a program for each token.
@@ -236,8 +237,11 @@ def rotary_angles_triton(
     T, R = len(positions_T), len(frequencies_R) // (1 if chosen is None else len(chosen.factors))
     cos_TR, sin_TR = (torch.empty(T, R, dtype=torch.float32, device=positions_T.device) for _ in range(2))
     BLOCK = triton.next_power_of_2(R)
-    tensors = positions_T, frequencies_R, cos_TR, sin_TR, *(chosen or (None, None))
-    launch(_angles_kernel, (T,), *tensors, factor, R=R, BLOCK=BLOCK, num_warps=1)
+    sets, factors = chosen or (None, None)
+    launch(
+        _angles_kernel, (T,), positions_T, frequencies_R, cos_TR, sin_TR, sets, factors, factor,
+        R=R, BLOCK=BLOCK, num_warps=1,
+    )  # fmt: skip
     return cos_TR, sin_TR
 
 
@@ -268,9 +272,10 @@ def axis_angles_triton(
     """See ``ops.axis_angles``."""
     T, R = len(positions_T), len(frequencies_R)
     cos_TR, sin_TR = (torch.empty(T, R, dtype=torch.float32, device=positions_T.device) for _ in range(2))
-    tensors = positions_T, shifts_AT.contiguous(), axes_R, frequencies_R, cos_TR, sin_TR
-    BLOCK = triton.next_power_of_2(R)
-    launch(_axis_kernel, (T,), *tensors, factor, T, R=R, BLOCK=BLOCK, num_warps=1)
+    launch(
+        _axis_kernel, (T,), positions_T, shifts_AT.contiguous(), axes_R, frequencies_R, cos_TR, sin_TR, factor, T,
+        R=R, BLOCK=triton.next_power_of_2(R), num_warps=1,
+    )  # fmt: skip
     return cos_TR, sin_TR
 
 

@@ -35,8 +35,8 @@ def grouped_output_mlp_triton(
         return grouped_output_mlp.reference(attended_TA, x_TD, output, norm_D, eps, gate_up, down, activation)
     from octavo_kernels.hopper.streamed_output_mlp import streamed_output_mlp
 
-    given = attended_TA.contiguous(), x_TD.contiguous()
-    return streamed_output_mlp(*given, output, norm_D, eps, gate_up, down, activation, config)
+    attended_TA, x_TD = attended_TA.contiguous(), x_TD.contiguous()
+    return streamed_output_mlp(attended_TA, x_TD, output, norm_D, eps, gate_up, down, activation, config)
 
 
 def config_of(output: PackedGroups, gate_up: PackedGroups, down: PackedGroups, x_1D: Tensor) -> OutputMLPConfig | None:

@@ -101,6 +101,8 @@ def finish_rows(sums_TN: Tensor, x_scales_T1: Tensor, scales_N1: Tensor, fused: 
     T, outputs = len(sums_TN), fused.width(sums_TN.shape[1])
     out_TN = sums_TN.new_empty(T, outputs, dtype=dtype) if residual_TN is None else residual_TN
     grid = T, triton.cdiv(outputs, BLOCK)
-    given = sums_TN, x_scales_T1, scales_N1, bias_N, residual_TN, out_TN
-    launch(finish_kernel, grid, *given, outputs, ACTIVATION=activation, BLOCK=BLOCK)
+    launch(
+        finish_kernel, grid, sums_TN, x_scales_T1, scales_N1, bias_N, residual_TN, out_TN, outputs,
+        ACTIVATION=activation, BLOCK=BLOCK,
+    )  # fmt: skip
     return out_TN

@@ -129,17 +129,17 @@ def convolve(
     if T == 0:
         return out_TC
     is_single, blocks = rows.max_query_len == 1, triton.cdiv(C, CHANNELS)
-    sequences = rows.cu_seqlens_q, rows.seq_lens_S, rows.slots_S
     # fmt: off
     launch(
         causal_conv_kernel, (triton.cdiv(T, ROWS), blocks), x_TC, before, after, weight_WC, bias_C, state, out_TC,
-        *sequences, T, S, x_TC.stride(0), C=C, W=W, HAS_SILU=activation is not None, IS_SINGLE=is_single, ROWS=ROWS,
+        rows.cu_seqlens_q, rows.seq_lens_S, rows.slots_S, T, S, x_TC.stride(0), C=C, W=W,
+        HAS_SILU=activation is not None, IS_SINGLE=is_single, ROWS=ROWS,
         SEQUENCES=1 if is_single else triton.next_power_of_2(S), CHANNELS=CHANNELS, num_warps=4,
     )
     if not is_single:
         launch(
-            move_window_kernel, (S, blocks), x_TC, before, state, *sequences, x_TC.stride(0), C=C, W=W,
-            CHANNELS=CHANNELS, num_warps=4,
+            move_window_kernel, (S, blocks), x_TC, before, state, rows.cu_seqlens_q, rows.seq_lens_S, rows.slots_S,
+            x_TC.stride(0), C=C, W=W, CHANNELS=CHANNELS, num_warps=4,
         )
     # fmt: on
     return out_TC

@@ -146,8 +146,10 @@ def adjust_logits_triton(logits_RV: Tensor, adjustments: Adjustments) -> Tensor:
     counts_RV = out_RV.view(torch.int32)
     chunks = (triton.cdiv(V, CHUNK), R)
     launch(_clear_kernel, chunks, counts_RV, a.slot_R, V)
-    history = (a.history_SL, a.history_SL.stride(0), a.slot_R, a.length_R, a.num_prompt_tokens_R)
-    launch(_count_kernel, (COUNTING_PROGRAMS, R), counts_RV, *history, V)
+    launch(
+        _count_kernel, (COUNTING_PROGRAMS, R), counts_RV, a.history_SL, a.history_SL.stride(0), a.slot_R, a.length_R,
+        a.num_prompt_tokens_R, V,
+    )  # fmt: skip
     B, E = a.bias_ids_RB.shape[1], a.banned_ids_RE.shape[1]
     launch(
         _adjust_kernel,
