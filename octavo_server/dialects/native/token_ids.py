@@ -32,7 +32,7 @@ from octavo_server.admission import ClientRequest
 from octavo_server.dialects.openai import kv_transfer
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.dialects.openai.completions import decoder as completion_decoder
-from octavo_server.dialects.openai.fields import NO_LIMIT, default_max_tokens
+from octavo_server.dialects.openai.fields import NO_LIMIT, default_max_tokens, has_idle_transfer
 from octavo_server.dialects.openai.rendering import TokenNames, chat_logprobs, finite, prompt_logprobs, usage
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
 from octavo_server.http.body_decoder import BodyDecoder
@@ -95,7 +95,7 @@ async def _translate(body: TokenIdsBody, services: ModelServices, request: Reque
     completion, ignored = completion_decoder.read(msgspec.json.encode(fields), services.engine.info.max_model_len)
     services.report(request, [f"sampling_params.{name}" for name in ignored])
     submitted = client_request(completion, services, request)
-    if kv_transfer.has_no_effect(completion, services):
+    if has_idle_transfer(completion, services):
         services.report(request, [kv_transfer.FIELD])
     if body.sampling_params.get("max_tokens") is None:
         submitted = dataclasses.replace(submitted, default_max_tokens=default_max_tokens(services, None))

@@ -159,8 +159,8 @@ def check_labels(services: ModelServices, model: str, priority: int, user: str |
 
 def without_effect(body: GenerationFields, services: ModelServices) -> list[str]:
     """Fields that are ignored in this request."""
-    options, transfer = body.stream_options, body.kv_transfer_params
-    named = ["kv_transfer_params"] if transfer and not _has_transfer(transfer, services.config.cache.role) else []
+    options = body.stream_options
+    named = ["kv_transfer_params"] if has_idle_transfer(body, services) else []
     if "thinking_token_budget" in body.sampling and not services.message_format.can_reason:
         named.append("thinking_token_budget")
     if options is None or not body.stream:
@@ -168,14 +168,13 @@ def without_effect(body: GenerationFields, services: ModelServices) -> list[str]
     return named + [f"stream_options.{name}" for name, value in options.items() if value and name not in STREAM_OPTIONS]
 
 
-def _has_transfer(given: Any, role: str) -> bool:
-    """Whether ``kv_transfer_params`` ask for nothing but what a server of this role does."""
-    own = {"prefill": "do_remote_decode", "decode": "do_remote_prefill"}
-    return (
-        isinstance(given, dict)
-        and role in own
-        and not any(given.get(name) for other, name in own.items() if other != role)
-    )
+def has_idle_transfer(body: GenerationFields, services: ModelServices) -> bool:
+    """Whether ``kv_transfer_params`` ask for what this server's role does not do."""
+    given, own = body.kv_transfer_params, {"prefill": "do_remote_decode", "decode": "do_remote_prefill"}
+    if not given or not isinstance(given, dict):
+        return bool(given)
+    name = own.get(services.config.cache.role)
+    return name is None or any(given.get(other) for other in own.values() if other != name)
 
 
 def check_generation_fields(body: GenerationFields, services: ModelServices) -> None:
