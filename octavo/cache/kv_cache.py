@@ -302,7 +302,7 @@ class KVCache:
 
     def room(self, seq: Sequence) -> int:
         """Most positions of ``seq`` that the next step may compute, as a snapshot of its state is due behind them."""
-        return NO_STOP if self.states is None else self.states.room(seq)
+        return NO_STOP if self.states is None or not self.states.most_pending else self.states.room(seq)
 
     def note_submitted(self, plan: Plan) -> None:
         """Take snapshots of recurrent states behind ``plan``, which has just been submitted, where they are due."""

@@ -3,29 +3,55 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
+from octavo.engine.proposer import Proposal
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.sequence_images import ImageSettings
+from octavo.engine.speculation import Speculation
 from octavo.steps.limits import StateSize
-from octavo.types import Request
-from tests.engine.making import make_request, run_to_end, serve
-from tests.oracle import OracleRunner, Trouble, expected_output
+from octavo.types import ImageInput, Request, Sequence
+from tests.engine.making import make_request, run_to_end, serve, tokens_of
+from tests.oracle import OracleRunner, ToyProposer, Trouble, digest, empty_digest, expected_output, guess_tokens
 
 BLOCK = 16
+PLACEHOLDER = 49
+
+
+class RightOrWrong(ToyProposer):
+    """As many drafts as are asked for."""
+
+    def propose(self, seq: Sequence, count: int) -> Proposal:
+        prefix = empty_digest("")
+        for token in seq.tokens:
+            assert token is not None
+            prefix = digest(prefix, token)
+        return Proposal(tuple(guess_tokens(self.rng, prefix, count)))
 
 
 def made(
-    num_snapshots: int = 50, num_seqs: int = 4, tokens: int = 256, *, every: int = 100_000, depth: int = 1, **cache: int
+    num_snapshots: int = 50,
+    num_seqs: int = 4,
+    tokens: int = 256,
+    *,
+    every: int = 100_000,
+    depth: int = 1,
+    speculation: Speculation | None = None,
+    images: ImageSettings | None = None,
+    **cache: int,
 ) -> tuple[Engine, OracleRunner]:
-    size = StateSize(num_seqs + num_snapshots, num_seqs, every)
+    num_held = num_seqs if speculation is None else 2 * num_seqs
+    size = StateSize(num_held + num_snapshots, num_held, every, has_drafts=speculation is not None)
     found = KVCache(cache.get("num_blocks", 2000), cache.get("block_size", BLOCK), states=size)
     runner = OracleRunner(found.block_size, Trouble())
     assert found.states is not None
     found.states.copy = runner.copy_state
-    scheduler = Scheduler(found, max_num_seqs=num_seqs, max_num_batched_tokens=tokens)
+    limits: dict[str, Any] = {"max_num_seqs": num_seqs, "max_num_batched_tokens": tokens}
+    scheduler = Scheduler(found, **limits, speculation=speculation, images=images)
     return Engine(scheduler, runner, depth=depth), runner
 
 
@@ -125,9 +151,10 @@ def test_keys_and_values_without_a_state_are_computed_again() -> None:
 
 
 def test_without_memory_for_snapshots_all_is_computed() -> None:
-    engine, _ = made(num_snapshots=0)
-    answer(engine, make_request(0, words(300), 1))
-    assert answer(engine, make_request(1, words(300), 1)) == 0
+    engine, runner = made(num_snapshots=0)
+    answer(engine, make_request(0, words(250), 1))
+    assert [len(item.tokens) for [item] in runner.plans] == [250], "a step ended where no snapshot can be taken"
+    assert answer(engine, make_request(1, words(250), 1)) == 0
     assert snapshots(engine) == []
 
 
@@ -156,6 +183,69 @@ def test_a_sequence_beside_the_limit_of_the_pool_is_served() -> None:
     engine, _ = made(num_blocks=32)
     answer(engine, make_request(0, words(500), 12))
     assert answer(engine, make_request(1, words(500), 12)) == 448
+
+
+def test_drafts_of_a_step_take_one_copy_of_a_state_however_many_they_are() -> None:
+    """A state behind each draft would cost as much as as many tokens; what is accepted is computed again instead."""
+    for count in (2, 16):
+        engine, runner = made(0, speculation=Speculation(RightOrWrong(random.Random(5)), count))
+        states, copies = engine.scheduler.cache.states, list[tuple[int, int]]()
+        assert states is not None
+
+        def copy(source: int, target: int, copies: Any = copies, plain: Any = states.copy) -> None:
+            copies.append((source, target))
+            plain(source, target)
+
+        states.copy = copy
+        requests = [make_request(i, words(30, i), 120) for i in range(3)]
+        found = serve(engine, requests)
+        assert all(tokens_of(found[request.id]) == expected_output(request)[0] for request in requests)
+        assert 0 < engine.stats().num_accepted_drafts < engine.stats().num_drafts
+        assert len(copies) == sum(bool(item.drafts) for plan in runner.plans for item in plan)
+
+
+def an_image(start: int, num_tokens: int, number: int) -> ImageInput:
+    return ImageInput(start, num_tokens, PLACEHOLDER, bytes([number]), (1, 1, 1), b"")
+
+
+def with_images(request_id: int, parts: list[list[int] | int], max_tokens: int = 4) -> Request:
+    """A request whose prompt has these parts; a number is an image of as many tokens."""
+    prompt, images = list[int](), list[ImageInput]()
+    for part in parts:
+        if isinstance(part, int):
+            images.append(an_image(len(prompt), part, part))
+            prompt += [PLACEHOLDER] * part
+        else:
+            prompt += part
+    return make_request(request_id, prompt, max_tokens, images=images)
+
+
+@pytest.mark.parametrize("is_bidirectional", [False, True], ids=["may be cut", "is one chunk"])
+@pytest.mark.parametrize("tokens", [4, 63, 64, 100])
+def test_snapshots_and_images_together_leave_tokens_for_every_step(tokens: int, is_bidirectional: bool) -> None:
+    """Both end chunks: a step ends at multiples of 64, and before an image whose embeddings have to wait."""
+    engine, runner = made(tokens=tokens, every=64, images=ImageSettings(600, 0, is_bidirectional, longest=200))
+    sizes = [[60, 100, 130, 65], [60, 130], [200, 64], [100, 99]]
+    requests = [with_images(i, [words(50 + i, i), *own, words(9, i)]) for i, own in enumerate(sizes)]
+    found = serve(engine, requests)
+    assert all(tokens_of(found[request.id]) == expected_output(request)[0] for request in requests)
+    ends = [(item.seq, item.settled_start + len(item.tokens)) for plan in runner.plans for item in plan]
+    are_cut = any(of.start < end < of.start + of.num_tokens for seq, end in ends for of in seq.request.images)
+    assert are_cut != is_bidirectional
+    assert snapshots(engine)
+
+
+def test_turns_that_add_an_image_begin_where_the_last_one_ended_less_an_interval() -> None:
+    engine, _ = made(images=ImageSettings(600))
+    parts: list[list[int] | int] = [words(30), 80, words(20, 1)]
+    for turn, num_found in enumerate((0, 128, 256, 384)):
+        request = with_images(turn, parts, 20)
+        length = len(request.prompt_tokens)
+        assert length // 64 * 64 == 128 * (turn + 1)
+        assert answer(engine, request) == num_found
+        parts = [*parts, expected_output(request)[0], words(8, turn), 90 + turn, words(10, turn)]
+    other = [79 if part == 80 else part for part in parts[:3]]
+    assert answer(engine, with_images(9, other)) == 0
 
 
 def test_every_slot_is_accounted_for_in_a_long_churn() -> None:

@@ -169,6 +169,21 @@ def test_snapshots_of_states_are_found_by_images(
         assert worst_difference(name, model, prompt, output) < TOLERANCE
 
 
+@pytest.mark.parametrize("family", WITH_STATE, indirect=True)
+def test_turns_that_add_an_image_begin_at_snapshots_within_images(
+    family: tuple[str, Path, PreTrainedModel], llm: LLM
+) -> None:
+    """Steps end at 64 and 128 tokens, within an image each: what is left of it has the embeddings of its own places."""
+    name, _, model = family
+    images, tokens = [picture(128, 128, seed) for seed in (30, 31, 32)], words(56, seed=30)
+    for turn, num_cached in enumerate((0, 64, 128)):
+        prompt = ([*tokens, IMAGE, *words(5, seed=turn)], images[: turn + 1])
+        (output,) = llm.generate(as_inputs([prompt]), GREEDY)
+        assert output.num_cached_tokens == num_cached
+        assert worst_difference(name, model, prompt, output) < TOLERANCE
+        tokens = [*prompt[0], *output.outputs[0].token_ids, *words(39, seed=turn)]
+
+
 @common_families
 def test_preempted_sequences_and_several_continuations(family: tuple[str, Path, PreTrainedModel]) -> None:
     name, folder, model = family

@@ -121,6 +121,22 @@ def test_long_sequences_in_chunks_are_close_to_float64(device: str, name: str, d
     assert torch.equal(state[[0, 3]], states[[0, 3]]) != is_chunked
 
 
+@pytest.mark.parametrize("name", quick_first(1, ["delta", "state space", "linear"]))
+def test_one_long_sequence_beside_many_of_six_rows(device: str, name: str) -> None:
+    """As in a graph, whose shape says nothing of how the rows are divided: places of sequences without rows follow."""
+    case, lengths = LONG[name](), [(6, 6)] * 9 + [(70, 100)] + [(6, 40)] * 9 + [(0, 0)] * 4
+    slots = [*range(19), *[-1] * 4]
+    x, state = case.inputs(178).to(torch.bfloat16), torch.randn(20, *case.state_shape)
+    exact_state, alone = state.double(), state.clone()
+    right = exact(case, x, exact_state, step(lengths, slots))
+    found = case.run(x, state, step(lengths, slots))
+    for numbers, wanted in ((found, right), (state, exact_state)):
+        assert (numbers.double() - wanted).norm() <= 1e-2 * wanted.norm()
+    last = case.run(x[-6:], alone, step(lengths[18:19], slots[18:19]))
+    assert torch.equal(last, found[-6:])
+    assert torch.equal(alone[18], state[18])
+
+
 @pytest.mark.parametrize("name", quick_first(1, ["delta", "state space"]))
 def test_chunks_have_the_same_bits_where_steps_end_between_them(device: str, name: str) -> None:
     case = LONG[name]()
