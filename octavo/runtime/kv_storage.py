@@ -149,8 +149,3 @@ class KVStorage:
         """Copy the recurrent state in slot ``source``, in all layers, to ``target``."""
         for pool in self.state_pools:
             pool[:, target] = pool[:, source]
-
-
-def kv_bytes_per_token(specs: Sequence[LayerCacheSpec], dtype: torch.dtype) -> int:
-    """Bytes that one position takes in all layers."""
-    return sum(spec.bytes_per_token(dtype) for spec in specs)

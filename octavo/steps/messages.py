@@ -223,6 +223,10 @@ class ReadRoutes(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fals
     blocks: list[int]
 
 
+CacheCopy = CopySlots | CopyState | ReadBlock | WriteBlock | ReadState | WriteState | ReadRoutes
+"""Messages about what a ``KVStorage`` holds."""
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Load the adapter in the folder ``path`` under ``number``. Fails with a ``CheckpointError``, and then nothing is
     changed."""
@@ -347,13 +351,7 @@ Message = (
     Step
     | Encode
     | EncodeImages
-    | CopySlots
-    | CopyState
-    | ReadBlock
-    | WriteBlock
-    | ReadState
-    | WriteState
-    | ReadRoutes
+    | CacheCopy
     | LoadAdapter
     | UnloadAdapter
     | LoadWeights

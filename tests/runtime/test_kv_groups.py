@@ -27,7 +27,7 @@ from octavo.runtime.executors.block_copies import HostBlockCopies
 from octavo.runtime.executors.forward import make_forward
 from octavo.runtime.executors.step_views import StepBuffers, view_host_step, view_step
 from octavo.runtime.group_memory import EVEN_SHARES, GroupMemory
-from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
+from octavo.runtime.kv_storage import KVStorage
 from octavo.sampling_params import SamplingParams
 from octavo.steps.layout import StepArrays, num_bytes
 from octavo.steps.limits import StepLimits
@@ -213,7 +213,9 @@ def test_layers_of_a_group_may_differ_in_width_and_share_a_cache() -> None:
     assert [part.shape for part in storage.pools[0]] == [(1, 2, 6, 2, 4, 8), (1, 1, 6, 1, 4, 16)]
     assert storage.layers[1].keys.data_ptr() == storage.layers[1].values.data_ptr()
     assert storage.layers[2] is storage.layers[0]
-    assert sum(part.nbytes for part in storage.pools[0]) == 6 * 4 * kv_bytes_per_token(specs, torch.float32)
+    assert sum(part.nbytes for part in storage.pools[0]) == 6 * 4 * sum(
+        spec.bytes_per_token(torch.float32) for spec in specs
+    )
     copies = HostBlockCopies(storage)
     for part in storage.pools[0]:
         part.copy_(torch.randn_like(part))
@@ -242,7 +244,7 @@ def test_memory_is_divided_so_that_no_text_fits_worse(loaded: Loaded) -> None:
     pools = GroupMemory.of(config.cache, groups_of(loaded), torch.float32, block_size, 8, 16)
     first_bytes, window_bytes = pools.bytes_per_block
     both, plenty = first_bytes + window_bytes, pools.plenty[1]
-    assert both == kv_bytes_per_token(config.cache, torch.float32) * block_size
+    assert both == sum(spec.bytes_per_token(torch.float32) for spec in config.cache) * block_size
     assert pools.divide(10 * both, 40) == [10, 10], "little memory is divided evenly"
     num_full, num_windows = pools.divide(1000 * both, 400)
     assert num_windows == 1000 // EVEN_SHARES > plenty

@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.models.layer_cache import KVGroup
 from octavo.models.registry import read_config
 from octavo.runtime import memory
-from octavo.runtime.kv_storage import KVStorage, kv_bytes_per_token
+from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.memory import GIB, Limits, MemoryBudget, plan_memory
 
 MODEL = read_config(
@@ -184,7 +184,8 @@ def test_the_storage_takes_what_the_budget_says() -> None:
     storage = KVStorage(
         MODEL.cache, limits.groups, limits.num_blocks, limits.block_size, torch.float32, torch.device("cpu")
     )
-    assert storage.pools[0][0].nbytes == budget.kv_cache == 5 * 16 * kv_bytes_per_token(MODEL.cache, torch.float32)
+    per_token = sum(spec.bytes_per_token(torch.float32) for spec in MODEL.cache)
+    assert storage.pools[0][0].nbytes == budget.kv_cache == 5 * 16 * per_token
     assert [layer.keys.shape for layer in storage.layers] == [(5, 3, 16, 64)] * 30
     assert storage.layers[0].keys.data_ptr() != storage.layers[0].values.data_ptr()
 

@@ -2,26 +2,58 @@
 within the storage.
 
 Copies take effect in message order: after the steps and copies sent before them, and before those sent later. What is
-read or written is a list of views of the storage: ``KVStorage.block`` or ``KVStorage.state``.
+read or written is a list of views of the storage: ``KVStorage.block``, ``state`` or ``routes``.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.replies import Done
+from octavo.steps.messages import (
+    CacheCopy,
+    CopySlots,
+    CopyState,
+    ReadBlock,
+    ReadRoutes,
+    ReadState,
+    Reply,
+    WriteBlock,
+    WriteState,
+)
 
 
 class HostBlockCopies:
     """Copies for a ``KVStorage`` that is already in host memory."""
 
     def __init__(self, storage: KVStorage) -> None:
-        self.copy_slots = storage.copy_slots
-        self.copy_state = storage.copy_state
+        self._storage = storage
 
-    def read(self, parts: list[Tensor]) -> Done[bytes]:
+    def execute(self, message: CacheCopy) -> Reply[Any]:
+        """Do what ``message`` says."""
+        storage = self._storage
+        match message:
+            case CopySlots(group, source, target, num_tokens):
+                storage.copy_slots(group, source, target, num_tokens)
+            case CopyState(source, target):
+                storage.copy_state(source, target)
+            case ReadBlock(block):
+                return self.read(storage.block(block))
+            case WriteBlock(block, content):
+                self.write(storage.block(block), content)
+            case ReadState(slot):
+                return self.read(storage.state(slot))
+            case WriteState(slot, content):
+                self.write(storage.state(slot), content)
+            case ReadRoutes(blocks):
+                return self.read(storage.routes(blocks))
+        return Done(None)
+
+    def read(self, parts: list[Tensor]) -> Reply[bytes]:
         """Copy ``parts`` out immediately, because the next step may write to them."""
         return Done(_content(parts).numpy().tobytes())
 
@@ -30,7 +62,7 @@ class HostBlockCopies:
         _fill(parts, torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
-class DeviceBlockCopies:
+class DeviceBlockCopies(HostBlockCopies):
     """Copies for a ``KVStorage`` on a CUDA device, through pinned memory on a separate stream.
 
     A copy waits for the steps sent before it; steps sent after it wait until it has read or written.
@@ -39,9 +71,14 @@ class DeviceBlockCopies:
 
     def __init__(self, storage: KVStorage, steps: torch.cuda.Stream) -> None:
         """``steps`` is the stream that steps run on."""
-        self._storage = storage
+        super().__init__(storage)
         self._steps = steps
         self._copies = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]
+
+    def execute(self, message: CacheCopy) -> Reply[Any]:
+        """Start what ``message`` says; copies within the storage are on the stream of the steps."""
+        with torch.cuda.stream(self._steps):
+            return super().execute(message)
 
     def read(self, parts: list[Tensor]) -> BlockContent:
         """Start copying ``parts`` to the host."""
@@ -61,16 +98,6 @@ class DeviceBlockCopies:
             self._copies.wait_stream(self._steps)
             _fill(parts, on_device)
             self._steps.wait_event(self._copies.record_event())
-
-    def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
-        """Start ``KVStorage.copy_slots`` on the stream of the steps."""
-        with torch.cuda.stream(self._steps):
-            self._storage.copy_slots(group, source, target, num_tokens)
-
-    def copy_state(self, source: int, target: int) -> None:
-        """Start ``KVStorage.copy_state`` on the stream of the steps."""
-        with torch.cuda.stream(self._steps):
-            self._storage.copy_state(source, target)
 
 
 class BlockContent:

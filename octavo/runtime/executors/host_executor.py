@@ -38,25 +38,19 @@ from octavo.runtime.replies import Done, FailedReply
 from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
+    CacheCopy,
     Compile,
-    CopySlots,
-    CopyState,
     EncodeImages,
     LoadAdapter,
     LoadWeights,
     Message,
     MoveExperts,
-    ReadBlock,
     ReadChecksums,
     ReadExperts,
-    ReadRoutes,
-    ReadState,
     Reply,
     Step,
     StepResult,
     UnloadAdapter,
-    WriteBlock,
-    WriteState,
 )
 
 logger = logging.getLogger(__name__)
@@ -111,7 +105,7 @@ class HostExecutor:
             model, self._compute, self._state, rows, drafter, verify, logits, embeddings, routes
         )
         self._reader = RowReader(model, ChunkPooler(model, pooler), vocabulary)
-        self._storage, self._copies = storage, HostBlockCopies(storage)
+        self._copies = HostBlockCopies(storage)
         self._buffers = StepBuffers(storage.num_groups)
         self._num_groups, self._block_size = storage.num_groups, storage.block_size
 
@@ -123,20 +117,8 @@ class HostExecutor:
             case EncodeImages():
                 assert self._embeddings is not None, "the model takes no images"
                 return self._embeddings.execute(message)
-            case CopySlots(group, source, target, num_tokens):
-                self._copies.copy_slots(group, source, target, num_tokens)
-            case CopyState(source, target):
-                self._copies.copy_state(source, target)
-            case ReadBlock(block):
-                return self._copies.read(self._storage.block(block))
-            case WriteBlock(block, content):
-                self._copies.write(self._storage.block(block), content)
-            case ReadState(slot):
-                return self._copies.read(self._storage.state(slot))
-            case ReadRoutes(blocks):
-                return self._copies.read(self._storage.routes(blocks))
-            case WriteState(slot, content):
-                self._copies.write(self._storage.state(slot), content)
+            case _ if isinstance(message, CacheCopy):
+                return self._copies.execute(message)
             case LoadAdapter() | UnloadAdapter():
                 return change_adapters(self.adapters, message)
             case LoadWeights():

@@ -43,19 +43,15 @@ from octavo.runtime.replies import Done, FailedReply
 from octavo.runtime.sharded_logits import WHOLE, ShardedVocabulary
 from octavo.steps.limits import StepLimits
 from octavo.steps.messages import (
+    CacheCopy,
     Compile,
-    CopySlots,
-    CopyState,
     EncodeImages,
     LoadAdapter,
     LoadWeights,
     MeasureKernels,
     Message,
     PrepareTuning,
-    ReadBlock,
     ReadChecksums,
-    ReadRoutes,
-    ReadState,
     Reply,
     Sleep,
     Step,
@@ -64,8 +60,6 @@ from octavo.steps.messages import (
     UnloadAdapter,
     UseKernels,
     Wake,
-    WriteBlock,
-    WriteState,
 )
 from octavo.steps.shapes import StepShape
 from octavo.system.background import start_thread, stop_if_ending
@@ -139,7 +133,6 @@ class StreamExecutor:
         self._stream = torch.cuda.Stream(device) if self._is_gpu else None  # type: ignore[no-untyped-call]
         has_graphs = self._is_gpu and not enforce_eager
         self._graphs = Graphs(self._program, self._backend.launched_early) if has_graphs else None
-        self._storage = storage
         self._copies = HostBlockCopies(storage) if self._stream is None else DeviceBlockCopies(storage, self._stream)
         self._compiling: Compiling | None = None
         self._pool = storage.tensors
@@ -158,20 +151,8 @@ class StreamExecutor:
                 assert self._embeddings is not None, "the model takes no images"
                 with self._on_stream():
                     return self._embeddings.execute(message)
-            case CopySlots(group, source, target, num_tokens):
-                self._copies.copy_slots(group, source, target, num_tokens)
-            case CopyState(source, target):
-                self._copies.copy_state(source, target)
-            case ReadBlock(block):
-                return self._copies.read(self._storage.block(block))
-            case WriteBlock(block, content):
-                self._copies.write(self._storage.block(block), content)
-            case ReadState(slot):
-                return self._copies.read(self._storage.state(slot))
-            case ReadRoutes(blocks):
-                return self._copies.read(self._storage.routes(blocks))
-            case WriteState(slot, content):
-                self._copies.write(self._storage.state(slot), content)
+            case _ if isinstance(message, CacheCopy):
+                return self._copies.execute(message)
             case LoadAdapter() | UnloadAdapter():
                 return change_adapters(self._adapters, message)
             case LoadWeights():
