@@ -188,9 +188,10 @@ class CacheSettings:
     kv_cache_memory: float | None = setting(None, "GiB of memory for the KV cache; default: by device", low=0.001)
     kv_cache_dtype: str = setting(
         "auto",
-        "data type of cached keys and values; fp8 is float8_e4m3fn, scaled where the checkpoint has scales",
-        ("auto", "float32", "bfloat16", "float16", "fp8"),
-        synonyms={"fp8_e4m3": "fp8"},
+        "data type of cached keys and values; fp8 is float8_e4m3fn, scaled where the checkpoint has scales; int8 and "
+        "int4, on CPUs, have scales of each position and head",
+        ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"),
+        synonyms={"fp8_e4m3": "fp8", "int8_per_token_head": "int8", "int4_per_token_head": "int4"},
     )
     state_dtype: str = setting(
         "float32", "data type of recurrent states, for models that have any", ("float32", "bfloat16")

@@ -52,7 +52,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 """Settings of each format. "auto" is what ``octavo serve`` makes of the checkpoint by itself."""
 CACHE = "+kv_"
 """Behind it, the data type of keys and values."""
-CACHES = ("float32", "bfloat16", "float16", "fp8")
+CACHES = ("float32", "bfloat16", "float16", "fp8", "int8", "int4")
 NEEDLES, NEEDLE_TOKENS = 4, 16
 """Needles of a window, and tokens of each, of which the second half is asked for."""
 PACKED = ("auto", "fp8", "int8", "int4")

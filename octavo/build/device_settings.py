@@ -24,6 +24,8 @@ from octavo.system.cpus import default_num_threads
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.dtypes import DTYPES, stated_dtype
 
+ON_CPUS = {"int8": torch.int8, "int4": torch.int4}
+"""Types of the KV cache that only CPUs have kernels for."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """Makes torch ask for transparent huge pages, of 2 MiB, for tensors at least as large: Linux as usually set up
 ("madvise") gives them to those alone who ask. Reading weights then misses the TLB less often. torch reads this variable
@@ -52,8 +54,10 @@ def _share_cores(count: int) -> None:
 
 
 def resolve_kv_dtype(name: str, form: WeightFormat) -> torch.dtype:
-    """The data type of cached keys and values; "auto" follows the weights."""
-    return torch.float8_e4m3fn if name == "fp8" else DTYPES.get(name, form.kv_dtype)
+    """The data type of cached keys and values; "auto" follows the weights. Raises ``ConfigError``."""
+    if name in ON_CPUS and form.device.type != CPU:
+        raise ConfigError(f"kv_cache_dtype: {name} is for CPUs; on a GPU use fp8")
+    return ON_CPUS.get(name) or {**DTYPES, "fp8": torch.float8_e4m3fn}.get(name, form.kv_dtype)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -41,7 +41,8 @@ def _attend(
     q_QNH, _ = apply_rope(q_QNH, q_QNH, *angles)
     first = span.end - span.num_rows
     begin = max(0, min(span.start, first - heads.window + 1)) if heads.window else 0
-    keys, values = context(cache.keys, cache.values, rows.of(cache).block_tables_SB[span.seq].long(), begin, span.end)
+    table_B = rows.of(cache).block_tables_SB[span.seq].long()
+    keys, values = context(cache.keys, cache.values, table_B, begin, span.end, H)
     rule = Rule(heads.scale, heads.window, heads.softcap, heads.sinks_N, cache.scales)
     dtype = torch.promote_types(q_QNH.dtype, torch.float32)
     k_KCH, v_KCH = rule.scaled(keys.to(dtype), values.to(dtype))

@@ -19,6 +19,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.model_info import RoutesInfo
+from octavo.ops.cache_rows import row_bytes
 
 Kind = Literal["attention", "latent", "state"]
 """Keys and values; or latents: one tensor, whose values are part of the keys; or a recurrent state."""
@@ -80,7 +81,7 @@ class LayerCacheSpec:
         """Bytes that one position takes in this layer."""
         if self.shared_with is not None:
             return 0
-        num_bytes = self.num_tensors * self.num_kv_heads * self.head_dim * dtype.itemsize
+        num_bytes = self.num_tensors * self.num_kv_heads * row_bytes(dtype, self.head_dim)
         return num_bytes if self.routes is None else num_bytes + self.routes.num_bytes
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.ops.cache_rows import STORED, pack_rows, unpack_rows
 from octavo.ops.dispatch import op, op_of_ids
 from octavo.ops.embedding import embedding
 from octavo.ops.norms import rms_norm
@@ -50,7 +51,8 @@ class HeadLayout(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, each ``[num_blocks, K, block_size, H]``."""
+    """One layer's keys and values, each ``[num_blocks, K, block_size, H]``; with rows of ``ops.cache_rows`` in place
+    of H numbers if they are of 8 or 4 bits."""
 
     keys: Tensor
     values: Tensor
@@ -248,8 +250,8 @@ def paged_attention(
     ``softcap * tanh(scores / softcap)``; with ``slopes`` (float32) each then loses its head's slope times the distance
     of its key; ``sinks`` (float32) add a logit per head to the softmax's denominator.
 
-    Caches are ``[num_blocks, K, block_size, H]`` and hold this step's keys and values already, divided by the
-    ``scales`` if given. Rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of
+    Caches are as those of a ``LayerCache`` and hold this step's keys and values already, divided by the ``scales`` if
+    given. Rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1]`` (int32 [S + 1]) are the last positions of
     sequence s, whose context, these rows included, is ``seq_lens[s]`` long: row i of q rows sits at position
     ``seq_len - q + i``.
     Nothing is read beyond a context: neither table entries past its last block nor slots past its last position.
@@ -266,11 +268,11 @@ def paged_attention(
             single.append(s)
         elif rows.stop > rows.start:
             seen_from = max(0, seq_len - (rows.stop - rows.start) - window + 1) if window else 0
-            keys, values = context(k_cache, v_cache, block_tables_SB[s], seen_from, seq_len)
+            keys, values = context(k_cache, v_cache, block_tables_SB[s], seen_from, seq_len, q_TNH.shape[2])
             _attend(q_TNH[rows], keys, values, rule, out_TNH[rows])
     single.sort(key=lambda s: seq_lens[s])
     while single:  # from the longest, as many as fit into one batch
-        room = max(1, MAX_SCRATCH // (seq_lens[single[-1]] * k_cache.shape[1] * k_cache.shape[3]))
+        room = max(1, MAX_SCRATCH // (seq_lens[single[-1]] * k_cache.shape[1] * q_TNH.shape[2]))
         group, single = single[-room:], single[:-room]
         group_S = torch.tensor(group, device=q_TNH.device)
         rows_S = cu_seqlens_q[group_S].long()
@@ -311,13 +313,16 @@ class Rule(NamedTuple):
         return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def context(k_cache: Tensor, v_cache: Tensor, table_B: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+def context(
+    k_cache: Tensor, v_cache: Tensor, table_B: Tensor, begin: int, end: int, head_dim: int
+) -> tuple[Tensor, Tensor]:
     """Keys and values of positions ``begin`` to ``end`` of one sequence, copied together: two of [K, C, H]."""
     block_size = k_cache.shape[2]
     first = begin // block_size
     blocks = table_B[first : -(-end // block_size)]
     chosen = slice(begin - first * block_size, end - first * block_size)
-    keys, values = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, chosen] for cache in (k_cache, v_cache))
+    rows = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, chosen] for cache in (k_cache, v_cache))
+    keys, values = (unpack_rows(part, head_dim) for part in rows)
     return keys, values
 
 
@@ -357,7 +362,8 @@ def _attend_single(
     dtype = torch.promote_types(q_SNH.dtype, torch.float32)
     num_blocks = -(-int(seq_lens_S.max()) // block_size)
     tables = block_tables_SB[:, :num_blocks]
-    keys, values = (cache[tables].transpose(1, 2).flatten(2, 3).to(dtype) for cache in (k_cache, v_cache))
+    found = (cache[tables].transpose(1, 2).flatten(2, 3) for cache in (k_cache, v_cache))
+    keys, values = (unpack_rows(part, H).to(dtype) for part in found)
     k_SKCH, v_SKCH = rule.scaled(keys, values)
     positions = torch.arange(num_blocks * block_size, device=q_SNH.device)
     distance_SC = seq_lens_S.unsqueeze(1) - 1 - positions
@@ -487,7 +493,7 @@ def axis_angles(
 
 
 # ---- store_kv: Stores the keys and values of a step in the paged cache. Shapes: T tokens, K kv heads, H head dim. A
-# layer's caches are ``[num_blocks, K, block_size, H]``.
+# layer's caches are those of ``LayerCache``.
 
 
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -521,7 +527,9 @@ def store_kv(
         x_RKH = x_TKH[is_row_T] if scale_K is None else x_TKH[is_row_T] / scale_K[:, None]
         if cache.dtype == torch.float8_e4m3fn:
             x_RKH = x_RKH.clamp(-FLOAT8_MAX, FLOAT8_MAX)
-        cache[slots // block_size, :, slots % block_size] = x_RKH.to(cache.dtype)
+        is_packed = cache.dtype in STORED.values()
+        stored = pack_rows(x_RKH, cache.dtype) if is_packed else x_RKH.to(cache.dtype)
+        cache[slots // block_size, :, slots % block_size] = stored
 
 
 # ---- store_keys: What ``attention`` does with keys and values, without attending: for rows whose output nobody

@@ -1,7 +1,8 @@
 """The tensors that hold keys and values, and recurrent states. The owners of blocks and slots are tracked in
 ``octavo.cache``, not here.
 
-Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N blocks, K kv heads, S block size, H head dim.
+Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N blocks, K kv heads, S block size, H head dim,
+or the length of a row of ``ops.cache_rows``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, StateTensor
 from octavo.ops.attention import KVScales, LayerCache
+from octavo.ops.cache_rows import STORED, row_length
 
 
 class StatePool(NamedTuple):
@@ -57,6 +59,7 @@ class KVStorage:
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
+        stored = STORED.get(dtype, dtype)
         self.is_scaled = bool(scales)
         self.pools: list[list[Tensor]] = []
         self.routes_NC: Tensor | None = None
@@ -69,7 +72,8 @@ class KVStorage:
                     alike.setdefault((specs[i].num_tensors, specs[i].num_kv_heads, specs[i].head_dim), []).append(i)
             pool = []
             for (P, K, H), layers in alike.items():
-                pool.append(torch.empty(len(layers), P, count, K, block_size, H, dtype=dtype, device=device))
+                width = row_length(stored, H)
+                pool.append(torch.empty(len(layers), P, count, K, block_size, width, dtype=stored, device=device))
                 for i, part in zip(layers, pool[-1], strict=True):
                     caches[i] = LayerCache(part[0], part[-1], index, scales.get(i))
             for routes in filter(None, (specs[i].routes for i in group.layers)):
@@ -80,7 +84,7 @@ class KVStorage:
             self.pools.append(pool)
         self.state_pools: list[Tensor] = []
         """``[L, slots, ...]`` for each set of equal tensors of recurrent state."""
-        nothing = torch.empty(0, dtype=dtype, device=device)
+        nothing = torch.empty(0, dtype=stored, device=device)
         for i, own in self._allocate_states(specs, states).items():
             caches[i] = caches.get(i, LayerCache(nothing, nothing))._replace(states=own)
         every = [caches[i if spec.shared_with is None else spec.shared_with] for i, spec in enumerate(specs)]

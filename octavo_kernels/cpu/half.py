@@ -75,7 +75,7 @@ def _narrow_to_e4m3(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.trunc(b.or_(b.select(is_small, multiple, normal), sign), _lanes(I8, x))
 
 
-def _widen(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
+def emit_widened(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
     """As float32, exactly; numbers of E4M3 as ``vector_ir.load_floats`` has them."""
     if number_format == FLOAT16:
         return b.fpext(x, _lanes(F32, x))
@@ -91,13 +91,13 @@ def _widen(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
 
 def rounded(b: ir.IRBuilder, number_format: int, x: ir.Value) -> ir.Value:
     """Float32 numbers rounded to a format."""
-    return _widen(b, number_format, _narrow(b, number_format, x))
+    return emit_widened(b, number_format, _narrow(b, number_format, x))
 
 
 _KINDS = {FLOAT32: F32, FLOAT16: F16, BFLOAT16: I16, E4M3: I8}
 
 
-def _emit_row(
+def emit_row(
     b: ir.IRBuilder,
     source: tuple[int, ir.Value],
     out: tuple[int, ir.Value],
@@ -128,7 +128,7 @@ def narrow(context: Any, number_format: Any, source: Any, out: Any, count: Any) 
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         _, source, out, count = args
-        _emit_row(b, (FLOAT32, source), (kind, out), count, _narrow)
+        emit_row(b, (FLOAT32, source), (kind, out), count, _narrow)
         return c.get_dummy_value()
 
     return types.void(number_format, *([types.intp] * 3)), emit
@@ -143,7 +143,7 @@ def widen(context: Any, number_format: Any, source: Any, out: Any, count: Any) -
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         _, source, out, count = args
-        _emit_row(b, (kind, source), (FLOAT32, out), count, _widen)
+        emit_row(b, (kind, source), (FLOAT32, out), count, emit_widened)
         return c.get_dummy_value()
 
     return types.void(number_format, *([types.intp] * 3)), emit

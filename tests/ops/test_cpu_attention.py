@@ -12,12 +12,14 @@ from torch import Tensor
 
 from octavo.ops import attention, dispatch
 from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows
+from octavo.ops.cache_rows import STORED, pack_rows, row_length, unpack_rows
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 from tests.tiers import nightly_after
 
 pytestmark = needs_float_kernels
 CACHE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PACKED_DTYPES = [torch.int8, torch.int4]
 SIZES = [(9, 3, 64, 16), (4, 4, 80, 8), (8, 1, 256, 32), (6, 2, 24, 5), (4, 2, 128, 64), (2, 1, 96, 256)]
 """(heads, kv heads, head dim, block size)"""
 NAN = float("nan")
@@ -72,7 +74,7 @@ def make_case(
     T = sum(queries)
     qkv_TW, needed = torch.randn(T, (N + 2 * K) * H), [-(-length // block_size) for length in lengths]
     num_blocks = sum(needed) + 3
-    cache = LayerCache(*[torch.full((num_blocks, K, block_size, H), NAN, dtype=dtype) for _ in range(2)])
+    cache = LayerCache(*[unwritten((num_blocks, K, block_size), H, dtype) for _ in range(2)])
     tables = torch.zeros(len(lengths), max(needed) + 2, dtype=torch.int32)
     free, slots = torch.randperm(num_blocks).tolist(), []
     for s, length in enumerate(lengths):
@@ -85,7 +87,8 @@ def make_case(
         past, now = places[seen_from : length - queries[s]], places[length - queries[s] :]
         slots.append(now)
         for part in cache[:2]:
-            part[past // block_size, :, past % block_size] = torch.randn(len(past), K, H).to(dtype)
+            x, places = torch.randn(len(past), K, H), (past // block_size, slice(None), past % block_size)
+            part[places] = pack_rows(x, part.dtype) if dtype in STORED else x.to(dtype)
     angles = None if rotated is None else torch.randn(T, rotated) * 9
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
     rows = PagedRows(
@@ -94,6 +97,13 @@ def make_case(
     heads = HeadLayout(N, K, H, H**-0.5)._replace(**layout)
     cos, sin = (None, None) if angles is None else (angles.cos(), angles.sin())
     return Case(qkv_TW, heads, cos, sin, cache, rows)
+
+
+def unwritten(shape: tuple[int, ...], H: int, dtype: torch.dtype) -> Tensor:
+    """Rows of a cache that are NaN."""
+    stored = STORED.get(dtype, dtype)
+    value = NAN if stored == dtype and dtype.is_floating_point else -1 if stored == torch.int8 else 255
+    return torch.full((*shape, row_length(stored, H)), value, dtype=stored)
 
 
 def prepared(case: Case, first: int, count: int, norm: Tensor | None) -> Tensor:
@@ -119,7 +129,7 @@ def exact(case: Case) -> Tensor:
         positions = torch.arange(length)
         blocks = case.rows.groups[0].block_tables_SB[s].long()[positions // block_size]
         found = [part[blocks, :, positions % block_size] for part in case.cache[:2]]
-        keys, values = (x.double().repeat_interleave(N // K, 1) for x in found)
+        keys, values = (unpack_rows(x, heads.head_dim).double().repeat_interleave(N // K, 1) for x in found)
         begin, end = case.rows.cu_seqlens_q[s : s + 2].tolist()
         for t in range(begin, end):
             last = length - (end - t)
@@ -146,6 +156,40 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_close_to_float64(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     case = make_case([1, 7, 40, 300, 33, 3, 260], [1, 7, 1, 50, 20, 0, 1], sizes, dtype, rotated=sizes[2] // 2)
     torch.testing.assert_close(case.run().double(), exact(case), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rows_with_scales_are_read_to_the_last_bit(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Numbers that the format has exactly are not asked for: what is compared is float64 over what the cache holds."""
+    lengths, queries = [1, 7, 40, 300, 33, 3, 260], [1, 7, 1, 50, 20, 0, 1]
+    case = make_case(lengths, queries, sizes, dtype, rotated=sizes[2] // 2, window=41)
+    torch.testing.assert_close(case.run().double(), exact(case), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
+@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[3], SIZES[4]])
+def test_rows_with_scales_are_written_as_the_reference_writes_them(
+    sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    """Numbers of all sizes, outliers, zeros, ties, subnormal numbers, and what is not finite."""
+    case, K, H = make_case([90], [90], sizes, dtype), sizes[1], sizes[2]
+    kv = case.qkv_TW[:, -2 * K * H :].view(90, 2 * K, H)
+    kv.mul_(torch.logspace(-44, 37, 90)[:, None, None])
+    kv[:, :, 3] *= torch.linspace(1, 300, 90)[:, None]
+    kv[:8] = torch.arange(-H // 2, H - H // 2)
+    kv[8, 0], kv[9, 0, 1:], kv[10, 0] = 0, -0.0, 5
+    kv[11, 0, 2], kv[12, 0, 5], kv[13, 0, H - 1] = NAN, float("inf"), -float("inf")
+    kv[14, 0, 0], kv[14, 0, 1] = 3e38, -3e38
+    reference = case.copy()
+    case.run()
+    with dispatch.only(dispatch.REFERENCE):
+        reference.run()
+    for ours, theirs in zip(case.cache[:2], reference.cache[:2], strict=True):
+        found, expected = unpack_rows(ours, H), unpack_rows(theirs, H)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        is_number = expected.isfinite().all(-1)
+        assert torch.equal(ours[is_number], theirs[is_number])
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -192,7 +236,7 @@ def test_values_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 70])
-@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", [*CACHE_DTYPES, *PACKED_DTYPES])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_bits_do_not_depend_on_chunks_or_other_sequences(
     sizes: tuple[int, int, int, int], dtype: torch.dtype, window: int

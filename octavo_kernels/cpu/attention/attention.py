@@ -19,20 +19,21 @@ from octavo.ops.attention import (
     rotary_angles,
     store_keys,
 )
+from octavo.ops.cache_rows import row_length
 from octavo.ops.latent_attention import LatentHeads, latent_attention, store_latents
 from octavo.ops.linear import head_linear
 from octavo_kernels.cpu.attention.attention_passes import PART, first_seen
 from octavo_kernels.cpu.attention.attention_rows import STEP, prepare_task
 from octavo_kernels.cpu.attention.attention_tiles import STATE, TILE, TILE_ROWS, attend_task
+from octavo_kernels.cpu.attention.cached_rows import FORMATS
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, inlined, rarely_used
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, keep, read, view
 from octavo_kernels.cpu.task_driver import task_driver
-from octavo_kernels.cpu.tensors import FORMATS as FLOATS
 from octavo_kernels.cpu.tensors import address, declines_floats, whole_vectors
 from octavo_kernels.cpu.threads import run
-from octavo_kernels.cpu.vector_ir import E4M3, E4M3_FACTOR, LANES
+from octavo_kernels.cpu.vector_ir import E4M3_FACTOR, LANES
 
 # ---- attention: ``attention`` in one call, straight from the block table; prefill and decode rows by the same code.
 
@@ -40,8 +41,6 @@ from octavo_kernels.cpu.vector_ir import E4M3, E4M3_FACTOR, LANES
 NUMBERS_A_PIECE = 2048
 MULTIPLICATIONS_A_PIECE = 50_000
 """One or two microseconds for a single row, which waits for memory."""
-FORMATS = {**FLOATS, torch.float8_e4m3fn: E4M3}
-"""Those of caches."""
 PLAN = fields("num_tiles num_slots work")
 
 
@@ -125,11 +124,12 @@ def compile_attention(kv_dtype: torch.dtype) -> None:
 def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, slot_mapping_T: Tensor) -> None:
     N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
     shape = cache.keys.shape
-    if N % K or qkv_TW.shape[1] != sum(heads.sizes) or shape[1] != K or shape[3] != H or cache.values.shape != shape:
-        sizes = f"{N} heads and {K} kv heads of {H}"
-        raise ValueError(f"attention: {sizes}, rows of {qkv_TW.shape[1]}, caches {list(shape)}")
     if cache.keys.dtype != cache.values.dtype or cache.keys.dtype not in FORMATS:
         raise ValueError(f"attention: caches of {cache.keys.dtype} and {cache.values.dtype}")
+    own, is_even = (K, row_length(cache.keys.dtype, H)), N % K == 0
+    if not is_even or qkv_TW.shape[1] != sum(heads.sizes) or shape[1::2] != own or cache.values.shape != shape:
+        sizes = f"{N} heads and {K} kv heads of {H}"
+        raise ValueError(f"attention: {sizes}, rows of {qkv_TW.shape[1]}, caches {list(shape)}")
     if not (cache.keys.is_contiguous() and cache.values.is_contiguous()):
         raise ValueError("attention: the caches must be contiguous")
     if len(slot_mapping_T) != len(qkv_TW):
@@ -148,7 +148,7 @@ def _scales(cache: LayerCache) -> tuple[int, int, float]:
 def attention_numba(
     qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor | None, sin_TR: Tensor | None, cache: LayerCache, rows: PagedRows
 ) -> Tensor:
-    """See ``ops.attention``; the caches must be contiguous, of float32, bfloat16, float16 or float8_e4m3fn.
+    """See ``ops.attention``; the caches must be contiguous.
 
     Raises ``IndexError`` when lengths, slots or block numbers do not fit the tensors.
     """
@@ -327,7 +327,7 @@ def store_keys_numba(
 def latent_attention_numba(
     q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
 ) -> Tensor:
-    """See ``ops.latent_attention``; the cache must be contiguous, of float32, bfloat16, float16 or float8_e4m3fn."""
+    """See ``ops.latent_attention``; the cache must be contiguous."""
     q_TNH = store_latents(q_TW, kv_TC, heads, cos_TR, sin_TR, cache, rows)
     layout = HeadLayout(q_TNH.shape[1], 1, q_TNH.shape[2], heads.scale, shares_cache=True)
     out_TW = attention_numba(q_TNH.flatten(1), layout, None, None, cache, rows)

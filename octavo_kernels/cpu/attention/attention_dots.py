@@ -15,10 +15,10 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from octavo_kernels.cpu.attention.cached_rows import STEP_BYTES, emit_row_bytes, load_step
 from octavo_kernels.cpu.compiled import emitted
 from octavo_kernels.cpu.vector_ir import (
     F32,
-    FORMAT_BYTES,
     HAS_AVX512,
     I32,
     LANES,
@@ -32,7 +32,6 @@ from octavo_kernels.cpu.vector_ir import (
     halve,
     i64,
     load,
-    load_floats,
     offset,
     splat,
     store,
@@ -105,8 +104,7 @@ def _emit_score(
     time: int,
 ) -> list[list[ir.Value]]:
     """For each query, its partial sums with KEYS_AT_ONCE of the 16 keys, after ``halve``."""
-    step_bytes = LANES * FORMAT_BYTES[number_format]
-    row_bytes = b.mul(num_steps, i64(step_bytes))
+    row_bytes = emit_row_bytes(b, number_format, num_steps)
     pairs = KEYS_AT_ONCE // 2
     chosen = [start + pairs * time + i for start in (0, LANES // 2) for i in range(pairs)]
     rows = [offset(b, keys, (row_bytes, i)) for i in chosen]
@@ -114,11 +112,11 @@ def _emit_score(
         q = [load(b, F32x16, offset(b, query, (loop.index, VECTOR_BYTES))) for query in queries]
         totals = list(loop.carried)
         for i, row in enumerate(rows):
-            key = load_floats(b, number_format, offset(b, row, (loop.index, step_bytes)))
+            key = load_step(b, number_format, row, num_steps, loop.index)
             for j, query in enumerate(q):
                 totals[j * len(rows) + i] = fma(b, query, key, totals[j * len(rows) + i])
         if asks:
-            num_bytes = len(rows) * step_bytes
+            num_bytes = len(rows) * STEP_BYTES[number_format]
             ask_for(b, offset(b, ahead, (row_bytes, time * len(rows)), (loop.index, num_bytes)), num_bytes)
         loop.carried = totals
     return [halve(b, loop.results[j * len(rows) : (j + 1) * len(rows)], LANES // 2) for j in range(len(queries))]
@@ -135,7 +133,7 @@ def score_one(context: Any, number_format: Any, query: Any, key: Any, num_steps:
         query, key, num_steps, out = args[1:]
         with Loop(b, num_steps, [constant(F32x16, 0.0)]) as loop:
             q = load(b, F32x16, offset(b, query, (loop.index, VECTOR_BYTES)))
-            k = load_floats(b, kind, offset(b, key, (loop.index, LANES * FORMAT_BYTES[kind])))
+            k = load_step(b, kind, key, num_steps, loop.index)
             loop.carried = [fma(b, q, k, loop.carried[0])]
         store(b, sum_one(b, loop.results[0]), out)
         return c.get_dummy_value()
@@ -166,11 +164,10 @@ def gather(
     if not isinstance(number_format, types.IntegerLiteral) or not isinstance(asks, types.IntegerLiteral):
         return None
     kind, is_asking = number_format.literal_value, bool(asks.literal_value)
-    step_bytes = LANES * FORMAT_BYTES[kind]
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         weights, weight_stride, values, num_steps, num_positions, out, out_stride, num_rows, ahead = args[2:]
-        row_bytes = b.mul(num_steps, i64(step_bytes))
+        row_bytes = emit_row_bytes(b, kind, num_steps)
         wide = b.sdiv(num_steps, i64(WIDTHS[0]))
         done = b.mul(wide, i64(WIDTHS[0]))
         firsts, turns_of = (i64(0), done), (wide, b.sub(num_steps, done))
@@ -180,9 +177,9 @@ def gather(
                     with Loop(b, turns, []) as part:
                         step = b.add(first, b.mul(part.index, i64(width)))
                         at = offset(b, out, (step, VECTOR_BYTES))
-                        source, asked = (offset(b, x, (step, step_bytes)) for x in (values, ahead))
-                        places = source, row_bytes, num_positions, at, out_stride, asked if is_asking else None
-                        _emit_gather(b, kind, rows, width, weights, weight_stride, *places)
+                        asked = offset(b, ahead, (step, STEP_BYTES[kind])) if is_asking else None
+                        source = values, row_bytes, num_steps, step, num_positions
+                        _emit_gather(b, kind, rows, width, weights, weight_stride, *source, at, out_stride, asked)
         return c.get_dummy_value()
 
     return types.void(number_format, asks, *([types.intp] * 9)), emit
@@ -197,22 +194,24 @@ def _emit_gather(
     weight_stride: ir.Value,
     values: ir.Value,
     row_bytes: ir.Value,
+    num_steps: ir.Value,
+    step: ir.Value,
     num_positions: ir.Value,
     out: ir.Value,
     out_stride: ir.Value,
     ahead: ir.Value | None,
 ) -> None:
-    step_bytes = LANES * FORMAT_BYTES[number_format]
     rows = [offset(b, out, (out_stride, row)) for row in range(num_rows)]
     before = [load(b, F32x16, row, VECTOR_BYTES * i) for row in rows for i in range(width)]
     with Loop(b, num_positions, before) as loop:
         along = b.mul(row_bytes, loop.index)
-        value = [load_floats(b, number_format, b.add(values, along), step_bytes * i) for i in range(width)]
+        row, steps = b.add(values, along), [b.add(step, i64(i)) for i in range(width)]
+        value = [load_step(b, number_format, row, num_steps, each) for each in steps]
         at = offset(b, weights, (loop.index, 4))
         weight = [splat(b, load(b, F32, offset(b, at, (weight_stride, row)))) for row in range(num_rows)]
         products = [(w, v) for w in weight for v in value]
         if ahead is not None:
-            ask_for(b, b.add(ahead, along), width * step_bytes)
+            ask_for(b, b.add(ahead, along), width * STEP_BYTES[number_format])
         loop.carried = [fma(b, w, v, total) for (w, v), total in zip(products, loop.carried, strict=True)]
     for i, total in enumerate(loop.results):
         store(b, total, rows[i // width], VECTOR_BYTES * (i % width))

@@ -24,10 +24,10 @@ from octavo_kernels.cpu.attention.attention_dots import (
     soft_cap,
 )
 from octavo_kernels.cpu.attention.attention_turned import CHUNK_ROWS, score_turned, turn
+from octavo_kernels.cpu.attention.cached_rows import row_bytes, unpack
 from octavo_kernels.cpu.compiled import Constant, copied, inlined
-from octavo_kernels.cpu.half import widen
 from octavo_kernels.cpu.memory import view
-from octavo_kernels.cpu.vector_ir import FLOAT32, FORMAT_BYTES, LANES
+from octavo_kernels.cpu.vector_ir import FLOAT32, LANES
 
 PART = 128
 RUN = 64
@@ -69,14 +69,10 @@ def are_read_in_place(a: Any, num_rows: int) -> bool:
 @inlined
 def _copy_runs(number_format: Constant, a: Any, cache: int, first: int, num_runs: int, runs: Any, copy: Any) -> Any:
     """Copy runs from ``first`` on to ``copy`` as padded float32 rows; returns the numbers of runs and rows."""
-    row_bytes, n, count = FORMAT_BYTES[number_format] * a.H, 0, 0
+    one_row, n, count = row_bytes(number_format, a.H), 0, 0
     while first + n < num_runs and count + runs[first + n, COUNT] <= RUN:
-        rows, more = cache + row_bytes * runs[first + n, PLACE], runs[first + n, COUNT]
-        if a.width == a.H:
-            widen(number_format, rows, copy[count].ctypes.data, more * a.H)
-        else:
-            for j in range(more):
-                widen(number_format, rows + row_bytes * j, copy[count + j].ctypes.data, a.H)
+        rows, more = cache + one_row * runs[first + n, PLACE], runs[first + n, COUNT]
+        unpack(number_format, rows, a.H, more, copy[count].ctypes.data, a.width // LANES)
         n, count = n + 1, count + more
     return n, count
 
@@ -85,7 +81,7 @@ def _copy_runs(number_format: Constant, a: Any, cache: int, first: int, num_runs
 def score_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any) -> None:
     """First pass over the part from ``begin`` on: each row's scores of the positions it sees; others are undefined."""
     queries, _, _, runs, _, copy = work
-    row_bytes = FORMAT_BYTES[number_format] * a.H
+    one_row = row_bytes(number_format, a.H)
     if not are_read_in_place(a, len(queries)):
         i = 0
         while i < num_runs:
@@ -94,9 +90,9 @@ def score_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any)
             i += n
         return
     for i in range(num_runs):
-        keys, ahead = a.k_cache + row_bytes * runs[i, PLACE], a.v_cache + row_bytes * runs[0, PLACE]
+        keys, ahead = a.k_cache + one_row * runs[i, PLACE], a.v_cache + one_row * runs[0, PLACE]
         if i + 1 < num_runs:
-            ahead = a.k_cache + row_bytes * runs[i + 1, PLACE]
+            ahead = a.k_cache + one_row * runs[i + 1, PLACE]
         _score_run(number_format, a, begin, runs[i], keys, ahead, work)
 
 
@@ -119,13 +115,9 @@ def _score_copy(a: Any, begin: int, column: int, count: int, work: Any) -> None:
 def _score_run(kind: Constant, a: Any, begin: int, run: Any, keys: int, ahead: int, work: Any) -> None:
     """Scores of one run's keys, of format ``kind``; as many bytes are prefetched from ``ahead`` on."""
     queries, positions, scores, _, _, _ = work
-    row_bytes, num_steps, strides = (
-        FORMAT_BYTES[kind] * a.width,
-        a.width // LANES,
-        (queries.strides[0], scores.strides[0]),
-    )
+    one_row, num_steps, strides = row_bytes(kind, a.width), a.width // LANES, (queries.strides[0], scores.strides[0])
     for j in range(0, run[COUNT], LANES):
-        start, here, asked = begin + run[COLUMN] + j, keys + row_bytes * j, ahead + row_bytes * j
+        start, here, asked = begin + run[COLUMN] + j, keys + one_row * j, ahead + one_row * j
         for first in range(0, len(queries), SCORE_ROWS):
             n = min(SCORE_ROWS, len(queries) - first)
             if start > positions[first + n - 1] or start + LANES <= first_seen(a, positions[first]):
@@ -137,7 +129,7 @@ def _score_run(kind: Constant, a: Any, begin: int, run: Any, keys: int, ahead: i
             for row in range(n):  # memory behind a block may be unrelated or unmapped
                 for k in range(min(LANES, run[COUNT] - j)):
                     place = out + strides[1] * row + 4 * k
-                    score_one(kind, query + strides[0] * row, here + row_bytes * k, num_steps, place)
+                    score_one(kind, query + strides[0] * row, here + one_row * k, num_steps, place)
 
 
 @copied
@@ -171,7 +163,7 @@ def gather_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any
     ``later`` is the address of the keys that are read after the last of these values.
     """
     queries, _, _, runs, _, copy = work
-    row_bytes = FORMAT_BYTES[number_format] * a.H
+    one_row = row_bytes(number_format, a.H)
     if not are_read_in_place(a, len(queries)):
         i = 0
         while i < num_runs:
@@ -180,9 +172,9 @@ def gather_rows(number_format: int, a: Any, begin: int, num_runs: int, work: Any
             i += n
         return
     for i in range(num_runs):
-        values, ahead = a.v_cache + row_bytes * runs[i, PLACE], later
+        values, ahead = a.v_cache + one_row * runs[i, PLACE], later
         if i + 1 < num_runs:
-            ahead = a.v_cache + row_bytes * runs[i + 1, PLACE]
+            ahead = a.v_cache + one_row * runs[i + 1, PLACE]
         _gather_run(number_format, 1, a, begin, runs[i, COLUMN], runs[i, COUNT], values, ahead, work, parts)
 
 
@@ -218,7 +210,7 @@ def _gather_run(
             if begin_at >= end_at:
                 continue
             weights, out = scores[row].ctypes.data + 4 * (column + begin_at), parts[row].ctypes.data + STATE_BYTES
-            strides, along = (scores.strides[0], parts.strides[0]), FORMAT_BYTES[kind] * a.width * begin_at
+            strides, along = (scores.strides[0], parts.strides[0]), row_bytes(kind, a.width) * begin_at
             source, asked, num_steps = values + along, ahead + along, a.width // LANES
             num_positions = end_at - begin_at
             gather(kind, asks, weights, strides[0], source, num_steps, num_positions, out, strides[1], num_rows, asked)

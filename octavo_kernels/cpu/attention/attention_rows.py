@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from octavo_kernels.cpu.attention.cached_rows import row_bytes, row_writer
 from octavo_kernels.cpu.compiled import compiled_task, inlined
-from octavo_kernels.cpu.half import narrow
 from octavo_kernels.cpu.memory import fields, keep, read, view
 from octavo_kernels.cpu.rows.rms_norm import normalise_row
-from octavo_kernels.cpu.vector_ir import FORMAT_BYTES
 
 STEP = fields(
     "prepare attend qkv T N K stored H width scale:float q_norm k_norm eps:float cos sin R slots k_cache v_cache "
@@ -58,11 +57,11 @@ def _divide(x: Any, scale: Any, out: Any) -> None:
 @functools.cache
 def prepare_task(number_format: int) -> int:
     """Task over rows."""
-    item = FORMAT_BYTES[number_format]
+    write = row_writer(number_format)
 
     def prepare(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, STEP)
-        x, y = np.zeros(a.width, np.float32), np.empty(a.width, np.float32)
+        x, y = np.zeros(a.width, np.float32), np.zeros(a.width, np.float32)
         for t in range(begin, end):
             for head in range(a.N):
                 _prepare_head(a, t, head, a.q_norm, x)
@@ -77,16 +76,17 @@ def prepare_task(number_format: int) -> int:
                 continue
             block, place = slot // a.block_size, slot % a.block_size
             for head in range(a.stored):
-                at = item * ((block * a.K + head) * a.block_size + place) * a.H
+                at = row_bytes(number_format, a.H) * ((block * a.K + head) * a.block_size + place)
                 _prepare_head(a, t, a.N + head, a.k_norm, x)
-                key = x.ctypes.data
-                value = a.qkv + 4 * (t * (a.N + 2 * a.stored) + a.N + a.stored + head) * a.H
+                value = view(a.qkv + 4 * (t * (a.N + 2 * a.stored) + a.N + a.stored + head) * a.H, a.H, np.float32)
+                k_scale = v_scale = np.float32(1)
                 if a.k_scales:
-                    _divide(x, view(a.k_scales, a.K, np.float32)[head], x)
-                    _divide(view(value, a.H, np.float32), view(a.v_scales, a.K, np.float32)[head], y)
-                    value = y.ctypes.data
-                narrow(number_format, key, a.k_cache + at, a.H)
-                narrow(number_format, value, a.v_cache + at, a.H)
+                    k_scale = view(a.k_scales, a.K, np.float32)[head]
+                    v_scale = view(a.v_scales, a.K, np.float32)[head]
+                _divide(x, k_scale, x)
+                _divide(value, v_scale, y)
+                write(number_format, x, a.H, a.k_cache + at)
+                write(number_format, y, a.H, a.v_cache + at)
         keep((x, y))
 
     return compiled_task(prepare)

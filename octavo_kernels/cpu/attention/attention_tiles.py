@@ -33,9 +33,10 @@ from octavo_kernels.cpu.attention.attention_passes import (
 )
 from octavo_kernels.cpu.attention.attention_rows import STEP
 from octavo_kernels.cpu.attention.attention_turned import turn
+from octavo_kernels.cpu.attention.cached_rows import row_bytes
 from octavo_kernels.cpu.compiled import Constant, compiled_task, inlined
 from octavo_kernels.cpu.memory import atomic_add, fields, keep, read, view, whole_lines
-from octavo_kernels.cpu.vector_ir import FORMAT_BYTES, LANES
+from octavo_kernels.cpu.vector_ir import LANES
 
 TILE_ROWS = 48
 """Rows of a tile, at least the query heads of one token."""
@@ -82,7 +83,7 @@ def _keys_after(number_format: Constant, a: Any, item: int, part: int, last_item
     position = _first_of(a, tile, next_part)
     block = _table_of(a, tile)[position // a.block_size]
     place = (block * a.K + item % a.K) * a.block_size + position % a.block_size
-    return a.k_cache + FORMAT_BYTES[number_format] * a.H * place
+    return a.k_cache + row_bytes(number_format, a.H) * place
 
 
 @inlined

@@ -1,0 +1,68 @@
+"""Rows of 8 and 4 bits: how far they are from the numbers, and what attention over them makes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.models.layer_cache import KVGroup, LayerCacheSpec
+from octavo.ops.cache_rows import GROUP, STORED, pack_rows, row_bytes, row_length, unpack_rows
+from octavo.runtime.kv_storage import KVStorage
+from tests.ops.test_cpu_attention import exact, make_case
+
+PACKED = [torch.int8, torch.int4]
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
+@pytest.mark.parametrize("dtype", PACKED)
+def test_numbers_are_off_by_half_a_step(dtype: torch.dtype, head_dim: int) -> None:
+    x = torch.randn(50, 3, head_dim, generator=torch.Generator().manual_seed(1))
+    x[:, :, 5] *= 40  # a channel of outliers
+    x[:20] += 7
+    rows = pack_rows(x, STORED[dtype])
+    assert rows.shape == (50, 3, row_length(STORED[dtype], head_dim))
+    assert rows[0, 0].nbytes == row_bytes(dtype, head_dim)
+    error = (unpack_rows(rows, head_dim) - x).abs()
+    if dtype == torch.int8:
+        assert (error <= x.abs().amax(-1, keepdim=True) / 127 * 0.5001).all()
+        return
+    for first in range(0, head_dim, GROUP):
+        part, own = x[..., first : first + GROUP], error[..., first : first + GROUP]
+        low, high = part.amin(-1, keepdim=True).clamp(max=0), part.amax(-1, keepdim=True).clamp(min=0)
+        # Groups that are filled up have a zero; least numbers and scales have 8 bits, rounded away from the numbers.
+        step = (high - low + low.abs() / 128) / 15 * (1 + 1 / 128)
+        assert (own <= step * 0.5001).all()
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_numbers_that_are_not_finite_spoil_no_others(dtype: torch.dtype) -> None:
+    x = torch.ones(4, 64)
+    x[0, 3], x[1, 3], x[2, 3] = NAN, float("inf"), -float("inf")
+    found = unpack_rows(pack_rows(x, STORED[dtype]), 64)
+    spoilt = 64 if dtype == torch.int8 else GROUP
+    assert found[:3, :spoilt].isnan().all()
+    torch.testing.assert_close(found[:3, spoilt:], x[:3, spoilt:])
+    torch.testing.assert_close(found[3], x[3])
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.int8, 0.03), (torch.int4, 0.25)])
+def test_attention_is_as_near_as_the_bits_allow(dtype: torch.dtype, bound: float) -> None:
+    """Relative to float32, with a key channel ten times as large as the others. A step of int8 is 10 / 127 there, which
+    makes errors of 10 / 127 / sqrt(12) = 2.3 % in scores of unit size; one of int4 13 / 15, in half of the channels."""
+    lengths, queries = [40, 300, 33, 260], [1, 50, 20, 1]
+    cases = [make_case(lengths, queries, (8, 2, 64, 16), kind, rotated=0) for kind in (torch.float32, dtype)]
+    for case in cases:
+        case.qkv_TW.view(-1, 12, 64)[:, 8:10, 7] *= 10
+    expected, found = (case.run() for case in cases)
+    torch.testing.assert_close(expected.double(), exact(cases[0]), rtol=1e-5, atol=2e-6)
+    error = float((found - expected).norm() / expected.norm())
+    assert bound / 6 < error < bound
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    specs = [LayerCacheSpec(3, 64), LayerCacheSpec(1, 80), LayerCacheSpec(1, 576, kind="latent")]
+    for dtype, each in ((torch.int8, [2 * 3 * 68, 2 * 84, 580]), (torch.int4, [2 * 3 * 40, 2 * 52, 360])):
+        assert [spec.bytes_per_token(dtype) for spec in specs] == each
+        storage = KVStorage(specs, [KVGroup((0, 1, 2), 0)], [5], 16, dtype, torch.device("cpu"))
+        assert storage.bytes_per_block == 16 * sum(each)
