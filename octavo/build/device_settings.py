@@ -14,6 +14,7 @@ from octavo.config import STORED_METHODS, ModelSettings
 from octavo.errors import ConfigError
 from octavo.models.multimodal_text import text_config
 from octavo.ops import dispatch
+from octavo.ops.cache_rows import INT4
 from octavo.ops.device_backend import backend_of
 from octavo.plugins import CPU, GPU
 from octavo.quant.methods import weights_method
@@ -24,7 +25,7 @@ from octavo.system.cpus import default_num_threads
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.dtypes import DTYPES, stated_dtype
 
-ON_CPUS = {"int8": torch.int8, "int4": torch.int4}
+ON_CPUS = {"int8": torch.int8, "int4": INT4}
 """Types of the KV cache that only CPUs have kernels for."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """Makes torch ask for transparent huge pages, of 2 MiB, for tensors at least as large: Linux as usually set up

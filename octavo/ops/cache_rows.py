@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's annotations lack it
 VECTOR = 16
 GROUP = 32
 """Numbers of a row of 4 bits that share a scale."""
-STORED = {torch.int8: torch.int8, torch.int4: torch.uint8}
+STORED = {torch.int8: torch.int8, INT4: torch.uint8}
 """Type of the tensors that hold rows, by the type of the KV cache."""
 
 
@@ -31,7 +32,7 @@ def row_bytes(dtype: torch.dtype, head_dim: int) -> int:
     width = -(-head_dim // VECTOR) * VECTOR
     if dtype == torch.int8:
         return 4 + width
-    if dtype in (torch.int4, torch.uint8):
+    if dtype in (INT4, torch.uint8):
         return 4 * -(-width // GROUP) + width // 2
     return head_dim * dtype.itemsize
 
@@ -70,7 +71,8 @@ def unpack_rows(rows: Tensor, head_dim: int) -> Tensor:
         return rows
     num_groups = -(-head_dim // GROUP)
     halves, pairs = rows[..., : 4 * num_groups], rows[..., 4 * num_groups :]
-    least, scale = halves.contiguous().view(torch.bfloat16).unflatten(-1, (num_groups, 2)).float().unbind(-1)
+    halves = halves.contiguous().view(torch.bfloat16).view(*rows.shape[:-1], num_groups, 2)
+    least, scale = halves.float().unbind(-1)
     codes = _groups(torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).float())
     # In float64 the product is exact, so that sums are rounded once, as those of a fused multiply-add.
     numbers = (codes.double() * scale[..., None] + least[..., None]).float()
@@ -82,7 +84,7 @@ def _groups(x: Tensor) -> Tensor:
     missing = -x.shape[-1] % GROUP
     if missing:
         x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], missing)), dim=-1)
-    return x.unflatten(-1, (-1, GROUP))
+    return x.view(*x.shape[:-1], -(-x.shape[-1] // GROUP), GROUP)
 
 
 def _codes(x: Tensor, scale: Tensor) -> Tensor:

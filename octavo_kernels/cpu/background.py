@@ -22,9 +22,9 @@ from numba.core.compiler_lock import global_compiler_lock
 from octavo.system.background import start_thread, stop_if_ending
 from octavo_kernels.cpu.attention.attention import compile_attention
 from octavo_kernels.cpu.attention.attention_tiles import attend_task
+from octavo_kernels.cpu.attention.cached_rows import FORMATS
 from octavo_kernels.cpu.compiled import RARE, is_missing, load_rare
 from octavo_kernels.cpu.sampling.sample import sample_task
-from octavo_kernels.cpu.tensors import FORMATS
 from octavo_kernels.cpu.threads import num_threads
 
 PR_SET_PDEATHSIG = 1

@@ -53,13 +53,15 @@ def tokens_of(outputs: list[Output]) -> list[int]:
     return [token for output in outputs for token in output.tokens]
 
 
-@pytest.mark.parametrize("row", nightly_after(3, ROWS))
-def test_the_tokens_are_those_of_one_engine(row: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "kind"), nightly_after(4, [("gpt_oss/sinks", "int4"), *((row, "auto") for row in ROWS)])
+)
+def test_the_tokens_are_those_of_one_engine(row: str, kind: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, row)
     prompts = [random_tokens(150), random_tokens(150)[:100] + random_tokens(40, 2), random_tokens(70, 1), [5, 6, 7]]
     kinds = [SamplingParams(temperature=0), SamplingParams(temperature=1.0, top_p=0.9)]
     requests = [Request(n, prompt, kinds[n % 2], 6, seed=n) for n, prompt in enumerate(prompts)]
-    sizes = {} if row == "mamba2/alone" else {"block_size": 16}
+    sizes: dict[str, Any] = {"kv_cache_dtype": kind, **({} if row == "mamba2/alone" else {"block_size": 16})}
     with LLM(tmp_path, **SETTINGS, **sizes) as llm:
         alone = [tokens_of(answer(llm, request)) for request in requests]
     with (

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec
-from octavo.ops.cache_rows import GROUP, STORED, pack_rows, row_bytes, row_length, unpack_rows
+from octavo.ops.cache_rows import GROUP, INT4, STORED, pack_rows, row_bytes, row_length, unpack_rows
 from octavo.runtime.kv_storage import KVStorage
 from tests.ops.test_cpu_attention import exact, make_case
 
-PACKED = [torch.int8, torch.int4]
+PACKED = [torch.int8, INT4]
 NAN = float("nan")
 
 
@@ -46,7 +46,7 @@ def test_numbers_that_are_not_finite_spoil_no_others(dtype: torch.dtype) -> None
     torch.testing.assert_close(found[3], x[3])
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.int8, 0.03), (torch.int4, 0.25)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.int8, 0.03), (INT4, 0.25)])
 def test_attention_is_as_near_as_the_bits_allow(dtype: torch.dtype, bound: float) -> None:
     """Relative to float32, with a key channel ten times as large as the others. A step of int8 is 10 / 127 there, which
     makes errors of 10 / 127 / sqrt(12) = 2.3 % in scores of unit size; one of int4 13 / 15, in half of the channels."""
@@ -62,7 +62,7 @@ def test_attention_is_as_near_as_the_bits_allow(dtype: torch.dtype, bound: float
 
 def test_bytes_are_those_of_the_tensors() -> None:
     specs = [LayerCacheSpec(3, 64), LayerCacheSpec(1, 80), LayerCacheSpec(1, 576, kind="latent")]
-    for dtype, each in ((torch.int8, [2 * 3 * 68, 2 * 84, 580]), (torch.int4, [2 * 3 * 40, 2 * 52, 360])):
+    for dtype, each in ((torch.int8, [2 * 3 * 68, 2 * 84, 580]), (INT4, [2 * 3 * 40, 2 * 52, 360])):
         assert [spec.bytes_per_token(dtype) for spec in specs] == each
         storage = KVStorage(specs, [KVGroup((0, 1, 2), 0)], [5], 16, dtype, torch.device("cpu"))
         assert storage.bytes_per_block == 16 * sum(each)

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from octavo.ops import attention, dispatch
 from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows
-from octavo.ops.cache_rows import STORED, pack_rows, row_length, unpack_rows
+from octavo.ops.cache_rows import INT4, STORED, pack_rows, row_length, unpack_rows
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 from tests.tiers import nightly_after
 
 pytestmark = needs_float_kernels
 CACHE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-PACKED_DTYPES = [torch.int8, torch.int4]
+PACKED_DTYPES = [torch.int8, INT4]
 SIZES = [(9, 3, 64, 16), (4, 4, 80, 8), (8, 1, 256, 32), (6, 2, 24, 5), (4, 2, 128, 64), (2, 1, 96, 256)]
 """(heads, kv heads, head dim, block size)"""
 NAN = float("nan")
@@ -74,7 +74,8 @@ def make_case(
     T = sum(queries)
     qkv_TW, needed = torch.randn(T, (N + 2 * K) * H), [-(-length // block_size) for length in lengths]
     num_blocks = sum(needed) + 3
-    cache = LayerCache(*[unwritten((num_blocks, K, block_size), H, dtype) for _ in range(2)])
+    keys, values = (unwritten((num_blocks, K, block_size), H, dtype) for _ in range(2))
+    cache = LayerCache(keys, values)
     tables = torch.zeros(len(lengths), max(needed) + 2, dtype=torch.int32)
     free, slots = torch.randperm(num_blocks).tolist(), []
     for s, length in enumerate(lengths):
@@ -87,8 +88,9 @@ def make_case(
         past, now = places[seen_from : length - queries[s]], places[length - queries[s] :]
         slots.append(now)
         for part in cache[:2]:
-            x, places = torch.randn(len(past), K, H), (past // block_size, slice(None), past % block_size)
-            part[places] = pack_rows(x, part.dtype) if dtype in STORED else x.to(dtype)
+            x = torch.randn(len(past), K, H)
+            stored = pack_rows(x, part.dtype) if dtype in STORED else x.to(dtype)
+            part[past // block_size, :, past % block_size] = stored
     angles = None if rotated is None else torch.randn(T, rotated) * 9
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
     rows = PagedRows(

@@ -20,6 +20,7 @@ from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, kv_groups, recurrent_state, state_layer
 from octavo.models.registry import read_config
+from octavo.ops.cache_rows import INT4
 from octavo.runtime.executors.block_copies import HostBlockCopies
 from octavo.runtime.kv_storage import KVStorage, StatePool
 from octavo_fleet.sim.shapes import SHAPES
@@ -34,7 +35,7 @@ def shape_config() -> ModelConfig:
     return config
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, INT4])
 def test_blocks_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     storage = KVStorage(shape_config().cache, kv_groups(shape_config().cache), [5], 4, dtype, torch.device("cpu"))
     bits = storage.pools[0][0].view(torch.uint8)

@@ -26,6 +26,7 @@ from octavo.layers.stacked_lora import StackedRows
 from octavo.models.adapters import ModelAdapters, make_stacks
 from octavo.models.layer_cache import kv_groups, rank_cache
 from octavo.models.registry import load_model, read_config
+from octavo.ops.cache_rows import INT4
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.expert_moves import ExpertMoves
@@ -79,7 +80,12 @@ def repeat(seq: Sequence) -> list[int]:
 
 
 def make_engine(
-    home: Path, size: int, packs: bool = False, runs_ahead: bool = False, whole_experts: bool = False
+    home: Path,
+    size: int,
+    packs: bool = False,
+    runs_ahead: bool = False,
+    whole_experts: bool = False,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> Made:
     """An engine of the model in a folder or file, on one device or on ranks; ``runs_ahead``: with GPUs' executor."""
     checkpoint = open_checkpoint(home)
@@ -93,9 +99,9 @@ def make_engine(
         groups = kv_groups(specs, max_window=1000)
         counts = [NUM_BLOCKS] * len(groups)
         pool = ONE_STATE if states is None else StatePool(states.num_slots)
-        storage = KVStorage(specs, groups, counts, BLOCK_SIZE, torch.float32, CPU, states=pool)
+        storage = KVStorage(specs, groups, counts, BLOCK_SIZE, kv_dtype, CPU, states=pool)
         for part in storage.tensors:
-            part.fill_(torch.nan)
+            part.view(torch.uint8).fill_(255)  # NaN in every type
         storages.append(storage)
         vocabulary = part_of_vocabulary(VOCAB_SIZE, collective, is_on_host=not runs_ahead)
         adapters = ModelAdapters(loaded.maps, rows, form)
@@ -158,7 +164,7 @@ def told(outputs: Iterator[Output]) -> tuple[dict[int, list[int]], list[float]]:
     return tokens, numbers
 
 
-def compare(home: Path, size: int, adapter: Path | None = None, **kinds: bool) -> None:
+def compare(home: Path, size: int, adapter: Path | None = None, **kinds: Any) -> None:
     one, ranks = (make_engine(home, count, **kinds) for count in (1, size))
     expected, expected_numbers = told(run(one, adapter))
     try:
@@ -217,6 +223,12 @@ def sizes(row: str, size: int) -> dict[str, Any]:
 def test_ranks_give_the_tokens_of_one_device(row: str, size: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, row, **sizes(row, size))
     compare(tmp_path, size)
+
+
+@pytest.mark.parametrize(("row", "kv_dtype"), nightly_after(1, (("llama/gqa", INT4), ("gemma2/uncapped", torch.int8))))
+def test_ranks_divide_a_cache_of_few_bits(row: str, kv_dtype: torch.dtype, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, row)
+    compare(tmp_path, 2, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize(

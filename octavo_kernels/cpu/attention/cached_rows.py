@@ -14,6 +14,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
+from octavo.ops import cache_rows
 from octavo.ops.cache_rows import GROUP
 from octavo_kernels.cpu.compiled import Constant, emitted, inlined
 from octavo_kernels.cpu.half import emit_row, emit_widened, narrow
@@ -42,7 +43,7 @@ from octavo_kernels.cpu.vector_ir import (
 
 INT8, INT4 = len(FORMAT_BYTES), len(FORMAT_BYTES) + 1
 """Number formats besides those of ``vector_ir``."""
-FORMATS = {**FLOATS, torch.float8_e4m3fn: E4M3, torch.int8: INT8, torch.int4: INT4, torch.uint8: INT4}
+FORMATS = {**FLOATS, torch.float8_e4m3fn: E4M3, torch.int8: INT8, cache_rows.INT4: INT4, torch.uint8: INT4}
 """By the type of a cache, or of its tensors."""
 STEP_BYTES = (*(LANES * item for item in FORMAT_BYTES), LANES, LANES // 2)
 """Of the sixteen numbers of a vector."""
