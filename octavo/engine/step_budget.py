@@ -16,7 +16,8 @@ import numpy as np
 
 from octavo.config import SchedulerSettings
 from octavo.engine.policies.policy import Policy
-from octavo.engine.step_model import Array, StepLoad, StepModel, load_of
+from octavo.engine.step_model import Array, StepModel
+from octavo.engine.step_work import StepWork, work_of
 from octavo.steps.shapes import MIXED_ROWS, NO_DRAFTER
 from octavo.types import Plan
 
@@ -131,8 +132,8 @@ class StepBudget:
         """Predicted seconds of a step in which so many sequences decode and nothing else is computed."""
         if not self.model.is_ready:
             return 0.0
-        drafts = max(0, self._num_proposed)
-        return self.model.seconds(StepLoad(num_decoding, num_decoding, self._decode_context, num_proposed=drafts))
+        decodes = StepWork.of_decodes(num_decoding, self._decode_context)
+        return self.model.seconds(decodes._replace(num_proposed=max(0, self._num_proposed)))
 
     def _cheapest(self, curve: Array, num_running: int, num_decoding: int, num_pending: int) -> int:
         """The budget with the least cost of a prompt token, by the predicted seconds at each knot; or one to try."""
@@ -171,16 +172,14 @@ class StepBudget:
         step of decodes alone, whose seconds are known better."""
         if all(len(item.tokens) == 1 for item in plan):
             return None
-        load = load_of(plan)
-        rows = load.rows - sum([len(item.drafts) for item in plan])
-        return self.model.seconds(load.without_drafter._replace(rows=rows, num_verified=0))
+        return self.model.seconds(work_of(plan, has_drafts=False))
 
     def admits(self, num_running: int) -> bool:
         """Whether one more sequence may run in addition to ``num_running`` others."""
         limit = MARGIN * min([self.max_itl, *self.waiting.targets()])
         if num_running == 0 or limit == inf:
             return True
-        return self.model.seconds(StepLoad(num_running + 1, num_running + 1, self._context)) <= limit
+        return self.model.seconds(StepWork.of_decodes(num_running + 1, self._context)) <= limit
 
     def learn(self, plan: Plan, num_tokens: int, seconds: float) -> None:
         """Record that a step over ``plan``, of ``num_tokens`` in total, took ``seconds``."""
@@ -188,20 +187,20 @@ class StepBudget:
         self._num_steps += 1
         if num_tokens == len(plan) and self.model.is_ready and self._num_steps % DECODES_BETWEEN_SAMPLES:
             return
-        load = load_of(plan)
-        self._context = load.context
-        self._num_proposed = load.num_proposed if load.drafted_rows else NO_DRAFTER
+        work = work_of(plan)
+        self._context = work.context - work.tokens
+        self._num_proposed = work.num_proposed if work.drafted_rows else NO_DRAFTER
         self._decode_context = sum([item.start for item in plan if len(item.tokens) == 1])
-        self._most_rows = max(self._most_rows, load.rows)
-        if load.has_prompt:
-            self._learn_prompts(plan, load, seconds)
+        self._most_rows = max(self._most_rows, work.tokens)
+        if work.has_prompt:
+            self._learn_prompts(plan, work, seconds)
             self._position = max([item.start + len(item.tokens) for item in plan if len(item.tokens) > 1])
-        self.model.learn(load, seconds)
+        self.model.learn(work, seconds)
 
-    def _learn_prompts(self, plan: Plan, load: StepLoad, seconds: float) -> None:
+    def _learn_prompts(self, plan: Plan, work: StepWork, seconds: float) -> None:
         """Learn what a prompt token costs, from a step with prompts over ``plan``. Drafts are none."""
         num_decoding = sum([len(item.tokens) == 1 for item in plan])
-        num_tokens = load.rows - load.num_verified - num_decoding
+        num_tokens = work.tokens - work.num_verified - num_decoding
         if num_tokens >= LEAST_TELLING:
             seconds_of_prompts = seconds - self._seconds_of_decodes(max(1, num_decoding))
             self._seconds_of_prompt_token = max(0.0, seconds_of_prompts) / num_tokens

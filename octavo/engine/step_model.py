@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from octavo.engine.step_work import StepWork
 from octavo.steps.shapes import NO_DRAFTER
-from octavo.types import Plan
 
 Array = npt.NDArray[np.float64]
 
@@ -44,49 +44,13 @@ UNITS: Array = np.array(LinearTerms(1, 1, 16, 1 << 12, 8, 256, 1 << 16, 1 << 22)
 rested nothing but the size of a coefficient says which part of a step's time is the drafter's."""
 
 
-class StepLoad(NamedTuple):
-    """Quantities that determine the duration of a step."""
-
-    rows: int
-    """Tokens, drafts included."""
-    sequences: int
-    context: int = 0
-    """Sum of the positions at which the sequences start."""
-    has_prompt: bool = False
-    """Whether any sequence computes more than one token."""
-    pairs: float = 0.0
-    """Query-key pairs of those sequences."""
-    drafted_rows: int = 0
-    """Rows with which the executor's drafter fills its cache: all of them, or none if it rests."""
-    num_proposed: int = 0
-    """Drafts that it makes for each sequence."""
-    num_verified: int = 0
-    """Drafts among the rows: each has logits, and they make for more padding."""
-
-    @property
-    def without_drafter(self) -> StepLoad:
-        """The same step if the drafter rests."""
-        return self._replace(drafted_rows=0, num_proposed=0)
-
-    @property
-    def linear(self) -> LinearTerms:
-        """The quantities that a step's time is linear in."""
-        drafter = self.drafted_rows, self.num_proposed
-        return LinearTerms(1, self.has_prompt, self.sequences, *drafter, self.num_verified, self.context, self.pairs)
-
-
-def load_of(plan: Plan) -> StepLoad:
-    """The load of ``plan``."""
-    chunks = [item for item in plan if len(item.tokens) > 1]
-    num_verified = sum([len(item.drafts) for item in plan])
-    rows, pairs = len(plan) + num_verified, 0.0
-    for item in chunks:
-        count = len(item.tokens)
-        rows += count - 1
-        pairs += count * (item.start + count / 2)
-    num_proposed = max([item.num_proposed for item in plan], default=NO_DRAFTER)
-    drafter = (0, 0) if num_proposed == NO_DRAFTER else (rows, num_proposed)
-    return StepLoad(rows, len(plan), sum([item.start for item in plan]), bool(chunks), pairs, *drafter, num_verified)
+def linear_terms(work: StepWork) -> LinearTerms:
+    """The quantities that a step's time is linear in; context and pairs are those beyond the step's own tokens, which
+    the time of rows includes, and beyond one query of each sequence."""
+    drafter = work.drafted_rows, work.num_proposed, work.num_verified
+    return LinearTerms(
+        1, work.has_prompt, work.sequences, *drafter, work.context - work.tokens, work.pairs - work.context
+    )
 
 
 class StepModel:
@@ -115,9 +79,9 @@ class StepModel:
         """Whether enough steps were seen to use the model."""
         return self._num_seen > LEAST_SEEN
 
-    def _features(self, load: StepLoad) -> Array:
-        by_row = np.clip(load.rows - self.knots[:-1], 0, self._widths) * self._scales
-        return np.concatenate((np.array(load.linear, np.float64) / UNITS, by_row))
+    def _features(self, work: StepWork) -> Array:
+        by_row = np.clip(work.tokens - self.knots[:-1], 0, self._widths) * self._scales
+        return np.concatenate((np.array(linear_terms(work), np.float64) / UNITS, by_row))
 
     def _at_knots(self) -> Array:
         """Seconds of as many rows as each knot has."""
@@ -129,13 +93,13 @@ class StepModel:
         steps, *others = (self._fit[: len(UNITS)] / UNITS).tolist()
         return LinearTerms(steps, *[max(0.0, seconds) for seconds in others])
 
-    def _beside_rows(self, load: StepLoad) -> float:
+    def _beside_rows(self, work: StepWork) -> float:
         """Seconds of everything but the rows."""
-        return sum([seconds * number for seconds, number in zip(self._seconds_each(), load.linear, strict=True)])
+        return sum([seconds * number for seconds, number in zip(self._seconds_each(), linear_terms(work), strict=True)])
 
-    def seconds(self, load: StepLoad) -> float:
+    def seconds(self, work: StepWork) -> float:
         """Predicted seconds of a step."""
-        return max(0.0, float(np.interp(load.rows, self.knots, self._at_knots())) + self._beside_rows(load))
+        return max(0.0, float(np.interp(work.tokens, self.knots, self._at_knots())) + self._beside_rows(work))
 
     def draft_seconds(self, rows: int, count: int) -> float:
         """Seconds of verifying each of ``count`` drafts in addition to ``rows``."""
@@ -148,22 +112,24 @@ class StepModel:
         each = self._seconds_each()
         pairs = np.maximum(0, self.knots - sequences) * position
         drafted = self.knots if num_proposed != NO_DRAFTER else np.zeros_like(self.knots)
-        fixed = self._beside_rows(StepLoad(0, sequences, context, True, num_proposed=max(0, num_proposed)))
+        fixed = self._beside_rows(
+            StepWork(0, 0, context, context, sequences=sequences, has_prompt=1, num_proposed=max(0, num_proposed))
+        )
         by_knot: Array = each.pairs * pairs + each.drafted_rows * drafted
         return self._at_knots() + fixed + by_knot
 
-    def learn(self, load: StepLoad, seconds: float) -> None:
+    def learn(self, work: StepWork, seconds: float) -> None:
         """Update the model: a step took ``seconds``, which is ignored unless it is positive."""
         if seconds <= 0:
             return
-        expected = self.seconds(load)
+        expected = self.seconds(work)
         if self.is_ready:
             seconds = min(seconds, OUTLIER * expected) or seconds
         elif not self._num_seen:
             self._doubt *= (seconds / NOISE) ** 2
         self._num_seen += 1
         scale = max(expected, seconds)
-        features = self._features(load) / scale
+        features = self._features(work) / scale
         spread = self._doubt @ features
         variance = float(features @ spread)
         if variance <= 0:

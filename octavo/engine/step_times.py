@@ -5,48 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from octavo.engine.protocols import Runner, SubmittedStep
+from octavo.engine.step_work import StepWork, work_of
 from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Plan, Sampled
 
 REST = 0.05
 """Seconds without a step after which the device counts as rested."""
-
-
-class StepWork(NamedTuple):
-    """Quantities that determine the duration of a step."""
-
-    tokens: int
-    rows: int
-    """Rows whose logits are sampled."""
-    context: int
-    """Cached positions read: the sum of ``seq_lens``."""
-    pairs: int
-    """Query-key pairs of attention, over all sequences."""
-    idle: int = 0
-    """1 if no other step was in flight at submission, so that launch overhead is not hidden."""
-    rested: int = 0
-    """1 if also no step ended in the last REST seconds, so that caches are cold and clocks are low."""
-
-
-def work_of(plan: Plan) -> StepWork:
-    """The work of ``plan``."""
-    chunks = [item for item in plan if len(item.tokens) > 1 or item.drafts]
-    num_singles = len(plan) - len(chunks)
-    context = sum([item.start for item in plan]) + num_singles
-    pairs = context
-    tokens, rows = num_singles, len(plan)
-    for item in chunks:
-        count = len(item.tokens) + len(item.drafts)
-        tokens += count
-        rows += len(item.drafts) if item.samples else -1
-        context += count
-        pairs += (count - 1) * item.start + count * (count + 1) // 2
-    return StepWork(tokens, rows, context, pairs)
 
 
 Note = Callable[[StepWork, float], None]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from octavo.engine.step_times import StepWork
+from octavo.engine.step_work import StepWork
 from octavo.errors import ConfigError
 from octavo_fleet.sim.cost_model import CostModel
 
@@ -143,7 +143,7 @@ def read_log(path: Path) -> tuple[list[StepWork], list[float]]:
     works, seconds = [], []
     try:
         for line in path.read_text().splitlines():
-            entry = {"idle": 0, "rested": 0, **json.loads(line)}
+            entry = {**StepWork._field_defaults, **json.loads(line)}
             works.append(StepWork(*[int(entry[name]) for name in StepWork._fields]))
             seconds.append(float(entry["seconds"]))
     except OSError as error:

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.config import SchedulerSettings
 from octavo.engine.step_budget import NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS, STEPS_BETWEEN_TRIALS
-from octavo.engine.step_model import StepLoad
+from octavo.engine.step_work import StepWork
 from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request, Scheduled, Sequence
 from octavo_bench.virtual import StepCost, VirtualEngine, VirtualProgress
@@ -99,8 +99,9 @@ def test_a_long_prompt_has_few_chunks() -> None:
     budget, rng = Recorder(CheapRows(), SchedulerSettings()).engine.scheduler.step_budget, random.Random(1)
     for _ in range(2000):
         rows, context = rng.randrange(16, MOST), rng.randrange(40000)
-        load = StepLoad(rows, rng.randrange(1, 17), context, rows > 16, float(rng.randrange(1 << 20)))
-        budget.model.learn(load, 0.01 + 2e-5 * max(0, rows - 256) + 4e-7 * context)
+        work = StepWork.of_decodes(rng.randrange(1, 17), context)._replace(tokens=rows, context=context + rows)
+        work = work._replace(has_prompt=int(rows > 16), pairs=work.context + rng.randrange(1 << 20))
+        budget.model.learn(work, 0.01 + 2e-5 * max(0, rows - 256) + 4e-7 * context)
     sequences = [Sequence(Request(n, [1] * 40000, SamplingParams(), 9)) for n in range(17)]
     decodes = [Scheduled(seq, 100, (1,), (), True, 0) for seq in sequences[:16]]
     budgets = []

@@ -10,7 +10,8 @@ import pytest
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step_times import StepWork, TimedRunner, logged
+from octavo.engine.step_times import TimedRunner, logged
+from octavo.engine.step_work import StepWork
 from octavo.errors import ConfigError, RunnerError
 from octavo.types import Masks, Plan, Sampled
 from octavo_bench.overhead import InstantRunner, InstantStep
@@ -76,7 +77,9 @@ def serve_two(depth: int, taking_in: float | None = None) -> tuple[list[tuple[St
 def test_steps_one_by_one_hold_what_the_host_takes_between_them() -> None:
     noted, _ = serve_two(depth=1)
     works = [work for work, _ in noted]
-    assert works[:3] == [StepWork(6, 1, 6, 21, 1, 1), StepWork(1, 1, 7, 7, 1, 1), StepWork(1, 1, 8, 8, 1, 1)]
+    alone = StepWork(1, 1, 7, 7, 1, 1, sequences=1)
+    prompt = StepWork(6, 1, 6, 21, 1, 1, sequences=1, has_prompt=1)
+    assert works[:3] == [prompt, alone, alone._replace(context=8, pairs=8)]
     assert [seconds for _, seconds in noted] == [3, 4, 4, 4, 4, 4], "the pause counts, or the host's second does not"
 
 

@@ -6,11 +6,12 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from octavo.config import CacheSettings
-from octavo.engine.step_times import StepWork, work_of
+from octavo.engine.step_work import StepWork, work_of
 from octavo.errors import ConfigError
 from octavo.types import Scheduled, Sequence
 from octavo_fleet.sim.cost_model import Roofline, pools_of
@@ -43,8 +44,14 @@ def test_work_is_what_a_plain_loop_counts() -> None:
             sum(1 + len(one.drafts) for one in plan if one.samples or len(one.tokens) + len(one.drafts) == 1),
             sum(start + size for start, size in sizes),
             sum(start + i + 1 for start, size in sizes for i in range(size)),
+            sequences=len(plan),
+            has_prompt=int(any(len(one.tokens) > 1 for one in plan)),
+            drafted_rows=sum(size for _, size in sizes),
+            num_verified=sum(len(one.drafts) for one in plan),
         )
         assert work_of(plan) == want
+        plain = [msgspec.structs.replace(one, drafts=()) for one in plan]
+        assert work_of(plan, has_drafts=False) == work_of(plain)._replace(drafted_rows=0)
 
 
 def test_roofline_is_that_of_the_bench_with_the_devices_figures() -> None:
