@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.types import Request
+from octavo_server.cli.launch import TOOLS
 from tests.clients.conftest import FOLDER, MODEL
 from tests.conftest import Server, start_server
 from tests.server.conftest import Served
@@ -213,7 +215,7 @@ def work(tmp_path: Path) -> Callable[..., str]:
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).write_text(filled(text, url=url))
         ended = subprocess.run(
-            [str(program), *agent.command[1:]],
+            [str(program), *(filled(part, url=url) for part in agent.command[1:])],
             cwd=folder,
             env={"PATH": os.environ["PATH"], "HOME": str(home), **filled(agent.settings, url=url)},
             input=agent.stdin,
@@ -248,6 +250,26 @@ def test_an_agent_runs_its_tools(name: str, folder: Path, work: Callable[..., st
         served.stop()
     assert (folder / "a.txt").read_text() == "bye\n"
     assert name == "aider" or (folder / "b.txt").read_text().strip() == "new"
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_an_agent_works_as_it_is_launched(name: str, folder: Path, work: Callable[..., str]) -> None:
+    """`octavo launch` tells it of the server, and nothing else does."""
+    program, *arguments = AGENTS[name].command
+    if not (FOLDER / program).exists():
+        pytest.skip(f"{program} is not installed")
+    if "--model" in arguments:
+        del arguments[(place := arguments.index("--model")) : place + 2]
+    launch = [sys.executable, "-m", "octavo", "launch", "--url", "{url}", name, "--", *arguments]
+    path = f"{(FOLDER / program).parent}{os.pathsep}{os.environ['PATH']}"
+    agent = AGENTS[name]._replace(command=launch, settings={"PATH": path, "PYTHONPATH": os.getcwd()}, files={})
+    served = Served(scripted(agent, folder), byte_tokenizer(), {"served_model_name": MODEL})
+    try:
+        assert DONE in work(agent, served.url, folder)
+        assert len(served.engine.requests) >= len(agent.turns)
+    finally:
+        served.stop()
+    assert (folder / "a.txt").read_text() == "bye\n"
 
 
 @pytest.fixture(scope="module")
