@@ -37,7 +37,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("MB/s", "more"): "mb_per_s",
     ("TFLOP/s", "more"): "matmul_tflop_s",
     ("GFLOP/s", "more"): "gflop_s prefill_gflop_s decode_gflop_s",
-    ("%", "more"): "mfu_percent prefill_mfu_percent decode_mfu_percent",
+    ("%", "more"): "mfu_percent prefill_mfu_percent decode_mfu_percent cached_percent",
     ("times", "more"): "ratio times_better times_less speedup tokens_per_speculation memory_ratio ratio_of_first_10_s",
     ("share", "more"): """
         same_top_token same_tokens passed goodput_share good_share prefix_hit_rate vocabulary_coverage of_read
@@ -100,6 +100,7 @@ _COUNTS = """
     judged backlog bytes flops written_bytes read_bytes ended unfinished switches figures steps steps_timed
     num_parameters num_texts inputs coverage breakages tried findings server_starts seconds duration_s
     generation_seconds devices requests blocks scored_tokens answers
+    cached_tokens bad_files
 """
 COUNTS = frozenset(_COUNTS.split())
 """Numbers that tables show; they are not drawn, and of no gate."""
@@ -111,7 +112,7 @@ _CASES = """
     draft_vocab_size text_length batch_size learning_rate max_steps max_seconds max_generation_seconds ffn_size
     peak_tflops sequences_at_a_time decoding prompts shortest longest tile warps splits min_tiles stages vocab_size
     num_requests
-    number case pace version num_sequences cache flood fleet command
+    number case idle pace version num_sequences cache flood fleet command
 """
 CASES = frozenset(_CASES.split())
 """What was measured, and how: equal in two records that can be compared. So are the settings of an engine."""

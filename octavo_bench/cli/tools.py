@@ -1,4 +1,4 @@
-"""`octavo bench shape`, `roofline`, `lora`, `switch`, `journal`, `report` and `gpu`: what goes with measuring."""
+"""`octavo bench shape`, `roofline`, `lora`, `switch`, `outliving`, `journal`, `report` and `gpu`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import above_zero, positive
+from octavo.config import DEFAULT_MODEL
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import counts, numbers
 from octavo_bench.cli.results import EXIT_WORSE, add_kind, add_results, check_results, conclude
@@ -49,6 +50,14 @@ def add_kinds(kinds: Any) -> None:
     switch.add_argument(
         "--rounds", type=positive, default=5, help="switches to each model, of which medians are reported"
     )
+
+    help = "what is still cached of a prompt after its server ended, in each way, and after files were damaged"
+    outliving = add_kind(kinds, "outliving", help, _outliving, is_good=_all_right)
+    outliving.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for `octavo serve`; tiny: a random one")
+    outliving.add_argument("--prompt", type=positive, default=8000, help="tokens of the long prompts")
+    outliving.add_argument("--idle", type=above_zero, default=60, help="seconds of rest before the server is killed")
+    outliving.add_argument("--damaged", type=positive, default=100, help="files that are damaged, and short prompts")
+    outliving.add_argument("--kv-cache-memory", type=above_zero, default=1.0, help="GiB of KV cache")
 
     journal = add_kind(kinds, "journal", "how fast a server that starts reads its journal", _journal)
     journal.add_argument("--megabytes", type=positive, default=512, help="of the journal")
@@ -161,6 +170,29 @@ def _switch(args: argparse.Namespace) -> dict[str, Any]:
         write_weights(tiny)
         models = [str(tiny) if model == "tiny" else model for model in args.models]
         return measure(models, flags, args.models_memory_budget, args.requests, args.concurrency, args.rounds)
+
+
+def _outliving(args: argparse.Namespace) -> dict[str, Any]:
+    import json
+    import tempfile
+
+    from octavo_bench.chaos.tiny_model import write_tiny_model
+    from octavo_bench.dummy_models import write_weights
+    from octavo_bench.outliving import measure
+
+    flags, model = ["--kv-cache-memory", str(args.kv_cache_memory)], args.model
+    with tempfile.TemporaryDirectory() as folder:
+        if model == "tiny":
+            tiny = write_tiny_model(Path(folder) / "tiny")
+            config = json.loads((tiny / "config.json").read_text())
+            (tiny / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2 * args.prompt}))
+            write_weights(tiny)
+            model = str(tiny)
+        return {"model": args.model, **measure(model, flags, Path(folder), args.prompt, args.idle, args.damaged)}
+
+
+def _all_right(args: argparse.Namespace, result: Mapping[str, Any]) -> bool:
+    return all(row["right"] == row["requests"] for row in result["rows"])
 
 
 def _journal(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,163 @@
+"""How much of a prompt is still cached after the server that computed it has ended, in each way that it can end.
+
+A long prompt is answered, the server ends or sleeps, and the same prompt is answered again: by a server of the same
+folder (``--kv-offload-dir``), or the one that woke. Answers are greedy, and on a CPU the same however a prompt was
+computed, so they must be equal. At last files of many short prompts are damaged, and all of them are asked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sqlite3
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from octavo.cache.tiers import INDEX
+from octavo_bench.chaos.processes import session
+from octavo_bench.server_process import ServerProcess, free_port
+
+SECONDS = 1200.0
+FIRST_TOKEN, LAST_TOKEN = 100, 900
+NUM_ANSWERED = 8
+SHORT_PROMPT = 100
+
+
+class Found(NamedTuple):
+    """An answer, how many tokens of its prompt were cached, and how long it took."""
+
+    tokens: list[int]
+    num_cached: int
+    ms: float
+
+
+class Outliving:
+    """Servers of one model, one after the other, with one folder."""
+
+    def __init__(self, model: str, flags: Sequence[str], folder: Path, prompt: int) -> None:
+        self.prompt = prompt
+        self.rows: list[dict[str, Any]] = []
+        self._folder = folder / "kv"
+        port = free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        own = ["--port", str(port), "--enable-sleep-mode", "--kv-offload-dir", str(self._folder), "--quiet"]
+        takeover = ["--takeover-socket", str(folder / "takeover")]
+        self._command = [sys.executable, "-m", "octavo", "serve", model, *flags, *own, *takeover]
+
+    def start(self) -> ServerProcess:
+        server = ServerProcess(self._command, self._url)
+        server.wait_ready(SECONDS)
+        return server
+
+    def ask(self, number: int, num_tokens: int) -> Found:
+        """The answer to prompt ``number``, of so many tokens."""
+        draw = random.Random(number)
+        prompt = [draw.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(num_tokens)]
+        body = {"prompt": prompt, "max_tokens": NUM_ANSWERED, "temperature": 0, "ignore_eos": True}
+        began = time.perf_counter()
+        answer = httpx.post(self._url + "/v1/completions", json={**body, "return_token_ids": True}, timeout=SECONDS)
+        ms = 1000 * (time.perf_counter() - began)
+        found = answer.raise_for_status().json()
+        details = found["usage"]["prompt_tokens_details"] or {}
+        return Found(found["choices"][0]["token_ids"], details.get("cached_tokens", 0), ms)
+
+    def note(self, case: str, before: Found, after: Found) -> None:
+        self.rows.append(
+            {
+                "case": case,
+                "requests": 1,
+                "right": int(after.tokens == before.tokens),
+                "prompt_tokens": self.prompt,
+                "cached_tokens": after.num_cached,
+                "cached_percent": round(100 * after.num_cached / self.prompt, 2),
+                "recomputed_ms": round(before.ms, 1),
+                "cached_ms": round(after.ms, 1),
+            }
+        )
+
+    def end_and_ask_again(self, idle: float) -> None:
+        """Each way to end."""
+        with self.start() as server:
+            before = self.ask(1, self.prompt)
+        with self.start() as server:
+            self.note("SIGTERM", before, self.ask(1, self.prompt))
+            before = self.ask(2, self.prompt)
+            time.sleep(idle)
+            for pid in session(server.process.pid):
+                os.kill(pid, signal.SIGKILL)
+        with self.start() as server:
+            self.note(f"kill -9 after {idle:g} s", before, self.ask(2, self.prompt))
+            before = self.ask(3, self.prompt)
+            for path in ("/sleep", "/wake_up"):
+                httpx.post(self._url + path, timeout=SECONDS).raise_for_status()
+            self.note("sleep and wake", before, self.ask(3, self.prompt))
+            before = self.ask(4, self.prompt)
+            with ServerProcess(self._command, self._url) as successor:
+                server.process.wait(SECONDS)
+                successor.wait_ready(SECONDS)
+                self.note("takeover", before, self.ask(4, self.prompt))
+
+    def damage_and_ask_again(self, count: int) -> None:
+        """A server computes ``count`` short prompts; then one file of each is damaged."""
+        num_others = len(self._files())
+        with self.start():
+            before = [self.ask(number, SHORT_PROMPT) for number in range(10, 10 + count)]
+        draw, files = random.Random(0), self._files()[num_others:]
+        num_each = len(files) // count
+        for number in range(count):
+            damage(draw.choice(files[number * num_each : (number + 1) * num_each]), draw)
+        with self.start():
+            after = [self.ask(number, SHORT_PROMPT) for number in range(10, 10 + count)]
+            lines = httpx.get(self._url + "/metrics", timeout=SECONDS).text.splitlines()
+        num_bad = sum(float(line.split()[-1]) for line in lines if line.startswith("octavo_kv_offload_bad_files_total"))
+        num_cached = sum(found.num_cached for found in after)
+        self.rows.append(
+            {
+                "case": f"{count} damaged files",
+                "requests": count,
+                "right": sum(one.tokens == other.tokens for one, other in zip(before, after, strict=True)),
+                "prompt_tokens": count * SHORT_PROMPT,
+                "cached_tokens": num_cached,
+                "cached_percent": round(100 * num_cached / (count * SHORT_PROMPT), 2),
+                "bad_files": int(num_bad),
+            }
+        )
+
+    def _files(self) -> list[Path]:
+        """Those of all blocks, in the order in which they were written: prompt by prompt."""
+        with contextlib.closing(sqlite3.connect(self._folder / INDEX)) as index:
+            names = [key.hex() for (key,) in index.execute("SELECT key FROM blocks ORDER BY rowid")]
+        return [self._folder / name[:2] / name for name in names]
+
+
+def damage(path: Path, draw: random.Random) -> None:
+    """Change a byte of a file, or cut it off, empty it or remove it."""
+    content = bytearray(path.read_bytes())
+    match draw.randrange(4):
+        case 0:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        case 1:
+            del content[draw.randrange(len(content)) :]
+        case 2:
+            content.clear()
+        case _:
+            path.unlink()
+            return
+    path.write_bytes(content)
+
+
+def measure(
+    model: str, flags: Sequence[str], folder: Path, prompt: int, idle: float, num_damaged: int
+) -> dict[str, Any]:
+    """One row for each way to end, and one for damaged files; see above. ``folder`` is for the servers' files."""
+    servers = Outliving(model, flags, folder, prompt)
+    servers.end_and_ask_again(idle)
+    servers.damage_and_ask_again(num_damaged)
+    return {"prompt": prompt, "idle": idle, "rows": servers.rows}
