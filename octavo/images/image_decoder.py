@@ -37,7 +37,8 @@ NEEDS_PYAV = (
     "nothing"
 )
 Choose = Callable[[int, float], list[int]]
-"""Maps the number of a video's frames and their rate to the places of those that are wanted, in order."""
+"""Maps the number of a video's frames and their rate to the places of those that are wanted, in order; once more, with
+the right number, where a file has fewer frames than it seems to have."""
 
 Image.MAX_IMAGE_PIXELS = None  # the number is checked here
 warnings.simplefilter("ignore")
@@ -102,19 +103,20 @@ def prepared_frames(files: Sequence[bytes], settings: dict[str, Any]) -> Frames:
     if len(files) > 1:
         settings = {**settings, "sampling": "all"}
     header: tuple[int, float, list[int]] = 0, 0.0, []
+    resized, size, resizing = list[Image.Image](), (0, 0), settings
 
     def choose(total: int, rate: float) -> list[int]:
         nonlocal header
         header = total, rate, sampled(total, rate, settings)
+        resized.clear()
         return list(header[2])
 
-    resized, size = list[Image.Image](), (0, 0)
     for frame in _frames(files, settings, choose):
         if not resized:
-            settings, size = for_frames(settings, len(header[2]), settings["group"]), frame.size
+            resizing, size = for_frames(settings, len(header[2]), settings["group"]), frame.size
         if frame.size != size:
             raise ImageRefused(f"has frames of {size[0]} x {size[1]} and of {frame.width} x {frame.height} pixels")
-        resized += tiled(frame, settings)[0]
+        resized += tiled(frame, resizing)[0]
     total, rate, places = header
     if not resized or len(resized) < len(places):
         raise ImageRefused(f"is damaged: {len(resized)} of {len(places)} frames can be decoded")
@@ -172,20 +174,23 @@ def _decoded(container: Any, most_pixels: int, choose: Choose) -> Iterator[Image
     context.thread_count = 1
     if context.width * context.height > most_pixels:
         raise ImageRefused(f"has {context.width} x {context.height} pixels; at most {most_pixels} are allowed")
-    total = sum(1 for packet in container.demux(stream) if packet.size)
+    total = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
     if not total:
         raise ImageRefused("has no frames")
-    container.seek(0, stream=stream)
-    wanted = choose(total, float(stream.average_rate or 24))
-    for place, frame in enumerate(container.decode(stream)):
-        while wanted and wanted[0] == place:
-            wanted.pop(0)
-            if frame.width * frame.height > most_pixels:
-                raise ImageRefused(f"has frames of {frame.width} x {frame.height} pixels; {most_pixels} are allowed")
-            image = frame.to_image()
-            yield image.rotate(frame.rotation, expand=True) if frame.rotation else image
-        if not wanted:
-            return
+    while total:
+        container.seek(0, stream=stream)
+        wanted, count = choose(total, float(stream.average_rate or 24)), 0
+        for count, frame in enumerate(container.decode(stream), 1):
+            while wanted and wanted[0] == count - 1:
+                wanted.pop(0)
+                if frame.width * frame.height > most_pixels:
+                    found = f"{frame.width} x {frame.height}"
+                    raise ImageRefused(f"has frames of {found} pixels; {most_pixels} are allowed")
+                image = frame.to_image()
+                yield image.rotate(frame.rotation, expand=True) if frame.rotation else image
+            if not wanted:
+                return
+        total = count  # the other packets show nothing, as VP8's references, or need frames that were cut off
 
 
 def serve(question: bytes) -> tuple[bytes, bytes]:

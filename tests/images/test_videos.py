@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
@@ -263,3 +264,54 @@ def test_containers_are_read_by_pyav(format: str, codec: str, preparer: ImagePre
     assert np.abs(pixels.mean(1) - 8 * np.array(places)).max() < 6
     with pytest.raises(InvalidParameter, match=r"the video is damaged"):
         preparer.prepare_video([buffer.getvalue()[:300]], None, "here")
+
+
+def test_packets_that_show_nothing_are_no_frames(monkeypatch: pytest.MonkeyPatch, preparer: ImagePreparer) -> None:
+    """Of 12 packets an edit list leaves out two, which are marked; others are references of VP8, or need frames that
+    were cut off. The last of the 8 frames is white."""
+    frames = [Image.new("RGB", (64, 64), (place == 7 and "white") or "black") for place in range(8)]
+    packets = [SimpleNamespace(size=9, is_discard=place < 2) for place in range(12)] + [SimpleNamespace(size=0)]
+    stream = SimpleNamespace(average_rate=4, codec_context=SimpleNamespace(width=64, height=64))
+    container = SimpleNamespace(
+        streams=SimpleNamespace(video=[stream]),
+        demux=lambda stream: iter(packets),
+        seek=lambda place, stream: None,
+        decode=lambda stream: (
+            SimpleNamespace(width=64, height=64, rotation=0, to_image=lambda image=image: image) for image in frames
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "av", SimpleNamespace(open=lambda *_, **__: contextlib.nullcontext(container)))
+    assert preparer.processor.video is not None
+    settings = {**preparer.processor.video.settings, "group": 2}
+    found = prepared_frames([b"\0\0\0\x20ftypisom"], settings)
+    assert (found.total, found.places) == (8, sampled(8, 4.0, settings))
+    assert found.places[-1] == 7
+    assert set(found.pixels[: -(len(found.pixels) // len(found.places))]) == {0}, "nothing is left of the first round"
+    assert found.pixels[-1] == 255
+    frames.clear()
+    with pytest.raises(ValueError, match="is damaged: 0 of"):
+        prepared_frames([b"\0\0\0\x20ftypisom"], settings)
+
+
+def test_a_video_that_was_cut_without_decoding_it(preparer: ImagePreparer) -> None:
+    """The file begins at a key frame before the cut, and a list in it says what to leave out."""
+    av = pytest.importorskip("av")
+    whole, part = io.BytesIO(), io.BytesIO()
+    with av.open(whole, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=10, options={"g": "20"})
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for number in range(40):
+            container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 64), (6 * number,) * 3))))
+        container.mux(stream.encode())
+    with av.open(whole, format="mp4") as source, av.open(part, "w", format="mp4") as container:
+        stream = container.add_stream_from_template(source.streams.video[0])
+        start = int(2.5 / source.streams.video[0].time_base)
+        source.seek(start, stream=source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None:
+                packet.pts, packet.dts, packet.stream = packet.pts - start, packet.dts - start, stream
+                container.mux(packet)
+    video = preparer.prepare_video([part.getvalue()], None, "here")
+    first = np.frombuffer(video.images[0].pixels, np.uint8)[: 64 * 64 * 3]
+    assert abs(first.mean() - 6 * 25) < 6
