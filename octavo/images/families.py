@@ -337,12 +337,14 @@ def _llava(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
     if inner.get("model_type") == "pixtral":
         return _mistral3({"spatial_merge_size": 1, **config}, given)
     side = int((given.get("crop_size") or {}).get("height") or inner.get("image_size", 336))
+    token = int(config.get("image_token_index") or config.get("image_token_id") or 32_000)
+    texts = {number: text for text, number in config[TOKENS].items()}
     return ImageProcessor(
         settings={"rule": "middle", "side": side, "resample": int(given.get("resample", 3))}
         | {"most_pixels": MOST_PIXELS},
         placeholder="<image>",
-        token=int(config.get("image_token_index") or config.get("image_token_id") or 32_000),
-        token_text="<image>",
+        token=token,
+        token_text=texts.get(token, "<image>"),
         num_tokens=(side // int(inner.get("patch_size", 14))) ** 2,
         layout=by_tile,
         **_scaling(given, CLIP_MEAN, CLIP_DEVIATION),

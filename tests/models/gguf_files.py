@@ -108,6 +108,11 @@ def _one(kind: str, config: dict[str, Any], name: str, tensor: Tensor) -> dict[s
         heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
         return {name: halves.transpose(1, 2).reshape(tensor.shape)}
+    if kind == "glm4" and "mrope_section" in config["rope_parameters"] and re.search(r"\.[qk]_proj\.", name):
+        heads = tensor.unflatten(0, (-1, config["head_dim"]))
+        rotated = int(config["head_dim"] * config["rope_parameters"].get("partial_rotary_factor", 1.0))
+        parts = [heads[:, :rotated:2], heads[:, 1:rotated:2], heads[:, rotated:]]
+        return {name: torch.cat(parts, dim=1).reshape(tensor.shape)}
     if kind == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name):
         return {name: tensor.t()}
     if kind.startswith("gemma") and name.endswith("norm.weight"):
@@ -162,7 +167,7 @@ def _write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> N
     writer.add_value_length(head_dim)
     if config.get("sliding_window") and kind != "qwen2_moe" and not kind.startswith("qwen"):
         writer.add_sliding_window(config["sliding_window"])
-    if kind in ("qwen2_vl_text", "qwen3_vl_text"):
+    if "mrope_section" in config["rope_parameters"]:
         writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
     if kind == "gemma3_text" and "full_attention" in config["layer_types"]:
         writer.add_sliding_window_pattern(config["layer_types"].index("full_attention") + 1)
@@ -253,10 +258,11 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
         if isinstance(inner.get(key), list):  # of InternVL, as two equal numbers
             inner[key] = inner[key][0]
     writer = gguf.GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", kind)
+    if kind != "mlp" or "image_grid_pinpoints" in config:  # the oldest files of LLaVA name no kind
+        writer.add_string("clip.projector_type", kind)
     writer.add_bool("clip.has_vision_encoder", True)
     layers = inner.get("num_hidden_layers") or inner["depth"]
-    writer.add_vision_block_count(layers)
+    writer.add_vision_block_count(layers - (kind == "mlp"))  # the last layer is not used
     places = inner.get("num_position_embeddings", 1600) ** 0.5
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     longest = processor["size"]["longest_edge"] if kind == "pixtral" else None
@@ -271,6 +277,14 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     writer.add_vision_image_std(processor["image_std"])
     if kind in ("gemma3", "idefics3", "internvl"):
         writer.add_vision_projector_scale_factor(2)
+    if kind == "mlp":
+        writer.add_bool("clip.has_llava_projector", True)
+        writer.add_bool("clip.use_gelu", False)
+        if points := config.get("image_grid_pinpoints"):
+            writer.add_array("clip.vision.image_grid_pinpoints", [side for point in points for side in point])
+    if kind == "glm4v":
+        writer.add_uint32("clip.vision.image_min_pixels", processor["size"]["shortest_edge"])
+        writer.add_uint32("clip.vision.image_max_pixels", processor["size"]["longest_edge"])
     if kind == "idefics3":
         writer.add_vision_preproc_image_size(processor["size"]["longest_edge"])
     if kind == "internvl":
@@ -289,10 +303,10 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
         if kind == "pixtral" and re.search(r"attention\.[qk]_proj", name):
             halves = tensor.unflatten(0, (inner["num_attention_heads"], 2, -1))
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
-        for stored, part in _tower_parts(name.removeprefix("model."), tensor, deep, kind):
-            known = stored.startswith(("v.", "mm."))
+        for stored, part in _tower_parts(name.removeprefix("model."), tensor, deep, kind, layers):
+            known = stored.startswith(("v.", "mm.", "model.image_newline"))
             own = stored if known else names.get_name(stored, try_suffixes=(".weight", ".bias"))
-            if own is not None and own.startswith(("v.", "mm.")):
+            if own is not None and (known or own.startswith(("v.", "mm."))):
                 values = np.ascontiguousarray(part.squeeze().float().numpy())
                 writer.add_tensor(own, form(values) if values.ndim > 1 else values)
     writer.write_header_to_file()
@@ -301,8 +315,33 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     writer.close()
 
 
-def _tower_parts(name: str, tensor: Tensor, deep: list[int] | None, kind: str) -> list[tuple[str, Tensor]]:
+LEGACY_CLIP = (
+    (r"^vision_tower\.(vision_model\.)?", "v."),
+    (r"encoder\.layers", "blk"),
+    (r"embeddings\.", ""),
+    (r"_proj\b", ""),
+    (r"self_attn\.", "attn_"),
+    (r"layer_norm|layernorm|layrnorm", "ln"),
+    (r"mlp\.fc1", "ffn_down"),
+    (r"mlp\.fc2", "ffn_up"),
+    (r"embedding", "embd"),
+    (r"^multi_modal_projector\.linear_1", "mm.0"),
+    (r"^multi_modal_projector\.linear_2", "mm.2"),
+    (r"^image_newline", "model.image_newline"),
+)
+"""What LLaVA's converter makes of parts of names; it swaps those of the feed-forward layer."""
+
+
+def _legacy_clip(name: str, tensor: Tensor, layers: int) -> list[tuple[str, Tensor]]:
+    for pattern, stored in LEGACY_CLIP:
+        name = re.sub(pattern, stored, name)
+    return [] if name.startswith((f"v.blk.{layers - 1}.", "v.post_ln")) else [(name, tensor)]
+
+
+def _tower_parts(name: str, tensor: Tensor, deep: list[int] | None, kind: str, layers: int) -> list[tuple[str, Tensor]]:
     """``deep``: the layers with mergers of Qwen3-VL and Qwen3.5, whose names the package does not know."""
+    if kind == "mlp":
+        return _legacy_clip(name, tensor, layers)
     if kind == "idefics3":
         return [(f"model.{name}", tensor)]
     if kind == "pixtral":
@@ -318,7 +357,7 @@ def _tower_parts(name: str, tensor: Tensor, deep: list[int] | None, kind: str) -
         stored = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
         own, end = name.removeprefix("visual.merger.").split(".")
         return [(f"{stored[own]}.{end}", tensor)]
-    if ".attn.qkv." in name and deep is not None:
+    if ".attn.qkv." in name and (deep is not None or kind == "glm4v"):
         return [(name, tensor)]
     if name == "visual.patch_embed.proj.weight":
         return [("v.patch_embd.weight", tensor[:, :, 0]), ("v.patch_embd.weight.1", tensor[:, :, 1])]

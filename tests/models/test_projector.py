@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from octavo import LLM
 from octavo.errors import CheckpointError
 from octavo.weights.gguf.hub_gguf import choose_projector
-from octavo.weights.gguf.projector import projector_of
+from octavo.weights.gguf.projector import open_projector, projector_of
 from tests.models import vision
 from tests.models.gguf_files import write_gguf, write_projector
 from tests.models.test_vision import PROMPTS, SCORED, SETTINGS, TOLERANCE, as_inputs, worst_difference
@@ -28,12 +28,14 @@ Array = npt.NDArray[np.float32]
 TEXT = {"gemma3": ("gemma3_text", "gemma3_text"), "qwen2_5_vl": ("qwen2", "qwen2_vl_text")}
 TEXT |= {"qwen3_vl": ("qwen3", "qwen3_vl_text"), "qwen3_5": ("qwen3_5_text", "qwen3_5_text")}
 TEXT |= {"mistral3": ("mistral", "llama"), "pixtral": ("mistral", "llama"), "smolvlm": ("llama", "llama")}
+TEXT |= {"llava": ("llama", "llama"), "llava_next": ("llama", "llama"), "glm4v": ("glm4", "glm4")}
 TEXT |= {"internvl": ("qwen3", "qwen3"), "internvl_rms": ("qwen2", "qwen2")}
 """The text part's ``model_type`` of a family in transformers, and in ``write_gguf``."""
 KINDS = {"gemma3": ("gemma3", "<image_soft_token>"), "qwen2_5_vl": ("qwen2.5vl_merger", "<|image_pad|>")}
 KINDS |= dict.fromkeys(("qwen3_vl", "qwen3_5"), ("qwen3vl_merger", "<|image_pad|>"))
 
 KINDS |= dict.fromkeys(("mistral3", "pixtral"), ("pixtral", "[IMG]")) | {"smolvlm": ("idefics3", "<image>")}
+KINDS |= {"llava": ("mlp", "<image>"), "llava_next": ("mlp", "<unk>"), "glm4v": ("glm4v", "<|image|>")}
 KINDS |= dict.fromkeys(("internvl", "internvl_rms"), ("internvl", "<IMG_CONTEXT>"))
 
 
@@ -60,7 +62,7 @@ def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values
     return model
 
 
-DAILY = ("gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "smolvlm", "internvl_rms")
+DAILY = ("gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "smolvlm", "internvl_rms", "llava_next", "glm4v")
 
 
 @pytest.mark.parametrize("name", [*DAILY, *(nightly(name) for name in KINDS if name not in DAILY)])
@@ -116,3 +118,17 @@ def test_a_repository_has_the_tower_next_to_the_file() -> None:
     assert choose_projector(files, "x-Q4_K_M.gguf") == "mmproj-F16.gguf"
     assert choose_projector(files, "a/x-Q8_0.gguf") == "a/mmproj-BF16.gguf"
     assert choose_projector(files, "b/x-Q8_0.gguf") is None
+
+
+def test_features_of_several_layers_are_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "mmproj-a.gguf", "clip")
+    writer.add_bool("clip.has_llava_projector", True)
+    for key in ("image_size", "patch_size", "embedding_length", "feed_forward_length", "block_count"):
+        writer.add_uint32(f"clip.vision.{key}", 8)
+    writer.add_vision_head_count(2)
+    writer.add_array("clip.vision.feature_layer", [3, 7])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"feature_layer.* is \[3, 7\]; the output of one layer is supported"):
+        open_projector(tmp_path / "model.gguf")

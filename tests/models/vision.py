@@ -309,6 +309,7 @@ QWEN3_PROCESSOR = partial(
     image_std=[0.5] * 3,
 )
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+HALF_ROPE = {**ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 PIXTRAL_VISION = {
     "model_type": "pixtral",
     "hidden_size": 32,
@@ -428,7 +429,7 @@ FAMILIES = {
     ),
     "glm4v": Family(
         "glm4v",
-        {"text_config": {**TEXT, "rope_parameters": ROPE}, "vision_config": GLM_VISION, "image_token_id": IMAGE},
+        {"text_config": {**TEXT, "rope_parameters": HALF_ROPE}, "vision_config": GLM_VISION, "image_token_id": IMAGE},
         GLM_PROCESSOR,
         _of_grid,
     ),
@@ -437,7 +438,7 @@ FAMILIES = {
         {
             "text_config": {
                 **TEXT,
-                "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+                "rope_parameters": HALF_ROPE,
                 "n_routed_experts": 4,
                 "num_experts_per_tok": 2,
                 "moe_intermediate_size": 16,

@@ -166,9 +166,25 @@ def _phi3(data: Metadata, config: Config) -> None:
     config["sliding_window"] = window or None
 
 
+GLM4V = "Glm4vForConditionalGeneration"
+
+
 def _glm4(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     config.setdefault("partial_rotary_factor", 1.0)
+    if data.has("rope.dimension_sections"):
+        config["architectures"] = [GLM4V]
+        with_sections(data, config)
+
+
+def _glm4_order(config: Config, name: str, count: int) -> npt.NDArray[np.int64] | None:
+    """In files of GLM-4V the two numbers of a rotary pair are half the rotated part apart; here they are adjacent."""
+    if config["architectures"] != [GLM4V] or not (".q_proj." in name or ".k_proj." in name):
+        return None
+    rows = np.arange(count).reshape(-1, config["head_dim"])
+    rotated = int(config["head_dim"] * config["partial_rotary_factor"])
+    pairs = rows[:, :rotated].reshape(len(rows), 2, -1).swapaxes(1, 2).reshape(len(rows), -1)
+    return np.concatenate([pairs, rows[:, rotated:]], axis=1).ravel()
 
 
 def _gemma(data: Metadata, config: Config) -> None:
@@ -401,6 +417,7 @@ FAMILIES: dict[str, GgufFamily] = {
             "post_ffw_norm": "post_mlp_layernorm",
         },
         _glm4,
+        order=_glm4_order,
     ),
     "gpt2": GgufFamily(
         "GPT2LMHeadModel",

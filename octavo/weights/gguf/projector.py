@@ -16,6 +16,7 @@ from octavo.weights.gguf.gguf_reader import GGUFFile
 
 logger = logging.getLogger(__name__)
 
+GLM4V_MODEL = "Glm4vForConditionalGeneration"
 QWEN25_VL = "Qwen2_5_VLForConditionalGeneration"
 SIGLIP = {
     "embeddings.patch_embedding": "v.patch_embd",
@@ -33,6 +34,13 @@ SIGLIP = {
 GEMMA3 = {f"vision_tower.{own}": stored for own, stored in SIGLIP.items()} | {
     "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
     "multi_modal_projector.mm_input_projection": "mm.input_projection",
+}
+LLAVA = {f"vision_tower.{own}": stored for own, stored in SIGLIP.items()} | {
+    "vision_tower.embeddings.class_embedding": "v.class_embd",
+    "vision_tower.pre_layrnorm": "v.pre_ln",
+    "multi_modal_projector.linear_1": "mm.0",
+    "multi_modal_projector.linear_2": "mm.2",
+    "image_newline": "model.image_newline",
 }
 IDEFICS3 = {f"vision_model.{own}": stored for own, stored in SIGLIP.items()} | {
     "connector.modality_projection.proj": "mm.model.fc"
@@ -78,25 +86,36 @@ PIXTRAL = {f"vision_tower.transformer.layers.*.{own}": f"v.blk.*.{stored}" for o
     "multi_modal_projector.linear_1": "mm.1",
     "multi_modal_projector.linear_2": "mm.2",
 }
-QWEN25 = {
+QWEN = {
     "visual.patch_embed.proj": "v.patch_embd",
     "visual.blocks.*.norm1": "v.blk.*.ln1",
     "visual.blocks.*.norm2": "v.blk.*.ln2",
     "visual.blocks.*.attn.proj": "v.blk.*.attn_out",
-    "visual.blocks.*.mlp.gate_proj": "v.blk.*.ffn_gate",
-    "visual.blocks.*.mlp.up_proj": "v.blk.*.ffn_up",
-    "visual.blocks.*.mlp.down_proj": "v.blk.*.ffn_down",
+}
+GATED = {f"visual.blocks.*.mlp.{part}_proj": f"v.blk.*.ffn_{part}" for part in ("gate", "up", "down")}
+QWEN25 = {
+    **QWEN,
+    **GATED,
     "visual.merger.ln_q": "v.post_ln",
     "visual.merger.mlp.0": "mm.0",
     "visual.merger.mlp.2": "mm.2",
 }
-QWEN3 = {
-    "visual.patch_embed.proj": "v.patch_embd",
-    "visual.pos_embed": "v.position_embd",
-    "visual.blocks.*.norm1": "v.blk.*.ln1",
-    "visual.blocks.*.norm2": "v.blk.*.ln2",
+GLM4V = {
+    **QWEN,
+    **GATED,
     "visual.blocks.*.attn.qkv": "v.blk.*.attn_qkv",
-    "visual.blocks.*.attn.proj": "v.blk.*.attn_out",
+    "visual.post_conv_layernorm": "v.norm_embd",
+    "visual.embeddings.position_embedding": "v.position_embd",
+    "visual.post_layernorm": "v.post_ln",
+    "visual.downsample": "mm.patch_merger",
+    "visual.merger.proj": "mm.model.fc",
+    "visual.merger.post_projection_norm": "mm.post_norm",
+    **{f"visual.merger.{part}_proj": f"mm.{part}" for part in ("gate", "up", "down")},
+}
+QWEN3 = {
+    **QWEN,
+    "visual.pos_embed": "v.position_embd",
+    "visual.blocks.*.attn.qkv": "v.blk.*.attn_qkv",
     "visual.blocks.*.mlp.linear_fc1": "v.blk.*.ffn_up",
     "visual.blocks.*.mlp.linear_fc2": "v.blk.*.ffn_down",
     "visual.merger.norm": "v.post_ln",
@@ -109,6 +128,8 @@ MINUS_ONE = "mm.soft_emb_norm.weight"
 """The converter adds 1 to this norm."""
 FRAME = "v.patch_embd.weight.1"
 """The second frame's part of a patch."""
+NEWLINES = ("model.image_newline", "v.image_newline")
+"""The embedding that ends a line, in older and in newer files."""
 
 
 class ProjectorKind(NamedTuple):
@@ -120,7 +141,8 @@ class ProjectorKind(NamedTuple):
     names: Mapping[str, str]
     read: Callable[[Metadata], dict[str, Any]]
     """The keys of ``vision_config`` that others do not have, and of the configuration around it under ``outer``."""
-    image_token: str
+    image_tokens: tuple[str, ...]
+    """Texts of the token at an image's places: the first one that the vocabulary has."""
     permuted: tuple[str, ...] = ()
     """Parts of layers in whose rows the two numbers of a rotary pair are adjacent."""
 
@@ -129,6 +151,23 @@ def _gemma3(data: Metadata) -> dict[str, Any]:
     side = data.count("vision.image_size") // data.count("vision.patch_size")
     scale = data.count("vision.projector.scale_factor", 4)
     return {"outer": {"mm_tokens_per_image": (side // scale) ** 2}}
+
+
+def _llava(data: Metadata) -> dict[str, Any]:
+    """The last layer of the original is not used, and files leave it out. (llama.cpp leaves out one more.)"""
+    layers = data.count("vision.block_count")
+    features = [int(layer) for layer in data.get("vision.feature_layer", (layers,))]
+    if len(features) != 1:
+        data.fail("vision.feature_layer", f"is {features}; the output of one layer is supported")
+    data.get("vision.projection_dim")  # of CLIP's own projection
+    points = data.get("vision.image_grid_pinpoints", ())
+    outer: dict[str, Any] = {"vision_feature_layer": features[0]}
+    if not data.file.tensors.keys().isdisjoint(NEWLINES):
+        outer["architectures"] = ["LlavaNextForConditionalGeneration"]
+    if len(points):
+        outer["image_grid_pinpoints"] = [[int(side) for side in points[i : i + 2]] for i in range(0, len(points), 2)]
+    act = "gelu" if data.flag("use_gelu", False) else "quick_gelu"
+    return {"model_type": "clip_vision_model", "hidden_act": act, "outer": outer}
 
 
 def _idefics3(data: Metadata) -> dict[str, Any]:
@@ -173,6 +212,16 @@ def _qwen25(data: Metadata) -> dict[str, Any]:
     }
 
 
+def _glm4v(data: Metadata) -> dict[str, Any]:
+    return {
+        "depth": data.count("vision.block_count"),
+        "num_heads": data.count("vision.attention.head_count"),
+        "out_hidden_size": data.count("vision.projection_dim"),
+        "rms_norm_eps": data.real("vision.attention.layer_norm_epsilon", 1e-5),
+        "attention_bias": "v.blk.0.attn_qkv.bias" in data.file.tensors,
+    }
+
+
 def _qwen3(data: Metadata) -> dict[str, Any]:
     deep = data.get("vision.is_deepstack_layers", ())
     return {
@@ -184,6 +233,8 @@ def _qwen3(data: Metadata) -> dict[str, Any]:
     }
 
 
+MLP = "mlp"
+"""LLaVA's, which the oldest files do not name."""
 QWEN3_TEXTS = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3_5ForCausalLM",
@@ -193,15 +244,27 @@ INTERN_TEXTS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "
 MISTRAL_TEXTS = ("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM")
 KINDS = {
     "gemma3": ProjectorKind(
-        "Gemma3ForConditionalGeneration", ("Gemma3ForCausalLM",), GEMMA3, _gemma3, "<image_soft_token>"
+        "Gemma3ForConditionalGeneration", ("Gemma3ForCausalLM",), GEMMA3, _gemma3, ("<image_soft_token>",)
     ),
-    "idefics3": ProjectorKind("SmolVLMForConditionalGeneration", ("LlamaForCausalLM",), IDEFICS3, _idefics3, "<image>"),
-    "internvl": ProjectorKind("InternVLForConditionalGeneration", INTERN_TEXTS, INTERNVL, _internvl, "<IMG_CONTEXT>"),
+    "glm4v": ProjectorKind(GLM4V_MODEL, (GLM4V_MODEL,), GLM4V, _glm4v, ("<|image|>",)),
+    "idefics3": ProjectorKind(
+        "SmolVLMForConditionalGeneration", ("LlamaForCausalLM",), IDEFICS3, _idefics3, ("<image>",)
+    ),
+    "internvl": ProjectorKind(
+        "InternVLForConditionalGeneration", INTERN_TEXTS, INTERNVL, _internvl, ("<IMG_CONTEXT>",)
+    ),
+    MLP: ProjectorKind(
+        "LlavaForConditionalGeneration",
+        ("LlamaForCausalLM", "MistralForCausalLM"),
+        LLAVA,
+        _llava,
+        ("<image>", "<unk>"),  # the original vocabulary has no token for images
+    ),
     "pixtral": ProjectorKind(
-        "LlavaForConditionalGeneration", MISTRAL_TEXTS, PIXTRAL, _pixtral, "[IMG]", ("attn_q", "attn_k")
+        "LlavaForConditionalGeneration", MISTRAL_TEXTS, PIXTRAL, _pixtral, ("[IMG]",), ("attn_q", "attn_k")
     ),
-    "qwen2.5vl_merger": ProjectorKind(QWEN25_VL, (QWEN25_VL,), QWEN25, _qwen25, "<|image_pad|>"),
-    "qwen3vl_merger": ProjectorKind(QWEN3_TEXTS[0], QWEN3_TEXTS, QWEN3, _qwen3, "<|image_pad|>"),
+    "qwen2.5vl_merger": ProjectorKind(QWEN25_VL, (QWEN25_VL,), QWEN25, _qwen25, ("<|image_pad|>",)),
+    "qwen3vl_merger": ProjectorKind(QWEN3_TEXTS[0], QWEN3_TEXTS, QWEN3, _qwen3, ("<|image_pad|>",)),
 }
 """By ``clip.projector_type``."""
 
@@ -223,7 +286,8 @@ def open_projector(path: Path) -> Projector | None:
     if place is None:
         return None
     file = GGUFFile.open(place)
-    name = file.metadata.get("clip.projector_type", file.metadata.get("clip.vision.projector_type"))
+    unnamed = MLP if file.metadata.get("clip.has_llava_projector") else None
+    name = file.metadata.get("clip.projector_type", file.metadata.get("clip.vision.projector_type", unnamed))
     if name not in KINDS:
         logger.warning("%s: images are refused: projector_type is %.100s, not %s", place, name, " or ".join(KINDS))
         return None
@@ -288,15 +352,16 @@ class Projector:
         found = (text.get("architectures") or self._kind.texts)[0]
         if found not in self._kind.texts:
             raise CheckpointError(f"{self.path}: this tower is of {' or '.join(self._kind.texts)}, not of {found}")
-        known = {"image_token_id": tokens.index(self._kind.image_token)} if self._kind.image_token in tokens else {}
+        token = next((token for token in self._kind.image_tokens if token in tokens), None)
+        known = {} if token is None else {"image_token_id": tokens.index(token)}
         whole = {"architectures": [self._kind.architecture], "vision_config": self._vision, "text_config": text}
         return {**whole, **self._outer, **known}
 
     def _named(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         tensors = self.file.tensors
-        up = tensors.get("v.blk.0.ffn_up.weight")
-        is_swapped = up is not None and up.shape[0] != self._vision["intermediate_size"]  # as older converters did
+        up, width = tensors.get("v.blk.0.ffn_up.weight"), self._vision["hidden_size"]
+        is_swapped = up is not None and up.shape[0] == width != up.shape[1]  # as older converters did
         for own, stored in self._kind.names.items():
             if is_swapped:
                 stored = {"v.blk.*.ffn_up": "v.blk.*.ffn_down", "v.blk.*.ffn_down": "v.blk.*.ffn_up"}.get(
@@ -316,6 +381,8 @@ class Projector:
                 for end in ("weight", "bias"):
                     name = f"visual.deepstack_merger_list.{number}.{own}.{end}"
                     found[name] = [f"v.deepstack.{layer}.{stored}.{end}"]
+        if self._kind.names is LLAVA and NEWLINES[1] in tensors:
+            found["image_newline"] = [NEWLINES[1]]
         if FRAME in tensors:
             found["visual.patch_embed.proj.weight"].append(FRAME)
         for layer in range(self._vision["num_hidden_layers"]) if self._kind.names is QWEN25 else ():
