@@ -174,11 +174,7 @@ def plan_memory(
     smaller = _smaller_batch(settings.scheduler, max_num_seqs, max_num_batched_tokens)
     if smaller and (pools.least_bytes(needed) if given is None else given * per_block) > room:
         return plan_memory(settings, model, kv_dtype, dtype, device, weights, free, num_ranks, draft_specs, smaller)
-    if room < 0:
-        raise ConfigError(
-            f"weights, activations and logits take {-room / GIB:.2f} GiB more than there is; set quantization, raise "
-            "tensor_parallel_size, or lower max_num_batched_tokens"
-        )
+    _check_room(room)
     if settings.model.max_model_len is None:
         max_model_len = _longest_that_fits(pools, max_model_len, room if given is None else given * per_block)
     kept = pools.kept(max_model_len)[0]
@@ -332,6 +328,14 @@ def _given_blocks(settings: CacheSettings, per_block: int) -> int | None:
     if num_blocks == 0:
         raise ConfigError(f"kv_cache_memory: one block takes {per_block / GIB:.3g} GiB; give at least that")
     return num_blocks
+
+
+def _check_room(room: int) -> None:
+    if room < 0:
+        raise ConfigError(
+            f"weights, activations and logits take {-room / GIB:.2f} GiB more than there is; set quantization, raise "
+            "tensor_parallel_size, or lower max_num_batched_tokens"
+        )
 
 
 def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, per_block: int, room: int) -> None:

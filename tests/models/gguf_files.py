@@ -109,7 +109,7 @@ def _one(kind: str, config: dict[str, Any], name: str, tensor: Tensor) -> dict[s
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
         return {name: halves.transpose(1, 2).reshape(tensor.shape)}
     if kind == "glm4" and "mrope_section" in config["rope_parameters"] and re.search(r"\.[qk]_proj\.", name):
-        heads = tensor.unflatten(0, (-1, config["head_dim"]))
+        heads = tensor.reshape(-1, config["head_dim"], *tensor.shape[1:])
         rotated = int(config["head_dim"] * config["rope_parameters"].get("partial_rotary_factor", 1.0))
         parts = [heads[:, :rotated:2], heads[:, 1:rotated:2], heads[:, rotated:]]
         return {name: torch.cat(parts, dim=1).reshape(tensor.shape)}
