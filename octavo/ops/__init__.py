@@ -24,6 +24,7 @@ from octavo.ops.linear import concat, head_linear, linear, lora, put_columns, st
 from octavo.ops.linear_attention import linear_attention
 from octavo.ops.moe import grouped_moe, keep_routes, moe, route
 from octavo.ops.norms import layer_norm, rms_norm
+from octavo.ops.partial_attention import merge_parts, partial_attention
 from octavo.ops.sampling import adjust_logits, processed_logits, sample, token_logprobs
 from octavo.ops.scaled_linear import scaled_linear
 from octavo.ops.state_space import state_space
@@ -62,10 +63,12 @@ __all__ = [
     "local_vocab_ids",
     "lora",
     "mask_remote_rows",
+    "merge_parts",
     "moe",
     "newest_tokens",
     "next_tokens",
     "paged_attention",
+    "partial_attention",
     "processed_logits",
     "publish_tokens",
     "pull_step",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.ops.cache_rows import STORED, pack_rows, unpack_rows
+from octavo.ops.collective import ContextPart, ContextRanks
 from octavo.ops.dispatch import op, op_of_ids
 from octavo.ops.embedding import embedding
 from octavo.ops.norms import rms_norm
@@ -62,6 +63,8 @@ class LayerCache(NamedTuple):
     """Keys and values are divided by these when stored; ``None``: stored as they are."""
     states: tuple[Tensor, ...] = ()
     """Of a layer with recurrent state: each tensor of it, ``[slots, ...]``."""
+    context: ContextRanks | None = None
+    """The ranks that divide each context; ``None``: the cache holds all of it. See ``partial_attention``."""
 
 
 class GroupRows(NamedTuple):
@@ -164,6 +167,11 @@ class PagedRows:
         """Slots and block tables in the KV group of ``cache``."""
         return self.groups[cache.group]
 
+    def owned(self, part: ContextPart) -> PagedRows:
+        """The metadata for a cache that holds a part of each context: slots are those there, -1 for other parts."""
+        own = [group._replace(slot_mapping_T=part.slots(group.slot_mapping_T)) for group in self.groups]
+        return replace(self, groups=tuple(own))
+
     def of_layers(self, count: int) -> list[PagedRows]:
         """The metadata for each of a model's layers: all but the last compute every row."""
         if self.logits_indices_R is None:
@@ -192,22 +200,13 @@ def attention(
     heads only. Angles are float32, or ``None`` for a model without rotary positions. The results of padding rows are
     unspecified, and nothing is stored for them.
     """
-    T, (slot_mapping_T, block_tables_SB) = qkv_TW.shape[0], rows.of(cache)
-    parts = qkv_TW.split_with_sizes(heads.sizes, dim=-1)
-    q_TNH, k_TKH, v_TKH = (part.view(T, -1, heads.head_dim) for part in parts)
-    if heads.q_norm_H is not None:
-        q_TNH = rms_norm(q_TNH.reshape(-1, heads.head_dim), heads.q_norm_H, heads.norm_eps).view(q_TNH.shape)
-    if heads.k_norm_H is not None:
-        k_TKH = rms_norm(k_TKH.reshape(-1, heads.head_dim), heads.k_norm_H, heads.norm_eps).view(k_TKH.shape)
-    if cos_TR is not None and sin_TR is not None:
-        q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, cos_TR, sin_TR)
-    if not heads.shares_cache:
-        store_kv(k_TKH, v_TKH, cache.keys, cache.values, slot_mapping_T, cache.scales)
+    assert cache.context is None, "the cache has a part of each context"
+    q_TNH = stored_heads(qkv_TW, heads, cos_TR, sin_TR, cache, rows)
     out_TNH = paged_attention(
         q_TNH,
         cache.keys,
         cache.values,
-        block_tables_SB,
+        rows.of(cache).block_tables_SB,
         rows.cu_seqlens_q,
         rows.seq_lens_S,
         heads.scale,
@@ -217,7 +216,24 @@ def attention(
         cache.scales,
         heads.slopes_N,
     )
-    return out_TNH.view(T, -1)
+    return out_TNH.flatten(1)
+
+
+def stored_heads(
+    qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor | None, sin_TR: Tensor | None, cache: LayerCache, rows: PagedRows
+) -> Tensor:
+    """Norm and rotate as ``attention`` does, and store keys and values; the queries [T, N, H]."""
+    parts = qkv_TW.split_with_sizes(heads.sizes, dim=-1)
+    q_TNH, k_TKH, v_TKH = (part.view(len(qkv_TW), -1, heads.head_dim) for part in parts)
+    if heads.q_norm_H is not None:
+        q_TNH = rms_norm(q_TNH.reshape(-1, heads.head_dim), heads.q_norm_H, heads.norm_eps).view(q_TNH.shape)
+    if heads.k_norm_H is not None:
+        k_TKH = rms_norm(k_TKH.reshape(-1, heads.head_dim), heads.k_norm_H, heads.norm_eps).view(k_TKH.shape)
+    if cos_TR is not None and sin_TR is not None:
+        q_TNH, k_TKH = apply_rope(q_TNH, k_TKH, cos_TR, sin_TR)
+    if not heads.shares_cache:
+        store_kv(k_TKH, v_TKH, cache.keys, cache.values, rows.of(cache).slot_mapping_T, cache.scales)
+    return q_TNH
 
 
 # ---- paged_attention: Causal attention of a step's tokens over the paged cache, prefill and decode rows alike.
@@ -301,16 +317,20 @@ class Rule(NamedTuple):
     def weights(self, products: Tensor, is_hidden: Tensor, distance: Tensor | None = None) -> Tensor:
         """Softmax over the last axis of ``products`` [..., N, rows, C], which is overwritten; ``distance`` is that of
         each key to its row, for slopes."""
+        scores = self.scores(products, is_hidden, distance)
+        if self.sinks_N is None:
+            return scores.softmax(dim=-1)
+        sinks = self.sinks_N.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+
+    def scores(self, products: Tensor, is_hidden: Tensor, distance: Tensor | None = None) -> Tensor:
+        """What the softmax is of, without sinks; -inf where keys are hidden."""
         scores = products.mul_(self.scale)
         if self.softcap:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.slopes_N is not None and distance is not None:
             scores = scores.sub_(self.slopes_N[:, None, None] * distance)
-        scores = scores.masked_fill_(is_hidden, float("-inf"))
-        if self.sinks_N is None:
-            return scores.softmax(dim=-1)
-        sinks = self.sinks_N.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+        return scores.masked_fill_(is_hidden, float("-inf"))
 
 
 def context(

@@ -3,13 +3,14 @@
 Every rank calls the same operations in the same order. Of ``all_reduce`` and ``all_gather`` all have tensors of equal
 shapes, and get the same bits. Sums are computed in float32, in the order of the ranks.
 
-Shapes: T tokens, D model, W ranks, R rows, n places of a rank.
+Shapes: T tokens, D model, W ranks, R rows, n places of a rank, P ranks that divide a context, X numbers of any kind.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -70,3 +71,48 @@ class SingleRank:
 
 
 SINGLE_RANK = SingleRank()
+
+
+class ContextPart(NamedTuple):
+    """Every ``size``-th position of a context, from ``rank`` on; a cache of it has position p in place p // size."""
+
+    rank: int
+    size: int
+
+    def count(self, num_positions: int) -> int:
+        """How many of the first positions are in this part."""
+        return (num_positions - self.rank + self.size - 1) // self.size
+
+    def slots(self, slots_T: Tensor) -> Tensor:
+        """The slots in this part's cache, given those in blocks of all parts; -1 for what is in others."""
+        return torch.where(slots_T % self.size == self.rank, slots_T // self.size, -1)
+
+
+class ContextRanks(NamedTuple):
+    """The neighbouring ranks among which the context of every sequence is divided; they hold the same KV heads."""
+
+    collective: Collective
+    size: int
+    """Their number P."""
+
+    @property
+    def part(self) -> ContextPart:
+        """That of this rank."""
+        return ContextPart(self.collective.rank % self.size, self.size)
+
+    @property
+    def _first(self) -> int:
+        return self.collective.rank - self.part.rank
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """What each of these ranks has: a new tensor [P, ...]."""
+        return self.collective.all_gather(x)[self._first : self._first + self.size]
+
+    def exchanged(self, x_PTX: Tensor) -> Tensor:
+        """What each of these ranks has for this one, given what this one has for each: a new tensor [P, T, X]."""
+        P, T, X = x_PTX.shape
+        places_PT = torch.arange(T, device=x_PTX.device).expand(P, T) + self.part.rank * T
+        targets_P1 = self._first + torch.arange(P, device=x_PTX.device)[:, None]
+        places_PT = places_PT + targets_P1 * P * T
+        num_places = self.collective.size * P * T
+        return self.collective.all_to_all(x_PTX.reshape(P * T, X), places_PT.flatten(), num_places).view(P, T, X)

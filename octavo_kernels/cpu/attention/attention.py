@@ -20,9 +20,11 @@ from octavo.ops.attention import (
     store_keys,
 )
 from octavo.ops.cache_rows import row_length
+from octavo.ops.collective import ContextPart
 from octavo.ops.latent_attention import LatentHeads, latent_attention, store_latents
 from octavo.ops.linear import head_linear
-from octavo_kernels.cpu.attention.attention_passes import PART, first_seen
+from octavo.ops.partial_attention import check_heads, merge_parts, partial_attention
+from octavo_kernels.cpu.attention.attention_passes import PART, first_seen, num_seen
 from octavo_kernels.cpu.attention.attention_rows import STEP, prepare_task
 from octavo_kernels.cpu.attention.attention_tiles import STATE, TILE, TILE_ROWS, attend_task
 from octavo_kernels.cpu.attention.cached_rows import FORMATS
@@ -30,6 +32,7 @@ from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, inlined, rarely_used
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
 from octavo_kernels.cpu.memory import fields, keep, read, view
+from octavo_kernels.cpu.rows.columns import declines
 from octavo_kernels.cpu.task_driver import task_driver
 from octavo_kernels.cpu.tensors import address, declines_floats, whole_vectors
 from octavo_kernels.cpu.threads import run
@@ -50,7 +53,7 @@ def _fits(a: Any, starts: Any, lengths: Any, slots: Any) -> bool:
     if starts[0] != 0 or starts[a.S] > a.T:
         return False
     for s in range(a.S):
-        blocks = (lengths[s] + a.block_size - 1) // a.block_size
+        blocks = (num_seen(a, lengths[s] - 1) + a.block_size - 1) // a.block_size
         if not 0 <= starts[s + 1] - starts[s] <= lengths[s] or blocks > a.table_width:
             return False
         table = view(a.tables + 4 * s * a.table_width, a.table_width, np.int32)
@@ -74,7 +77,8 @@ def _cut(a: Any, starts: Any, lengths: Any, tiles: Any, plan: Any) -> None:
         for row in range(begin, end, tile_tokens):
             tokens = min(tile_tokens, end - row)
             start = lengths[s] - end + row
-            first_part, last_part = first_seen(a, start) // PART, (start + tokens - 1) // PART + 1
+            most_seen = num_seen(a, start + tokens - 1)
+            first_part, last_part = first_seen(a, start) // PART, (most_seen + PART - 1) // PART
             is_cut = is_single and last_part - first_part > 1
             for i in range(last_part - first_part if is_cut else 1):
                 if n < len(tiles):
@@ -85,7 +89,7 @@ def _cut(a: Any, starts: Any, lengths: Any, tiles: Any, plan: Any) -> None:
                     tile.num_slots = last_part - first_part
                 n += 1
                 slots += is_cut
-            work += (start + tokens - first_seen(a, start)) * tokens * a.N * a.H * 2
+            work += (most_seen - first_seen(a, start)) * tokens * a.N * a.H * 2
     plan.num_tiles, plan.num_slots, plan.work = n, slots, work
 
 
@@ -113,6 +117,48 @@ def _attention_driver() -> int:
         return 0
 
     return compiled_driver(drive)
+
+
+MERGE = fields("parts out sinks P T N H")
+
+
+@rarely_used
+def _merge_driver() -> int:
+    def drive(pool: int, arguments: int) -> int:
+        a = read(arguments, MERGE)
+        sinks, weights = view(a.sinks, a.N, np.float32), np.empty(a.P, np.float32)
+        for i in range(a.T * a.N):
+            largest, total = np.float32(-np.inf), np.float32(0)
+            if a.sinks:
+                largest = sinks[i % a.N]
+            for p in range(a.P):
+                weights[p] = view(a.parts + 4 * ((p * a.T * a.N + i + 1) * (a.H + 1) - 1), 1, np.float32)[0]
+                largest = max(largest, weights[p])
+            if a.sinks:
+                total = np.exp(sinks[i % a.N] - largest)
+            for p in range(a.P):
+                weights[p] = np.exp(weights[p] - largest)
+                total += weights[p]
+            out = view(a.out + 4 * i * a.H, a.H, np.float32)
+            out[:] = 0
+            for p in range(a.P):
+                part, weight = view(a.parts + 4 * (p * a.T * a.N + i) * (a.H + 1), a.H, np.float32), weights[p] / total
+                for j in range(a.H):
+                    out[j] += weight * part[j]
+        keep(weights)
+        return 0
+
+    return compiled_driver(drive)
+
+
+@merge_parts.kernel(device="cpu", name="numba", preference=10, supports=declines)
+def merge_parts_numba(parts_PTNX: Tensor, sinks_N: Tensor | None = None) -> Tensor:
+    """See ``ops.merge_parts``."""
+    (P, T, N, X), parts_PTNX = parts_PTNX.shape, parts_PTNX.contiguous()
+    out_TNH, arguments = torch.empty(T, N, X - 1), np.empty(1, MERGE)
+    arguments[0] = (parts_PTNX.data_ptr(), out_TNH.data_ptr(), address(sinks_N), P, T, N, X - 1)
+    call(_merge_driver(), arguments)
+    return out_TNH
 
 
 def compile_attention(kv_dtype: torch.dtype) -> None:
@@ -152,6 +198,35 @@ def attention_numba(
 
     Raises ``IndexError`` when lengths, slots or block numbers do not fit the tensors.
     """
+    assert cache.context is None, "the cache has a part of each context"
+    return _attended(qkv_TW, heads, cos_TR, sin_TR, cache, rows).flatten(1).to(qkv_TW.dtype)
+
+
+@partial_attention.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
+def partial_attention_numba(
+    qkv_TW: Tensor,
+    heads: HeadLayout,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    cache: LayerCache,
+    rows: PagedRows,
+    part: ContextPart,
+) -> Tensor:
+    """See ``ops.partial_attention``; for caches and errors, ``attention_numba``."""
+    check_heads(heads)
+    return _attended(qkv_TW, heads, cos_TR, sin_TR, cache, rows, part)
+
+
+def _attended(
+    qkv_TW: Tensor,
+    heads: HeadLayout,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    cache: LayerCache,
+    rows: PagedRows,
+    part: ContextPart | None = None,
+) -> Tensor:
+    """What ``partial_attention`` returns; without a part, outputs over the whole context alone, float32 [T, N, H]."""
     slots, tables = rows.of(cache)
     _check(qkv_TW, heads, cache, slots)
     N, K, H = heads.num_heads, heads.num_kv_heads, heads.head_dim
@@ -166,7 +241,7 @@ def attention_numba(
     ints = tables, rows.cu_seqlens_q, rows.seq_lens_S
     tables, starts, lengths = (x.to(torch.int32).contiguous() for x in ints)
     slots = slots.contiguous()
-    out_TW = torch.empty(T, N * H)
+    out_TNX = torch.empty(T, N, H if part is None else H + 1)
     number_format, num_blocks, block_size = FORMATS[cache.keys.dtype], cache.keys.shape[0], cache.keys.shape[2]
     arguments = np.empty(1, STEP)
     arguments[0] = (
@@ -176,10 +251,10 @@ def attention_numba(
         *(slots.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), num_blocks, block_size),
         *(tables.data_ptr(), tables.shape[1], starts.data_ptr(), lengths.data_ptr(), len(lengths)),
         *(heads.window, heads.softcap, address(heads.sinks_N), address(heads.slopes_N), *_scales(cache)),
-        *(out_TW.data_ptr(), *[0] * 5),
+        *(*(part or (0, 1)), out_TNX.data_ptr(), out_TNX.shape[2], *[0] * 5),
     )
     call(_attention_driver(), arguments, "attention: lengths, slots or block numbers do not fit the caches and tables")
-    return out_TW.to(qkv_TW.dtype)
+    return out_TNX
 
 
 # ---- rotary_angles: ``rotary_angles``: products in float32 as the contract defines them, cosines and sines rounded

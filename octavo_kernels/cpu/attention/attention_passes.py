@@ -46,6 +46,12 @@ def first_seen(a: Any, position: int) -> Any:
 
 
 @inlined
+def num_seen(a: Any, position: int) -> Any:
+    """How many positions of the caches are not behind ``position``, which is -1 at least."""
+    return (position - a.part + a.num_parts) // a.num_parts
+
+
+@inlined
 def list_runs(a: Any, table: Any, head: int, begin: int, end: int, runs: Any) -> Any:
     """Split positions ``begin .. end`` into runs within blocks; ``runs`` int64 [PART + 1, 4]; returns their number."""
     index, within, n, column = begin // a.block_size, begin % a.block_size, 0, 0

@@ -28,6 +28,7 @@ from octavo_kernels.cpu.attention.attention_passes import (
     first_seen,
     gather_rows,
     list_runs,
+    num_seen,
     score_rows,
     weigh_rows,
 )
@@ -121,10 +122,11 @@ def attend_task(number_format: int) -> int:
         for item in range(begin, end):
             tile, head = _tile_of(a, item), item % a.K
             table, num_rows = _table_of(a, tile), tile.num_tokens * group
+            most_seen = num_seen(a, tile.start + tile.num_tokens - 1)
             for row in range(num_rows):
                 at = ((tile.row + row // group) * a.N + head * group + row % group) * a.width
                 _copy(source[at : at + a.width], queries[row])
-                positions[row] = tile.start + row // group
+                positions[row] = num_seen(a, tile.start + row // group) - 1
                 _begin(totals[row])
             work = queries[:num_rows], positions, scores, runs, turned, copy
             if not are_read_in_place(a, num_rows):
@@ -133,7 +135,7 @@ def attend_task(number_format: int) -> int:
             for part in range(tile.first_part, tile.last_part):
                 for row in range(num_rows):
                     _begin(parts[row])
-                low, high = _first_of(a, tile, part), min((part + 1) * PART, tile.start + tile.num_tokens)
+                low, high = _first_of(a, tile, part), min((part + 1) * PART, most_seen)
                 num_runs = list_runs(a, table, head, low, high, runs)
                 score_rows(number_format, a, low, num_runs, work)
                 weigh_rows(a, low, high, head, work, parts)
@@ -172,15 +174,20 @@ def _merge_slots(a: Any, tile: Any, head: int, total: Any) -> None:
 
 @inlined
 def _finish(a: Any, t: int, head: int, total: Any) -> None:
-    """Divide outputs by the sum of weights, which includes the sink if there is one."""
+    """Divide outputs by the sum of weights, which includes the sink if there is one; it is 0 where nothing is seen."""
     if a.sinks:
         sink = np.zeros(STATE + a.width, np.float32)
         sink[0], sink[1] = view(a.sinks, a.N, np.float32)[head], 1
         merge(total.ctypes.data, sink.ctypes.data, a.width // LANES)
         keep(sink)
-    out = view(a.out + 4 * (t * a.N + head) * a.H, a.H, np.float32)
+    out = view(a.out + 4 * (t * a.N + head) * a.out_width, a.out_width, np.float32)
+    if a.out_width > a.H:
+        out[a.H] = total[0] + np.log(total[1])
     scale = np.float32(a.factor)
     if a.v_scales:
         scale *= view(a.v_scales, a.K, np.float32)[head // (a.N // a.K)]
+    if total[1] == 0:
+        scale = np.float32(0)
+        total[1] = 1
     for i in range(a.H):
         out[i] = total[STATE + i] / total[1] * scale
