@@ -97,6 +97,12 @@ class ModelSettings:
     )
     device: str = setting("auto", "device to run on", ("auto", CPU, GPU))
     tensor_parallel_size: int = setting(1, "processes among which every layer is divided, such as CPU sockets", low=1)
+    decode_context_parallel_size: int = setting(
+        1,
+        "processes of tensor_parallel_size among which the KV cache of each sequence is divided, of those that would "
+        "hold the same keys and values, as with latent attention and few KV heads; on CPUs",
+        low=1,
+    )
     enable_expert_parallel: bool = setting(
         False,
         "divide a mixture by experts: each process of tensor_parallel_size holds whole experts instead of a part of "
@@ -183,7 +189,9 @@ ROLES = ("both", "prefill", "decode")
 class CacheSettings:
     """The paged KV cache."""
 
-    block_size: int | None = setting(None, "tokens per block; default: by device", low=1)
+    block_size: int | None = setting(
+        None, "tokens per block, times decode_context_parallel_size; default: by device", low=1
+    )
     num_kv_blocks: int | None = setting(None, "blocks in the pool; default: as many as fit into the memory", low=1)
     kv_cache_memory: float | None = setting(None, "GiB of memory for the KV cache; default: by device", low=0.001)
     kv_cache_dtype: str = setting(
@@ -407,6 +415,7 @@ def _check_combinations(config: EngineConfig) -> None:
     if not cache.enable_prefix_caching and (cache.eviction_policy != "lru" or cache.enable_kv_events):
         raise ConfigError("eviction_policy and enable_kv_events need enable_prefix_caching")
     _check_quantization(config.model)
+    _check_ranks(config.model)
     _check_offload(config.model, cache)
     _check_role(config.model, cache)
     if isinstance(config, ServeConfig) and config.server.ssl_certfile is None:
@@ -437,6 +446,19 @@ def _check_quantization(model: ModelSettings) -> None:
     if model.quantization is not None and model.merge_lora:
         raise ConfigError(
             "quantization and merge_lora: adapters cannot be merged into quantised weights; use enable_lora"
+        )
+
+
+def _check_ranks(model: ModelSettings) -> None:
+    size, num_parts = model.tensor_parallel_size, model.decode_context_parallel_size
+    if size % num_parts:
+        raise ConfigError(
+            f"decode_context_parallel_size: {num_parts} must divide tensor_parallel_size, which is {size}"
+        )
+    if num_parts > 1 and model.enable_return_routed_experts:
+        raise ConfigError(
+            "decode_context_parallel_size and enable_return_routed_experts: blocks with a part of each context do not "
+            "keep what routers select"
         )
 
 

@@ -29,6 +29,7 @@ FLAGS_OF_OTHERS = {
     "--tp-size": "tensor_parallel_size",  # SGLang
     "--tp": "tensor_parallel_size",  # SGLang
     "-tp": "tensor_parallel_size",  # vLLM
+    "-dcp": "decode_context_parallel_size",  # vLLM
     "-dp": "data_parallel_size",  # vLLM
     "--dp-size": "data_parallel_size",  # SGLang
     "--dp": "data_parallel_size",  # SGLang

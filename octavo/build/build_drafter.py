@@ -94,8 +94,10 @@ def find_drafter(
         logger.info('the checkpoint has an MTP layer; --speculative-config \'{"method": "mtp"}\' drafts with it')
     if not isinstance(method, WithDrafter):
         return None
+    name = method.__struct_config__.tag
+    if config.model.decode_context_parallel_size > 1:
+        raise ConfigError(f'speculative_config: "{name}" needs decode_context_parallel_size 1; "ngram" does not')
     if config.model.tensor_parallel_size > 1 and is_gpu(device):
-        name = method.__struct_config__.tag
         raise ConfigError(f'speculative_config: "{name}" needs tensor_parallel_size 1 on a GPU; "ngram" does not')
     if not isinstance(method, OwnCheckpoint):
         if not has_mtp:

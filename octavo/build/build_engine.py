@@ -144,7 +144,7 @@ def build_engine(
         vision = load_vision(config, path, checkpoint, model_config, form)
         phases.done("weights")
         limits, budget = _settle(config, model_config, form, kv_dtype, loaded.bytes_by_format, ranks, drafting, vision)
-        storage = make_storage(model_config, loaded, limits, config.cache, form, collective.size, drafting.cache)
+        storage = make_storage(model_config, loaded, limits, config, form, collective, drafting.cache)
         drafter, vocab_size = drafting.start(storage), model_config.vocab_size
         most = step_limits(limits, method, drafter, vision, model_config.rope_sets is not None)
         pool, images = connected(vision, loaded.model)
@@ -242,7 +242,7 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
         vision = load_vision(config, path, checkpoint, model_config, form)
         model_config = keeping_routes(model_config, loaded.model, config.model.enable_return_routed_experts)
         limits = settle(memory.free_memory(device, config.cache.gpu_memory_utilization))
-        storage = make_storage(model_config, loaded, limits, config.cache, form, collective.size, drafting.cache)
+        storage = make_storage(model_config, loaded, limits, config, form, collective, drafting.cache)
         drafter, vocab_size = drafting.start(storage), model_config.vocab_size
         updates = _updates(config, model_config, checkpoint, form, loaded, collective, vision, drafting)
         pool, has_sets = connected(vision, loaded.model)[0], model_config.rope_sets is not None
@@ -275,9 +275,11 @@ def _started_ranks(
     shared = backend_of(CPU).shared_memory() if has_kernels and hasattr(os, "memfd_create") else None
     if shared is None:
         raise ConfigError("tensor_parallel_size: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
-    check_divides(model, size, config.model.enable_expert_parallel)
+    check_divides(model, config.model)
     if config.model.enable_expert_parallel and is_gpu(device):
         raise ConfigError("enable_expert_parallel: is for CPUs; without it GPUs have a part of each expert")
+    if config.model.decode_context_parallel_size > 1 and is_gpu(device):
+        raise ConfigError("decode_context_parallel_size: is for CPUs; GPUs have no kernel of partial_attention yet")
     settings = dataclasses.replace(config.model, model=str(path))
     gpus = visible_gpus() if is_gpu(device) else []
     if 0 < len(gpus) < size:
@@ -452,6 +454,8 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: Eng
     """What cached keys and values depend on besides the checkpoint, as a string that is equal in every process."""
     drafter = f"\n{config.speculative.speculative_config}" if storage.draft_layers else ""
     ranks = f" {info.tensor_parallel_size} ranks" if info.tensor_parallel_size > 1 else ""
+    if config.model.decode_context_parallel_size > 1:
+        ranks += f" of {config.model.decode_context_parallel_size} parts"
     scaled = " scaled" if storage.is_scaled else ""
     scaled += "" if storage.routes_NC is None else " with routes"
     weights = f"{form.dtype} {form.packs} {form.quantization} {form.quantizes_head}"

@@ -10,13 +10,13 @@ import torch
 
 from octavo.build.build_vision import Vision
 from octavo.build.device_settings import resolve_kv_dtype
-from octavo.config import CacheSettings, ModelSettings
+from octavo.config import EngineConfig, ModelSettings
 from octavo.models.adapters import ModelAdapters
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec, rank_cache, with_routes
 from octavo.models.registry import CausalLM, LoadedModel
 from octavo.models.weight_updates import WeightUpdates
-from octavo.ops.collective import Collective
+from octavo.ops.collective import Collective, ContextRanks
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime import memory
 from octavo.runtime.drafting.acceptance import Verify
@@ -41,21 +41,21 @@ def make_storage(
     model: ModelConfig,
     loaded: LoadedModel,
     limits: memory.Limits,
-    settings: CacheSettings,
+    config: EngineConfig,
     form: WeightFormat,
-    num_ranks: int,
+    collective: Collective,
     draft_specs: Sequence[LayerCacheSpec] = (),
 ) -> KVStorage:
     """The memory of the KV cache and of recurrent states; ``draft_specs``: of a drafter's layers."""
-    dtype, device = resolve_kv_dtype(settings.kv_cache_dtype, form), form.device
-    specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
+    dtype, device = resolve_kv_dtype(config.cache.kv_cache_dtype, form), form.device
+    specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), collective.size)
     is_fp8 = dtype == torch.float8_e4m3fn
     if loaded.kv_scales and not is_fp8:
         logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype fp8 uses")
     scales = loaded.kv_scales if is_fp8 else {}
-    states = ONE_STATE
+    states, num_parts = ONE_STATE, config.model.decode_context_parallel_size
     if limits.states is not None:
-        states = StatePool(limits.states.num_slots, form.dtype, DTYPES[settings.state_dtype])
+        states = StatePool(limits.states.num_slots, form.dtype, DTYPES[config.cache.state_dtype])
     return KVStorage(
         specs,
         limits.groups,
@@ -66,6 +66,7 @@ def make_storage(
         num_draft_layers=len(draft_specs),
         scales=scales,
         states=states,
+        context=None if num_parts == 1 else ContextRanks(collective, num_parts),
     )
 
 

@@ -114,7 +114,7 @@ def _check(config: EngineConfig) -> int:
     form = weight_format(config.model, device, checkpoint)
     num_ranks = config.model.tensor_parallel_size
     if not isinstance(model, EncoderConfig):
-        check_divides(model, num_ranks, config.model.enable_expert_parallel)
+        check_divides(model, config.model)
     loaded = outline(model, checkpoint, form, num_ranks)
     for line in describe(model, loaded, checkpoint):
         print(line)

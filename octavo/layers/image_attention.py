@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.layers.attention import attention
 from octavo.layers.heads import Angles
-from octavo.ops import apply_rope, attention, rms_norm
+from octavo.ops import apply_rope, rms_norm
 from octavo.ops.attention import MAX_SCRATCH, HeadLayout, LayerCache, PagedRows, Rule, Span, context
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from octavo import ops
+from octavo.layers.attention import latent_attention
 from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
 from octavo.layers.output_mlp import output_mlp
 from octavo.models.config import ACTIVATIONS, read_common
@@ -195,7 +195,7 @@ class DeepseekLayer(LlamaLayer):
     def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
         h_TD = self.input_norm(x_TD)
         q_TW = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if self.query_rank else self.q_proj(h_TD)
-        out_TNV = ops.latent_attention(q_TW, self.kv_proj(h_TD), self.latent_heads, *angles, cache, rows)
+        out_TNV = latent_attention(q_TW, self.kv_proj(h_TD), self.latent_heads, *angles, cache, rows)
         out_TNV, x_TD = rows.pick(out_TNV, x_TD)
         return output_mlp(self.o_proj, self.mlp, out_TNV.flatten(1), x_TD)
 

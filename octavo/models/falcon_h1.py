@@ -10,6 +10,7 @@ import dataclasses
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.attention import attention
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.norm import RMSNorm
@@ -27,7 +28,7 @@ from octavo.models.hybrid import (
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 
 HYBRID = "hybrid"
 

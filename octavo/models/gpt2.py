@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.attention import attention
 from octavo.models.config import ModelConfig, architecture
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
@@ -78,7 +79,7 @@ class GPT2Layer:
     def __call__(self, x_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream, [T, D], or [R, D] with logits indices; ``x`` may be overwritten."""
         qkv_TW = self.qkv_proj(self.input_norm(x_TD))
-        attended_TD, x_TD = rows.pick(ops.attention(qkv_TW, self.heads, None, None, cache, rows), x_TD)
+        attended_TD, x_TD = rows.pick(attention(qkv_TW, self.heads, None, None, cache, rows), x_TD)
         x_TD = self.o_proj(attended_TD, residual=x_TD)
         return self.down(ops.gelu(self.up(self.mlp_norm(x_TD)), True), residual=x_TD)
 

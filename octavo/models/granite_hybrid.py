@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from octavo.layers.attention import attention
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
 from octavo.models.config import FULL
@@ -29,7 +30,7 @@ from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.moe import Routing
 
 OLD_NAMES = {"mamba": LINEAR, "attention": FULL}

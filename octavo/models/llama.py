@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from octavo.layers.attention import attention
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.output_mlp import output_mlp
@@ -21,7 +22,6 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import MoESettings
 from octavo.models.rope import RopeContext, longest_context, read_rope, rope_values, rotary_width
-from octavo.ops import attention
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.linear import Activation
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.attention import attention
 from octavo.layers.moe import ExpertRouter, MoE
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
@@ -24,7 +25,7 @@ from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
 from octavo.models.qwen3_next import by_part
-from octavo.ops.attention import LayerCache, PagedRows, attention
+from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.moe import Routing
 from octavo.quant.stored.shard import Section
 

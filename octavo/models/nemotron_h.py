@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from octavo.layers.attention import attention
 from octavo.layers.experts import Mixture
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, squared_relu
@@ -33,7 +34,7 @@ from octavo.models.layer_cache import LayerCacheSpec, state_layer
 from octavo.models.llama import LlamaLayer, read_llama
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
-from octavo.ops.attention import LayerCache, PagedRows, attention
+from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.ops.moe import Routing, SquaredReLU
 

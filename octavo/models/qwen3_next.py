@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import CheckpointError
+from octavo.layers.attention import attention
 from octavo.layers.gated_delta import GatedDelta
 from octavo.layers.linear import Linear
 from octavo.layers.output_mlp import output_mlp
@@ -31,7 +32,7 @@ from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer, read_
 from octavo.models.loader import WeightLoader
 from octavo.models.qwen_moe import qwen_mixture, read_qwen_experts
 from octavo.models.rope import rope_values
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
+from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.quant.stored.shard import Section
 

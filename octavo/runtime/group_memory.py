@@ -46,12 +46,14 @@ class StateMemory(NamedTuple):
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
         max_num_seqs: int,
         has_drafts: bool,
+        num_parts: int = 1,
     ) -> StateMemory:
-        """``dtypes``: those of the model, of recurrent states, and of keys and values."""
+        """``dtypes``: those of the model, of recurrent states, and of keys and values, of which a rank has one of
+        ``num_parts``."""
         dtype, state_dtype, kv_dtype = dtypes
         per_slot = state_bytes(specs, dtype, state_dtype)
         per_token = sum(spec.bytes_per_token(kv_dtype) for spec in specs)
-        every = -(-per_slot // per_token) if per_token else STATELESS_EVERY
+        every = -(-per_slot * num_parts // per_token) if per_token else STATELESS_EVERY
         return cls(per_slot, max_num_seqs * (1 + has_drafts) if per_slot else 0, every, has_drafts)
 
     @property
@@ -85,12 +87,14 @@ class GroupMemory(NamedTuple):
         block_size: int,
         max_num_seqs: int,
         max_step_tokens: int,
+        num_parts: int = 1,
     ) -> GroupMemory:
-        """For these groups of the layers ``specs``, with at most ``max_num_seqs`` and ``max_step_tokens`` per step."""
+        """For these groups of the layers ``specs``, with at most ``max_num_seqs`` and ``max_step_tokens`` per step,
+        on a rank that has one of ``num_parts`` of each block."""
         step_blocks = -(-max_step_tokens // block_size)
         return cls(
             block_size,
-            [group.bytes_per_token(specs, dtype) * block_size for group in groups],
+            [group.bytes_per_token(specs, dtype) * block_size // num_parts for group in groups],
             [group.window + max_step_tokens + block_size if group.window else 0 for group in groups],
             [2 * (max_num_seqs * (-(-group.window // block_size) + 1) + step_blocks) for group in groups],
         )

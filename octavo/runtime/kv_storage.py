@@ -1,7 +1,7 @@
 """The tensors that hold keys and values, and recurrent states. The owners of blocks and slots are tracked in
 ``octavo.cache``, not here.
 
-Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N blocks, K kv heads, S block size, H head dim,
+Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N blocks, K kv heads, S slots of a block, H head dim,
 or the length of a row of ``ops.cache_rows``.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, StateTensor
 from octavo.ops.attention import KVScales, LayerCache
 from octavo.ops.cache_rows import STORED, row_length
+from octavo.ops.collective import ContextRanks
 
 
 class StatePool(NamedTuple):
@@ -51,12 +52,16 @@ class KVStorage:
         num_draft_layers: int = 0,
         scales: Mapping[int, KVScales] = MappingProxyType({}),
         states: StatePool = ONE_STATE,
+        context: ContextRanks | None = None,
     ) -> None:
         """``num_blocks`` has one count per group; the last ``num_draft_layers`` layers are those of a drafter.
 
-        ``scales`` are those of layers whose keys and values are stored scaled.
+        ``scales`` are those of layers whose keys and values are stored scaled. ``context``: the ranks that divide the
+        ``block_size`` positions of each block, if any do.
         """
         self.block_size = block_size
+        self.context = context
+        num_slots = block_size if context is None else block_size // context.size
         self.dtype = dtype
         self.device = device
         stored = STORED.get(dtype, dtype)
@@ -73,11 +78,12 @@ class KVStorage:
             pool = []
             for (P, K, H), layers in alike.items():
                 width = row_length(stored, H)
-                pool.append(torch.empty(len(layers), P, count, K, block_size, width, dtype=stored, device=device))
+                pool.append(torch.empty(len(layers), P, count, K, num_slots, width, dtype=stored, device=device))
                 for i, part in zip(layers, pool[-1], strict=True):
-                    caches[i] = LayerCache(part[0], part[-1], index, scales.get(i))
+                    caches[i] = LayerCache(part[0], part[-1], index, scales.get(i), context=context)
             for routes in filter(None, (specs[i].routes for i in group.layers)):
                 assert index == 0, "what routers select is kept where no window gives up blocks"
+                assert context is None, "each rank has what routers select at all positions"
                 size, of = routes.num_layers * routes.num_chosen, torch.uint8 if routes.itemsize == 1 else torch.int16
                 pool.append(torch.zeros(1, 1, count, 1, block_size, size, dtype=of, device=device))
                 self.routes_NC = pool[-1].view(count * block_size, size)
@@ -146,6 +152,7 @@ class KVStorage:
 
     def copy_slots(self, group: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` positions of block ``source``, in all layers of a group, to ``target``."""
+        num_tokens = num_tokens if self.context is None else self.context.part.count(num_tokens)
         for pool_LPNKSH in self.pools[group]:
             pool_LPNKSH[:, :, target, :, :num_tokens] = pool_LPNKSH[:, :, source, :, :num_tokens]
 

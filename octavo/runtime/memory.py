@@ -67,6 +67,7 @@ class Limits:
 
     max_model_len: int
     block_size: int
+    """Positions of a block, of all ranks that divide it."""
     groups: tuple[KVGroup, ...]
     num_blocks: tuple[int, ...]
     """Blocks of each KV group."""
@@ -153,7 +154,8 @@ def plan_memory(
     max_num_seqs, max_num_batched_tokens = batch or _first_batch(
         settings.scheduler, model, dtype, device, free, num_ranks
     )
-    block_size = settings.cache.block_size or DEFAULTS[device].block_size
+    num_parts = settings.model.decode_context_parallel_size
+    block_size = num_parts * (settings.cache.block_size or DEFAULTS[device].block_size)
     max_model_len = _longest_asked(settings, model)
     activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks)
     if device == GPU:
@@ -164,10 +166,11 @@ def plan_memory(
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype
-    states = StateMemory.of(specs, dtypes, max_num_seqs, settings.speculative.speculative_config is not None)
+    has_drafts = settings.speculative.speculative_config is not None
+    states = StateMemory.of(specs, dtypes, max_num_seqs, has_drafts, num_parts)
     room = free - activations - logits - states.held_bytes
     groups = _groups(settings.cache, specs, max_model_len - max_num_batched_tokens - block_size)
-    pools = GroupMemory.of(specs, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens)
+    pools = GroupMemory.of(specs, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens, num_parts)
     per_block = sum(pools.bytes_per_block)
     given = _given_blocks(settings.cache, per_block)
     needed = settings.model.max_model_len or min(model.max_position_embeddings, LEAST_CONTEXT)

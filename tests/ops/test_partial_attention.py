@@ -33,7 +33,8 @@ def run_parts(case: Case, size: int) -> list[Tensor]:
     heads = case.heads._replace(sinks_N=None)
     results = []
     for part in parts:
-        cache = LayerCache(*(x[:, :, part.rank :: size].contiguous() for x in case.cache[:2]))
+        keys, values = (x[:, :, part.rank :: size].contiguous() for x in case.cache[:2])
+        cache = LayerCache(keys, values)
         own = case.rows.owned(part)
         results.append(partial_attention(case.qkv_TW, heads, case.cos_TR, case.sin_TR, cache, own, part))
         for x, whole in zip(cache[:2], case.cache[:2], strict=True):

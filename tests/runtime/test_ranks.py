@@ -27,7 +27,7 @@ from octavo.models.adapters import ModelAdapters, make_stacks
 from octavo.models.layer_cache import kv_groups, rank_cache
 from octavo.models.registry import load_model, read_config
 from octavo.ops.cache_rows import INT4
-from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.ops.collective import SINGLE_RANK, Collective, ContextRanks
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.host_executor import HostExecutor
@@ -86,8 +86,14 @@ def make_engine(
     runs_ahead: bool = False,
     whole_experts: bool = False,
     kv_dtype: torch.dtype = torch.float32,
+    num_parts: int = 1,
 ) -> Made:
-    """An engine of the model in a folder or file, on one device or on ranks; ``runs_ahead``: with GPUs' executor."""
+    """An engine of the model in a folder or file, on one device or on ranks; ``runs_ahead``: with GPUs' executor.
+
+    ``num_parts``: ranks that divide contexts, with as many positions in larger blocks.
+    """
+    num_parts = min(num_parts, size)
+    block_size, num_blocks = BLOCK_SIZE * num_parts, NUM_BLOCKS // num_parts
     checkpoint = open_checkpoint(home)
     config = read_config(checkpoint.config)
     form = WeightFormat(torch.float32, CPU, packs, keeps_experts_whole=whole_experts, num_spare_experts=1)
@@ -97,9 +103,10 @@ def make_engine(
         loaded = load_model(config, checkpoint, form, rows, collective)
         specs = rank_cache(config.cache, collective.size)
         groups = kv_groups(specs, max_window=1000)
-        counts = [NUM_BLOCKS] * len(groups)
+        counts = [num_blocks] * len(groups)
         pool = ONE_STATE if states is None else StatePool(states.num_slots)
-        storage = KVStorage(specs, groups, counts, BLOCK_SIZE, kv_dtype, CPU, states=pool)
+        context = None if num_parts == 1 else ContextRanks(collective, num_parts)
+        storage = KVStorage(specs, groups, counts, block_size, kv_dtype, CPU, states=pool, context=context)
         for part in storage.tensors:
             part.view(torch.uint8).fill_(255)  # NaN in every type
         storages.append(storage)
@@ -120,7 +127,7 @@ def make_engine(
     choose = graphs.choose if runs_ahead else exact_shape
     runner = make_runner(executor, storages[0], VOCAB_SIZE, LIMITS, choose, numbers)
     groups = kv_groups(config.cache, max_window=1000)
-    cache = KVCache([GroupSize(NUM_BLOCKS, group.window) for group in groups], BLOCK_SIZE, states=states)
+    cache = KVCache([GroupSize(num_blocks, group.window) for group in groups], block_size, states=states)
     cache.copy_slots = BlockMessages(runner, 0).copy_slots
     if cache.states is not None:
         cache.states.copy = BlockMessages(runner, 0).copy_state
@@ -153,15 +160,15 @@ def run(made: Made, adapter: Path | None = None) -> Iterator[Output]:
 
 
 def told(outputs: Iterator[Output]) -> tuple[dict[int, list[int]], list[float]]:
-    """The tokens of each request, and all log-probabilities in order."""
+    """The tokens of each request, and all log-probabilities, request by request."""
     tokens: dict[int, list[int]] = {}
-    numbers: list[float] = []
+    numbers: dict[int, list[float]] = {}
     for output in outputs:
         assert output.error is None, output.error
         tokens.setdefault(output.request_id, []).extend(output.tokens)
         for entry in [*(output.logprobs or []), *(output.prompt_logprobs or [])]:
-            numbers += [entry.logprob, *entry.top_logprobs]
-    return tokens, numbers
+            numbers.setdefault(output.request_id, []).extend([entry.logprob, *entry.top_logprobs])
+    return tokens, [number for _, own in sorted(numbers.items()) for number in own]
 
 
 def compare(home: Path, size: int, adapter: Path | None = None, **kinds: Any) -> None:
@@ -176,10 +183,11 @@ def compare(home: Path, size: int, adapter: Path | None = None, **kinds: Any) ->
     assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(numbers, expected_numbers, strict=True))
     if kinds.get("whole_experts"):
         assert ranks.engine.stats().num_moved_experts > 0
-    stats, cache = one.engine.stats(), one.engine.scheduler.cache
-    frees_blocks = all(group.window for group in cache.groups)
-    assert stats.num_preemptions > 0 or frees_blocks, "the pool was not small enough"
-    assert stats.num_copied_tokens > 0 if cache.states is None else cache.states.num_snapshots > 0
+    for made in (one, ranks):
+        stats, cache = made.engine.stats(), made.engine.scheduler.cache
+        frees_blocks = all(group.window for group in cache.groups)
+        assert stats.num_preemptions > 0 or frees_blocks, "the pool was not small enough"
+        assert stats.num_copied_tokens > 0 if cache.states is None else cache.states.num_snapshots > 0
 
 
 KEY_HEADS = {
@@ -255,6 +263,32 @@ def test_ranks_with_whole_experts_give_the_tokens_of_one_device(
     monkeypatch.setattr(expert_balance, "STEPS_BETWEEN_LOOKS", 3)
     make_checkpoint(tmp_path, row, **sizes(row, size))
     compare(tmp_path, size, whole_experts=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "size", "num_parts", "values"),
+    [
+        ("deepseek_v3/groups", 3, 3, {}),
+        ("llama/gqa", 4, 2, {}),
+        ("qwen3_next/experts", 2, 2, {"num_key_value_heads": 1}),
+        *nightly_after(
+            0,
+            (
+                ("deepseek_v2/groups", 4, 2, {}),
+                ("deepseek_v3/groups", 4, 4, {}),
+                ("kimi_linear/experts", 2, 2, {}),
+                ("llama/one_kv_head_tied", 3, 3, {}),
+                ("falcon/one_kv_head", 4, 4, {}),
+                ("glm4_moe_lite/latent", 2, 2, {}),
+            ),
+        ),
+    ],
+)
+def test_ranks_that_divide_contexts_give_the_tokens_of_one_device(
+    row: str, size: int, num_parts: int, values: dict[str, Any], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, row, **{**sizes(row, size), **values})
+    compare(tmp_path, size, num_parts=num_parts)
 
 
 @pytest.mark.parametrize(

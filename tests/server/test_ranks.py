@@ -112,14 +112,29 @@ async def finish(recorders: list[Recorder], seconds: float = SECONDS) -> list[li
     return [recorder.tokens for recorder in recorders]
 
 
-@pytest.mark.parametrize("size", [0, *nightly_after(0, (2, 3))], ids=["dense", "experts-2", "experts-3"])
-def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(size: int, tmp_path: Path) -> None:
-    """``size``: of ranks that hold whole experts of a mixture; 0: two ranks of a model without."""
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (2, {}),
+        *nightly_after(
+            0,
+            (
+                (2, {"enable_expert_parallel": True}),
+                (3, {"enable_expert_parallel": True}),
+                (2, {"decode_context_parallel_size": 2}),
+                (3, {"decode_context_parallel_size": 3, "enable_expert_parallel": True}),
+            ),
+        ),
+    ],
+)
+def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(
+    size: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
     rng = random.Random(7)
-    config = make_config(write_checkpoint(tmp_path))
-    if size:
-        rewrite(tmp_path, {**MIXTURE, "num_attention_heads": 2 * size, "hidden_size": 16 * size})
-        config = make_config(tmp_path, size, enable_expert_parallel=True)
+    write_checkpoint(tmp_path)
+    heads = {"num_attention_heads": 2 * size, "hidden_size": 16 * size}
+    rewrite(tmp_path, {**heads, **(MIXTURE if "enable_expert_parallel" in settings else {})})
+    config = make_config(tmp_path, size, **settings)
     before = set(os.listdir("/dev/shm"))
     seen: set[int] = set()
     recoveries: list[float] = []
@@ -136,7 +151,7 @@ def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(size: int, tmp
                 recorders = [send(engine, number) for number in range(NUM_STREAMS)]
                 await asyncio.sleep(rng.uniform(0, 0.8 * undisturbed))
                 seen.update(pids := processes(engine))
-                assert len(pids) == (size or 2)
+                assert len(pids) == size
                 rank, how = ATTACKS[kill % len(ATTACKS)]
                 began = time.monotonic()
                 os.kill(pids[rank], how)
@@ -221,5 +236,52 @@ def test_a_model_that_cannot_be_divided_is_refused(
 ) -> None:
     rewrite(write_checkpoint(tmp_path), changes)
     settings = {"enable_expert_parallel": True} if "num_local_experts" in changes else {}
+    with pytest.raises(ConfigError, match=message):
+        build_engine(make_config(tmp_path, size, **settings))
+
+
+EIGHT_HEADS = {"num_attention_heads": 8, "hidden_size": 64}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
+DRAFTER = {"method": "draft_model", "model": "other", "num_speculative_tokens": 2}
+FALCON = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": True, "multi_query": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "settings", "message"),
+    [
+        ({}, 2, {"decode_context_parallel_size": 4}, "4 must divide tensor_parallel_size, which is 2"),
+        ({}, 1, {"decode_context_parallel_size": 2}, "2 must divide tensor_parallel_size, which is 1"),
+        (
+            {"num_key_value_heads": 2},
+            2,
+            {"decode_context_parallel_size": 2},
+            "decode_context_parallel_size: 2 must divide the 1 of 2 ranks that hold the same of the model's 2 KV heads",
+        ),
+        (
+            {**EIGHT_HEADS, "num_key_value_heads": 2},
+            4,
+            {"decode_context_parallel_size": 4},
+            "4 must divide the 2 of 4 ranks",
+        ),
+        (MISTRAL, 2, {"decode_context_parallel_size": 2}, "2 needs full attention"),
+        (FALCON, 2, {"decode_context_parallel_size": 2}, "2 does not go with the model's ALiBi slopes"),
+        (
+            {},
+            2,
+            {"decode_context_parallel_size": 2, "enable_return_routed_experts": True},
+            "decode_context_parallel_size and enable_return_routed_experts",
+        ),
+        (
+            {},
+            2,
+            {"decode_context_parallel_size": 2, "speculative_config": json.dumps(DRAFTER)},
+            '"draft_model" needs decode_context_parallel_size 1',
+        ),
+    ],
+)
+def test_contexts_that_cannot_be_divided_are_refused(
+    changes: dict[str, Any], size: int, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    rewrite(write_checkpoint(tmp_path), changes)
     with pytest.raises(ConfigError, match=message):
         build_engine(make_config(tmp_path, size, **settings))

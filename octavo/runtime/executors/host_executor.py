@@ -158,6 +158,8 @@ class HostExecutor:
         return self._reader.result(message, computed)
 
     def _compute(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
+        if self._storage.context is not None:
+            rows = rows.owned(self._storage.context.part)
         has_adapters = self.adapters is not None and bool(self.adapters.rows.by_number)
         if self._forward is not None and not has_adapters:
             return self._forward(token_ids_T, positions_T, rows)

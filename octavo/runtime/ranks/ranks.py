@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from octavo.config import ModelSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.ops.collective import SINGLE_RANK, Collective
@@ -67,8 +68,9 @@ class OneRank:
         """See ``Ranks``."""
 
 
-def check_divides(model: ModelConfig, size: int, keeps_experts_whole: bool = False) -> None:
-    """Raise ``ConfigError`` if a model's heads or feed-forward layers cannot be divided among ``size`` ranks."""
+def check_divides(model: ModelConfig, settings: ModelSettings) -> None:
+    """Raise ``ConfigError`` if a model cannot be divided among ranks as the settings ask for."""
+    size = settings.tensor_parallel_size
     heads, kv_heads = model.num_heads, max(spec.num_kv_heads for spec in model.cache)
     if heads % size:
         raise ConfigError(f"tensor_parallel_size: {size} does not divide the model's {heads} attention heads")
@@ -81,7 +83,7 @@ def check_divides(model: ModelConfig, size: int, keeps_experts_whole: bool = Fal
         )
     moe = getattr(model, "moe", None)
     widths = {"feed-forward layer": model.ffn_size} if moe is None else {"experts": moe.expert_size}
-    if moe is not None and keeps_experts_whole:
+    if moe is not None and settings.enable_expert_parallel:
         if moe.num_experts < size:
             raise ConfigError(
                 f"enable_expert_parallel: {moe.num_experts} experts cannot be divided among {size} ranks; leave it out"
@@ -94,3 +96,21 @@ def check_divides(model: ModelConfig, size: int, keeps_experts_whole: bool = Fal
     for name, width in widths.items():
         if width % size:
             raise ConfigError(f"tensor_parallel_size: {size} does not divide the width of the {name}, {width}")
+    if settings.decode_context_parallel_size > 1:
+        _check_parts(model, size, settings.decode_context_parallel_size)
+
+
+def _check_parts(model: ModelConfig, size: int, num_parts: int) -> None:
+    name, specs = f"decode_context_parallel_size: {num_parts}", [spec for spec in model.cache if spec.kind != "state"]
+    if not specs:
+        raise ConfigError(f"{name} needs a KV cache to divide, and the model has recurrent states alone")
+    for heads in sorted({spec.num_kv_heads for spec in specs}):
+        copies = size // min(size, heads)
+        if copies % num_parts:
+            raise ConfigError(
+                f"{name} must divide the {copies} of {size} ranks that hold the same of the model's {heads} KV heads"
+            )
+    if any(spec.window for spec in specs):
+        raise ConfigError(f"{name} needs full attention, and the model has layers with a sliding window")
+    if any(part.attention.slopes for part in getattr(model, "layers", ())):
+        raise ConfigError(f"{name} does not go with the model's ALiBi slopes")
