@@ -1,8 +1,8 @@
 """The tensors that hold keys and values, and recurrent states. The owners of blocks and slots are tracked in
 ``octavo.cache``, not here.
 
-Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N blocks, K kv heads, S slots of a block, H head dim,
-or the length of a row of ``ops.cache_rows``.
+Shapes: L layers, P tensors of a layer (2: keys and values; 1: latents), N blocks, K kv heads, S slots of a block, H
+head dim, or the length of a row of ``ops.cache_rows``.
 """
 
 from __future__ import annotations

@@ -159,10 +159,8 @@ def plan_memory(
     max_model_len = _longest_asked(settings, model)
     activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks)
     if device == GPU:
-        activations += 4 * (max_num_seqs + 1) * max_model_len  # histories for penalties, see ``sampling_state``
-        activations += _copy_bytes(model, dtype, weights)
-        activations += model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks)
-        activations += chunk_bytes(rank_cache(model.cache, num_ranks), max_num_batched_tokens, max_num_seqs, dtype)
+        batch_sizes = max_num_seqs, max_num_batched_tokens, max_model_len
+        activations += _copy_bytes(model, dtype, weights) + _scratch_bytes(model, dtype, num_ranks, *batch_sizes)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype
@@ -375,6 +373,15 @@ def chunk_bytes(specs: Sequence[LayerCacheSpec], num_tokens: int, num_seqs: int,
     of_token = {(N, K, V): N * ((3 * K + V + INTERVAL) * item + 8) for N, K, V in shapes}
     sizes = [num_chunks * of_chunk[shape] + num_tokens * of_token[shape] for shape in of_chunk]
     return max(sizes, default=0)
+
+
+def _scratch_bytes(
+    model: ModelConfig, dtype: torch.dtype, num_ranks: int, num_seqs: int, num_tokens: int, longest: int
+) -> int:
+    """Bytes that sampling and kernels of GPUs take besides activations."""
+    histories = 4 * (num_seqs + 1) * longest  # for penalties, see ``sampling_state``
+    expanded = model.expanded_bytes(longest, dtype.itemsize, num_ranks)
+    return histories + expanded + chunk_bytes(rank_cache(model.cache, num_ranks), num_tokens, num_seqs, dtype)
 
 
 def _copy_bytes(model: ModelConfig, dtype: torch.dtype, weights: Mapping[str, int]) -> int:

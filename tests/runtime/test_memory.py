@@ -14,6 +14,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.layer_cache import KVGroup
 from octavo.models.registry import read_config
+from octavo.ops.collective import SINGLE_RANK, ContextRanks
 from octavo.runtime import memory
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.memory import GIB, Limits, MemoryBudget, plan_memory
@@ -57,6 +58,21 @@ def test_a_gpu_gives_all_that_is_left() -> None:
     total = budget.kv_cache + budget.activations + budget.logits
     assert 8 * GIB - 64 * PER_TOKEN < total <= 8 * GIB
     assert (limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens) == (64, 256, 4096)
+
+
+def test_ranks_that_divide_contexts_hold_as_many_times_the_tokens_in_the_same_memory() -> None:
+    model = dataclasses.replace(MODEL, num_kv_heads=1)
+    kinds, limits = (torch.float32, torch.float32, "cpu", {"float32": 500}, 16 * GIB, 3), []
+    for num_parts in (1, 3):
+        values = {"tensor_parallel_size": 3, "decode_context_parallel_size": num_parts, "kv_cache_memory": 0.25}
+        limit, budget = plan_memory(EngineConfig.from_flat(values), model, *kinds)
+        context = None if num_parts == 1 else ContextRanks(SINGLE_RANK, num_parts)
+        sizes = limit.groups, limit.num_blocks, limit.block_size
+        storage = KVStorage(model.cache, *sizes, torch.float32, torch.device("cpu"), context=context)
+        assert sum(part.nbytes for part in storage.tensors) == budget.kv_cache
+        limits.append(limit)
+    one, three = limits
+    assert (three.num_blocks, three.block_size) == (one.num_blocks, 3 * one.block_size)
 
 
 @pytest.mark.parametrize(("free", "num_tokens"), [(16, 8192), (8, 4096), (4, 2048), (1, 2048)])

@@ -97,7 +97,7 @@ class HostExecutor:
         self._updates = updates
         self._experts = experts
         self._forward = forward
-        self._model, self._layers = model, storage.layers
+        self._model, self._layers, self._context = model, storage.layers, storage.context
         self._embeddings = embeddings
         rows = None if adapters is None else adapters.rows
         routes = RoutedExperts.of(model, storage)
@@ -158,8 +158,8 @@ class HostExecutor:
         return self._reader.result(message, computed)
 
     def _compute(self, token_ids_T: Tensor, positions_T: Tensor, rows: PagedRows) -> Tensor:
-        if self._storage.context is not None:
-            rows = rows.owned(self._storage.context.part)
+        if self._context is not None:
+            rows = rows.owned(self._context.part)
         has_adapters = self.adapters is not None and bool(self.adapters.rows.by_number)
         if self._forward is not None and not has_adapters:
             return self._forward(token_ids_T, positions_T, rows)
