@@ -342,8 +342,8 @@ class KVCache:
 
     def forget_session(self, owner: str, name: str) -> None:
         """Evict what only the latest turns of a session of ``owner`` need."""
-        for session in self.sessions.forget(owner, name):
-            for group, end in zip(self.groups, session.ends, strict=True):
+        for ends in self.sessions.forget(owner, name):
+            for group, end in zip(self.groups, ends, strict=True):
                 group.forget(end)
         if self.offload is not None:
             self.offload.note_session(owner, name, self.groups[0].tree.root)

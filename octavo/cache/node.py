@@ -28,7 +28,7 @@ class Node:
     __slots__ = (
         *("block", "children", "depth", "edge", "edges", "key", "parent"),
         *("born", "entry", "hash", "is_idle", "is_passed", "is_protected", "is_superseded", "keeper", "kept_until"),
-        *("num_ends", "rested", "snapshot", "uses"),
+        *("num_ends", "rested", "place", "snapshot", "uses"),
     )
 
     def __init__(self, edge: Edge, block: int, parent: Node | None, born: int = 0) -> None:
@@ -49,6 +49,8 @@ class Node:
         self.snapshot: Any = None
         """The recurrent state behind it, if the cache has one: a ``Snapshot``."""
 
+        self.place: Place | None = None
+
         # Inputs of the eviction policies.
         self.born = born
         self.rested = 0
@@ -68,6 +70,12 @@ class Node:
         self.entry: Any = None
         """Its valid entry in the eviction heap, if any."""
 
+    def note_place(self) -> Place:
+        """A place that follows the end of the path to here."""
+        if self.place is None:
+            self.place = Place(self)
+        return self.place
+
     def above(self, depth: int) -> Node:
         """The node of the first ``depth`` blocks of the path, or this one if it has no more."""
         node = self
@@ -84,3 +92,28 @@ class Node:
             node = node.parent
         blocks.reverse()
         return blocks
+
+
+class Place:
+    """The end of a path, as far as that is in the tree: what refers to it keeps no removed nodes.
+
+    A node has at most one. Those of removed nodes are joined to that of the parent, as in a disjoint-set forest.
+    """
+
+    __slots__ = ("_at",)
+
+    def __init__(self, node: Node) -> None:
+        self._at: Node | Place = node
+
+    @property
+    def node(self) -> Node:
+        while isinstance(self._at, Place) and isinstance(self._at._at, Place):
+            self._at = self._at._at
+        return self._at.node if isinstance(self._at, Place) else self._at
+
+    def move(self, node: Node) -> None:
+        """The node where it was is removed; ``node`` is its parent."""
+        if node.place is None:
+            node.place, self._at = self, node
+        else:
+            self._at = node.place

@@ -145,6 +145,8 @@ class RadixTree:
         """Remove ``node`` if it has no block and no path leads through it or ends there, then likewise its parents."""
         while node.parent is not None and node.block < 0 and not node.children and not node.num_ends:
             parent = node.parent
+            if node.place is not None:
+                node.place.move(parent)
             del parent.children[node.edge]
             del parent.edges[bisect_left(parent.edges, node.edge)]
             node = parent

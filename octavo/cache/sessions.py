@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from octavo.cache.node import Node
+from octavo.cache.node import Node, Place
 from octavo.telemetry.cache_view import SessionView
 from octavo.types import Request
 
@@ -40,13 +40,14 @@ class ByOwner(Generic[K, V]):
         own = self._of.get(owner)
         return None if own is None else own.get(key)
 
-    def remove(self, owner: str, key: K) -> None:
-        """Remove an item, which must be there."""
+    def remove(self, owner: str, key: K) -> V:
+        """Remove and return an item, which must be there."""
         own = self._of[owner]
-        del own[key]
+        value = own.pop(key)
         self._num_items -= 1
         if not own:
             del self._of[owner]
+        return value
 
     def surplus(self) -> tuple[str, K]:
         """The oldest item of the owner with the most; there must be one."""
@@ -65,11 +66,10 @@ class ByOwner(Generic[K, V]):
 class Session:
     """The latest turn of a conversation, and counts of all of its turns."""
 
-    __slots__ = ("ends", "kept_until", "num_found", "num_requests", "num_tokens", "request_id", "used")
+    __slots__ = ("_places", "kept_until", "num_found", "num_requests", "num_tokens", "request_id", "used")
 
     def __init__(self) -> None:
-        self.ends: list[Node] = []
-        """In each KV group, the last node of the latest turn; it may have been evicted since."""
+        self._places: list[Place] = []
         self.num_tokens = 0
         """Of the latest turn, prompt and answer, in full blocks."""
         self.request_id = -1
@@ -81,6 +81,15 @@ class Session:
         """When the latest turn ended."""
         self.kept_until = 0.0
         """When its blocks lose their preference."""
+
+    @property
+    def ends(self) -> list[Node]:
+        """In each KV group, the last node of the latest turn that is still in the tree; none before the first."""
+        return [place.node for place in self._places]
+
+    def end_at(self, ends: list[Node]) -> None:
+        """The latest turn ends with the nodes ``ends`` from now on."""
+        self._places = [end.note_place() for end in ends]
 
 
 class Sessions:
@@ -116,7 +125,8 @@ class Sessions:
             session.request_id = request.id
             session.num_requests += 1
             session.num_found += num_found
-        before, session.ends, session.used = session.ends, ends, self._clock()
+        before, session.used = session.ends, self._clock()
+        session.end_at(ends)
         session.num_tokens = ends[0].depth * self._block_size
         session.kept_until = max(session.kept_until, session.used + request.cache_ttl)
         self._known.put(request.owner, (request.session, request.cache_salt), session)
@@ -128,13 +138,10 @@ class Sessions:
         """Those of this name, one for each salt, the latest first."""
         return [session for key, session in self._known.items(owner) if key[0] == name]
 
-    def forget(self, owner: str, name: str) -> list[Session]:
-        """As ``find``; they are not known any more."""
+    def forget(self, owner: str, name: str) -> list[list[Node]]:
+        """Know those of this name no more; returns what each ended with."""
         keys = [key for key, _ in self._known.items(owner) if key[0] == name]
-        found = self.find(owner, name)
-        for key in keys:
-            self._known.remove(owner, key)
-        return found
+        return [self._known.remove(owner, key).ends for key in keys]
 
     def views(self, owner: str | None, most: int) -> list[SessionView]:
         """Those of an API key, or of all, used last: at most ``most``."""
@@ -165,11 +172,7 @@ class Sessions:
 
 
 def live(end: Node) -> Node:
-    """The last node of the path to ``end`` that is cached now; the root if none is."""
-    gone = []
+    """The last node of the path to ``end`` with a block, which behind a window may be none; the root if none has."""
     while end.parent is not None and end.block < 0:
-        gone.append(end.edge)
         end = end.parent
-    while gone and (child := end.children.get(gone.pop())) is not None and child.block >= 0:
-        end = child  # computed again since
     return end

@@ -33,7 +33,7 @@ class SessionView(msgspec.Struct, frozen=True, gc=False):
     tokens: int
     """Of its latest turn, prompt and answer, in full blocks."""
     cached_tokens: int
-    """Of those, tokens that are cached now."""
+    """Of those, tokens that have been cached since."""
     pinned_tokens: int
     """Of those, tokens that are evicted only after what nobody pins."""
     found_tokens: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 
@@ -265,7 +266,7 @@ def test_what_a_session_has_is_shown() -> None:
     views = cache.sessions.views(None, 10)
     assert [(view.owner, view.id, view.cached_tokens, view.pinned_tokens) for view in views] == [
         ("a", "t", 4, 4),
-        ("a", "s", 4, 4),
+        ("a", "s", 3, 3),
         ("b", "s", 0, 0),
     ]
     assert cache.sessions.views(None, 2) == views[:2]
@@ -273,6 +274,21 @@ def test_what_a_session_has_is_shown() -> None:
         run_through(cache, [9], session=f"x{number}", owner="c")
     assert len(cache.sessions.views("c", 100)) == 13, "an owner with more loses its oldest first"
     assert len(cache.sessions.views(None, 100)) == 16
+
+
+def test_sessions_keep_no_blocks_that_were_evicted() -> None:
+    """Their number is that of the blocks, and each was as long as the cache."""
+    cache = KVCache(32, 1)
+    for number in range(40):
+        run_through(cache, [number, *range(31)], session=f"s{number}")
+    gc.collect()
+    tree = cache.groups[0].tree
+    alive = [one for one in gc.get_objects() if isinstance(one, Node) and one.above(0) is tree.root]
+    assert len(cache.sessions) == 32
+    assert len(alive) == 1 + 32
+    ends = [end for number in range(40) for one in cache.sessions.find("", f"s{number}") for end in one.ends]
+    assert len(ends) == 32
+    assert {*ends} == {tree.root, *(node for node in alive if node.depth == 32)}
 
 
 def test_a_session_of_which_the_end_was_evicted_is_forgotten_too() -> None:
