@@ -130,7 +130,7 @@ class ModelSettings:
         "auto",
         "pooling of hidden states into an embedding; auto: from the checkpoint, else last for a decoder, mean for an "
         "encoder",
-        ("auto", "mean", "last", "cls"),
+        ("auto", "mean", "last", "cls", "splade"),
     )
     logprobs_mode: str = setting(
         "raw_logprobs",

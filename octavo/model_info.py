@@ -49,6 +49,8 @@ class PoolingInfo(msgspec.Struct, frozen=True):
     """Whether embeddings are normalised to length 1; those in ``Output`` are not yet."""
     token_size: int = 0
     """Dimension of a token's embedding."""
+    is_sparse: bool = False
+    """Whether a text's embedding has a number for each token of the vocabulary, most of them 0."""
     labels: tuple[str, ...] = ()
     """Names of a classifier's labels, in the order of their logits."""
     activation: LabelActivation = "none"

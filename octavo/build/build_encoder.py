@@ -5,6 +5,7 @@ A text is one sequence with one block. The block is only an accounting unit: no 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from pathlib import Path
 from typing import NamedTuple
@@ -43,10 +44,16 @@ def build_encoder(
         raise ConfigError("enable_return_routed_experts: an encoder has no routers of experts")
     max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=True, load_format=config.model.load_format)
+    if pooling.kind != "splade":
+        model = dataclasses.replace(model, vocabulary=None)
+    elif model.vocabulary is None:
+        message = "a vector of the vocabulary needs a BertForMaskedLM, DistilBertForMaskedLM or one of RoBERTa's kind"
+        raise ConfigError(f"pooling_type: splade: {message}; the checkpoint has {model.architecture}")
     loaded = load_encoder(model, checkpoint, form)
-    pooler = Pooler(pooling, loaded.model.labels, config.model.load_format, form)
+    pooler = Pooler(pooling, loaded.model.labels, config.model.load_format, form, loaded.model.vocabulary)
     gc.collect()
-    tasks = pooled_tasks(pooling, model.labels, model.hidden_size)
+    width = model.hidden_size if model.vocabulary is None else model.vocab_size
+    tasks = pooled_tasks(pooling, model.labels, width)
     runner = EncoderRunner(EncoderExecutor(loaded.model, pooler, form.device), tasks.names)
     runner.warm_up()
     num_blocks = 2 * max_num_seqs  # to admit a sequence, the scheduler needs a free block for each running one
@@ -96,6 +103,8 @@ def pooled_tasks(pooling: Pooling, labels: LabelPart | None, width: int) -> Pool
         if labels.of == "each":
             return PooledTasks(("token_classify",), 0, meaning)
         return PooledTasks(("score", "classify") if len(labels.names) == 1 else ("classify",), 0, meaning)
+    if pooling.kind == "splade":
+        return PooledTasks(("embed",), width, PoolingInfo(False, is_sparse=True))
     of_token, of_text = pooling.sizes(width)
     meaning = PoolingInfo(pooling.normalizes, of_token)
     if pooling.is_of_tokens:

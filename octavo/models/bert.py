@@ -14,7 +14,7 @@ from octavo.layers.mlp import gelu, relu
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import DistancePart, Encoder, EncoderConfig, read_encoder, under_names
 from octavo.models.labels import LabelPart, read_activation, read_label_names, tanh
-from octavo.models.parts import Names
+from octavo.models.parts import MLPPart, Names
 
 BERT = Names(
     embedding="embeddings.word_embeddings",
@@ -45,6 +45,17 @@ def read_labels(keys: ConfigKeys, name: str, **of_texts: Any) -> LabelPart | Non
     return LabelPart(**fields, **of_texts) if "ForSequence" in name else LabelPart(**fields, of="each")
 
 
+def with_vocabulary_head(config: EncoderConfig, dense: str, norm: str, out: str) -> EncoderConfig:
+    """With the head of a masked language model, if the checkpoint has one; names are those of its parts."""
+    if not config.architecture.endswith("ForMaskedLM"):
+        return config
+    mlp, is_roberta = config.layers[0].mlp, config.root == "roberta."
+    assert isinstance(mlp, MLPPart)
+    between = gelu if is_roberta or not callable(mlp.activation) else mlp.activation
+    head = LabelPart(names=(), activation="none", of="each", dense=dense, between=between, norm=norm, out=out)
+    return dataclasses.replace(config, vocabulary=head)
+
+
 def with_bert_embeddings(config: EncoderConfig, keys: ConfigKeys, *, num_types: int = 2) -> EncoderConfig:
     """With a norm and, where the configuration has them, token types."""
     return dataclasses.replace(
@@ -73,7 +84,9 @@ class BertModel(Encoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
         """Read the family's configuration. Raises ``CheckpointError`` naming a key that is missing, wrong or not
         supported."""
-        return cls.with_head(read_bert(keys, "bert."), keys)
+        config, head = read_bert(keys, "bert."), "cls.predictions"
+        names = f"{head}.transform.dense", f"{head}.transform.LayerNorm", f"{head}.decoder"
+        return cls.with_head(with_vocabulary_head(config, *names), keys)
 
     @classmethod
     def with_head(cls, config: EncoderConfig, keys: ConfigKeys) -> EncoderConfig:
@@ -95,6 +108,7 @@ class RobertaModel(BertModel):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
         config = read_bert(keys, "roberta.", keys.size("pad_token_id", 1, low=0) + 1)
+        config = with_vocabulary_head(config, "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")
         return cls.with_head(config, keys)
 
     @classmethod
@@ -177,5 +191,7 @@ class DistilBertModel(Encoder):
             embedding_norm="embeddings.LayerNorm",
             left_out=(*OTHER_HEADS, "vocab_"),
         )
+        names = "vocab_transform", "vocab_layer_norm", "vocab_projector"
+        config = with_vocabulary_head(config, *names)
         labels = read_labels(keys, config.architecture, of="cls", dense="pre_classifier", between=relu)
         return dataclasses.replace(config, labels=labels)

@@ -29,6 +29,7 @@ from octavo.models.config import architecture
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import PLAIN_ACTIVATIONS
 from octavo.models.decoder_layer import DecoderLayer
+from octavo.models.labels import LabelHead, LabelPart
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import AttentionPart, DecoderConfig, LayerPart, MLPPart, Names, NormPart
 from octavo.ops.linear import Activation
@@ -79,6 +80,8 @@ class EncoderConfig(DecoderConfig):
     """Of the map from embeddings of another width to the model's."""
     is_projected_first: bool = False
     """Whether embeddings are projected before their norm, not after it."""
+    vocabulary: LabelPart | None = None
+    """The head of a masked language model, for vectors that have a number for each token of the vocabulary."""
     distances: DistancePart | None = None
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors that belong to other heads."""
@@ -244,9 +247,19 @@ class Encoder:
         self.layers = [self.layer_class(config, weights, f"{names.layers}.{i}", i) for i in range(config.num_layers)]
         self.norm = weights.stream_norm(names.norm, D, eps, config.norm) if names.norm else None
         self.labels = None if config.labels is None else weights.labels(config.labels, D, eps, config.norm)
+        self.vocabulary = None if config.vocabulary is None else self._vocabulary_head(config.vocabulary, weights)
         for prefix in ("embeddings.position_ids", *config.left_out):
             weights.tensors.leave_out(prefix)
             weights.tensors.leave_out(config.root + prefix)
+
+    def _vocabulary_head(self, part: LabelPart, weights: WeightLoader) -> LabelHead:
+        """The map to logits of tokens, whose matrix may be that of the embedding."""
+        config, D = self.config, self.config.hidden_size
+        dense = weights.replicated(part.dense, D, D, True)
+        norm = weights.stream_norm(part.norm, D, config.norm_eps, config.norm)
+        shape = config.vocab_size, D
+        out = weights.head(part.out, self.embedding, shape, config.tie_word_embeddings, has_bias=True)
+        return LabelHead(part, dense, norm, out)
 
     def forward(self, texts: PackedTexts) -> Tensor:
         """The vectors of all tokens [T, D]."""

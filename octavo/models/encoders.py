@@ -41,8 +41,14 @@ ENCODERS: dict[str, type[Encoder]] = {
 BIDIRECTIONAL: dict[str, type[Encoder]] = {"Gemma3TextModel": EmbeddingGemma}
 """Decoders that ``use_bidirectional_attention`` makes encoders."""
 
-OLDER = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-"""Ends of names in checkpoints that were converted from TensorFlow, and the ends that others have."""
+OLDER = {
+    "LayerNorm.gamma": "LayerNorm.weight",
+    "LayerNorm.beta": "LayerNorm.bias",
+    "cls.predictions.bias": "cls.predictions.decoder.bias",
+    "lm_head.bias": "lm_head.decoder.bias",
+}
+"""Ends of names in checkpoints that were converted from TensorFlow, or have a tensor under two names, and the ends that
+others have."""
 
 
 def encoder_family(name: str, values: Mapping[str, Any]) -> type[Encoder] | None:

@@ -34,7 +34,7 @@ from octavo.weights.pytorch import PytorchFile
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["cls", "mean", "last"]
+Kind = Literal["cls", "mean", "last", "splade"]
 
 MODES: dict[str, Kind | None] = {
     "pooling_mode_cls_token": "cls",
@@ -47,7 +47,7 @@ MODES: dict[str, Kind | None] = {
 NEWER_MODES: dict[str, Kind] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 """Values of ``pooling_mode``, which newer files have instead of one flag per mode."""
 M3_FILES = ("colbert_linear.pt", "sparse_linear.pt")
-KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+KNOWN_MODULES = ("Transformer", "MLMTransformer", "Pooling", "SpladePooling", "Dense", "Normalize")
 FUNCTIONS: dict[str, PlainActivation | None] = {
     "Identity": None,
     "Tanh": tanh,
@@ -72,7 +72,11 @@ class DensePart:
 
 @dataclass(frozen=True)
 class Pooling:
-    """The kind of pooling (first token, last token or mean), and whether the result is normalised to length 1."""
+    """The kind of pooling, and whether the result is normalised to length 1.
+
+    That of the first token, the last one, or the mean; with "splade" a text's vector has a number for each token of the
+    vocabulary: log(1 + the largest of its logits at any token), or 0 (arXiv 2107.05720).
+    """
 
     kind: Kind
     normalizes: bool = True
@@ -120,9 +124,12 @@ def read_pooling(path: Path, requested: str, is_encoder: bool, load_format: str 
         else:
             logger.info("%s are left out: they are read with load_format pt alone", " and ".join(M3_FILES))
     if requested != "auto":
-        pooling = dataclasses.replace(pooling, kind=cast(Kind, requested))
+        normalizes = pooling.normalizes and requested != "splade"
+        pooling = dataclasses.replace(pooling, kind=cast(Kind, requested), normalizes=normalizes)
     if pooling.kind == "cls" and not is_encoder:
         raise ConfigError("pooling_type: cls is for encoders: a decoder's first token attends to itself alone")
+    if pooling.kind == "splade" and not is_encoder:
+        raise ConfigError("pooling_type: splade is for encoders with a map to their vocabulary")
     return pooling
 
 
@@ -149,6 +156,10 @@ def _from_modules(folder: Path) -> Pooling | None:
             raise CheckpointError(f"{folder / 'modules.json'}: {kind} is not one of {', '.join(KNOWN_MODULES)}")
         if kind == "Pooling":
             pooling = _kind(folder, str(module.get("path")))
+        if kind == "SpladePooling":
+            keys = _module_config(folder, str(module.get("path")))
+            keys.must_be({"pooling_strategy": ("max",), "activation_function": ("relu",)})
+            return Pooling("splade", normalizes=False)
         if kind == "Dense":
             (of_texts if pooling else of_tokens).append(_dense(folder, str(module.get("path"))))
         normalizes = normalizes or kind == "Normalize"

@@ -86,6 +86,41 @@ def test_vectors_are_those_of_transformers(row: str, tmp_path: Path) -> None:
     assert engine.stats().num_steps < 2 * len(TEXTS), "texts were not put together"
 
 
+@pytest.mark.parametrize("row", ["Bert/ForMaskedLM", nightly("DistilBert/ForMaskedLM"), nightly("Roberta/ForMaskedLM")])
+@pytest.mark.parametrize("is_in_files", [True, False])
+def test_sparse_vectors_are_the_largest_logits_of_each_token(row: str, is_in_files: bool, tmp_path: Path) -> None:
+    model = make_encoder(tmp_path, row)
+    if is_in_files:
+        kinds = ("MLMTransformer", ""), ("SpladePooling", "1_SpladePooling")
+        modules = [
+            {"type": f"sentence_transformers.sparse_encoder.models.{kind}", "path": path} for kind, path in kinds
+        ]
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+        (tmp_path / "1_SpladePooling").mkdir()
+        settings = {"pooling_strategy": "max", "activation_function": "relu", "word_embedding_dimension": VOCAB_SIZE}
+        (tmp_path / "1_SpladePooling" / "config.json").write_text(json.dumps(settings))
+    _, info = built = build(tmp_path, **({} if is_in_files else {"pooling_type": "splade"}))
+    assert (info.tasks, info.embedding_size) == (("embed",), VOCAB_SIZE)
+    assert info.pooling.is_sparse
+    vectors = answers(built, "embed")
+    for text, found in zip(TEXTS, vectors, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([text]), attention_mask=torch.ones(1, len(text))).logits[0]
+        np.testing.assert_allclose(found, logits.relu().log1p().amax(dim=0), atol=1e-5)
+    assert 0 < (np.stack(vectors) == 0).sum() < len(TEXTS) * VOCAB_SIZE
+
+
+def test_sparse_vectors_need_a_map_to_the_vocabulary(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "Bert/Model")
+    with pytest.raises(ConfigError, match=r"pooling_type: splade: .* BertForMaskedLM"):
+        build(tmp_path, pooling_type="splade")
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.SpladePooling", "path": "1"}]))
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "config.json").write_text(json.dumps({"pooling_strategy": "sum"}))
+    with pytest.raises(CheckpointError, match="pooling_strategy"):
+        build(tmp_path)
+
+
 @pytest.mark.parametrize(("mode", "row"), [("cls_token", 0), ("lasttoken", -1)])
 @pytest.mark.parametrize("normalizes", [True, False])
 def test_vectors_are_made_as_the_checkpoint_says(tmp_path: Path, mode: str, row: int, normalizes: bool) -> None:

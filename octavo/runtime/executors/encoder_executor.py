@@ -61,6 +61,8 @@ class EncoderExecutor:
         if task not in TOKEN_TASKS and kind in ("cls", "last"):
             at = [span.start if kind == "cls" else span.stop - 1 for span in spans]
             return as_vectors(self._pooler.of_pooled(self._pooler.of_rows(task, x_TD[at]), x_TD.dtype))
+        if kind == "splade":
+            return as_vectors(torch.stack([self._pooler.of_vocabulary(x_TD[span]) for span in spans]))
         rows_TC = self._pooler.of_rows(task, torch.cat([x_TD[span] for span in spans]))
         of_texts = rows_TC.split_with_sizes([span.stop - span.start for span in spans])
         if task in TOKEN_TASKS:

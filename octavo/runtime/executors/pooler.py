@@ -1,6 +1,6 @@
 """Pooling: from the vectors of a text's tokens to its embedding, its labels' logits, or those of its tokens.
 
-Shapes: T tokens, S texts, D model, E embedding, L labels, C columns.
+Shapes: T tokens, S texts, D model, E embedding, L labels, C columns, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.steps.messages import PooledRows
 from octavo.types import Task
 
+ROWS_AT_ONCE = 256
+"""Whose logits of the whole vocabulary are in memory at once."""
 TOKEN_TASKS = ("token_embed", "token_classify")
 
 
@@ -29,10 +31,15 @@ class Pooler:
     """What is computed of a model's last vectors; ``load_format`` and ``form`` are those of the weights."""
 
     def __init__(
-        self, pooling: Pooling, labels: LabelHead | None, load_format: str = "auto", form: WeightFormat | None = None
+        self,
+        pooling: Pooling,
+        labels: LabelHead | None,
+        load_format: str = "auto",
+        form: WeightFormat | None = None,
+        vocabulary: LabelHead | None = None,
     ) -> None:
         form = form or WeightFormat(torch.float32, torch.device("cpu"))
-        self.pooling, self.labels = pooling, labels
+        self.pooling, self.labels, self.vocabulary = pooling, labels, vocabulary
         self.of_tokens = Dense(pooling.of_tokens, load_format, form)
         self.of_texts = Dense(pooling.of_texts, load_format, form)
         self.vectors = Dense(pooling.vectors or pooling.of_tokens, load_format, form)
@@ -58,6 +65,13 @@ class Pooler:
         if self.labels is not None and self.kind in ("each", "mean_logits"):
             return self.labels(x_TD)
         return self.of_tokens(x_TD) if self.labels is None else x_TD.float()
+
+    def of_vocabulary(self, x_TD: Tensor) -> Tensor:
+        """A text's number for each token of the vocabulary, of its rows: [V], float32; see ``Pooling.kind``."""
+        assert self.vocabulary is not None
+        starts = range(0, len(x_TD), ROWS_AT_ONCE)
+        largest_V = [self.vocabulary(x_TD[start : start + ROWS_AT_ONCE]).amax(dim=0) for start in starts]
+        return torch.stack(largest_V).amax(dim=0).relu_().log1p_()
 
     def of_pooled(self, x_SD: Tensor, dtype: torch.dtype) -> Tensor:
         """The result of a task of texts, from pooled rows in float32: [S, C], float32."""

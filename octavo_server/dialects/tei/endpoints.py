@@ -1,4 +1,4 @@
-"""POST /embed, /embed_all, /rerank, /predict and /similarity: the API of Text Embeddings Inference.
+"""POST /embed, /embed_all, /embed_sparse, /rerank, /predict and /similarity: the API of Text Embeddings Inference.
 
 https://huggingface.github.io/text-embeddings-inference/. Names of models are not part of it: a server with several
 takes the first.
@@ -32,7 +32,9 @@ SIDES: dict[str, Literal["left", "right"]] = {"Left": "left", "Right": "right", 
 
 
 ERRORS = typed_errors(
-    "TEIError", ("Overloaded", "Validation", "Backend"), ("/embed", "/embed_all", "/predict", "/similarity")
+    "TEIError",
+    ("Overloaded", "Validation", "Backend"),
+    ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity"),
 )
 
 
@@ -69,6 +71,10 @@ class AllInputsBody(TruncatedBody, kw_only=True):
 
     inputs: str | list[int | str | list[int]]
     prompt_name: str | None = None
+
+
+class SparseInputsBody(AllInputsBody, kw_only=True):
+    """The body of a request for the tokens of the vocabulary that a text's sparse vector has."""
 
 
 class PredictBody(TruncatedBody, kw_only=True):
@@ -127,6 +133,21 @@ async def embed_all(request: Request) -> Response:
     return await asyncio.to_thread(
         lambda: json_response([numbers(services, choice, normalizes=False).tolist() for choice in choices], headers)
     )
+
+
+async def embed_sparse(request: Request) -> Response:
+    services, body, headers = await read(request, sparse_decoder)
+    if not services.engine.info.pooling.is_sparse:
+        raise InvalidParameter("inputs", "This model has no sparse vectors: they need a pooling_type of splade.")
+    choices = await _choices(services, request, body, "embed")
+
+    def rows(choice: GeneratedChoice) -> list[dict[str, Any]]:
+        vector = numbers(services, choice)
+        found = vector.nonzero()[0]
+        pairs = zip(found.tolist(), vector[found].tolist(), strict=True)
+        return [{"index": index, "value": value} for index, value in pairs]
+
+    return await asyncio.to_thread(lambda: json_response([rows(choice) for choice in choices], headers))
 
 
 async def predict(request: Request) -> Response:
@@ -205,6 +226,7 @@ def description(services: ModelServices) -> dict[str, Any]:
 NO_LABELS: frozenset[str] = frozenset()
 embed_decoder = BodyDecoder(EmbedInputsBody, {}, NO_LABELS)
 all_decoder = BodyDecoder(AllInputsBody, {}, NO_LABELS)
+sparse_decoder = BodyDecoder(SparseInputsBody, {}, NO_LABELS)
 predict_decoder = BodyDecoder(PredictBody, {}, NO_LABELS)
 rank_decoder = BodyDecoder(RankedTextsBody, {}, NO_LABELS)
 similarity_decoder = BodyDecoder(SimilarityBody, {}, NO_LABELS)
@@ -212,6 +234,14 @@ ENDPOINTS = [
     Endpoint("POST", "/embed", embed, "Turn texts into vectors, as TEI does", EmbedInputsBody, "tei_embed", ERRORS),
     Endpoint(
         "POST", "/embed_all", embed_all, "Turn all tokens into vectors, as TEI does", AllInputsBody, errors=ERRORS
+    ),
+    Endpoint(
+        "POST",
+        "/embed_sparse",
+        embed_sparse,
+        "Turn texts into sparse vectors, as TEI does",
+        SparseInputsBody,
+        errors=ERRORS,
     ),
     Endpoint(
         "POST", "/predict", predict, "Scores of labels, the best first, as TEI gives them", PredictBody, errors=ERRORS

@@ -26,10 +26,10 @@ SETTINGS = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "3")
 class Served:
     """A server, and the model that it must agree with."""
 
-    def __init__(self, folder: Path, row: str) -> None:
+    def __init__(self, folder: Path, row: str, *settings: str) -> None:
         self.model = make_encoder(folder, row)
         self.tokenizer = word_tokenizer(has_types=True)
-        self.server: Server = start_server("--model", str(folder), "--served-model-name", "tiny", *SETTINGS)
+        self.server: Server = start_server("--model", str(folder), "--served-model-name", "tiny", *SETTINGS, *settings)
         self.client = openai.OpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0)
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
@@ -72,6 +72,13 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def sorter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served = Served(tmp_path_factory.mktemp("sorter"), "Bert/ForSequenceClassification")
+    yield served
+    served.server.stop()
+
+
+@pytest.fixture
+def splade(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path, "Bert/ForMaskedLM", "--pooling-type", "splade")
     yield served
     served.server.stop()
 
@@ -251,6 +258,18 @@ def test_tei_embeds(encoder: Served) -> None:
     refused = encoder.server.post("/embed", long)
     assert (refused.status_code, refused.json()["error_type"]) == (400, "Validation")
     assert encoder.server.post("/embed", {**long, "truncate": True}).status_code == 200
+
+
+def test_sparse_vectors(splade: Served, encoder: Served) -> None:
+    for text, found in zip(TEXTS, splade.server.post("/embed_sparse", {"inputs": TEXTS}).json(), strict=True):
+        wanted = splade.logits(text).relu().log1p().amax(dim=0)
+        assert [entry["index"] for entry in found] == wanted.nonzero()[:, 0].tolist()
+        assert [entry["value"] for entry in found] == pytest.approx(wanted[wanted > 0].tolist(), abs=1e-5)
+        dense = splade.post("/v1/embeddings", input=text)["data"][0]["embedding"]
+        np.testing.assert_allclose(dense, wanted, atol=1e-5)
+    refused = encoder.server.post("/embed_sparse", {"inputs": TEXTS})
+    assert (refused.status_code, refused.json()["error_type"]) == (400, "Validation")
+    assert "splade" in refused.json()["error"]
 
 
 def test_tei_ranks(judge: Served) -> None:
