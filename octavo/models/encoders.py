@@ -13,7 +13,7 @@ from octavo.models.loader import WeightLoader
 from octavo.models.modernbert import EuroBertModel, ModernBertModel
 from octavo.models.nomic_bert import GteModel, NomicBertModel
 from octavo.models.t5 import T5EncoderModel
-from octavo.quant.stored.stored_weight import WeightFormat
+from octavo.quant.stored.stored_weight import DenseWeight, EncoderWeight, LinearWeight, WeightFormat
 from octavo.quant.tensors import Renamed, TensorSource
 
 FAMILIES: dict[str, type[Encoder]] = {
@@ -77,7 +77,14 @@ def load_encoder(config: EncoderConfig, source: TensorSource, form: WeightFormat
     weights = WeightLoader(Renamed(source, _stored(source.names())), form, method=config.quantization)
     model = {**ENCODERS, **BIDIRECTIONAL}[config.architecture](config, weights)
     weights.tensors.finish()
+    heads = [] if model.vocabulary is None else [model.vocabulary.out]
+    for linear in {*heads, *(part.linear for part in weights.maps.values())}:
+        linear.weights = [_of_encoder(weight) for weight in linear.weights]
     return LoadedEncoder(model, weights.num_parameters, weights.bytes_by_format)
+
+
+def _of_encoder(weight: LinearWeight) -> LinearWeight:
+    return EncoderWeight(weight.weight_NK, weight.dtype) if type(weight) is DenseWeight else weight
 
 
 def _stored(names: Collection[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from octavo.ops.gated_delta import gated_delta
 from octavo.ops.gated_norm import gated_norm
 from octavo.ops.grouped_linear import grouped_linear, grouped_output_mlp
 from octavo.ops.latent_attention import latent_attention
-from octavo.ops.linear import concat, head_linear, linear, lora, put_columns, stacked_lora
+from octavo.ops.linear import concat, encoder_linear, head_linear, linear, lora, put_columns, stacked_lora
 from octavo.ops.linear_attention import linear_attention
 from octavo.ops.moe import grouped_moe, keep_routes, moe, route
 from octavo.ops.norms import layer_norm, rms_norm
@@ -45,6 +45,7 @@ __all__ = [
     "drafts_behind",
     "embedding",
     "encoder_attention",
+    "encoder_linear",
     "gated_conv",
     "gated_delta",
     "gated_norm",

@@ -32,6 +32,13 @@ def whole_vectors(x: Tensor) -> Tensor:
     return functional.pad(x, (0, missing_columns)) if missing_columns else x.contiguous()
 
 
+def format_beside(op: str, x: Tensor, weight: Tensor) -> int:
+    """The number format of a weight. Raises ``ValueError`` if ``x`` is neither of its dtype nor of float32."""
+    if weight.dtype != x.dtype and (x.dtype != torch.float32 or weight.dtype not in FORMATS):
+        raise ValueError(f"{op}: x is of {x.dtype}, the weight of {weight.dtype}")
+    return FORMATS[weight.dtype]
+
+
 def address(x: Tensor | None) -> int:
     """Address of a tensor's data; 0 for ``None``."""
     return 0 if x is None else x.data_ptr()

@@ -45,14 +45,14 @@ def turn(context: Any, rows: Any, num_steps: Any, out: Any) -> Any:
         with Loop(b, num_steps, []) as loop:
             at, to = offset(b, rows, (loop.index, VECTOR_BYTES)), offset(b, out, (loop.index, LANES * VECTOR_BYTES))
             vectors = [load(b, F32x16, offset(b, at, (num_steps, VECTOR_BYTES * i))) for i in range(LANES)]
-            for i, vector in enumerate(_turned(b, vectors)):
+            for i, vector in enumerate(turned(b, vectors)):
                 store(b, vector, to, VECTOR_BYTES * i)
         return c.get_dummy_value()
 
     return types.void(*([types.intp] * 3)), emit
 
 
-def _turned(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
+def turned(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
     """Swap the halves of each pair of vectors that lie 8 apart, the quarters of those 4 apart, and so on."""
     for distance in (8, 4, 2, 1):
         low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]

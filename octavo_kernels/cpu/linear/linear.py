@@ -19,7 +19,7 @@ from octavo_kernels.cpu.linear.dense_dot import TILES, dense_dot
 from octavo_kernels.cpu.linear.epilogue import EPILOGUE, GATES, finish
 from octavo_kernels.cpu.memory import fields, keep, read
 from octavo_kernels.cpu.rows.rms_norm import normalise_row
-from octavo_kernels.cpu.tensors import FORMATS, address, check_linear, declines_floats, whole_vectors
+from octavo_kernels.cpu.tensors import address, check_linear, declines_floats, format_beside, whole_vectors
 from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import FORMAT_BYTES, LANES
 
@@ -134,10 +134,8 @@ def _driver() -> int:
 @linear.kernel(device="cpu", name="numba", preference=10, supports=declines_floats)
 def linear_numba(x_TK: Tensor, weight_NK: Tensor, fused: Fused = PLAIN) -> Tensor:
     """See ``ops.linear``."""
-    if weight_NK.dtype != x_TK.dtype and (x_TK.dtype != torch.float32 or weight_NK.dtype not in FORMATS):
-        raise ValueError(f"linear: x is of {x_TK.dtype}, the weight of {weight_NK.dtype}")
     N, K = weight_NK.shape
-    rows = WeightRows(FORMATS[weight_NK.dtype], whole_vectors(weight_NK), (N, K))
+    rows = WeightRows(format_beside("linear", x_TK, weight_NK), whole_vectors(weight_NK), (N, K))
     return multiply_rows("linear", x_TK, rows, fused)
 
 

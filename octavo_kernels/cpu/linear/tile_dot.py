@@ -1,0 +1,256 @@
+"""Products of matrices in float32 with Intel's tiles (AMX), which multiply numbers of bfloat16.
+
+A float32 is the sum of three terms of bfloat16, which have eight bits each, and a product of two the sum of the
+products of their terms. The six largest of these nine are computed; what is left out is below a float32's last bit.
+Products that are not of two first terms are added first: they are small, and their sum is rounded little.
+
+A *tile* is 1,024 bytes: sixteen rows of sixteen words. A weight's has sixteen outputs and 32 inputs; one of activations
+has sixteen pairs of inputs and sixteen tokens. A term's tiles lie behind those of the term before, for each step of 32
+inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from octavo_kernels.cpu.attention.attention_turned import turned
+from octavo_kernels.cpu.compiled import emitted
+from octavo_kernels.cpu.host import missing
+from octavo_kernels.cpu.vector_ir import (
+    FORMAT_BYTES,
+    I8,
+    I16,
+    I32,
+    LANES,
+    F32x16,
+    I32x16,
+    Loop,
+    call,
+    constant,
+    i64,
+    load,
+    load_floats,
+    offset,
+    shuffle,
+    store,
+)
+
+FEATURES = ("amx-tile", "amx-bf16", "avx512f", "avx512bf16")
+ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18
+"""Linux's call with which a process asks for the tiles' registers (its Documentation/arch/x86/xstate.rst)."""
+
+TILE_BYTES = 1024
+VECTOR_BYTES = 4 * LANES
+STEP = 2 * LANES
+"""Inputs of a tile."""
+X_TERMS = 3
+WEIGHT_TERMS = (3, 1, 2)
+"""By number format: float32, bfloat16, float16."""
+PRODUCTS = ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0))
+"""Terms of weights and of activations, without the first of both; neighbours share one."""
+CHUNK = 16
+"""Steps whose sums are added in tiles: longer sums are sums of these, which are rounded less often."""
+PANELS = TOKEN_TILES = 2
+"""Tiles of outputs and of tokens that are multiplied at once: four of sums, and two operands of either kind."""
+
+
+_Type: Any = ir.Type  # llvmlite has no types
+
+
+class _BFloat(_Type):  # type: ignore[misc]
+    """A type that llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BFLOAT = _BFloat()
+
+
+@functools.cache
+def declines() -> str | None:
+    """Why tiles cannot be used here; ``None`` if they can."""
+    if (reason := missing(FEATURES)) is not None:
+        return reason
+    failed = ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA)
+    return "the operating system does not lend the tiles' registers (AMX)" if failed else None
+
+
+@emitted
+def take_tiles(context: Any) -> Any:
+    """Make all eight tiles whole ones; ``give_tiles`` must follow on the same thread."""
+    sizes = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8])
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        kind = ir.ArrayType(I8, len(sizes))
+        place = b.alloca(kind)
+        b.store(ir.Constant(kind, bytearray(sizes)), place)
+        call(b, "llvm.x86.ldtilecfg", ir.VoidType(), [b.bitcast(place, I8.as_pointer())])
+        return c.get_dummy_value()
+
+    return types.void(), emit
+
+
+@emitted
+def give_tiles(context: Any) -> Any:
+    """Empty the tiles, which the system need not save any more."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        call(b, "llvm.x86.tilerelease", ir.VoidType(), [])
+        return c.get_dummy_value()
+
+    return types.void(), emit
+
+
+@emitted
+def split_row(context: Any, number_format: Any, row: Any, num_vectors: Any, out: Any) -> Any:
+    """Write the terms of a row of ``num_vectors`` vectors of 16 numbers of a format, the first at ``out``.
+
+    Each term of each step is a row of a tile.
+    """
+    kind = number_format.literal_value
+    num_terms = WEIGHT_TERMS[kind]
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        _, row, num_vectors, out = args
+        with Loop(b, b.lshr(num_vectors, i64(1)), []) as loop:
+            at = offset(b, row, (loop.index, STEP * FORMAT_BYTES[kind]))
+            halves = [load_floats(b, kind, at, LANES * FORMAT_BYTES[kind] * i) for i in range(2)]
+            _store_terms(b, halves, num_terms, offset(b, out, (loop.index, TILE_BYTES * num_terms)))
+        with b.if_then(b.trunc(num_vectors, ir.IntType(1))):
+            last = b.sub(num_vectors, i64(1))
+            halves = [load_floats(b, kind, offset(b, row, (last, LANES * FORMAT_BYTES[kind]))), constant(F32x16, 0.0)]
+            _store_terms(b, halves, num_terms, offset(b, out, (b.lshr(last, i64(1)), TILE_BYTES * num_terms)))
+        return c.get_dummy_value()
+
+    return types.void(number_format, *([types.intp] * 3)), emit
+
+
+def _store_terms(b: ir.IRBuilder, halves: list[ir.Value], num_terms: int, out: ir.Value) -> None:
+    for term in range(num_terms):
+        rounded = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.VectorType(BFLOAT, STEP), halves[::-1])
+        rounded = b.bitcast(rounded, ir.VectorType(I16, STEP))
+        store(b, rounded, out, TILE_BYTES * term)
+        for i in range(2):
+            words = shuffle(b, rounded, rounded, range(LANES * i, LANES * (i + 1)))
+            upper = b.shl(b.zext(words, I32x16), constant(I32x16, 16))
+            halves[i] = b.fsub(halves[i], b.bitcast(upper, F32x16))
+
+
+@emitted
+def turn_tiles(context: Any, tiles: Any, num_tiles: Any) -> Any:
+    """Transpose tiles, each in its place."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        tiles, num_tiles = args
+        with Loop(b, num_tiles, []) as loop:
+            at = offset(b, tiles, (loop.index, TILE_BYTES))
+            for i, vector in enumerate(turned(b, [load(b, F32x16, at, VECTOR_BYTES * i) for i in range(LANES)])):
+                store(b, vector, at, VECTOR_BYTES * i)
+        return c.get_dummy_value()
+
+    return types.void(types.intp, types.intp), emit
+
+
+@emitted
+def ask_to_write(context: Any, address: Any, stride: Any, num_rows: Any) -> Any:
+    """Prefetch two panels of rows, which the sums are written to: they come while the tiles are multiplied."""
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        hints = [ir.Constant(I32, hint) for hint in (1, 3, 1)]  # to write, to the first level, data
+        with Loop(b, args[2], []) as loop:
+            row = b.add(args[0], b.mul(loop.index, args[1]))
+            for i in range(PANELS):
+                place = b.inttoptr(b.add(row, i64(VECTOR_BYTES * i)), I8.as_pointer())
+                call(b, "llvm.prefetch.p0", ir.VoidType(), [place, *hints])
+        return c.get_dummy_value()
+
+    return types.void(*([types.intp] * 3)), emit
+
+
+@emitted
+def multiply_tiles(
+    context: Any,
+    number_format: Any,
+    weight: Any,
+    weight_stride: Any,
+    x: Any,
+    x_stride: Any,
+    num_steps: Any,
+    num_token_tiles: Any,
+    sums: Any,
+    room: Any,
+) -> Any:
+    """Two panels of a weight of a format times ``num_token_tiles`` (1 or 2) tiles of tokens.
+
+    Strides are from one panel, or one tile of tokens, to the next. ``sums`` gets tiles [PANELS, TOKEN_TILES] of
+    float32, outputs by tokens; ``room`` is as large.
+    """
+    num_terms = WEIGHT_TERMS[number_format.literal_value]
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        _, weight, weight_stride, x, x_stride, num_steps, num_token_tiles, sums, room = args
+        for count in range(1, TOKEN_TILES + 1):
+            with b.if_then(b.icmp_signed("==", num_token_tiles, i64(count))):
+                w_at = [offset(b, weight, (weight_stride, i)) for i in range(PANELS)]
+                x_at = [offset(b, x, (x_stride, i)) for i in range(count)]
+                _emit_chunk(b, num_terms, w_at, x_at, _least(b, num_steps, i64(CHUNK)), sums)
+                with Loop(b, b.udiv(b.sub(num_steps, i64(1)), i64(CHUNK)), []) as loop:
+                    first = b.mul(b.add(loop.index, i64(1)), i64(CHUNK))
+                    w_on = [offset(b, at, (first, TILE_BYTES * num_terms)) for at in w_at]
+                    x_on = [offset(b, at, (first, TILE_BYTES * X_TERMS)) for at in x_at]
+                    _emit_chunk(b, num_terms, w_on, x_on, _least(b, b.sub(num_steps, first), i64(CHUNK)), room)
+                    with Loop(b, i64(PANELS * TOKEN_TILES * LANES), []) as row:
+                        at, more = (offset(b, base, (row.index, VECTOR_BYTES)) for base in (sums, room))
+                        store(b, b.fadd(load(b, F32x16, at), load(b, F32x16, more)), at)
+        return c.get_dummy_value()
+
+    return types.void(number_format, *([types.intp] * 8)), emit
+
+
+def _least(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    return b.select(b.icmp_signed("<", x, y), x, y)
+
+
+def _tile_call(b: ir.IRBuilder, name: str, *args: Any) -> None:
+    tiles = [ir.Constant(I8, arg) if isinstance(arg, int) else arg for arg in args]
+    call(b, f"llvm.x86.{name}", ir.VoidType(), tiles)
+
+
+def _emit_chunk(
+    b: ir.IRBuilder,
+    num_terms: int,
+    w_at: list[ir.Value],
+    x_at: list[ir.Value],
+    num_steps: ir.Value,
+    out: ir.Value,
+) -> None:
+    """Products of up to CHUNK steps, from the addresses of tiles on, to ``out``."""
+    places = {(i, j): TOKEN_TILES * i + j for i in range(PANELS) for j in range(len(x_at))}
+    w_tiles, x_tiles = range(4, 4 + PANELS), range(6, 6 + TOKEN_TILES)
+    for place in places.values():
+        _tile_call(b, "tilezero", place)
+    small = [(w, x) for w, x in PRODUCTS if w < num_terms]
+    for products in (small, [(0, 0)]):
+        with Loop(b, num_steps, []) as loop:
+            w_on = [offset(b, at, (loop.index, TILE_BYTES * num_terms)) for at in w_at]
+            x_on = [offset(b, at, (loop.index, TILE_BYTES * X_TERMS)) for at in x_at]
+            loaded = (-1, -1)
+            for w, x in products:
+                sides = ((w, loaded[0], w_tiles, w_on), (x, loaded[1], x_tiles, x_on))
+                for term, before, tiles, on in sides:
+                    for tile, at in zip(tiles, on, strict=False):
+                        if term != before:
+                            place = b.inttoptr(b.add(at, i64(TILE_BYTES * term)), I8.as_pointer())
+                            _tile_call(b, "tileloadd64", tile, place, i64(VECTOR_BYTES))
+                for (i, j), place in places.items():
+                    _tile_call(b, "tdpbf16ps", place, w_tiles[i], x_tiles[j])
+                loaded = (w, x)
+    for place in places.values():
+        to = b.inttoptr(b.add(out, i64(TILE_BYTES * place)), I8.as_pointer())
+        _tile_call(b, "tilestored64", place, to, i64(VECTOR_BYTES))
