@@ -17,21 +17,7 @@ from octavo.ops.collective import SingleRank
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import Part, TensorSource
 from octavo.weights.gguf.blocks import BLOCK_KINDS
-
-DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "BOOL": torch.bool,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+from octavo.weights.safetensors import DTYPES
 
 
 class Outline:

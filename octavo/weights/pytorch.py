@@ -17,7 +17,7 @@ import torch
 
 from octavo.errors import CANCELLATIONS, CheckpointError
 from octavo.weights.folder import find_file, read_json
-from octavo.weights.safetensors import DTYPES, parse_weight_map, read_configs
+from octavo.weights.safetensors import DTYPE_NAMES, DTYPES, parse_weight_map, read_configs
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +30,6 @@ CONTAINERS = ("state_dict", "model_state_dict", "model")
 """Keys of training checkpoints under which the weights are."""
 WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that data-parallel training and torch.compile give to every name."""
-NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
 
 
 class PytorchFile:
@@ -88,7 +78,7 @@ class PytorchCheckpoint(PytorchFile):
 
 
 def _type(tensor: torch.Tensor) -> str:
-    return NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    return DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
 
 
 def _file_names(folder: Path) -> list[str]:

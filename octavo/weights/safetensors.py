@@ -20,9 +20,23 @@ from octavo.weights.folder import MAX_JSON_BYTES, find_file, parse_json, read_js
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
-DTYPES = (*FLOATS, "F8_E4M3", "F8_E5M2", "F8_E8M0", "BOOL", "I8", "U8", "I16", "I32", "I64")
+DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BOOL": torch.bool,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 """Types behind the floating-point ones hold quantised weights, which their quantisation methods decode, or none at all.
 F8_E5M2 needs no scales."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METHOD_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
 """Files that hold the quantisation settings where ``config.json`` does not, and the method that writes each."""
 

@@ -18,20 +18,10 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.gguf.blocks import BlockTensor
-from octavo.weights.safetensors import TensorFiles
+from octavo.weights.safetensors import DTYPE_NAMES, TensorFiles
 
-STORED = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORED}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 """By their names in requests."""
 
 
@@ -53,10 +43,10 @@ class TensorFile:
         starts: dict[str, int] = {}
         header, end = {}, 0
         for name, dtype, shape in entries:
-            if name in starts or dtype not in STORED:
+            if name in starts or dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"tensor {name}: " + ("is there twice" if name in starts else f"is {dtype}"))
             starts[name], end = end, end + dtype.itemsize * math.prod(shape)
-            header[name] = {"dtype": STORED[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 64 + 56)  # so that the numbers begin at a multiple of 64
         head = len(text).to_bytes(8, "little") + text
