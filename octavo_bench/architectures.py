@@ -1,7 +1,9 @@
 """How each causal-LM class of the installed transformers is served: by tiny random checkpoints, one child process each.
 
 A checkpoint is served natively if there is a model of our own, else by the backend transformers, and what is served is
-compared with the library's own forward pass: prompts in chunks, together, and again over the prefix cache.
+compared with the library's own forward pass: prompts in chunks, together, and again over the prefix cache. What
+``octavo models`` says of the checkpoint is compared with what a start does. A record has a line of JSON for each class
+as soon as it is judged, so that a run that was interrupted goes on where it ended.
 
 The tiny models have the library's own configuration with small sizes. A size is reduced wherever its key occurs, in
 parts for text, images and audio too; lists with an entry per layer are left to the class's defaults.
@@ -9,13 +11,17 @@ parts for text, images and audio too; lists with an entry per layer are left to 
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import math
 import multiprocessing
 import random
 import resource
+import signal
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,8 +170,8 @@ LENGTHS = (5, 41, 100)
 """Tokens of the prompts."""
 TOLERANCE = 1e-3
 """Largest difference of a log-probability."""
-SECONDS = 120.0
-"""The most that one class may take."""
+SECONDS = 120
+"""CPU time that one class may take; ten times as much may pass, so that other load does not decide."""
 MEMORY = 12 << 30
 """Bytes of address space of a child process."""
 MOST_PARAMETERS = 80_000_000
@@ -196,6 +202,9 @@ class Judged(NamedTuple):
     kind: str
     """"native", "backend, paged", "backend, own cache", "refused", "wrong", "crash" or "not built"."""
     note: str = ""
+    told: str = ""
+    """What ``octavo models`` says of the checkpoint, where there is one: "supported" or "refused"."""
+    library: str = version("transformers")
 
 
 def judge_all(names: Iterable[tuple[str, str]]) -> Iterator[Judged]:
@@ -208,12 +217,32 @@ def judge_all(names: Iterable[tuple[str, str]]) -> Iterator[Judged]:
         child.start()
         sender.close()
         try:
-            found = receiver.recv() if receiver.poll(SECONDS) else None
-            yield found or Judged(name, "crash", f"it took more than {SECONDS:.0f} s")
+            found = receiver.recv() if receiver.poll(10 * SECONDS) else None
         except EOFError:
-            yield Judged(name, "crash", "the process ended")
+            found = None
+        if found is None:
+            child.join(1)
+            child.kill()
+            child.join()
+            late = child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+            reason = f"it took more than {SECONDS} s" if late else f"the process ended with {child.exitcode}"
+            found = Judged(name, "crash", reason)
+        yield found
         child.kill()
         child.join()
+
+
+def read_record(path: Path) -> list[Judged]:
+    """What a record has of the installed transformers; the last line of a class counts."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = {item.architecture: item for item in (Judged(**json.loads(line)) for line in lines)}
+    return sorted(found.values(), key=lambda item: item.architecture.lower())
+
+
+def add_to_record(path: Path, item: Judged) -> None:
+    """Append a line to a record."""
+    with path.open("a") as file:
+        file.write(json.dumps(item._asdict()) + "\n")
 
 
 def causal_classes() -> list[tuple[str, str]]:
@@ -232,6 +261,7 @@ def _judge(kind: str, name: str, sender: Connection) -> None:
     import transformers
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     library_logging: Any = transformers.logging
@@ -280,11 +310,14 @@ def _served(name: str, model: Any, folder: Path) -> Judged:
 
     refusal = ""
     for backend in ("native", "transformers"):
-        settings = {} if backend == "native" else {"backend": backend}
+        settings = SETTINGS if backend == "native" else {**SETTINGS, "backend": backend}
+        told = _told(folder, settings)
         try:
-            llm = LLM(folder, **SETTINGS, **settings)
+            llm = LLM(folder, **settings)
         except (CheckpointError, ConfigError) as error:
             refusal = _first_line(error).replace(str(folder), "the checkpoint")
+            if told == "supported":
+                return Judged(name, "wrong", f"octavo models calls it supported, but {refusal}", told)
             continue
         with llm:
             worst = _worst(llm, model)
@@ -293,9 +326,21 @@ def _served(name: str, model: Any, folder: Path) -> Judged:
         if backend != "native":
             how = "backend, own cache" if isinstance(executed, OwnCacheTransformer) else "backend, paged"
         if not worst < TOLERANCE:
-            return Judged(name, "wrong", f"{how}: a log-probability differs by {worst:.2g}")
-        return Judged(name, how)
-    return Judged(name, "refused", refusal)
+            return Judged(name, "wrong", f"{how}: a log-probability differs by {worst:.2g}", told)
+        if told != "supported":
+            return Judged(name, "wrong", f"{how}, but octavo models refuses it", told)
+        return Judged(name, how, told=told)
+    return Judged(name, "refused", refusal, told)
+
+
+def _told(folder: Path, settings: Mapping[str, Any]) -> str:
+    """What ``octavo models`` says of a checkpoint with these settings."""
+    from octavo.cli import main
+
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()):
+        code = main(["models", str(folder), *flags])
+    return "supported" if code == 0 and ": supported" in output.getvalue() else "refused"
 
 
 def _prompts() -> list[list[int]]:
@@ -326,15 +371,3 @@ def _worst(llm: Any, model: Any) -> float:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
-
-
-def table(found: Sequence[Judged]) -> Iterator[str]:
-    """The table in Markdown, with the count of each kind before it."""
-    counts = Counter(item.kind for item in found)
-    yield ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) + "."
-    yield ""
-    yield "| class | served | |"
-    yield "|---|---|---|"
-    for item in found:
-        note = item.note.replace("|", "\\|").replace("\n", " ")
-        yield f"| `{item.architecture}` | {item.kind} | {note} |"

@@ -206,21 +206,25 @@ def add_architectures(kinds: Any) -> None:
     """Add the sub-command that goes through classes of transformers."""
     kind = kinds.add_parser("architectures", help="how each decoder of the installed transformers is served, tiny")
     kind.add_argument("names", nargs="*", metavar="CLASS", help="default: every causal language model")
-    kind.add_argument("--output", type=Path, help="a file for the table in Markdown")
+    kind.add_argument(
+        "--output", type=Path, help="a record with a line for each class; those that it has are passed over"
+    )
     kind.set_defaults(run=_architectures)
 
 
 def _architectures(args: argparse.Namespace) -> int:
     """Print a line for each class; the exit code is that of a regression if one crashes or is wrong."""
-    from octavo_bench.architectures import causal_classes, judge_all, table
+    from octavo_bench.architectures import Judged, add_to_record, causal_classes, judge_all, read_record
 
-    found = []
-    for item in judge_all(pair for pair in causal_classes() if not args.names or pair[1] in args.names):
+    known = {} if args.output is None else {item.architecture: item for item in read_record(args.output)}
+    known = {name: item for name, item in known.items() if item.library == Judged("", "").library}
+    chosen = [pair for pair in causal_classes() if not args.names or pair[1] in args.names]
+    for item in judge_all(pair for pair in chosen if pair[1] not in known):
         print(f"{item.architecture}: {item.kind}{f', {item.note}' if item.note else ''}", flush=True)
-        found.append(item)
-    if args.output is not None:
-        args.output.write_text("\n".join(table(found)) + "\n")
-    return EXIT_WORSE if any(item.kind in ("crash", "wrong") for item in found) else 0
+        known[item.architecture] = item
+        if args.output is not None:
+            add_to_record(args.output, item)
+    return EXIT_WORSE if any(known[name].kind in ("crash", "wrong") for _, name in chosen) else 0
 
 
 def _report(args: argparse.Namespace) -> int:
