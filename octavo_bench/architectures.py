@@ -45,10 +45,12 @@ SIZES = {
     "ffn_hidden_size": 64,
     "shared_intermediate_size": 24,
     "moe_intermediate_size": 24,
+    "expert_ffn_hidden_size": 24,
     "shared_expert_intermediate_size": 24,
     "num_hidden_layers": NUM_LAYERS,
     "n_layer": NUM_LAYERS,
     "n_layers": NUM_LAYERS,
+    "num_layers": NUM_LAYERS // 2,
     "decoder_layers": NUM_LAYERS,
     "depth": 2,
     "num_kv_shared_layers": 2,
@@ -74,6 +76,10 @@ SIZES = {
     "n_routed_experts": 4,
     "moe_num_experts": 4,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+    "num_expert_group": 1,
     "moe_k": 2,
     "n_group": 1,
     "topk_group": 1,
@@ -83,13 +89,27 @@ SIZES = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 12,
     "v_head_dim": 12,
+    "layer_group_size": 2,
+    "embedding_dim": 48,
+    "hidden_size_global": 48,
+    "encoder_hash_byte_group_vocab": 500,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_d_state": 16,
 }
 """The most of each size."""
 LISTS = (
     *("layer_types", "layer_rope_theta", "no_rope_layers", "mlp_layer_types", "moe_layers", "per_layer_config"),
-    "activation_sparsity_pattern",
+    *(
+        "activation_sparsity_pattern",
+        "num_attention_heads_per_layer",
+        "layers_block_type",
+        "mamba_headdim",
+        "qk_head_dim",
+    ),
 )
-"""Keys with an entry per layer."""
+"""Keys with an entry per layer, and what follows from other sizes."""
+MOST_PARAMETERS = 20_000_000
 ROPE = ("rope_parameters", "rope_scaling")
 MROPE = (
     "glm46v",
@@ -106,20 +126,22 @@ MROPE = (
 """Kinds that divide a head among three dimensions of a position, by default in parts that a small head lacks."""
 
 
-def tiny_config(kind: str, **changes: Any) -> Any:
+def tiny_config(kind: str, config_class: Any = None, **changes: Any) -> Any:
     """The configuration of ``model_type`` ``kind`` with small sizes; ``changes`` are made to the part for text.
 
-    Raises what the library raises for sizes that do not go together.
+    ``config_class``: that of a model that is a part of what the kind names. Raises what the library raises for sizes
+    that do not go together.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
-    values = _smaller(AutoConfig.for_model(kind).to_dict())
+    config_class = config_class or CONFIG_MAPPING[kind]
+    values = _smaller(config_class().to_dict())
     values.pop("model_type", None)
     text = values["text_config"] if isinstance(values.get("text_config"), dict) else values
     if text.get("is_decoder") is False:  # without it, classes that began as encoders see later tokens
         text["is_decoder"] = True
     text.update(changes)
-    config = AutoConfig.for_model(kind, **values)
+    config = config_class(**values)
     part = config.get_text_config()
     rope = getattr(part, "rope_parameters", None)
     if isinstance(rope, Mapping) and ("mrope_section" in rope or kind in MROPE):
@@ -132,7 +154,11 @@ def tiny_config(kind: str, **changes: Any) -> Any:
 def _smaller(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and key not in (*ROPE, *LISTS):
+        if key == "head_dim" and value == values.get("qk_rope_head_dim"):  # rotary embeddings have its size
+            found[key] = SIZES["qk_rope_head_dim"]
+        elif key == "num_key_value_heads" and values.get("kv_lora_rank"):
+            found[key] = SIZES["num_attention_heads"]
+        elif isinstance(value, dict) and key not in (*ROPE, *LISTS):
             found[key] = _smaller(value)
         elif key in LISTS or value is None:
             continue
@@ -152,9 +178,16 @@ def _smaller(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tiny_model(config: Any, model_class: Any, scale: float = 0.05) -> Any:
-    """A model of this class with random float32 weights, of which none keeps its initial zero or one."""
+    """A model of this class with random float32 weights, of which none keeps its initial zero or one.
+
+    Raises ``ValueError`` for one with more than ``MOST_PARAMETERS``.
+    """
     import torch
 
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in model_class._from_config(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"its smallest configuration has {size:,} parameters")
     torch.manual_seed(0)
     model = model_class._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
@@ -174,7 +207,6 @@ SECONDS = 120
 """CPU time that one class may take; ten times as much may pass, so that other load does not decide."""
 MEMORY = 12 << 30
 """Bytes of address space of a child process."""
-MOST_PARAMETERS = 80_000_000
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
@@ -182,6 +214,8 @@ SETTINGS: dict[str, Any] = {
     "kv_cache_memory": 0.05,
     "block_size": 16,
 }
+INDEXER = {"n_heads": 4, "kv_heads": 1, "head_dim": 12, "budget": 64, "compress_ratio": 4}
+MLA = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 HEADS: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
 VARIANTS: tuple[Mapping[str, Any], ...] = (
     {},
@@ -191,6 +225,25 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
     {"layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)},
     {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     {"layer_types": ["linear_attention", "full_attention"] * (NUM_LAYERS // 2)},
+    {"layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2)},
+    {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    {"head_dim": 24, "n_groups": 1},
+    {"d_head": 12},
+    {"default_language": "en_XX"},
+    {"axial_pos_embds_dim": [16, 32]},
+    {"layer_types": ["mamba", "hybrid"] * (NUM_LAYERS // 2)},
+    {f"indexer_{key}": size for key, size in INDEXER.items()},
+    {
+        **{f"swa_{key}": SIZES[key] for key in MLA},
+        "swa_head_dim": SIZES["qk_nope_head_dim"] + SIZES["qk_rope_head_dim"],
+        "swa_num_key_value_heads": SIZES["num_attention_heads"],
+    },
+    {
+        "layer_types": ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2),
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("sliding_attention", "full_attention")
+        },
+    },
 )
 """Changes to a tiny configuration that are tried in turn, where the sizes of the first do not go together."""
 
@@ -210,7 +263,15 @@ class Judged(NamedTuple):
 def judge_all(names: Iterable[tuple[str, str]]) -> Iterator[Judged]:
     """Judge classes, given as ``model_type`` and class, one after the other."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["octavo_bench.architectures", "transformers.models.llama.modeling_llama", "octavo"])
+    context.set_forkserver_preload(
+        [
+            "octavo_bench.architectures",
+            "transformers.models.llama.modeling_llama",
+            "octavo.llm",
+            "octavo.cli",
+            "octavo_fleet.transformers.build",
+        ]
+    )
     for kind, name in names:
         receiver, sender = context.Pipe(duplex=False)
         child = context.Process(target=_judge, args=(kind, name, sender), daemon=True)
@@ -246,10 +307,13 @@ def add_to_record(path: Path, item: Judged) -> None:
 
 
 def causal_classes() -> list[tuple[str, str]]:
-    """The ``model_type`` and the class of all causal language models of the library, one entry for each class."""
+    """The ``model_type`` and the class of all causal language models of the library, one entry for each class.
+
+    Not the assistants of Gemma 4: they draft tokens from keys and values of another model, and have none of their own.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-    known = {name: kind for kind, name in reversed(NAMES.items())}
+    known = {name: kind for kind, name in reversed(NAMES.items()) if "Assistant" not in name}
     return sorted(((kind, name) for name, kind in known.items()), key=lambda item: item[1].lower())
 
 
@@ -265,36 +329,37 @@ def _judge(kind: str, name: str, sender: Connection) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     library_logging: Any = transformers.logging
-    library_logging.set_verbosity_error()
+    library_logging.set_verbosity(logging.CRITICAL)
     library_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         model, reason = _built(kind, name, Path(folder))
-        if model is None:
+        if model is None and not (Path(folder) / "config.json").exists():
             sender.send(Judged(name, "not built", reason))
             return
         try:
-            sender.send(_served(name, model, Path(folder)))
+            sender.send(_served(name, model, Path(folder), reason))
         except Exception as error:  # whatever a start or a request raises without being meant to
             sender.send(Judged(name, "crash", _first_line(error)))
 
 
 def _built(kind: str, name: str, folder: Path) -> tuple[Any, str]:
-    """A tiny model that computes something, saved to the folder; or ``None`` and why not."""
+    """A tiny model that computes something, saved to the folder; or ``None`` and why not.
+
+    A model that computes nothing from tokens alone is saved too: it must be refused.
+    """
     import torch
     import transformers
 
     reason = ""
     for changes in VARIANTS:
         try:
-            config = tiny_config(kind, **changes)
-            model = tiny_model(config, getattr(transformers, name))
-            if sum(weight.numel() for weight in model.parameters()) > MOST_PARAMETERS:
-                raise ValueError("its smallest configuration is large")
+            model_class = getattr(transformers, name)
+            model = tiny_model(tiny_config(kind, model_class.config_class, **changes), model_class)
+            model.save_pretrained(folder)
             with torch.inference_mode():
                 logits = model(input_ids=torch.tensor([_prompts()[1]]), use_cache=False).logits
             if not torch.isfinite(logits).all():
                 raise ValueError("its logits are not numbers")
-            model.save_pretrained(folder)
         except Exception as error:  # any error of the library's code
             reason = reason or _first_line(error)
             continue
@@ -302,16 +367,15 @@ def _built(kind: str, name: str, folder: Path) -> tuple[Any, str]:
     return None, reason
 
 
-def _served(name: str, model: Any, folder: Path) -> Judged:
-    """Serve the checkpoint natively, or else by the backend, and compare."""
+def _served(name: str, model: Any, folder: Path, reason: str) -> Judged:
+    """Serve the checkpoint natively, or else by the backend, and compare; ``reason``: why there is no model."""
     from octavo import LLM
     from octavo.errors import CheckpointError, ConfigError
-    from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 
     refusal = ""
     for backend in ("native", "transformers"):
         settings = SETTINGS if backend == "native" else {**SETTINGS, "backend": backend}
-        told = _told(folder, settings)
+        told, said = _told(folder, settings)
         try:
             llm = LLM(folder, **settings)
         except (CheckpointError, ConfigError) as error:
@@ -319,28 +383,32 @@ def _served(name: str, model: Any, folder: Path) -> Judged:
             if told == "supported":
                 return Judged(name, "wrong", f"octavo models calls it supported, but {refusal}", told)
             continue
+        if model is None:
+            return Judged(name, "wrong", f"it is served, but the library does not compute it: {reason}", told)
         with llm:
             worst = _worst(llm, model)
-            executed = getattr(getattr(llm.engine.runner, "executor", None), "_model", None)
-        how = "native"
+        how, note = "native", ""
         if backend != "native":
-            how = "backend, own cache" if isinstance(executed, OwnCacheTransformer) else "backend, paged"
+            how, note = (
+                ("backend, own cache", said.partition(", as ")[2]) if ", as " in said else ("backend, paged", "")
+            )
         if not worst < TOLERANCE:
             return Judged(name, "wrong", f"{how}: a log-probability differs by {worst:.2g}", told)
         if told != "supported":
             return Judged(name, "wrong", f"{how}, but octavo models refuses it", told)
-        return Judged(name, how, told=told)
+        return Judged(name, how, note, told)
     return Judged(name, "refused", refusal, told)
 
 
-def _told(folder: Path, settings: Mapping[str, Any]) -> str:
-    """What ``octavo models`` says of a checkpoint with these settings."""
+def _told(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """What ``octavo models`` says of a checkpoint with these settings: in a word, and its first line."""
     from octavo.cli import main
 
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()):
         code = main(["models", str(folder), *flags])
-    return "supported" if code == 0 and ": supported" in output.getvalue() else "refused"
+    first = output.getvalue().partition("\n")[0]
+    return "supported" if code == 0 and ": supported" in first else "refused", first
 
 
 def _prompts() -> list[list[int]]:

@@ -17,8 +17,6 @@ from octavo.runtime import memory
 from octavo_fleet.transformers.model import TransformersConfig, load_transformers
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 
-CACHES = {True: "the paged KV cache", False: "a cache of its own for each sequence, one sequence at a time"}
-
 
 def read_model(config: EngineConfig, path: Path, form: WeightFormat) -> tuple[EngineConfig, ModelConfig]:
     """See ``ModelBackend``: only a loaded model says what it caches."""
@@ -30,7 +28,9 @@ def describe(config: EngineConfig, path: Path, form: WeightFormat) -> Iterator[s
     """See ``ModelBackend``; only a trial shows how a model can be served."""
     model = load_transformers(path, form, config.model.max_model_len)
     assert model.loaded is not None
-    yield f"{model.architecture}: supported by backend transformers, with {CACHES[model.is_paged]}"
+    own = f"a cache of its own for each sequence, one sequence at a time, as {model.not_paged}"
+    kept = own if model.not_paged else "the paged KV cache"
+    yield f"{model.architecture}: supported by backend transformers, with {kept}"
     yield f"{model.loaded.num_parameters:,} parameters, {model.loaded.num_bytes / 2**20:,.1f} MiB of weights"
 
 
@@ -48,7 +48,7 @@ def own_settings(config: EngineConfig, model: TransformersConfig, device: torch.
     blocks only count tokens.
     """
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, enforce_eager=True))
-    if model.is_paged:
+    if not model.not_paged:
         return config
     for name, default in (("eviction_policy", "lru"), ("enable_kv_events", False)):
         if getattr(config.cache, name) != default:

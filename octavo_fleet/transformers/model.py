@@ -52,7 +52,8 @@ class TransformersConfig(ModelConfig):
 
     specs: tuple[LayerCacheSpec, ...] = ()
     loaded: LoadedModel | None = None
-    is_paged: bool = False
+    not_paged: str = ""
+    """Why the model keeps a cache of its own for each sequence; empty if it runs over the paged cache."""
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:
@@ -80,15 +81,14 @@ def load_transformers(path: Path, form: WeightFormat, max_len: int | None) -> Tr
     model = model.to(form.device).eval().requires_grad_(False)
     with torch.inference_mode():
         _first_pass(model)
-        paged = _paged(model)
-        executed = paged or _own_cache(model)
+        executed, not_paged = _executed(model)
     size = sum(parameter.numel() for parameter in model.parameters())
     num_bytes: Counter[str] = Counter()
     for parameter in model.parameters():
         num_bytes[dtype_name(parameter.dtype)] += parameter.nbytes
     loaded = LoadedModel(executed, size, num_bytes, {})
-    specs = tuple(paged.specs) if paged else (LayerCacheSpec(1, 1),)
-    return _config(model, specs, loaded, is_paged=paged is not None, max_len=max_len)
+    specs = tuple(executed.specs) if isinstance(executed, PagedTransformer) else (LayerCacheSpec(1, 1),)
+    return _config(model, specs, loaded, not_paged, max_len)
 
 
 def pretrained(path: Path, **options: Any) -> Any:
@@ -172,7 +172,7 @@ def _first_pass(model: Any) -> None:
 
 
 def _config(
-    model: Any, specs: tuple[LayerCacheSpec, ...], loaded: LoadedModel, is_paged: bool, max_len: int | None
+    model: Any, specs: tuple[LayerCacheSpec, ...], loaded: LoadedModel, not_paged: str, max_len: int | None
 ) -> TransformersConfig:
     config = model.config.get_text_config()
     hidden_size = model.get_input_embeddings().embedding_dim
@@ -191,7 +191,7 @@ def _config(
         eos_token_ids=token_ids({"eos_token_id": getattr(config, "eos_token_id", None)}, "eos_token_id"),
         specs=specs,
         loaded=loaded,
-        is_paged=is_paged,
+        not_paged=not_paged,
     )
 
 
@@ -224,8 +224,18 @@ def _ropes(config: Any) -> list[Mapping[str, Any]]:
     return nested or [given]
 
 
-def _paged(model: Any) -> PagedTransformer | None:
-    """The model over the paged cache, if that gives what the model itself gives; otherwise the model is unchanged."""
+def _executed(model: Any) -> tuple[PagedTransformer | OwnCacheTransformer, str]:
+    """The model over the paged cache; or with caches of its own, and why. Raises ``CheckpointError``."""
+    try:
+        return _paged(model), ""
+    except NotPaged as error:
+        logger.warning("%s keeps a cache of its own for each sequence: %s", type(model).__name__, error)
+        return _own_cache(model), str(error)
+
+
+def _paged(model: Any) -> PagedTransformer:
+    """The model over the paged cache. Raises ``NotPaged`` unless that gives what the model itself gives; then the model
+    is unchanged."""
     before = model.config._attn_implementation
     config = model.config.get_text_config()
     try:
@@ -244,9 +254,8 @@ def _paged(model: Any) -> PagedTransformer | None:
     except CANCELLATIONS:
         raise
     except BaseException as error:  # any error of the library's code
-        logger.warning("%s keeps a cache of its own for each sequence: %s", type(model).__name__, error)
         model.set_attn_implementation(before)
-        return None
+        raise NotPaged(next(iter(str(error).splitlines()), type(error).__name__)) from error
     return paged
 
 

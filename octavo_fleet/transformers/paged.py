@@ -39,16 +39,19 @@ class AttentionState:
     rows: PagedRows | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """The heads' outputs [1, T, N, H] for queries [1, N, T, H], keys and values [1, K, T, H]."""
+        """The heads' outputs [1, T, N, V] for queries [1, N, T, H], keys [1, K, T, H] and values [1, K, T, V], which
+        are cached with zeros behind them if they are narrower."""
         head_dim = q.shape[-1]
         window = options.get("sliding_window") or 0
         scale = options.get("scaling")
         if self.rows is None:
-            if layer in self.specs or v.shape[-1] != head_dim or len(q) != 1:
-                raise NotPaged("a layer has several attentions, or values of another size than its keys")
+            if layer in self.specs or v.shape[-1] > head_dim or len(q) != 1:
+                raise NotPaged("a layer has several attentions, or values that are wider than its keys")
             self.specs[layer] = LayerCacheSpec(k.shape[1], head_dim, window)
-            return torch.empty_like(q).normal_().transpose(1, 2)
+            return torch.empty_like(q)[..., : v.shape[-1]].normal_().transpose(1, 2)
         cache = self.caches[layer]
+        v_dim = v.shape[-1]
+        v = nn.functional.pad(v, (0, head_dim - v_dim)) if v_dim < head_dim else v
         q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         group = self.rows.of(cache)
         store_kv(k_TKH, v_TKH, cache.keys, cache.values, group.slot_mapping_T)
@@ -63,7 +66,7 @@ class AttentionState:
             window,
             options.get("softcap") or 0.0,
             options.get("s_aux"),
-        ).unsqueeze(0)
+        )[..., :v_dim].unsqueeze(0)
 
 
 def _attention(
