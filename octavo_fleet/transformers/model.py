@@ -29,7 +29,7 @@ from octavo.weights.folder import read_json
 from octavo.weights.generation_config import token_ids
 from octavo.weights.gguf.gguf_parts import parts_of
 from octavo_fleet.transformers.own_cache import OwnCacheTransformer
-from octavo_fleet.transformers.paged import NotPaged, PagedTransformer, register
+from octavo_fleet.transformers.paged import NotPaged, PagedTransformer, first_position, num_layers, register
 
 TRIAL_LENGTHS = (23, 9)
 """Tokens of the texts of a trial; the first has more where the model has windows."""
@@ -181,12 +181,12 @@ def _config(
         vocab_size=config.vocab_size,
         hidden_size=hidden_size,
         ffn_size=_widest(getattr(config, "intermediate_size", None)) or 4 * hidden_size,
-        num_layers=config.num_hidden_layers,
+        num_layers=num_layers(config),
         num_heads=_widest(getattr(config, "num_attention_heads", None)) or 1,
         num_kv_heads=max(spec.num_kv_heads for spec in specs),
         head_dim=max(spec.head_dim for spec in specs),
         norm_eps=0.0,
-        max_position_embeddings=_max_len(config, max_len),
+        max_position_embeddings=_max_len(config, max_len) - max(map(first_position, model.modules())),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         eos_token_ids=token_ids({"eos_token_id": getattr(config, "eos_token_id", None)}, "eos_token_id"),
         specs=specs,

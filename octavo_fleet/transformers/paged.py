@@ -10,6 +10,7 @@ Shapes: T rows, N heads, K KV heads, H head dimension, D model, R rows with logi
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,14 @@ class AttentionState:
     """What each layer caches, noted in a pass without ``caches``."""
     caches: Sequence[LayerCache] = ()
     rows: PagedRows | None = None
+    positions: Tensor | None = None
+    """The rows' positions [1, T] during a pass, for modules that would count them from the length of a cache."""
+
+    def give_positions(self, module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """The arguments of a module that looks positions up, with the rows' own; a hook before its forward pass."""
+        if self.positions is None:
+            return None
+        return args, {**options, "position_ids": self.positions + first_position(module)}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """The heads' outputs [1, T, N, V] for queries [1, N, T, H], keys [1, K, T, H] and values [1, K, T, V], which
@@ -74,6 +83,22 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The interface of attention functions in transformers."""
     return module.octavo_state.attend(module.layer_idx, query, key, value, options), None
+
+
+def num_layers(config: Any) -> int:
+    """The layers of a decoder, which may have been made as the half of a model with an encoder."""
+    return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+
+
+def first_position(module: nn.Module) -> int:
+    """The index of a text's first position, which is behind the padding token's in RoBERTa and what came of it."""
+    counts = hasattr(module, "create_position_ids_from_input_ids")
+    return int(module.padding_idx) + 1 if counts else 0  # type: ignore[arg-type]
+
+
+def _looks_up_positions(module: nn.Module) -> bool:
+    is_table = isinstance(module, nn.Embedding) or first_position(module) > 0
+    return is_table and "position_ids" in inspect.signature(module.forward).parameters
 
 
 def register() -> None:
@@ -148,6 +173,8 @@ class PagedTransformer(OutputHead):
         self.state = AttentionState()
         for module in model.modules():
             module.octavo_state = self.state
+            if _looks_up_positions(module):
+                module.register_forward_pre_hook(self.state.give_positions, with_kwargs=True)
         model.set_attn_implementation(ATTENTION)
         self._decoder = model.base_model
         self.specs = self._specs(model.config.get_text_config())
@@ -161,9 +188,11 @@ class PagedTransformer(OutputHead):
         return x_TD if rows.logits_indices_R is None else x_TD[rows.logits_indices_R]
 
     def _decode(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        output = self._decoder(
-            input_ids=token_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
-        )
+        positions = self.state.positions = positions_T.unsqueeze(0)
+        try:
+            output = self._decoder(input_ids=token_ids_T.unsqueeze(0), position_ids=positions, use_cache=False)
+        finally:
+            self.state.positions = None
         x_TD: Tensor = output.last_hidden_state[0]
         return x_TD
 
@@ -172,7 +201,7 @@ class PagedTransformer(OutputHead):
         tokens = torch.zeros(2, dtype=torch.int64, device=device)
         self._decode(tokens, torch.arange(2, device=device))
         found = self.state.specs
-        if sorted(found) != list(range(config.num_hidden_layers)):
+        if sorted(found) != list(range(num_layers(config))):
             raise NotPaged("not every layer's attention can be replaced")
         specs = [found[layer] for layer in range(len(found))]
         if [spec.window for spec in specs] != _windows(config, len(specs)):
