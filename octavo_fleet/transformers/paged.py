@@ -45,7 +45,9 @@ class AttentionState:
         """The arguments of a module that looks positions up, with the rows' own; a hook before its forward pass."""
         if self.positions is None:
             return None
-        return args, {**options, "position_ids": self.positions + first_position(module)}
+        given = options.get("position_ids")
+        positions = self.positions if given is None else self.positions.reshape(given.shape)
+        return args, {**options, "position_ids": positions + first_position(module)}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """The heads' outputs [1, T, N, V] for queries [1, N, T, H], keys [1, K, T, H] and values [1, K, T, V], which
