@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import get_args
 
 from octavo.cli.models import families
@@ -14,6 +15,7 @@ from octavo.text.message_format import HARMONY_NAME, TOOL_FORMATS
 from octavo.text.reasoning import FAMILIES
 from octavo.weights.gguf.blocks import BLOCK_KINDS
 from octavo.weights.safetensors import DTYPES
+from octavo_bench.architectures import Judged, read_record
 
 BACKENDS = "[backends.md](backends.md)"
 START = """\
@@ -30,12 +32,9 @@ The architecture is the entry of `architectures` in `config.json`, or of `genera
 those of vision models: [images](images.md)).
 *LoRA* says which matrices adapters may change, *windows* which layers may have a sliding window.
 """
-OTHERS = f"""\
+OTHERS = """\
 The decoders of the table, and others with their parts, are also served as embedding models without a map to logits (`Qwen3Model`, `LlamaModel`, `Gemma3TextModel`),
 as classifiers, rerankers and reward models (`...ForSequenceClassification`) and as classifiers of tokens (`...ForTokenClassification`): [embeddings.md](embeddings.md).
-
-Any other decoder of transformers runs with `--backend transformers`, more slowly: {BACKENDS}. `octavo bench architectures` goes through all classes of the
-installed library with tiny random checkpoints, and says how each is served.
 
 With longrope (Phi-3, Phi-3.5-MoE and others) a text up to the model's original length has the short factors, and a longer one the long factors for all of its tokens, as in
 transformers. A text that grows past the original length is computed again, once; cached blocks of the two are kept apart, so that neither is found for the other. `dynamic` scaling
@@ -43,6 +42,23 @@ makes contexts longer than `max_position_embeddings`, `factor` times at most. A 
 blocks with texts of the same base only. As a text grows behind that, transformers computes each token with another base than those before it; here the base changes after every
 sixteenth of `max_position_embeddings`, and the text is computed again then. The backend transformers ends contexts at the original length.
 """
+CLASSES = f"""\
+## Other decoders of transformers
+
+Any other decoder of transformers runs with `--backend transformers`, more slowly: {BACKENDS}. `octavo bench architectures` goes through all causal language models of
+the installed library with tiny random checkpoints: it compares the log-probabilities of prompts, in chunks, together and again over the prefix cache, with the library's
+own, and what `octavo models` says of a checkpoint with what a start then does.
+"""
+SERVED = {
+    "native": "natively: the classes of the first table",
+    "backend, paged": "backend `transformers`, with the paged KV cache: prefixes are cached, sequences batched",
+    "backend, own cache": "backend `transformers`, one sequence at a time, without a prefix cache",
+    "refused": "refused",
+    "wrong": "wrong",
+    "crash": "ends with an error",
+    "not built": "not tried, as there is no tiny checkpoint",
+}
+RECORD = Path(__file__).parents[2] / "benchmarks/results/architectures.jsonl"
 CALLS = """\
 ## Tool calls
 
@@ -102,10 +118,28 @@ def _lines() -> Iterator[str]:
     title, *rows = families()
     yield from ("", *_table(title, *((f"`{name}`", *rest) for name, *rest in rows)))
     yield from ("", *OTHERS.splitlines())
+    yield from ("", *CLASSES.splitlines(), "", *_classes(read_record(RECORD)))
     yield from ("", "## Formats", "", *_table(("what", "which"), *_formats()))
     yield from ("", *CALLS.splitlines(), "", *_table(("`--tool-call-parser`", "models", "seen by"), *_calls()))
     yield from ("", *REASONING.splitlines(), "", *_table(("`--reasoning-parser`", "reasoning"), *_reasoning()))
     yield from TESTED.splitlines()
+
+
+def _classes(found: Sequence[Judged]) -> Iterator[str]:
+    """How the classes of a record are served: a row for each way, then a line for each that is not served."""
+    libraries = sorted({item.library for item in found})
+    yield f"Of the {len(found)} classes of transformers {_words(libraries)}:"
+    yield ""
+    rows = []
+    for kind, how in SERVED.items():
+        names = [item.architecture for item in found if item.kind == kind]
+        if names:
+            rows.append((how, str(len(names)), "" if kind == "native" else _words(names)))
+    yield from _table(("served", "classes", ""), *rows)
+    yield ""
+    for item in found:
+        if item.kind not in ("native", "backend, paged", "backend, own cache"):
+            yield f"- `{item.architecture}`: {item.note}"
 
 
 def _calls() -> Iterator[tuple[str, str, str]]:
