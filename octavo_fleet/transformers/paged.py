@@ -88,8 +88,8 @@ def _attention(
 
 
 def num_layers(config: Any) -> int:
-    """The layers of a decoder, which may have been made as the half of a model with an encoder."""
-    return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+    """The layers of a decoder, perhaps the half of a model with an encoder; 1 where the configuration says none."""
+    return int(getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", 1))
 
 
 def first_position(module: nn.Module) -> int:
