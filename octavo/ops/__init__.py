@@ -27,6 +27,7 @@ from octavo.ops.norms import layer_norm, rms_norm
 from octavo.ops.partial_attention import merge_parts, partial_attention
 from octavo.ops.sampling import adjust_logits, processed_logits, sample, token_logprobs
 from octavo.ops.scaled_linear import scaled_linear
+from octavo.ops.selective_scan import selective_scan
 from octavo.ops.state_space import state_space
 from octavo.ops.stepping import next_tokens, publish_tokens, pull_step, stage_step
 
@@ -80,6 +81,7 @@ __all__ = [
     "sample",
     "scaled",
     "scaled_linear",
+    "selective_scan",
     "sigmoid_and_mul",
     "silu_and_mul",
     "stacked_lora",

@@ -13,6 +13,7 @@ from octavo import ops
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.ops.gated_norm import Gate
 from octavo.ops.recurrence import StateRows
+from octavo.ops.selective_scan import ScanChannels
 from octavo.ops.state_space import StateSpaceHeads
 
 Run = Callable[[Tensor, Tensor, StateRows], Tensor]
@@ -112,6 +113,16 @@ def state_space_case(
     return Case(run, sum(widths), (heads, state_size, head_dim))
 
 
+def scan_case(channels: int = 20, state_size: int = 5) -> Case:
+    layout = ScanChannels(torch.randn(state_size, channels) - 2, torch.randn(channels) * 0.5, torch.randn(channels))
+    widths = [channels, channels, state_size, state_size]
+
+    def run(x: Tensor, state: Tensor, rows: StateRows) -> Tensor:
+        return ops.selective_scan(*x.split_with_sizes(widths, dim=1), layout, state, rows)
+
+    return Case(run, sum(widths), (1, state_size, channels))
+
+
 def linear_case(heads: int = 3, head_dim: int = 32, *, activation: bool = True) -> Case:
     decay = torch.exp(-torch.rand(heads) * 0.2)
     return Case(
@@ -130,6 +141,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "delta with negative eigenvalues": lambda: delta_case(beta_scale=2.0),
     "state space": state_space_case,
     "state space with limits": lambda: state_space_case(groups=1, limits=(0.6, 0.9)),
+    "scan": scan_case,
     "linear": linear_case,
     "linear without activation": lambda: linear_case(activation=False),
 }

@@ -18,6 +18,7 @@ from tests.ops.recurrent_cases import (
     gated_conv_case,
     in_chunks,
     linear_case,
+    scan_case,
     state_space_case,
     step,
 )
@@ -29,6 +30,7 @@ LARGE = {
     "delta of 128": lambda: delta_case(2, 4, 128, 128),
     "delta by channel of 64": lambda: delta_case(2, 2, 64, 64, by_channel=True, gate="sigmoid"),
     "state space of 64": lambda: state_space_case(4, 64, 2, 128),
+    "scan of many channels": lambda: scan_case(96, 16),
     "linear of odd sizes": lambda: linear_case(3, 20),
     "delta of odd sizes": lambda: delta_case(1, 3, 7, 50),
 }

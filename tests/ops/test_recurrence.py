@@ -13,6 +13,7 @@ from octavo.ops import dispatch
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.ops.gated_norm import Gate
 from octavo.ops.recurrence import StateRows
+from octavo.ops.selective_scan import ScanChannels
 from octavo.ops.state_space import StateSpaceHeads
 from tests.ops.recurrent_cases import CASES, in_chunks, step
 
@@ -150,6 +151,28 @@ def test_state_space(limits: tuple[float, float]) -> None:
     after = before.clone()
     heads = StateSpaceHeads(N, P, G, K, a_log, dt_bias, d, limits)
     check(ops.state_space(x, dt, heads, after, step(LENGTHS, SLOTS)), after, expected, before)
+
+
+def test_selective_scan() -> None:
+    C, K = 4, 3
+    x, dt, b, c = (torch.randn(12, size, dtype=torch.float64) for size in (C, C, K, K))
+    a_log, dt_bias, d = (torch.randn(*shape, dtype=torch.float64) for shape in ((K, C), (C,), (C,)))
+    before = used_slots(1, K, C)
+    expected = {}
+    for s, rows, length, slot in sequences():
+        S = past_of(before, slot, rows.stop - rows.start, length)
+        outputs = []
+        for t in range(rows.start, rows.stop):
+            out = torch.empty(C, dtype=torch.float64)
+            for n in range(C):
+                size = torch.log1p(torch.exp(dt[t, n] + dt_bias[n]))
+                S[0, :, n] = torch.exp(-a_log[:, n].exp() * size) * S[0, :, n] + b[t] * size * x[t, n]
+                out[n] = S[0, :, n] @ c[t] + d[n] * x[t, n]
+            outputs.append(out)
+        expected[s] = torch.stack(outputs), S
+    after = before.clone()
+    found = ops.selective_scan(x, dt, b, c, ScanChannels(a_log, dt_bias, d), after, step(LENGTHS, SLOTS))
+    check(found, after, expected, before)
 
 
 def test_linear_attention() -> None:

@@ -202,7 +202,7 @@ class _Block:
 
 
 @inlined
-def _copy(source: int, out: int, count: int) -> None:
+def copy(source: int, out: int, count: int) -> None:
     x, y = view(source, count, np.float32), view(out, count, np.float32)
     for i in range(count):
         y[i] = x[i]
@@ -227,12 +227,12 @@ def _padded(address: int, count: int, out: Any) -> int:
     """The address of a key's numbers: itself if their count is a multiple of CHAINS, else that of a copy."""
     if count == len(out):
         return address
-    _copy(address, out.ctypes.data, count)
+    copy(address, out.ctypes.data, count)
     return out.ctypes.data  # type: ignore[no-any-return]
 
 
 @inlined
-def _move(a: Any, number_format: Constant, at: int, block: Any, columns: int, is_stored: bool) -> None:
+def move(a: Any, number_format: Constant, at: int, block: Any, columns: int, is_stored: bool) -> None:
     """Load a block's columns from the state, or store them there."""
     item = FORMAT_BYTES[number_format]
     for i in range(a.K):
@@ -263,12 +263,12 @@ def _compute_rows(
         beta = a.beta + 4 * index if a.beta else room[6].ctypes.data
         source, out = a.v + t * a.value_stride + 4 * (n * a.V + column), a.out + 4 * (index * a.V + column)
         if is_padded:
-            _copy(source, value, columns)
+            copy(source, value, columns)
         if not is_padded:
             value, result = source, out
         _advance(number_format, rule, steps, block, stride, decay, key, decayed_key, query, value, beta, result)
         if is_padded:
-            _copy(result, out, columns)
+            copy(result, out, columns)
         if a.skip:
             _add(view(a.skip, a.N, np.float32)[n], source, out, columns)
 
@@ -298,10 +298,10 @@ def recur_task(number_format: int, rule: int) -> int:
                 block, stride = own.ctypes.data, 4 * WIDTH
                 own[:] = 0
             if is_copied and not is_fresh:
-                _move(a, number_format, at, own, columns, False)
+                move(a, number_format, at, own, columns, False)
             _compute_rows(a, number_format, rule, s, n, column, block, stride, room)
             if is_copied:
-                _move(a, number_format, at, own, columns, True)
+                move(a, number_format, at, own, columns, True)
         keep((own, room))
 
     return compiled_task(recur)

@@ -20,7 +20,7 @@ from tests.ops.recurrent_cases import CASES, Case, delta_case, in_chunks, linear
 from tests.ops.triton.poison import poison_new_tensors
 from tests.triton_interpreter import quick_first
 
-NAMES = ("causal_conv", "gated_conv", "gated_delta", "state_space", "linear_attention")
+NAMES = ("causal_conv", "gated_conv", "gated_delta", "state_space", "selective_scan", "linear_attention")
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_close_to_float64(device: str, name: str, dtype: torch.dtype, lengths: l
     assert torch.equal(state[others].nan_to_num(7), before[others].nan_to_num(7))
 
 
-@pytest.mark.parametrize("name", quick_first(5, ["conv", "gated conv", "delta", "state space", "linear"]))
+@pytest.mark.parametrize("name", quick_first(6, ["conv", "gated conv", "delta", "state space", "scan", "linear"]))
 def test_same_bits_in_any_chunks_and_batch(device: str, name: str) -> None:
     case = CASES[name]()
     x, state = case.inputs(9), torch.randn(5, *case.state_shape)
