@@ -131,6 +131,12 @@ class WeightLoader:
         exact = dataclasses.replace(self.form, dtype=torch.float32)
         return self._counted(self._shard.sections(name, column, sections).dense(exact).squeeze(1))
 
+    def exact_columns(self, name: str, section: Section, width: int) -> Tensor:
+        """This device's rows of a matrix of ``width`` columns, in float32 and transposed: [width, rows]."""
+        rows = DenseStored((self._numbers(name, (section.num_rows, width)),))
+        exact = dataclasses.replace(self.form, dtype=torch.float32)
+        return self._counted(self._shard.sections(name, rows, [section]).dense(exact).t().contiguous())
+
     def conv(self, name: str, sections: Sequence[Section], width: int) -> Tensor:
         """This device's channels of a convolution of each channel: [width, channels]."""
         return self.convs([name], sections, width)

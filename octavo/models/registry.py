@@ -54,6 +54,7 @@ from octavo.models.linear_parts import MapPart
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.llama4 import Llama4ForCausalLM
 from octavo.models.loader import WeightLoader
+from octavo.models.mamba import FalconMambaForCausalLM, MambaForCausalLM
 from octavo.models.mamba2 import Mamba2ForCausalLM
 from octavo.models.mimo import MiMoV2FlashForCausalLM
 from octavo.models.minimax import MiniMaxForCausalLM
@@ -132,6 +133,7 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "ExaoneMoeForCausalLM": ExaoneMoeForCausalLM,
     "FalconForCausalLM": FalconForCausalLM,
     "FalconH1ForCausalLM": FalconH1ForCausalLM,
+    "FalconMambaForCausalLM": FalconMambaForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3nForCausalLM": Gemma3nForCausalLM,
@@ -159,6 +161,7 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "Llama4ForCausalLM": Llama4ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "Mamba2ForCausalLM": Mamba2ForCausalLM,
+    "MambaForCausalLM": MambaForCausalLM,
     "MiMoV2FlashForCausalLM": MiMoV2FlashForCausalLM,
     "MiniMaxForCausalLM": MiniMaxForCausalLM,
     "MiniMaxM1ForCausalLM": MiniMaxForCausalLM,
@@ -203,6 +206,8 @@ ROOTS = {
     "Falcon": "transformer.",
     "GPT2": "",
     "GPTNeoX": "gpt_neox.",
+    "FalconMamba": "backbone.",
+    "Mamba": "backbone.",
     "Mamba2": "backbone.",
     "Mpt": "transformer.",
     "NemotronH": "backbone.",

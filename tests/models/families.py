@@ -224,6 +224,12 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "mamba/alone": ("mamba", {"state_size": 6, "time_step_rank": 5}),
+    "mamba/biases": (
+        "mamba",
+        {"state_size": 8, "conv_kernel": 3, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False},
+    ),
+    "falcon_mamba/norms": ("falcon_mamba", {"state_size": 6, "time_step_rank": 5, "tie_word_embeddings": False}),
     "nemotron_h/experts": (
         "nemotron_h",
         {
