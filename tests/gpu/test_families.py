@@ -31,7 +31,16 @@ SETTINGS: dict[str, Any] = {
 OF_GPU = {"device": "cuda", "gpu_memory_utilization": 1.0}
 """Several processes have the device at the same time."""
 TOLERANCE = 1e-3
-STATE_TYPES = {"qwen3_next", "qwen3_5_text", "mamba2", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1"}
+STATE_TYPES = {
+    "qwen3_next",
+    "qwen3_5_text",
+    "mamba2",
+    "falcon_mamba",
+    "lfm2",
+    "nemotron_h",
+    "granitemoehybrid",
+    "falcon_h1",
+}
 WITH_STATE = [row for row in ROWS if ROWS[row][0] in STATE_TYPES]
 
 
