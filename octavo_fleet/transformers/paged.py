@@ -89,7 +89,8 @@ def _attention(
 
 def num_layers(config: Any) -> int:
     """The layers of a decoder, perhaps the half of a model with an encoder; 1 where the configuration says none."""
-    return int(getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", 1))
+    count: Any = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", 1)
+    return int(count)
 
 
 def first_position(module: nn.Module) -> int:
