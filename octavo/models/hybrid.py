@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.mamba import Mamba
 from octavo.layers.mamba2 import GatedNorm, Mamba2
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import Rotary
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.layer_cache import LayerCacheSpec, conv_state, recurrent_state, state_layer
+from octavo.models.layer_cache import LayerCacheSpec, StateTensor, conv_state, recurrent_state, state_layer
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.llama import LlamaConfig, LlamaForCausalLM
 from octavo.models.loader import WeightLoader
 from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.selective_scan import ScanChannels
 from octavo.ops.state_space import StateSpaceHeads
 from octavo.quant.stored.shard import Section
 
@@ -194,3 +196,66 @@ def load_mamba2(
         widths = layout.num_heads * layout.head_dim, *layout.sizes, layout.num_heads
         scales_W = torch.tensor(sizes.scales).repeat_interleave(torch.tensor(widths)).to(weights.form.device)
     return Mamba2(norm, projections, conv, layout, gated_norm, scales_W)
+
+
+class ScanSizes(NamedTuple):
+    """Sizes of a layer of Mamba."""
+
+    inner: int
+    """Channels."""
+    state_size: int
+    rank: int
+    """Of the map to time steps."""
+    width: int
+    """Of the convolution."""
+    has_conv_bias: bool
+    has_bias: bool
+    """Whether the outer projections have biases."""
+    norms: tuple[str, ...] = ()
+    """Names of the norms of time steps, b and c; none: they have none."""
+    norm_eps: float = 0.0
+    has_norm_weights: bool = True
+
+    @property
+    def channels(self) -> Section:
+        """Each of which a rank may have."""
+        return Section(self.inner, self.inner)
+
+    @property
+    def cache(self) -> LayerCacheSpec:
+        state = StateTensor((1, self.state_size, self.inner), 2, self.inner, is_recurrent=True)
+        return state_layer(conv_state(self.width, self.inner, self.inner), state)
+
+
+def read_rank(keys: ConfigKeys, key: str, hidden_size: int) -> int:
+    """The rank of the map to time steps, by default a sixteenth of the hidden size, rounded up."""
+    return -(-hidden_size // 16) if keys.get(key, "auto") == "auto" else keys.size(key)
+
+
+def load_mamba(weights: WeightLoader, name: str, sizes: ScanSizes, hidden_size: int, norm: RMSNorm) -> Mamba:
+    """The layer with weights ``name``, without its output projection."""
+    C, K, R, own = sizes.inner, sizes.state_size, sizes.rank, sizes.channels
+    channels = ScanChannels(
+        weights.exact_columns(f"{name}.A_log", own, K),
+        weights.exact_part(f"{name}.dt_proj.bias", own),
+        weights.exact_part(f"{name}.D", own),
+    )
+    norms = []
+    for part, size in zip(sizes.norms, (R, K, K), strict=False):
+        if sizes.has_norm_weights:
+            norms.append(weights.norm(f"{name}.{part}", size, sizes.norm_eps))
+        else:
+            ones = torch.ones(size, dtype=weights.form.dtype, device=weights.form.device)
+            norms.append(RMSNorm(ones, sizes.norm_eps))
+    return Mamba(
+        norm,
+        weights.fused([MatrixRows(f"{name}.in_proj", [own, own])], hidden_size, sizes.has_bias),
+        (
+            weights.conv(f"{name}.conv1d", [own], sizes.width),
+            weights.exact_part(f"{name}.conv1d.bias", own) if sizes.has_conv_bias else None,
+        ),
+        weights.row(f"{name}.x_proj", R + 2 * K, C),
+        weights.fused([MatrixRows(f"{name}.dt_proj", [own])], R),
+        channels,
+        tuple(norms),
+    )

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from octavo.layers.mamba import Mamba
 from octavo.layers.mamba2 import Mamba2
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import DefaultRope
 from octavo.models.config import architecture
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.hybrid import LINEAR, HybridConfig, HybridForCausalLM, MambaSizes, load_mamba2, read_limits
+from octavo.models.hybrid import (
+    LINEAR,
+    HybridConfig,
+    HybridForCausalLM,
+    MambaSizes,
+    ScanSizes,
+    load_mamba2,
+    read_limits,
+)
 from octavo.models.llama import LlamaLayer
 from octavo.models.loader import WeightLoader
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.weights.generation_config import token_ids
-
-if TYPE_CHECKING:
-    from octavo.layers.mamba import Mamba
-    from octavo.models.mamba import ScanSizes
 
 LONGEST = 1 << 20
 """Tokens of a context, where the configuration states no limit: none is built in."""
