@@ -24,7 +24,7 @@ from octavo.cache.group_cache import GroupCache, GroupSize
 from octavo.cache.kv_events import KVEvents
 from octavo.cache.node import Node
 from octavo.cache.offload import Offload
-from octavo.cache.sessions import Sessions, live
+from octavo.cache.sessions import MAX_BRANCHES, Sessions, live
 from octavo.cache.state_cache import StateCache
 from octavo.errors import ConfigError
 from octavo.steps.limits import StateSize
@@ -330,33 +330,35 @@ class KVCache:
         seq.num_computed_tokens = seq.capacity = 0
 
     def _note_turn(self, seq: Sequence) -> None:
-        """Record the end of a session's latest turn; with policy ``session``, blocks of the turn before that are not on
-        its path are superseded."""
-        ends = [held.published for held in seq.groups]
-        before = self.sessions.note_turn(seq.request, ends, seq.num_cached_tokens)
+        """Record the end of a session's turn; with policy ``session``, blocks of the turn before that are not on its
+        path are superseded."""
+        turn, before = self.sessions.note_turn(seq)
         if self.offload is not None:
-            self.offload.note_session(seq.request.owner, seq.request.session, ends[0])
+            self.offload.note_session(seq.request.owner, seq.request.session, turn.slot, turn.ends[0])
         if self._supersedes:
-            for group, end in zip(self.groups, before, strict=False):  # none before the first turn
-                group.tree.supersede(end, seq.groups[group.index].block_table)
+            for earlier in before:
+                for group, end in zip(self.groups, earlier.ends, strict=True):
+                    group.tree.supersede(end, seq.groups[group.index].block_table)
 
     def forget_session(self, owner: str, name: str) -> None:
-        """Evict what only the latest turns of a session of ``owner`` need."""
-        for ends in self.sessions.forget(owner, name):
-            for group, end in zip(self.groups, ends, strict=True):
+        """Evict what only the last turns of a session of ``owner`` need."""
+        for turn in [turn for session in self.sessions.forget(owner, name) for turn in session.turns]:
+            for group, end in zip(self.groups, turn.ends, strict=True):
                 group.forget(end)
         if self.offload is not None:
-            self.offload.note_session(owner, name, self.groups[0].tree.root)
+            for slot in range(MAX_BRANCHES):
+                self.offload.note_session(owner, name, slot, self.groups[0].tree.root)
 
     def prefetch_session(self, owner: str, name: str) -> bool:
-        """Start to read what is only on disk of the latest turn of a session of ``owner``, for its next turn; return
+        """Start to read what is only on disk of the last turns of a session of ``owner``, for its next turns; return
         whether the hint was taken."""
         if self.offload is None:
             return False
-        known = self.sessions.find(owner, name)
-        end = live(known[0].ends[0]) if known else self.groups[0].tree.root
-        num_with_state = 0 if self.states is None else self.states.match(end).depth
-        return self.offload.prefetch_session(owner, name, end.depth, num_with_state)
+        counts = [(0, 0)] * MAX_BRANCHES
+        for turn in [turn for session in self.sessions.find(owner, name)[:1] for turn in session.turns]:
+            end = live(turn.ends[0])
+            counts[turn.slot] = end.depth, 0 if self.states is None else self.states.match(end).depth
+        return self.offload.prefetch_session(owner, name, counts)
 
     def clear(self) -> None:
         """Evict every block that no sequence holds."""

@@ -258,8 +258,9 @@ class Offload:
         wanted = [] if self.disk is None else self._wanted(keys, counts, self.disk)
         return self._loader.submit(self._load, wanted) if wanted else None
 
-    def note_session(self, owner: str, name: str, end: Node) -> None:
-        """Let ``prefetch_session`` find the path to ``end`` by a session's name, also after a restart."""
+    def note_session(self, owner: str, name: str, slot: int, end: Node) -> None:
+        """Let ``prefetch_session`` find the path to ``end`` by a session's name, also after a restart; ``slot`` is its
+        number among those of the session."""
         if self.disk is None:
             return
         self._key_of(end)
@@ -267,29 +268,33 @@ class Offload:
         while end.parent is not None:
             keys.append(end.key)
             end = end.parent
-        self._writer.submit(self.disk.put_path, self._session_key(owner, name), keys[::-1])
+        self._writer.submit(self.disk.put_path, self._session_key(owner, name, slot), keys[::-1])
 
-    def prefetch_session(self, owner: str, name: str, num_cached: int, num_with_state: int) -> bool:
-        """As ``prefetch``, of the path that was noted last; return whether the hint was taken. It is not without a
-        disk, and while ``MAX_HINTS`` other sessions of ``owner`` are read."""
+    def prefetch_session(self, owner: str, name: str, counts: list[tuple[int, int]]) -> bool:
+        """As ``prefetch``, of the path in each slot, of which the prefix cache has ``counts`` blocks, and blocks with a
+        state behind them; return whether the hint was taken. It is not without a disk, and while ``MAX_HINTS`` other
+        sessions of ``owner`` are read."""
         pending = [hint for hint in self._hints.pop(owner, ()) if not hint.done()]
         takes_more = self.disk is not None and len(pending) < MAX_HINTS
         if takes_more:
-            session = self._session_key(owner, name)
-            pending.append(self._hint_loader.submit(self._load_session, session, (num_cached, num_with_state)))
+            paths = {self._session_key(owner, name, slot): count for slot, count in enumerate(counts)}
+            pending.append(self._hint_loader.submit(self._load_session, paths))
         if pending:
             self._hints[owner] = pending
         return takes_more
 
-    def _session_key(self, owner: str, name: str) -> bytes:
-        return hashlib.sha256(self._root + f"{owner}\0{name}".encode()).digest()
+    def _session_key(self, owner: str, name: str, slot: int) -> bytes:
+        return hashlib.sha256(self._root + f"{owner}\0{name}\0{slot}".encode()).digest()
 
-    def _load_session(self, session: bytes, counts: tuple[int, int]) -> None:
+    def _load_session(self, paths: dict[bytes, tuple[int, int]]) -> None:
         assert self.disk is not None
         self.disk.refresh()
         size = max(self.store.num_bytes, self.store.state_bytes)
-        most = counts[0] + int(HINT_SHARE * self.host.capacity) // size
-        self._load(self._wanted(self.disk.path(session)[:most], counts, self.disk))
+        left = int(HINT_SHARE * self.host.capacity) // size
+        for name, counts in paths.items():
+            keys = self.disk.path(name)[: counts[0] + left]
+            self._load(self._wanted(keys, counts, self.disk))
+            left -= max(0, len(keys) - counts[0])
 
     def _wanted(self, keys: Iterable[bytes], counts: tuple[int, int], there: DiskTier | set[bytes]) -> list[bytes]:
         """Those of ``keys``, of the blocks of a prompt, and of its states that are ``there`` and of use; ``counts`` are

@@ -89,15 +89,10 @@ class SequenceAdmission:
         self.cache.start(seq, ends, may_share(seq), self.max_num_batched_tokens)
         if self.images is not None:
             self.images.hold(seq)
-        session = self.cache.sessions.of(seq.request)
-        num_before = 0 if session is None else min(session.num_tokens, seq.num_prompt_tokens - 1)
-        turn = 0 if not seq.request.session else 1 if session is None else session.num_requests + 1
-        num_running = len(self.running)
-        self.events.note(
-            seq.id, "admitted", tokens=seq.num_computed_tokens, others=num_running, turn=turn, before=num_before
-        )
+        turn, before = (0, 0) if seq.first_scheduled else self.cache.sessions.note_found(seq)
+        num_found, num_running = seq.num_computed_tokens, len(self.running)
+        self.events.note(seq.id, "admitted", tokens=num_found, others=num_running, turn=turn, before=before)
         if not seq.first_scheduled:
-            self.cache.sessions.note_found(num_before, seq.num_computed_tokens)
             seq.first_scheduled = self.clock()
             seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.stats.prefix_queries += seq.num_prompt_tokens

@@ -31,7 +31,7 @@ class SessionView(msgspec.Struct, frozen=True, gc=False):
     """Name of its API key."""
     requests: int
     tokens: int
-    """Of its latest turn, prompt and answer, in full blocks."""
+    """Of its last turn, prompt and answer, in full blocks; of the longest, where helpers have the same name."""
     cached_tokens: int
     """Of those, tokens that have been cached since."""
     pinned_tokens: int

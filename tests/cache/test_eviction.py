@@ -276,6 +276,31 @@ def test_what_a_session_has_is_shown() -> None:
     assert len(cache.sessions.views(None, 100)) == 16
 
 
+def test_helpers_with_the_name_of_a_session_leave_it_as_it_is() -> None:
+    """Each goes on from its own last turn, also where the main conversation was evicted in between."""
+    cache = KVCache(64, 1, eviction="session")
+    main = [*range(100, 110)]
+    run_through(cache, main, session="s", number=0)
+    for number in range(1, 10):
+        helper = [100, 101, *[number % 3] * number]  # of four, the first three begin alike
+        run_through(cache, helper, session="s", number=number)
+        assert not [node for node in cache.groups[0].tree.walk() if node.is_superseded and node.edge[-1] in main]
+        [session] = cache.sessions.find("", "s")
+        assert len(session.turns) <= 4
+        assert len({turn.slot for turn in session.turns}) == len(session.turns)
+    run_through(cache, [*main, 1, 2], session="s", number=10)
+    [session] = cache.sessions.find("", "s")
+    assert session.turns[0].num_blocks == 12
+    slot = session.turns[0].slot
+    cache.clear()
+    run_through(cache, [*main, 1, 2, 3], session="s", number=11)
+    [session] = cache.sessions.find("", "s")
+    assert session.turns[0].slot == slot, "though nothing was left of it, it is as long"
+    cache.forget_session("", "s")
+    assert cache.groups[0].num_cached == 0
+    cache.check([])
+
+
 def test_sessions_keep_no_blocks_that_were_evicted() -> None:
     """Their number is that of the blocks, and each was as long as the cache."""
     cache = KVCache(32, 1)
@@ -286,7 +311,7 @@ def test_sessions_keep_no_blocks_that_were_evicted() -> None:
     alive = [one for one in gc.get_objects() if isinstance(one, Node) and one.above(0) is tree.root]
     assert len(cache.sessions) == 32
     assert len(alive) == 1 + 32
-    ends = [end for number in range(40) for one in cache.sessions.find("", f"s{number}") for end in one.ends]
+    ends = [end for number in range(40) for one in cache.sessions.find("", f"s{number}") for end in one.turns[0].ends]
     assert len(ends) == 32
     assert {*ends} == {tree.root, *(node for node in alive if node.depth == 32)}
 
