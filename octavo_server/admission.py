@@ -309,11 +309,9 @@ class Admission:
                 )
                 marks = client_request.answer_marks
                 answer = None if marks is None else answer_start(marks, prompt.text)
-                text_stream = TextStream(self.tokenizer, client_request.params, client_request.shown_ids, answer)
-                place = len(generation.choices)
-                generation.add(
-                    GeneratedChoice(generation, place, prompt, request, text_stream, self.engine.weight_version)
-                )
+                text = TextStream(self.tokenizer, client_request.params, client_request.shown_ids, answer)
+                place, version = len(generation.choices), self.engine.weight_version
+                generation.add(GeneratedChoice(generation, place, prompt, request, text, version))
         try:
             for choice in generation.choices:
                 self.engine.timelines.own(choice.request.id, client_request.caller.name, client_request.session)
