@@ -20,16 +20,7 @@ def add_kinds(kinds: Any) -> None:
     """Add each sub-command; these print what they make themselves."""
     _add_shape(kinds)
     _add_sanity(kinds)
-
-    roofline = kinds.add_parser("roofline", help="the least time of a decode step, from bytes and arithmetic")
-    roofline.add_argument("model", help="a shape's name, or a folder with a config.json")
-    roofline.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
-    roofline.add_argument("--context", type=positive, default=256)
-    roofline.add_argument("--weight-bytes", type=above_zero, default=2, help="bytes of a weight")
-    roofline.add_argument("--kv-bytes", type=above_zero, default=2, help="bytes of a cached value")
-    roofline.add_argument("--bandwidth", type=above_zero, required=True, help="TB/s that the device reads")
-    roofline.add_argument("--peak", type=above_zero, required=True, help="TFLOP/s of its matrix products")
-    roofline.set_defaults(run=_roofline)
+    _add_roofline(kinds)
 
     lora = add_kind(kinds, "lora", "what LoRA adapters cost in a decode step on a CPU, with random weights", _lora)
     lora.add_argument("model", type=Path, help="folder with a config.json")
@@ -85,6 +76,18 @@ def _add_sanity(kinds: Any) -> None:
     sanity = add_kind(kinds, "sanity", help, _sanity, show=_plain, is_good=_none_failed)
     sanity.add_argument("--families", type=lambda text: text.split(","), default=[], help="some of them; default: all")
     sanity.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+def _add_roofline(kinds: Any) -> None:
+    roofline = kinds.add_parser("roofline", help="the least time of a decode step, from bytes and arithmetic")
+    roofline.add_argument("model", help="a shape's name, or a folder with a config.json")
+    roofline.add_argument("--batches", type=numbers, default=[1, 16, 64, 256])
+    roofline.add_argument("--context", type=positive, default=256)
+    roofline.add_argument("--weight-bytes", type=above_zero, default=2, help="bytes of a weight")
+    roofline.add_argument("--kv-bytes", type=above_zero, default=2, help="bytes of a cached value")
+    roofline.add_argument("--bandwidth", type=above_zero, required=True, help="TB/s that the device reads")
+    roofline.add_argument("--peak", type=above_zero, required=True, help="TFLOP/s of its matrix products")
+    roofline.set_defaults(run=_roofline)
 
 
 def _add_shape(kinds: Any) -> None:
