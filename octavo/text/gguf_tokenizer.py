@@ -165,10 +165,11 @@ def parts_from_metadata(metadata: dict[str, Any], origin: Path) -> TokenizerPart
     reader = _Metadata(metadata, origin)
     if kind == "gpt2":
         backend, adds_bos = _byte_level(reader)
-    elif kind == "llama":
-        backend, adds_bos = _sentencepiece(reader), True
+    elif kind in ("llama", "gemma4"):
+        backend, adds_bos = _sentencepiece(reader, has_merges=kind == "gemma4"), True
     else:
-        raise CheckpointError(f"{origin}: tokenizer.ggml.model is {kind!r}; only 'gpt2' and 'llama' can be handled")
+        known = "'gpt2', 'llama' and 'gemma4'"
+        raise CheckpointError(f"{origin}: tokenizer.ggml.model is {kind!r}; only {known} can be handled")
     reader.pieces(None).add_to(backend, _takes_blanks(reader, kind))
     special_tokens = reader.special_tokens()
     add_bos = reader.flag("add_bos_token", adds_bos and "bos_token" in special_tokens)
@@ -263,12 +264,19 @@ def _bpe(reader: _Metadata, vocabulary: dict[str, int], merges: list[tuple[str, 
         raise reader.fail("merges", str(error)) from None
 
 
-def _sentencepiece(reader: _Metadata) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE, with byte fallback for characters without a piece."""
+def _sentencepiece(reader: _Metadata, has_merges: bool) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE, with byte fallback for characters without a piece; ``has_merges``: by the merges of the file
+    instead of scores."""
     unknown = reader.token_id("unknown_token_id")
     pieces = reader.pieces(None if unknown is None else reader.tokens[unknown])
     has_bytes = {f"<0x{byte:02X}>" for byte in range(256)}.issubset(pieces.tokens)
-    backend = tokenizers.Tokenizer(pieces.bpe(has_bytes))
+    if has_merges:
+        merges = [_pair(merge, reader) for merge in reader.strings("merges")]
+        vocabulary = {token: index for index, token in enumerate(reader.tokens)}
+        options = {"unk_token": pieces.unknown, "fuse_unk": True, "byte_fallback": has_bytes}
+        backend = tokenizers.Tokenizer(_bpe(reader, vocabulary, merges, **options))
+    else:
+        backend = tokenizers.Tokenizer(pieces.bpe(has_bytes))
     # As in llama.cpp, what follows a special token begins with a space too.
     has_prefix = reader.flag("add_space_prefix", True)
     backend.normalizer = normalizers.Sequence(space_marks(has_prefix))

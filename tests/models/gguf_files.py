@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "gemma": "GEMMA",
     "gemma2": "GEMMA2",
     "gemma3_text": "GEMMA3",
+    "gemma4_text": "GEMMA4",
     "glm4": "GLM4",
     "gpt2": "GPT2",
     "gpt_oss": "GPT_OSS",
@@ -115,7 +116,11 @@ def _one(kind: str, config: dict[str, Any], name: str, tensor: Tensor) -> dict[s
         return {name: torch.cat(parts, dim=1).reshape(tensor.shape)}
     if kind == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name):
         return {name: tensor.t()}
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    if kind == "gemma4_text" and name.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj")):
+        return {f"{name}.weight": tensor}
+    if kind == "gemma4_text" and (match := re.search(r"layers\.(\d+)\.router\.(scale|per_expert_scale)$", name)):
+        return {f"blk.{match[1]}.ffn_{'gate_inp' if match[2] == 'scale' else 'down_exps'}.scale": tensor}
+    if kind.startswith("gemma") and kind != "gemma4_text" and name.endswith("norm.weight"):
         return {name: tensor + 1}
     if name.endswith("shared_expert_gate.weight"):
         return {name: tensor.squeeze()}
@@ -152,6 +157,9 @@ def _write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> N
         writer.add_file_type(gguf.LlamaFileType.ALL_F32)
         return
     writer.add_block_count(config["num_hidden_layers"])
+    if kind == "gemma4_text":
+        _write_gemma4(writer, config)
+        return
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -182,6 +190,41 @@ def _write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> N
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
     if "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _write_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+    full = config["per_layer_config"][str(windowed.index(False))]
+    wide, narrow, shared = full["head_dim"], config["head_dim"], config["num_kv_shared_layers"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    size, first = config["intermediate_size"], len(windowed) - shared
+    is_wide = config.get("use_double_wide_mlp")
+    writer.add_feed_forward_length([size * (1 + (i >= first)) for i in range(len(windowed))] if is_wide else size)
+    heads, of_full = config["num_key_value_heads"], full.get("num_key_value_heads")
+    writer.add_head_count_kv([heads if has else of_full for has in windowed] if of_full else heads)
+    for count, add in ((wide, ""), (narrow, "_swa")):
+        getattr(writer, f"add_key_length{add}")(count)
+        getattr(writer, f"add_value_length{add}")(count)
+        getattr(writer, f"add_rope_dimension_count{add}")(count)
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"] or 0)
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config.get("enable_moe_block"):
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    rotated = int(wide * rope["full_attention"].get("partial_rotary_factor", 1.0) / 2)
+    factors = np.array([1.0] * rotated + [1e30] * (wide // 2 - rotated), dtype=np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
 
 
 def _write_rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:
@@ -275,13 +318,16 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
     writer.add_vision_image_mean(processor["image_mean"])
     writer.add_vision_image_std(processor["image_std"])
-    if kind in ("gemma3", "idefics3", "internvl"):
+    if kind in ("gemma3", "idefics3", "internvl", "gemma4v"):
         writer.add_vision_projector_scale_factor(2)
     if kind == "mlp":
         writer.add_bool("clip.has_llava_projector", True)
         writer.add_bool("clip.use_gelu", False)
         if points := config.get("image_grid_pinpoints"):
             writer.add_array("clip.vision.image_grid_pinpoints", [side for point in points for side in point])
+    if kind == "gemma4v":
+        side = inner["patch_size"] * inner["pooling_kernel_size"]
+        writer.add_uint32("clip.vision.image_max_pixels", processor["max_soft_tokens"] * side**2)
     if kind == "glm4v":
         writer.add_uint32("clip.vision.image_min_pixels", processor["size"]["shortest_edge"])
         writer.add_uint32("clip.vision.image_max_pixels", processor["size"]["longest_edge"])
@@ -305,7 +351,7 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         for stored, part in _tower_parts(name.removeprefix("model."), tensor, deep, kind, layers):
             known = stored.startswith(("v.", "mm.", "model.image_newline"))
-            own = stored if known else names.get_name(stored, try_suffixes=(".weight", ".bias"))
+            own = stored if known else names.get_name(stored, try_suffixes=(".weight", ".bias", *ENDS))
             if own is not None and (known or own.startswith(("v.", "mm."))):
                 values = np.ascontiguousarray(part.squeeze().float().numpy())
                 writer.add_tensor(own, form(values) if values.ndim > 1 else values)
@@ -313,6 +359,22 @@ def write_projector(folder: Path, path: Path, kind: str, form: Callable[[Array],
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+ENDS = (".input_min", ".input_max", ".output_min", ".output_max")
+"""What Gemma 4 has of the limits of its maps."""
+
+
+def _gemma4_part(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    name = name.replace("vision_tower.encoder.", "vision_model.model.").replace(".linear.weight", ".weight")
+    if name.startswith(("vision_tower", "embed_vision")):
+        name = f"model.{name}"
+    if name.endswith("position_embedding_table"):
+        name += ".weight"
+    if name.endswith("input_proj.weight"):
+        side = round((tensor.shape[1] // 3) ** 0.5)
+        tensor = tensor.reshape(-1, side, side, 3).permute(0, 3, 1, 2)
+    return [(name, tensor.reshape(-1) if tensor.ndim == 0 else tensor)]
 
 
 LEGACY_CLIP = (
@@ -342,6 +404,8 @@ def _tower_parts(name: str, tensor: Tensor, deep: list[int] | None, kind: str, l
     """``deep``: the layers with mergers of Qwen3-VL and Qwen3.5, whose names the package does not know."""
     if kind == "mlp":
         return _legacy_clip(name, tensor, layers)
+    if kind == "gemma4v":
+        return _gemma4_part(name, tensor)
     if kind == "idefics3":
         return [(f"model.{name}", tensor)]
     if kind == "pixtral":

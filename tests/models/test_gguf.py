@@ -47,6 +47,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "gemma/wide_heads": {},
     "gemma2/capped": {"query_pre_attn_scalar": 16},
     "gemma3/two_ropes": {"query_pre_attn_scalar": 16},
+    "gemma4/own_embeddings": {},
+    "gemma4/experts": {},
     "glm4/biases": {},
     "glm4/rotates_a_quarter": {},
     "gpt2/small": {},

@@ -29,12 +29,14 @@ TEXT = {"gemma3": ("gemma3_text", "gemma3_text"), "qwen2_5_vl": ("qwen2", "qwen2
 TEXT |= {"qwen3_vl": ("qwen3", "qwen3_vl_text"), "qwen3_5": ("qwen3_5_text", "qwen3_5_text")}
 TEXT |= {"mistral3": ("mistral", "llama"), "pixtral": ("mistral", "llama"), "smolvlm": ("llama", "llama")}
 TEXT |= {"llava": ("llama", "llama"), "llava_next": ("llama", "llama"), "glm4v": ("glm4", "glm4")}
+TEXT |= dict.fromkeys(("gemma4", "gemma4_causal"), ("gemma4_text", "gemma4_text"))
 TEXT |= {"internvl": ("qwen3", "qwen3"), "internvl_rms": ("qwen2", "qwen2")}
 """The text part's ``model_type`` of a family in transformers, and in ``write_gguf``."""
 KINDS = {"gemma3": ("gemma3", "<image_soft_token>"), "qwen2_5_vl": ("qwen2.5vl_merger", "<|image_pad|>")}
 KINDS |= dict.fromkeys(("qwen3_vl", "qwen3_5"), ("qwen3vl_merger", "<|image_pad|>"))
 
 KINDS |= dict.fromkeys(("mistral3", "pixtral"), ("pixtral", "[IMG]")) | {"smolvlm": ("idefics3", "<image>")}
+KINDS |= dict.fromkeys(("gemma4", "gemma4_causal"), ("gemma4v", "<|image|>"))
 KINDS |= {"llava": ("mlp", "<image>"), "llava_next": ("mlp", "<unk>"), "glm4v": ("glm4v", "<|image|>")}
 KINDS |= dict.fromkeys(("internvl", "internvl_rms"), ("internvl", "<IMG_CONTEXT>"))
 
@@ -62,7 +64,7 @@ def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values
     return model
 
 
-DAILY = ("gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "smolvlm", "internvl_rms", "llava_next", "glm4v")
+DAILY = ("gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "smolvlm", "internvl_rms", "llava_next", "glm4v", "gemma4")
 
 
 @pytest.mark.parametrize("name", [*DAILY, *(nightly(name) for name in KINDS if name not in DAILY)])

@@ -124,7 +124,7 @@ def test_a_file_without_a_tokenizer(model: str | None) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, r"tokenizer\.ggml\.model is 'bert'; only 'gpt2' and 'llama'"),
+        ({"model": "bert"}, r"tokenizer\.ggml\.model is 'bert'; only 'gpt2', 'llama' and"),
         ({"pre": "nobody"}, "'nobody'; known are"),
         ({"tokens": None}, r"tokenizer\.ggml\.tokens: a list of strings is needed"),
         ({"tokens": "abc"}, r"tokenizer\.ggml\.tokens: a list of strings is needed"),
@@ -268,3 +268,19 @@ def test_chat_templates_of_a_file() -> None:
     metadata = byte_level_metadata() | {"tokenizer.chat_template": "usual"}
     assert (build(metadata).chat_template, build(metadata).tool_template) == ("usual", None)
     assert build(metadata | {"tokenizer.chat_template.tool_use": "tools"}).tool_template == "tools"
+
+
+def test_gemma_4_has_pieces_with_merges() -> None:
+    """Spaces are marks, as with scores, and the merges decide: here the last piece by score comes first."""
+    merges = ["c a", "ca a", "▁ a", "a b"]
+    tokenizer = build(sentencepiece_metadata(model="gemma4", merges=merges, add_space_prefix=False))
+    for text, pieces in (("caab", ["caa", "b"]), (" aab", [" a", "ab"]), ("ab\n\n", ["ab", "\n", "\n"])):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert [tokenizer.token_text(i) for i in ids] == pieces
+        assert tokenizer.decode(ids) == text
+    assert (
+        tokenizer.decode(tokenizer.encode("é <think>", add_special_tokens=False), skip_special_tokens=False)
+        == "é <think>"
+    )
+    with pytest.raises(CheckpointError, match="merges: a list of strings is needed"):
+        build(sentencepiece_metadata(model="gemma4"))

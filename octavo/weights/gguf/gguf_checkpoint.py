@@ -17,7 +17,7 @@ from octavo.weights.gguf.blocks import BlockTensor, dequantize
 from octavo.weights.gguf.gguf_families import FAMILIES, TensorPlace, translate
 from octavo.weights.gguf.gguf_hybrids import HYBRIDS
 from octavo.weights.gguf.gguf_reader import GGUFFile
-from octavo.weights.gguf.projector import FRAME, MINUS_ONE, Projector
+from octavo.weights.gguf.projector import FRAME, MINUS_ONE, PIXELS, Projector
 
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -155,6 +155,8 @@ class ProjectorTensors:
         if self._projector.is_permuted(parts[0]):
             heads = self._projector.num_heads
             found = found.view(heads, -1, 2, *found.shape[1:]).transpose(1, 2).reshape(found.shape)
+        if name == f"{PIXELS}.weight":
+            found = found.movedim(1, -1).flatten(1)
         if _without_ones(found.shape) == _without_ones(shape):  # converters leave out axes of one place
             found = found.reshape(shape)
         if found.shape != shape:

@@ -214,6 +214,70 @@ def _gemma3(data: Metadata, config: Config) -> None:
     config["query_pre_attn_scalar"] = _gemma_scalar(config, largest=62)
 
 
+def _gemma4(data: Metadata, config: Config) -> None:
+    """Numbers may differ between layers with a window and those without; the latter's rotated part is in a tensor."""
+    num_layers, tensors = config["num_hidden_layers"], data.file.tensors
+    windowed = [bool(has) for has in data.get("attention.sliding_window_pattern", ())][:num_layers]
+    if len(windowed) != num_layers or all(windowed):
+        data.fail(
+            "attention.sliding_window_pattern", f"is {windowed}, expected for {num_layers} layers whether they have"
+        )
+    sizes, kv_heads = data.counts("feed_forward_length", num_layers), data.counts("attention.head_count_kv", num_layers)
+    full = windowed.index(False)
+    local = windowed.index(True) if any(windowed) else full
+    width, experts = data.count("attention.key_length"), data.count("expert_count", 0, low=0)
+    config |= {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "intermediate_size": sizes[0],
+        "use_double_wide_mlp": sizes[-1] != sizes[0],
+        "rms_norm_eps": data.real("attention.layer_norm_rms_epsilon"),
+        "head_dim": data.count("attention.key_length_swa"),
+        "global_head_dim": width,
+        "num_key_value_heads": kv_heads[local],
+        "num_global_key_value_heads": kv_heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
+        "layer_types": ["sliding_attention" if has else "full_attention" for has in windowed],
+        "sliding_window": data.count("attention.sliding_window"),
+        "num_kv_shared_layers": data.count("attention.shared_kv_layers", 0, low=0),
+        "hidden_size_per_layer_input": data.count("embedding_length_per_layer_input", 0, low=0),
+        "final_logit_softcapping": data.real("final_logit_softcapping")
+        if data.has("final_logit_softcapping")
+        else None,
+        "enable_moe_block": experts > 0,
+    }
+    for key in (
+        "attention.value_length",
+        "attention.value_length_swa",
+        "rope.dimension_count",
+        "rope.dimension_count_swa",
+    ):
+        other = config["head_dim" if key.endswith("_swa") else "global_head_dim"]
+        if data.count(key, other) != other:
+            data.fail(key, f"must be {other}, the width of a head")
+    full_rope = {"rope_type": "proportional", "partial_rotary_factor": _rotated_share(data, width // 2)}
+    config["rope_parameters"] = {
+        "full_attention": {**full_rope, "rope_theta": data.real("rope.freq_base", 1_000_000.0)},
+        "sliding_attention": {"rope_type": "default", "rope_theta": data.real("rope.freq_base_swa", 10_000.0)},
+    }
+    if config["hidden_size_per_layer_input"]:
+        config["vocab_size_per_layer_input"] = tensors["per_layer_token_embd.weight"].shape[0]
+    else:  # the larger models, in which an image's embeddings attend to each other
+        config["use_bidirectional_attention"] = "vision"
+    if experts:
+        config |= {"num_experts": experts, "top_k_experts": data.count("expert_used_count")}
+        config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+
+
+def _rotated_share(data: Metadata, num_pairs: int) -> float:
+    """The part of a head that Gemma 4 rotates, whose pairs have the factor 1: others' is so large that they stay."""
+    if "rope_freqs.weight" not in data.file.tensors:
+        return 1.0
+    factors = data.floats("rope_freqs.weight", num_pairs)
+    if factors != sorted(factors) or any(factor != 1 and factor < 1e20 for factor in factors):
+        raise CheckpointError(f"{data.file.path}: tensor 'rope_freqs.weight': expected ones, then numbers from 1e20 on")
+    return factors.count(1) / num_pairs
+
+
 def _gemma_scalar(config: Config, largest: int) -> float:
     """``query_pre_attn_scalar``, which files omit: the head dimension, except in the model with ``largest`` layers."""
     if config["num_hidden_layers"] == largest:
@@ -313,7 +377,7 @@ def _vocab_size(data: Metadata, hidden_size: int) -> int:
     return rows
 
 
-WITHOUT_SUFFIX = ("_bias", ".sinks", ".A_log", ".D")
+WITHOUT_SUFFIX = ("_bias", ".sinks", ".A_log", ".D", ".layer_scalar", "router.scale", ".per_expert_scale")
 """Suffixes of parameter names that are not followed by ".weight"."""
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z0-9_]+(?:\.[a-z_]+)??)(?:\.(weight|bias))?")
 
@@ -357,6 +421,29 @@ def _places(file: GGUFFile, architecture: str, family: GgufFamily, config: Confi
 
 SANDWICH = {**ATTENTION, "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm"}
 SANDWICH["post_ffw_norm"] = "post_feedforward_layernorm"
+GEMMA4 = {
+    **SANDWICH,
+    **GATED,
+    **HEAD_NORMS,
+    "layer_output_scale": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": "experts.*.gate_proj|experts.*.up_proj",
+    "ffn_down_exps": "experts.*.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+GEMMA4_OUTER = {
+    **OUTER,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 MIXTRAL = GgufFamily(
     "MixtralForCausalLM",
     {
@@ -406,6 +493,7 @@ FAMILIES: dict[str, GgufFamily] = {
     "gemma": GgufFamily("GemmaForCausalLM", LLAMA, _gemma),
     "gemma2": GgufFamily("Gemma2ForCausalLM", {**SANDWICH, **GATED}, _gemma2),
     "gemma3": GgufFamily("Gemma3ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, _gemma3),
+    "gemma4": GgufFamily("Gemma4ForCausalLM", GEMMA4, _gemma4, GEMMA4_OUTER),
     "deepseek2": GgufFamily("DeepseekV2ForCausalLM", DEEPSEEK, _deepseek2),
     "glm4": GgufFamily(
         "Glm4ForCausalLM",

@@ -35,6 +35,28 @@ GEMMA3 = {f"vision_tower.{own}": stored for own, stored in SIGLIP.items()} | {
     "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
     "multi_modal_projector.mm_input_projection": "mm.input_projection",
 }
+GEMMA4_NORMS = {
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "ln2",
+    "post_feedforward_layernorm": "ffn_post_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+GEMMA4_MAPS = {f"self_attn.{own}_proj": f"attn_{own}" for own in "qkv"} | {"self_attn.o_proj": "attn_out"}
+GEMMA4_MAPS |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+GEMMA4_LAYER = GEMMA4_NORMS | {f"{own}.linear": stored for own, stored in GEMMA4_MAPS.items()}
+GEMMA4_LAYER |= {f"{own}.{end}": f"{stored}.{end}" for own, stored in GEMMA4_MAPS.items() for end in BOUNDS}
+PIXELS = "vision_tower.patch_embedder.input_proj"
+"""The converter puts colours first; in checkpoints they are last."""
+GEMMA4 = {f"vision_tower.encoder.layers.*.{own}": f"v.blk.*.{stored}" for own, stored in GEMMA4_LAYER.items()} | {
+    PIXELS: "v.patch_embd",
+    "vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
+    "vision_tower.std_bias": "v.std_bias",
+    "vision_tower.std_scale": "v.std_scale",
+    "embed_vision.embedding_projection": "mm.input_projection",
+}
 LLAVA = {f"vision_tower.{own}": stored for own, stored in SIGLIP.items()} | {
     "vision_tower.embeddings.class_embedding": "v.class_embd",
     "vision_tower.pre_layrnorm": "v.pre_ln",
@@ -153,6 +175,30 @@ def _gemma3(data: Metadata) -> dict[str, Any]:
     return {"outer": {"mm_tokens_per_image": (side // scale) ** 2}}
 
 
+def _gemma4(data: Metadata) -> dict[str, Any]:
+    axes = {"v.position_embd.weight": 3, "v.blk.0.attn_q_norm.weight": 1, "v.blk.0.attn_k.weight": 2}
+    found = {name: data.file.tensors.get(name) for name in axes}
+    for name, tensor in found.items():
+        if tensor is None or len(tensor.shape) != axes[name]:
+            raise CheckpointError(f"{data.file.path}: tensor {name!r} is missing, or has not {axes[name]} axes")
+    (_, num_places, _), (head_dim,), (num_keys, _) = (tensor.shape for tensor in found.values() if tensor)
+    pool = data.count("vision.projector.scale_factor", 3)
+    processing = {"pooling_kernel_size": pool}
+    if data.has("vision.image_max_pixels"):
+        area = (data.count("vision.patch_size") * pool) ** 2
+        processing["max_soft_tokens"] = data.count("vision.image_max_pixels", low=area) // area
+    return {
+        "head_dim": head_dim,
+        "num_key_value_heads": num_keys // head_dim,
+        "position_embedding_size": num_places,
+        "pooling_kernel_size": pool,
+        "rms_norm_eps": data.real("vision.attention.layer_norm_epsilon", 1e-6),
+        "use_clipped_linears": "v.blk.0.attn_q.input_min" in data.file.tensors,
+        "standardize": "v.std_bias" in data.file.tensors,
+        "processing": processing,
+    }
+
+
 def _llava(data: Metadata) -> dict[str, Any]:
     """The last layer of the original is not used, and files leave it out. (llama.cpp leaves out one more.)"""
     layers = data.count("vision.block_count")
@@ -246,6 +292,7 @@ KINDS = {
     "gemma3": ProjectorKind(
         "Gemma3ForConditionalGeneration", ("Gemma3ForCausalLM",), GEMMA3, _gemma3, ("<image_soft_token>",)
     ),
+    "gemma4v": ProjectorKind("Gemma4ForConditionalGeneration", ("Gemma4ForCausalLM",), GEMMA4, _gemma4, ("<|image|>",)),
     "glm4v": ProjectorKind(GLM4V_MODEL, (GLM4V_MODEL,), GLM4V, _glm4v, ("<|image|>",)),
     "idefics3": ProjectorKind(
         "SmolVLMForConditionalGeneration", ("LlamaForCausalLM",), IDEFICS3, _idefics3, ("<image>",)
