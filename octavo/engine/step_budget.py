@@ -77,8 +77,8 @@ class StepBudget:
             self.most_mixed = min(self.most, MIXED_ROWS[-1])
         self.max_itl = settings.max_itl or inf
         self.model = StepModel(max_num_batched_tokens)
-        self._context = self._decode_context = 0
-        """Context of the last step, and that of its sequences that decode."""
+        self._context = self._decode_context = self._num_decoding = 0
+        """Context of the last step, that of its sequences that decode, and how many they are."""
         self._num_proposed = NO_DRAFTER
         """Drafts of a sequence that the drafter made in the last step."""
         self._position = 0
@@ -165,7 +165,12 @@ class StepBudget:
         """Room for drafts in a step with prompts: in addition to its ``budget``, with at least half of the largest
         step's rows left to prompts."""
         most = (self.most_mixed - num_running) // 2 if self.model.is_ready else 0
-        return DraftRoom(most, lambda count: self.model.draft_seconds(min(budget, self.most_mixed - count), count))
+        position = self._decode_context / max(1, self._num_decoding)
+
+        def draft_seconds(count: int) -> float:
+            return self.model.draft_seconds(min(budget, self.most_mixed - count), count, position)
+
+        return DraftRoom(most, draft_seconds)
 
     def plain_seconds(self, plan: Plan) -> float | None:
         """Predicted seconds of a step with prompts, without drafts and without the executor's drafter; ``None`` for a
@@ -190,17 +195,17 @@ class StepBudget:
         work = work_of(plan)
         self._context = work.context - work.tokens
         self._num_proposed = work.num_proposed if work.drafted_rows else NO_DRAFTER
-        self._decode_context = sum([item.start for item in plan if len(item.tokens) == 1])
+        decodes = [item.start for item in plan if len(item.tokens) == 1]
+        self._decode_context, self._num_decoding = sum(decodes), len(decodes)
         self._most_rows = max(self._most_rows, work.tokens)
         if work.has_prompt:
-            self._learn_prompts(plan, work, seconds)
+            self._learn_prompts(work, seconds)
             self._position = max([item.start + len(item.tokens) for item in plan if len(item.tokens) > 1])
         self.model.learn(work, seconds)
 
-    def _learn_prompts(self, plan: Plan, work: StepWork, seconds: float) -> None:
-        """Learn what a prompt token costs, from a step with prompts over ``plan``. Drafts are none."""
-        num_decoding = sum([len(item.tokens) == 1 for item in plan])
-        num_tokens = work.tokens - work.num_verified - num_decoding
+    def _learn_prompts(self, work: StepWork, seconds: float) -> None:
+        """Learn what a prompt token costs, from a step with prompts. Drafts are none."""
+        num_tokens = work.tokens - work.num_verified - self._num_decoding
         if num_tokens >= LEAST_TELLING:
-            seconds_of_prompts = seconds - self._seconds_of_decodes(max(1, num_decoding))
+            seconds_of_prompts = seconds - self._seconds_of_decodes(max(1, self._num_decoding))
             self._seconds_of_prompt_token = max(0.0, seconds_of_prompts) / num_tokens

@@ -101,10 +101,11 @@ class StepModel:
         """Predicted seconds of a step."""
         return max(0.0, float(np.interp(work.tokens, self.knots, self._at_knots())) + self._beside_rows(work))
 
-    def draft_seconds(self, rows: int, count: int) -> float:
-        """Seconds of verifying each of ``count`` drafts in addition to ``rows``."""
+    def draft_seconds(self, rows: int, count: int, position: float) -> float:
+        """Seconds of verifying each of ``count`` drafts, on average at ``position``, in addition to ``rows``."""
         before, after = np.interp([rows, rows + count], self.knots, self._at_knots()).tolist()
-        return float(after - before) / count + self._seconds_each().num_verified
+        each = self._seconds_each()
+        return float(after - before) / count + each.num_verified + each.pairs * position
 
     def curve(self, sequences: int, context: int, position: int, num_proposed: int = NO_DRAFTER) -> Array:
         """Predicted seconds of steps of as many rows as each knot has: those beyond one for each sequence are of

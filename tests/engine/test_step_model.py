@@ -88,6 +88,19 @@ def test_what_a_drafter_takes_is_told_apart_once_it_has_rested() -> None:
         assert model.seconds(drafting) - model.seconds(work) == pytest.approx(0.002 + 1e-6 * work.tokens, rel=0.3)
 
 
+def test_a_draft_costs_more_behind_a_longer_context() -> None:
+    model, rng = StepModel(2048), random.Random(8)
+    for _ in range(800):
+        work, position = any_work(rng), rng.randrange(60_000)
+        drafts = rng.choice([0, 0, rng.randrange(1, 65)])
+        more = work.context + drafts, work.pairs + drafts * (position + 1)
+        tokens = work.tokens + drafts
+        work = work._replace(tokens=tokens, context=more[0], pairs=more[1], num_verified=drafts)
+        model.learn(work, (seconds_of(work) + 2e-6 * drafts) * rng.uniform(0.98, 1.02))
+    for position in (0, 50_000):
+        assert model.draft_seconds(300, 32, position) == pytest.approx(22e-6 + 1e-9 * position, rel=0.2)
+
+
 def test_it_stays_sound_over_many_steps_of_few_kinds() -> None:
     model, rng = StepModel(2048), random.Random(5)
     works: list[Callable[[], StepWork]] = [lambda: step(8, 8, 9000), lambda: step(519, 8, 9000, True, 1_000_000)]
