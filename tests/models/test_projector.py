@@ -122,15 +122,22 @@ def test_a_repository_has_the_tower_next_to_the_file() -> None:
     assert choose_projector(files, "b/x-Q8_0.gguf") is None
 
 
-def test_features_of_several_layers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [([3, 7], r"is \[3, 7\]; the output of one layer is supported"), (7, "is 7, expected an array of numbers")],
+)
+def test_the_features_of_one_layer_are_read(features: list[int] | int, message: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "mmproj-a.gguf", "clip")
     writer.add_bool("clip.has_llava_projector", True)
     for key in ("image_size", "patch_size", "embedding_length", "feed_forward_length", "block_count"):
         writer.add_uint32(f"clip.vision.{key}", 8)
     writer.add_vision_head_count(2)
-    writer.add_array("clip.vision.feature_layer", [3, 7])
+    if isinstance(features, list):
+        writer.add_array("clip.vision.feature_layer", features)
+    else:
+        writer.add_uint32("clip.vision.feature_layer", features)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=r"feature_layer.* is \[3, 7\]; the output of one layer is supported"):
+    with pytest.raises(CheckpointError, match=f"feature_layer.* {message}"):
         open_projector(tmp_path / "model.gguf")

@@ -217,7 +217,7 @@ def _gemma3(data: Metadata, config: Config) -> None:
 def _gemma4(data: Metadata, config: Config) -> None:
     """Numbers may differ between layers with a window and those without; the latter's rotated part is in a tensor."""
     num_layers, tensors = config["num_hidden_layers"], data.file.tensors
-    windowed = [bool(has) for has in data.get("attention.sliding_window_pattern", ())][:num_layers]
+    windowed = [bool(has) for has in data.array("attention.sliding_window_pattern")][:num_layers]
     if len(windowed) != num_layers or all(windowed):
         data.fail(
             "attention.sliding_window_pattern", f"is {windowed}, expected for {num_layers} layers whether they have"

@@ -48,6 +48,15 @@ class Metadata:
             self.fail(key, f"is {str(value)[:100]}, expected integers from 0 to 2**31 - 1 for {num_layers} layers")
         return values[:num_layers]
 
+    def array(self, key: str) -> list[Any]:
+        """An array of numbers or truth values, empty if there is none."""
+        value = self.get(key, ())
+        if isinstance(value, np.ndarray):
+            value = value.tolist()
+        if not isinstance(value, list | tuple) or not all(isinstance(item, int | float) for item in value):
+            self.fail(key, f"is {str(value)[:100]}, expected an array of numbers")
+        return list(value)
+
     def real(self, key: str, default: float | None = None) -> float:
         """A positive number; required if there is no default."""
         value = self.get(key, default)

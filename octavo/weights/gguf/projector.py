@@ -179,7 +179,7 @@ def _gemma4(data: Metadata) -> dict[str, Any]:
     axes = {"v.position_embd.weight": 3, "v.blk.0.attn_q_norm.weight": 1, "v.blk.0.attn_k.weight": 2}
     found = {name: data.file.tensors.get(name) for name in axes}
     for name, tensor in found.items():
-        if tensor is None or len(tensor.shape) != axes[name]:
+        if tensor is None or len(tensor.shape) != axes[name] or not all(tensor.shape):
             raise CheckpointError(f"{data.file.path}: tensor {name!r} is missing, or has not {axes[name]} axes")
     (_, num_places, _), (head_dim,), (num_keys, _) = (tensor.shape for tensor in found.values() if tensor)
     pool = data.count("vision.projector.scale_factor", 3)
@@ -202,16 +202,15 @@ def _gemma4(data: Metadata) -> dict[str, Any]:
 def _llava(data: Metadata) -> dict[str, Any]:
     """The last layer of the original is not used, and files leave it out. (llama.cpp leaves out one more.)"""
     layers = data.count("vision.block_count")
-    features = [int(layer) for layer in data.get("vision.feature_layer", (layers,))]
+    features = data.array("vision.feature_layer") or [layers]
     if len(features) != 1:
         data.fail("vision.feature_layer", f"is {features}; the output of one layer is supported")
-    data.get("vision.projection_dim")  # of CLIP's own projection
-    points = data.get("vision.image_grid_pinpoints", ())
+    points = data.array("vision.image_grid_pinpoints")
     outer: dict[str, Any] = {"vision_feature_layer": features[0]}
     if not data.file.tensors.keys().isdisjoint(NEWLINES):
         outer["architectures"] = ["LlavaNextForConditionalGeneration"]
-    if len(points):
-        outer["image_grid_pinpoints"] = [[int(side) for side in points[i : i + 2]] for i in range(0, len(points), 2)]
+    if points:
+        outer["image_grid_pinpoints"] = [points[i : i + 2] for i in range(0, len(points), 2)]
     act = "gelu" if data.flag("use_gelu", False) else "quick_gelu"
     return {"model_type": "clip_vision_model", "hidden_act": act, "outer": outer}
 
