@@ -51,14 +51,15 @@ def families() -> Iterator[tuple[str, str, str, str, str]]:
     from octavo.models.multimodal_text import TEXT_MODELS, TEXT_PARTS
     from octavo.models.registry import ARCHITECTURES
     from octavo.models.vision.towers import TOWERS
-    from octavo.weights.gguf.gguf_families import FAMILIES, MIXTRAL
-    from octavo.weights.gguf.gguf_hybrids import HYBRIDS
+    from octavo.weights.gguf.gguf_checkpoint import ALL_FAMILIES
 
     in_gguf: dict[str, str] = {}
-    for name, form in (FAMILIES | HYBRIDS).items():
-        known = in_gguf.get(form.architecture)
-        in_gguf[form.architecture] = f"{known}, {name}" if known else name
-    in_gguf |= {MIXTRAL.architecture: "llama", "DeepseekV3ForCausalLM": "deepseek2"}
+    for name, form in ALL_FAMILIES.items():
+        for architecture in {form.architecture, *(other.architecture for other in form.variants.values())}:
+            known = in_gguf.get(architecture)
+            in_gguf[architecture] = f"{known}, {name}" if known else name
+    in_gguf |= {"DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeLiteForCausalLM": "deepseek2"}
+    in_gguf |= {"Olmo3ForCausalLM": "olmo2", "GraniteMoeSharedForCausalLM": "granitemoe"}
     yield "architecture", "GGUF", "LoRA", "windows", "about"
     shown = {}
     for name, family in sorted(ARCHITECTURES.items(), key=lambda item: item[0].lower()):

@@ -30,5 +30,5 @@ class NemotronForCausalLM(Decoder):
             activations=PLAIN_ACTIVATIONS,
             rotary=0.5,
             names=UNGATED,
-            norm=NormPart(is_layer_norm=True, offset=1.0),
+            norm=NormPart(is_layer_norm=True, offset=0.0 if keys.flag("norms_include_one") else 1.0),
         )

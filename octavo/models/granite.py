@@ -49,6 +49,9 @@ def with_experts(keys: ConfigKeys, config: DecoderConfig, shared_size: int) -> D
         shared=("shared_mlp.input_linear",),
         shared_down="shared_mlp.output_linear",
     )
+    if keys.flag("has_separate_gates"):  # as in GGUF files
+        gates = ("shared_mlp.gate_proj", "shared_mlp.up_proj")
+        part = dataclasses.replace(part, experts="block_sparse_moe.experts", stacked=None, shared=gates)
     return config.with_mlps(lambda _: part)
 
 

@@ -52,6 +52,19 @@ _KIMI = "|".join(
         _SPACES,
     )
 )
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_SEED = "|".join((_CONTRACTION, _LETTERS, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", _SPACES))
+_EXAONE_MOE = "|".join(
+    (
+        _CONTRACTION,
+        r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
+        r"\s*[\r\n]|\s+(?!\S)|\s+",
+    )
+)
+_BAILING = "|".join((r"'(?i:[sdmt]|ll|ve|re)", _LETTERS, r"\p{N}", _MARKS, r"\s*[\r\n]|\s+(?!\S)|\s+"))
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 _HAN = r"[一-龥ࠀ-一가-퟿]+"
@@ -121,7 +134,9 @@ WORD_RULES = {
     "pixtral": _LLAMA3_RULE,
     "smaug-bpe": WordRule((_LLAMA3,)),
     "dbrx": WordRule((_LLAMA3,)),
-    "glm4": WordRule((_LLAMA3,)),
+    "glm4": WordRule((_LLAMA3,), whole_words=True),
+    "glm5": WordRule((_LLAMA3,), whole_words=True),
+    "minicpm5": WordRule((r"\p{N}{1,3}", _LLAMA3), whole_words=True),
     "chatglm-bpe": WordRule((_LLAMA3,)),
     "deepseek-llm": WordRule(_DEEPSEEK_LLM),
     "deepseek-coder": WordRule(_DEEPSEEK_CODER),
@@ -131,8 +146,18 @@ WORD_RULES = {
     "qwen35": WordRule((_QWEN35,), compose=True),
     "kimi-k2": WordRule((_KIMI,)),
     "tekken": WordRule((_TEKKEN,), whole_words=True, add_bos=True),
-    "gpt-4o": WordRule((_GPT4O,)),
-    "llama4": WordRule((_GPT4O,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), WordRule((_GPT4O,))),
+    **dict.fromkeys(("exaone4", "granite-docling", "jais", "trillion", "gigachat", "a.x-4.0", "mellum"), _GPT2_RULE),
+    **dict.fromkeys(("command-r", "exaone", "minerva-7b", "mellum2"), _DIGITS_RULE),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "megrez", "kormo", "grok-2"), WordRule((_QWEN2,))),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), WordRule((_BAILING,))),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), WordRule((_BLOOM,))),
+    "viking": WordRule((_BLOOM, r"\p{N}")),
+    "hunyuan-dense": WordRule(_DEEPSEEK_V3),
+    "joyai-llm": WordRule(_DEEPSEEK_V3),
+    "falcon": WordRule(_FALCON),
+    "seed-coder": WordRule((_SEED,)),
+    "exaone-moe": WordRule((_EXAONE_MOE,)),
 }
 
 

@@ -91,7 +91,7 @@ TESTED = """
 | what | against what | test |
 |---|---|---|
 | every decoder of the table | transformers: greedy tokens, logits and log-probabilities, of tiny models with random weights | `tests/models/test_architectures.py` |
-| every architecture in GGUF files | transformers, with files that llama.cpp's package `gguf` wrote | `tests/models/test_gguf.py` |
+| every architecture in GGUF files | transformers, with files of the names and keys that llama.cpp's package `gguf` and its converter write | `tests/models/test_gguf.py` |
 | every encoder | transformers | `tests/models/test_encoders.py` |
 | keys of published `config.json` files | nothing is refused, nothing is left over | `tests/models/test_published.py` |
 | LoRA adapters, many in a batch | the models that PEFT merges them into | `tests/models/test_adapters.py` |

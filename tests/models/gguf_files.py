@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.models.gguf_decoder_files import DECODERS, WRITTEN, converted_decoder, write_decoder_keys
 from tests.models.gguf_hybrid_files import HYBRIDS, converted, fused_experts, write_keys
 
 Array = npt.NDArray[np.float32]
@@ -43,8 +44,11 @@ ARCHITECTURES = {
     "gpt_oss": "GPT_OSS",
     "deepseek_v2": "DEEPSEEK2",
     "deepseek_v3": "DEEPSEEK2",
+    **DECODERS,
     **HYBRIDS,
 }
+WITHOUT_MODEL = ("mixtral", "kimi_linear", "lfm2_moe", "minimax_m2", "phimoe")
+"""Those whose experts' names begin with the layers."""
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 
 
@@ -65,11 +69,14 @@ def write_gguf(
         kind = "nemotron_h_dense"
     arch = getattr(gguf.MODEL_ARCH, ARCHITECTURES[kind])
     path = folder / "model.gguf"
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=tensors_of_a_part)
-    (write_keys if kind in HYBRIDS else _write_keys)(writer, kind, config)
+    written = WRITTEN.get(kind, gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(path, written, split_max_tensors=tensors_of_a_part)
+    write = write_decoder_keys if kind in DECODERS else write_keys if kind in HYBRIDS else _write_keys
+    write(writer, kind, config)
     if tokens is not None:
         writer.add_token_list(tokens)
-    layers = config.get("num_hidden_layers") or config.get("n_layer") or len(config["layers_block_type"])
+    counts = (config.get(key) for key in ("num_hidden_layers", "n_layer", "n_layers"))
+    layers = next(filter(None, counts), None) or len(config["layers_block_type"])
     names = gguf.get_tensor_name_map(arch, layers)
     for name, tensor in _converted(kind, config, load_file(folder / "model.safetensors")).items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
@@ -94,12 +101,13 @@ def _converted(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) ->
             base = (
                 match[1]
                 .replace("block_sparse_moe", "feed_forward")
-                .replace("model.", "" if kind in ("mixtral", "kimi_linear", "lfm2_moe") else "model.")
+                .replace("model.", "" if kind in WITHOUT_MODEL else "model.")
             )
             base = re.sub(r"backbone(.*)\.mixer", r"model\1.mlp", base)
             experts.setdefault(f"{base}.experts.{match[3]}.weight", {})[int(match[2])] = tensor
         else:
-            found |= (converted if kind in HYBRIDS else _one)(kind, config, name, tensor)
+            convert = converted_decoder if kind in DECODERS else converted if kind in HYBRIDS else _one
+            found |= convert(kind, config, name, tensor)
     stacked = {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in experts.items()}
     return found | (fused_experts(stacked) if kind == "qwen3_next" else stacked)
 

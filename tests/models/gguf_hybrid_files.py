@@ -162,7 +162,8 @@ def write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> No
     writer.add_context_length(config.get("max_position_embeddings", MAX_LEN))
     writer.add_embedding_length(config["hidden_size"])
     eps = next(config[key] for key in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if key in config)
-    writer.add_layer_norm_rms_eps(eps)
+    is_nemotron = kind.startswith("nemotron")
+    (writer.add_layer_norm_eps if is_nemotron else writer.add_layer_norm_rms_eps)(eps)
     writer.add_vocab_size(config["vocab_size"])
     if kind == "mamba2":
         writer.add_head_count(0)
@@ -180,6 +181,7 @@ def write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> No
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(heads)
         writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", [of != "full_attention" for of in kinds])
         if kind.startswith("qwen3_5"):
             sections = config["rope_parameters"].get("mrope_section", [1, 1, 0])
             writer.add_rope_dimension_sections([*sections, 0])
@@ -243,6 +245,9 @@ def _write_experts(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -
         writer.add_feed_forward_length(dense or size)
     counts = (config.get(key) for key in ("num_local_experts", "n_routed_experts", "num_experts"))
     count = next(filter(None, counts), 0)
+    if kind == "granitemoehybrid" and not count:
+        writer.add_expert_count(0)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     if not count or kind == "nemotron_h_dense":
         return
     writer.add_expert_count(count)

@@ -20,11 +20,11 @@ from octavo.models.registry import load_model, read_config
 from octavo.ops.collective import SingleRank
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.weights.checkpoint import open_checkpoint
-from octavo.weights.gguf.gguf_families import FAMILIES
-from octavo.weights.gguf.gguf_hybrids import HYBRIDS
+from octavo.weights.gguf.gguf_checkpoint import ALL_FAMILIES
 from octavo.weights.gguf.gguf_reader import GGUFFile
 from tests.models import families
 from tests.models.families import make_checkpoint, rope
+from tests.models.gguf_decoder_files import WRITTEN
 from tests.models.gguf_files import ARCHITECTURES, Array, write_gguf
 from tests.models.test_architectures import SETTINGS, random_tokens
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
@@ -78,7 +78,57 @@ ROWS: dict[str, dict[str, Any]] = {
     "falcon_h1/factors": {},
     "falcon_h1/gated_first": {"attention_bias": False, "mlp_bias": False},
     "kimi_linear/experts": {},
+    "arcee/biases": {},
+    "bloom/slopes": {},
+    "cohere/normed_heads": {},
+    "cohere2/windows": {"num_hidden_layers": 5, "layer_types": None},
+    "cohere2_moe/shared": {},
+    "cohere2_moe/sigmoid": {},
+    "dots1/windows": {"sliding_window": None, "layer_types": None},
+    "ernie4_5/wide_heads": {},
+    "ernie4_5_moe/some_layers": {},
+    "exaone4/full": {},
+    "exaone4/windows": {},
+    "exaone_moe/groups": {},
+    "falcon/one_kv_head": {},
+    "falcon/two_norms": {},
+    "glm/fused": {},
+    "glm4_moe/groups": {},
+    "glm4_moe/normed_heads": {},
+    "gpt_neox/parallel": {},
+    "gpt_neox/sequential": {},
+    "granite/factors": {},
+    "granitemoe/stacked": {},
+    "granitemoeshared/shared": {},
+    "hunyuan_v1_dense/late_norms": {},
+    "hunyuan_v1_moe/shared": {},
+    "hy_v3/shared": {},
+    "llama4/scaled_inputs": {
+        **dict.fromkeys(("no_rope_layers", "layer_types", "moe_layers")),
+        "num_hidden_layers": 5,
+        "floor_scale": 8192,
+    },
+    "mimo_v2_flash/narrow_values": {},
+    "minimax_m2/partly_rotated": {},
+    "ministral3/growing_queries": {},
+    "mpt/slopes": {},
+    "nemotron/half_rotated": {},
+    "olmo/clipped": {"attention_bias": False},
+    "olmo3/two_ropes": {},
+    "olmoe/clipped": {"clip_qkv": None},
+    "phi/parallel": {},
+    "phimoe/chosen_in_turn": {},
+    "seed_oss/biases": {},
+    "smollm3/windows": {
+        **dict.fromkeys(("sliding_window", "layer_types", "no_rope_layers")),
+        "num_hidden_layers": 5,
+        "use_sliding_window": False,
+    },
+    "stablelm/biases": {},
+    "stablelm/parallel": {},
+    "starcoder2/windows": {},
 }
+"""Rows of checkpoints, with what a file cannot say left at the family's default."""
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((90, 1, 40))]
 
 
@@ -102,8 +152,8 @@ def test_a_file_gives_what_its_checkpoint_gives(row: str, tmp_path: Path) -> Non
 
 def test_every_architecture_has_a_row() -> None:
     kinds = {families.ROWS[row][0] + "_dense" * (row == "nemotron_h/dense") for row in ROWS}
-    names = {gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, ARCHITECTURES[kind])] for kind in kinds}
-    assert names | {"qwen2vl", "qwen3vl"} == set(FAMILIES) | set(HYBRIDS)  # that is in test_projector.py
+    names = {WRITTEN.get(kind, gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, ARCHITECTURES[kind])]) for kind in kinds}
+    assert names | {"qwen2vl", "qwen3vl"} == set(ALL_FAMILIES)  # that is in test_projector.py
 
 
 def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:

@@ -201,6 +201,36 @@ def test_words_of_kimi() -> None:
     assert [text[slice(*span)] for _, span in cut.pre_tokenize_str(text)] == words
 
 
+def test_pieces_with_merges_hold_spaces_and_line_ends() -> None:
+    """As files of Gemma 4 have them: spaces are part of pieces, and unknown characters are spelled in bytes."""
+    tokens = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "a",
+        "b",
+        "\u2581",
+        "\n",
+        "\n\n",
+    ]
+    tokens += ["\u2581a", "\u2581ab"]
+    metadata = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.merges": ["\u2581 a", "\u2581a b", "\n \n"],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    tokenizer = build(metadata)
+    found = tokenizer.encode("a ab\n\né")
+    assert [tokens[i] for i in found] == ["<bos>", "a", "\u2581ab", "\n\n", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(found[1:]) == "a ab\n\né"
+
+
 @pytest.mark.parametrize("name", ["gpt-2", "qwen2", "qwen35", "glm4", "llama-bpe", "lfm2"])
 def test_byte_level_tokens_equal_the_reference(name: str) -> None:
     reference, chance = byte_level_reference(name), random.Random(3)

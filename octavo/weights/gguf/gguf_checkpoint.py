@@ -14,11 +14,14 @@ from octavo.errors import CheckpointError
 from octavo.sampling_params import OPTIONS
 from octavo.weights.generation_config import in_vocabulary, token_ids
 from octavo.weights.gguf.blocks import BlockTensor, dequantize
+from octavo.weights.gguf.gguf_decoders import DECODERS
 from octavo.weights.gguf.gguf_families import FAMILIES, TensorPlace, translate
 from octavo.weights.gguf.gguf_hybrids import HYBRIDS
+from octavo.weights.gguf.gguf_mixtures import MIXTURES
 from octavo.weights.gguf.gguf_reader import GGUFFile
 from octavo.weights.gguf.projector import FRAME, MINUS_ONE, PIXELS, Projector
 
+ALL_FAMILIES = FAMILIES | DECODERS | MIXTURES | HYBRIDS
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 SAMPLING_KEYS = {option.model_key: option.gguf_key for option in OPTIONS.values() if option.gguf_key}
@@ -36,7 +39,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = GGUFFile.open(path)
-        self._family, self.config, self._places = translate(self._file, FAMILIES | HYBRIDS)
+        self._family, self.config, self._places = translate(self._file, ALL_FAMILIES)
         special_tokens = _special_tokens(self._file)
         self.config.update(special_tokens)
         self.generation_config = special_tokens | _sampling(self._file)

@@ -21,6 +21,9 @@ from octavo.weights.gguf.gguf_rope import FACTOR_TENSORS, read_rope
 
 Config = dict[str, Any]
 
+SOFTMAX, SIGMOID = 1, 2
+"""Values of ``expert_gating_func``."""
+
 OUTER = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -75,6 +78,8 @@ class GgufFamily:
     has_attention: bool = True
     order: Callable[[Config, str, int], npt.NDArray[np.int64] | None] = lambda config, name, count: None
     """The index of the stored row for each of a parameter's rows, if they are in another order."""
+    variants: Mapping[str, GgufFamily] = field(default_factory=dict)
+    """The families instead of this one, by a tensor of the first layer that only their files have."""
 
 
 def translate(file: GGUFFile, families: Mapping[str, GgufFamily]) -> tuple[GgufFamily, Config, dict[str, TensorPlace]]:
@@ -87,8 +92,8 @@ def translate(file: GGUFFile, families: Mapping[str, GgufFamily]) -> tuple[GgufF
         )
     data = Metadata(file, name + ".")
     family = families[name]
-    if name == "llama" and data.count("expert_count", 0, low=0):
-        family = MIXTRAL
+    for tensor, other in family.variants.items():
+        family = other if f"blk.0.{tensor}.weight" in file.tensors else family
     config = _common(data, family)
     family.configure(data, config)
     data.finish()
@@ -109,17 +114,26 @@ def _common(data: Metadata, family: GgufFamily) -> Config:
     return config
 
 
-def read_llama(data: Metadata, config: Config, ffn_size: int | None = None, kv_heads: int | None = None) -> None:
+def read_llama(
+    data: Metadata,
+    config: Config,
+    ffn_size: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+) -> None:
     """Keys common to the Llama family; biases are detected by their tensors.
 
-    ``ffn_size``: if the file has none; ``kv_heads``: if the file has some for each layer.
+    ``ffn_size``: if the file has none; ``kv_heads``: if the file has some for each layer;
+    ``head_dim``: if values have another; ``eps``: what the epsilon of
+    the norms is called in the file and in ``config.json``.
     """
     heads = config["num_attention_heads"]
     config["hidden_act"] = "silu"
     config["intermediate_size"] = data.count("feed_forward_length", ffn_size)
     config["num_key_value_heads"] = kv_heads or data.count("attention.head_count_kv", heads)
-    config["rms_norm_eps"] = data.real("attention.layer_norm_rms_epsilon")
-    config["head_dim"] = _head_dim(data, config["hidden_size"] // heads)
+    config[eps[1]] = data.real(eps[0])
+    config["head_dim"] = head_dim or _head_dim(data, config["hidden_size"] // heads)
     config.update(read_rope(data, config["head_dim"]))
     config["attention_bias"], config["mlp_bias"] = has_bias(data, "attn_q"), has_bias(data, "ffn_up")
 
@@ -131,7 +145,7 @@ def has_bias(data: Metadata, module: str) -> bool:
 
 def _head_dim(data: Metadata, default: int) -> int:
     """The width of a head, which must be the same for keys and values."""
-    width = data.count("attention.key_length", data.count("rope.dimension_count", default))
+    width = data.count("attention.key_length", default)
     if (other := data.count("attention.value_length", width)) != width:
         data.fail("attention.value_length", f"is {other}, but must equal attention.key_length, {width}")
     return width
@@ -333,11 +347,11 @@ def _gpt_oss(data: Metadata, config: Config) -> None:
 
 def _deepseek2(data: Metadata, config: Config) -> None:
     """Expert groups are used only if the file has their number."""
-    sigmoid, softmax = 2, 1
-    gating = data.count("expert_gating_func", softmax)
-    if gating not in (sigmoid, softmax):
-        data.fail("expert_gating_func", f"is {gating}, supported are 1, softmax, and 2, sigmoid")
-    if gating == sigmoid:
+    corrected = any(name.endswith(".exp_probs_b.bias") for name in data.file.tensors)  # scores of version 3
+    gating = data.count("expert_gating_func", SIGMOID if corrected else SOFTMAX)
+    if gating not in (SIGMOID, SOFTMAX):
+        data.fail("expert_gating_func", f"is {gating}, supported are {SOFTMAX}, softmax, and {SIGMOID}, sigmoid")
+    if gating == SIGMOID:
         config["architectures"] = ["DeepseekV3ForCausalLM"]
     rotated = data.count("rope.dimension_count")
     config["qk_rope_head_dim"] = rotated
@@ -360,7 +374,7 @@ def _deepseek2(data: Metadata, config: Config) -> None:
     config["norm_topk_prob"] = data.flag("expert_weights_norm", False)
     config["n_group"] = data.count("expert_group_count", 1)
     config["topk_group"] = data.count("expert_group_used_count", 1)
-    if gating == softmax and config["n_group"] > 1:
+    if gating == SOFTMAX and config["n_group"] > 1:
         config["topk_method"] = "group_limited_greedy"
 
 
@@ -387,7 +401,7 @@ def _places(file: GGUFFile, architecture: str, family: GgufFamily, config: Confi
     places: dict[str, TensorPlace] = {}
     block_count = file.metadata[f"{architecture}.block_count"]
     num_layers = config.get("num_hidden_layers", block_count)
-    counts = (config.get(key) for key in ("num_local_experts", "n_routed_experts", "num_experts"))
+    counts = (config.get(key) for key in ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"))
     num_experts = next(filter(None, counts), 0)
     for name, tensor in file.tensors.items():
         if name in FACTOR_TENSORS:
@@ -481,7 +495,7 @@ SPLIT_MAPS = {"attn_k_b", "attn_v_b"}
 """Newer files have these instead of ``attn_kv_b``: for each head, keys [latent, P] and values [V, latent]."""
 
 FAMILIES: dict[str, GgufFamily] = {
-    "llama": GgufFamily("LlamaForCausalLM", LLAMA, read_llama, is_permuted=True),
+    "llama": GgufFamily("LlamaForCausalLM", LLAMA, read_llama, is_permuted=True, variants={"ffn_gate_inp": MIXTRAL}),
     "qwen2": GgufFamily("Qwen2ForCausalLM", LLAMA, read_llama),
     "qwen2vl": GgufFamily("Qwen2_5_VLForConditionalGeneration", LLAMA, _qwen2vl),
     "qwen3": GgufFamily("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}, read_llama),
@@ -489,7 +503,6 @@ FAMILIES: dict[str, GgufFamily] = {
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS, **SHARED}, _qwen2_moe),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _qwen_moe),
     "phi3": GgufFamily("Phi3ForCausalLM", {**LLAMA, **FUSED, "attn_qkv": "self_attn.qkv_proj"}, _phi3),
-    "olmo2": GgufFamily("Olmo2ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, read_llama),
     "gemma": GgufFamily("GemmaForCausalLM", LLAMA, _gemma),
     "gemma2": GgufFamily("Gemma2ForCausalLM", {**SANDWICH, **GATED}, _gemma2),
     "gemma3": GgufFamily("Gemma3ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, _gemma3),

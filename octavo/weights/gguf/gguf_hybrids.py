@@ -16,6 +16,7 @@ from octavo.weights.gguf.gguf_families import (
     HEAD_NORMS,
     LLAMA,
     SHARED,
+    SIGMOID,
     Config,
     GgufFamily,
     has_bias,
@@ -25,10 +26,6 @@ from octavo.weights.gguf.gguf_families import (
 )
 from octavo.weights.gguf.gguf_metadata import Metadata
 from octavo.weights.gguf.gguf_rope import read_rope
-
-SIGMOID = 2
-"""Value of ``expert_gating_func``."""
-
 
 # Qwen3-Next and Qwen3.5: the gated delta rule.
 
@@ -74,6 +71,12 @@ def _delta_sizes(data: Metadata, config: Config) -> None:
     config["linear_value_head_dim"] = _of_heads(data, heads)
     config["linear_conv_kernel_dim"] = data.count("ssm.conv_kernel")
     config["full_attention_interval"] = data.count("full_attention_interval", 4)
+    if data.has("attention.recurrent_layers"):
+        kinds = {True: "linear_attention", False: "full_attention"}
+        config["layer_types"] = [
+            kinds[is_recurrent]
+            for is_recurrent in data.flags("attention.recurrent_layers", config["num_hidden_layers"])
+        ]
     config["norms_include_one"] = True
     if data.has("rope.dimension_sections"):
         with_sections(data, config, is_interleaved=True)
@@ -247,7 +250,10 @@ def _nemotron_h(data: Metadata, config: Config) -> None:
         data.get(f"rope.{key}")  # no position is rotated
     config["attention_bias"], config["mlp_bias"] = has_bias(data, "attn_q"), has_bias(data, "ffn_up")
     config["use_conv_bias"], config["use_bias"] = has_bias(data, "ssm_conv1d"), has_bias(data, "ssm_in")
-    config["layer_norm_epsilon"] = data.real("attention.layer_norm_rms_epsilon")
+    names = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # of older and newer files
+    config["layer_norm_epsilon"] = data.real(names[not data.has(names[0])])
+    for name in names:
+        data.get(name)
     heads = data.count("ssm.time_step_rank")
     config["mamba_num_heads"], config["mamba_head_dim"] = heads, _of_heads(data, heads)
     config["n_groups"] = data.count("ssm.group_count")
@@ -295,10 +301,9 @@ def _granite_hybrid(data: Metadata, config: Config) -> None:
     config["logits_scaling"] = data.real("logit_scale", 1.0)
     config["num_local_experts"] = data.count("expert_count", 0, low=0)
     config["shared_intermediate_size"] = data.count("expert_shared_feed_forward_length", config["intermediate_size"])
-    if config["num_local_experts"]:
-        config["num_experts_per_tok"] = data.count("expert_used_count")
-    else:
-        config["shared_intermediate_size"] = config["intermediate_size"]
+    config["num_experts_per_tok"] = data.count("expert_used_count", 0, low=0)
+    if not config["num_local_experts"]:
+        config["shared_intermediate_size"] = data.file.tensors["blk.0.ffn_gate.weight"].shape[0]
 
 
 def _falcon_h1(data: Metadata, config: Config) -> None:

@@ -57,6 +57,13 @@ class Metadata:
             self.fail(key, f"is {str(value)[:100]}, expected an array of numbers")
         return list(value)
 
+    def flags(self, key: str, num_layers: int) -> list[bool]:
+        """True or false, or 1 or 0, for each layer."""
+        value = self.get(key)
+        if not isinstance(value, np.ndarray) or len(value) < num_layers or not set(value.tolist()) <= {0, 1}:
+            self.fail(key, f"is {str(value)[:100]}, expected true or false for {num_layers} layers")
+        return [bool(each) for each in value[:num_layers]]
+
     def real(self, key: str, default: float | None = None) -> float:
         """A positive number; required if there is no default."""
         value = self.get(key, default)

@@ -1,0 +1,266 @@
+"""GGUF architectures of mixtures of experts; see ``gguf_families``, which has the first of them."""
+
+from __future__ import annotations
+
+from octavo.weights.gguf.gguf_decoders import (
+    COHERE,
+    FULL,
+    HUNYUAN,
+    LAYER_NORM,
+    SLIDING,
+    drop,
+    read_factors,
+    read_windows,
+)
+from octavo.weights.gguf.gguf_families import (
+    ATTENTION,
+    DEEPSEEK,
+    EXPERTS,
+    HEAD_NORMS,
+    LLAMA,
+    SIGMOID,
+    SOFTMAX,
+    Config,
+    GgufFamily,
+    read_llama,
+)
+from octavo.weights.gguf.gguf_metadata import Metadata
+
+SHARED = {name: own for name, own in DEEPSEEK.items() if name.endswith("_shexp")}
+GLM = {**LLAMA, **HEAD_NORMS, **EXPERTS, **SHARED, "exp_probs_b": "mlp.gate.e_score_correction_bias"}
+
+
+def read_scoring(data: Metadata, default: int | None = None) -> int:
+    """How scores of experts become weights: SIGMOID or SOFTMAX."""
+    scoring = data.count("expert_gating_func", default)
+    if scoring not in (SIGMOID, SOFTMAX):
+        data.fail("expert_gating_func", f"is {scoring}, supported are {SOFTMAX}, softmax, and {SIGMOID}, sigmoid")
+    return scoring
+
+
+def must_be_sigmoid(data: Metadata) -> None:
+    if read_scoring(data, SIGMOID) != SIGMOID:
+        data.fail("expert_gating_func", f"must be {SIGMOID}, sigmoid")
+
+
+def first_sparse(data: Metadata, config: Config) -> int:
+    """The first layer with experts."""
+    tensors = data.file.tensors
+    layers = range(config["num_hidden_layers"])
+    found = next((i for i in layers if f"blk.{i}.ffn_gate_inp.weight" in tensors), len(layers))
+    if data.count("leading_dense_block_count", found, low=0) != found:
+        data.fail("leading_dense_block_count", f"but layer {found} is the first that has experts")
+    return found
+
+
+def _experts(data: Metadata, config: Config, kv_heads: int | None = None, head_dim: int | None = None) -> None:
+    """The keys that DeepSeek's, GLM's and their relatives' configurations share; see ``read_llama``."""
+    read_llama(data, config, data.count("expert_feed_forward_length"), kv_heads, head_dim=head_dim)
+    drop(config, "mlp_bias")
+    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    config["n_routed_experts"] = data.count("expert_count")
+    config["num_experts_per_tok"] = data.count("expert_used_count")
+    config["n_shared_experts"] = data.count("expert_shared_count", 0, low=0)
+    config["first_k_dense_replace"] = first_sparse(data, config)
+    config["routed_scaling_factor"] = data.real("expert_weights_scale", 1.0)
+    config["norm_topk_prob"] = data.flag("expert_weights_norm", True)
+    config["n_group"] = data.count("expert_group_count", 1)
+    config["topk_group"] = data.count("expert_group_used_count", 1)
+
+
+def _glm4_moe(data: Metadata, config: Config) -> None:
+    _experts(data, config)
+    must_be_sigmoid(data)
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in data.file.tensors
+    config.setdefault("partial_rotary_factor", 1.0)
+
+
+def _dots1(data: Metadata, config: Config) -> None:
+    _experts(data, config)
+    must_be_sigmoid(data)
+    config["sliding_window"] = None  # files have none
+
+
+def _exaone_moe(data: Metadata, config: Config) -> None:
+    _experts(data, config)
+    must_be_sigmoid(data)
+    config["num_experts"] = config.pop("n_routed_experts")
+    config["num_shared_experts"] = config.pop("n_shared_experts")
+    data.get("expert_shared_feed_forward_length")
+    drop(config, "attention_bias")
+    read_windows(data, config, every=4)
+
+
+def _ernie_moe(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    config["use_bias"] = config.pop("attention_bias")
+    drop(config, "mlp_bias")
+    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    config["moe_num_experts"], config["moe_k"] = data.count("expert_count"), data.count("expert_used_count")
+    config["moe_num_shared_experts"] = data.count("expert_shared_count", 0, low=0)
+    data.get("expert_shared_feed_forward_length")
+    config["moe_layer_start_index"] = data.count("leading_dense_block_count", 0, low=0)
+    config["moe_layer_interval"] = data.count("interleave_moe_layer_step", 1)
+
+
+def _hunyuan_moe(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    drop(config, "mlp_bias")
+    config["num_experts"], config["moe_topk"] = data.count("expert_count"), data.count("expert_used_count")
+    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    config["num_shared_expert"] = data.count("expert_shared_count", 1)
+    data.get("expert_shared_feed_forward_length")
+
+
+def _hy_v3(data: Metadata, config: Config) -> None:
+    _experts(data, config)
+    must_be_sigmoid(data)
+    first = config.pop("first_k_dense_replace")
+    config["mlp_layer_types"] = ["dense" if i < first else "sparse" for i in range(config["num_hidden_layers"])]
+    config["num_experts"] = config.pop("n_routed_experts")
+    config["num_shared_experts"] = data.count("expert_shared_feed_forward_length") // config["moe_intermediate_size"]
+    config["router_scaling_factor"] = config.pop("routed_scaling_factor")
+    drop(config, "n_shared_experts", "norm_topk_prob", "n_group", "topk_group")
+
+
+def _llama4(data: Metadata, config: Config) -> None:
+    """Chunks of 8,192 positions, and queries of layers without positions that grow, are not in the file."""
+    read_llama(data, config, ffn_size=data.count("expert_feed_forward_length"))
+    drop(config, "mlp_bias")
+    config["intermediate_size_mlp"] = config["intermediate_size"]
+    config["intermediate_size"] = data.count("expert_feed_forward_length")
+    config["num_local_experts"], config["num_experts_per_tok"] = (
+        data.count("expert_count"),
+        data.count("expert_used_count"),
+    )
+    config["interleave_moe_layer_step"] = data.count("interleave_moe_layer_step", 1)
+    config["use_qk_norm"] = config["num_local_experts"] != 128  # those of Maverick are not normalised
+
+
+def _olmoe(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    drop(config, "mlp_bias")
+    config["num_experts"], config["num_experts_per_tok"] = data.count("expert_count"), data.count("expert_used_count")
+    config["clip_qkv"] = data.real("attention.clamp_kqv") if data.has("attention.clamp_kqv") else None
+
+
+def _granite_moe(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    drop(config, "mlp_bias")
+    read_factors(data, config)
+    config["has_separate_gates"] = True
+    config["num_local_experts"] = data.count("expert_count")
+    config["num_experts_per_tok"] = data.count("expert_used_count")
+    if data.has("expert_shared_feed_forward_length"):
+        config["architectures"] = ["GraniteMoeSharedForCausalLM"]
+        config["shared_intermediate_size"] = data.count("expert_shared_feed_forward_length")
+
+
+def _cohere2_moe(data: Metadata, config: Config) -> None:
+    expert_size = data.count("expert_feed_forward_length")
+    read_llama(data, config, ffn_size=expert_size, eps=(LAYER_NORM, "layer_norm_eps"))
+    if data.has("attention.layer_norm_rms_epsilon"):
+        config["rms_norm_eps"] = data.real("attention.layer_norm_rms_epsilon")
+    config["logit_scale"] = data.real("logit_scale", 0.0625)
+    config["prefix_dense_intermediate_size"] = config["intermediate_size"]
+    config["intermediate_size"] = expert_size
+    config["num_experts"], config["num_experts_per_tok"] = data.count("expert_count"), data.count("expert_used_count")
+    config["num_shared_experts"] = data.count("expert_shared_count", 0, low=0)
+    data.get("expert_shared_feed_forward_length")
+    config["first_k_dense_replace"] = first_sparse(data, config)
+    config["expert_selection_fn"] = {SIGMOID: "sigmoid", SOFTMAX: "softmax"}[read_scoring(data, SIGMOID)]
+    config["norm_topk_prob"] = data.flag("expert_weights_norm", True)
+    read_windows(data, config, every=4)
+    drop(config, "attention_bias", "mlp_bias")
+
+
+def _minimax_m2(data: Metadata, config: Config) -> None:
+    read_llama(data, config, ffn_size=data.count("expert_feed_forward_length"))
+    config["intermediate_size"] = data.count("expert_feed_forward_length")
+    must_be_sigmoid(data)
+    config["num_local_experts"] = data.count("expert_count")
+    config["num_experts_per_tok"] = data.count("expert_used_count")
+    config.setdefault("partial_rotary_factor", 1.0)
+    drop(config, "attention_bias", "mlp_bias")
+
+
+def _phimoe(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    drop(config, "mlp_bias")
+    config["num_local_experts"] = data.count("expert_count")
+    config["num_experts_per_tok"] = data.count("expert_used_count")
+    window = data.count("attention.sliding_window", 0, low=0)
+    config["sliding_window"] = window or None
+    config["lm_head_bias"] = "output.bias" in data.file.tensors
+
+
+def _mimo2(data: Metadata, config: Config) -> None:
+    """Heads of values are narrower than those of keys; the layers with windows have rotary frequencies of their own."""
+    kv_heads = data.counts("attention.head_count_kv", config["num_hidden_layers"])
+    read_windows(data, config, every=6)
+    least = min(kv_heads)
+    if kv_heads != [least * (1 + (kind == SLIDING)) for kind in config["layer_types"]]:
+        data.fail("attention.head_count_kv", f"is {kv_heads}, expected twice as many in the layers with windows")
+    _experts(data, config, least, data.count("attention.key_length"))
+    must_be_sigmoid(data)
+    config["v_head_dim"] = data.count("attention.value_length")
+    if data.has("attention.value_scale"):
+        config["attention_value_scale"] = data.real("attention.value_scale")
+    first = config.pop("first_k_dense_replace")
+    config["mlp_layer_types"] = ["dense" if i < first else "sparse" for i in range(config["num_hidden_layers"])]
+    part = {"rope_type": "default", "partial_rotary_factor": config.pop("partial_rotary_factor", 1.0)}
+    thetas = {FULL: config.pop("rope_theta"), SLIDING: data.real("rope.freq_base_swa", 10_000.0)}
+    config["rope_parameters"] = {kind: {**part, "rope_theta": theta} for kind, theta in thetas.items()}
+    drop(config, "rope_scaling", "n_shared_experts")
+
+
+OF_BLOCK = {
+    f"ffn_{part}_exps": f"block_sparse_moe.experts.*.{own}"
+    for part, own in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+MIXTRAL = {**ATTENTION, "ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "block_sparse_moe.gate", **OF_BLOCK}
+MINIMAX = {**MIXTRAL, **HEAD_NORMS, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"}
+COHERE_MOE = {name: own for name, own in {**COHERE, **EXPERTS, **SHARED}.items() if name not in HEAD_NORMS}
+HUNYUAN_SHARED = {name: own.replace("shared_experts", "shared_mlp") for name, own in SHARED.items()}
+LLAMA4 = {
+    name: own.replace("mlp.", "feed_forward.").replace("shared_experts", "shared_expert")
+    for name, own in {**LLAMA, **EXPERTS, **SHARED, "ffn_gate_inp": "mlp.router"}.items()
+}
+GRANITE_MOE = {
+    **ATTENTION,
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.*.up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.*.down_proj",
+    "ffn_gate_shexp": "shared_mlp.gate_proj",
+    "ffn_up_shexp": "shared_mlp.up_proj",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+HY = {**GLM, **HUNYUAN_SHARED, "ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias"}
+GLM4 = {name: own for name, own in GLM.items() if name != "ffn_norm"}
+GLM4["post_attention_norm"] = "post_attention_layernorm"
+
+MIMO = {**GLM, "attn_sinks": "self_attn.attention_sink_bias"}
+
+MIXTURES: dict[str, GgufFamily] = {
+    "cohere2moe": GgufFamily("Cohere2MoeForCausalLM", COHERE_MOE, _cohere2_moe),
+    "dots1": GgufFamily("Dots1ForCausalLM", GLM, _dots1),
+    "ernie4_5-moe": GgufFamily(
+        "Ernie4_5_MoeForCausalLM", {**GLM, "exp_probs_b": "mlp.moe_statics.e_score_correction_bias"}, _ernie_moe
+    ),
+    "exaone-moe": GgufFamily(
+        "ExaoneMoeForCausalLM", {**GLM, "exp_probs_b": "mlp.e_score_correction_bias"}, _exaone_moe
+    ),
+    "glm4moe": GgufFamily("Glm4MoeForCausalLM", GLM4, _glm4_moe),
+    "granitemoe": GgufFamily("GraniteMoeForCausalLM", GRANITE_MOE, _granite_moe, is_permuted=True),
+    "hunyuan-moe": GgufFamily(
+        "HunYuanMoEV1ForCausalLM", {**HUNYUAN, **EXPERTS, **HUNYUAN_SHARED, "ffn_gate_inp": "mlp.gate.wg"}, _hunyuan_moe
+    ),
+    "hy_v3": GgufFamily("HYV3ForCausalLM", HY, _hy_v3),
+    "llama4": GgufFamily("Llama4ForCausalLM", LLAMA4, _llama4),
+    "mimo2": GgufFamily("MiMoV2FlashForCausalLM", MIMO, _mimo2),
+    "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM", MINIMAX, _minimax_m2),
+    "olmoe": GgufFamily("OlmoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _olmoe),
+    "phimoe": GgufFamily("PhimoeForCausalLM", MIXTRAL, _phimoe),
+}
