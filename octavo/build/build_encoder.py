@@ -13,12 +13,15 @@ from typing import NamedTuple
 import torch
 
 from octavo.cache.kv_cache import KVCache
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, parse_lora_modules
+from octavo.engine.adapters import LoadedAdapters
 from octavo.engine.encoder_runner import EncoderRunner
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import ConfigError
+from octavo.layers.lora import AdapterRows
 from octavo.model_info import PoolingInfo
+from octavo.models.adapters import ModelAdapters
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import load_encoder
 from octavo.models.labels import LabelPart
@@ -49,13 +52,21 @@ def build_encoder(
     elif model.vocabulary is None:
         message = "a vector of the vocabulary needs a BertForMaskedLM, DistilBertForMaskedLM or one of RoBERTa's kind"
         raise ConfigError(f"pooling_type: splade: {message}; the checkpoint has {model.architecture}")
-    loaded = load_encoder(model, checkpoint, form)
+    rows = AdapterRows() if config.model.enable_lora else None
+    loaded = load_encoder(model, checkpoint, form, rows)
+    unused = (*model.left_out, *(model.root + prefix for prefix in model.left_out))
+    adapters = None if rows is None else ModelAdapters(loaded.maps, rows, form, unused)
     pooler = Pooler(pooling, loaded.model.labels, config.model.load_format, form, loaded.model.vocabulary)
     gc.collect()
     width = model.hidden_size if model.vocabulary is None else model.vocab_size
     tasks = pooled_tasks(pooling, model.labels, width)
-    runner = EncoderRunner(EncoderExecutor(loaded.model, pooler, form.device), tasks.names)
+    executor, numbers = EncoderExecutor(loaded.model, pooler, form.device, adapters), dict[str, int]()
+    runner = EncoderRunner(executor, tasks.names, numbers)
     runner.warm_up()
+    lora = None if adapters is None else LoadedAdapters(executor, numbers, config.model.max_loras)
+    for name, folder in parse_lora_modules(config.model.lora_modules).items():
+        assert lora is not None
+        lora.load(name, folder)
     num_blocks = 2 * max_num_seqs  # to admit a sequence, the scheduler needs a free block for each running one
     scheduler = Scheduler(
         KVCache(num_blocks, max_model_len, enable_prefix_caching=False),
@@ -85,7 +96,7 @@ def build_encoder(
         embedding_size=tasks.embedding_size,
         pooling=tasks.meaning,
     )
-    return Engine(scheduler, runner), info
+    return Engine(scheduler, runner, adapters=lora), info
 
 
 class PooledTasks(NamedTuple):
@@ -120,8 +131,8 @@ def _check_settings(config: EngineConfig) -> None:
     for name in ("max_itl", "tpot_target"):
         if getattr(config.scheduler, name) is not None:
             raise ConfigError(f"{name}: does not apply to an encoder, which generates no tokens")
-    if config.model.enable_lora or config.model.lora_modules:
-        raise ConfigError("enable_lora: adapters are for decoders; merge those of an encoder into its checkpoint")
+    if config.model.merge_lora or (config.model.lora_modules and not config.model.enable_lora):
+        raise ConfigError("lora_modules: an encoder needs enable_lora; merge_lora is for decoders")
     if config.speculative.speculative_config is not None:
         raise ConfigError("speculative_config: does not apply to an encoder, which generates no tokens")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from octavo.engine.step_runner import StepRunner
 from octavo.errors import CheckpointError
-from octavo.steps.messages import LoadAdapter, UnloadAdapter
+from octavo.steps.messages import Executor, LoadAdapter, UnloadAdapter
 
 
 class LoadedAdapters:
     """The adapters loaded by an executor; ``numbers`` maps their names to numbers below ``max_adapters``."""
 
-    def __init__(self, runner: StepRunner, numbers: dict[str, int], max_adapters: int) -> None:
-        """``numbers`` is empty, and shared with the step encoder."""
+    def __init__(self, runner: StepRunner | Executor, numbers: dict[str, int], max_adapters: int) -> None:
+        """``numbers`` is empty, and shared with what writes an adapter's number into messages."""
         self._runner = runner
         self.numbers = numbers
         self._max_adapters = max_adapters

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from octavo.engine.step_encoder import NOT_NUMBERS
-from octavo.steps.messages import Encode, EncoderText, Executor
+from octavo.steps.messages import NO_ADAPTER, Encode, EncoderText, Executor
 from octavo.types import Masks, Plan, Sampled, Scheduled, Task
 
 
@@ -27,11 +27,12 @@ class PendingTexts:
 
 
 class EncoderRunner:
-    """Sends texts to an executor whose model supports these ``tasks``."""
+    """Sends texts to an executor whose model supports these ``tasks``; ``adapters`` are the numbers of those loaded."""
 
-    def __init__(self, executor: Executor, tasks: tuple[Task, ...]) -> None:
+    def __init__(self, executor: Executor, tasks: tuple[Task, ...], adapters: Mapping[str, int]) -> None:
         self._executor = executor
         self._tasks = tasks
+        self._adapters = adapters
 
     def submit(self, plan: Plan) -> PendingTexts:
         """Accept a plan, in which every text is complete; earlier plans may still be pending."""
@@ -46,7 +47,13 @@ class EncoderRunner:
         live = [item for item in plan if not item.is_stale]
         assert all(item.start == 0 and item.samples for item in live), "an encoder got a part of a text"
         requests = [item.seq.request for item in live if item.seq.request.task in self._tasks]
-        texts = [EncoderText(request.prompt_tokens, request.second_start, request.task) for request in requests]
+        texts = [
+            EncoderText(
+                *(request.prompt_tokens, request.second_start, request.task),
+                self._adapters.get(request.adapter, NO_ADAPTER),
+            )
+            for request in requests
+        ]
         values = iter(self._executor.send(Encode(texts)).wait() if texts else [])
         return [Sampled([]) if item.is_stale else self._sampled(item, values) for item in plan]
 

@@ -33,17 +33,23 @@ HEAD = "lm_head"
 
 
 class ModelAdapters:
-    """Loads and unloads numbered adapters in the linear maps of one model."""
+    """Loads and unloads numbered adapters in the linear maps of one model.
 
-    def __init__(self, maps: Mapping[str, MapPart], rows: AdapterRows, form: WeightFormat) -> None:
+    Updates of maps whose names begin with one of ``unused`` are passed over: the model does not compute them.
+    """
+
+    def __init__(
+        self, maps: Mapping[str, MapPart], rows: AdapterRows, form: WeightFormat, unused: tuple[str, ...] = ()
+    ) -> None:
         self.rows = rows
         self.maps = maps
         self._form = form
+        self._unused = unused
 
     def load(self, number: int, path: str) -> None:
         """Load the adapter in the folder ``path``; raises ``CheckpointError``, leaving the model unchanged."""
-        changes = list(changes_of(Path(path), self.maps, self._form))
-        rank = max(len(change.down_RK) for _, change in changes)
+        changes = list(changes_of(Path(path), self.maps, self._form, self._unused))
+        rank = max((len(change.down_RK) for _, change in changes), default=0)
         if self.rows.max_rank is not None and rank > self.rows.max_rank:
             raise CheckpointError(f"{path}: has rank {rank}; max_lora_rank allows {self.rows.max_rank} on this device")
         for linear, change in changes:
@@ -104,10 +110,17 @@ def _dense(path: Path, linear: Linear) -> Tensor:
     return weight_NK
 
 
-def changes_of(path: Path, maps: Mapping[str, MapPart], form: WeightFormat) -> Iterator[tuple[Linear, LowRank]]:
-    """The low-rank update of each linear map by the adapter in a folder. Raises ``CheckpointError``."""
+def changes_of(
+    path: Path, maps: Mapping[str, MapPart], form: WeightFormat, unused: tuple[str, ...] = ()
+) -> Iterator[tuple[Linear, LowRank]]:
+    """The low-rank update of each linear map by the adapter in a folder. Raises ``CheckpointError``.
+
+    ``unused``: see ``ModelAdapters``.
+    """
     for name, (down, up, scale) in read_adapter(path).factors.items():
         part = maps.get(own_name(name))
+        if part is None and name.startswith(unused):
+            continue
         if part is None or own_name(name) == HEAD:
             raise CheckpointError(f"{path}: {name} cannot be adapted: it is not a linear map of the model's layers")
         found, expected = (len(up), down.shape[1]), part.shape

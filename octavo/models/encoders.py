@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from octavo.layers.linear import Linear
+from octavo.layers.lora import AdapterRows
 from octavo.models.bert import BertModel, DistilBertModel, ElectraModel, MPNetModel, RobertaModel
 from octavo.models.deberta import DebertaV2Model
 from octavo.models.embedding_gemma import EmbeddingGemma
 from octavo.models.encoder import Encoder, EncoderConfig
+from octavo.models.linear_parts import MapPart
 from octavo.models.loader import WeightLoader
 from octavo.models.modernbert import EuroBertModel, ModernBertModel
 from octavo.models.nomic_bert import GteModel, NomicBertModel
@@ -65,6 +68,8 @@ class LoadedEncoder(NamedTuple):
     num_parameters: int
     bytes_by_format: Mapping[str, int]
     """Bytes of the weights, by the format of their numbers."""
+    maps: Mapping[str, MapPart]
+    """The linear maps, by their names with and without what precedes those of a checkpoint with a head."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,15 +77,23 @@ class LoadedEncoder(NamedTuple):
         return sum(self.bytes_by_format.values())
 
 
-def load_encoder(config: EncoderConfig, source: TensorSource, form: WeightFormat) -> LoadedEncoder:
-    """Build the model and load its weights; raises ``CheckpointError`` if they do not match the configuration."""
-    weights = WeightLoader(Renamed(source, _stored(source.names())), form, method=config.quantization)
+def load_encoder(
+    config: EncoderConfig, source: TensorSource, form: WeightFormat, rows: AdapterRows | None = None
+) -> LoadedEncoder:
+    """Build the model and load its weights, with room for adapters of these rows; raises ``CheckpointError`` if they do
+    not match the configuration."""
+    make_linear = Linear if rows is None else rows.make_linear
+    renamed = Renamed(source, _stored(source.names()))
+    weights = WeightLoader(renamed, form, make_linear, method=config.quantization)
     model = {**ENCODERS, **BIDIRECTIONAL}[config.architecture](config, weights)
     weights.tensors.finish()
     heads = [] if model.vocabulary is None else [model.vocabulary.out]
     for linear in {*heads, *(part.linear for part in weights.maps.values())}:
         linear.weights = [_of_encoder(weight) for weight in linear.weights]
-    return LoadedEncoder(model, weights.num_parameters, weights.bytes_by_format)
+    root = config.root
+    maps = {root + name.removeprefix(root): part for name, part in weights.maps.items()} | weights.maps
+    maps |= {name.removeprefix(root): part for name, part in weights.maps.items()}
+    return LoadedEncoder(model, weights.num_parameters, weights.bytes_by_format, maps)
 
 
 def _of_encoder(weight: LinearWeight) -> LinearWeight:

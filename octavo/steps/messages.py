@@ -326,6 +326,7 @@ class EncoderText(msgspec.Struct, frozen=True, array_like=True, gc=False):
     second_start: int | None = None
     """Index of the second text's first token, for a pair of texts."""
     task: Task = "embed"
+    adapter: int = NO_ADAPTER
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 LLAMA_MAPS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def make_adapter(base: Path, folder: Path, seed: int, **values: Any) -> PreTrainedModel:
+def make_adapter(
+    base: Path, folder: Path, seed: int, model_class: Any = AutoModelForCausalLM, **values: Any
+) -> PreTrainedModel:
     """Write a random adapter for the model in ``base``; return the model with it merged in by PEFT."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    model = model_class.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": LLAMA_MAPS, **values})
     adapted = get_peft_model(model, config)
     with torch.no_grad():

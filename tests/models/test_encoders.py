@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from octavo.models.registry import read_config
 from octavo.sampling_params import SamplingParams
 from octavo.text.vectors import result_of
 from octavo.types import EngineInfo, Request, Task
+from tests.models.adapter_files import make_adapter
 from tests.models.encoder_families import (
     MAX_LEN,
     ROWS,
@@ -53,11 +55,14 @@ def build(folder: Path, **settings: Any) -> tuple[Engine, EngineInfo]:
     return build_engine(EngineConfig.from_flat(values))
 
 
-def answers(built: tuple[Engine, EngineInfo], task: Task, second_start: int | None = None) -> list[np.ndarray]:
+def answers(
+    built: tuple[Engine, EngineInfo], task: Task, second_start: int | None = None, adapters: Sequence[str] = ("",)
+) -> list[np.ndarray]:
     engine, info = built
     for i, text in enumerate(TEXTS):
         start = None if second_start is None else min(second_start, len(text))
-        engine.add(Request(i, text, SamplingParams(max_tokens=0), 0, task=task, second_start=start))
+        adapter = adapters[i % len(adapters)]
+        engine.add(Request(i, text, SamplingParams(max_tokens=0), 0, task=task, second_start=start, adapter=adapter))
     found: dict[int, np.ndarray] = {}
     while engine.has_work:
         for output in engine.step():
@@ -143,6 +148,29 @@ def test_older_names_of_norms(row: str, tmp_path: Path) -> None:
     assert sum(name.endswith("LayerNorm.gamma") for name in tensors) >= 5
     save_file(tensors, path)
     np.testing.assert_array_equal(answers(build(tmp_path), "embed"), expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "maps"),
+    [
+        ("Bert/Model", ["query", "value", "dense"]),
+        nightly("Bert/ForMaskedLM", ["query", "attention.output.dense"]),
+        nightly("ModernBert/Model", ["Wqkv", "Wo"]),
+    ],
+)
+def test_adapters_in_one_batch_are_those_that_peft_merges(row: str, maps: list[str], tmp_path: Path) -> None:
+    made = make_encoder(tmp_path / "base", row)
+    merged = {"": made}
+    for seed, name in enumerate(("one", "two")):
+        kind = {"model_class": type(made), "target_modules": maps, "task_type": "FEATURE_EXTRACTION"}
+        merged[name] = make_adapter(tmp_path / "base", tmp_path / name, seed, **kind)
+    modules = ",".join(f"{name}={tmp_path / name}" for name in merged if name)
+    built, alone = build(tmp_path / "base", enable_lora=True, lora_modules=modules), build(tmp_path / "base")
+    found, names, plain = answers(built, "embed", adapters=list(merged)), list(merged), answers(alone, "embed")
+    for i, text in enumerate(TEXTS):
+        wanted = token_vectors(merged[names[i % 3]], text).mean(dim=0)
+        np.testing.assert_allclose(found[i], wanted / wanted.norm(), atol=1e-5)
+        assert np.array_equal(found[i], plain[i]) == (names[i % 3] == "")
 
 
 @torch.inference_mode()
@@ -237,7 +265,8 @@ def test_other_arithmetic_is_refused_by_name(tmp_path: Path, changes: dict[str, 
         ({"max_itl": 1.0}, "max_itl"),
         ({"tpot_target": 1.0, "scheduling_policy": "deadline"}, "tpot_target"),
         ({"speculative_config": '{"method": "ngram"}'}, "speculative_config"),
-        ({"enable_lora": True}, "enable_lora"),
+        ({"lora_modules": "a=b", "merge_lora": True}, "merge_lora"),
+        ({"lora_modules": "a=b"}, "enable_lora"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, settings: dict[str, Any], named: str) -> None:

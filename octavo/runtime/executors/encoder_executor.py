@@ -13,10 +13,20 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CANCELLATIONS, RunnerError
+from octavo.models.adapters import ModelAdapters
 from octavo.models.encoder import Encoder, PackedTexts
+from octavo.runtime.executors.host_executor import change_adapters
 from octavo.runtime.executors.pooler import TOKEN_TASKS, Pooler, as_vectors
 from octavo.runtime.replies import Done, FailedReply
-from octavo.steps.messages import Encode, EncoderText, Message, Reply
+from octavo.steps.messages import (
+    NO_ADAPTER,
+    Encode,
+    EncoderText,
+    LoadAdapter,
+    Message,
+    Reply,
+    UnloadAdapter,
+)
 from octavo.types import Task
 
 logger = logging.getLogger(__name__)
@@ -27,13 +37,18 @@ class EncoderExecutor:
 
     runs_ahead = False
 
-    def __init__(self, model: Encoder, pooler: Pooler, device: torch.device) -> None:
+    def __init__(
+        self, model: Encoder, pooler: Pooler, device: torch.device, adapters: ModelAdapters | None = None
+    ) -> None:
         self._model = model
         self._pooler = pooler
         self._device = device
+        self._adapters = adapters
 
     def send(self, message: Message) -> Reply[Any]:
-        """See ``Executor``; the only supported message is ``Encode``."""
+        """See ``Executor``; supported are ``Encode`` and those of adapters."""
+        if isinstance(message, LoadAdapter | UnloadAdapter):
+            return change_adapters(self._adapters, message)
         assert isinstance(message, Encode), f"an encoder does not support {type(message).__name__}"
         try:
             with torch.inference_mode():
@@ -46,7 +61,7 @@ class EncoderExecutor:
 
     def _values(self, texts: list[EncoderText]) -> list[bytes | None]:
         ends = list(itertools.accumulate(len(text.tokens) for text in texts))
-        x_TD = self._model.forward(self._texts(texts, ends))
+        x_TD = self._forward(texts, ends)
         values: list[bytes | None] = [None] * len(texts)
         for task in {text.task for text in texts}:
             chosen = [i for i, text in enumerate(texts) if text.task == task]
@@ -54,6 +69,16 @@ class EncoderExecutor:
             for i, value in zip(chosen, self._results(task, x_TD, spans), strict=True):
                 values[i] = value
         return values
+
+    def _forward(self, texts: list[EncoderText], ends: list[int]) -> Tensor:
+        packed = self._texts(texts, ends)
+        if all(text.adapter == NO_ADAPTER for text in texts):
+            return self._model.forward(packed)
+        assert self._adapters is not None
+        lengths = torch.tensor([len(text.tokens) for text in texts])
+        adapters_T = torch.tensor([text.adapter for text in texts], dtype=torch.int32).repeat_interleave(lengths)
+        with self._adapters.rows.of_rows(adapters_T.to(self._device)):
+            return self._model.forward(packed)
 
     def _results(self, task: Task, x_TD: Tensor, spans: list[slice]) -> list[bytes | None]:
         """The results of one task for the texts with these rows."""
