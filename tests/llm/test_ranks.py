@@ -17,6 +17,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import RanksLost
 from tests.llm.tiny import SETTINGS, write_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
+from tests.tiers import nightly_after
 
 pytestmark = [pytest.mark.slow, needs_float_kernels]
 
@@ -54,12 +55,17 @@ def test_ranks_give_the_tokens_of_one_process_and_end_with_it(tmp_path: Path) ->
     assert ranks() == []
 
 
-def test_prompt_lookup_gives_the_tokens_of_one_process_without_it(tmp_path: Path) -> None:
-    """Accepted are the tokens that would be sampled anyway, so drafts change nothing; some are right, some wrong."""
+@pytest.mark.parametrize("num_parts", [2, *nightly_after(0, [1])])
+def test_prompt_lookup_gives_the_tokens_of_one_process_without_it(num_parts: int, tmp_path: Path) -> None:
+    """Accepted are the tokens that would be sampled anyway, so drafts change nothing; some are right, some wrong.
+
+    ``num_parts``: of contexts.
+    """
     write_checkpoint(tmp_path)
     with make(tmp_path, 1) as one:
         expected = texts(one, **REPEATING)
-    with make(tmp_path, 2, speculative_config=json.dumps(PROMPT_LOOKUP)) as two:
+    settings = {"speculative_config": json.dumps(PROMPT_LOOKUP), "decode_context_parallel_size": num_parts}
+    with make(tmp_path, 2, **settings) as two:
         assert texts(two, **REPEATING) == expected
         stats = two.engine.stats()
         assert 0 < stats.num_accepted_drafts < stats.num_drafts
@@ -78,14 +84,17 @@ def test_rules_that_need_all_logits_give_the_tokens_of_one_process(tmp_path: Pat
         assert two.engine.stats().num_accepted_drafts > 0
 
 
-def test_blocks_go_to_host_memory_and_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_parts", [2, *nightly_after(0, [1])])
+def test_blocks_go_to_host_memory_and_come_back(num_parts: int, tmp_path: Path) -> None:
     """A pool of hardly more than one prompt, so that the second pass finds its blocks in host memory."""
     write_checkpoint(tmp_path)
-    settings = {"num_kv_blocks": 17, "kv_offload_memory": 0.01}
+    settings: dict[str, Any] = {"num_kv_blocks": 17, "kv_offload_memory": 0.01}
     long = [letter * 200 for letter in "abca"]
     with make(tmp_path, 1, **settings) as one:
         expected = [texts(one, [prompt]) for prompt in long]
+    settings |= {"decode_context_parallel_size": num_parts, "block_size": 16 // num_parts}
     with make(tmp_path, 2, **settings) as two:
+        assert two.info.block_size == 16
         assert [texts(two, [prompt]) for prompt in long] == expected
         assert two.engine.stats().num_offload_restored > 0
 
