@@ -144,7 +144,8 @@ def _check(config: EngineConfig) -> int:
         print(f"does not fit on {device}: {error}")
         print(f"{_weights(sizes)}\nfree: {free / 2**20:,.1f} MiB, {left / 2**20:,.1f} MiB without the weights")
         return 1
-    each = f", divided among {num_ranks} ranks that hold so much each" if num_ranks > 1 else ""
+    cached = f"a KV cache for {limits.num_kv_blocks * limits.block_size} tokens"
+    each = f", divided among {num_ranks} ranks with {cached}, of which each holds so much" if num_ranks > 1 else ""
     print(f"fits on {device}, with contexts of {limits.max_model_len} tokens{each}:\n{budget.table()}")
     print(_weights(sizes))
     return 0

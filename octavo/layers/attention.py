@@ -56,5 +56,5 @@ def _over_ranks(
     first_TW, *others = [*ranks.gathered(q_TW).unbind(), *([] if own_TW is None else [own_TW])]
     qkv_TW, all_heads = ops.concat(first_TW, *others), heads._replace(num_heads=P * N, sinks_N=None)
     found_TMX = ops.partial_attention(qkv_TW, all_heads, cos_TR, sin_TR, cache, rows, ranks.part)
-    parts_PTX = ranks.exchanged(found_TMX.view(T, P, -1).transpose(0, 1))
+    parts_PTX = ranks.exchanged(found_TMX.view(T, P, -1))
     return ops.merge_parts(parts_PTX.view(P, T, N, H + 1), heads.sinks_N)

@@ -108,11 +108,10 @@ class ContextRanks(NamedTuple):
         """What each of these ranks has: a new tensor [P, ...]."""
         return self.collective.all_gather(x)[self._first : self._first + self.size]
 
-    def exchanged(self, x_PTX: Tensor) -> Tensor:
+    def exchanged(self, x_TPX: Tensor) -> Tensor:
         """What each of these ranks has for this one, given what this one has for each: a new tensor [P, T, X]."""
-        P, T, X = x_PTX.shape
-        places_PT = torch.arange(T, device=x_PTX.device).expand(P, T) + self.part.rank * T
-        targets_P1 = self._first + torch.arange(P, device=x_PTX.device)[:, None]
-        places_PT = places_PT + targets_P1 * P * T
+        T, P, X = x_TPX.shape
+        targets_P = self._first + torch.arange(P, device=x_TPX.device)
+        places_TP = targets_P * P * T + self.part.rank * T + torch.arange(T, device=x_TPX.device)[:, None]
         num_places = self.collective.size * P * T
-        return self.collective.all_to_all(x_PTX.reshape(P * T, X), places_PT.flatten(), num_places).view(P, T, X)
+        return self.collective.all_to_all(x_TPX.view(T * P, X), places_TP.flatten(), num_places).view(P, T, X)

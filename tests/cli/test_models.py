@@ -115,6 +115,19 @@ def test_windows_are_shown(row: str, layers: str, tmp_path: Path, capsys: pytest
     assert f"{layers} a window: keys and values of {model.config.sliding_window} positions" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("num_parts", "num_tokens"), [(1, 16384), (2, 32768)])
+def test_ranks_that_divide_contexts_cache_more_tokens(
+    num_parts: int, num_tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path, "llama/one_kv_head_tied")
+    ranks = ["--tensor-parallel-size", "2", "--decode-context-parallel-size", str(num_parts)]
+    sizes = ["--device", "cpu", "--num-kv-blocks", "1024", "--block-size", "16"]
+    assert main(["models", str(tmp_path), *sizes, *ranks]) == 0
+    out = capsys.readouterr().out
+    assert f"divided among 2 ranks with a KV cache for {num_tokens} tokens" in out
+    assert "kv cache             2.0 MiB" in out
+
+
 def test_memory_is_that_of_both_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A context that fits only because two of three layers have sliding windows."""
     make_checkpoint(tmp_path, "gpt_oss/sinks")

@@ -117,7 +117,7 @@ def test_slots_of_other_parts_are_padding() -> None:
 @pytest.mark.parametrize(("num_ranks", "size"), [(2, 2), (4, 2), (3, 3), (4, 4)])
 def test_ranks_exchange_with_their_neighbours(num_ranks: int, size: int) -> None:
     own = torch.arange(num_ranks).float()
-    sent = torch.arange(float(num_ranks * size * 5 * 7)).view(num_ranks, size, 5, 7)
+    sent = torch.arange(float(num_ranks * size * 5 * 7)).view(num_ranks, 5, size, 7)
 
     def work(collective: SharedCollective) -> tuple[Tensor, Tensor]:
         ranks = ContextRanks(collective, size)
@@ -126,7 +126,7 @@ def test_ranks_exchange_with_their_neighbours(num_ranks: int, size: int) -> None
     for rank, (gathered, received) in enumerate(together(num_ranks, work)):
         first = rank - rank % size
         assert gathered.flatten().tolist() == own[first : first + size].tolist()
-        assert torch.equal(received, sent[first : first + size, rank % size])
+        assert torch.equal(received, sent[first : first + size, :, rank % size])
 
 
 @needs_float_kernels
