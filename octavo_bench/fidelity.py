@@ -27,8 +27,8 @@ from octavo.config import EngineConfig, SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.schedule_delay import ScheduleDelay
 from octavo.engine.step_budget import StepBudget
+from octavo.engine.step_model import StepWork
 from octavo.engine.step_times import REST, TimedRunner
-from octavo.engine.step_work import StepWork
 from octavo.errors import ConfigError
 from octavo.types import EngineInfo, Request
 from octavo_fleet.sim.clock import START

@@ -12,7 +12,7 @@ import torch
 
 from octavo.build.device_settings import resolve_kv_dtype, weight_format
 from octavo.config import EngineConfig, parse_hf_overrides
-from octavo.engine.step_work import StepWork
+from octavo.engine.step_model import StepWork
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.encoder import EncoderConfig

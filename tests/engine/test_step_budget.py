@@ -9,7 +9,7 @@ import pytest
 
 from octavo.config import SchedulerSettings
 from octavo.engine.step_budget import NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS, STEPS_BETWEEN_TRIALS
-from octavo.engine.step_work import StepWork
+from octavo.engine.step_model import StepWork
 from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request, Scheduled, Sequence
 from octavo_bench.virtual import StepCost, VirtualEngine, VirtualProgress

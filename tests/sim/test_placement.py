@@ -9,7 +9,7 @@ import pytest
 
 from octavo.cli import main
 from octavo.config import EngineConfig
-from octavo.engine.step_work import StepWork
+from octavo.engine.step_model import StepWork
 from octavo.errors import ConfigError
 from octavo_fleet.sim.cost_model import Roofline
 from octavo_fleet.sim.devices import find_device
