@@ -6,9 +6,11 @@ bits, of ``torch.uint8``::
     int8    a scale, float32                                        W codes, the nearest numbers to x / scale
     int4    for each 32 numbers a least one and a scale, bfloat16    W / 2 bytes of two codes, the first in the low bits
 
-A code of 8 bits times the scale is the number, and one of 4 bits times the scale plus the least number. So a row is
+A code of 8 bits times the scale is the number, and one of 4 bits times the scale plus the least number. Rows of 4 bits
+hold ``rotated`` numbers, among which a few large ones are spread over all (QuaRot, arXiv 2404.00456). So a row is
 written without any other: scales of a channel over many positions, which keys are best quantised with (KIVI,
-arXiv 2402.02750), would change with each position. Where a number of a row (int4: of 32) is not finite, all are NaN.
+arXiv 2402.02750), would change with each position. Where a number is not finite, so are all that share its scale, or
+were rotated with it.
 
 Shapes: H head dim, R bytes of a row.
 """
@@ -52,8 +54,8 @@ def pack_rows(x: Tensor, stored: torch.dtype) -> Tensor:
         codes = _codes(x, scale).clamp(-127, 127).to(torch.int8)
         return torch.cat((scale.view(torch.int8), codes), dim=-1)
     width = x.shape[-1]
-    groups = _groups(x)
-    least, most = groups.amin(-1, keepdim=True) + 0.0, groups.amax(-1, keepdim=True)
+    groups = _groups(rotated(x))
+    least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     least = _cut(least, least < 0)
     span = (most - least) / 15
     scale = _cut(span, span > 0)
@@ -74,9 +76,27 @@ def unpack_rows(rows: Tensor, head_dim: int) -> Tensor:
     halves = halves.contiguous().view(torch.bfloat16).view(*rows.shape[:-1], num_groups, 2)
     least, scale = halves.float().unbind(-1)
     codes = _groups(torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).float())
-    # In float64 the product is exact, so that sums are rounded once, as those of a fused multiply-add.
-    numbers = (codes.double() * scale[..., None] + least[..., None]).float()
-    return numbers.flatten(-2)[..., :head_dim]
+    numbers = (codes.double() * scale[..., None] + least[..., None]).flatten(-2)[..., : 2 * pairs.shape[-1]]
+    return (rotated(numbers) / rotated_together(head_dim)).float()[..., :head_dim]
+
+
+def rotated_together(head_dim: int) -> int:
+    """How many neighbouring numbers of a row of 4 bits are rotated with each other: a power of two."""
+    width = -(-head_dim // VECTOR) * VECTOR
+    return width & -width
+
+
+def rotated(x: Tensor) -> Tensor:
+    """The Walsh-Hadamard transform of runs of numbers [..., W]: a sum of all, with signs of its own, in place of each.
+
+    Twice, it is the numbers times the length of a run; and so are products of two rows with each other, once.
+    """
+    shape, half = x.shape, 1
+    while half < rotated_together(shape[-1]):
+        first, second = x.reshape(*shape[:-1], -1, 2, half).unbind(-2)
+        x = torch.stack((first + second, first - second), dim=-2)
+        half *= 2
+    return x.view(shape)
 
 
 def _groups(x: Tensor) -> Tensor:
@@ -93,5 +113,5 @@ def _codes(x: Tensor, scale: Tensor) -> Tensor:
 
 def _cut(x: Tensor, grows: Tensor) -> Tensor:
     """Numbers of float32 that bfloat16 has: the next larger in size where it ``grows``, else the next smaller."""
-    bits = x.contiguous().view(torch.int32)
+    bits = (x.contiguous() + 0.0).view(torch.int32)  # no negative zeros
     return torch.where(x.isfinite(), ((bits + grows.int() * 0xFFFF) & -0x10000).view(torch.float32), torch.nan)

@@ -19,7 +19,7 @@ from octavo.ops.attention import (
     rotary_angles,
     store_keys,
 )
-from octavo.ops.cache_rows import row_length
+from octavo.ops.cache_rows import rotated_together, row_length
 from octavo.ops.collective import ContextPart
 from octavo.ops.latent_attention import LatentHeads, latent_attention, store_latents
 from octavo.ops.linear import head_linear
@@ -27,7 +27,7 @@ from octavo.ops.partial_attention import check_heads, merge_parts, partial_atten
 from octavo_kernels.cpu.attention.attention_passes import PART, first_seen, num_seen
 from octavo_kernels.cpu.attention.attention_rows import STEP, prepare_task
 from octavo_kernels.cpu.attention.attention_tiles import STATE, TILE, TILE_ROWS, attend_task
-from octavo_kernels.cpu.attention.cached_rows import FORMATS
+from octavo_kernels.cpu.attention.cached_rows import FORMATS, INT4
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver, compiled_task, inlined, rarely_used
 from octavo_kernels.cpu.host import FLOAT_FEATURES, missing
@@ -36,7 +36,7 @@ from octavo_kernels.cpu.rows.columns import declines
 from octavo_kernels.cpu.task_driver import task_driver
 from octavo_kernels.cpu.tensors import address, declines_floats, whole_vectors
 from octavo_kernels.cpu.threads import run
-from octavo_kernels.cpu.vector_ir import E4M3_FACTOR, LANES
+from octavo_kernels.cpu.vector_ir import E4M3, E4M3_FACTOR, LANES
 
 # ---- attention: ``attention`` in one call, straight from the block table; prefill and decode rows by the same code.
 
@@ -182,9 +182,9 @@ def _check(qkv_TW: Tensor, heads: HeadLayout, cache: LayerCache, slot_mapping_T:
         raise ValueError(f"attention: {len(slot_mapping_T)} slots for {len(qkv_TW)} rows")
 
 
-def _scales(cache: LayerCache) -> tuple[int, int, float]:
+def _scales(cache: LayerCache, head_dim: int) -> tuple[int, int, float]:
     """The last of STEP's arguments before the results."""
-    factor = E4M3_FACTOR if cache.keys.dtype == torch.float8_e4m3fn else 1.0
+    factor = {E4M3: E4M3_FACTOR, INT4: 1 / rotated_together(head_dim)}.get(FORMATS[cache.keys.dtype], 1.0)
     if cache.scales is None:
         return 0, 0, factor
     return cache.scales.keys_K.data_ptr(), cache.scales.values_K.data_ptr(), factor
@@ -250,7 +250,7 @@ def _attended(
         *(address(norms[0]), address(norms[1]), heads.norm_eps, address(cos_TR), address(sin_TR), R),
         *(slots.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), num_blocks, block_size),
         *(tables.data_ptr(), tables.shape[1], starts.data_ptr(), lengths.data_ptr(), len(lengths)),
-        *(heads.window, heads.softcap, address(heads.sinks_N), address(heads.slopes_N), *_scales(cache)),
+        *(heads.window, heads.softcap, address(heads.sinks_N), address(heads.slopes_N), *_scales(cache, H)),
         *(*(part or (0, 1)), out_TNX.data_ptr(), out_TNX.shape[2], *[0] * 5),
     )
     call(_attention_driver(), arguments, "attention: lengths, slots or block numbers do not fit the caches and tables")
@@ -390,7 +390,7 @@ def store_keys_numba(
     for name, value in values.items():
         arguments[name] = value
     arguments["eps"] = heads.norm_eps
-    arguments["k_scales"], arguments["v_scales"], arguments["factor"] = _scales(cache)
+    arguments["k_scales"], arguments["v_scales"], arguments["factor"] = _scales(cache, H)
     call(_store_keys_driver(), arguments, "store_keys: slots do not fit the caches")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo_kernels.cpu.attention.cached_rows import row_bytes, row_writer
+from octavo_kernels.cpu.attention.cached_rows import rotate, row_bytes, row_writer
 from octavo_kernels.cpu.compiled import compiled_task, inlined
 from octavo_kernels.cpu.memory import fields, keep, read, view
 from octavo_kernels.cpu.rows.rms_norm import normalise_row
@@ -73,6 +73,7 @@ def prepare_task(number_format: int) -> int:
                     scale *= view(a.k_scales, a.K, np.float32)[head // (a.N // a.K)]
                 for i in range(a.width):
                     query[i] = x[i] * scale
+                rotate(number_format, query)
             slot = view(a.slots, a.T, np.int64)[t]
             if slot < 0:
                 continue

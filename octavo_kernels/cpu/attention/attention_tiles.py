@@ -34,7 +34,7 @@ from octavo_kernels.cpu.attention.attention_passes import (
 )
 from octavo_kernels.cpu.attention.attention_rows import STEP
 from octavo_kernels.cpu.attention.attention_turned import turn
-from octavo_kernels.cpu.attention.cached_rows import row_bytes
+from octavo_kernels.cpu.attention.cached_rows import rotate, row_bytes
 from octavo_kernels.cpu.compiled import Constant, compiled_task, inlined
 from octavo_kernels.cpu.memory import atomic_add, fields, keep, read, view, whole_lines
 from octavo_kernels.cpu.vector_ir import LANES
@@ -146,12 +146,12 @@ def attend_task(number_format: int) -> int:
                         merge(totals[row].ctypes.data, parts[row].ctypes.data, a.width // LANES)
             for row in range(num_rows):
                 if tile.slot < 0:
-                    _finish(a, tile.row + row // group, head * group + row % group, totals[row])
+                    _finish(number_format, a, tile.row + row // group, head * group + row % group, totals[row])
                 else:
                     _copy(parts[row], _slot(a, tile.slot, head * group + row))
             if tile.slot >= 0 and atomic_add(a.counts + 8 * (tile.first_slot * a.K + head), 1) == tile.num_slots - 1:
                 for row in range(group):
-                    _merge_slots(a, tile, head * group + row, totals[row])
+                    _merge_slots(number_format, a, tile, head * group + row, totals[row])
         keep((queries, positions, scores, totals, parts, runs, turned, copy))
 
     return compiled_task(attend)
@@ -164,22 +164,23 @@ def _slot(a: Any, slot: int, head: int) -> Any:
 
 
 @inlined
-def _merge_slots(a: Any, tile: Any, head: int, total: Any) -> None:
+def _merge_slots(number_format: int, a: Any, tile: Any, head: int, total: Any) -> None:
     """Merge the parts of one head of a single row, in the order of their positions."""
     _begin(total)
     for slot in range(tile.first_slot, tile.first_slot + tile.num_slots):
         merge(total.ctypes.data, _slot(a, slot, head).ctypes.data, a.width // LANES)
-    _finish(a, tile.row, head, total)
+    _finish(number_format, a, tile.row, head, total)
 
 
 @inlined
-def _finish(a: Any, t: int, head: int, total: Any) -> None:
+def _finish(number_format: int, a: Any, t: int, head: int, total: Any) -> None:
     """Divide outputs by the sum of weights, which includes the sink if there is one; it is 0 where nothing is seen."""
     if a.sinks:
         sink = np.zeros(STATE + a.width, np.float32)
         sink[0], sink[1] = view(a.sinks, a.N, np.float32)[head], 1
         merge(total.ctypes.data, sink.ctypes.data, a.width // LANES)
         keep(sink)
+    rotate(number_format, total[STATE:])
     out = view(a.out + 4 * (t * a.N + head) * a.out_width, a.out_width, np.float32)
     if a.out_width > a.H:
         out[a.H] = total[0] + np.log(total[1])

@@ -124,7 +124,10 @@ def unpack(context: Any, number_format: Any, rows: Any, H: Any, count: Any, out:
 
 
 def row_writer(number_format: int) -> Callable[[int, Any, int, int], None]:
-    """What writes a row, given its format, whole vectors of float32, H and its address; for use in compiled code."""
+    """What writes a row, given its format, whole vectors of float32, H and its address; for use in compiled code.
+
+    It may change the vectors up to H, and those behind are 0.
+    """
     return {INT8: _pack_8_bits, INT4: _pack_4_bits}.get(number_format, _narrow)
 
 
@@ -148,6 +151,7 @@ def _pack_8_bits(number_format: int, x: Any, H: int, out: int) -> None:
 
 @inlined
 def _pack_4_bits(number_format: int, x: Any, H: int, out: int) -> None:
+    rotate(INT4, x)
     num_groups = (len(x) + GROUP - 1) // GROUP
     headers, pairs = view(out, num_groups, np.int32), view(out + 4 * num_groups, len(x) // 2, np.uint8)
     for group in range(num_groups):
@@ -158,13 +162,29 @@ def _pack_4_bits(number_format: int, x: Any, H: int, out: int) -> None:
                 low = x[i]
             if x[i] > high or x[i] != x[i]:
                 high = x[i]
-        least = _cut(low + np.float32(0), low < 0)
+        least = _cut(low, low < 0)
         span = (high - least) / np.float32(15)
         scale = _cut(span, span > 0)
         headers[group] = int_bits(scale) & np.int32(-0x10000) | int_bits(least) >> np.int32(16) & np.int32(0xFFFF)
         for i in range(first // 2, last // 2):
             even, odd = _code(x[2 * i] - least, scale, 0, 15), _code(x[2 * i + 1] - least, scale, 0, 15)
             pairs[i] = np.uint8(np.int32(even) | np.int32(odd) << 4)
+    for i in range(H, len(x)):
+        x[i] = 0  # as it was before
+
+
+@inlined
+def rotate(number_format: int, x: Any) -> None:
+    """``cache_rows.rotated`` in place, for formats that are stored rotated."""
+    if number_format != INT4:
+        return
+    half = 1
+    while half < len(x) & -len(x):
+        for first in range(0, len(x), 2 * half):
+            for i in range(first, first + half):
+                even, odd = x[i], x[i + half]
+                x[i], x[i + half] = even + odd, even - odd
+        half *= 2
 
 
 @inlined
@@ -180,4 +200,6 @@ def _cut(x: Any, grows: Any) -> Any:
     """As ``cache_rows`` has it."""
     if not abs(x) < np.inf:
         return np.float32(np.nan)
+    if x == 0:
+        return np.float32(0)
     return float_bits(np.int32((int_bits(x) + (np.int32(0xFFFF) if grows else np.int32(0))) & np.int32(-0x10000)))
