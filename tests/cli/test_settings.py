@@ -29,9 +29,11 @@ EXCLUSIVE = {
     "prefill_upstream",
     *("grpc_ssl_ca_certs", "grpc_api_key"),
     *("grpc_worker", "grpc_timeout"),
+    "decode_context_parallel_size",
 }
-"""Refused together with ``kv_cache_memory``, ``kv_offload_dir``, ``enable_kv_events`` or ``tenant_header``
-(``enable_prefix_caching``: if off), or under policies or backends to which they do not apply."""
+"""Refused together with ``kv_cache_memory``, ``kv_offload_dir``, ``enable_kv_events``, ``tenant_header`` or
+``enable_return_routed_experts`` (``enable_prefix_caching``: if off), or under policies or backends to which they do not
+apply."""
 
 
 NEEDED = {
@@ -48,6 +50,7 @@ NEEDED = {
     "prefill_upstream": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
     "upstream_command": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
     "upstream_api_key": ["--backend", "openai", "--upstream", "http://127.0.0.1:1"],
+    "decode_context_parallel_size": ["--tensor-parallel-size", str(SAMPLES[int])],
     "quantize_lm_head": ["--quantization", "int8"],
     "tenant_by": ["--enable-lora"],
     "isolate_keys": ["--api-key-file", "keys"],
