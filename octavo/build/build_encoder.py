@@ -47,19 +47,18 @@ def build_encoder(
         raise ConfigError("enable_return_routed_experts: an encoder has no routers of experts")
     max_model_len, max_num_seqs, max_num_batched_tokens = encoder_limits(config, path, model)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=True, load_format=config.model.load_format)
-    if pooling.kind != "splade":
-        model = dataclasses.replace(model, vocabulary=None)
-    elif model.vocabulary is None:
+    is_sparse = pooling.kind == "splade"
+    if is_sparse and model.vocabulary is None:
         message = "a vector of the vocabulary needs a BertForMaskedLM, DistilBertForMaskedLM or one of RoBERTa's kind"
         raise ConfigError(f"pooling_type: splade: {message}; the checkpoint has {model.architecture}")
+    model = dataclasses.replace(model, uses_vocabulary=is_sparse)
     rows = AdapterRows() if config.model.enable_lora else None
     loaded = load_encoder(model, checkpoint, form, rows)
     unused = (*model.left_out, *(model.root + prefix for prefix in model.left_out))
     adapters = None if rows is None else ModelAdapters(loaded.maps, rows, form, unused)
     pooler = Pooler(pooling, loaded.model.labels, config.model.load_format, form, loaded.model.vocabulary)
     gc.collect()
-    width = model.hidden_size if model.vocabulary is None else model.vocab_size
-    tasks = pooled_tasks(pooling, model.labels, width)
+    tasks = pooled_tasks(pooling, model.labels, model.vocab_size if is_sparse else model.hidden_size)
     executor, numbers = EncoderExecutor(loaded.model, pooler, form.device, adapters), dict[str, int]()
     runner = EncoderRunner(executor, tasks.names, numbers)
     runner.warm_up()

@@ -82,6 +82,8 @@ class EncoderConfig(DecoderConfig):
     """Whether embeddings are projected before their norm, not after it."""
     vocabulary: LabelPart | None = None
     """The head of a masked language model, for vectors that have a number for each token of the vocabulary."""
+    uses_vocabulary: bool = False
+    """Whether that head is loaded; a checkpoint may lack it."""
     distances: DistancePart | None = None
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors that belong to other heads."""
@@ -247,7 +249,9 @@ class Encoder:
         self.layers = [self.layer_class(config, weights, f"{names.layers}.{i}", i) for i in range(config.num_layers)]
         self.norm = weights.stream_norm(names.norm, D, eps, config.norm) if names.norm else None
         self.labels = None if config.labels is None else weights.labels(config.labels, D, eps, config.norm)
-        self.vocabulary = None if config.vocabulary is None else self._vocabulary_head(config.vocabulary, weights)
+        self.vocabulary: LabelHead | None = None
+        if config.uses_vocabulary and config.vocabulary is not None:
+            self.vocabulary = self._vocabulary_head(config.vocabulary, weights)
         for prefix in ("embeddings.position_ids", *config.left_out):
             weights.tensors.leave_out(prefix)
             weights.tensors.leave_out(config.root + prefix)

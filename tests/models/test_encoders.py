@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from octavo.build.build_engine import build_engine
+from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.errors import CheckpointError, ConfigError
@@ -113,6 +114,19 @@ def test_sparse_vectors_are_the_largest_logits_of_each_token(row: str, is_in_fil
             logits = model(torch.tensor([text]), attention_mask=torch.ones(1, len(text))).logits[0]
         np.testing.assert_allclose(found, logits.relu().log1p().amax(dim=0), atol=1e-5)
     assert 0 < (np.stack(vectors) == 0).sum() < len(TEXTS) * VOCAB_SIZE
+
+
+def test_a_masked_language_model_without_its_head_gives_dense_vectors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_encoder(tmp_path, "Bert/ForMaskedLM")
+    path = tmp_path / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if not name.startswith("cls.")}, path)
+    assert main(["models", str(tmp_path)]) == 0
+    assert "BertForMaskedLM" in capsys.readouterr().out
+    assert build(tmp_path)[1].tasks == ("embed", "token_embed")
+    with pytest.raises(CheckpointError, match=r"cls\.predictions"):
+        build(tmp_path, pooling_type="splade")
 
 
 def test_sparse_vectors_need_a_map_to_the_vocabulary(tmp_path: Path) -> None:
