@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.models.encoder import EncoderConfig
     from octavo.models.encoders import LoadedEncoder
     from octavo.models.registry import LoadedModel
+    from octavo.runtime.memory import Limits
     from octavo.weights.checkpoint import Checkpoint
 
 NAME = "models"
@@ -144,11 +145,16 @@ def _check(config: EngineConfig) -> int:
         print(f"does not fit on {device}: {error}")
         print(f"{_weights(sizes)}\nfree: {free / 2**20:,.1f} MiB, {left / 2**20:,.1f} MiB without the weights")
         return 1
-    cached = f"a KV cache for {limits.num_kv_blocks * limits.block_size} tokens"
-    each = f", divided among {num_ranks} ranks with {cached}, of which each holds so much" if num_ranks > 1 else ""
-    print(f"fits on {device}, with contexts of {limits.max_model_len} tokens{each}:\n{budget.table()}")
+    of_each = _of_each(limits, num_ranks)
+    print(f"fits on {device}, with contexts of {limits.max_model_len} tokens{of_each}:\n{budget.table()}")
     print(_weights(sizes))
     return 0
+
+
+def _of_each(limits: Limits, num_ranks: int) -> str:
+    if num_ranks == 1:
+        return ""
+    return f", divided among {num_ranks} ranks with a KV cache for {limits.num_cached_tokens} tokens, of which each has"
 
 
 def _weights(sizes: Mapping[str, int]) -> str:

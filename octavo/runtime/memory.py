@@ -82,6 +82,11 @@ class Limits:
         return self.num_blocks[0]
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Most tokens that the first group caches, on all ranks that divide contexts."""
+        return self.num_kv_blocks * self.block_size
+
+    @property
     def kv_groups(self) -> tuple[KVGroupInfo, ...]:
         """Window and size of each KV group, for reports."""
         groups = zip(self.groups, self.num_blocks, strict=True)

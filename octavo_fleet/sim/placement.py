@@ -130,7 +130,7 @@ def _placed(
         )
     except (ConfigError, CheckpointError) as error:
         return dataclasses.replace(way, problem=str(error))
-    cached = limits.num_kv_blocks * limits.block_size
+    cached = limits.num_cached_tokens
     concurrent = min(limits.max_num_seqs, cached // min(context, limits.max_model_len))
     way = dataclasses.replace(
         way,
