@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.ops import dispatch, merge_parts, partial_attention
 from octavo.ops.attention import LayerCache
+from octavo.ops.cache_rows import INT4
 from octavo.ops.collective import ContextPart, ContextRanks
 from octavo_kernels.cpu.collective import SharedCollective
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
@@ -64,7 +65,7 @@ def test_parts_give_the_whole(layout: str, size: int, kernel: str) -> None:
 
 
 @needs_float_kernels
-@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", [*CACHE_DTYPES, INT4])
 def test_kernel_and_reference_say_the_same_of_each_part(dtype: torch.dtype) -> None:
     case = make_case([300, 2, 700], [50, 2, 1], (8, 1, 64, 32), dtype, 32)
     reference = case.copy()
