@@ -94,7 +94,8 @@ SIZES = {
     "hidden_size_global": 48,
     "encoder_hash_byte_group_vocab": 500,
     "mamba_n_heads": 4,
-    "mamba_d_head": 24,
+    "mamba_d_ssm": 96,
+    "window_size": 24,
     "mamba_d_state": 16,
 }
 """The most of each size."""
@@ -104,6 +105,8 @@ LISTS = (
         "activation_sparsity_pattern",
         "num_attention_heads_per_layer",
         "layers_block_type",
+        "attention_layers",
+        "mamba_d_head",
         "mamba_headdim",
         "qk_head_dim",
     ),
@@ -140,6 +143,9 @@ def tiny_config(kind: str, config_class: Any = None, **changes: Any) -> Any:
     text = values["text_config"] if isinstance(values.get("text_config"), dict) else values
     if text.get("is_decoder") is False:  # without it, classes that began as encoders see later tokens
         text["is_decoder"] = True
+    rope = text.get("rope_parameters")
+    if isinstance(rope, dict) and SIZES["head_dim"] * rope.get("partial_rotary_factor", 1.0) % 2:
+        text.update({"head_dim": 16} if "head_dim" in text else {"hidden_size": 64})
     text.update(changes)
     config = config_class(**values)
     part = config.get_text_config()
@@ -229,6 +235,7 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
     {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     {"head_dim": 24, "n_groups": 1},
     {"d_head": 12},
+    {"attention_types": [[["global", "local"], NUM_LAYERS // 4]]},
     {"default_language": "en_XX"},
     {"axial_pos_embds_dim": [16, 32]},
     {"layer_types": ["mamba", "hybrid"] * (NUM_LAYERS // 2)},

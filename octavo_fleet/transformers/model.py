@@ -114,12 +114,16 @@ def pretrained(path: Path, **options: Any) -> Any:
         _check_kernels(read_json(folder, "config.json"), folder / "config.json")
     settings = {"local_files_only": True, **file, **options}
     try:
-        try:
-            return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **settings)
-        except ValueError as error:
-            if "Unrecognized configuration class" not in str(error):
-                raise
-        return AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=False, **settings)
+        for loader in (AutoModelForCausalLM, AutoModelForImageTextToText):
+            try:
+                return loader.from_pretrained(folder, trust_remote_code=False, **settings)
+            except ValueError as error:
+                unknown = error
+                if "Unrecognized configuration class" not in str(error):
+                    raise
+        if (named := _named_class(folder)) is None:
+            raise unknown
+        return named.from_pretrained(folder, **settings)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -127,6 +131,17 @@ def pretrained(path: Path, **options: Any) -> Any:
             f"{path}: auto_map in config.json names code of the checkpoint, which is never run, and transformers has "
             "no code of its own for this model"
         ) from None
+
+
+def _named_class(folder: Path) -> Any:
+    """The library's own class that a configuration names, if that generates text: it may be a part of a larger model,
+    for whose configuration alone the library has no entry."""
+    import transformers
+
+    names = read_json(folder, "config.json").get("architectures") or [""]
+    found = getattr(transformers, str(names[0]), None)
+    is_own = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_own and hasattr(found, "prepare_inputs_for_generation") else None
 
 
 def _check_kernels(value: Any, where: Path) -> None:
@@ -181,7 +196,7 @@ def _config(
         vocab_size=config.vocab_size,
         hidden_size=hidden_size,
         ffn_size=_widest(getattr(config, "intermediate_size", None)) or 4 * hidden_size,
-        num_layers=num_layers(config),
+        num_layers=max(num_layers(config), len(specs)),
         num_heads=_widest(getattr(config, "num_attention_heads", None)) or 1,
         num_kv_heads=max(spec.num_kv_heads for spec in specs),
         head_dim=max(spec.head_dim for spec in specs),
@@ -255,7 +270,10 @@ def _paged(model: Any) -> PagedTransformer:
         raise
     except BaseException as error:  # any error of the library's code
         model.set_attn_implementation(before)
-        raise NotPaged(next(iter(str(error).splitlines()), type(error).__name__)) from error
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        if not isinstance(error, NotPaged):
+            line = f"its code fails with attention over blocks: {line}"
+        raise NotPaged(line) from error
     return paged
 
 

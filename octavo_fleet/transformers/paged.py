@@ -34,8 +34,12 @@ class NotPaged(Exception):
 class AttentionState:
     """What the attention of each layer needs in one forward pass; every attention module refers to it."""
 
-    specs: dict[int, LayerCacheSpec] = field(default_factory=dict)
-    """What each layer caches, noted in a pass without ``caches``."""
+    specs: list[LayerCacheSpec] = field(default_factory=list)
+    """What each attention of a pass caches, in the order of the calls: a layer may have several, or be run again."""
+    layers: list[int] = field(default_factory=list)
+    """The layer of each."""
+    num_calls: int = 0
+    """In this pass so far."""
     caches: Sequence[LayerCache] = ()
     rows: PagedRows | None = None
     positions: Tensor | None = None
@@ -50,19 +54,21 @@ class AttentionState:
         return args, {**options, "position_ids": positions + first_position(module)}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """The heads' outputs [1, T, N, V] for queries [1, N, T, H], keys [1, K, T, H] and values [1, K, T, V], which
-        are cached with zeros behind them if they are narrower."""
-        head_dim = q.shape[-1]
+        """The heads' outputs [1, T, N, V] for queries [1, N, T, H], keys [1, K, T, H] and values [1, K, T, V]; the
+        narrower ones are cached with zeros behind them."""
+        v_dim, head_dim = v.shape[-1], max(q.shape[-1], v.shape[-1])
         window = options.get("sliding_window") or 0
         scale = options.get("scaling")
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         if self.rows is None:
-            if layer in self.specs or v.shape[-1] > head_dim or len(q) != 1:
-                raise NotPaged("a layer has several attentions, or values that are wider than its keys")
-            self.specs[layer] = LayerCacheSpec(k.shape[1], head_dim, window)
-            return torch.empty_like(q)[..., : v.shape[-1]].normal_().transpose(1, 2)
-        cache = self.caches[layer]
-        v_dim = v.shape[-1]
-        v = nn.functional.pad(v, (0, head_dim - v_dim)) if v_dim < head_dim else v
+            if len(q) != 1:
+                raise NotPaged("a layer's attention makes several sequences of one")
+            self.specs.append(LayerCacheSpec(k.shape[1], head_dim, window))
+            self.layers.append(layer)
+            return q.new_empty(1, q.shape[2], q.shape[1], v_dim).normal_()
+        cache = self.caches[self.num_calls]
+        self.num_calls += 1
+        q, k, v = (nn.functional.pad(x, (0, head_dim - x.shape[-1])) for x in (q, k, v))
         q_TNH, k_TKH, v_TKH = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
         group = self.rows.of(cache)
         store_kv(k_TKH, v_TKH, cache.keys, cache.values, group.slot_mapping_T)
@@ -73,7 +79,7 @@ class AttentionState:
             group.block_tables_SB,
             self.rows.cu_seqlens_q,
             self.rows.seq_lens_S,
-            head_dim**-0.5 if scale is None else scale,
+            scale,
             window,
             options.get("softcap") or 0.0,
             options.get("s_aux"),
@@ -192,6 +198,7 @@ class PagedTransformer(OutputHead):
 
     def _decode(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         positions = self.state.positions = positions_T.unsqueeze(0)
+        self.state.num_calls = 0
         try:
             output = self._decoder(input_ids=token_ids_T.unsqueeze(0), position_ids=positions, use_cache=False)
         finally:
@@ -203,11 +210,11 @@ class PagedTransformer(OutputHead):
         device = next(self._decoder.parameters()).device
         tokens = torch.zeros(2, dtype=torch.int64, device=device)
         self._decode(tokens, torch.arange(2, device=device))
-        found = self.state.specs
-        if sorted(found) != list(range(num_layers(config))):
+        specs, layers = self.state.specs, self.state.layers
+        if set(layers) != set(range(num_layers(config))):
             raise NotPaged("not every layer's attention can be replaced")
-        specs = [found[layer] for layer in range(len(found))]
-        if [spec.window for spec in specs] != _windows(config, len(specs)):
+        windows = _windows(config, num_layers(config))
+        if [spec.window for spec in specs] != [windows[layer] for layer in layers]:
             raise NotPaged("its sliding windows are in its masks only")
         return specs
 
