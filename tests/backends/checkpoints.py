@@ -36,16 +36,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "helium": ("helium", {"head_dim": 8}),
-    "bart": ("bart", {"decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4, "encoder_layers": 1}),
-    "xlm-roberta": ("xlm-roberta", {"is_decoder": True, "pad_token_id": 254, "max_position_embeddings": 600}),
+    "bart": (
+        "bart",
+        {
+            "decoder_layers": 2,
+            "decoder_ffn_dim": 48,
+            "decoder_attention_heads": 4,
+            "encoder_layers": 1,
+            "forced_eos_token_id": None,
+        },
+    ),
     "diffllama": ("diffllama", {}),
     "youtu": ("youtu", {**MLA, "num_key_value_heads": 4}),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),
     "openai-gpt": ("openai-gpt", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 256}),
     "mamba": ("mamba", {"state_size": 8, "expand": 2, "time_step_rank": 4}),
 }
-PAGED = ("cohere", "starcoder2", "stablelm", "granite", "gpt_neox", "phi", "smollm3", "helium")
-PAGED += ("bart", "xlm-roberta", "diffllama", "youtu")
+PAGED = ("cohere", "starcoder2", "stablelm", "granite", "gpt_neox", "phi", "smollm3", "helium", "bart")
+PAGED += ("diffllama", "youtu")
 """Those whose attention runs over the paged cache; the others keep their own."""
 OWN = ("bloom", "mamba", "openai-gpt")
 

@@ -87,9 +87,10 @@ def test_tokens_equal_generate_alone_and_batched(tmp_path: Path, family: str) ->
     assert (engine.stats().prefix_hits > 0) == (family in PAGED)
 
 
-@pytest.mark.parametrize("kind", nightly_after(2, ["opt", "qwen2_vl", "falcon_h1", "llava", "granite_swa"]))
+@pytest.mark.parametrize("kind", nightly_after(3, ["opt", "qwen2_vl", "roberta", "falcon_h1", "llava", "granite_swa"]))
 def test_heads_and_parts_for_text(tmp_path: Path, kind: str) -> None:
-    """Heads that call a part of their decoder or read its attributes, and models that also see images."""
+    """Heads that call a part of their decoder or read its attributes, models that also see images, and one whose first
+    position is behind the padding token's id."""
     config = tiny_config(kind)
     mapping = (
         AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
