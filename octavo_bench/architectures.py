@@ -445,4 +445,5 @@ def _worst(llm: Any, model: Any) -> float:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
+    lines = (line.strip() for line in str(error).splitlines())
+    return f"{type(error).__name__}: {next(filter(None, lines), '')}"[:300]
