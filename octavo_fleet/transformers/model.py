@@ -138,7 +138,7 @@ def _named_class(folder: Path) -> Any:
     for whose configuration alone the library has no entry."""
     import transformers
 
-    names = read_json(folder, "config.json").get("architectures") or [""]
+    names = (read_json(folder, "config.json") or {}).get("architectures") or [""]
     found = getattr(transformers, str(names[0]), None)
     is_own = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_own and hasattr(found, "prepare_inputs_for_generation") else None
