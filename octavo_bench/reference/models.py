@@ -136,10 +136,10 @@ def _classes(found: Sequence[Judged]) -> Iterator[str]:
         if names:
             rows.append((how, str(len(names)), "" if kind == "native" else _words(names)))
     yield from _table(("served", "classes", ""), *rows)
-    yield ""
+    yield from ("", "Why the others are not served, or were not tried:", "")
     for item in found:
         if item.kind not in ("native", "backend, paged", "backend, own cache"):
-            yield f"- `{item.architecture}`: {item.note}"
+            yield f"- `{item.architecture}`: {item.note.rpartition('the backend transformers: ')[2]}"
 
 
 def _calls() -> Iterator[tuple[str, str, str]]:
