@@ -123,7 +123,7 @@ def pretrained(path: Path, **options: Any) -> Any:
                     raise
         if (named := _named_class(folder)) is None:
             raise unknown
-        return named.from_pretrained(folder, **settings)
+        return named.from_pretrained(folder, trust_remote_code=False, **settings)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
