@@ -28,7 +28,7 @@ from tests.models.gguf_decoder_files import WRITTEN
 from tests.models.gguf_files import ARCHITECTURES, Array, write_gguf
 from tests.models.test_architectures import SETTINGS, random_tokens
 from tests.ops.cpu_cases import needs_float_kernels, random_blocks
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 ROWS: dict[str, dict[str, Any]] = {
     "llama/gqa": {},
@@ -144,6 +144,7 @@ def check(path: Path, reference: PreTrainedModel, tolerance: float = 1e-4) -> No
                 assert logprob.logprob == pytest.approx(expected[i, token].item(), abs=tolerance)
 
 
+@one_in(2)
 @pytest.mark.parametrize("row", ROWS)
 def test_a_file_gives_what_its_checkpoint_gives(row: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, row, **ROWS[row])
