@@ -52,7 +52,7 @@ _KIMI = "|".join(
         _SPACES,
     )
 )
-_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_FALCON = (r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _SEED = "|".join((_CONTRACTION, _LETTERS, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", _SPACES))
 _EXAONE_MOE = "|".join(
@@ -65,7 +65,7 @@ _EXAONE_MOE = "|".join(
     )
 )
 _BAILING = "|".join((r"'(?i:[sdmt]|ll|ve|re)", _LETTERS, r"\p{N}", _MARKS, r"\s*[\r\n]|\s+(?!\S)|\s+"))
-_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_DEFAULT = (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 _HAN = r"[一-龥ࠀ-一가-퟿]+"
 _CASED = (
@@ -158,6 +158,7 @@ WORD_RULES = {
     "falcon": WordRule(_FALCON),
     "seed-coder": WordRule((_SEED,)),
     "exaone-moe": WordRule((_EXAONE_MOE,)),
+    **dict.fromkeys(("cohere2moe", "tiny_aya"), WordRule((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
 }
 
 
@@ -303,7 +304,7 @@ def _sentencepiece(reader: _Metadata, has_merges: bool) -> tokenizers.Tokenizer:
     else:
         backend = tokenizers.Tokenizer(pieces.bpe(has_bytes))
     # As in llama.cpp, what follows a special token begins with a space too.
-    has_prefix = reader.flag("add_space_prefix", True)
+    has_prefix = reader.flag("add_space_prefix", not has_merges)
     backend.normalizer = normalizers.Sequence(space_marks(has_prefix))
     backend.decoder = text_decoder(has_prefix)
     return backend

@@ -58,10 +58,12 @@ def write_gguf(
     quantise: Quantise = lambda name, values: None,
     tensors_of_a_part: int = 0,
     tokens: list[str] | None = None,
+    fuses_queries: bool = False,
 ) -> Path:
     """Write what is in a checkpoint folder as a GGUF file; weights that are quantised are so in the model too.
 
-    With ``tensors_of_a_part`` it is split, and the path is that of none of its parts.
+    With ``tensors_of_a_part`` it is split, and the path is that of none of its parts. With ``fuses_queries``, queries,
+    keys and values are one tensor.
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
@@ -78,8 +80,9 @@ def write_gguf(
     counts = (config.get(key) for key in ("num_hidden_layers", "n_layer", "n_layers"))
     layers = next(filter(None, counts), None) or len(config["layers_block_type"])
     names = gguf.get_tensor_name_map(arch, layers)
-    for name, tensor in _converted(kind, config, load_file(folder / "model.safetensors")).items():
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+    tensors = _converted(kind, config, load_file(folder / "model.safetensors"))
+    known = {names.get_name(name, try_suffixes=(".weight", ".bias")) or name: part for name, part in tensors.items()}
+    for stored, tensor in (_fused(known) if fuses_queries else known).items():
         values = tensor.float().numpy()
         form = quantise(stored, values)
         if form is None:
@@ -91,6 +94,15 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    parts = {
+        name: [name.replace("attn_q.", f"attn_{part}.") for part in "qkv"] for name in tensors if "attn_q." in name
+    }
+    rest = {name: tensor for name, tensor in tensors.items() if not re.search(r"attn_[qkv]\.", name)}
+    joined = {name.replace("attn_q.", "attn_qkv."): [tensors[part] for part in own] for name, own in parts.items()}
+    return rest | {name: torch.cat(own) for name, own in joined.items()}
 
 
 def _converted(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -100,6 +100,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "granite/factors": {},
     "granitemoe/stacked": {},
     "granitemoeshared/shared": {},
+    "hunyuan_v1_dense/alpha": {},
     "hunyuan_v1_dense/late_norms": {},
     "hunyuan_v1_moe/shared": {},
     "hy_v3/shared": {},
@@ -148,6 +149,18 @@ def check(path: Path, reference: PreTrainedModel, tolerance: float = 1e-4) -> No
 @pytest.mark.parametrize("row", ROWS)
 def test_a_file_gives_what_its_checkpoint_gives(row: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, row, **ROWS[row])
+    check(write_gguf(tmp_path, model), model)
+
+
+@pytest.mark.parametrize("row", ["glm/fused", "phi/parallel", "llama/gqa"])
+def test_queries_keys_and_values_in_one_tensor(row: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, row, **ROWS[row])
+    check(write_gguf(tmp_path, model, fuses_queries=True), model)
+
+
+def test_mistral_small_3_is_mistral3_without_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "llama", "MISTRAL3")
+    model = make_checkpoint(tmp_path, "llama/gqa")
     check(write_gguf(tmp_path, model), model)
 
 

@@ -165,6 +165,7 @@ def test_rotary_scaling(opened: Opener) -> None:
         ({"llama.rope.freq_base": float("inf")}, "'llama.rope.freq_base': is inf"),
         ({"llama.rope.scaling.type": "longrope"}, "is 'longrope', supported are none, linear and yarn"),
         ({"llama.attention.sliding_window": 64}, "'llama.attention.sliding_window': this key is not known"),
+        ({"llama.attention.causal": False}, "'llama.attention.causal': must be true"),
         ({"llama.expert_count": 8}, "'llama.expert_count': this key is not known"),
         ({"llama.rope.dimension_count": 64, "llama.attention.key_length": 16}, "at most the width of a head, 16"),
         ({"tokenizer.ggml.eos_token_id": -1}, "metadata: tokenizer.ggml.eos_token_id is -1; it must be a token id"),

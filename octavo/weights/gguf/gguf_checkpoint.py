@@ -57,6 +57,8 @@ class GGUFCheckpoint:
             (heads, latent, width), values = tensor.shape, self._file.tensors[place.values].shape
             return tensor.kind, (heads * (width + values[1]), latent)
         shape = tensor.shape if place.part is None else tensor.shape[1:]
+        if place.rows is not None:
+            return tensor.kind, (len(range(*place.rows.indices(shape[0]))), *shape[1:])
         return tensor.kind, shape if place.half is None else (shape[0] // 2, *shape[1:])
 
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | BlockTensor:
@@ -83,6 +85,8 @@ class GGUFCheckpoint:
     def _rows(self, place: TensorPlace, count: int) -> npt.NDArray[np.uint8]:
         """The bytes of a parameter, uint8 [count, row_bytes]."""
         data = self._file.data(place.tensor)
+        if place.rows is not None:
+            return data.reshape(self._file.tensors[place.tensor].shape[0], -1)[place.rows]
         if place.part is not None:
             data = data.reshape(self._file.tensors[place.tensor].shape[0], -1)[place.part]
         return data.reshape(count, -1) if place.half is None else data.reshape(2, count, -1)[place.half]

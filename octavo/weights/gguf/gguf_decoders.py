@@ -94,9 +94,15 @@ def _smollm3(data: Metadata, config: Config) -> None:
 
 
 def _ministral3(data: Metadata, config: Config) -> None:
+    """Without scaled rotary frequencies it is Mistral Small 3."""
     read_llama(data, config)
-    if data.has("attention.temperature_scale"):
-        config["rope_scaling"]["llama_4_scaling_beta"] = data.real("attention.temperature_scale")
+    scale = data.real("attention.temperature_scale", 0.0, low=0.0)
+    if config["rope_scaling"] is None:
+        config["architectures"] = ["MistralForCausalLM"]
+        config["sliding_window"] = None
+        drop(config, "attention_bias", "mlp_bias")
+    elif scale:
+        config["rope_scaling"]["llama_4_scaling_beta"] = scale
 
 
 def _olmo(data: Metadata, config: Config) -> None:
@@ -131,6 +137,14 @@ def _hunyuan(data: Metadata, config: Config) -> None:
     """The converter has already put alpha into the base of the rotary frequencies."""
     read_llama(data, config)
     drop(config, "mlp_bias")
+    if data.count("expert_count", 1) > 1:
+        data.fail("expert_count", "must be 1")
+
+
+def _glm(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    drop(config, "mlp_bias")
+    config.setdefault("partial_rotary_factor", 1.0)
 
 
 def _cohere(data: Metadata, config: Config) -> None:
@@ -198,8 +212,10 @@ def _falcon(data: Metadata, config: Config) -> None:
     _read_old(data, config, eps="layer_norm_epsilon")
     config["num_kv_heads"] = config.pop("num_key_value_heads")
     config["new_decoder_architecture"] = "blk.0.attn_norm_2.weight" in data.file.tensors
+    if not config["new_decoder_architecture"] and config["num_kv_heads"] not in (1, config["num_attention_heads"]):
+        data.fail("attention.head_count_kv", "with one norm a layer, as in Falcon 2 11B, must be 1 or all heads")
     config["multi_query"], config["bias"] = config["num_kv_heads"] == 1, has_bias(data, "attn_qkv")
-    config["ffn_hidden_size"] = data.file.tensors["blk.0.ffn_up.weight"].shape[0]
+    config["ffn_hidden_size"] = data.rows("blk.0.ffn_up.weight")
     drop(config, "intermediate_size", "attention_bias", "mlp_bias")
 
 
@@ -239,14 +255,15 @@ def _stablelm(data: Metadata, config: Config) -> None:
     config["use_qkv_bias"] = has_bias(data, "attn_q")
     data.flag("use_parallel_residual", True)  # older files say so of all models
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in data.file.tensors
+    config["qk_layernorm"] = "blk.0.attn_q_norm.weight" in data.file.tensors  # of the 12B model, which is refused
     drop(config, "attention_bias", "mlp_bias")
 
 
 def _phi2(data: Metadata, config: Config) -> None:
-    data.count("feed_forward_length")  # of the 2.7B model, whatever the size
-    read_llama(data, config, data.file.tensors["blk.0.ffn_up.weight"].shape[0], eps=(LAYER_NORM, "layer_norm_eps"))
-    config["intermediate_size"] = data.file.tensors["blk.0.ffn_up.weight"].shape[0]
-    config["num_key_value_heads"] = data.file.tensors["blk.0.attn_k.weight"].shape[0] // config["head_dim"]
+    read_llama(data, config, eps=(LAYER_NORM, "layer_norm_eps"))
+    config["intermediate_size"] = data.rows("blk.0.ffn_up.weight")  # files have four times the width always
+    if "blk.0.attn_k.weight" in data.file.tensors:  # files have as many as queries always
+        config["num_key_value_heads"] = data.rows("blk.0.attn_k.weight") // config["head_dim"]
     config["hidden_act"] = "gelu_new"
     drop(config, "attention_bias", "mlp_bias")
 
@@ -273,7 +290,7 @@ FALCON = GgufFamily("FalconForCausalLM", BLOOM, _falcon, BLOOM_OUTER, "transform
 DECODERS: dict[str, GgufFamily] = {
     "arcee": GgufFamily("ArceeForCausalLM", UNGATED, _arcee, is_permuted=True),
     "bloom": GgufFamily("BloomForCausalLM", BLOOM, _bloom, BLOOM_OUTER, "transformer.h.", order=_fused_order),
-    "chatglm": GgufFamily("GlmForCausalLM", GLM, _hunyuan),
+    "chatglm": GgufFamily("GlmForCausalLM", GLM, _glm),
     "command-r": GgufFamily("CohereForCausalLM", COHERE, _cohere),
     "cohere2": GgufFamily("Cohere2ForCausalLM", COHERE, _cohere2),
     "ernie4_5": GgufFamily("Ernie4_5ForCausalLM", LLAMA, _ernie),
@@ -290,6 +307,6 @@ DECODERS: dict[str, GgufFamily] = {
     "phi2": GgufFamily("PhiForCausalLM", PHI, _phi2, PHI_OUTER),
     "seed_oss": GgufFamily("SeedOssForCausalLM", SEED, _seed_oss),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", LLAMA, _smollm3, is_permuted=True),
-    "stablelm": GgufFamily("StableLmForCausalLM", LLAMA, _stablelm),
+    "stablelm": GgufFamily("StableLmForCausalLM", {**LLAMA, **HEAD_NORMS}, _stablelm),
     "starcoder2": GgufFamily("Starcoder2ForCausalLM", STARCODER, _starcoder2),
 }

@@ -59,6 +59,8 @@ class TensorPlace(NamedTuple):
     """The tensor of the value projection, if key and value projections of a latent are stored separately."""
     half: int | None = None
     """Which half of the rows, if the tensor has gates and ups."""
+    rows: slice | None = None
+    """Which rows, if the tensor has queries, then keys, then values."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ def read_llama(
     config[eps[1]] = data.real(eps[0])
     config["head_dim"] = head_dim or _head_dim(data, config["hidden_size"] // heads)
     config.update(read_rope(data, config["head_dim"]))
-    config["attention_bias"], config["mlp_bias"] = has_bias(data, "attn_q"), has_bias(data, "ffn_up")
+    config["attention_bias"] = has_bias(data, "attn_q") or has_bias(data, "attn_qkv")
+    config["mlp_bias"] = has_bias(data, "ffn_up")
 
 
 def has_bias(data: Metadata, module: str) -> bool:
@@ -415,6 +418,10 @@ def _places(file: GGUFFile, architecture: str, family: GgufFamily, config: Confi
         elif layer and layer[2] in SPLIT_MAPS and "attn_kv_b" in family.layer:
             own = f"{family.layer_prefix}{layer[1]}.self_attn.kv_b_proj.weight"
             places[own] = TensorPlace(f"blk.{layer[1]}.attn_k_b.weight", values=f"blk.{layer[1]}.attn_v_b.weight")
+        elif layer and layer[2] == "attn_qkv" and "attn_qkv" not in family.layer and "attn_q" in family.layer:
+            parts = zip(("attn_q", "attn_k", "attn_v"), _fused_rows(config), strict=True)
+            prefix = f"{family.layer_prefix}{layer[1]}."
+            places |= {f"{prefix}{family.layer[part]}.{kind}": TensorPlace(name, rows=rows) for part, rows in parts}
         elif layer and layer[2] in family.layer:
             halves = family.layer[layer[2]].split("|")
             for half, part in enumerate(halves):
@@ -431,6 +438,14 @@ def _places(file: GGUFFile, architecture: str, family: GgufFamily, config: Confi
         else:
             raise CheckpointError(f"{file.path}: tensor {name[:100]!r} has no place in the {architecture} architecture")
     return places
+
+
+def _fused_rows(config: Config) -> tuple[slice, slice, slice]:
+    """The rows of queries, keys and values where one tensor has them."""
+    head_dim, kv_heads = config["head_dim"], config["num_key_value_heads"]
+    keys = config["num_attention_heads"] * head_dim
+    values = keys + kv_heads * head_dim
+    return slice(0, keys), slice(keys, values), slice(values, values + kv_heads * config.get("v_head_dim", head_dim))
 
 
 SANDWICH = {**ATTENTION, "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm"}

@@ -13,7 +13,7 @@ from octavo.weights.gguf.gguf_reader import GGUFFile
 
 logger = logging.getLogger(__name__)
 
-WITHOUT_EFFECT = {"tensor_data_layout", "rope.scaling.finetuned", "attention.causal"}
+WITHOUT_EFFECT = {"tensor_data_layout", "rope.scaling.finetuned"}
 
 
 class Metadata:
@@ -64,10 +64,10 @@ class Metadata:
             self.fail(key, f"is {str(value)[:100]}, expected true or false for {num_layers} layers")
         return [bool(each) for each in value[:num_layers]]
 
-    def real(self, key: str, default: float | None = None) -> float:
-        """A positive number; required if there is no default."""
+    def real(self, key: str, default: float | None = None, low: float | None = None) -> float:
+        """A positive number, or one from ``low`` on; required if there is no default."""
         value = self.get(key, default)
-        if type(value) is not float or not 0 < value < math.inf:
+        if type(value) is not float or not (0 < value < math.inf or value == low):
             self.fail(key, f"is {str(value)[:100]}, expected a positive number")
         return value
 
@@ -88,6 +88,12 @@ class Metadata:
         numbers: list[float] = self.file.data(tensor).view("<f4").tolist()
         return numbers
 
+    def rows(self, tensor: str) -> int:
+        """The rows of a tensor, which must be there."""
+        if (found := self.file.tensors.get(tensor)) is None:
+            raise CheckpointError(f"{self.file.path}: there is no tensor {tensor!r}")
+        return found.shape[0]
+
     def fail(self, key: str, problem: str) -> NoReturn:
         """Raise the error for a key."""
         raise CheckpointError(f"{self.file.path}: metadata {self.prefix + key!r}: {problem}")
@@ -95,6 +101,8 @@ class Metadata:
     def finish(self) -> None:
         """Refuse an unread key, because it may change what the model computes. One that is zero, false or empty turns
         something off that is off here, and is named in a warning."""
+        if not self.flag("attention.causal", True):
+            self.fail("attention.causal", "must be true: tokens that see later ones are computed by encoders alone")
         for key, value in self.file.metadata.items():
             name = key.removeprefix(self.prefix)
             if not key.startswith(self.prefix) or name in self._read | WITHOUT_EFFECT:

@@ -73,6 +73,7 @@ def _glm4_moe(data: Metadata, config: Config) -> None:
     must_be_sigmoid(data)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in data.file.tensors
     config.setdefault("partial_rotary_factor", 1.0)
+    data.get("rope.dimension_sections")  # of GLM-4.5V's text part: for text, all axes are equal
 
 
 def _dots1(data: Metadata, config: Config) -> None:
@@ -120,6 +121,8 @@ def _hy_v3(data: Metadata, config: Config) -> None:
     config["num_experts"] = config.pop("n_routed_experts")
     config["num_shared_experts"] = data.count("expert_shared_feed_forward_length") // config["moe_intermediate_size"]
     config["router_scaling_factor"] = config.pop("routed_scaling_factor")
+    if not config["norm_topk_prob"]:
+        data.fail("expert_weights_norm", "must be true")
     drop(config, "n_shared_experts", "norm_topk_prob", "n_group", "topk_group")
 
 

@@ -36,7 +36,8 @@ def _scaling(data: Metadata, width: int) -> dict[str, Any] | None:
             )
         return {"rope_type": "factors", "factors": data.floats(FACTORS, width // 2)}
     if kind == "none":
-        data.get("rope.scaling.original_context_length")
+        for key in ("original_context_length", "factor"):
+            data.get(f"rope.scaling.{key}")
         return None
     if kind not in ("linear", "yarn"):
         data.fail("rope.scaling.type", f"is {str(kind)[:100]!r}, supported are none, linear and yarn")
@@ -53,8 +54,12 @@ def _yarn(data: Metadata) -> dict[str, Any]:
     ):
         if data.has(key):
             found[name] = data.real(key)
-    if data.has("rope.scaling.yarn_log_multiplier"):  # a tenth of DeepSeek's mscale_all_dim
-        found["mscale"] = found["mscale_all_dim"] = 10 * data.real("rope.scaling.yarn_log_multiplier")
+    if multiplier := data.real(
+        "rope.scaling.yarn_log_multiplier", 0.0, low=0.0
+    ):  # a tenth of DeepSeek's mscale_all_dim
+        found["mscale"] = found["mscale_all_dim"] = 10 * multiplier
+    if data.real("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
+        data.fail("rope.scaling.yarn_ext_factor", "must be 1")
     return found
 
 
