@@ -36,6 +36,7 @@ from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.drafting.drafters import BlockDrafter, HeadDrafter, ModelDrafter, WholeLogits
 from octavo.runtime.executors.forward import make_forward
 from octavo.runtime.kv_storage import KVStorage
+from octavo.runtime.ranks.ranks import check_divides
 from octavo.runtime.sharded_logits import part_of_vocabulary
 from octavo.speculative_config import DFlash, DraftModel, Eagle3, Method, Ngram, OwnCheckpoint, Suffix, WithDrafter
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
@@ -215,6 +216,7 @@ def _model(method: DraftModel, config: EngineConfig, target: DraftTarget, checkp
         sizes = f"{own.vocab_size} tokens, and the model {target.config.vocab_size}"
         logger.warning("the drafter has %s: drafts are accepted only if the tokens that both have are the same", sizes)
     form = _form(method, config, checkpoint, target.form)
+    check_divides(own, config.model, form.device)
     loaded = load_model(own, checkpoint, form, collective=target.collective)
 
     def start(storage: KVStorage) -> Drafter:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ from octavo.models.adapters import ModelAdapters
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import load_encoder
 from octavo.models.labels import LabelPart
+from octavo.models.linear_parts import MapPart
 from octavo.models.pooling import Pooling, longest_text, read_pooling
 from octavo.ops import dispatch
 from octavo.quant.stored.stored_weight import WeightFormat
@@ -35,6 +38,9 @@ from octavo.weights.checkpoint import Checkpoint
 
 MAX_NUM_SEQS = 256
 MAX_NUM_BATCHED_TOKENS = 4096
+
+
+_IN_LAYER = re.compile(r"\.\d+\.")
 
 
 def build_encoder(
@@ -54,8 +60,7 @@ def build_encoder(
     model = dataclasses.replace(model, uses_vocabulary=is_sparse)
     rows = AdapterRows() if config.model.enable_lora else None
     loaded = load_encoder(model, checkpoint, form, rows)
-    unused = (*model.left_out, *(model.root + prefix for prefix in model.left_out))
-    adapters = None if rows is None else ModelAdapters(loaded.maps, rows, form, unused)
+    adapters = None if rows is None else _adapters(model, loaded.maps, rows, form, has_heads=is_sparse)
     pooler = Pooler(pooling, loaded.model.labels, config.model.load_format, form, loaded.model.vocabulary)
     gc.collect()
     tasks = pooled_tasks(pooling, model.labels, model.vocab_size if is_sparse else model.hidden_size)
@@ -96,6 +101,16 @@ def build_encoder(
         pooling=tasks.meaning,
     )
     return Engine(scheduler, runner, adapters=lora), info
+
+
+def _adapters(
+    model: EncoderConfig, maps: Mapping[str, MapPart], rows: AdapterRows, form: WeightFormat, has_heads: bool
+) -> ModelAdapters:
+    """Adapters of the maps in layers; those of heads are refused where heads are computed, or else passed over."""
+    if model.architecture.startswith("Deberta"):
+        raise ConfigError("enable_lora: not for DeBERTa, whose queries and keys of positions are computed once for all")
+    unused = () if has_heads or model.labels else (*model.left_out, *(model.root + name for name in model.left_out))
+    return ModelAdapters({name: part for name, part in maps.items() if _IN_LAYER.search(name)}, rows, form, unused)
 
 
 class PooledTasks(NamedTuple):

@@ -275,11 +275,7 @@ def _started_ranks(
     shared = backend_of(CPU).shared_memory() if has_kernels and hasattr(os, "memfd_create") else None
     if shared is None:
         raise ConfigError("tensor_parallel_size: more than 1 needs Linux and compiled CPU kernels, see `octavo doctor`")
-    check_divides(model, config.model)
-    if config.model.enable_expert_parallel and is_gpu(device):
-        raise ConfigError("enable_expert_parallel: is for CPUs; without it GPUs have a part of each expert")
-    if config.model.decode_context_parallel_size > 1 and is_gpu(device):
-        raise ConfigError("decode_context_parallel_size: is for CPUs; GPUs have no kernel of partial_attention yet")
+    check_divides(model, config.model, device)
     settings = dataclasses.replace(config.model, model=str(path))
     gpus = visible_gpus() if is_gpu(device) else []
     if 0 < len(gpus) < size:
@@ -462,7 +458,8 @@ def _forms(form: WeightFormat, info: EngineInfo, storage: KVStorage, config: Eng
     if config.model.load_format == "dummy":
         weights += f" {config.model.seed}"
     overrides = f"\n{config.model.hf_overrides}" if config.model.hf_overrides else ""
-    return f"{weights} {info.kernels}\n{storage.dtype}{scaled}\n{storage.device.type}{ranks}{drafter}{overrides}"
+    kernels = {op: kernel for op, kernel in info.kernels.items() if not op.startswith("encoder_")}  # none computes keys
+    return f"{weights} {kernels}\n{storage.dtype}{scaled}\n{storage.device.type}{ranks}{drafter}{overrides}"
 
 
 def _scheduler(

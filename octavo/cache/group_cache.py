@@ -265,9 +265,10 @@ class GroupCache:
         held.table_version += 1
         held.published = None
 
-    def forget(self, end: Node) -> None:
-        """Evict what of the path to ``end`` no other path has and no sequence holds."""
-        for block in self.tree.cut(live(end)):
+    def forget(self, end: Node, owner: str) -> None:
+        """Evict what of the path to ``end`` no other path goes on from, and neither a sequence nor the pin of another
+        API key than ``owner`` holds."""
+        for block in self.tree.cut(live(end), owner):
             self.pool.free(block)
             self.num_evicted += 1
 

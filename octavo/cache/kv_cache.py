@@ -344,7 +344,7 @@ class KVCache:
         """Evict what only the last turns of a session of ``owner`` need."""
         for turn in [turn for session in self.sessions.forget(owner, name) for turn in session.turns]:
             for group, end in zip(self.groups, turn.ends, strict=True):
-                group.forget(end)
+                group.forget(end, owner)
         if self.offload is not None:
             for slot in range(MAX_BRANCHES):
                 self.offload.note_session(owner, name, slot, self.groups[0].tree.root)

@@ -268,7 +268,8 @@ class Offload:
         while end.parent is not None:
             keys.append(end.key)
             end = end.parent
-        self._writer.submit(self.disk.put_path, self._session_key(owner, name, slot), keys[::-1])
+        digest = hashlib.sha256(owner.encode()).digest()
+        self._writer.submit(self.disk.put_path, digest, self._session_key(owner, name, slot), keys[::-1])
 
     def prefetch_session(self, owner: str, name: str, counts: list[tuple[int, int]]) -> bool:
         """As ``prefetch``, of the path in each slot, of which the prefix cache has ``counts`` blocks, and blocks with a

@@ -170,11 +170,11 @@ class RadixTree:
         self.pinned.expire()
         return self._evict(self.idle.pop())
 
-    def cut(self, node: Node) -> list[int]:
-        """Evict the path to ``node``, from its end up to where another path leaves it or a sequence holds it; returns
-        its blocks."""
+    def cut(self, node: Node, owner: str) -> list[int]:
+        """Evict the path to ``node``, from its end up to where another path leaves it, a sequence holds it, or an API
+        key other than ``owner`` pinned it; returns its blocks."""
         blocks = []
-        while node.parent is not None and node.is_idle and not node.children:
+        while node.parent is not None and node.is_idle and not node.children and node.keeper in (None, owner):
             parent = node.parent
             self.idle.remove(node)
             blocks.append(self._evict(node))

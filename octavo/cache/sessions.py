@@ -206,7 +206,7 @@ class Sessions:
         turn, seconds = max(session.turns, key=lambda turn: turn.num_blocks), max(0.0, session.kept_until - now)
         end = live(turn.ends[0])
         pinned = end
-        while pinned.parent is not None and pinned.keeper is None:
+        while seconds and pinned.parent is not None and pinned.keeper is None:
             pinned = pinned.parent
         return SessionView(
             name,

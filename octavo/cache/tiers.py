@@ -31,7 +31,7 @@ Stored = tuple[bytes, bytes]
 CHECKSUM_BYTES = 16
 REFRESH_SECONDS = 1.0
 KEY_BYTES = 32
-MAX_PATHS = 4096
+MAX_PATHS = 1024
 INDEX = "index.sqlite"
 _PART = re.compile("[0-9a-f]{2}")
 """Name of a subfolder: the first two hex digits of the names of its files."""
@@ -142,16 +142,26 @@ class DiskTier:
                 self._forget(next(iter(self._sizes)))
             return []
 
-    def put_path(self, name: bytes, keys: list[bytes]) -> None:
-        """Note ``keys``, those of a prefix in order, under a name; the ``MAX_PATHS`` that were put last are kept."""
+    def put_path(self, owner: bytes, name: bytes, keys: list[bytes]) -> None:
+        """Note ``keys``, those of a prefix in order, under a name; without any, forget what was noted.
+
+        Beyond ``MAX_PATHS``, the owner of the most loses the one that was put first.
+        """
         with self._lock, contextlib.suppress(sqlite3.Error):
-            added = self._index.execute("INSERT OR REPLACE INTO paths VALUES (?, ?)", (name, b"".join(keys)))
-            self._index.execute("DELETE FROM paths WHERE rowid <= ?", ((added.lastrowid or 0) - MAX_PATHS,))
+            self._index.execute("DELETE FROM session_paths WHERE name = ?", (name,))
+            if not keys:
+                return
+            self._index.execute("INSERT INTO session_paths VALUES (?, ?, ?)", (name, owner, b"".join(keys)))
+            [(count,)] = self._index.execute("SELECT count(*) FROM session_paths")
+            if count > MAX_PATHS:
+                largest = "SELECT owner FROM session_paths GROUP BY owner ORDER BY count(*) DESC LIMIT 1"
+                first = f"SELECT min(rowid) FROM session_paths WHERE owner = ({largest})"
+                self._index.execute(f"DELETE FROM session_paths WHERE rowid = ({first})")
 
     def path(self, name: bytes) -> list[bytes]:
         """The keys that were put last under a name, also by another process; none if it is not known."""
         with self._lock, contextlib.suppress(sqlite3.Error):
-            for (joined,) in self._index.execute("SELECT keys FROM paths WHERE name = ?", (name,)):
+            for (joined,) in self._index.execute("SELECT keys FROM session_paths WHERE name = ?", (name,)):
                 return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
         return []
 
@@ -213,7 +223,9 @@ def _open_index(path: Path) -> sqlite3.Connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = OFF")
             connection.execute("CREATE TABLE IF NOT EXISTS blocks (key BLOB PRIMARY KEY, size INTEGER NOT NULL)")
-            connection.execute("CREATE TABLE IF NOT EXISTS paths (name BLOB PRIMARY KEY, keys BLOB NOT NULL)")
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS session_paths (name BLOB PRIMARY KEY, owner BLOB, keys BLOB NOT NULL)"
+            )
             connection.execute("SELECT count(size) FROM blocks").fetchone()
             return connection
         except sqlite3.DatabaseError:

@@ -116,7 +116,7 @@ def _check(config: EngineConfig) -> int:
     form = weight_format(config.model, device, checkpoint)
     num_ranks = config.model.tensor_parallel_size
     if not isinstance(model, EncoderConfig):
-        check_divides(model, config.model)
+        check_divides(model, config.model, device)
     loaded = outline(model, checkpoint, form, num_ranks)
     for line in describe(model, loaded, checkpoint):
         print(line)

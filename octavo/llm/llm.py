@@ -128,7 +128,7 @@ class LLM:
         Every text is validated before the first one is computed; an invalid one raises a ``RequestError`` that names
         it, as does a model without embeddings. Raises ``RequestFailed`` if the engine fails on one.
         """
-        check_dimensions(dimensions, self.info.embedding_size)
+        check_dimensions(dimensions, self.info.embedding_size, self.info.pooling)
         texts = check_texts(prompts, self._tokenizer, self.info)
         vectors = self._read("embed", texts, use_progress, dimensions=dimensions)
         return [

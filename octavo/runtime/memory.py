@@ -180,7 +180,7 @@ def plan_memory(
     smaller = _smaller_batch(settings.scheduler, max_num_seqs, max_num_batched_tokens)
     if smaller and (pools.least_bytes(needed) if given is None else given * per_block) > room:
         return plan_memory(settings, model, kv_dtype, dtype, device, weights, free, num_ranks, draft_specs, smaller)
-    _check_room(room)
+    _check_room(room + states.held_bytes)
     if settings.model.max_model_len is None:
         max_model_len = _longest_that_fits(pools, max_model_len, room if given is None else given * per_block)
     kept = pools.kept(max_model_len)[0]

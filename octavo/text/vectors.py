@@ -60,8 +60,12 @@ def shortened(vectors: Floats, dimensions: int | None, normalizes: bool = True) 
     return (first / np.where(length == 0, 1, length)).astype("<f4")
 
 
-def check_dimensions(dimensions: int | None, size: int) -> None:
+def check_dimensions(dimensions: int | None, size: int, pooling: PoolingInfo) -> None:
     """Raise ``InvalidParameter`` unless a vector of ``size`` numbers can be shortened to ``dimensions``."""
+    if dimensions is not None and pooling.is_sparse:
+        raise InvalidParameter(
+            "dimensions", "'dimensions' is not for this model, whose vectors have one for each token."
+        )
     if dimensions is not None and size and not (type(dimensions) is int and 1 <= dimensions <= size):
         raise InvalidParameter("dimensions", f"'dimensions' must be from 1 to {size}, not {dimensions!r}.")
 

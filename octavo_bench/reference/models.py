@@ -45,7 +45,7 @@ sixteenth of `max_position_embeddings`, and the text is computed again then. The
 CLASSES = f"""\
 ## Other decoders of transformers
 
-Any other decoder of transformers runs with `--backend transformers`, more slowly: {BACKENDS}. `octavo bench architectures` goes through all causal language models of
+Most other decoders of transformers run with `--backend transformers`, more slowly: {BACKENDS}. `octavo bench architectures` goes through all causal language models of
 the installed library with tiny random checkpoints: it compares the log-probabilities of prompts, in chunks, together and again over the prefix cache, with the library's
 own, and what `octavo models` says of a checkpoint with what a start then does.
 """

@@ -33,6 +33,7 @@ POST = (
     *(
         "/embed",
         "/embed_all",
+        "/embed_sparse",
         "/predict",
         "/similarity",
         "/infer",

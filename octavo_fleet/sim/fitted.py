@@ -149,6 +149,7 @@ def read_log(path: Path) -> tuple[list[StepWork], list[float]]:
     except OSError as error:
         raise ConfigError(f"cost log: cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        fields = ", ".join((*StepWork._fields, "seconds"))
+        required = [name for name in StepWork._fields if name not in StepWork._field_defaults]
+        fields = ", ".join((*required, "seconds"))
         raise ConfigError(f"cost log: line {len(works) + 1} of {path} is not an object with {fields}") from None
     return works, seconds

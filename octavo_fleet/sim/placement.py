@@ -122,7 +122,7 @@ def _placed(
         is_exact=method is None and kind == "auto",
     )
     try:
-        check_divides(model, settings)
+        check_divides(model, settings, gpu)
         loaded = outline(model, checkpoint, form, size)
         free = int(device.memory * cache.gpu_memory_utilization) - loaded.num_bytes
         limits, _ = memory.plan_memory(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cache import tiers
 from octavo.cache.tiers import INDEX, DiskTier, HostTier
 from octavo.errors import ConfigError
 
@@ -148,3 +149,19 @@ def test_a_disk_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match="kv_offload_dir"):
         DiskTier(tmp_path / "file", 1000)
+
+
+def test_the_owner_of_most_paths_loses_its_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "MAX_PATHS", 4)
+    tier = DiskTier(tmp_path, 1000)
+    for number in range(2):
+        tier.put_path(b"a", b"a%d" % number, [key(number)])
+    for number in range(20):
+        tier.put_path(b"b", b"b%d" % number, [key(number)])
+    for number in range(40):
+        tier.put_path(b"b", b"unknown%d" % number, [])  # forgets what was never known
+    kept = [name for name in (b"a0", b"a1", b"b17", b"b18", b"b19") if tier.path(name)]
+    assert kept == [b"a0", b"a1", b"b18", b"b19"]
+    tier.put_path(b"b", b"b19", [])
+    assert not tier.path(b"b19")
+    tier.close()

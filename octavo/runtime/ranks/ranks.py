@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from octavo.config import ModelSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.ops.collective import SINGLE_RANK, Collective
+from octavo.ops.device_backend import is_gpu
 from octavo.runtime.memory import Limits
 from octavo.steps.messages import Executor
 
@@ -68,9 +71,13 @@ class OneRank:
         """See ``Ranks``."""
 
 
-def check_divides(model: ModelConfig, settings: ModelSettings) -> None:
+def check_divides(model: ModelConfig, settings: ModelSettings, device: torch.device) -> None:
     """Raise ``ConfigError`` if a model cannot be divided among ranks as the settings ask for."""
     size = settings.tensor_parallel_size
+    if is_gpu(device) and settings.enable_expert_parallel:
+        raise ConfigError("enable_expert_parallel: is for CPUs; without it GPUs have a part of each expert")
+    if is_gpu(device) and settings.decode_context_parallel_size > 1:
+        raise ConfigError("decode_context_parallel_size: is for CPUs; GPUs have no kernel of partial_attention yet")
     heads, kv_heads = model.num_heads, max(spec.num_kv_heads for spec in model.cache)
     if heads % size:
         raise ConfigError(f"tensor_parallel_size: {size} does not divide the model's {heads} attention heads")

@@ -52,9 +52,9 @@ ENDPOINTS = [
     Endpoint("GET", SESSIONS_PATH, list_sessions, "The sessions, and what is cached of them"),
     Endpoint(
         "POST",
-        SESSIONS_PATH + "/{session_id}/prefetch",
+        SESSIONS_PATH + "/{session_id:path}/prefetch",
         prefetch_session,
         "Bring what is on disk of a session to memory, for its next request",
     ),
-    Endpoint("DELETE", SESSIONS_PATH + "/{session_id}", delete_session, "Free the cached prompts of a session"),
+    Endpoint("DELETE", SESSIONS_PATH + "/{session_id:path}", delete_session, "Free the cached prompts of a session"),
 ]

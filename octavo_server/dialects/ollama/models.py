@@ -131,7 +131,8 @@ async def pull(request: Request) -> Response:
 async def embed(request: Request) -> Response:
     started = time.monotonic_ns()
     services, body, headers = await read(request, embed_decoder)
-    check_dimensions(body.dimensions, services.engine.info.embedding_size)
+    info = services.engine.info
+    check_dimensions(body.dimensions, info.embedding_size, info.pooling)
     model = served_name(body.model, services)
     services.check_model(model)
     texts: str | list[int | str | list[int]] = body.input if isinstance(body.input, str) else [*body.input]

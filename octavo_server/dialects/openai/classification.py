@@ -82,7 +82,8 @@ async def pool(request: Request) -> Response:
     if body.dimensions is not None:
         if task not in ("embed", "token_embed"):
             raise InvalidParameter("dimensions", f"'dimensions' is for embeddings, not for {task}.")
-        check_dimensions(body.dimensions, info.embedding_size if task == "embed" else info.pooling.token_size)
+        size = info.embedding_size if task == "embed" else info.pooling.token_size
+        check_dimensions(body.dimensions, size, info.pooling)
     found, count = await _results(services, request, body, task, body.dimensions)
 
     def render() -> Response:

@@ -65,7 +65,8 @@ decoder = BodyDecoder(EmbeddingBody, {"messages": ()}, ACCEPTED)
 
 async def create_embeddings(request: Request) -> Response:
     services, body, headers = await read(request, decoder)
-    check_dimensions(body.dimensions, services.engine.info.embedding_size)
+    info = services.engine.info
+    check_dimensions(body.dimensions, info.embedding_size, info.pooling)
     choices = await body.choices(services, request, "embed")
     count = num_tokens(choices)
 

@@ -119,7 +119,8 @@ async def _choices(
 
 async def embed(request: Request) -> Response:
     services, body, headers = await read(request, embed_decoder)
-    check_dimensions(body.dimensions, services.engine.info.embedding_size)
+    info = services.engine.info
+    check_dimensions(body.dimensions, info.embedding_size, info.pooling)
     choices = await _choices(services, request, body, "embed")
     how: dict[str, Any] = {"normalizes": body.normalize, "dimensions": body.dimensions}
     return await asyncio.to_thread(
