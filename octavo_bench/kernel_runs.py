@@ -31,6 +31,7 @@ from octavo.ops.moe import ClampedSwish, Experts, GroupedExperts, Routing
 from octavo.ops.recurrence import StateRows
 from octavo.ops.sampling import Adjustments, SampleParams
 from octavo.ops.scaled_linear import ScaledValues
+from octavo.ops.selective_scan import ScanChannels
 from octavo.ops.state_space import StateSpaceHeads
 from octavo.ops.stepping import LastResults, StagedRows
 from octavo_kernels.triton.attention.latent_prompts import Expanded, expand
@@ -304,6 +305,10 @@ def _recurrences(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         space = StateSpaceHeads(N, V, 1, K, make.floats(N), make.floats(N), make.floats(N))
         xbc, dt = make.floats(T, sum(space.sizes), dtype=dtype), make.floats(T, N, dtype=dtype)
         yield f"state_space {name}", functools.partial(ops.state_space, xbc, dt, space, state, rows)
+        channels = ScanChannels(make.floats(K, V), make.floats(V), make.floats(V))
+        parts = [make.floats(T, size, dtype=dtype) for size in (V, V, K, K)]
+        scan = functools.partial(ops.selective_scan, *parts, channels, make.floats(3, 1, K, V), rows)
+        yield f"selective_scan {name}", scan
         square, qkv = make.floats(3, N, K, K), make.floats(T, 3 * N * K, dtype=dtype)
         yield (
             f"linear_attention {name}",

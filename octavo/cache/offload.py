@@ -150,6 +150,7 @@ class Offload:
         self._writer = ThreadPoolExecutor(1, "kv-offload-writer")
         self._loader = ThreadPoolExecutor(1, "kv-offload-loader")
         self._hint_loader = ThreadPoolExecutor(1, "kv-offload-hints")
+        self._is_closing = False
         """Apart from the other, so that no request waits for what is read because of hints."""
         self._hints: dict[str, list[Future[None]]] = {}
         """Those that are not done, by API key."""
@@ -390,7 +391,7 @@ class Offload:
     def _load(self, keys: list[bytes]) -> None:
         assert self.disk is not None
         for key in keys:
-            content = self.disk.get(key)
+            content = None if self._is_closing else self.disk.get(key)
             if content is None:
                 break  # later blocks are useless without this one
             self.stats.num_prefetched += 1
@@ -443,6 +444,7 @@ class Offload:
 
     def close(self) -> None:
         """Save what is cached, wait for pending reads and writes, and end the threads."""
+        self._is_closing = True
         self.save_all()
         self._writer.shutdown()
         self._loader.shutdown()

@@ -48,8 +48,8 @@ def test_a_drafter_is_loaded_as_it_is_stored(
     """One that is not quantised may become what the model becomes."""
     drafters: list[LoadedModel] = []
 
-    def noted(*args: Any) -> LoadedModel:
-        drafters.append(load_model(*args))
+    def noted(*args: Any, **options: Any) -> LoadedModel:
+        drafters.append(load_model(*args, **options))
         return drafters[-1]
 
     monkeypatch.setattr("octavo.build.build_drafter.load_model", noted)

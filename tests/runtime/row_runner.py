@@ -40,6 +40,7 @@ class RowRunner:
             copy_slots=None,
             copy_state=None,
             routes_NC=None,
+            context=None,
         )
         max_blocks = max(row.position for row in rows) // BLOCK_SIZE + 1
         limits = StepLimits(len(rows), len(rows), max_blocks)

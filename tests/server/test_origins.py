@@ -35,6 +35,7 @@ READING = {
     ),
     *("/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items"),
     *("/v1/conversations/{conversation_id}/items/{item_id}", "/v1/requests/{request_id}/timeline", "/v1/kv_events"),
+    "/v1/sessions",
     *("/tokenizer_info", "/health", "/ready", "/metrics", "/load", "/version", "/stats", "/stats/live"),
     *("/is_paused", "/weight_info", "/get_world_size", "/server_info"),
     *("/is_sleeping", "/admin/keys", "/info", "/api/version", "/api/tags", "/api/ps"),
