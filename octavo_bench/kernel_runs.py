@@ -306,8 +306,8 @@ def _recurrences(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         xbc, dt = make.floats(T, sum(space.sizes), dtype=dtype), make.floats(T, N, dtype=dtype)
         yield f"state_space {name}", functools.partial(ops.state_space, xbc, dt, space, state, rows)
         channels = ScanChannels(make.floats(K, V), make.floats(V), make.floats(V))
-        parts = [make.floats(T, size, dtype=dtype) for size in (V, V, K, K)]
-        scan = functools.partial(ops.selective_scan, *parts, channels, make.floats(3, 1, K, V), rows)
+        inner, dt, b, c = (make.floats(T, size, dtype=dtype) for size in (V, V, K, K))
+        scan = functools.partial(ops.selective_scan, inner, dt, b, c, channels, make.floats(3, 1, K, V), rows)
         yield f"selective_scan {name}", scan
         square, qkv = make.floats(3, N, K, K), make.floats(T, 3 * N * K, dtype=dtype)
         yield (
