@@ -159,6 +159,19 @@ def read_experts(data: Metadata, config: Config) -> None:
     config["num_experts_per_tok"] = data.count("expert_used_count")
 
 
+def read_scoring(data: Metadata, default: int | None = None) -> int:
+    """How scores of experts become weights: SIGMOID or SOFTMAX."""
+    scoring = data.count("expert_gating_func", default)
+    if scoring not in (SIGMOID, SOFTMAX):
+        data.fail("expert_gating_func", f"is {scoring}, supported are {SOFTMAX}, softmax, and {SIGMOID}, sigmoid")
+    return scoring
+
+
+def must_be_sigmoid(data: Metadata) -> None:
+    if read_scoring(data, SIGMOID) != SIGMOID:
+        data.fail("expert_gating_func", f"must be {SIGMOID}, sigmoid")
+
+
 def _mixtral(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     read_experts(data, config)
@@ -351,9 +364,7 @@ def _gpt_oss(data: Metadata, config: Config) -> None:
 def _deepseek2(data: Metadata, config: Config) -> None:
     """Expert groups are used only if the file has their number."""
     corrected = any(name.endswith(".exp_probs_b.bias") for name in data.file.tensors)  # scores of version 3
-    gating = data.count("expert_gating_func", SIGMOID if corrected else SOFTMAX)
-    if gating not in (SIGMOID, SOFTMAX):
-        data.fail("expert_gating_func", f"is {gating}, supported are {SOFTMAX}, softmax, and {SIGMOID}, sigmoid")
+    gating = read_scoring(data, SIGMOID if corrected else SOFTMAX)
     if gating == SIGMOID:
         config["architectures"] = ["DeepseekV3ForCausalLM"]
     rotated = data.count("rope.dimension_count")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from octavo.weights.gguf.gguf_decoders import read_factors
 from octavo.weights.gguf.gguf_families import (
     ATTENTION,
     DEEPSEEK,
@@ -16,15 +17,16 @@ from octavo.weights.gguf.gguf_families import (
     HEAD_NORMS,
     LLAMA,
     SHARED,
-    SIGMOID,
     Config,
     GgufFamily,
     has_bias,
+    must_be_sigmoid,
     read_experts,
     read_llama,
     with_sections,
 )
 from octavo.weights.gguf.gguf_metadata import Metadata
+from octavo.weights.gguf.gguf_mixtures import GRANITE_MOE
 from octavo.weights.gguf.gguf_rope import read_rope
 
 # Qwen3-Next and Qwen3.5: the gated delta rule.
@@ -153,8 +155,7 @@ def _lfm2(data: Metadata, config: Config) -> None:
 def _lfm2_moe(data: Metadata, config: Config) -> None:
     _lfm2(data, config)
     del config["block_auto_adjust_ff_dim"]
-    if data.count("expert_gating_func", SIGMOID) != SIGMOID:
-        data.fail("expert_gating_func", f"must be {SIGMOID}, sigmoid")
+    must_be_sigmoid(data)
     config["num_experts"] = data.count("expert_count")
     config["num_experts_per_tok"] = data.count("expert_used_count")
     config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
@@ -201,18 +202,10 @@ NEMOTRON = {
 }
 GRANITE = {
     **_mamba_names("mamba"),
-    **ATTENTION,
-    "ffn_norm": "post_attention_layernorm",
+    **GRANITE_MOE,
     "ffn_gate": "shared_mlp.gate_proj",
     "ffn_up": "shared_mlp.up_proj",
     "ffn_down": "shared_mlp.output_linear",
-    "ffn_gate_shexp": "shared_mlp.gate_proj",
-    "ffn_up_shexp": "shared_mlp.up_proj",
-    "ffn_down_shexp": "shared_mlp.output_linear",
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
-    "ffn_gate_exps": "block_sparse_moe.experts.*.gate_proj",
-    "ffn_up_exps": "block_sparse_moe.experts.*.up_proj",
-    "ffn_down_exps": "block_sparse_moe.experts.*.down_proj",
 }
 FALCON = {
     **_mamba_names("mamba"),
@@ -273,8 +266,7 @@ def _nemotron_h_moe(data: Metadata, config: Config) -> None:
     config["n_group"] = data.count("expert_group_count", 1)
     config["topk_group"] = data.count("expert_group_used_count", 1)
     config["moe_latent_size"] = data.count("moe_latent_size", 0, low=0)
-    if data.count("expert_gating_func", SIGMOID) != SIGMOID:
-        data.fail("expert_gating_func", f"must be {SIGMOID}, sigmoid")
+    must_be_sigmoid(data)
 
 
 def _bamba_sizes(data: Metadata, config: Config) -> None:
@@ -295,10 +287,7 @@ def _granite_hybrid(data: Metadata, config: Config) -> None:
     config["mamba_expand"] = config["mamba_n_heads"] * config["mamba_d_head"] // config["hidden_size"]
     config["layer_types"] = ["attention" if count else "mamba" for count in kv_heads]
     config["position_embedding_type"] = "rope" if data.flag("rope.scaling.finetuned", False) else "nope"
-    config["attention_multiplier"] = data.real("attention.scale", config["head_dim"] ** -0.5)
-    config["embedding_multiplier"] = data.real("embedding_scale", 1.0)
-    config["residual_multiplier"] = data.real("residual_scale", 1.0)
-    config["logits_scaling"] = data.real("logit_scale", 1.0)
+    read_factors(data, config)
     config["num_local_experts"] = data.count("expert_count", 0, low=0)
     config["shared_intermediate_size"] = data.count("expert_shared_feed_forward_length", config["intermediate_size"])
     config["num_experts_per_tok"] = data.count("expert_used_count", 0, low=0)
@@ -368,8 +357,7 @@ def _kimi_linear(data: Metadata, config: Config) -> None:
     config["moe_renormalize"] = data.flag("expert_weights_norm", True)
     config["num_expert_group"] = data.count("expert_group_count", 1)
     config["topk_group"] = data.count("expert_group_used_count", 1)
-    if data.count("expert_gating_func", SIGMOID) != SIGMOID:
-        data.fail("expert_gating_func", f"must be {SIGMOID}, sigmoid")
+    must_be_sigmoid(data)
 
 
 HYBRIDS: dict[str, GgufFamily] = {

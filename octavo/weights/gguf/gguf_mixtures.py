@@ -18,29 +18,20 @@ from octavo.weights.gguf.gguf_families import (
     EXPERTS,
     HEAD_NORMS,
     LLAMA,
+    MIXTRAL,
     SIGMOID,
     SOFTMAX,
     Config,
     GgufFamily,
+    must_be_sigmoid,
+    read_experts,
     read_llama,
+    read_scoring,
 )
 from octavo.weights.gguf.gguf_metadata import Metadata
 
 SHARED = {name: own for name, own in DEEPSEEK.items() if name.endswith("_shexp")}
 GLM = {**LLAMA, **HEAD_NORMS, **EXPERTS, **SHARED, "exp_probs_b": "mlp.gate.e_score_correction_bias"}
-
-
-def read_scoring(data: Metadata, default: int | None = None) -> int:
-    """How scores of experts become weights: SIGMOID or SOFTMAX."""
-    scoring = data.count("expert_gating_func", default)
-    if scoring not in (SIGMOID, SOFTMAX):
-        data.fail("expert_gating_func", f"is {scoring}, supported are {SOFTMAX}, softmax, and {SIGMOID}, sigmoid")
-    return scoring
-
-
-def must_be_sigmoid(data: Metadata) -> None:
-    if read_scoring(data, SIGMOID) != SIGMOID:
-        data.fail("expert_gating_func", f"must be {SIGMOID}, sigmoid")
 
 
 def first_sparse(data: Metadata, config: Config) -> int:
@@ -66,6 +57,12 @@ def _experts(data: Metadata, config: Config, kv_heads: int | None = None, head_d
     config["norm_topk_prob"] = data.flag("expert_weights_norm", True)
     config["n_group"] = data.count("expert_group_count", 1)
     config["topk_group"] = data.count("expert_group_used_count", 1)
+
+
+def _list_sparse_layers(config: Config) -> None:
+    """Say of each layer what ``first_k_dense_replace`` says of the first."""
+    first = config.pop("first_k_dense_replace")
+    config["mlp_layer_types"] = ["dense" if i < first else "sparse" for i in range(config["num_hidden_layers"])]
 
 
 def _glm4_moe(data: Metadata, config: Config) -> None:
@@ -116,8 +113,7 @@ def _hunyuan_moe(data: Metadata, config: Config) -> None:
 def _hy_v3(data: Metadata, config: Config) -> None:
     _experts(data, config)
     must_be_sigmoid(data)
-    first = config.pop("first_k_dense_replace")
-    config["mlp_layer_types"] = ["dense" if i < first else "sparse" for i in range(config["num_hidden_layers"])]
+    _list_sparse_layers(config)
     config["num_experts"] = config.pop("n_routed_experts")
     config["num_shared_experts"] = data.count("expert_shared_feed_forward_length") // config["moe_intermediate_size"]
     config["router_scaling_factor"] = config.pop("routed_scaling_factor")
@@ -132,10 +128,7 @@ def _llama4(data: Metadata, config: Config) -> None:
     drop(config, "mlp_bias")
     config["intermediate_size_mlp"] = config["intermediate_size"]
     config["intermediate_size"] = data.count("expert_feed_forward_length")
-    config["num_local_experts"], config["num_experts_per_tok"] = (
-        data.count("expert_count"),
-        data.count("expert_used_count"),
-    )
+    read_experts(data, config)
     config["interleave_moe_layer_step"] = data.count("interleave_moe_layer_step", 1)
     config["use_qk_norm"] = config["num_local_experts"] != 128  # those of Maverick are not normalised
 
@@ -152,8 +145,7 @@ def _granite_moe(data: Metadata, config: Config) -> None:
     drop(config, "mlp_bias")
     read_factors(data, config)
     config["has_separate_gates"] = True
-    config["num_local_experts"] = data.count("expert_count")
-    config["num_experts_per_tok"] = data.count("expert_used_count")
+    read_experts(data, config)
     if data.has("expert_shared_feed_forward_length"):
         config["architectures"] = ["GraniteMoeSharedForCausalLM"]
         config["shared_intermediate_size"] = data.count("expert_shared_feed_forward_length")
@@ -181,8 +173,7 @@ def _minimax_m2(data: Metadata, config: Config) -> None:
     read_llama(data, config, ffn_size=data.count("expert_feed_forward_length"))
     config["intermediate_size"] = data.count("expert_feed_forward_length")
     must_be_sigmoid(data)
-    config["num_local_experts"] = data.count("expert_count")
-    config["num_experts_per_tok"] = data.count("expert_used_count")
+    read_experts(data, config)
     config.setdefault("partial_rotary_factor", 1.0)
     drop(config, "attention_bias", "mlp_bias")
 
@@ -190,8 +181,7 @@ def _minimax_m2(data: Metadata, config: Config) -> None:
 def _phimoe(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     drop(config, "mlp_bias")
-    config["num_local_experts"] = data.count("expert_count")
-    config["num_experts_per_tok"] = data.count("expert_used_count")
+    read_experts(data, config)
     window = data.count("attention.sliding_window", 0, low=0)
     config["sliding_window"] = window or None
     config["lm_head_bias"] = "output.bias" in data.file.tensors
@@ -209,20 +199,14 @@ def _mimo2(data: Metadata, config: Config) -> None:
     config["v_head_dim"] = data.count("attention.value_length")
     if data.has("attention.value_scale"):
         config["attention_value_scale"] = data.real("attention.value_scale")
-    first = config.pop("first_k_dense_replace")
-    config["mlp_layer_types"] = ["dense" if i < first else "sparse" for i in range(config["num_hidden_layers"])]
+    _list_sparse_layers(config)
     part = {"rope_type": "default", "partial_rotary_factor": config.pop("partial_rotary_factor", 1.0)}
     thetas = {FULL: config.pop("rope_theta"), SLIDING: data.real("rope.freq_base_swa", 10_000.0)}
     config["rope_parameters"] = {kind: {**part, "rope_theta": theta} for kind, theta in thetas.items()}
     drop(config, "rope_scaling", "n_shared_experts")
 
 
-OF_BLOCK = {
-    f"ffn_{part}_exps": f"block_sparse_moe.experts.*.{own}"
-    for part, own in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-}
-MIXTRAL = {**ATTENTION, "ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "block_sparse_moe.gate", **OF_BLOCK}
-MINIMAX = {**MIXTRAL, **HEAD_NORMS, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"}
+MINIMAX = {**MIXTRAL.layer, **HEAD_NORMS, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"}
 COHERE_MOE = {name: own for name, own in {**COHERE, **EXPERTS, **SHARED}.items() if name not in HEAD_NORMS}
 HUNYUAN_SHARED = {name: own.replace("shared_experts", "shared_mlp") for name, own in SHARED.items()}
 LLAMA4 = {
@@ -265,5 +249,5 @@ MIXTURES: dict[str, GgufFamily] = {
     "mimo2": GgufFamily("MiMoV2FlashForCausalLM", MIMO, _mimo2),
     "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM", MINIMAX, _minimax_m2),
     "olmoe": GgufFamily("OlmoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _olmoe),
-    "phimoe": GgufFamily("PhimoeForCausalLM", MIXTRAL, _phimoe),
+    "phimoe": GgufFamily("PhimoeForCausalLM", MIXTRAL.layer, _phimoe),
 }
