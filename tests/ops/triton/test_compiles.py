@@ -5,6 +5,7 @@ The interpreter runs kernels as Python, which lets a variable change its type be
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -115,7 +116,7 @@ def test_launchers_are_built_with_the_kernels_and_once(tmp_path: Path) -> None:
 
 def run_alone(script: str, cache: Path) -> str:
     """What a process prints that compiles for real, into an empty cache."""
-    environment = {"TRITON_CACHE_DIR": str(cache), "PATH": "/usr/bin:/bin"}
+    environment = {"TRITON_CACHE_DIR": str(cache), "PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

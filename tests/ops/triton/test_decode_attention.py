@@ -107,7 +107,7 @@ class Step:
                 if heads.softcap:
                     scores = heads.softcap * (scores / heads.softcap).tanh()
                 if heads.slopes_N is not None:
-                    distance_C = length - 1 - torch.arange(length)[seen]
+                    distance_C = length - 1 - torch.arange(length, device=q_SNH.device)[seen]
                     scores = scores - heads.slopes_N.double()[:, None] * distance_C
                 if heads.sinks_N is not None:
                     scores = torch.cat((scores, heads.sinks_N.double()[:, None]), dim=1)

@@ -15,6 +15,7 @@ from octavo_kernels.hopper.pipelined_tiles import grain_of, programs_of, steps_o
 from octavo_kernels.triton.grouped.grouped_linear import run_grouped
 from octavo_kernels.triton.norms import rms_norm_triton
 from tests.ops.triton.test_grouped_linear import random_groups
+from tests.triton_interpreter import DEVICE
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -78,8 +79,8 @@ def test_rows_are_copied_where_their_address_is_not_one_for_the_copies(
 def test_rows_are_normed_and_put_in_order_before(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(pipelined_gemm, "launch", lambda kernel, grid, *args, **options: given.append(args[0].base))
-    packed = random_groups("cpu", "int4", 64, 1024, 128, order=True)
-    x_TK, norm_K = torch.randn(9, 1024).bfloat16(), torch.rand(1024).bfloat16()
+    packed = random_groups(DEVICE, "int4", 64, 1024, 128, order=True)
+    x_TK, norm_K = torch.randn(9, 1024, device=DEVICE).bfloat16(), torch.rand(1024, device=DEVICE).bfloat16()
     config = PipelinedConfig(64, 16, warps=4, stages=4, programs=2, registers=128)
     run_grouped(x_TK, packed, Fused(norm_K=norm_K, eps=1e-6), config)
     assert packed.order_K is not None

@@ -24,15 +24,16 @@ NAMES = ("causal_conv", "gated_conv", "gated_delta", "state_space", "selective_s
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The ops run these kernels, whichever device the tensors are on."""
+def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The ops run these kernels, whichever device the tensors are on: new ones are on the one under test."""
     torch.manual_seed(0)
     poison_new_tensors(monkeypatch)
     for name in NAMES:
         run = getattr(importlib.import_module(f"octavo_kernels.triton.recurrent.{name}"), f"{name}_triton")
         monkeypatch.setattr(getattr(ops, name), "_choose", lambda *_, run=run: run)
         getattr(ops, name)._chosen.clear()
-    yield
+    with torch.device(device):
+        yield
     for name in NAMES:
         getattr(ops, name)._chosen.clear()
 
@@ -41,8 +42,8 @@ def exact(case: Case, x: torch.Tensor, state: torch.Tensor, rows: object) -> tor
     with pytest.MonkeyPatch.context() as patch:
         for name in NAMES:
             op = getattr(ops, name)
-            patch.setattr(op, "_chosen", {("cpu", torch.float64): op.reference})
-        patch.setattr(ops.gated_norm, "_chosen", {("cpu", torch.float64): ops.gated_norm.reference})
+            patch.setattr(op, "_chosen", {(x.device.type, torch.float64): op.reference})
+        patch.setattr(ops.gated_norm, "_chosen", {(x.device.type, torch.float64): ops.gated_norm.reference})
         return case.run(x.double(), state, rows)  # type: ignore[arg-type]
 
 
@@ -195,7 +196,7 @@ def test_chunks_of_numbers_that_are_forgotten_at_once(device: str) -> None:
 @pytest.mark.parametrize("is_gated_first", [False, True])
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
 def test_gated_norm(device: str, gate: Gate, is_gated_first: bool) -> None:
-    wide, weight = torch.randn(3, 100, device=device), torch.randn(40, device=device)
+    wide, weight = torch.randn(3, 100), torch.randn(40)
     x, gates = wide[:, :40], wide[:, 50:90]
     run = functools.partial(ops.gated_norm.reference, is_gated_first=is_gated_first)
     right = run(x.double(), gates.double(), weight.double(), 1e-5, 20, gate)
