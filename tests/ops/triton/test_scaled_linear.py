@@ -25,7 +25,7 @@ NUMBERS = [torch.float8_e4m3fn, torch.int8]
 def random_values(N: int, K: int, number: torch.dtype = torch.float8_e4m3fn) -> ScaledValues:
     spread = 40 if number == torch.int8 else 1
     values_NK = (torch.randn(N, K, device=DEVICE) * spread).clamp(-128, 127).to(number)
-    return ScaledValues(values_NK, (torch.rand(N, 1, device=DEVICE) * 2 + 1) / K**0.5, K)
+    return ScaledValues(values_NK, (torch.rand(N, 1, device=DEVICE) * 2 + 1) / spread / K**0.5, K)
 
 
 def rounded(x_TK: Tensor, number: torch.dtype | None, norm_K: Tensor | None = None) -> Tensor:
