@@ -2,8 +2,9 @@
 
 numba's own cache checks the file that defines a function, not the files whose functions it calls. The folder's name
 therefore contains a digest of this entire package, so that changed kernels are never mixed with old ones. numba itself
-distinguishes CPUs and its own versions. If the disk is full or not writable, kernels are compiled in memory at each
-start.
+distinguishes CPUs and its own versions. Where the package is does not matter: another environment or checkout of the
+same kernels finds them compiled (numba 0.62 and later; earlier versions look by path). If the disk is full or not
+writable, kernels are compiled in memory at each start.
 """
 
 from __future__ import annotations
@@ -70,19 +71,49 @@ def is_missing(function: Callable[..., Any]) -> bool:
     return folder is not None and not any(folder.rglob(f"{name}.*.nbi"))
 
 
+class ByModule:
+    """Where numba keeps a function's compiled code: in a folder named after its module, whatever the path of that."""
+
+    def __init__(self, function: Callable[..., Any], source: str) -> None:
+        self._py_file = source  # numba's warnings name it
+        self._line = function.__code__.co_firstlineno
+        self._folder = Path(numba_config.CACHE_DIR, function.__module__)
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], source: str) -> ByModule:
+        return cls(function, source)
+
+    def ensure_cache_path(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return _digest(self._py_file)
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+@functools.cache
+def _digest(source: str) -> str:
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+
 @contextlib.contextmanager
 def _numba_cache() -> Iterator[bool]:
     """Point numba at our folder while a function is decorated; other users of numba keep their own setting."""
-    folder, config = cache_folder(), numba_config
-    before = config.CACHE_DIR
+    folder = cache_folder()
     if folder is None:
         yield False
         return
-    config.CACHE_DIR = str(folder)
-    try:
+    with contextlib.ExitStack() as restored:
+        ours = {"CACHE_DIR": str(folder), "CACHE_LOCATOR_CLASSES": f"{__name__}.{ByModule.__name__}"}
+        for name, value in ours.items():
+            restored.callback(setattr, numba_config, name, getattr(numba_config, name, ""))
+            setattr(numba_config, name, value)
         yield True
-    finally:
-        config.CACHE_DIR = before
 
 
 def _keep_if_possible(code: Any) -> None:

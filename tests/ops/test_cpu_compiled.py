@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -30,6 +32,13 @@ from tests.ops.cpu_cases import needs_float_kernels
 pytestmark = needs_float_kernels
 
 forked: Any = multiprocessing.get_context("fork")
+
+KERNEL = """from octavo_kernels.cpu.compiled import compiled
+
+@compiled
+def result(x):
+    return {}
+"""
 
 
 def _task_gives(number: int) -> bool:
@@ -102,6 +111,27 @@ def test_processes_that_compile_variants_at_once_keep_both(is_right: Callable[[i
     kept = run(*at_once)
     assert kept
     assert run(forked.Process(target=_compile_both, args=(is_right,))) == kept, "compiled again"
+
+
+@pytest.mark.skipif(not hasattr(numba.config, "CACHE_LOCATOR_CLASSES"), reason="this numba looks for code by path")
+def test_a_copy_of_a_module_finds_its_code_compiled_and_a_changed_one_does_not(
+    empty_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    def found(formula: str) -> tuple[int, dict[Path, int]]:
+        source = tmp_path_factory.mktemp("copy") / "kernel.py"
+        source.write_text(KERNEL.format(formula))
+        spec = importlib.util.spec_from_file_location("some.kernel", source)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.result(3), {path: path.stat().st_mtime_ns for path in empty_folder.rglob("*.nbc")}
+
+    value, kept = found("x + 1")
+    assert value == 4
+    assert len(kept) == 1
+    assert found("x + 1") == (4, kept)
+    assert found("x + 2")[0] == 5
 
 
 def test_a_process_that_keeps_a_lock_is_not_waited_for_forever(
