@@ -7,6 +7,7 @@ visit, in turns, so that nothing is left of an earlier one and a noisy moment hi
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import math
@@ -30,7 +31,7 @@ from octavo.types import Request
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
 from octavo_bench.offline import checked_step
-from octavo_bench.report import spread
+from octavo_bench.report import Say, spreads
 
 TEXTS = ("engine/scheduler.py", "types.py")
 """Files of this package whose text the prompts are made of: text that anybody has."""
@@ -195,11 +196,11 @@ def measure(
     config: EngineConfig,
     work: AblationWork,
     rounds: int,
-    report: Callable[[str], None],
+    say: Say,
     deadline: float,
     keep: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
-    """Visit every stage's engine in turn, ``rounds`` times; ``report`` is called with a line about each visit.
+    """Visit every stage's engine in turn, ``rounds`` times; ``say`` is called with a line about each visit.
 
     No round but the first begins when one as long as the longest so far would end later than ``deadline`` seconds
     after the start. ``keep`` is given the result after each round.
@@ -208,17 +209,19 @@ def measure(
         raise ConfigError(f"rounds: must be at least 1, got {rounds}")
     if not deadline > 0:
         raise ConfigError(f"deadline: must be more than 0 seconds, got {deadline}")
-    table = Table(config, work, report)
+    if config.scheduler.max_num_seqs is not None:
+        work = dataclasses.replace(work, max_num_seqs=config.scheduler.max_num_seqs)
+    table = Table(config, work, say)
     start, longest = time.perf_counter(), 0.0
     for number in range(rounds):
         began = time.perf_counter()
         if number and began - start + longest > deadline:
-            report(f"{number} of {rounds} rounds: another would not end within {deadline:.0f} s")
+            say(f"{number} of {rounds} rounds: another would not end within {deadline:.0f} s")
             break
         for stage in table.stages:
             table.visit(stage)
         longest = max(longest, time.perf_counter() - began)
-        report(f"round {number + 1} of {rounds} took {time.perf_counter() - began:.0f} s")
+        say(f"round {number + 1} of {rounds} took {time.perf_counter() - began:.0f} s")
         keep(table.result())
     return table.result()
 
@@ -226,8 +229,8 @@ def measure(
 class Table:
     """The engines of one model, one for each row, and what each made of the requests in every round."""
 
-    def __init__(self, config: EngineConfig, work: AblationWork, report: Callable[[str], None]) -> None:
-        self.config, self.work, self.report = config, work, report
+    def __init__(self, config: EngineConfig, work: AblationWork, say: Say) -> None:
+        self.config, self.work, self.say = config, work, say
         self.device = resolve_device(config.model.device).type
         self.path = resolve_model(config.model)
         has_blocks = open_checkpoint(self.path, config.model.load_format, config.model.seed, self.device).has_blocks
@@ -249,7 +252,7 @@ class Table:
         self.tokens[stage.name] = visit.tokens
         stats = engine.stats()
         self.counts[stage.name] = {name: getattr(stats, name) for name in COUNTS}
-        self.report(f"{stage.name}: {found['output_tok_s']:.1f} tok/s")
+        self.say(f"{stage.name}: {found['output_tok_s']:.1f} tok/s")
         del engine
         gc.collect()
 
@@ -266,7 +269,7 @@ class Table:
                     "stage": stage.name,
                     "settings": stage.settings,
                     "same_tokens": self.tokens[stage.name] == self.tokens[first[stage.settings["dtype"]]],
-                    **{name: spread([run[name] for run in runs]) for name in runs[0]},
+                    **spreads(runs),
                     **self.counts[stage.name],
                 }
                 for stage, runs in zip(self.stages, self.figures.values(), strict=True)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 import string
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from octavo.config import EngineConfig, to_flat
 from octavo.llm.llm import LLM
-from octavo_bench.peer_process import PeerProcess
+from octavo.system.cpus import default_num_threads
+from octavo.weights.hub import resolve_model
+from octavo_bench.peer_process import OFFLINE, SCRIPTS, PeerProcess
 
 MEDIAN_WORDS, SPREAD = 36, 0.9
 """Lengths are log-normal: half of the texts have fewer words, one in forty six times as many."""
@@ -31,6 +36,22 @@ def random_texts(count: int, seed: int) -> list[str]:
 
 def _word(rng: random.Random) -> str:
     return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 3)))
+
+
+def measure(config: EngineConfig, python: Path, texts: int, rounds: int) -> dict[str, Any]:
+    """``compare`` with an interpreter that has sentence-transformers."""
+    model, threads = resolve_model(config.model), default_num_threads()
+    plain, values = to_flat(EngineConfig()), to_flat(config)
+    given = {name: value for name, value in values.items() if value != plain[name] and name != "model"}
+    script = str(SCRIPTS / "run_sentence_transformers.py")
+    peer = PeerProcess([str(python), script, str(model), str(threads)], {**os.environ, **OFFLINE})
+    try:
+        llm = LLM(model, **given)
+        row = compare(llm, peer, texts, rounds)
+    finally:
+        peer.close()
+    about = {"model": config.model.model, "dtype": llm.info.dtype, "quantization": config.model.quantization}
+    return {**about, "threads": threads, "peer": peer.about, "rows": [row]}
 
 
 def compare(llm: LLM, peer: PeerProcess, count: int, rounds: int) -> dict[str, Any]:

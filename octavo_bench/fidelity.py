@@ -31,6 +31,7 @@ from octavo.engine.step_model import StepWork
 from octavo.engine.step_times import REST, TimedRunner
 from octavo.errors import ConfigError
 from octavo.types import EngineInfo, Request
+from octavo_bench.offline import about_engine, build_prepared
 from octavo_fleet.sim.clock import START
 from octavo_fleet.sim.cost_model import CostModel
 from octavo_fleet.sim.fitted import Fitted, fit
@@ -285,6 +286,13 @@ def _row(name: str, pools: dict[str, list[PooledTimes]]) -> dict[str, Any]:
             row[figure][how] = round(value / real - 1, 4)
             row["within"][how] = row["within"].get(how, 0) + (abs(value / real - 1) <= aim)
     return row
+
+
+def run(config: EngineConfig, num_prompts: int, rounds: int) -> dict[str, Any]:
+    """``compare`` for the engine of ``config``."""
+    engine, info = build_prepared(config)
+    found = compare(Driver(engine, info.vocab_size), info, config, num_prompts, rounds)
+    return {**about_engine(config, info), **found}
 
 
 class Replayed(CostModel):

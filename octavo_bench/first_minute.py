@@ -8,20 +8,28 @@ are not prepared are slow.
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import shlex
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from octavo.config import cache_dir
 from octavo.errors import ConfigError
+from octavo_bench.dummy_models import model_folder
+from octavo_bench.peer_process import vllm_environment
 from octavo_bench.plot_style import COLOURS, drawing
 from octavo_bench.served_peer import Server
 from octavo_bench.server_process import ServerProcess, free_port
 from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams
+from octavo_fleet.sim.shapes import SHAPES
 
 START_SECONDS = 400.0
 EARLY_SECONDS, LATE_SHARE = 10.0, 0.5
@@ -38,6 +46,39 @@ class FirstMinute(NamedTuple):
     """For which clients send requests."""
     vocab_size: int = 20_000
     """Prompts are random tokens below this."""
+
+
+def run(
+    model: str,
+    load: FirstMinute,
+    starts: int,
+    octavo_args: str,
+    vllm_args: str,
+    keep: Callable[[dict[str, Any]], object],
+    vllm: str | None = None,
+    python_path: str | None = None,
+    logs: Path | None = None,
+) -> dict[str, Any]:
+    """A row for each of ``starts`` starts of Octavo, the first with empty caches, and for one of vLLM, if an
+    interpreter that has it is given."""
+    folder = model_folder(model, cache_dir() / "shapes") if model in SHAPES else model
+    flags = ("--load-format", "dummy") if model in SHAPES else ()
+    logs = logs or Path(tempfile.mkdtemp(prefix="octavo_logs_"))
+    logs.mkdir(parents=True, exist_ok=True)
+    octavo = (sys.executable, "-m", "octavo", "serve", str(folder), *flags, *shlex.split(octavo_args))
+    theirs = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *flags, *shlex.split(vllm_args))
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="octavo_caches_") as empty:
+        caches = {"OCTAVO_CACHE_DIR": f"{empty}/octavo", "TRITON_CACHE_DIR": f"{empty}/triton"}
+        own = Server(octavo, "/ready", {**os.environ, **caches})
+        cases = [(f"octavo, start {number}", own) for number in range(1, starts + 1)]
+        if vllm is not None:
+            env = {**vllm_environment(python_path), "VLLM_CACHE_ROOT": f"{empty}/vllm", **caches}
+            cases.append(("vllm", Server((vllm, *theirs), "/health", env)))
+        for number, (case, server) in enumerate(cases):
+            rows.append({"case": case, **measure(server, model, load, logs / f"{number}.log")})
+            keep({"model": model, "rows": rows})
+    return {"model": model, **load._asdict(), "rows": rows}
 
 
 def measure(server: Server, model: str, load: FirstMinute, log: Path) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from octavo.config import cache_dir
+from octavo_bench.dummy_models import model_folder
 from octavo_bench.paced_engine import MAX_MODEL_LEN, MAX_NUM_SEQS
 from octavo_bench.server_process import ServerProcess, free_port
 from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams, with_key
@@ -198,28 +200,29 @@ class FrontPlan(NamedTuple):
     seconds: float
     """Length of each stream, if nothing holds it up."""
     rounds: int
-    loads: Loads = Loads()
+    loads: Loads
 
 
 def measure(
-    plan: FrontPlan, model: Path, peer: str | None = None, has_proxy: bool = False, has_journal: bool = False
+    plan: FrontPlan, vllm: str | None = None, proxy: bool = False, journal: bool = False, model: Path | None = None
 ) -> dict[str, Any]:
     """Medians and all single runs, of one server after the other in turns.
 
-    With ``has_proxy`` also through a proxy to Octavo's server, with ``has_journal`` also of one with a journal;
-    ``peer``: an interpreter that has vLLM.
+    With ``proxy`` also through a proxy to Octavo's server, with ``journal`` also of one with a journal; ``vllm``: an
+    interpreter that has it. ``model`` has the tokenizer, by default a made-up one.
     """
     medians, runs = [], []
+    model = model or model_folder("llama-3.2-1b", cache_dir() / "shapes")
     for step_ms in plan.steps_ms:
         with contextlib.ExitStack() as servers:
             fronts = {"octavo": servers.enter_context(FrontProcess.of_octavo(step_ms, model))}
-            if has_proxy:
+            if proxy:
                 fronts["proxy"] = servers.enter_context(FrontProcess.of_proxy(fronts["octavo"]))
-            if has_journal:
-                journal = servers.enter_context(tempfile.TemporaryDirectory(prefix="octavo_journal_"))
-                fronts["journal"] = servers.enter_context(FrontProcess.of_octavo(step_ms, model, journal))
-            if peer is not None:
-                fronts["vllm"] = servers.enter_context(FrontProcess.of_vllm(step_ms, model, peer))
+            if journal:
+                folder = servers.enter_context(tempfile.TemporaryDirectory(prefix="octavo_journal_"))
+                fronts["journal"] = servers.enter_context(FrontProcess.of_octavo(step_ms, model, folder))
+            if vllm is not None:
+                fronts["vllm"] = servers.enter_context(FrontProcess.of_vllm(step_ms, model, vllm))
             for streams in plan.streams:
                 instant = min(INSTANT_TOKENS, INSTANT_TOTAL // streams)
                 tokens = round(plan.seconds * 1e3 / step_ms) if step_ms else instant

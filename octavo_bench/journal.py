@@ -208,39 +208,27 @@ def _size(folder: Path) -> int:
     return sum(file.path.stat().st_size for file in log_files(folder))
 
 
-def measure_history(num_bytes: int, num_live: int, rounds: int) -> dict[str, Any]:
-    """Write a history as a server does, and read what is left of it some times."""
+def measure(megabytes: float, sequences: int, rounds: int, history: bool = False) -> dict[str, Any]:
+    """Write a log to a temporary folder, or with ``history`` so much as a server does; and read what is there some
+    times."""
+    num_bytes = round(megabytes * 1_000_000)
     with tempfile.TemporaryDirectory(prefix="octavo_journal_") as place:
         folder = Path(place) / "journal"
-        history = _History(folder, num_live)
-        num_written = asyncio.run(history.write(num_bytes))
-        left = _size(folder)
-        runs = [read(folder) for _ in range(rounds)]
-    return {
-        "written_bytes": num_written,
-        "most_bytes": history.most_bytes,
-        "read_bytes": left,
-        "ended": runs[0][1],
-        "unfinished": runs[0][2],
-        "seconds": [round(run[0], 3) for run in runs],
-        "median_s": round(statistics.median(run[0] for run in runs), 3),
-    }
-
-
-def measure(num_bytes: int, num_live: int, rounds: int) -> dict[str, Any]:
-    """Write a log to a temporary folder, and read it some times."""
-    with tempfile.TemporaryDirectory(prefix="octavo_journal_") as place:
-        folder = Path(place)
-        num_tokens = write(folder, num_bytes, num_live)
+        if history:
+            writer = _History(folder, sequences)
+            told = {"written_bytes": asyncio.run(writer.write(num_bytes)), "most_bytes": writer.most_bytes}
+        else:
+            folder.mkdir()
+            told = {"tokens": write(folder, num_bytes, sequences), "sequences_at_a_time": sequences}
         size = _size(folder)
         runs = [read(folder) for _ in range(rounds)]
-    seconds = statistics.median(run[0] for run in runs)
+    median = statistics.median(run[0] for run in runs)
+    speed = {"median_s": round(median, 3)} if history else {"mb_per_s": round(size / median / 1e6, 1)}
     return {
-        "bytes": size,
-        "tokens": num_tokens,
-        "sequences_at_a_time": num_live,
+        "read_bytes" if history else "bytes": size,
+        **told,
         "ended": runs[0][1],
         "unfinished": runs[0][2],
         "seconds": [round(run[0], 3) for run in runs],
-        "mb_per_s": round(size / seconds / 1e6, 1),
+        **speed,
     }

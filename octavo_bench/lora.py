@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,6 +20,7 @@ from octavo.models.adapters import HEAD, ModelAdapters
 from octavo.runtime.executors.host_executor import HostExecutor
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
+from octavo_bench.report import spread
 
 PROMPT_TOKENS = 16
 
@@ -71,3 +74,12 @@ def _step_ms(engine: Engine, count: int, num_seqs: int, steps: int) -> list[floa
         if sum(len(output.tokens) for output in outputs) == num_seqs:
             times.append(time.perf_counter() - started)
     return [seconds * 1e3 for seconds in times[len(times) // 4 :]]
+
+
+def measure(model: Path, adapters: Sequence[int], sequences: int, rank: int, steps: int, rounds: int) -> dict[str, Any]:
+    """A row for each number of adapters."""
+    with tempfile.TemporaryDirectory() as folder:
+        times = step_times(model, Path(folder), adapters, sequences, rank, steps, rounds)
+    rows = [{"adapters": count, "step_ms": spread(ms), "least_ms": round(min(ms), 3)} for count, ms in times.items()]
+    work = {"sequences": sequences, "rank": rank, "steps": steps, "rounds": rounds}
+    return {"model": model.name, **work, "rows": rows}

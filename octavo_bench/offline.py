@@ -8,14 +8,17 @@ appendix B.)
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import random
 import re
+import resource
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from octavo.build.build_engine import build_engine
 from octavo.build.device_settings import resolve_device
@@ -28,6 +31,7 @@ from octavo.system.collector import leave_out_what_exists
 from octavo.types import EngineInfo, Output, Request
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
+from octavo_bench.report import Say, spreads
 from octavo_fleet.sim.devices import DEVICES
 from octavo_fleet.sim.roofline import Shape, decode_work, prefill_work, shape_of
 
@@ -243,3 +247,70 @@ class Utilisation(NamedTuple):
     def _figures(self, name: str, flop_s: float) -> Mapping[str, float]:
         found = {f"{name}gflop_s": flop_s / 1e9}
         return found if self.peak is None else {**found, f"{name}mfu_percent": flop_s / 1e10 / self.peak}
+
+
+def measure(
+    config: EngineConfig,
+    sequences: Sequence[int],
+    prompt: int,
+    decode: int,
+    rounds: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    say: Say,
+    peak: float | None = None,
+) -> dict[str, Any]:
+    """One row for each number of sequences. Raises ``ConfigError``, see ``OfflineBench.run``."""
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    bench = OfflineBench(bench_config(config, sequences), SamplingParams(**sampling, ignore_eos=True))
+    used = Utilisation.of(config, bench.info.device, peak)
+    rows = []
+    for count in sequences:
+        bench.run(count, prompt, 4)
+        runs = [bench.run(count, prompt, decode) for _ in range(rounds)]
+        for run in runs:
+            run |= used.prefill(run["prefill_tok_s"], prompt)
+            run |= used.decode(run["decode_tok_s"], prompt + decode / 2)
+        memory = {"peak_memory_mib": round(peak_memory(bench.info.device) / 2**20, 1)}  # so far
+        rows.append({"sequences": count, "prompt": prompt, "decode": decode, **spreads(runs), **memory})
+        say(f"{count} sequences measured")
+    return {**about_engine(config, bench.info), "peak_tflops": used.peak, "sampling": sampling, "rows": rows}
+
+
+def throughput(
+    config: EngineConfig, num_prompts: int, input_len: int, output_len: int, rounds: int, peak: float | None = None
+) -> dict[str, Any]:
+    """Figures of ``run_all`` over some rounds."""
+    config = without_prefix_cache(config)
+    engine, info = build_prepared(config)
+    run_all(engine, info, min(num_prompts, info.max_num_seqs), input_len, min(output_len, 16), 1)
+    firsts = range(num_prompts, num_prompts * (rounds + 1), num_prompts)
+    runs = [run_all(engine, info, num_prompts, input_len, output_len, first + 1) for first in firsts]
+    used = Utilisation.of(config, info.device, peak)
+    for run in runs:
+        run |= used.requests(run["requests_s"], input_len, output_len)
+    asked = {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len}
+    more = {"peak_tflops": used.peak, "preemptions": engine.stats().num_preemptions}
+    return {**about_engine(config, info), **asked, **more, **spreads(runs)}
+
+
+def without_prefix_cache(config: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False))
+
+
+def about_engine(config: EngineConfig, info: EngineInfo) -> dict[str, Any]:
+    """What was measured: the model and how it was built."""
+    names = ("dtype", "device", "max_num_seqs", "max_num_batched_tokens", "memory")
+    told = {name: getattr(info, name) for name in names}
+    model, held = Path(config.model.model).name, peak_memory(info.device)
+    return {"model": model, **told, "peak_memory_bytes": held, "kernels": info.kernels}
+
+
+def peak_memory(device: str) -> int:
+    """The most bytes held so far: of the process on a CPU, of torch on a GPU."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_reserved()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

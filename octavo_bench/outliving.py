@@ -13,6 +13,7 @@ import random
 import signal
 import sqlite3
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ import httpx
 
 from octavo.cache.tiers import INDEX
 from octavo_bench.chaos.processes import session
+from octavo_bench.chaos.tiny_model import write_tiny_model
+from octavo_bench.dummy_models import write_weights
 from octavo_bench.server_process import ServerProcess, free_port
 
 SECONDS = 1200.0
@@ -151,6 +154,18 @@ def damage(path: Path, draw: random.Random) -> None:
             path.unlink()
             return
     path.write_bytes(content)
+
+
+def run(model: str, kv_cache_memory: float, prompt: int, idle: float, damaged: int) -> dict[str, Any]:
+    """``measure`` for a model as for ``octavo serve``, or "tiny" for a random one."""
+    with tempfile.TemporaryDirectory() as place:
+        served = model
+        if model == "tiny":
+            tiny = write_tiny_model(Path(place) / "tiny", max_position_embeddings=2 * prompt)
+            write_weights(tiny)
+            served = str(tiny)
+        flags = ["--kv-cache-memory", str(kv_cache_memory)]
+        return {"model": model, **measure(served, flags, Path(place), prompt, idle, damaged)}
 
 
 def measure(

@@ -110,3 +110,8 @@ def measure(sequences: Sequence[int], prompt: int, steps: int) -> dict[str, Any]
         for size in sequences
     ]
     return {"rows": rows}
+
+
+def waiting(policies: Sequence[str], running: int, waiting: int, seen: Sequence[int]) -> dict[str, Any]:
+    """A row of ``measure_waiting`` for each policy and number of requests that came before."""
+    return {"rows": [measure_waiting(policy, running, waiting, count) for policy in policies for count in seen]}

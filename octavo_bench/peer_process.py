@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import threading
 import time
@@ -19,6 +20,14 @@ from octavo.errors import ConfigError
 from octavo_fleet.sim.closed_loops import ClosedLoopSpec
 
 SCRIPTS = Path(__file__).parent / "peers"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+NO_REPORTS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def vllm_environment(python_path: str | None) -> dict[str, str]:
+    """Ours, with nothing fetched and nothing reported; ``VLLM_*`` variables reach vLLM as they are."""
+    path = {} if python_path is None else {"PYTHONPATH": python_path}
+    return {**OFFLINE, **NO_REPORTS, **os.environ, **path}
 
 
 class PeerProcess:

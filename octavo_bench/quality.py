@@ -37,7 +37,7 @@ from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.hub import resolve_model
 from octavo_bench.offline import OfflineBench, bench_config
-from octavo_bench.report import spread
+from octavo_bench.report import Say, spread
 
 HEAD = "+lm_head"
 FORMATS: dict[str, dict[str, Any]] = {
@@ -302,7 +302,7 @@ def measure(
     variants: Sequence[Variant],
     windows: Sequence[list[int]],
     rounds: int,
-    report: Callable[[str], None],
+    say: Say,
     keep: Callable[[list[dict[str, Any]]], object],
     has_needles: bool = False,
 ) -> list[dict[str, Any]]:
@@ -312,17 +312,17 @@ def measure(
     row with the reason. Raises ``ConfigError`` if none can be, and ``CheckpointError`` for one that cannot be read.
     """
     reference = Reference(config, windows)
-    report("reference computed")
+    say("reference computed")
     rows = []
     refused: list[dict[str, Any]] = []
     for variant in variants:
         try:
             rows.append(_scored(variant, reference, has_needles))
         except ConfigError as error:
-            report(f"{variant.name}: {error}")
+            say(f"{variant.name}: {error}")
             refused.append({"format": variant.name, "failed": str(error)})
             continue
-        report(f"{variant.name}: KL {float(rows[-1].score.divergences.mean()):.3g}")
+        say(f"{variant.name}: KL {float(rows[-1].score.divergences.mean()):.3g}")
     if not rows:
         raise ConfigError(f"formats: none can be measured; {refused[0]['format']}: {refused[0]['failed']}")
     del reference
@@ -330,7 +330,7 @@ def measure(
     for number in range(rounds):
         for row in rows:
             row.speeds.append(_decode_speed(row.variant.config))
-            report(f"{row.variant.name}: {row.speeds[-1]:,.1f} tokens/s, round {number + 1} of {rounds}")
+            say(f"{row.variant.name}: {row.speeds[-1]:,.1f} tokens/s, round {number + 1} of {rounds}")
             keep(figures := [*(row.figures() for row in rows), *refused])
     return figures
 
@@ -359,3 +359,26 @@ def _decode_speed(config: EngineConfig) -> float:
     speed = statistics.median(bench.run(1, PROMPT, DECODE)["decode_tok_s"] for _ in range(3))
     bench.engine.close()
     return speed
+
+
+def run(
+    config: EngineConfig,
+    formats: Sequence[str],
+    checkpoints: Sequence[Path],
+    tokens: int,
+    window: int,
+    needles: bool,
+    rounds: int,
+    say: Say,
+    keep: Callable[[dict[str, Any]], object],
+    text: Path | None = None,
+) -> dict[str, Any]:
+    """``measure`` for these formats and checkpoints on a text. Raises ``ConfigError``."""
+    compared, scored = variants(config, formats, checkpoints), read_text(text)
+    windows = windows_of(config.model, scored, tokens, window)
+    what = {"model": resolve_model(config.model).name, "text": scored.name, "text_sha256": scored.digest}
+    asked = {"tokens": tokens, "window": window, "needles": needles}
+    if needles:
+        windows = with_needles(windows)
+    rows = measure(config, compared, windows, rounds, say, lambda rows: keep({**what, **asked, "rows": rows}), needles)
+    return {**what, **asked, "rows": rows}

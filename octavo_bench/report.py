@@ -10,13 +10,15 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo import __version__
 from octavo_bench.gpu_watch import gpus
 
+Say = Callable[[str], None]
+"""Tells a person who waits."""
 PACKAGES = ("torch", "triton", "numba", "numpy", "tokenizers", "uvicorn", "msgspec")
 
 
@@ -61,6 +63,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "max": round(max(values), 3),
         "runs": len(values),
     }
+
+
+def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """``spread`` of each figure over runs that all have it."""
+    return {name: spread([run[name] for run in runs]) for name in runs[0]}
 
 
 def keep(name: str, result: Mapping[str, Any], output: Path | None) -> str:

@@ -63,19 +63,8 @@ def render(file: Path) -> str:
         title = f"`{record['command']}`, {record['date']}, {_machine(record['machine'])}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: not a record of `octavo bench`: {error}") from None
-    if "visits" in result:
-        tables = _served(result)
-    elif record["benchmark"] == "profile":
-        tables = _profile(result)
-    elif record["benchmark"] == "ablation":
-        tables = ablation(result)
-    elif record["benchmark"] == "quality":
-        tables = formats(result["rows"])
-    elif record["benchmark"] == "serve":
-        tables = _loads(result)
-    else:
-        tables = plain(result)
-    return f"{title}\n\n{tables}"
+    show = _served if "visits" in result else TABLES.get(record["benchmark"], plain)
+    return f"{title}\n\n{show(result)}"
 
 
 def fill(page: Path) -> list[Path]:
@@ -152,8 +141,9 @@ def ablation(result: Mapping[str, Any]) -> str:
     return markdown_table(["and all above", *ABLATION_COLUMNS.values()], lines) + missing
 
 
-def formats(rows: Sequence[Mapping[str, Any]]) -> str:
+def formats(result: Mapping[str, Any]) -> str:
     """One row for each format of a model's weights."""
+    rows = result["rows"]
     header = [
         "weights",
         "MiB",
@@ -228,3 +218,7 @@ def _cells(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{title(name)} {part}", beside_measured(value, part)) for part in parts if part != "pairs")
         elif not isinstance(value, list):
             yield title(name) if is_figure(name) else name.replace("_", " "), value
+
+
+TABLES = {"profile": _profile, "ablation": ablation, "quality": formats, "serve": _loads}
+"""By kind of measurement; what is not here has plain ones."""

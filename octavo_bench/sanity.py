@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from octavo.models.registry import ARCHITECTURES
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from octavo_bench.offline import checked_step
+from octavo_bench.report import Say
 from octavo_fleet.sim.shapes import SHAPES
 
 SIZES: Mapping[str, int] = {
@@ -202,7 +204,13 @@ def _own_keys(architecture: str) -> dict[str, Any]:
     return {name: value for name, value in sizes.items() if name not in unread}
 
 
-def check(folder: Path, device: str, names: Sequence[str], report: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def measure(families: Sequence[str], device: str, say: Say) -> dict[str, Any]:
+    """A row of ``check`` for each of some families; for none, of all."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {"device": device, "rows": list(check(Path(folder), device, families, say))}
+
+
+def check(folder: Path, device: str, names: Sequence[str], say: Say) -> Iterator[dict[str, Any]]:
     """A row for each family: whether its tokens are the same in each way, or why it failed.
 
     Raises ``ConfigError`` for a name that is none.
@@ -216,7 +224,7 @@ def check(folder: Path, device: str, names: Sequence[str], report: Callable[[str
         except OctavoError as error:
             row = {"failed": str(error)}
         seconds = time.perf_counter() - started
-        report(f"{architecture}: {row.get('failed', 'the same tokens in each way')} ({seconds:.1f} s)")
+        say(f"{architecture}: {row.get('failed', 'the same tokens in each way')} ({seconds:.1f} s)")
         yield {"model": architecture, **row}
 
 

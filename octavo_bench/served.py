@@ -6,28 +6,28 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
 from octavo.cli.settings import setting_flags
 from octavo.config import EngineConfig
-from octavo_bench.offline import OfflineBench, random_requests
+from octavo_bench.offline import OfflineBench, bench_config, random_requests
+from octavo_bench.report import spreads
 from octavo_bench.server_process import ServerProcess, free_port
 from octavo_bench.stream_reader import Ask, Streamed, completion, read_streams
 
 READY_SECONDS = 300.0
 
 
-def served_and_in_process(
-    config: EngineConfig, sequences: Sequence[int], prompt: int, decode: int, rounds: int
-) -> Iterator[dict[str, Any]]:
+def measure(config: EngineConfig, sequences: Sequence[int], prompt: int, decode: int, rounds: int) -> dict[str, Any]:
     """One row for each number of sequences: output tokens/s of both, in turns, and the median of served / in-process.
 
     Both count only while all sequences decode. The client, and the server's front, share this machine's processors.
     """
-    ours, port = OfflineBench(config), free_port()
+    config = bench_config(config, sequences)
+    ours, port, rows = OfflineBench(config), free_port(), list[dict[str, Any]]()
     command = [sys.executable, "-m", "octavo", "serve", config.model.model, "--port", str(port), *setting_flags(config)]
     with ServerProcess(command, f"http://127.0.0.1:{port}") as server:
         server.wait_ready(READY_SECONDS)
@@ -40,13 +40,15 @@ def served_and_in_process(
                 inside = ours.run(count, prompt, decode)["decode_tok_s"]
                 pairs.append((inside, decode_rate(read_streams(port, asks), decode + slack)))
             inside, outside = (statistics.median(column) for column in zip(*pairs[1:], strict=True))
-            yield {
+            row = {
                 "sequences": count,
                 "in_process_tok_s": round(inside, 1),
                 "served_tok_s": round(outside, 1),
                 "ratio": round(statistics.median(b / a for a, b in pairs[1:]), 3),
                 "pairs": [[round(a, 1), round(b, 1)] for a, b in pairs[1:]],
             }
+            rows.append(row)
+    return {"model": config.model.model, "rows": rows}
 
 
 def decode_rate(streams: Sequence[Streamed], tokens: int) -> float:
@@ -72,3 +74,8 @@ def start_once(arguments: Sequence[str]) -> dict[str, float]:
         body = {"prompt": [1, 2, 3], "max_tokens": 1}
         httpx.post(server.url + "/v1/completions", json=body, timeout=TIMEOUT).raise_for_status()
         return {"ready_s": ready, "first_answer_s": time.perf_counter() - start}
+
+
+def measure_startup(model: str, rounds: int) -> dict[str, Any]:
+    """Several starts."""
+    return {"model": model, **spreads([start_once([model]) for _ in range(rounds)])}

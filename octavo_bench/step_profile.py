@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,24 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.ops import dispatch
 from octavo.types import EngineInfo, Request
-from octavo_bench.offline import check_fit, checked_step, random_requests
-from octavo_bench.report import spread
+from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.dtypes import DTYPES
+from octavo.weights.hub import resolve_model
+from octavo_bench.offline import (
+    about_engine,
+    build_prepared,
+    check_fit,
+    checked_step,
+    random_requests,
+    without_prefix_cache,
+)
+from octavo_bench.report import Say, spread
 from octavo_bench.timeline import OP, STEP, spans_of, summarise
+from octavo_fleet.sim.roofline import decode_work, prefill_work, shape_of
 
 WARM_UP_STEPS = 8
 
@@ -122,3 +135,33 @@ def _with_wall(found: dict[str, Any], milliseconds: list[float]) -> dict[str, An
     wall = spread(milliseconds)
     mean_us = sum(milliseconds) / len(milliseconds) * 1e3
     return {"step_ms": wall, "idle_percent": round(100 * max(0.0, 1 - found["busy_us"] / mean_us), 2), **found}
+
+
+def measure(
+    config: EngineConfig,
+    batches: Sequence[int],
+    context: int,
+    steps: int,
+    prefill: Sequence[int],
+    say: Say,
+    traces: Path | None = None,
+) -> dict[str, Any]:
+    """A row for each shape of step; traces go to a temporary folder by default."""
+    config = without_prefix_cache(config)
+    engine, info = build_prepared(config)
+    traces = traces or Path(tempfile.mkdtemp(prefix="octavo_traces_"))
+    profiler = StepProfiler(engine, info, traces)
+    rows = [profiler.decode(batch, context, steps) for batch in batches]
+    rows += [profiler.prefill(tokens, rounds=5) for tokens in prefill]
+    say(f"traces are in {traces}")
+    return {**about_engine(config, info), "rows": [{**row, **_least_work(config, info, row)} for row in rows]}
+
+
+def _least_work(config: EngineConfig, info: EngineInfo, row: dict[str, Any]) -> dict[str, int]:
+    """Bytes and arithmetic that the step cannot do without, with dense weights of the engine's own type."""
+    shape = shape_of(open_checkpoint(resolve_model(config.model), config.model.load_format).config)
+    kv_per_token = info.memory["kv_cache"] / (info.num_kv_blocks * info.block_size)
+    sizes = (DTYPES[info.dtype].itemsize, kv_per_token / shape.kv_values_per_token)
+    if row["kind"] == "decode":
+        return decode_work(shape, row["batch"], row["context"], *sizes)._asdict()
+    return prefill_work(shape, row["context"], *sizes)._asdict()

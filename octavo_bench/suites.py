@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.config import EngineConfig, to_flat
+from octavo.cli.settings import setting_flags
+from octavo.config import EngineConfig, cache_dir, to_flat
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
 from octavo.types import EngineInfo, Request
+from octavo_bench.dummy_models import model_folder
 from octavo_bench.figure_table import meaning
 from octavo_bench.offline import build_prepared, checked_step, random_requests
-from octavo_bench.report import spread
+from octavo_bench.report import Say, spread
 from octavo_bench.server_process import ServerProcess, free_port
 from octavo_fleet.proxy.connections import Connections, Headers
 
@@ -225,12 +229,14 @@ POISSON_RATE = 10.0
 HEADERS: Headers = [(b"content-type", b"application/json")]
 
 
-def served(model: Path, arguments: Sequence[str], sizes: SuiteSizes, rounds: int, log: Path) -> Iterator[Row]:
-    """Start a server for the model's folder with more arguments, and load it. Raises ``ConfigError``."""
-    port = free_port()
-    command = [sys.executable, "-m", "octavo", "serve", str(model), "--port", str(port), *arguments]
-    with ServerProcess(command, f"http://127.0.0.1:{port}", log=log) as server:
-        server.wait_ready(READY_SECONDS)
+def served(config: EngineConfig, sizes: SuiteSizes, rounds: int) -> Iterator[Row]:
+    """Start a server, and load it. Raises ``ConfigError``."""
+    port, most = free_port(), max(*sizes.concurrencies, sizes.arrivals)
+    command = [sys.executable, "-m", "octavo", "serve", config.model.model, *setting_flags(config)]
+    command += ["--port", str(port), "--max-num-seqs", str(most)]
+    with contextlib.ExitStack() as running:
+        log = Path(running.enter_context(tempfile.TemporaryDirectory())) / "server.log"
+        running.enter_context(ServerProcess(command, f"http://127.0.0.1:{port}", log=log)).wait_ready(READY_SECONDS)
         asyncio.run(_at_once(port, _text("short"), sizes.output, max(sizes.concurrencies), 1))
         for length in PROMPT_WORDS:
             for places in sizes.concurrencies:
@@ -300,3 +306,30 @@ async def _arrivals(port: int, pattern: str, sizes: SuiteSizes) -> list[float]:
         delays.append(at)
         at += gaps[pattern]()
     return list(await asyncio.gather(*(timed(delay) for delay in delays)))
+
+
+SUITES = {"alone": alone_and_together, "uneven": uneven, "pressed": pressed, "http": served}
+
+
+def measure(
+    config: EngineConfig,
+    shape: str,
+    suites: Sequence[str],
+    small: bool,
+    rounds: int,
+    say: Say,
+    keep: Callable[[dict[str, Any]], object],
+) -> dict[str, Any]:
+    """The rows of some suites; what there is so far is kept after each. Raises ``ConfigError``."""
+    if unknown := [name for name in suites if name not in SUITES]:
+        raise ConfigError(f"suites: {unknown[0]!r} is not one of {', '.join(SUITES)}")
+    folder = str(model_folder(shape, cache_dir() / "shapes"))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, model=folder, load_format="dummy"))
+    result: dict[str, Any] = {"model": shape, "size": "small" if small else "full", "rows": []}
+    sizes = SMALL if small else FULL if shape == "gpt2" else FULL._replace(published={})
+    for name in suites:
+        for found in SUITES[name](config, sizes, rounds):
+            result["rows"].append(found)
+            keep(result)
+            say(f"{found['suite']} {found['case']}: {found['value']['median']}")
+    return result

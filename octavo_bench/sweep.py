@@ -3,25 +3,27 @@ found by trying: each try is a process of its own, which may fail in any way."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.build.build_engine import build_engine
+from octavo.cli.settings import setting_flags
 from octavo.config import EngineConfig, to_flat
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError
 from octavo.types import Request
 from octavo_bench.ablation import serve
 from octavo_bench.offline import check_fit, checked_step, random_requests, time_decode, time_prefill
-from octavo_bench.report import spread
+from octavo_bench.report import Say, spreads
 
 Figures = dict[str, float]
-Report = Callable[[str], None]
 WARM_UP_TOKENS = 4
 
 
@@ -49,15 +51,15 @@ OF_PREFIXES = ("enable_prefix_caching", "enable_partial_reuse")
 
 
 def sweep(
-    config: EngineConfig, work: SweepWork, vary: str, values: Sequence[Any], rounds: int, report: Report
-) -> Iterator[dict[str, Any]]:
+    config: EngineConfig, work: SweepWork, vary: str, values: Sequence[str], rounds: int, say: Say
+) -> dict[str, Any]:
     """A row for each value: throughput and latency, preemptions, blocks, and the most tokens of context held at once.
 
     In turns, each time with a fresh engine.
 
     Raises ``ConfigError`` for a setting that there is not, and for lengths that are none.
     """
-    flat = to_flat(config)
+    flat, vary, tried = to_flat(config), vary.replace("-", "_"), [_value(text) for text in values]
     if not work.shared_len < work.input_len:
         raise ConfigError(f"shared_len: must be below input_len, {work.input_len}")
     if vary in OF_PREFIXES and not work.shared_len:
@@ -66,17 +68,24 @@ def sweep(
         )
     if vary not in flat and vary not in LENGTHS:
         raise ConfigError(f"vary: {vary!r} is neither a setting of the engine nor one of {', '.join(LENGTHS)}")
-    if vary in LENGTHS and not all(isinstance(value, int) and value > 0 for value in values):
+    if vary in LENGTHS and not all(isinstance(value, int) and value > 0 for value in tried):
         raise ConfigError(f"values: {vary} must be integers of at least 1")
-    runs: dict[Any, list[Figures]] = {value: [] for value in values}
+    runs: dict[Any, list[Figures]] = {value: [] for value in tried}
     for _ in range(rounds):
-        for value in values:
+        for value in tried:
             own = work._replace(**{vary: value}) if vary in LENGTHS else work
             settings = flat if vary in LENGTHS else {**flat, vary: value}
             runs[value].append(_served(EngineConfig.from_flat(settings), own))
-            report(f"{vary} {value}: {runs[value][-1]['output_tok_s']:.1f} output tokens/s")
-    for value, found in runs.items():
-        yield {vary: value, **{name: spread([run[name] for run in found]) for name in found[0]}}
+            say(f"{vary} {value}: {runs[value][-1]['output_tok_s']:.1f} output tokens/s")
+    rows = [{vary: value, **spreads(found)} for value, found in runs.items()]
+    return {"model": Path(config.model.model).name, **work._asdict(), "rows": rows}
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _served(config: EngineConfig, work: SweepWork) -> Figures:
@@ -111,20 +120,22 @@ def _served(config: EngineConfig, work: SweepWork) -> Figures:
     }
 
 
-def without_cache(config: EngineConfig, lengths: Sequence[int], tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
+def without_cache(config: EngineConfig, lengths: Sequence[int], tokens: int, rounds: int) -> dict[str, Any]:
     """A row for each length of context: time of a token with a KV cache, and without, when all is computed again.
 
     Raises ``ConfigError`` if a length does not fit.
     """
     engine, info = build_engine(EngineConfig.from_flat({**to_flat(config), "enable_prefix_caching": False}))
     check_fit(info, 1, max(lengths) + tokens + 2)
+    rows = []
     for length in lengths:
         runs = [_both_ways(engine, info.vocab_size, length, tokens) for _ in range(rounds + 1)][1:]
         for run in runs:
             run |= {name.replace("_ms", "_tok_s"): 1e3 / ms for name, ms in run.items()}
-        figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
+        figures = spreads(runs)
         slower = figures["recomputed_ms"]["median"] / figures["cached_ms"]["median"]
-        yield {"context": length, **figures, "times_slower": round(slower, 2)}
+        rows.append({"context": length, **figures, "times_slower": round(slower, 2)})
+    return {"model": Path(config.model.model).name, "rows": rows}
 
 
 def _both_ways(engine: Engine, vocab_size: int, length: int, tokens: int) -> Figures:
@@ -158,9 +169,24 @@ class Try(NamedTuple):
         return {"peak_memory_mib": self.peak_memory_mib, "failed": self.reason}
 
 
-def memory_limit(
-    model: Sequence[str], gib: float | None, longest: int, report: Callable[[str], None]
+def limit(
+    config: EngineConfig,
+    longest: int,
+    context: int,
+    say: Say,
+    memory: float | None = None,
+    sequences: int | None = None,
 ) -> dict[str, Any]:
+    """``memory_limit``, or ``largest_batches`` of up to ``sequences``."""
+    flags = ["--model", config.model.model, *setting_flags(config)]
+    if sequences is None:
+        found = memory_limit(flags, memory, longest, say)
+    else:
+        found = largest_batches(flags, memory, sequences, context, longest, say)
+    return {"model": Path(config.model.model).name, "memory": memory or "all", **found}
+
+
+def memory_limit(model: Sequence[str], gib: float | None, longest: int, say: Say) -> dict[str, Any]:
     """The longest context, up to ``longest`` tokens, of one sequence that is served, and a row for each try.
 
     ``model``: flags that name the model. A try may have ``gib`` GiB of data in host memory; ``None``: all there is.
@@ -170,8 +196,8 @@ def memory_limit(
 
     def is_served(parts: int) -> bool:
         length = longest * parts // PARTS
-        done = tries[length] = _try_length(model, gib, length)
-        report(f"{length} tokens: {done.reason or 'served'}")
+        done = tries[length] = _try(model, gib, length, 1, BLOCK_SIZE)
+        say(f"{length} tokens: {done.reason or 'served'}")
         return not done.reason
 
     least, most = (PARTS, PARTS) if is_served(PARTS) else (0, PARTS)
@@ -186,7 +212,7 @@ def memory_limit(
 
 
 def largest_batches(
-    model: Sequence[str], gib: float | None, most: int, length: int, longest: int, report: Callable[[str], None]
+    model: Sequence[str], gib: float | None, most: int, length: int, longest: int, say: Say
 ) -> dict[str, Any]:
     """The most sequences of ``length`` tokens, up to ``most``, that are served together: with blocks for their tokens
     (paged), and with a place for ``longest`` tokens each (contiguous); and a row for each try.
@@ -199,7 +225,7 @@ def largest_batches(
         count = min(most, 1)
         while first_failed - least > 1:
             done = _try(model, gib, length, count, block_size)
-            report(f"{cache}: {count} sequences: {done.reason or 'served'}")
+            say(f"{cache}: {count} sequences: {done.reason or 'served'}")
             rows.append({"cache": cache, "sequences": count, **done.figures()})
             least, first_failed = (least, count) if done.reason else (count, first_failed)
             count = min(2 * count, most) if first_failed > most else (least + first_failed) // 2
@@ -208,10 +234,6 @@ def largest_batches(
         largest[cache] = least
     rows.sort(key=lambda row: (row["cache"] != "paged", row["sequences"]))
     return {"largest_batch": largest, "rows": rows}
-
-
-def _try_length(model: Sequence[str], gib: float | None, length: int) -> Try:
-    return _try(model, gib, length, 1, BLOCK_SIZE)
 
 
 def _try(model: Sequence[str], gib: float | None, length: int, count: int, block_size: int) -> Try:

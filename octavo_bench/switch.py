@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from octavo_bench.chaos.tiny_model import write_tiny_model
+from octavo_bench.dummy_models import write_weights
 from octavo_bench.front import text_of
 from octavo_bench.report import spread
 from octavo_bench.server_process import ServerProcess, free_port
@@ -32,6 +35,23 @@ class SwitchRequest(NamedTuple):
 
     text: str
     num_tokens: int
+
+
+def run(
+    models: Sequence[str],
+    kv_cache_memory: float,
+    models_memory_budget: float,
+    requests: int,
+    concurrency: int,
+    rounds: int,
+) -> dict[str, Any]:
+    """``measure`` for models as for ``octavo serve``, of which "tiny" is a random one."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = write_tiny_model(Path(folder) / "tiny")
+        write_weights(tiny)
+        named = [str(tiny) if model == "tiny" else model for model in models]
+        flags = ["--kv-cache-memory", str(kv_cache_memory)]
+        return measure(named, flags, models_memory_budget, requests, concurrency, rounds)
 
 
 def measure(

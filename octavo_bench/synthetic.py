@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.cache.kv_cache import KVCache
+from octavo.cli.settings import flag_name
 from octavo.config import SchedulerSettings
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
+from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request
 from octavo_fleet.backends.toy_models import VOCAB_SIZE, FakeRunner, NextByFormula
@@ -79,11 +81,15 @@ def external_fragmentation(free_blocks: Sequence[int]) -> float:
     return 1 - longest / len(free_blocks) if free_blocks else 0.0
 
 
-def run(work: SyntheticWork, wants_external: bool = False) -> dict[str, Any]:
+def run(work: SyntheticWork, external: bool = False) -> dict[str, Any]:
     """Serve ``work`` and give its figures. The time is that of adding and serving the requests, not of making them.
 
-    ``wants_external`` also measures external fragmentation, which sorts the free blocks after every step.
+    ``external`` also measures external fragmentation, which sorts the free blocks after every step. Raises
+    ``ConfigError`` for a range without numbers.
     """
+    for least, most in (("min_prompt", "max_prompt"), ("min_new", "max_new")):
+        if getattr(work, least) > getattr(work, most):
+            raise ConfigError(f"{flag_name(least)}: must be at most {flag_name(most)}")
     requests = work.make()
     scheduler = Scheduler(
         KVCache(work.cache_blocks, work.block_size),
@@ -121,7 +127,7 @@ def run(work: SyntheticWork, wants_external: bool = False) -> dict[str, Any]:
             if output.finish_reason is not None:
                 ends.append((now - submitted[output.request_id]) * 1e3)
         batch_size = len(outputs) + len(scheduler.cut)
-        tally.note(scheduler.cache, batch_size, now - step_started, wants_external)
+        tally.note(scheduler.cache, batch_size, now - step_started, external)
     of_requests = {"latency": ends, "time_to_first_token": firsts, "queue_wait": list(waits.values())}
     return {**_figures(work, tally, engine, clock() - started, of_requests, checksum), "failed_requests": num_failed}
 

@@ -33,10 +33,10 @@ ADAPTER_SCALE = 0.3
 """Standard deviation of an adapter's weights: its texts are others than the model's."""
 
 
-def write_tiny_model(folder: Path) -> Path:
-    """Write configuration and tokenizer for ``--load-format dummy``; returns the folder."""
+def write_tiny_model(folder: Path, **changes: Any) -> Path:
+    """Write configuration, with ``changes``, and tokenizer for ``--load-format dummy``; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     make_tokenizer(VOCAB_SIZE).save(str(folder / "tokenizer.json"))
     details = {"eos_token": SPECIAL_TOKENS[0], "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(details))

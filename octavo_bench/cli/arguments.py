@@ -27,6 +27,11 @@ def reals(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
+def words(text: str) -> list[str]:
+    """``"a,b"`` as words."""
+    return text.split(",")
+
+
 def require_cuda(measurement: str) -> None:
     """Raise ``ConfigError`` unless there is a CUDA device, and Triton to compile kernels for it."""
     import torch

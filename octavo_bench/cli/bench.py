@@ -1,23 +1,29 @@
-"""`octavo bench WHAT`: measure the engine, alone or beside a peer, and keep the raw figures."""
+"""`octavo bench WHAT`: measure the engine, alone or beside a peer, and keep the raw figures.
+
+Most of them are functions of the laboratory whose parameters are the flags: see ``results.arguments_of``.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import above_zero, positive
-from octavo.config import DEFAULT_MODEL, EngineConfig, cache_dir
-from octavo_bench.cli import ablation, chaos, deciding, drafts, peer, quality, serve, suites, sweeps, tools
-from octavo_bench.cli.arguments import engine_config, numbers, reals
-from octavo_bench.cli.results import add_kind, flags_of, measure_and_finish
-from octavo_bench.report import spread
+from octavo.cli.settings import above_zero, add_some_settings, at_least_0, positive
+from octavo.config import DEFAULT_MODEL, POLICY_NAMES
+from octavo_bench.cli import chaos, drafts, peer, serve, tools
+from octavo_bench.cli.arguments import counts, numbers, reals, words
+from octavo_bench.cli.results import add_kind, measure_and_finish
+from octavo_bench.draft_prompts import KINDS
+from octavo_bench.report_tables import ablation, formats
 
 NAME = "bench"
 HELP = "measure throughput, start-up and overheads, alone or beside another engine"
+
+OF_ABLATION = ("model", "load_format", "device", "seed", "revision", "download_dir", "kv_cache_dtype", "max_num_seqs")
+"""Settings that are the same for every engine of the table; all others are the table's own."""
+OF_LIMIT = {"max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory"}
+"""Settings that follow from the length of a context that `limit` tries."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,48 +32,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_engine_runs(kinds)
     _add_kernels(kinds)
     _add_surroundings(kinds)
-    deciding.add_kinds(kinds)
+    _add_deciding(kinds)
     tools.add_kinds(kinds)
-    tools.add_architectures(kinds)
-    ablation.add_kinds(kinds)
-    suites.add_kinds(kinds)
-    sweeps.add_kinds(kinds)
+    _add_ablation(kinds)
+    _add_suites(kinds)
+    _add_sweeps(kinds)
+    _add_limit(kinds)
     drafts.add_kinds(kinds)
-    quality.add_kinds(kinds)
+    _add_quality(kinds)
     serve.add_kinds(kinds)
     chaos.add_kinds(kinds)
 
 
+run = measure_and_finish
+
+
 def _add_engine_runs(kinds: Any) -> None:
     """Measurements of an engine that is built in this process."""
-    offline = add_kind(
-        kinds, "offline", "prefill and decode tokens per second, in this process", _offline, has_engine=True
-    )
+    help = "prefill and decode tokens per second, in this process"
+    offline = add_kind(kinds, "offline", help, "offline.measure", has_engine=True)
     peer.add_work(offline)
     offline.add_argument("--temperature", type=float, default=0.0, help="of every request; 0 is greedy")
     offline.add_argument("--top-k", type=int, default=0, help="of every request; 0: off")
     offline.add_argument("--top-p", type=float, default=1.0, help="of every request")
     _add_peak(offline)
 
-    throughput = add_kind(
-        kinds, "throughput", "many prompts at once to their end, in this process", _throughput, has_engine=True
-    )
+    help = "many prompts at once to their end, in this process"
+    throughput = add_kind(kinds, "throughput", help, "offline.throughput", has_engine=True)
     throughput.add_argument("--num-prompts", type=positive, default=1000)
     throughput.add_argument("--input-len", type=positive, default=512, help="prompt tokens of each")
     throughput.add_argument("--output-len", type=positive, default=256, help="output tokens of each")
     throughput.add_argument("--rounds", type=positive, default=3, help="runs; medians are reported")
     _add_peak(throughput)
 
-    profile = add_kind(kinds, "profile", "where the time of a step goes, kernel by kernel", _profile, has_engine=True)
+    help = "where the time of a step goes, kernel by kernel"
+    profile = add_kind(kinds, "profile", help, "step_profile.measure", has_engine=True)
     profile.add_argument("--batches", type=numbers, default=[1, 16, 64, 256], help="sequences of a step")
     profile.add_argument("--context", type=positive, default=256, help="tokens of each sequence")
     profile.add_argument("--steps", type=positive, default=20)
     profile.add_argument("--prefill", type=numbers, default=[2048], help="lengths of prompts computed alone")
     profile.add_argument("--traces", type=Path, help="folder for traces that Perfetto opens; default: a temporary one")
 
-    fidelity = add_kind(
-        kinds, "fidelity", "what `octavo simulate` predicts beside what the engine does", _fidelity, has_engine=True
-    )
+    help = "what `octavo simulate` predicts beside what the engine does"
+    fidelity = add_kind(kinds, "fidelity", help, "fidelity.run", has_engine=True)
     fidelity.add_argument("--num-prompts", type=positive, default=40, help="requests of a workload in each round")
     fidelity.add_argument(
         "--rounds", type=positive, default=5, help="parts of each workload; all together are compared"
@@ -85,25 +92,16 @@ def _add_peak(parser: argparse.ArgumentParser) -> None:
 
 def _add_kernels(kinds: Any) -> None:
     """Measurements of a device and of single kernels."""
-    add_kind(
-        kinds, "ceilings", "how fast the GPU reads memory and multiplies matrices", flags_of("ceilings", on_gpu=True)
-    )
+    help = "how fast the GPU reads memory and multiplies matrices"
+    add_kind(kinds, "ceilings", help, "ceilings.measure", on_gpu=True)
 
-    collectives = add_kind(
-        kinds,
-        "collectives",
-        "all-reduces between this host's GPUs, compared with NCCL's",
-        flags_of("collectives", "rows", "widths", on_gpu=True),
-    )
+    help = "all-reduces between this host's GPUs, compared with NCCL's"
+    collectives = add_kind(kinds, "collectives", help, "collectives.measure", on_gpu=True)
     collectives.add_argument("--rows", type=numbers, default=[1, 4, 16, 64, 256, 2048])
     collectives.add_argument("--widths", type=numbers, default=[4096, 8192], help="numbers in a row, of bfloat16")
 
-    kernels = add_kind(
-        kinds,
-        "kernels",
-        "time and error of each kernel for CUDA devices, beside the limits",
-        flags_of("kernels", "models", "rows", "tune", "deadline", on_gpu=True),
-    )
+    help = "time and error of each kernel for CUDA devices, beside the limits"
+    kernels = add_kind(kinds, "kernels", help, "kernels.measure", on_gpu=True)
     kernels.add_argument(
         "models",
         nargs="*",
@@ -114,26 +112,18 @@ def _add_kernels(kinds: Any) -> None:
     kernels.add_argument("--tune", action="store_true", help="first write the GPU's shipped table for these models")
     kernels.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what comes later is left out")
 
-    recurrences = add_kind(
-        kinds,
-        "recurrences",
-        "time of layers with recurrent state, for prompts, on a GPU",
-        flags_of("recurrences", "models", "tokens", "sequences", on_gpu=True),
-    )
+    help = "time of layers with recurrent state, for prompts, on a GPU"
+    recurrences = add_kind(kinds, "recurrences", help, "recurrences.measure", on_gpu=True)
     recurrences.add_argument("models", nargs="*", default=["qwen3.5-9b", "nemotron-h-8b"], help="in recurrences.py")
     recurrences.add_argument("--tokens", type=numbers, default=[16, 32, 64, 128, 512, 2048, 8192], help="of a prompt")
     recurrences.add_argument("--sequences", type=numbers, default=[1, 8], help="prompts in a step")
 
-    packed = add_kind(
-        kinds,
-        "packed",
-        "time and error of products with packed weights, by format, on a GPU",
-        flags_of("packed_weights", "models", "formats", "rows", "deadline", on_gpu=True),
-    )
+    help = "time and error of products with packed weights, by format, on a GPU"
+    packed = add_kind(kinds, "packed", help, "packed_weights.measure", on_gpu=True)
     packed.add_argument("models", nargs="*", default=["qwen3-8b"], help="shapes' names, also of mixtures")
     packed.add_argument(
         "--formats",
-        type=lambda text: text.split(","),
+        type=words,
         default=["int4", "mxfp4", "nvfp4", "q4_0", "q4_k", "q6_k"],
         help="comma-separated: int4, int4-zeros, int8, fp8 (groups of 128), mxfp4, nvfp4, q4_0, q4_1, q8_0, q4_k, q6_k",
     )
@@ -146,22 +136,16 @@ def _add_surroundings(kinds: Any) -> None:
     peer.add_peer(kinds)
     peer.add_embeddings(kinds)
 
-    served = add_kind(
-        kinds, "served", "decoding through the server beside the same in this process", _served, has_engine=True
-    )
-    peer.add_work(served)
+    help = "decoding through the server beside the same in this process"
+    peer.add_work(add_kind(kinds, "served", help, "served.measure", has_engine=True))
 
-    overhead = add_kind(
-        kinds,
-        "overhead",
-        "the engine's own time per step, with an instant runner",
-        flags_of("overhead", "sequences", "prompt", "steps"),
-    )
+    help = "the engine's own time per step, with an instant runner"
+    overhead = add_kind(kinds, "overhead", help, "overhead.measure")
     overhead.add_argument("--sequences", type=numbers, default=[1, 64, 256])
     overhead.add_argument("--prompt", type=positive, default=256)
     overhead.add_argument("--steps", type=positive, default=500)
 
-    front = add_kind(kinds, "front", "processor time of the front process per streamed token", _front)
+    front = add_kind(kinds, "front", "processor time of the front process per streamed token", "front.measure")
     front.add_argument("--streams", type=numbers, default=[16, 64])
     front.add_argument("--seconds", type=above_zero, default=2.0, help="length of each stream")
     front.add_argument("--steps-ms", type=reals, default=[10.0], help="paces of the engine behind it")
@@ -173,145 +157,171 @@ def _add_surroundings(kinds: Any) -> None:
     front.add_argument("--journal", action="store_true", help="also with a journal and keyed requests, in turns")
     front.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM, whose server is measured in turns")
 
-    startup = add_kind(kinds, "startup", "seconds from `octavo serve` to ready and to the first answer", _startup)
+    help = "seconds from `octavo serve` to ready and to the first answer"
+    startup = add_kind(kinds, "startup", help, "served.measure_startup")
     startup.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     startup.add_argument("--rounds", type=positive, default=5)
 
     peer.add_first_minute(kinds)
 
 
-run = measure_and_finish
+def _add_deciding(kinds: Any) -> None:
+    """Measurements of the deciding half alone, over models that cost nothing."""
+    synthetic = add_kind(kinds, "synthetic", "many short requests over a model that costs nothing", "synthetic.run")
+    for flag, default in (("requests", 1000), ("max-batch-size", 32), ("prefill-budget", 512)):
+        synthetic.add_argument(f"--{flag}", type=positive, default=default)
+    for flag, default in (("min-prompt", 4), ("max-prompt", 96), ("min-new", 4), ("max-new", 24)):
+        synthetic.add_argument(f"--{flag}", type=positive, default=default, help="tokens")
+    for flag, default in (("block-size", 16), ("cache-blocks", 4096)):
+        synthetic.add_argument(f"--{flag}", type=positive, default=default)
+    synthetic.add_argument("--seed", type=int, default=7)
+    synthetic.add_argument("--policy", choices=POLICY_NAMES, default="fcfs")
+    synthetic.add_argument("--external", action="store_true", help="also external fragmentation, which takes time")
+
+    help = "time of a step while thousands wait, and after a million requests"
+    waiting = add_kind(kinds, "waiting", help, "overhead.waiting")
+    waiting.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=POLICY_NAMES)
+    waiting.add_argument("--running", type=positive, default=256)
+    waiting.add_argument("--waiting", type=positive, default=10_000)
+    waiting.add_argument("--seen", nargs="+", type=at_least_0, default=[0], help="requests that came and went before")
+
+    help = "what a tenant gets while another floods, under each policy"
+    fairness = add_kind(kinds, "fairness", help, "fairness.run")
+    fairness.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=["fcfs", "fair"])
 
 
-def _offline(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo.sampling_params import SamplingParams
-    from octavo_bench.offline import OfflineBench, Utilisation, bench_config
-
-    config = engine_config(args)
-    sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    params = SamplingParams(**sampling, ignore_eos=True)
-    bench = OfflineBench(bench_config(config, args.sequences), params)
-    used = Utilisation.of(config, bench.info.device, args.peak)
-    rows = []
-    for count in args.sequences:
-        bench.run(count, args.prompt, 4)
-        runs = [bench.run(count, args.prompt, args.decode) for _ in range(args.rounds)]
-        for run in runs:
-            run |= used.prefill(run["prefill_tok_s"], args.prompt)
-            run |= used.decode(run["decode_tok_s"], args.prompt + args.decode / 2)
-        figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
-        memory = {"peak_memory_mib": round(_peak_memory(bench.info.device) / 2**20, 1)}  # so far
-        rows.append({"sequences": count, "prompt": args.prompt, "decode": args.decode, **figures, **memory})
-        print(f"octavo: {count} sequences measured", file=sys.stderr)
-    return {**_engine(config, bench.info), "peak_tflops": used.peak, "sampling": sampling, "rows": rows}
-
-
-def _engine(config: EngineConfig, info: Any) -> dict[str, Any]:
-    """What was measured: the model and how it was built."""
-    return {
-        "model": Path(config.model.model).name,
-        "dtype": info.dtype,
-        "device": info.device,
-        "max_num_seqs": info.max_num_seqs,
-        "max_num_batched_tokens": info.max_num_batched_tokens,
-        "memory": info.memory,
-        "peak_memory_bytes": _peak_memory(info.device),
-        "kernels": info.kernels,
-    }
+def _add_ablation(kinds: Any) -> None:
+    help = "throughput and latency with one optimisation after another"
+    parser = add_kind(kinds, "ablation", help, "ablation.measure", show=ablation)
+    add_some_settings(parser, OF_ABLATION)
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    for flag, help in (
+        ("num-prompts", "requests of a visit"),
+        ("shared-len", "tokens with which every prompt begins"),
+        ("input-len", "tokens of each prompt after these"),
+        ("output-len", "output tokens of each"),
+        ("contexts", "whole contexts that the KV cache has room for"),
+    ):
+        parser.add_argument(f"--{flag}", type=int, help=help)
+    parser.add_argument("--gap", type=float, help="seconds between two requests")
+    parser.add_argument("--rounds", type=int, default=3, help="visits to each engine, in turns; medians are reported")
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=280,
+        help="seconds; after the first round, none begins that would not end by then",
+    )
 
 
-def _peak_memory(device: str) -> int:
-    """The most bytes held so far: of the process on a CPU, of torch on a GPU."""
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_reserved()
-    import resource
-
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _throughput(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.offline import Utilisation, build_prepared, run_all
-
-    config = _without_prefix_cache(engine_config(args))
-    engine, info = build_prepared(config)
-    work = (args.input_len, args.output_len)
-    run_all(engine, info, min(args.num_prompts, info.max_num_seqs), args.input_len, min(args.output_len, 16), 1)
-    firsts = range(args.num_prompts, args.num_prompts * (args.rounds + 1), args.num_prompts)
-    runs = [run_all(engine, info, args.num_prompts, *work, first + 1) for first in firsts]
-    used = Utilisation.of(config, info.device, args.peak)
-    for run in runs:
-        run |= used.requests(run["requests_s"], *work)
-    figures = {name: spread([run[name] for run in runs]) for name in runs[0]}
-    asked = {"num_prompts": args.num_prompts, "input_len": args.input_len, "output_len": args.output_len}
-    more = {"peak_tflops": used.peak, "preemptions": engine.stats().num_preemptions}
-    return {**_engine(config, info), **asked, **more, **figures}
+def _add_suites(kinds: Any) -> None:
+    suites = add_kind(
+        kinds,
+        "suites",
+        "GPT-2 with random weights, beside published figures, in process and over HTTP",
+        "suites.measure",
+        has_engine=True,
+        refuses=({"model", "load_format"}, "`bench suites` makes its own model; --shape says which"),
+    )
+    suites.add_argument("--shape", default="gpt2", help="of `octavo bench shape`")
+    suites.add_argument("--suites", type=words, default="alone,uneven,pressed,http", help="of all, comma-separated")
+    suites.add_argument("--small", action="store_true", help="little of each, for trying out and for CPUs")
+    suites.add_argument("--rounds", type=positive, default=3, help="runs of each case; medians are reported")
 
 
-def _without_prefix_cache(config: EngineConfig) -> EngineConfig:
-    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, enable_prefix_caching=False))
+def _add_sweeps(kinds: Any) -> None:
+    help = "throughput at several values of a setting, or of a length"
+    sweep = add_kind(kinds, "sweep", help, "sweep.sweep", has_engine=True)
+    sweep.add_argument("--vary", required=True, metavar="NAME", help="a setting, such as block_size, or input_len")
+    sweep.add_argument("--values", type=words, required=True, metavar="V,...", help="its values")
+    sweep.add_argument("--num-prompts", type=positive, default=32)
+    sweep.add_argument("--input-len", type=positive, default=128, help="prompt tokens of each")
+    sweep.add_argument("--output-len", type=positive, default=64, help="output tokens of each")
+    sweep.add_argument(
+        "--shared-len", type=at_least_0, default=0, help="tokens with which every prompt begins, of these"
+    )
+    sweep.add_argument("--gap", type=float, default=0.0, help="seconds between two requests; default: all at once")
+    sweep.add_argument("--rounds", type=positive, default=3, help="visits to each value, in turns")
+
+    help = "decoding with a KV cache, and without one"
+    recompute = add_kind(kinds, "recompute", help, "sweep.without_cache", has_engine=True)
+    recompute.add_argument("--lengths", type=numbers, default=[64, 256, 1024], help="tokens of the context")
+    recompute.add_argument("--tokens", type=positive, default=8, help="tokens that are timed at each length")
+    recompute.add_argument("--rounds", type=positive, default=3)
+
+    help = "what LoRA adapters cost in a decode step on a CPU, with random weights"
+    lora = add_kind(kinds, "lora", help, "lora.measure")
+    lora.add_argument("model", type=Path, help="folder with a config.json")
+    lora.add_argument("--adapters", type=counts, default=[0, 1, 4, 16], help="numbers of adapters in a batch")
+    lora.add_argument("--sequences", type=positive, default=16)
+    lora.add_argument("--rank", type=positive, default=16)
+    lora.add_argument("--steps", type=positive, default=32)
+    lora.add_argument("--rounds", type=positive, default=3, help="in which the numbers of adapters take turns")
+
+    help = "speculative decoding beside decoding without it"
+    speculate = add_kind(kinds, "speculate", help, "speculate.measure", has_engine=True)
+    speculate.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts")
+    speculate.add_argument("--batches", type=numbers, default=[1, 4], help="sequences at a time")
+    speculate.add_argument("--max-tokens", type=positive, default=128, help="most tokens of an answer")
+    speculate.add_argument("--temperature", type=float, default=0.0)
+    speculate.add_argument(
+        "--rounds", type=positive, default=3, help="in which the two engines take turns, after a first"
+    )
 
 
-def _profile(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.offline import build_prepared
-    from octavo_bench.step_profile import StepProfiler
-
-    config = _without_prefix_cache(engine_config(args))
-    engine, info = build_prepared(config)
-    traces = args.traces or Path(tempfile.mkdtemp(prefix="octavo_traces_"))
-    profiler = StepProfiler(engine, info, traces)
-    rows = [profiler.decode(batch, args.context, args.steps) for batch in args.batches]
-    rows += [profiler.prefill(tokens, rounds=5) for tokens in args.prefill]
-    print(f"octavo: traces are in {traces}", file=sys.stderr)
-    return {**_engine(config, info), "rows": [{**row, **_least_work(config, info, row)} for row in rows]}
-
-
-def _least_work(config: EngineConfig, info: Any, row: dict[str, Any]) -> dict[str, int]:
-    """Bytes and arithmetic that the step cannot do without, with dense weights of the engine's own type."""
-    from octavo.weights.checkpoint import open_checkpoint
-    from octavo.weights.dtypes import DTYPES
-    from octavo.weights.hub import resolve_model
-    from octavo_fleet.sim.roofline import decode_work, prefill_work, shape_of
-
-    shape = shape_of(open_checkpoint(resolve_model(config.model), config.model.load_format).config)
-    kv_per_token = info.memory["kv_cache"] / (info.num_kv_blocks * info.block_size)
-    sizes = (DTYPES[info.dtype].itemsize, kv_per_token / shape.kv_values_per_token)
-    if row["kind"] == "decode":
-        return decode_work(shape, row["batch"], row["context"], *sizes)._asdict()
-    return prefill_work(shape, row["context"], *sizes)._asdict()
+def _add_limit(kinds: Any) -> None:
+    limit = add_kind(
+        kinds,
+        "limit",
+        "the longest context before memory runs out, tried in processes of their own",
+        "sweep.limit",
+        has_engine=True,
+        refuses=(OF_LIMIT, "`bench limit` sets it for each try"),
+    )
+    limit.add_argument("--memory", type=above_zero, metavar="GIB", help="of data in host memory; default: all there is")
+    limit.add_argument("--longest", type=positive, default=8192, help="longest context to try, or of a place")
+    limit.add_argument(
+        "--sequences", type=positive, metavar="N", help="find the largest batch, up to N, paged and contiguous, instead"
+    )
+    limit.add_argument("--context", type=positive, default=256, help="tokens of each sequence of --sequences")
 
 
-def _served(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.offline import bench_config
-    from octavo_bench.served import served_and_in_process
-
-    config = bench_config(engine_config(args), args.sequences)
-    rows = served_and_in_process(config, args.sequences, args.prompt, args.decode, args.rounds)
-    return {"model": config.model.model, "rows": list(rows)}
-
-
-def _front(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.dummy_models import model_folder
-    from octavo_bench.front import FrontPlan, Loads, measure
-
-    loads = Loads(args.newcomers, args.burst, args.schemas)
-    plan = FrontPlan(args.streams, args.steps_ms, args.seconds, args.rounds, loads)
-    return measure(plan, model_folder("llama-3.2-1b", cache_dir() / "shapes"), args.vllm, args.proxy, args.journal)
-
-
-def _startup(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.served import start_once
-
-    runs = [start_once([args.model]) for _ in range(args.rounds)]
-    return {"model": args.model, **{name: spread([run[name] for run in runs]) for name in runs[0]}}
-
-
-def _fidelity(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.fidelity import Driver, compare
-    from octavo_bench.offline import build_prepared
-
-    config = engine_config(args)
-    engine, info = build_prepared(config)
-    driver = Driver(engine, info.vocab_size)
-    return {**_engine(config, info), **compare(driver, info, config, args.num_prompts, args.rounds)}
+def _add_quality(kinds: Any) -> None:
+    quality = add_kind(
+        kinds,
+        "quality",
+        "formats of a model's weights: bytes, perplexity, KL from float32, decode tokens/s",
+        "quality.run",
+        has_engine=True,
+        refuses=({"dtype", "quantization", "quantize_lm_head"}, "name each format to compare in --formats"),
+        show=formats,
+    )
+    quality.add_argument(
+        "--formats",
+        type=words,
+        default=["float32", "bf16", "fp8", "int8", "int4"],
+        help="comma-separated: auto, float32, bf16, fp16, fp8, int8, int4; with +lm_head, as in int4+lm_head, the map "
+        "to logits is quantised to int8; with +kv_fp8, as in bf16+kv_fp8, keys and values are cached so "
+        "(default: float32,bf16,fp8,int8,int4)",
+    )
+    quality.add_argument(
+        "--checkpoints",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="other checkpoints of the same model, such as quantised ones; PATH+lm_head quantises the map to logits",
+    )
+    quality.add_argument("--text", type=Path, help="file of ordinary text (default: help topics of Python)")
+    quality.add_argument("--tokens", type=positive, default=20480, help="tokens of it that count (default: 20480)")
+    quality.add_argument("--window", type=positive, default=512, help="tokens of a context (default: 512)")
+    quality.add_argument(
+        "--needles",
+        action="store_true",
+        help="plant four sequences of random words in each window, repeat them at its end, and tell how much is known",
+    )
+    quality.add_argument(
+        "--rounds",
+        type=at_least_0,
+        default=3,
+        help="in which decoding is timed; the table has the fastest; 0 for none (default: 3)",
+    )

@@ -1,4 +1,4 @@
-"""`octavo bench speculate` and `train-draft`: what drafts give, and a draft head of one's own."""
+"""`octavo bench train-draft`: a draft head of one's own, and what it gives."""
 
 from __future__ import annotations
 
@@ -7,24 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import positive
-from octavo_bench.cli.arguments import engine_config, numbers
+from octavo_bench.cli.arguments import engine_config
 from octavo_bench.cli.results import add_kind
 from octavo_bench.draft_prompts import KINDS
 
 
 def add_kinds(kinds: Any) -> None:
-    """Add each sub-command."""
-    speculate = add_kind(
-        kinds, "speculate", "speculative decoding beside decoding without it", _speculate, has_engine=True
-    )
-    speculate.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of prompts")
-    speculate.add_argument("--batches", type=numbers, default=[1, 4], help="sequences at a time")
-    speculate.add_argument("--max-tokens", type=positive, default=128, help="most tokens of an answer")
-    speculate.add_argument("--temperature", type=float, default=0.0)
-    speculate.add_argument(
-        "--rounds", type=positive, default=3, help="in which the two engines take turns, after a first"
-    )
-
+    """Add the sub-command."""
     help = "train an EAGLE-3 head on a model's own answers, and measure it"
     train = add_kind(kinds, "train-draft", help, _train, has_engine=True)
     train.add_argument("--folder", type=Path, required=True, help="where the head is written")
@@ -50,13 +39,6 @@ def add_kinds(kinds: Any) -> None:
         "--kinds", nargs="+", choices=KINDS, default=["chat", "code", "repeat"], help="of the measurement"
     )
     train.add_argument("--max-tokens", type=positive, default=128, help="most tokens of an answer in the measurement")
-
-
-def _speculate(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.speculate import SpeculationWork, measure
-
-    work = SpeculationWork(args.kinds, args.batches, args.max_tokens, args.temperature, args.rounds)
-    return measure(engine_config(args), work)
 
 
 def _train(args: argparse.Namespace) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import shlex
 import sys
 import tempfile
@@ -13,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli.settings import above_zero, load_config, positive, refuse_settings
-from octavo.config import EngineConfig, cache_dir, settings, to_flat
+from octavo.config import EngineConfig, cache_dir, settings
 from octavo.errors import ConfigError
 from octavo_bench.cli.arguments import numbers, refuse_unused
 from octavo_bench.cli.results import add_kind
 from octavo_bench.report import keep
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-NO_REPORTS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 SERVED_CONTEXT = 8192
 OF_BOTH_SERVERS = {
     *("model", "load_format", "dtype", "max_model_len", "gpu_memory_utilization"),
@@ -87,37 +84,16 @@ def add_peer(kinds: Any) -> None:
 def add_embeddings(kinds: Any) -> None:
     """The engine's settings, the peer, and how many texts."""
     help = "seconds for texts of mixed lengths beside sentence-transformers, as ratios"
-    parser = add_kind(kinds, "embeddings", help, _embeddings, has_engine=True)
+    parser = add_kind(kinds, "embeddings", help, "embeddings.measure", has_engine=True)
     parser.add_argument("--python", type=Path, required=True, help="interpreter that has sentence-transformers")
     parser.add_argument("--texts", type=positive, default=256, help="of 1 to 168 short words")
     parser.add_argument("--rounds", type=positive, default=5, help="in turns; medians are reported")
 
 
-def _embeddings(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo.llm.llm import LLM
-    from octavo.system.cpus import default_num_threads
-    from octavo.weights.hub import resolve_model
-    from octavo_bench.embeddings import compare
-    from octavo_bench.peer_process import SCRIPTS, PeerProcess
-
-    config, threads = load_config(EngineConfig, args), default_num_threads()
-    model = resolve_model(config.model)
-    given = {name: value for name, value in to_flat(config).items() if value != to_flat(EngineConfig())[name]}
-    script = str(SCRIPTS / "run_sentence_transformers.py")
-    peer = PeerProcess([str(args.python), script, str(model), str(threads)], {**os.environ, **OFFLINE})
-    try:
-        llm = LLM(model, **{name: value for name, value in given.items() if name != "model"})
-        row = compare(llm, peer, args.texts, args.rounds)
-    finally:
-        peer.close()
-    about = {"model": config.model.model, "dtype": llm.info.dtype, "quantization": config.model.quantization}
-    return {**about, "threads": threads, "peer": peer.about, "rows": [row]}
-
-
 def add_first_minute(kinds: Any) -> None:
     """The model, the load, and the engines that are started one after the other."""
     help = "throughput and ITL by second from a server's start on"
-    parser = add_kind(kinds, "first-minute", help, _first_minute)
+    parser = add_kind(kinds, "first-minute", help, "first_minute.run")
     parser.add_argument("model", help="a model, or a shape, which gets random weights")
     parser.add_argument("--clients", type=positive, default=16, help="requests at a time")
     parser.add_argument("--prompt", type=positive, default=256, help="prompt tokens of each request")
@@ -130,35 +106,6 @@ def add_first_minute(kinds: Any) -> None:
     parser.add_argument("--octavo-args", default="", help="more arguments of `octavo serve`, as one text")
     parser.add_argument("--vllm-args", default="", help="more arguments of vLLM's server, as one text")
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs; default: a temporary one")
-
-
-def _first_minute(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.dummy_models import model_folder
-    from octavo_bench.first_minute import FirstMinute, measure
-    from octavo_bench.served_peer import Server
-    from octavo_fleet.sim.shapes import SHAPES
-
-    folder = model_folder(args.model, cache_dir() / "shapes") if args.model in SHAPES else args.model
-    flags = ("--load-format", "dummy") if args.model in SHAPES else ()
-    load = FirstMinute(args.clients, args.prompt, args.decode, args.seconds, args.vocab_size)
-    logs = args.logs or Path(tempfile.mkdtemp(prefix="octavo_logs_"))
-    logs.mkdir(parents=True, exist_ok=True)
-    python = sys.executable
-    octavo = (python, "-m", "octavo", "serve", str(folder), *flags, *shlex.split(args.octavo_args))
-    vllm = (*("-m", "vllm.entrypoints.openai.api_server", "--model"), str(folder), *flags)
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="octavo_caches_") as empty:
-        caches = {"OCTAVO_CACHE_DIR": f"{empty}/octavo", "TRITON_CACHE_DIR": f"{empty}/triton"}
-        starts = [
-            (f"octavo, start {i + 1}", Server(octavo, "/ready", {**os.environ, **caches})) for i in range(args.starts)
-        ]
-        if args.vllm is not None:
-            own = {**_vllm_environment(args.python_path), "VLLM_CACHE_ROOT": f"{empty}/vllm", **caches}
-            starts.append(("vllm", Server((args.vllm, *vllm, *shlex.split(args.vllm_args)), "/health", own)))
-        for number, (case, server) in enumerate(starts):
-            rows.append({"case": case, **measure(server, args.model, load, logs / f"{number}.log")})
-            keep("first-minute", {"model": args.model, "rows": rows}, args.output)
-    return {"model": args.model, **load._asdict(), "rows": rows}
 
 
 def _compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -192,7 +139,7 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
     from octavo.weights.hub import resolve_model
     from octavo_bench.dummy_models import model_folder
     from octavo_bench.goodput import LIMITS, GoodputSearch, start_clients
-    from octavo_bench.peer_process import SCRIPTS, Clients, PeerProcess, share
+    from octavo_bench.peer_process import SCRIPTS, Clients, PeerProcess, share, vllm_environment
     from octavo_bench.serve_figures import parse_goodput
     from octavo_bench.served_peer import GOODPUT, ServedComparison, Server, named_workloads, parse_visits
     from octavo_fleet.sim.closed_loops import WORKLOADS
@@ -216,7 +163,7 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
         *("--gpu-memory-utilization", str(config.cache.gpu_memory_utilization)),
         *("--dtype", config.model.dtype),
     )
-    python, env = str(args.python or sys.executable), _vllm_environment(args.python_path)
+    python, env = str(args.python or sys.executable), vllm_environment(args.python_path)
     ours = (sys.executable, "-m", "octavo", "serve", str(model), *flags, *shlex.split(args.octavo_args))
     theirs = (python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags)
     servers = {
@@ -243,9 +190,3 @@ def _compare_with_vllm(args: argparse.Namespace) -> dict[str, Any]:
                 each.close()
         comparison.watch.close()
     return comparison.result()
-
-
-def _vllm_environment(python_path: str | None) -> dict[str, str]:
-    """Ours, with nothing fetched and nothing reported; ``VLLM_*`` variables reach vLLM as they are."""
-    path = {} if python_path is None else {"PYTHONPATH": python_path}
-    return {**OFFLINE, **NO_REPORTS, **os.environ, **path}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.settings import add_settings
-from octavo.config import EngineConfig
+from octavo.cli.settings import add_settings, refuse_settings
+from octavo.config import EngineConfig, settings
 from octavo.errors import ConfigError
-from octavo_bench.cli.arguments import require_cuda
+from octavo_bench.cli.arguments import engine_config, require_cuda
 from octavo_bench.evidence import check_folder, write_evidence, write_trace
 from octavo_bench.gpu_watch import GpuWatch, gpus
 from octavo_bench.plot_style import FORMATS, check_plot
@@ -31,36 +34,65 @@ def add_kind(
     kinds: Any,
     name: str,
     help: str,
-    measure: Measure,
+    measure: Measure | str,
     has_engine: bool = False,
+    on_gpu: bool = False,
+    refuses: tuple[Collection[str], str] = ((), ""),
     show: Callable[[Result], str] | None = None,
     is_good: Callable[[argparse.Namespace, Result], bool] = lambda args, result: True,
 ) -> argparse.ArgumentParser:
     """Add the measurement ``octavo bench NAME``, with the flags for its record and, if asked, the engine's settings.
 
-    ``measure`` makes the result of its arguments; ``show`` says what is printed in place of the record. With a result
-    that is not good the exit code is ``EXIT_WORSE``.
+    ``measure`` makes the result of its arguments, or is the place of a function of the laboratory, see ``measured_by``;
+    ``refuses``: settings without an effect, and what to do instead; ``show`` says what is printed in place of the
+    record. With a result that is not good the exit code is ``EXIT_WORSE``.
     """
     parser: argparse.ArgumentParser = kinds.add_parser(name, help=help)
     if has_engine:
         add_settings(parser, EngineConfig)
     add_results(parser)
+    if isinstance(measure, str):
+        measure = measured_by(measure, on_gpu, *refuses)
     parser.set_defaults(measure=measure, show=show, is_good=is_good, kind_parser=parser)
     return parser
 
 
-def flags_of(module: str, *names: str, on_gpu: bool = False) -> Measure:
-    """``measure`` of a module of the laboratory, which has these flags as its parameters."""
+def measured_by(place: str, on_gpu: bool, refused: Collection[str], advice: str) -> Measure:
+    """A function of the laboratory, "module.function", called with ``arguments_of`` it and imported when it is."""
 
     def measure(args: argparse.Namespace) -> Result:
         if on_gpu:
             require_cuda(args.kind)
-        result: Result = importlib.import_module(f"octavo_bench.{module}").measure(
-            **{name: getattr(args, name) for name in names}
-        )
+        if refused:
+            refuse_settings(args, refused, advice)
+        module, _, name = place.rpartition(".")
+        function = getattr(importlib.import_module(f"octavo_bench.{module}"), name)
+        result: Result = function(**arguments_of(function, args))
         return result
 
     return measure
+
+
+def arguments_of(function: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
+    """What a function of the laboratory is called with: the flags that have the names of its parameters.
+
+    ``config`` is all settings of the engine, ``say`` tells a person who waits, and ``keep`` keeps the result so far.
+    What is required and no flag is a tuple or dataclass, whose fields are flags.
+    """
+    own = {item.name for item in settings(EngineConfig)} if hasattr(args, "config") else set()
+    given: dict[str, Any] = {name: value for name, value in vars(args).items() if name not in own}
+    given |= {"say": say, "keep": functools.partial(keep, args.kind, output=args.output)}
+    parameters, found = inspect.signature(function).parameters, dict[str, Any]()
+    if "config" in parameters:
+        given["config"] = engine_config(args)
+    for name, parameter in parameters.items():
+        is_required = parameter.default is parameter.empty
+        if name in given and (is_required or given[name] is not None):
+            found[name] = given[name]
+        elif is_required:
+            made = typing.get_type_hints(function)[name]
+            found[name] = made(**arguments_of(made, args))
+    return found
 
 
 def measure_and_finish(args: argparse.Namespace) -> int:

@@ -1,9 +1,8 @@
-"""`octavo bench shape`, `roofline`, `lora`, `switch`, `outliving`, `journal`, `report` and `gpu`."""
+"""`octavo bench shape`, `sanity`, `roofline`, `switch`, `outliving`, `journal`, `architectures`, `report` and `gpu`."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,27 +11,20 @@ from typing import Any
 from octavo.cli.settings import above_zero, positive
 from octavo.config import DEFAULT_MODEL
 from octavo.errors import ConfigError
-from octavo_bench.cli.arguments import counts, numbers
+from octavo_bench.cli.arguments import numbers, words
 from octavo_bench.cli.results import EXIT_WORSE, add_kind, add_results, check_results, conclude
+from octavo_bench.report_tables import plain
 
 
 def add_kinds(kinds: Any) -> None:
     """Add each sub-command; these print what they make themselves."""
     _add_shape(kinds)
     _add_sanity(kinds)
+    _add_architectures(kinds)
     _add_roofline(kinds)
 
-    lora = add_kind(kinds, "lora", "what LoRA adapters cost in a decode step on a CPU, with random weights", _lora)
-    lora.add_argument("model", type=Path, help="folder with a config.json")
-    lora.add_argument("--adapters", type=counts, default=[0, 1, 4, 16], help="numbers of adapters in a batch")
-    lora.add_argument("--sequences", type=positive, default=16)
-    lora.add_argument("--rank", type=positive, default=16)
-    lora.add_argument("--steps", type=positive, default=32)
-    lora.add_argument("--rounds", type=positive, default=3, help="in which the numbers of adapters take turns")
-
-    switch = add_kind(
-        kinds, "switch", "several models on one port: right answers, memory held, times of a switch", _switch
-    )
+    help = "several models on one port: right answers, memory held, times of a switch"
+    switch = add_kind(kinds, "switch", help, "switch.run")
     switch.add_argument("models", nargs="+", metavar="MODEL", help="a model as for `octavo serve`; tiny: a random one")
     switch.add_argument("--models-memory-budget", type=above_zero, required=True, help="GiB that all may take together")
     switch.add_argument("--kv-cache-memory", type=above_zero, default=0.25, help="GiB of KV cache of each model")
@@ -43,14 +35,14 @@ def add_kinds(kinds: Any) -> None:
     )
 
     help = "what is still cached of a prompt after its server ended, in each way, and after files were damaged"
-    outliving = add_kind(kinds, "outliving", help, _outliving, is_good=_all_right)
+    outliving = add_kind(kinds, "outliving", help, "outliving.run", is_good=_all_right)
     outliving.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for `octavo serve`; tiny: a random one")
     outliving.add_argument("--prompt", type=positive, default=8000, help="tokens of the long prompts")
     outliving.add_argument("--idle", type=above_zero, default=60, help="seconds of rest before the server is killed")
     outliving.add_argument("--damaged", type=positive, default=100, help="files that are damaged, and short prompts")
     outliving.add_argument("--kv-cache-memory", type=above_zero, default=1.0, help="GiB of KV cache")
 
-    journal = add_kind(kinds, "journal", "how fast a server that starts reads its journal", _journal)
+    journal = add_kind(kinds, "journal", "how fast a server that starts reads its journal", "journal.measure")
     journal.add_argument("--megabytes", type=positive, default=512, help="of the journal")
     journal.add_argument("--sequences", type=positive, default=64, help="running at a time")
     journal.add_argument("--rounds", type=positive, default=3)
@@ -73,8 +65,8 @@ def add_kinds(kinds: Any) -> None:
 
 def _add_sanity(kinds: Any) -> None:
     help = "every native family, tiny: the same tokens at once, in chunks and cached"
-    sanity = add_kind(kinds, "sanity", help, _sanity, show=_plain, is_good=_none_failed)
-    sanity.add_argument("--families", type=lambda text: text.split(","), default=[], help="some of them; default: all")
+    sanity = add_kind(kinds, "sanity", help, "sanity.measure", show=plain, is_good=_none_failed)
+    sanity.add_argument("--families", type=words, default=[], help="some of them; default: all")
     sanity.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
 
@@ -127,86 +119,15 @@ def _roofline(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sanity(args: argparse.Namespace) -> dict[str, Any]:
-    import tempfile
-
-    from octavo_bench.sanity import check
-
-    with tempfile.TemporaryDirectory() as folder:
-        say = functools.partial(print, file=sys.stderr)
-        return {"device": args.device, "rows": list(check(Path(folder), args.device, args.families, say))}
-
-
-def _plain(result: Mapping[str, Any]) -> str:
-    from octavo_bench.report_tables import plain
-
-    return plain(result)
-
-
 def _none_failed(args: argparse.Namespace, result: Mapping[str, Any]) -> bool:
     return not any("failed" in row for row in result["rows"])
-
-
-def _lora(args: argparse.Namespace) -> dict[str, Any]:
-    import tempfile
-
-    from octavo_bench.lora import step_times
-    from octavo_bench.report import spread
-
-    work = {"sequences": args.sequences, "rank": args.rank, "steps": args.steps, "rounds": args.rounds}
-    with tempfile.TemporaryDirectory() as folder:
-        times = step_times(args.model, Path(folder), args.adapters, args.sequences, args.rank, args.steps, args.rounds)
-    rows = [{"adapters": count, "step_ms": spread(ms), "least_ms": round(min(ms), 3)} for count, ms in times.items()]
-    return {"model": args.model.name, **work, "rows": rows}
-
-
-def _switch(args: argparse.Namespace) -> dict[str, Any]:
-    import tempfile
-
-    from octavo_bench.chaos.tiny_model import write_tiny_model
-    from octavo_bench.dummy_models import write_weights
-    from octavo_bench.switch import measure
-
-    flags = ["--kv-cache-memory", str(args.kv_cache_memory)]
-    with tempfile.TemporaryDirectory() as folder:
-        tiny = write_tiny_model(Path(folder) / "tiny")
-        write_weights(tiny)
-        models = [str(tiny) if model == "tiny" else model for model in args.models]
-        return measure(models, flags, args.models_memory_budget, args.requests, args.concurrency, args.rounds)
-
-
-def _outliving(args: argparse.Namespace) -> dict[str, Any]:
-    import json
-    import tempfile
-
-    from octavo_bench.chaos.tiny_model import write_tiny_model
-    from octavo_bench.dummy_models import write_weights
-    from octavo_bench.outliving import measure
-
-    flags, model = ["--kv-cache-memory", str(args.kv_cache_memory)], args.model
-    with tempfile.TemporaryDirectory() as folder:
-        if model == "tiny":
-            tiny = write_tiny_model(Path(folder) / "tiny")
-            config = json.loads((tiny / "config.json").read_text())
-            (tiny / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2 * args.prompt}))
-            write_weights(tiny)
-            model = str(tiny)
-        return {"model": args.model, **measure(model, flags, Path(folder), args.prompt, args.idle, args.damaged)}
 
 
 def _all_right(args: argparse.Namespace, result: Mapping[str, Any]) -> bool:
     return all(row["right"] == row["requests"] for row in result["rows"])
 
 
-def _journal(args: argparse.Namespace) -> dict[str, Any]:
-    from octavo_bench.journal import measure, measure_history
-
-    run = measure_history if args.history else measure
-    return run(args.megabytes * 1_000_000, args.sequences, args.rounds)
-
-
-def add_architectures(kinds: Any) -> None:
-    """Add the sub-command that goes through classes of transformers."""
+def _add_architectures(kinds: Any) -> None:
     kind = kinds.add_parser("architectures", help="how each decoder of the installed transformers is served, tiny")
     kind.add_argument("names", nargs="*", metavar="CLASS", help="default: every causal language model")
     kind.add_argument(

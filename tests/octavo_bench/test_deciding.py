@@ -60,7 +60,7 @@ def test_the_words_are_those_of_the_original_arithmetic() -> None:
 def test_the_golden_run() -> None:
     """Tokens and steps are the other's to the last. Its prompts may not use what decoding leaves of the budget, so
     that 451 steps hold 13,907 of its items and 13,906 of ours; and it takes blocks in another order."""
-    figures = run(SyntheticWork(), wants_external=True)
+    figures = run(SyntheticWork(), external=True)
     assert figures["completed_requests"] == 1000
     assert figures["total_generated_tokens"] == 13_904
     assert figures["total_prefill_tokens"] == 50_467

@@ -18,7 +18,8 @@ ATTEMPTS = 3
 def test_hostile_schemas_hardly_show_in_the_gaps_of_others(default_model_path: Path) -> None:
     ratios = []
     for _ in range(ATTEMPTS):
-        found = measure(FrontPlan([32], [5.0], seconds=0.6, rounds=5, loads=Loads(schemas=10.0)), default_model_path)
+        plan = FrontPlan([32], [5.0], seconds=0.6, rounds=5, loads=Loads(schemas=10.0))
+        found = measure(plan, model=default_model_path)
         alone, with_schemas = found["rows"]
         assert alone["load"] == "none"
         assert all(run["others"] >= 2 for run in found["runs"] if run["load"] == "schemas")

@@ -138,7 +138,7 @@ def test_a_measurement_ends_with_the_gate(tmp_path: Path, capsys: pytest.Capture
 def test_mistakes_are_found_before_the_measurement(
     flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("octavo_bench.cli.bench._startup", lambda args: pytest.fail("measured"))
+    monkeypatch.setattr("octavo_bench.served.measure_startup", lambda model, rounds: pytest.fail("measured"))
     assert main(["bench", "startup", *flags]) == 2
     assert said in capsys.readouterr().err
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.config import EngineConfig
-from octavo_bench.offline import bench_config
-from octavo_bench.served import decode_rate, served_and_in_process
+from octavo_bench.served import decode_rate, measure
 from octavo_bench.stream_reader import Ask, Streamed
 from tests.llm.tiny import write_checkpoint
 
@@ -31,6 +30,6 @@ def test_only_tokens_while_all_sequences_decode_count() -> None:
 def test_a_server_compared_with_the_engine(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path)
     config = EngineConfig.from_flat({"model": model, "load_format": "dummy", "max_model_len": 64})
-    rows = list(served_and_in_process(bench_config(config, [2]), [2], prompt=8, decode=40, rounds=1))
+    rows = measure(config, [2], prompt=8, decode=40, rounds=1)["rows"]
     assert [row["sequences"] for row in rows] == [2]
     assert rows[0]["ratio"] == pytest.approx(rows[0]["served_tok_s"] / rows[0]["in_process_tok_s"], rel=0.01)

@@ -79,7 +79,7 @@ def test_evidence_never_mixes_with_other_files(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("limit", [8192, 5000, 256])
 def test_the_limit_is_found_by_trying(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "_try_length", lambda model, gib, length: Try("" if length <= limit else "no memory"))
+    monkeypatch.setattr(sweep, "_try", lambda model, gib, length, *_: Try("" if length <= limit else "no memory"))
     found = memory_limit([], None, 8192, lambda line: None)
     assert limit - 8192 // PARTS < found["longest_context"] <= limit
     assert len(found["rows"]) <= 6
@@ -102,7 +102,7 @@ def test_the_largest_batch_is_found_paged_and_contiguous(monkeypatch: pytest.Mon
 
 
 def test_a_limit_that_nothing_is_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "_try_length", lambda model, gib, length: Try("no memory"))
+    monkeypatch.setattr(sweep, "_try", lambda *_: Try("no memory"))
     with pytest.raises(ConfigError, match="256 tokens do not fit: no memory"):
         memory_limit([], None, 8192, lambda line: None)
 
