@@ -106,12 +106,12 @@ class ModelSettings:
     enable_expert_parallel: bool = setting(
         False,
         "divide a mixture by experts: each process of tensor_parallel_size holds whole experts instead of a part of "
-        "each, and computes them for all tokens; on CPUs",
+        "each, and computes them for all tokens",
     )
     enable_eplb: bool = setting(
         False,
         "with enable_expert_parallel, move experts between the processes while they serve, so that each computes about "
-        "as much: expert-parallel load balancing",
+        "as much: expert-parallel load balancing; on CPUs",
     )
     num_redundant_experts: int = setting(
         0, "copies of experts that the processes of enable_eplb hold besides, of those that many tokens choose", low=0

@@ -161,8 +161,10 @@ def _packed(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         experts = GroupedExperts(7, gate_up, down)
         x = make.floats(T, 64, dtype=dtype)
         order = torch.randperm(3 * T, device=make.device, dtype=torch.int32)
-        yield f"gather_rows {T}", functools.partial(gather_rows, x, order)
-        yield f"grouped_moe {T}", functools.partial(ops.grouped_moe, x, ids, make.floats(T, 3), experts)
+        yield f"gather_rows {T}", functools.partial(gather_rows, x, order, make.ints([1, 3 * T]))
+        for some in (experts, experts._replace(num_routed=14)):
+            call = functools.partial(ops.grouped_moe, x, ids, make.floats(T, 3), some)
+            yield f"grouped_moe {T} of {some.num_routed}", call
 
 
 def _output_mlp(make: Maker, number: Number, group: int, dtype: torch.dtype) -> Call:
@@ -262,7 +264,11 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         biases = (make.floats(7, 48, dtype=dtype), make.floats(7, 40, dtype=dtype)) if T > 3 else (None, None)
         ids = torch.stack([torch.randperm(7)[:3] for _ in range(T)]).to(make.device)
         experts = Experts(*weights, activation, *biases)  # type: ignore[arg-type]
-        yield f"moe {T}", functools.partial(ops.moe, make.floats(T, 40, dtype=dtype), ids, make.floats(T, 3), experts)
+        for some in (experts, experts._replace(num_routed=14)):
+            call = functools.partial(ops.moe, make.floats(T, 40, dtype=dtype), ids, make.floats(T, 3), some)
+            yield f"moe {T} of {some.num_routed}", call
+        slots = make.ints([[0, -1]] * 7, torch.int64)
+        yield f"local_expert_ids {T}", functools.partial(ops.local_expert_ids, ids, slots)
         rows, router = make.floats(T, 40, dtype=dtype), make.floats(20, 40, dtype=dtype)
         routing = Routing(3, groups=(4, 2), correction_X=make.floats(20))
         yield f"route {T}", functools.partial(ops.route, rows, make.floats(40, dtype=dtype), 1e-6, router, routing)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.layers.experts import Mixture
 from octavo.ops.collective import Collective
 
@@ -99,6 +100,30 @@ class ParallelMixture:
         part_TD = torch.zeros_like(x_TD)
         part_TD[home] = _sum(found_nD.view(num_home, S, -1)[: len(shares_nS)], shares_nS).to(x_TD.dtype)
         return part_TD if residual_TD is None else residual_TD.add_(part_TD)
+
+
+class PartialMixture:
+    """A mixture of which this rank holds some experts; its results are this rank's part of the sums.
+
+    Its kernels pass over the experts of other ranks, so that the host need not know which rows are whose, and steps can
+    be captured as graphs.
+    """
+
+    def __init__(self, own: Mixture, placement: ExpertPlacement, device: torch.device) -> None:
+        """``own``: the experts in this rank's slots."""
+        self.own = own
+        is_own_XW = placement.rank_XW == placement.rank
+        self.slots_XW = torch.where(is_own_XW, placement.slot_X.unsqueeze(1), -1).to(device)
+        """See ``ops.local_expert_ids``."""
+
+    @property
+    def bytes_by_format(self) -> Mapping[str, int]:
+        """See ``Mixture``."""
+        return self.own.bytes_by_format
+
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        """See ``Mixture``."""
+        return self.own(x_TD, ops.local_expert_ids(ids_TS, self.slots_XW), shares_TS, residual_TD)
 
 
 def _sum(rows_nSD: Tensor, shares_nS: Tensor) -> Tensor:

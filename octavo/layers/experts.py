@@ -106,6 +106,8 @@ class StoredExperts:
     """[X, 2 F]"""
     down_bias: Tensor | None = None
     """[X, D]"""
+    num_routed: int = 0
+    """See ``ops.moe.Experts``."""
     are_alike: bool = False
     """Whether only the sizes of weights matter, which are those of the first expert: in the outline of a model that is
     known by its configuration alone."""
@@ -116,13 +118,17 @@ def make_mixture(stored: StoredExperts, form: WeightFormat) -> Mixture:
     if packs_groups(form):
         gate_up, down = (_joined(part, stored.count, form) for part in (stored.gate_up, stored.down))
         if gate_up is not None and down is not None:
-            own = GroupedExperts(stored.count, gate_up, down, stored.activation, stored.gate_up_bias, stored.down_bias)
-            return GroupedMixture(own)
+            return GroupedMixture(GroupedExperts(stored.count, gate_up, down, *_common(stored)))
     packed = _packed(stored, form)
     if packed is not None:
         return PackedMixture(packed, stored.activation)
     dense_gate_up, dense_down = (_stacked(part, stored, form) for part in (stored.gate_up, stored.down))
-    return DenseMixture(Experts(dense_gate_up, dense_down, stored.activation, stored.gate_up_bias, stored.down_bias))
+    return DenseMixture(Experts(dense_gate_up, dense_down, *_common(stored)))
+
+
+def _common(stored: StoredExperts) -> tuple[ExpertActivation, Tensor | None, Tensor | None, int]:
+    """What dense and packed experts have besides their matrices, in its order."""
+    return stored.activation, stored.gate_up_bias, stored.down_bias, stored.num_routed
 
 
 def _packed(stored: StoredExperts, form: WeightFormat) -> list[tuple[Linear, Linear]] | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.embedding import Embedding, VocabParallelEmbedding
-from octavo.layers.expert_parallel import ExpertPlacement, ParallelMixture
+from octavo.layers.expert_parallel import ExpertPlacement, ParallelMixture, PartialMixture
 from octavo.layers.experts import Mixture, StoredExperts, make_mixture
 from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, Norm, ParallelRMSNorm, RMSNorm
@@ -33,6 +33,7 @@ from octavo.models.parts import NormPart
 from octavo.ops.attention import HeadLayout, KVScales
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.moe import ExpertActivation, has_gates
+from octavo.plugins import CPU
 from octavo.quant.cache_scales import read_cache_scales
 from octavo.quant.formats.online_quantization import quantized, quantized_head, return_memory
 from octavo.quant.formats.plain import PLAIN
@@ -92,7 +93,7 @@ class WeightLoader:
         self.maps: dict[str, MapPart] = {}
         """All linear maps loaded so far, by their names in the checkpoint."""
         self.mixtures: list[ParallelMixture] = []
-        """Those of which this device holds whole experts."""
+        """Those of which this CPU rank holds whole experts."""
         self.num_parameters = 0
         self.bytes_by_format: Counter[str] = Counter()
         """Bytes of the weights loaded so far, by the format of their numbers."""
@@ -437,7 +438,7 @@ class WeightLoader:
         are_alike = self.tensors.is_dummy and self.form.outlined_for is not None
         stored = StoredExperts(
             *(len(own), lambda i: gate_up(own[i]), lambda i: down(own[i]), shape.activation),
-            *(gate_up_bias, down_bias, are_alike),
+            *(gate_up_bias, down_bias, shape.num_experts if is_whole else 0, are_alike),
         )
         mixture = self.kept(make_mixture(stored, self.form))
         num_matrices = 3 if has_gates(shape.activation) else 2
@@ -445,7 +446,10 @@ class WeightLoader:
         self.bytes_by_format += Counter(mixture.bytes_by_format)
         if not is_whole:
             return mixture
-        self.mixtures.append(ParallelMixture(mixture, self._placement(shape.num_experts), self.collective))
+        placement = self._placement(shape.num_experts)
+        if self.form.device.type != CPU:
+            return PartialMixture(mixture, placement, self.form.device)
+        self.mixtures.append(ParallelMixture(mixture, placement, self.collective))
         return self.mixtures[-1]
 
     @property

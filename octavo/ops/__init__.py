@@ -22,7 +22,7 @@ from octavo.ops.grouped_linear import grouped_linear, grouped_output_mlp
 from octavo.ops.latent_attention import latent_attention
 from octavo.ops.linear import concat, encoder_linear, head_linear, linear, lora, put_columns, stacked_lora
 from octavo.ops.linear_attention import linear_attention
-from octavo.ops.moe import grouped_moe, keep_routes, moe, route
+from octavo.ops.moe import grouped_moe, keep_routes, local_expert_ids, moe, route
 from octavo.ops.norms import layer_norm, rms_norm
 from octavo.ops.partial_attention import merge_parts, partial_attention
 from octavo.ops.sampling import adjust_logits, processed_logits, sample, token_logprobs
@@ -62,6 +62,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_attention",
+    "local_expert_ids",
     "local_vocab_ids",
     "lora",
     "mask_remote_rows",

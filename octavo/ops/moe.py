@@ -88,6 +88,14 @@ def keep_routes(ids_MTS: Tensor, columns_M: Tensor, slots_T: Tensor, table_NC: T
     table_NC[slots_T[rows].unsqueeze(1), places] = kept.to(table_NC.dtype)
 
 
+@op_of_ids
+def local_expert_ids(ids_TS: Tensor, slots_XW: Tensor) -> Tensor:
+    """Where on this rank a chosen expert is, int64 [T, S]; -1 where another rank computes it. ``slots``, int64, has a
+    column for each of W ranks: token t takes column t % W, so that copies of an expert take turns."""
+    turns_T = torch.arange(len(ids_TS), device=ids_TS.device) % slots_XW.shape[1]
+    return slots_XW[ids_TS, turns_T.unsqueeze(1)]
+
+
 def _without_other_groups(worth_TX: Tensor, routing: Routing) -> Tensor:
     """Set the worth of experts outside the best groups to -inf."""
     (T, X), (G, num_chosen) = worth_TX.shape, routing.groups
@@ -143,6 +151,8 @@ class Experts(NamedTuple):
     """[X, 2 F]"""
     down_bias: Tensor | None = None
     """[X, D]"""
+    num_routed: int = 0
+    """Experts among which tokens choose, where these are some of them; 0: there are no others."""
 
 
 @op
@@ -150,9 +160,10 @@ def moe(x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, experts: Experts, resid
     """For each token, ``residual`` plus the sum over its experts of ``share * down(act(gate(x)) * up(x))``, or of
     ``share * down(act(up(x)))`` without gates.
 
-    ``ids`` are int64, distinct within a row; ``shares`` are the float32 routing weights. Each expert's rows are
-    computed together; a row is summed in float32 at least, in an order that does not depend on the other rows. The
-    result has x's dtype; ``residual``, which shares no memory with x, may be overwritten and returned.
+    ``ids`` are int64, distinct within a row; ``shares`` are the float32 routing weights. Where ``experts`` are some of
+    ``num_routed``, an id of -1 stands for one that is not among them, and adds nothing. Each expert's rows are computed
+    together; a row is summed in float32 at least, in an order that does not depend on the other rows. The result has
+    x's dtype; ``residual``, which shares no memory with x, may be overwritten and returned.
     """
     return sum_over_experts(
         x_TD, ids_TS, shares_TS, len(experts.gate_up), lambda i, rows: _expert(rows, i, experts), residual_TD
@@ -170,12 +181,12 @@ def sum_over_experts(
     """``moe`` for ``count`` experts of any kind: ``expert(i, rows)`` is expert i's result for rows [R, D]."""
     S = ids_TS.shape[1]
     order = ids_TS.flatten().argsort(stable=True)
-    counts = torch.bincount(ids_TS.flatten(), minlength=count).tolist()
+    counts = torch.bincount(ids_TS.flatten() + 1, minlength=count + 1).tolist()
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     sum_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
     shares = shares_TS.flatten().to(wide)
-    for i, places in enumerate(torch.split(order, counts)):
-        if len(places):
+    for i, places in enumerate(torch.split(order, counts), -1):
+        if i >= 0 and len(places):
             tokens = places // S
             rows = expert(i, x_TD[tokens]).to(wide)
             sum_TD.index_add_(0, tokens, rows * shares[places].unsqueeze(1))
@@ -208,6 +219,8 @@ class GroupedExperts(NamedTuple):
     """[X, 2 F]"""
     down_bias: Tensor | None = None
     """[X, D]"""
+    num_routed: int = 0
+    """See ``Experts``."""
 
 
 def join_experts(parts: list[PackedGroups]) -> PackedGroups | None:

@@ -348,7 +348,7 @@ def pipelined_gemm_kernel(
     tiles = (num_outputs + BLOCK_N - 1) // BLOCK_N * tiles_t
     grain = grain_of(tiles, units, gl.num_programs(0))
     count = tiles * units // grain
-    programs = gl.minimum(gl.num_programs(0), count)
+    programs = gl.maximum(gl.minimum(gl.num_programs(0), count), 1)  # there may be no rows of these experts
     begin, end = steps_of(gl.program_id(0), programs, count, grain)
     end = gl.minimum(end, tiles * units)  # programs beyond the last have none
     gl.warp_specialize(

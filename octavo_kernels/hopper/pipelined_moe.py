@@ -34,7 +34,8 @@ def expert_configs(
     one does not take these experts, if other rows may not affect in which order sums are added, for so few tokens that
     they hardly share any experts, and for numbers of 8 bits, whose unpacking takes little time, unless tiles are
     full."""
-    block, first = tile_rows(ids_TS.numel(), experts.num_experts, MAX_ROWS, ROOM), experts.gate_up
+    first = experts.gate_up
+    block = tile_rows(ids_TS.numel(), experts.num_routed or experts.num_experts, MAX_ROWS, ROOM)
     few = 1 if first.minima_GN is not None or first.group == HALF else FEW_TOKENS
     if not has_gates(experts.activation):
         return None
@@ -64,7 +65,7 @@ def pipelined_moe(
     from octavo_kernels.hopper.pipelined_gemm import pipelined_experts
 
     tiles = sort_into_tiles(ids_TS, experts.num_experts, configs[0].block_t)
-    x_PD = gather_rows(x_TD, tiles.order_P)
+    x_PD = gather_rows(x_TD, tiles.order_P, tiles.used)
     activation, plain = activation_of(experts.activation), activation_of(None)
     pipelined_experts(x_PD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles, configs[0])
     pipelined_experts(gated_PF, experts.down, experts.down_bias, shares_TS, plain, parts_PD, tiles, configs[1])

@@ -45,7 +45,7 @@ def expert_gate_up_kernel(
     F: tl.tensor, pairs_a_row: tl.tensor, D: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_D: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, EVEN_F: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """OUTPUTS gated activations of a pair; the next chunk of columns is loaded while one is summed."""
+    """OUTPUTS gated activations of a pair that has an expert; a chunk of columns is loaded while one is summed."""
     CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     GATED: tl.constexpr = ACTIVATION != "squared_relu"
     PARTS: tl.constexpr = 2 if GATED else 1
@@ -53,30 +53,35 @@ def expert_gate_up_kernel(
     starts = row_starts(start, F, D, OUTPUTS, GATED, EVEN_F)
     after_predecessor(PDL)
     expert = tl.load(ids_ptr + pair)
-    rows = weight_ptr + expert * PARTS * F * D + starts
-    x_row = x_ptr + (pair // pairs_a_row).to(tl.int64) * D
-    weights = weight_chunk(rows, 0, True, D, BLOCK_D)
-    acc = tl.zeros([PARTS * OUTPUTS, BLOCK_D], tl.float32)
-    for c in tl.static_range(CHUNKS):
-        following = weights
-        if c + 1 < CHUNKS:
-            following = weight_chunk(rows, c + 1, True, D, BLOCK_D)
-        acc += weights.to(tl.float32) * column_chunk(x_row, c, D, BLOCK_D)[None, :]
-        weights = following
-    own_bias = bias_ptr
-    if bias_ptr is not None:
-        own_bias = bias_ptr + expert * PARTS * F
-    own_out = out_ptr + pair.to(tl.int64) * F
-    finish_rows(tl.sum(acc, 1), 0.0, start, F, own_bias, own_out, OUTPUTS, ACTIVATION, EVEN_F, ALPHA, LIMIT)
+    if expert >= 0:
+        rows = weight_ptr + expert * PARTS * F * D + starts
+        x_row = x_ptr + (pair // pairs_a_row).to(tl.int64) * D
+        weights = weight_chunk(rows, 0, True, D, BLOCK_D)
+        acc = tl.zeros([PARTS * OUTPUTS, BLOCK_D], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            following = weights
+            if c + 1 < CHUNKS:
+                following = weight_chunk(rows, c + 1, True, D, BLOCK_D)
+            acc += weights.to(tl.float32) * column_chunk(x_row, c, D, BLOCK_D)[None, :]
+            weights = following
+        own_bias = bias_ptr
+        if bias_ptr is not None:
+            own_bias = bias_ptr + expert * PARTS * F
+        own_out = out_ptr + pair.to(tl.int64) * F
+        finish_rows(tl.sum(acc, 1), 0.0, start, F, own_bias, own_out, OUTPUTS, ACTIVATION, EVEN_F, ALPHA, LIMIT)
 
 
 @triton.jit
 def expert_down_kernel(
     gated_ptr: tl.tensor, ids_ptr: tl.tensor, share_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor,
     residual_ptr: tl.tensor, out_ptr: tl.tensor, D: tl.tensor, F: tl.constexpr, CHOSEN: tl.constexpr,
-    OUTPUTS: tl.constexpr, BLOCK_F: tl.constexpr, EVEN_D: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    ARE_SOME: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_F: tl.constexpr, EVEN_D: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """OUTPUTS of a token: the residual plus the weighted sum of its experts' results, in the order of their choice."""
+    """OUTPUTS of a token: the residual plus the weighted sum of its experts' results, in the order of their choice.
+
+    With ARE_SOME ids may be negative; in place of such an expert another one of the token is prefetched.
+    """
     CHUNKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     EXPERTS: tl.constexpr = triton.next_power_of_2(CHOSEN)
     t, start = tl.program_id(0), tl.program_id(1) * OUTPUTS
@@ -84,6 +89,9 @@ def expert_down_kernel(
     is_chosen = s < CHOSEN
     pair = t * CHOSEN + tl.minimum(s, CHOSEN - 1)
     expert = tl.load(ids_ptr + pair)
+    if ARE_SOME:
+        is_chosen &= expert >= 0
+        expert = tl.maximum(tl.where(is_chosen, expert, tl.max(expert, 0)), 0)
     starts = row_starts(start, D, F, OUTPUTS, False, EVEN_D)
     rows = weight_ptr + (expert * D * F)[:, None, None] + starts[None, :, :]
     is_there = is_chosen[:, None, None]
@@ -147,6 +155,7 @@ def moe_gemv(
         *(gated_PF, ids_TS, shares_TS, experts.down, experts.down_bias, residual_TD, out_TD, D),
         F=F,
         CHOSEN=S,
+        ARE_SOME=experts.num_routed > 0,
         OUTPUTS=config.down_rows,
         BLOCK_F=min(config.down_columns, triton.next_power_of_2(F)),
         EVEN_D=D % config.down_rows == 0,

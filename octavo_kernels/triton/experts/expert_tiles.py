@@ -28,13 +28,13 @@ class Tiles(NamedTuple):
     """Runs of pairs of one expert, on the device; int32 [tiles], those beyond the last used one have no rows."""
 
     order_P: Tensor
-    """int32: pairs sorted by expert, and then by their index."""
+    """int32: pairs sorted by expert, and then by their index; those without one have no place."""
     expert: Tensor
     first: Tensor
     """Place of the first pair in the order."""
     rows: Tensor
     used: Tensor
-    """Number of tiles with rows, [1]."""
+    """Number of tiles with rows, and of pairs in them, [2]."""
     block: int
     """Most rows of a tile."""
 
@@ -47,11 +47,11 @@ def tile_rows(P: int, num_experts: int, max_rows: int = MAX_ROWS, room: int = RO
 
 
 def sort_into_tiles(ids_TS: Tensor, num_experts: int, block: int) -> Tiles:
-    """Split the pairs of each expert into tiles of up to ``block`` rows. Data that depends on the ids stays on the
-    device."""
+    """Split the pairs of each expert into tiles of up to ``block`` rows; pairs with a negative id have none. Data that
+    depends on the ids stays on the device."""
     device, P = ids_TS.device, ids_TS.numel()
     num_tiles = min(P, num_experts) + P // block
-    sizes = (P, num_experts, num_tiles, num_tiles, num_tiles, 1)
+    sizes = (P, num_experts, num_tiles, num_tiles, num_tiles, 2)
     order_P, count_X, expert, first, rows, used = (
         torch.empty(size, dtype=torch.int32, device=device) for size in sizes
     )
@@ -76,7 +76,7 @@ def sort_kernel(
     is_before = tl.zeros([PAIRS], tl.int32)
     for start in range(0, P, PAIRS):
         expert = tl.load(ids_ptr + start + i, mask=start + i < P, other=X).to(tl.int32)
-        is_before += (expert < own).to(tl.int32)
+        is_before += ((expert >= 0) & (expert < own)).to(tl.int32)
     first = tl.sum(is_before, 0)
     place = first
     for start in range(0, P, PAIRS):
@@ -108,5 +108,6 @@ def _make_tiles(
         tl.store(rows_ptr + at_X + n, tl.minimum(count_X - n * BLOCK, BLOCK), mask=is_tile)
     i, used = tl.arange(0, PAIRS), tl.sum(tiles_X, 0)
     tl.store(used_ptr, used)
+    tl.store(used_ptr + 1, tl.sum(count_X, 0))
     for start in range(used, num_tiles, PAIRS):
         tl.store(rows_ptr + start + i, tl.zeros([PAIRS], tl.int32), mask=start + i < num_tiles)

@@ -113,17 +113,18 @@ def grouped_moe_triton(
     gated_PF = x_TD.new_empty(P, experts.down.shape[1])
     parts_PD = x_TD.new_empty(P, D, dtype=torch.float32)
     activation, plain = activation_of(experts.activation), activation_of(None)
+    num_routed = experts.num_routed or experts.num_experts
     configs = expert_configs(x_TD, ids_TS, experts)
     if configs is not None:
         pipelined_moe(x_TD, ids_TS, shares_TS, experts, configs, gated_PF, parts_PD)
-    elif are_few(ids_TS, experts.num_experts):
+    elif are_few(ids_TS, num_routed):
         grouped_pairs(x_TD, experts.gate_up, experts.gate_up_bias, ids_TS, None, activation, gated_PF, PAIRS)
         grouped_pairs(gated_PF, experts.down, experts.down_bias, ids_TS, shares_TS, plain, parts_PD, PAIRS)
     else:
-        tiles = sort_into_tiles(ids_TS, experts.num_experts, tile_rows(P, experts.num_experts, MAX_ROWS))
+        tiles = sort_into_tiles(ids_TS, experts.num_experts, tile_rows(P, num_routed, MAX_ROWS))
         _expert_linear(x_TD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles)
         _expert_linear(gated_PF, experts.down, experts.down_bias, shares_TS, plain, parts_PD, tiles)
-    return sum_experts(parts_PD, x_TD, residual_TD)
+    return sum_experts(parts_PD, ids_TS if experts.num_routed else None, x_TD, residual_TD)
 
 
 GEMV = ExpertGemvConfig()
@@ -132,32 +133,39 @@ SUMS_AT_ONCE = 512
 
 @triton.jit
 def sum_kernel(
-    parts_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, D: tl.tensor, pairs_a_row: tl.tensor,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    parts_ptr: tl.tensor, ids_ptr: tl.tensor, residual_ptr: tl.tensor, out_ptr: tl.tensor, D: tl.tensor,
+    pairs_a_row: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some columns of a token: the sum of its experts' results in the order of their choice, plus the residual."""
     t, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     after_predecessor(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for s in range(pairs_a_row):
-        total += tl.load(parts_ptr + (t * pairs_a_row + s) * D + d, mask=d < D, other=0.0)
+        mask = d < D
+        if ids_ptr is not None:
+            mask &= tl.load(ids_ptr + t * pairs_a_row + s) >= 0
+        total += tl.load(parts_ptr + (t * pairs_a_row + s) * D + d, mask=mask, other=0.0)
     if residual_ptr is not None:
         total += tl.load(residual_ptr + t * D + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def sum_experts(parts_PD: Tensor, like_TD: Tensor, residual_TD: Tensor | None) -> Tensor:
-    """The sums over each token's experts, in the type of the second tensor, plus the residual, which is overwritten."""
+def sum_experts(parts_PD: Tensor, ids_TS: Tensor | None, like_TD: Tensor, residual_TD: Tensor | None) -> Tensor:
+    """The sums over each token's experts in the type of ``like``, plus the residual, which is overwritten.
+
+    With ``ids``, pairs with a negative one have no part.
+    """
     T, D = like_TD.shape
     out_TD = torch.empty_like(like_TD) if residual_TD is None else residual_TD
     grid = (T, triton.cdiv(D, SUMS_AT_ONCE))
-    launch(sum_kernel, grid, parts_PD, residual_TD, out_TD, D, len(parts_PD) // T, SUMS_AT_ONCE, num_warps=4)
+    chosen = len(parts_PD) // T
+    launch(sum_kernel, grid, parts_PD, ids_TS, residual_TD, out_TD, D, chosen, SUMS_AT_ONCE, num_warps=4)
     return out_TD
 
 
-def are_few(ids_TS: Tensor, num_experts: int) -> bool:
+def are_few(ids_TS: Tensor, num_routed: int) -> bool:
     """Whether pairs are computed one by one: most have an expert for themselves, so that sorting would save little."""
-    return (len(ids_TS) == 1 or 2 * ids_TS.numel() <= num_experts) and not is_invariant()
+    return (len(ids_TS) == 1 or 2 * ids_TS.numel() <= num_routed) and not is_invariant()
 
 
 @moe.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
@@ -170,9 +178,10 @@ def moe_triton(
     x_TD, ids_TS, shares_TS = x_TD.contiguous(), ids_TS.contiguous(), shares_TS.contiguous()
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     X, D, F = experts.down.shape
-    if are_few(ids_TS, X):
+    num_routed = experts.num_routed or X
+    if are_few(ids_TS, num_routed):
         return moe_gemv(x_TD, ids_TS, shares_TS, experts, residual_TD, GEMV)
-    tiles = sort_into_tiles(ids_TS, X, tile_rows(ids_TS.numel(), X))
+    tiles = sort_into_tiles(ids_TS, X, tile_rows(ids_TS.numel(), num_routed))
     gated_PF = x_TD.new_empty(ids_TS.numel(), F)
     kinds = has_gates(experts.activation), False
     gate_up, down = (expert_config(tiles.block, is_gated, x_TD.dtype) for is_gated in kinds)
@@ -180,4 +189,4 @@ def moe_triton(
     expert_gemm(x_TD, experts.gate_up, experts.gate_up_bias, None, activation, gated_PF, tiles, gate_up)
     parts_PD = x_TD.new_empty(ids_TS.numel(), D, dtype=torch.float32)
     expert_gemm(gated_PF, experts.down, experts.down_bias, shares_TS, activation_of(None), parts_PD, tiles, down)
-    return sum_experts(parts_PD, x_TD, residual_TD)
+    return sum_experts(parts_PD, ids_TS if experts.num_routed else None, x_TD, residual_TD)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.linear import PLAIN
-from octavo.ops.moe import SMALLEST_SUM, Routing, keep_routes, route
+from octavo.ops.moe import SMALLEST_SUM, Routing, keep_routes, local_expert_ids, route
 from octavo_kernels.triton.launch import (
     after_predecessor,
     counters,
@@ -34,6 +34,8 @@ FEW_ROWS = 8
 """So many rows may each read the weight, which is in the second-level cache after the first."""
 ROWS, BLOCK_D, WARPS = 2, 2048, 4
 """Experts and columns at a time of a program that computes logits."""
+PAIRS = 256
+"""Of a token and an expert, of a program that looks up where the experts are."""
 
 
 @triton.jit
@@ -192,6 +194,30 @@ def keep_routes_triton(ids_MTS: Tensor, columns_M: Tensor, slots_T: Tensor, tabl
     M, T, S = ids_MTS.shape
     if T:
         launch(keep_routes_kernel, (T, M), ids_MTS, columns_M, slots_T, table_NC, T, S, table_NC.shape[1], num_warps=1)
+
+
+@triton.jit
+def local_ids_kernel(
+    ids_ptr: tl.tensor, slots_ptr: tl.tensor, out_ptr: tl.tensor, P: tl.tensor, W: tl.tensor, pairs_a_row: tl.tensor,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """The slots of the experts of some pairs."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    after_predecessor(PDL)
+    expert = tl.load(ids_ptr + pair, mask=pair < P, other=0)
+    slot = tl.load(slots_ptr + expert * W + pair // pairs_a_row % W, mask=pair < P)
+    tl.store(out_ptr + pair, slot, mask=pair < P)
+
+
+@local_expert_ids.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)
+def local_expert_ids_triton(ids_TS: Tensor, slots_XW: Tensor) -> Tensor:
+    """See ``ops.local_expert_ids``."""
+    (T, S), W = ids_TS.shape, slots_XW.shape[1]
+    local_TS = empty_indices(T * S, torch.int64, ids_TS.device).view(T, S)
+    if T:
+        grid = (triton.cdiv(T * S, PAIRS),)
+        launch(local_ids_kernel, grid, ids_TS.contiguous(), slots_XW, local_TS, T * S, W, S, PAIRS, num_warps=2)
+    return local_TS
 
 
 @route.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)

@@ -152,6 +152,7 @@ class Kernel:
             arange=lambda begin, end, layout: value(torch.arange(begin, end)),
             zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
             minimum=lambda a, b: value(min(int(a), int(b))) if torch.as_tensor(a).ndim == 0 else a.clamp(max=b),
+            maximum=lambda a, b: value(max(int(a), int(b))),
             load=lambda pointer, **options: pointer.load(**options),
             where=torch.where,
             sum=lambda numbers, axis, keep_dims=False: value(torch.sum(numbers, axis, keepdim=keep_dims)),

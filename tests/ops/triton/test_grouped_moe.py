@@ -73,6 +73,22 @@ def test_experts_agree_with_the_reference(
     torch.testing.assert_close(found.float(), expected + residual.float(), rtol=2**-5, atol=allowed)
 
 
+@pytest.mark.parametrize(("number", "group", "zeros"), quick_first(1, FORMATS))
+@pytest.mark.parametrize("num_routed", [4 * X, X + 1], ids=["pair by pair", "in tiles"])
+def test_ids_of_other_ranks_experts_add_nothing(
+    device: str, num_routed: int, number: str, group: int, zeros: bool
+) -> None:
+    T = 4 if num_routed > 2 * X else 30
+    experts = make(device, number, group, zeros)._replace(num_routed=num_routed)
+    x, ids, shares = tokens(device, T)
+    for local in (torch.where(ids == 1, -1, ids), torch.full_like(ids, -1)):
+        expected = grouped_moe.reference(x.float(), local, shares, experts)
+        residual = torch.randn_like(x)
+        found = grouped_moe_triton(x, local, shares, experts, residual.clone())
+        allowed = 2**-5 * max(expected.abs().max().item(), 1)
+        torch.testing.assert_close(found.float(), expected + residual.float(), rtol=2**-5, atol=allowed)
+
+
 def test_no_rows(device: str) -> None:
     x, ids, shares = tokens(device, 1)
     assert grouped_moe_triton(x[:0], ids[:0], shares[:0], make(device, "int4", 32)).shape == (0, D)

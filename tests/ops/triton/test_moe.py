@@ -86,7 +86,8 @@ def test_rows_without_experts_in_common_and_many_experts(T: int, device: str) ->
 
 @pytest.mark.parametrize("T", [1, 9, 200, 700])
 def test_every_pair_is_in_one_tile_of_its_expert(T: int, device: str) -> None:
-    for ids in (torch.randint(0, X, (T, S)), torch.full((T, S), X - 1), torch.zeros(T, S, dtype=torch.int64)):
+    some = torch.randint(-1, X, (T, S))
+    for ids in (torch.randint(0, X, (T, S)), some, torch.full((T, S), X - 1), torch.zeros(T, S, dtype=torch.int64)):
         tiles = sort_into_tiles(ids.to(device), X, tile_rows(T * S, X))
         seen: list[int] = []
         for expert, first, rows in zip(tiles.expert.tolist(), tiles.first.tolist(), tiles.rows.tolist(), strict=True):
@@ -95,7 +96,8 @@ def test_every_pair_is_in_one_tile_of_its_expert(T: int, device: str) -> None:
             assert pairs == sorted(pairs)
             assert all(ids.flatten()[pair] == expert for pair in pairs)
             seen += pairs
-        assert sorted(seen) == list(range(T * S))
+        assert sorted(seen) == (ids.flatten() >= 0).nonzero()[:, 0].tolist()
+        assert tiles.used.tolist() == [(tiles.rows > 0).sum(), len(seen)]
 
 
 def test_tiles_are_of_one_size_where_rows_must_not_depend_on_others() -> None:
@@ -110,3 +112,27 @@ def test_invariant_rows_do_not_depend_on_their_number(device: str) -> None:
         whole = moe_triton(x, ids, shares, experts)
         for T in (1, 2, 33):
             assert torch.equal(moe_triton(x[:T], ids[:T], shares[:T], experts), whole[:T])
+
+
+@pytest.mark.parametrize("T", [1, 2, 40])
+def test_ids_of_other_ranks_experts_add_nothing(T: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, and of one that no token needs; pair by pair, and in tiles."""
+    torch.manual_seed(T)
+    many, D, F, own = 16, 40, 24, 6
+    whole = Experts(
+        torch.randn(many, 2 * F, D, device=device), torch.randn(many, D, F, device=device),
+        gate_up_bias=torch.randn(many, 2 * F, device=device), down_bias=torch.randn(many, D, device=device),
+    )  # fmt: skip
+    ids = torch.stack([torch.randperm(many - 1)[:S] for _ in range(T)]).to(device)
+    x, shares = torch.randn(T, D, device=device) / 9, torch.rand(T, S, device=device)
+    poison_new_tensors(monkeypatch)
+    total = torch.zeros(T, D, device=device)
+    for part in (slice(0, own), slice(own, many - 1), slice(many - 1, many)):
+        weights = (whole.gate_up[part], whole.down[part], "silu", whole.gate_up_bias[part], whole.down_bias[part])
+        local = torch.where((ids >= part.start) & (ids < part.stop), ids - part.start, -1)
+        found = moe_triton(x, local, shares, Experts(*weights, many))
+        expected = moe.reference(x, local, shares, Experts(*weights, many))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+        assert found.any() == (local >= 0).any()
+        total += found
+    torch.testing.assert_close(total, moe.reference(x, ids, shares, whole), rtol=1e-5, atol=1e-4)

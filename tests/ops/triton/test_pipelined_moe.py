@@ -40,7 +40,7 @@ def test_tilings_are_for_the_tiles_that_are_made(T: int) -> None:
     assert configs is not None
     tiles = sort_into_tiles(ids, X, tile_rows(T * S, X, MAX_ROWS, ROOM))
     assert {config.block_t for config in configs} == {tiles.block}
-    assert tiles.used.item() == (tiles.rows > 0).sum()
+    assert tiles.used[0] == (tiles.rows > 0).sum()
     assert tiles.block >= min(MAX_ROWS, T * S / X), "the mean of an expert's rows fits into a tile"
 
 

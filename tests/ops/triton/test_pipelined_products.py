@@ -87,4 +87,20 @@ def test_experts_agree_with_the_reference(form: str, activation: Any, programs: 
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * expected.abs().max().item())
     tiles = sort_into_tiles(ids, X, tile_rows(T * S, X, MAX_ROWS, ROOM))
     assert tiles.block == config.block_t
-    assert gather_rows(x, tiles.order_P).shape == (T * S, D)
+    assert gather_rows(x, tiles.order_P, tiles.used).shape == (T * S, D)
+
+
+@pytest.mark.parametrize("programs", [3, 40])
+def test_ids_of_other_ranks_experts_add_nothing(programs: int) -> None:
+    T, X, S, D, F = 21, 3, 2, 256, 128
+    experts = GroupedExperts(X, weight_of("int4", X * 2 * F), weight_of("int4", X * D, F), num_routed=X + 2)
+    ids = torch.stack([torch.zeros(T, dtype=torch.int64), torch.randint(1, X, (T,))], dim=1)
+    x, shares = torch.randn(T, D).bfloat16(), torch.rand(T, S)
+    config = PipelinedConfig(64, 16, warps=4, stages=3, programs=programs, registers=128)
+    for local in (torch.where(ids == 1, -1, ids), torch.full_like(ids, -1)):
+        gated, parts = torch.full((T * S, F), torch.nan, dtype=x.dtype), torch.full((T * S, D), torch.nan)
+        pipelined_moe(x, local, shares, experts, (config, config), gated, parts)
+        assert torch.equal(parts.isnan().any(1), local.flatten() < 0)
+        expected = grouped_moe.reference(x.float(), local, shares, experts)
+        found = parts.nan_to_num(0.0).view(T, S, D).sum(1)
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * max(expected.abs().max().item(), 1))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.moe import Routing
+from octavo.ops.moe import Routing, local_expert_ids
 from octavo.ops.norms import rms_norm
-from octavo_kernels.triton.experts.route import FEW_ROWS, keep_routes_triton, route_triton
+from octavo_kernels.triton.experts.route import FEW_ROWS, keep_routes_triton, local_expert_ids_triton, route_triton
 from octavo_kernels.triton.launch import invariant
 from tests.ops.test_route import EPS, ROUTINGS, D, X, check, check_given, check_kept
 from tests.ops.triton.poison import poison_new_tensors
@@ -98,3 +98,11 @@ def test_given_experts(name: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
 def test_routes_are_kept_by_slot(dtype: torch.dtype, device: str) -> None:
     check_kept(keep_routes_triton, dtype, device)
+
+
+@pytest.mark.parametrize("T", [0, 1, 130])
+def test_experts_are_found_where_they_are(T: int, device: str) -> None:
+    ids, slots = torch.randint(0, 9, (T, 4)), torch.randint(-1, 5, (9, 3))
+    expected = [[slots[expert, t % 3].item() for expert in row] for t, row in enumerate(ids.tolist())]
+    for run in (local_expert_ids_triton, local_expert_ids.reference):
+        assert run(ids.to(device), slots.to(device)).tolist() == expected
