@@ -1,9 +1,9 @@
 """Expert parallelism: each rank holds whole experts, and computes them for the tokens of all ranks.
 
-Every rank has all rows of a step and routes them alike, so each knows which rows its experts are chosen for. A rank is
-the *home* of a part of the tokens: the results of their experts are sent to it, one row for each chosen expert, and it
-adds them up in the order of the experts' numbers, as one device does. So the sums have the bits that they have on one
-device, wherever the experts are.
+Every rank has all rows of a step and routes them alike, so each knows which rows its experts are chosen for. On CPUs a
+rank is the *home* of a part of the tokens: the results of their experts are sent to it, one row for each chosen expert,
+and it adds them up in the order of the experts' numbers, as one device does. So the sums have the bits that they have
+on one device, wherever the experts are. On GPUs each rank adds up the results of its own experts.
 
 Shapes: T tokens, D model, X experts, S experts selected per token, W ranks, P slots of a rank, R rows.
 """

@@ -447,7 +447,7 @@ class WeightLoader:
         if not is_whole:
             return mixture
         placement = self._placement(shape.num_experts)
-        if self.form.device.type != CPU:
+        if self.form.kernel_device != CPU:
             return PartialMixture(mixture, placement, self.form.device)
         self.mixtures.append(ParallelMixture(mixture, placement, self.collective))
         return self.mixtures[-1]

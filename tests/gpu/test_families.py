@@ -56,15 +56,19 @@ def generate(folder: Path, **settings: Any) -> list[RequestOutput]:
 
 
 def check_next_to_cpu(folder: Path, **settings: Any) -> None:
+    check_alike(generate(folder, device="cpu"), generate(folder, **OF_GPU, **settings))
+
+
+def check_alike(ones: list[RequestOutput], others: list[RequestOutput], tolerance: float = TOLERANCE) -> None:
     """Log-probabilities, up to the first token that is another because two are nearly as likely."""
-    for expected, found in zip(generate(folder, device="cpu"), generate(folder, **OF_GPU, **settings), strict=True):
+    for expected, found in zip(ones, others, strict=True):
         one, other = expected.outputs[0], found.outputs[0]
         for place, (token, entries) in enumerate(zip(one.token_ids, one.logprobs or [], strict=True)):
             told = (other.logprobs or [])[place]
             for known in entries.keys() & told.keys():
-                assert abs(entries[known].logprob - told[known].logprob) < TOLERANCE
+                assert abs(entries[known].logprob - told[known].logprob) < tolerance
             if other.token_ids[place] != token:
-                assert entries[token].logprob - entries[other.token_ids[place]].logprob < TOLERANCE
+                assert entries[token].logprob - entries[other.token_ids[place]].logprob < tolerance
                 break
 
 

@@ -12,13 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.config import ModelSettings
 from octavo.errors import CheckpointError, ConfigError
-from octavo.layers.expert_parallel import ExpertPlacement, ParallelMixture
-from octavo.layers.experts import Mixture
+from octavo.layers.expert_parallel import ExpertPlacement, ParallelMixture, PartialMixture
+from octavo.layers.experts import DenseMixture, Mixture
+from octavo.models.meta_model import outline
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.ops.collective import Collective
+from octavo.ops.moe import Experts
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.expert_moves import ExpertMoves
+from octavo.runtime.ranks.ranks import check_divides
 from octavo.steps.messages import ExpertMove, MoveExperts
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.models.families import FIRST_ROWS, ROWS, make_checkpoint
@@ -227,3 +231,36 @@ def test_copies_of_an_expert_take_turns(size: int) -> None:
     experts[0] = torch.tensor([1, 2, -1])
     placement.fill()
     assert (placement.rank_XW[0] != 0).all()
+
+
+@pytest.mark.parametrize("num_spare", [0, 1])
+def test_parts_of_the_ranks_add_up_to_the_mixture(num_spare: int) -> None:
+    """As GPUs compute them, of experts that size does not divide, with copies and without."""
+    torch.manual_seed(0)
+    X, D, F, S, T, size = 5, 16, 8, 2, 7, 3
+    gate_up, down = torch.randn(X, 2 * F, D), torch.randn(X, D, F)
+    ids = torch.stack([torch.randperm(X)[:S] for _ in range(T)])
+    given = torch.randn(T, D), ids, torch.rand(T, S)
+
+    def part(collective: Collective) -> Tensor:
+        placement = ExpertPlacement.even(X, collective, num_spare)
+        own = DenseMixture(Experts(gate_up[placement.own], down[placement.own], num_routed=X))
+        mixture = PartialMixture(own, placement, torch.device("cpu"))
+        assert mixture.bytes_by_format == own.bytes_by_format
+        return collective.all_reduce(mixture(*given))
+
+    expected = DenseMixture(Experts(gate_up, down))(*given)
+    for found in together(size, part):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_of_gpus_are_whole_and_stay_where_they_are(checkpoint: Checkpoint) -> None:
+    config = read_config(checkpoint.config)
+    settings = ModelSettings(tensor_parallel_size=4, enable_expert_parallel=True)
+    check_divides(config, settings, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="enable_eplb: is for CPUs"):
+        check_divides(config, dataclasses.replace(settings, enable_eplb=True), torch.device("cuda"))
+    form = dataclasses.replace(DENSE, device=torch.device("cuda"))
+    loaded = outline(config, checkpoint, form, num_ranks=4)
+    assert isinstance(loaded, LoadedModel)
+    assert all(isinstance(mixture, PartialMixture) for mixture in mixtures(loaded.model))

@@ -1,0 +1,125 @@
+"""Experts divided among two ranks: kernels on one GPU, and engines on two, or on one that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.layers.expert_parallel import ExpertPlacement, PartialMixture
+from octavo.layers.experts import DenseMixture, GroupedMixture
+from octavo.ops.moe import Experts, GroupedExperts, Routing, join_experts, route
+from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
+from tests.gpu.test_families import OF_GPU, check_alike, generate
+from tests.gpu.test_grouped_moe import joined
+from tests.models.families import make_checkpoint
+from tests.models.test_gpt_oss import make_packed
+from tests.models.test_quantised import FORMATS, SIZES
+from tests.quant.writers import quantise
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+X, S, D, F = 32, 4, 1024, 768
+TOKENS = (1, 3, 9, 40, 700)
+REPLAYS = 10
+FORMS = ("dense", "e2m1", "int4", "e4m3")
+
+
+def halves(form: str) -> tuple[Any, list[PartialMixture]]:
+    """A mixture, and its two halves."""
+    if form == "dense":
+        weights = [torch.randn(X, *shape, device="cuda") * shape[1] ** -0.5 for shape in ((2 * F, D), (D, F))]
+        gate_up, down = (weight.bfloat16() for weight in weights)
+        whole: Any = DenseMixture(Experts(gate_up, down))
+        own: list[Any] = [
+            DenseMixture(Experts(gate_up[part], down[part], num_routed=X)) for part in torch.arange(X).chunk(2)
+        ]
+    else:
+        parts = [[joined(form, X // 2, N, K) for N, K in ((2 * F, D), (D, F))] for _ in range(2)]
+        both = [join_experts(list(pair)) for pair in zip(*parts, strict=True)]
+        whole = GroupedMixture(GroupedExperts(X, *both))  # type: ignore[arg-type]
+        own = [GroupedMixture(GroupedExperts(X // 2, *part, num_routed=X)) for part in parts]
+    experts_WP = torch.arange(X).view(2, -1)
+    placements = [ExpertPlacement(experts_WP, X, rank) for rank in range(2)]
+    return whole, [PartialMixture(*part, torch.device("cuda")) for part in zip(own, placements, strict=True)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_halves_add_up_to_the_mixture(form: str) -> None:
+    """With experts that all, few and no tokens choose, and a half that none chooses."""
+    torch.manual_seed(0)
+    whole, (first, second) = halves(form)
+    for T in TOKENS:
+        x, shares = torch.randn(T, D, device="cuda").bfloat16(), torch.rand(T, S, device="cuda")
+        for likeliest in (0.0, 3.0, 1000.0):
+            chance = torch.rand(T, X, device="cuda") + likeliest * torch.linspace(1, 0, X, device="cuda")
+            given = x, chance.topk(S).indices, shares
+            expected, parts = whole(*given).double(), [first(*given).double(), second(*given).double()]
+            error = ((sum(parts) - expected).norm() / expected.norm()).item()
+            assert error < 2**-7, f"{T} tokens: {error}"
+            assert likeliest < 1000.0 or not parts[1].any()
+
+
+def chain(form: str, T: int) -> tuple[Callable[[], Tensor], Tensor]:
+    """Layers of a router and half of the experts that all depend on the one before, and where their results go."""
+    torch.manual_seed(T)
+    start_TD = torch.randn(T, D, device="cuda").bfloat16()
+    x_TD, norm_D = torch.empty_like(start_TD), torch.rand(D, device="cuda").bfloat16() + 0.5
+    layers = [((torch.randn(X, D, device="cuda") * D**-0.5).bfloat16(), half) for half in halves(form)[1] * 2]
+
+    def run() -> Tensor:
+        x_TD.copy_(start_TD)
+        x = x_TD
+        for router, half in layers:
+            x = half(*route(x, norm_D, 1e-6, router, Routing(S, True)), x)
+        return x
+
+    return run, x_TD
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("T", [1, 3, 40, 300])
+def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(T: int, form: str) -> None:
+    expected = assert_a_graph_gives_the_same_bits(*chain(form, T), REPLAYS)
+    assert expected.isfinite().all()
+
+
+def check_next_to_one_rank(folder: Path, tolerance: float, **settings: Any) -> None:
+    """In every step the ranks compare their results, and would end if they were not equal."""
+    one = generate(folder, **OF_GPU, **settings)
+    two = generate(folder, **OF_GPU, **settings, tensor_parallel_size=2, enable_expert_parallel=True)
+    check_alike(one, two, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("row", "enforce_eager"),
+    [
+        ("qwen3_moe/normalised", True),
+        ("qwen3_moe/normalised", False),
+        ("mixtral/two_of_five", False),
+        ("qwen2_moe/shared", False),
+        ("deepseek_v3/groups", False),
+        ("glm4_moe/groups", False),
+        ("gpt_oss/sinks", False),
+    ],
+)
+def test_two_ranks_give_the_tokens_of_one(row: str, enforce_eager: bool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, row)
+    check_next_to_one_rank(tmp_path, 1e-3, enforce_eager=enforce_eager)
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks", "int4, zeros", "mxfp4"])
+def test_quantised_experts(name: str, tmp_path: Path) -> None:
+    row = "qwen3_moe/normalised"
+    make_checkpoint(tmp_path / "source", row, hidden_size=64, initializer_range=0.1, **SIZES[row])
+    quantise(tmp_path / "source", tmp_path / "quantised", FORMATS[name])
+    check_next_to_one_rank(tmp_path / "quantised", 0.03, dtype="float16")
+
+
+def test_gpt_oss_as_published(tmp_path: Path) -> None:
+    make_packed(tmp_path)
+    check_next_to_one_rank(tmp_path, 0.03, dtype="float16")
