@@ -197,7 +197,7 @@ class CacheSettings:
     kv_cache_dtype: str = setting(
         "auto",
         "data type of cached keys and values; fp8 is float8_e4m3fn, scaled where the checkpoint has scales; int8 and "
-        "int4, on CPUs, have scales of each position and head",
+        "int4 have scales of each position and head",
         ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"),
         synonyms={"fp8_e4m3": "fp8", "int8_per_token_head": "int8", "int4_per_token_head": "int4"},
     )

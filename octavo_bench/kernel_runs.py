@@ -22,6 +22,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows, RopeSet
+from octavo.ops.cache_rows import STORED, row_length
 from octavo.ops.collective import Collective
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.ops.grouped_linear import Number, PackedGroups
@@ -184,14 +185,15 @@ def _groups(make: Maker, number: Number, N: int, K: int, group: int = 64) -> Pac
 
 
 def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
-    cache_dtypes = (dtype, torch.float8_e4m3fn) if dtype == torch.bfloat16 else (dtype,)
+    packed = tuple(STORED.values())
+    cache_dtypes = (dtype, torch.float8_e4m3fn, *packed) if dtype == torch.bfloat16 else (dtype,)
     for (lens, H), cache_dtype in itertools.product(((SINGLE, 64), (RAGGED, 64), (RAGGED, 80)), cache_dtypes):
         rows = make.rows(*lens)
         T, (N, K) = len(rows.groups[0].slot_mapping_T), (6, 2)
         norm, sinks = make.floats(H, dtype=dtype), make.floats(N)
         angles = make.floats(T, H // 2)
-        scaled = [None] if cache_dtype == dtype else [None, KVScales(make.floats(K), make.floats(K))]
-        keys, values = make.cache(12, K, H, cache_dtype), make.cache(12, K, H, cache_dtype)
+        scaled = [None] if cache_dtype != torch.float8_e4m3fn else [None, KVScales(make.floats(K), make.floats(K))]
+        keys, values = (make.cache(12, K, row_length(cache_dtype, H), cache_dtype) for _ in range(2))
         qkv = make.floats(T, (N + 2 * K) * H, dtype=dtype)
         kinds = (
             HeadLayout(N, K, H, 0.1, norm, norm, 1e-6),
@@ -203,7 +205,7 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             plain = functools.partial(ops.attention, qkv, heads, angles, angles, cache, rows)
             yield f"attention {max(lens[0])} {H} {cache_dtype}", plain
             yield f"invariant attention {max(lens[0])} {H} {cache_dtype}", functools.partial(_invariantly, plain)
-        for N_latent in (4, 40):
+        for N_latent in () if cache_dtype in packed else (4, 40):
             latents = make.cache(12, 1, 2 * 8 + 64, cache_dtype)
             shapes = (N_latent, 64, 24), (N_latent, 40, 64), (64,)
             key_map, value_map, norm = (make.floats(*shape, dtype=dtype) for shape in shapes)

@@ -340,8 +340,8 @@ def _scored(variant: Variant, reference: Reference, has_needles: bool) -> Qualit
     checkpoint = open_checkpoint(resolve_model(settings), settings.load_format, settings.seed)
     device = resolve_device(settings.device)
     form = weight_format(settings, device, checkpoint)
-    kv_dtype = resolve_kv_dtype(variant.config.cache.kv_cache_dtype, form)
     model_config = read_config(checkpoint.config)
+    kv_dtype = resolve_kv_dtype(variant.config.cache.kv_cache_dtype, form, model_config.cache)
     if model_config.vocab_size != reference.config.vocab_size:
         raise ConfigError(
             f"{variant.name}: its vocabulary has {model_config.vocab_size} tokens, the model's "

@@ -134,7 +134,7 @@ def build_engine(
     if isinstance(model_config, EncoderConfig):
         return build_encoder(config, path, checkpoint, model_config, form)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
-    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, model_config.cache)
     method = parse_speculative_config(config.speculative.speculative_config)
     found = find_drafter(method, config, model_config, checkpoint, device)
     with kernel_compilation(form, kv_dtype), _started_ranks(config, path, model_config, device, started) as ranks:
@@ -230,7 +230,7 @@ def build_rank(config: EngineConfig, host: Collective, settle: Callable[[int], m
     """
     device, path, checkpoint = _open(config.model)
     config, model_config, form = _read_model(config, path, checkpoint, device)
-    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, model_config.cache)
     pooling = read_pooling(path, config.model.pooling_type, is_encoder=False)
     method = parse_speculative_config(config.speculative.speculative_config)
     found = find_drafter(method, config, model_config, checkpoint, device)

@@ -47,7 +47,7 @@ def make_storage(
     draft_specs: Sequence[LayerCacheSpec] = (),
 ) -> KVStorage:
     """The memory of the KV cache and of recurrent states; ``draft_specs``: of a drafter's layers."""
-    dtype, device = resolve_kv_dtype(config.cache.kv_cache_dtype, form), form.device
+    dtype, device = resolve_kv_dtype(config.cache.kv_cache_dtype, form, (*model.cache, *draft_specs)), form.device
     specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), collective.size)
     is_fp8 = dtype == torch.float8_e4m3fn
     if loaded.kv_scales and not is_fp8:

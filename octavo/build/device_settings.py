@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -12,9 +13,10 @@ import torch
 from octavo import ops
 from octavo.config import STORED_METHODS, ModelSettings
 from octavo.errors import ConfigError
+from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.multimodal_text import text_config
 from octavo.ops import dispatch
-from octavo.ops.cache_rows import INT4
+from octavo.ops.cache_rows import INT4, VECTOR
 from octavo.ops.device_backend import backend_of
 from octavo.plugins import CPU, GPU
 from octavo.quant.methods import weights_method
@@ -25,8 +27,8 @@ from octavo.system.cpus import default_num_threads
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.dtypes import DTYPES, stated_dtype
 
-ON_CPUS = {"int8": torch.int8, "int4": INT4}
-"""Types of the KV cache that only CPUs have kernels for."""
+PACKED = {"int8": torch.int8, "int4": INT4}
+"""Types of the KV cache whose rows have scales of their own."""
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """Makes torch ask for transparent huge pages, of 2 MiB, for tensors at least as large: Linux as usually set up
 ("madvise") gives them to those alone who ask. Reading weights then misses the TLB less often. torch reads this variable
@@ -54,11 +56,18 @@ def _share_cores(count: int) -> None:
     backend_of(CPU).set_num_threads(count)
 
 
-def resolve_kv_dtype(name: str, form: WeightFormat) -> torch.dtype:
+def resolve_kv_dtype(name: str, form: WeightFormat, cache: Iterable[LayerCacheSpec]) -> torch.dtype:
     """The data type of cached keys and values; "auto" follows the weights. Raises ``ConfigError``."""
-    if name in ON_CPUS and form.device.type != CPU:
-        raise ConfigError(f"kv_cache_dtype: {name} is for CPUs; on a GPU use fp8")
-    return ON_CPUS.get(name) or {**DTYPES, "fp8": torch.float8_e4m3fn}.get(name, form.kv_dtype)
+    if name in PACKED and form.device.type != CPU:
+        for spec in cache:
+            if spec.kind == "latent":
+                raise ConfigError(f"kv_cache_dtype: {name} is for keys and values on a GPU, not for latents; use fp8")
+            if name == "int4" and spec.head_dim % VECTOR:
+                raise ConfigError(
+                    f"kv_cache_dtype: int4 on a GPU needs a head_dim that {VECTOR} divides, not {spec.head_dim}; use "
+                    "int8"
+                )
+    return PACKED.get(name) or {**DTYPES, "fp8": torch.float8_e4m3fn}.get(name, form.kv_dtype)
 
 
 def resolve_device(name: str) -> torch.device:

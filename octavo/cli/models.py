@@ -125,7 +125,7 @@ def _check(config: EngineConfig) -> int:
         return _fit_encoder(config, path, model, loaded.num_bytes, form.dtype, free)
     for line in (*_check_modules(config, loaded), *_check_drafter(config, model, checkpoint, device)):
         print(line)
-    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, form, model.cache)
     sizes: Mapping[str, int] = loaded.bytes_by_format
     if checkpoint.has_blocks and form.packs and device.type == "cpu":
         sizes = {"blocks": sum(part.stat().st_size for part in parts_of(path)) // num_ranks}

@@ -111,7 +111,7 @@ def _placed(
     checkpoint = DummyCheckpoint(dict(keys), {}, 0, device="meta")
     gpu = torch.device(GPU)
     form = weight_format(settings, gpu, checkpoint)
-    kv_dtype = resolve_kv_dtype(kind, form)
+    kv_dtype = resolve_kv_dtype(kind, form, model.cache)
     stored = (keys.get("quantization_config") or {}).get("quant_method")
     way = Placement(
         size,

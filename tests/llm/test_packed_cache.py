@@ -13,6 +13,8 @@ from octavo import LLM, SamplingParams
 from octavo.build.device_settings import resolve_kv_dtype
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.models.layer_cache import LayerCacheSpec
+from octavo.ops.cache_rows import INT4
 from octavo.quant.stored.stored_weight import WeightFormat
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import random_tokens
@@ -68,8 +70,15 @@ def test_memory_is_that_of_the_rows(tmp_path: Path) -> None:
     assert [size * 256 / sizes[0] for size in sizes] == [256, 64 + 4, 32 + 2 * 4]
 
 
-def test_names_and_devices() -> None:
+def test_names_and_what_is_refused() -> None:
     given = EngineConfig.from_flat({"kv_cache_dtype": "int8_per_token_head"})
     assert given.cache.kv_cache_dtype == "int8"
-    with pytest.raises(ConfigError, match="kv_cache_dtype: int4 is for CPUs; on a GPU use fp8"):
-        resolve_kv_dtype("int4", WeightFormat(torch.bfloat16, torch.device("cuda")))
+    on_gpu, on_cpu = (WeightFormat(torch.bfloat16, torch.device(device)) for device in ("cuda", "cpu"))
+    narrow, latent = LayerCacheSpec(2, 24), LayerCacheSpec(1, 576, kind="latent")
+    assert resolve_kv_dtype("int8", on_gpu, [narrow]) == torch.int8
+    assert resolve_kv_dtype("int4", on_gpu, [LayerCacheSpec(2, 80), LayerCacheSpec(kind="state")]) == INT4
+    assert resolve_kv_dtype("int4", on_cpu, [narrow, latent]) == INT4
+    with pytest.raises(ConfigError, match="kv_cache_dtype: int4 on a GPU needs a head_dim that 16 divides, not 24"):
+        resolve_kv_dtype("int4", on_gpu, [narrow])
+    with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is for keys and values on a GPU, not for latents"):
+        resolve_kv_dtype("int8", on_gpu, [narrow, latent])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows, attention
+from octavo_kernels.triton.attention.cached_rows import is_packed, pack_store
 from octavo_kernels.triton.attention.decode_attention import attend_single_rows, decode_attention
 from octavo_kernels.triton.attention.prefill_attention import prefill_attention
 from octavo_kernels.triton.attention.rotate_store import rotate_store
@@ -25,12 +26,15 @@ def attention_triton(
     decode step and in a recomputed chunk after a preemption. Else drafts are computed row by row, by the kernel that
     divides long contexts among programs: their sequences' keys and values are then read from the second-level cache.
     """
-    if rows.max_query_len == 1 and not is_invariant() and not heads.shares_cache:
+    is_by_row = (rows.max_query_len == 1 or rows.single is not None) and not is_invariant()
+    if is_by_row and rows.single is None and not heads.shares_cache and not is_packed(cache.keys):
         return decode_attention(qkv_TW, heads, cos_TR, sin_TR, cache, rows)
     slot_mapping_T, block_tables_SB = rows.of(cache)
-    q_TNH = rotate_store(qkv_TW, heads, cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T, cache.scales)
-    out_TNH = torch.empty_like(q_TNH)
-    is_by_row = rows.single is not None and not is_invariant()
+    if is_packed(cache.keys):
+        q_TNH = pack_store(qkv_TW, heads, cos_TR, sin_TR, cache, slot_mapping_T)
+    else:
+        q_TNH = rotate_store(qkv_TW, heads, cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T, cache.scales)
+    out_TNH = torch.empty_like(q_TNH, dtype=qkv_TW.dtype)
     has_single = len(rows.seq_lens_S) > 1 and not is_invariant()
     if has_single or is_by_row:
         attend_single_rows(q_TNH, heads, cache, rows, out_TNH)

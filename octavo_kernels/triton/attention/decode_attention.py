@@ -9,7 +9,8 @@ bounds are read on the device and the host chooses by shapes alone, so that a ca
 
 With the prologue, query, key and value come from the projection: they are normed and rotated here, and the program of
 the last run writes key and value to their slot and puts them into its last tile. A run's last tile is taken first, and
-loaded before the wait for the predecessor, since what else it holds is of earlier steps.
+loaded before the wait for the predecessor, since what else it holds is of earlier steps. Rows of 8 and 4 bits
+(``cached_rows``) are stored by another kernel.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo_kernels.triton.attention.cached_rows import (
+    is_packed,
+    least_width,
+    load_rows,
+    row_assembly,
+    run_of,
+    turned_back,
+)
 from octavo_kernels.triton.attention.decode_qkv import divided, load_angles, load_heads, load_norm, load_scales, turned
 from octavo_kernels.triton.configs.decode_attention import DecodeConfig, config_for
 from octavo_kernels.triton.launch import after_predecessor, counters, launch
@@ -76,13 +85,15 @@ def run_decode_attention(
     assert H <= MAX_HEAD_DIM, f"head_dim {H} is more than {MAX_HEAD_DIM}"
     assert S * K <= MAX_PAIRS, f"{S} sequences of {K} kv heads are more than {MAX_PAIRS} pairs"
     assert keys.stride() == values.stride(), "keys and values must be laid out alike"
+    assert prologue is None or not is_packed(keys), "rows of 8 or 4 bits are stored before"
     assert 1 == keys.stride(3) == x_TW.stride(1) == out_TW.stride(1) == block_tables_SB.stride(1)
     if prologue and prologue.cos_TR is not None and prologue.sin_TR is not None:
         assert prologue.cos_TR.stride() == prologue.sin_TR.stride() == (prologue.cos_TR.stride(0), 1)
     if config is None:
         sizes = S * K, heads.num_heads // K, H, x_TW.element_size(), keys.shape[2]
         config = config_for(*sizes, has_long_context=rows.has_long_context)
-    constants = _constants(heads, prologue, config)
+    constants = _constants(heads, prologue, config, keys, x_TW.dtype)
+    scale = heads.scale / max(1, constants["RUN"])
     partial_shape = (S, K, config.splits, constants["GP"])
     launch(
         _decode_kernel,
@@ -101,7 +112,7 @@ def run_decode_attention(
         torch.empty(*partial_shape, H, dtype=torch.float32, device=x_TW.device),
         torch.empty(partial_shape, dtype=torch.float32, device=x_TW.device),
         counters(x_TW.device, MAX_PAIRS),
-        heads.scale / heads.softcap if heads.softcap else heads.scale * LOG2_E.value,
+        scale / heads.softcap if heads.softcap else scale * LOG2_E.value,
         heads.softcap * LOG2_E.value,
         heads.norm_eps,
         x_TW.stride(0),
@@ -111,18 +122,17 @@ def run_decode_attention(
         keys.stride(0),
         config.splits,
         config.min_tiles,
-        HEAD_STRIDE=keys.stride(1),
-        SLOT_STRIDE=keys.stride(2),
-        BLOCK_SIZE=keys.shape[2],
         BY_ROW=single is not None,
         **constants,
     )
 
 
-def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfig) -> dict[str, Any]:
+def _constants(
+    heads: HeadLayout, prologue: Prologue | None, config: DecodeConfig, keys: Tensor, dtype: torch.dtype
+) -> dict[str, Any]:
     """Compile-time constants of the kernel: as few as can be, since each of their values is a kernel to compile."""
     G, H = heads.num_heads // heads.num_kv_heads, heads.head_dim
-    padded_G, padded_H = triton.next_power_of_2(G), max(16, triton.next_power_of_2(H))  # tensor cores add up 16
+    padded_G, padded_H = triton.next_power_of_2(G), max(least_width(keys), triton.next_power_of_2(H))
     dot = config.dot or padded_G >= 16  # Triton turns sums of so many rows' products into a dot of its own, in TF32
     at_once = max(1, _COMBINED_AT_ONCE * 32 * config.warps // (padded_G * padded_H))
     return {
@@ -141,6 +151,11 @@ def _constants(heads: HeadLayout, prologue: Prologue | None, config: DecodeConfi
         "AT_ONCE": min(at_once, triton.next_power_of_2(config.splits)),
         "DOT": dot,
         "STAGES": config.stages,
+        "HEAD_STRIDE": keys.stride(1),
+        "SLOT_STRIDE": keys.stride(2),
+        "BLOCK_SIZE": keys.shape[2],
+        "RUN": run_of(keys, H),
+        "ASSEMBLY": row_assembly(keys, dtype),
         "num_warps": config.warps,
         "maxnreg": config.registers,
     }
@@ -157,7 +172,7 @@ def _decode_kernel(
     SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
     H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, PROLOGUE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -166,14 +181,14 @@ def _decode_kernel(
         after_predecessor(PDL)  # it stored the step's keys and values
     row, length, own = _row(seq, cu_seqlens, seq_lens, PROLOGUE, BY_ROW)
     seen_from, num_runs, begin, last = _run(length, split, max_splits, min_tiles, WINDOW, TILE)
-    is_active, tile = split < num_runs, kv_head * HEAD_STRIDE + t[:, None] * SLOT_STRIDE + d
-    tables += own * table_stride
+    is_active, tables = split < num_runs, tables + own * table_stride
     at = _tile_start(tables, last, is_active, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
     position = last * TILE + t
-    is_own = ((position == length - 1) & PROLOGUE)[:, None] & (d < H)
-    is_stored = ((position >= seen_from) & (position < length) & is_active)[:, None] & (d < H) & ~is_own
-    k = tl.load(k_cache + at + tile, mask=is_stored, other=0.0)
-    v = tl.load(v_cache + at + tile, mask=is_stored, other=0.0)
+    is_own = ((position == length - 1) & PROLOGUE)[:, None]
+    is_stored = ((position >= seen_from) & (position < length) & is_active)[:, None] & ~is_own
+    k_cache, v_cache = k_cache + kv_head * HEAD_STRIDE, v_cache + kv_head * HEAD_STRIDE
+    k, k_unit = load_rows(k_cache + at, t[:, None], is_stored, SLOT_STRIDE, H, HP, RUN, ASSEMBLY)
+    v, v_unit = load_rows(v_cache + at, t[:, None], is_stored, SLOT_STRIDE, H, HP, RUN, ASSEMBLY)
     d_GD, d_TD = tl.broadcast_to(d[None, :], [GP, HP]), tl.broadcast_to(d[None, :], [TILE, HP])
     k_scale, v_scale = load_scales(k_scales, v_scales, kv_head)
     q_weights, k_weights = load_norm(q_norm, d_GD, H, R), load_norm(k_norm, d, H, R)
@@ -183,7 +198,7 @@ def _decode_kernel(
     q_heads = load_heads(x + ((kv_head * G + g) * H)[:, None], (g < G)[:, None] & is_active, d_GD, H, R)
     if PROLOGUE:
         k_head = load_heads(x + (K * G + kv_head) * H, is_active, d, H, R)
-        v_own = tl.load(x + (K * G + K + kv_head) * H + d_TD, mask=is_own & is_active, other=0.0)
+        v_own = tl.load(x + (K * G + K + kv_head) * H + d_TD, mask=is_own & (d < H) & is_active, other=0.0)
         q_angles = load_angles(cos, sin, row * angle_stride, is_active, d_GD, R)
         k_angles = load_angles(cos, sin, row * angle_stride, is_active, d, R)
         slot = tl.load(slots + row, mask=is_active, other=-1)
@@ -196,16 +211,16 @@ def _decode_kernel(
     if PROLOGUE:
         k_own = divided(turned(k_head, k_norm, k_weights, k_angles, eps, H, 0), k_scales, k_scale).to(k.dtype)
         k, v = tl.where(is_own, k_own, k), tl.where(is_own, divided(v_own, v_scales, v_scale).to(v.dtype), v)
-        to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SLOT_STRIDE + kv_head * HEAD_STRIDE
+        to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SLOT_STRIDE
         tl.store(k_cache + to + d, k_own, mask=(d < H) & (slot >= 0) & (split == num_runs - 1))
-        tl.store(v_cache + to + d_TD, v, mask=is_own & (slot >= 0))
+        tl.store(v_cache + to + d_TD, v, mask=is_own & (d < H) & (slot >= 0))
     peak, total, acc = _walk(
-        q, k, v, k_cache + tile, v_cache + tile, tables, begin, last, seen_from, length,
-        scale * k_scale, cap, slope, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, WINDOW, CAPPED, DOT, STAGES,
+        q, k, v, (k_unit, v_unit), k_cache, v_cache, tables, begin, last, seen_from, length, scale * k_scale,
+        cap, slope, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, WINDOW, CAPPED, DOT, STAGES, RUN, ASSEMBLY,
     )  # fmt: skip
     _finish(
         out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), sinks, split, num_runs,
-        seq.to(tl.int64) * K + kv_head, kv_head * G, g, d, max_splits, G, GP, H, HP, SPLIT, AT_ONCE,
+        seq.to(tl.int64) * K + kv_head, kv_head * G, g, d, max_splits, G, GP, H, HP, SPLIT, AT_ONCE, RUN,
     )  # fmt: skip
 
 
@@ -269,49 +284,52 @@ def _repeated(q: tl.tensor, g: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _walk(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, k_tile: tl.tensor, v_tile: tl.tensor, tables: tl.tensor,
-    begin: tl.tensor, last: tl.tensor, seen_from: tl.tensor, length: tl.tensor, scale: tl.tensor, cap: tl.tensor,
-    slope: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, H: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, units: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor,
+    tables: tl.tensor, begin: tl.tensor, last: tl.tensor, seen_from: tl.tensor, length: tl.tensor, scale: tl.tensor,
+    cap: tl.tensor, slope: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    H: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    RUN: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The sums of a run: its last tile, which is loaded, then the others from the first on.
 
     Tiles come through shared memory, ahead of their use; where one starts is looked up a round before it is asked for.
     """
-    t, d = tl.arange(0, k.shape[0]), tl.arange(0, k.shape[1])
     TILE: tl.constexpr = k.shape[0]
+    HP: tl.constexpr = k.shape[1]
+    t = tl.arange(0, TILE)
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
     sums = peak, tl.zeros_like(peak), tl.zeros([q.shape[0], q.shape[1]], tl.float32)
     at = _tile_start(tables, begin, begin < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
     position = last * TILE + t
     is_seen = (position >= seen_from) & (position < length)
-    sums = _attend(q, k, v, is_seen, length - 1 - position, sums, scale, cap, slope, CAPPED, DOT)
+    sums = _attend(q, k, v, units, is_seen, length - 1 - position, sums, scale, cap, slope, CAPPED, DOT)
     for i in tl.range(begin, last, num_stages=STAGES):
         position = i * TILE + t
-        is_stored = (d < H)[None, :]
+        is_stored = tl.full([TILE, 1], True, tl.int1)
         if WINDOW > 0:  # slots before the window hold arbitrary values
             is_stored &= (position >= seen_from)[:, None]
-        tile_k = tl.load(k_tile + at, mask=is_stored, other=0.0)
-        tile_v = tl.load(v_tile + at, mask=is_stored, other=0.0)
+        tile_k, k_unit = load_rows(k_cache + at, t[:, None], is_stored, SLOT_STRIDE, H, HP, RUN, ASSEMBLY)
+        tile_v, v_unit = load_rows(v_cache + at, t[:, None], is_stored, SLOT_STRIDE, H, HP, RUN, ASSEMBLY)
         at = _tile_start(tables, i + 1, i + 1 < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
-        distance = length - 1 - position
-        sums = _attend(q, tile_k, tile_v, position >= seen_from, distance, sums, scale, cap, slope, CAPPED, DOT)
+        is_seen, distance, units = position >= seen_from, length - 1 - position, (k_unit, v_unit)
+        sums = _attend(q, tile_k, tile_v, units, is_seen, distance, sums, scale, cap, slope, CAPPED, DOT)
     return sums
 
 
 @triton.jit
 def _attend(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, is_seen: tl.tensor, distance: tl.tensor, sums: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, slope: tl.tensor | None, CAPPED: tl.constexpr, DOT: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, units: tl.tensor, is_seen: tl.tensor, distance: tl.tensor,
+    sums: tl.tensor, scale: tl.tensor, cap: tl.tensor, slope: tl.tensor | None, CAPPED: tl.constexpr, DOT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Add a tile to the sums: each query's largest score, its sum of weights, its weighted sum of values."""
     peak, total, acc = sums
+    k_unit, v_unit = units
     k, v = k.to(q.dtype), v.to(q.dtype)
     if DOT:
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     else:
         scores = tl.sum(q[:, None, :].to(tl.float32) * k[None, :, :].to(tl.float32), 2)
-    scores *= scale
+    scores *= scale * k_unit
     if CAPPED:
         small = tl.exp2(tl.abs(scores) * (-2 * LOG2_E))
         scores = cap * tl.where(scores < 0, -1.0, 1.0) * (1 - small) / (1 + small)
@@ -322,6 +340,7 @@ def _attend(
     fade = tl.exp2(peak - higher)
     weights = tl.exp2(scores - higher[:, None])
     total = total * fade + tl.sum(weights, 1)
+    weights *= v_unit
     if DOT:
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     else:
@@ -334,7 +353,7 @@ def _finish(
     out: tl.tensor, parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, sums: tl.tensor, sinks: tl.tensor,
     split: tl.tensor, num_runs: tl.tensor, pair: tl.tensor, first_head: tl.tensor, g: tl.tensor, d: tl.tensor,
     max_splits: tl.tensor, G: tl.constexpr, GP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, RUN: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write a pair's result: this run's if it is the only one, or that of all runs if this is the last to finish."""
     if SPLIT and num_runs > 1:
@@ -342,7 +361,8 @@ def _finish(
         logs += pair * max_splits * GP
         if leave_part(parts, logs, counters + pair, sums, split, num_runs, g, d, GP, H):
             head = tl.arange(0, GP)
-            all_sums = add_parts(parts, logs, num_runs, d, GP, H, HP, AT_ONCE)
-            store_heads(out, all_sums, first_head + head, head < G, d, sinks, H)
+            peak, total, acc = add_parts(parts, logs, num_runs, d, GP, H, HP, AT_ONCE)
+            store_heads(out, (peak, total, turned_back(acc, RUN)), first_head + head, head < G, d, sinks, H)
     else:
-        store_heads(out, sums, first_head + g, g < G, d, sinks, H)
+        peak, total, acc = sums
+        store_heads(out, (peak, total, turned_back(acc, RUN)), first_head + g, g < G, d, sinks, H)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention import KVScales
+from octavo_kernels.triton.attention.cached_rows import least_width, load_rows, row_assembly, run_of, turned_back
 from octavo_kernels.triton.attention.decode_qkv import load_scales
 from octavo_kernels.triton.launch import after_predecessor, launch, shared_bytes
 from octavo_kernels.triton.split_sums import LOG2_E
@@ -83,10 +84,13 @@ def prefill_attention(
     assert scale > 0, "the scale of scores must be positive"
     out_TNH = torch.empty_like(q_TNH) if out is None else out
     assert q_TNH.stride()[1:] == out_TNH.stride()[1:] == (H, 1), "the heads of a row must lie side by side"
-    assert k_cache.stride()[2:] == v_cache.stride()[2:] == (H, 1), "the slots of a block must lie side by side"
-    S, group, head_block = seq_lens_S.shape[0], N // K, max(16, triton.next_power_of_2(H))
+    strides = (k_cache.shape[3], 1)
+    assert k_cache.stride()[2:] == v_cache.stride()[2:] == strides, "the slots of a block must lie side by side"
+    S, group, head_block = seq_lens_S.shape[0], N // K, max(least_width(k_cache), triton.next_power_of_2(H))
     config = config or config_for(q_TNH.element_size(), head_block, shared_bytes(q_TNH.device))
     rows = max(config.rows, triton.next_power_of_2(group))
+    run = run_of(k_cache, H)
+    scale /= max(1, run)
     cap_in = 2 * LOG2_E.value * scale / softcap if softcap else 0.0  # capped scores need no further scale
     # fmt: off
     launch(
@@ -95,7 +99,8 @@ def prefill_attention(
         *(scales or (None, None)),
         1.0 if softcap else LOG2_E.value * scale, cap_in, LOG2_E.value * softcap, window, S,
         q_TNH.stride(0), out_TNH.stride(0), block_tables_SB.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
-        GROUP=group, H=H, HEAD_BLOCK=head_block, BLOCK_SIZE=block_size, ROWS=rows, KEYS=config.keys,
+        GROUP=group, H=H, HEAD_BLOCK=head_block, BLOCK_SIZE=block_size, SLOT_STRIDE=k_cache.shape[3], ROWS=rows,
+        KEYS=config.keys, RUN=run, ASSEMBLY=row_assembly(k_cache, q_TNH.dtype),
         SEQUENCES=max(128, triton.next_power_of_2(S)), SKIP_SINGLE=skip_single, HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0, STAGES=config.stages, num_warps=config.warps, maxnreg=config.registers,
     )
@@ -116,17 +121,17 @@ def _prefill_kernel(
     k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor,
     window: tl.tensor, S: tl.tensor, q_stride: tl.tensor, out_stride: tl.tensor, table_stride: tl.tensor,
     k_block_stride: tl.tensor, k_head_stride: tl.tensor, v_block_stride: tl.tensor, v_head_stride: tl.tensor,
-    GROUP: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr,
+    SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute the tiles of one kv head, those of a sequence from its last rows, which see most keys, to its first."""
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0)
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
-    row_M = tl.arange(0, ROWS)
-    h_H = tl.arange(0, HEAD_BLOCK)
+    row_M, h_H = tl.arange(0, ROWS), tl.arange(0, HEAD_BLOCK)
     head_M = kv_head * GROUP + row_M % GROUP
     at_MH = head_M[:, None] * H + h_H[None, :]
     k_scale, v_scale = load_scales(k_scale_ptr, v_scale_ptr, kv_head)
@@ -154,8 +159,7 @@ def _prefill_kernel(
     for done in tl.range(tl.program_id(1), num_tiles, tl.num_programs(1), num_stages=1, disable_licm=True):
         tile = num_tiles - 1 - done
         s = tl.sum((end_tile_S <= tile).to(tl.int32))
-        start = tl.load(cu_seqlens_ptr + s)
-        stop = tl.load(cu_seqlens_ptr + s + 1)
+        start, stop = tl.load(cu_seqlens_ptr + s), tl.load(cu_seqlens_ptr + s + 1)
         first = start + (tile - tl.sum(tl.where(s_S < s, num_tiles_S, 0))) * TOKENS
         shift = tl.load(seq_lens_ptr + s) - stop  # from a row to its position
         token_M = first + row_M // GROUP
@@ -166,9 +170,10 @@ def _prefill_kernel(
             q_MH, first_peak_M, first_sum_M, shift + token_M,
             shift + first + 1, shift + tl.minimum(first + TOKENS, stop), k_ptr, v_ptr,
             tables_ptr + s.to(tl.int64) * table_stride, k_block_stride, v_block_stride, scale, cap_in, cap_out,
-            slope_M, window, H, HEAD_BLOCK, BLOCK_SIZE, KEYS, HAS_WINDOW, HAS_SOFTCAP, STAGES)
+            slope_M, window, H, HEAD_BLOCK, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN, ASSEMBLY, HAS_WINDOW, HAS_SOFTCAP,
+            STAGES)
         # fmt: on
-        out_MH = (acc_MH / sum_M[:, None] * v_scale).to(out_ptr.dtype.element_ty)
+        out_MH = (turned_back(acc_MH, RUN) / sum_M[:, None] * v_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + token_M[:, None].to(tl.int64) * out_stride + at_MH, out_MH, mask=is_in_MH)
 
 
@@ -177,8 +182,9 @@ def _attend(
     q_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, position_M: tl.tensor, first_end: tl.tensor, end: tl.tensor,
     k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor, k_block_stride: tl.tensor, v_block_stride: tl.tensor,
     scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, slope_M: tl.tensor | None, window: tl.tensor,
-    H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, KEYS: tl.constexpr,
+    RUN: tl.constexpr, ASSEMBLY: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Weighted values and sum of weights, for rows of which the first sees keys to ``first_end``, the last to ``end``.
 
@@ -190,18 +196,17 @@ def _attend(
         begin = seen_from // KEYS * KEYS
         whole_end = begin
     acc_MH = tl.zeros([q_MH.shape[0], HEAD_BLOCK], tl.float32)
-    tile_CH = tl.arange(0, KEYS)[:, None] % BLOCK_SIZE * H + tl.arange(0, HEAD_BLOCK)[None, :]
     # fmt: off
     for at in tl.range(begin, whole_end, KEYS, num_stages=STAGES):
         acc_MH, peak_M, sum_M = _fold(
             at, acc_MH, peak_M, sum_M, q_MH, position_M, seen_from, end, k_ptr, v_ptr, table_ptr, k_block_stride,
-            v_block_stride, tile_CH, scale, cap_in, cap_out, slope_M, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW,
-            HAS_SOFTCAP, MASKED=False)
+            v_block_stride, scale, cap_in, cap_out, slope_M, window, H, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN, ASSEMBLY,
+            HAS_WINDOW, HAS_SOFTCAP, MASKED=False)
     for at in tl.range(whole_end, end, KEYS, num_stages=STAGES if HAS_WINDOW else 1):
         acc_MH, peak_M, sum_M = _fold(
             at, acc_MH, peak_M, sum_M, q_MH, position_M, seen_from, end, k_ptr, v_ptr, table_ptr, k_block_stride,
-            v_block_stride, tile_CH, scale, cap_in, cap_out, slope_M, window, H, BLOCK_SIZE, KEYS, HAS_WINDOW,
-            HAS_SOFTCAP, MASKED=True)
+            v_block_stride, scale, cap_in, cap_out, slope_M, window, H, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN, ASSEMBLY,
+            HAS_WINDOW, HAS_SOFTCAP, MASKED=True)
     # fmt: on
     return acc_MH, sum_M
 
@@ -210,22 +215,29 @@ def _attend(
 def _fold(
     at: tl.tensor, acc_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, q_MH: tl.tensor, position_M: tl.tensor,
     seen_from: tl.tensor, end: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor,
-    k_block_stride: tl.tensor, v_block_stride: tl.tensor, tile_CH: tl.tensor, scale: tl.tensor, cap_in: tl.tensor,
+    k_block_stride: tl.tensor, v_block_stride: tl.tensor, scale: tl.tensor, cap_in: tl.tensor,
     cap_out: tl.tensor, slope_M: tl.tensor | None, window: tl.tensor, H: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Add the tile of keys from ``at`` on to the sums (Milakov and Gimelshein, arXiv 1805.02867)."""
     key_C = at + tl.arange(0, KEYS)
-    is_in_CH = (tl.arange(0, acc_MH.shape[1]) < H)[None, :]
     block_C = key_blocks(table_ptr, at, end, BLOCK_SIZE, KEYS).to(tl.int64)
-    at_CH = at % BLOCK_SIZE * H + tile_CH
-    k_CH = tl.load(k_ptr + block_C * k_block_stride + at_CH, mask=is_in_CH, other=0.0)
+    dtype: tl.constexpr = q_MH.dtype
+    D: tl.constexpr = q_MH.shape[1]
+    in_block, slot_C1 = at % BLOCK_SIZE * SLOT_STRIDE, tl.arange(0, KEYS)[:, None] % BLOCK_SIZE
+    is_row_C1 = tl.full([KEYS, 1], True, tl.int1)
+    # fmt: off
+    k_CH, k_unit = load_rows(k_ptr + block_C * k_block_stride + in_block, slot_C1, is_row_C1, SLOT_STRIDE, H, D, RUN,
+                             ASSEMBLY)
     if MASKED:  # slots behind the last row's hold anything, also NaN, which a weight of 0 would not undo
-        is_in_CH = is_in_CH & (key_C < end)[:, None]
+        is_row_C1 &= key_C[:, None] < end
     if HAS_WINDOW:  # and so do those before the first row's window
-        is_in_CH = is_in_CH & (key_C >= seen_from)[:, None]
-    v_CH = tl.load(v_ptr + block_C * v_block_stride + at_CH, mask=is_in_CH, other=0.0)
-    scores_MC = tl.dot(q_MH, tl.trans(k_CH.to(q_MH.dtype)), input_precision="ieee")
+        is_row_C1 &= key_C[:, None] >= seen_from
+    v_CH, v_unit = load_rows(v_ptr + block_C * v_block_stride + in_block, slot_C1, is_row_C1, SLOT_STRIDE, H, D, RUN,
+                             ASSEMBLY)
+    # fmt: on
+    scores_MC = tl.dot(q_MH, tl.trans(k_CH.to(dtype)), input_precision="ieee") * k_unit
     if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         scores_MC = cap_out - 2 * cap_out / (tl.exp2(scores_MC * cap_in) + 1)
     if slope_M is not None:
@@ -238,8 +250,10 @@ def _fold(
     top_M = tl.maximum(peak_M, tl.max(scores_MC, 1) * scale)
     weights_MC = tl.exp2(tl.fma(scores_MC, scale, -top_M[:, None]))
     shrink_M = tl.exp2(peak_M - top_M)
-    acc_MH = tl.dot(weights_MC.to(q_MH.dtype), v_CH.to(q_MH.dtype), acc_MH * shrink_M[:, None], input_precision="ieee")
-    return acc_MH, top_M, sum_M * shrink_M + tl.sum(weights_MC, 1)
+    sum_M = sum_M * shrink_M + tl.sum(weights_MC, 1)
+    weights_MC *= v_unit
+    acc_MH = tl.dot(weights_MC.to(dtype), v_CH.to(dtype), acc_MH * shrink_M[:, None], input_precision="ieee")
+    return acc_MH, top_M, sum_M
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from octavo.ops.attention import (
     store_keys,
     store_kv,
 )
+from octavo_kernels.triton.attention.cached_rows import is_packed, pack_store
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 # ---- rotate_store: Between a layer's projection and its attention: norm and rotate queries and keys, store keys and
@@ -177,7 +178,10 @@ def store_keys_triton(
     """See ``ops.store_keys``."""
     kv_TW = qkv_TW[:, -2 * heads.num_kv_heads * heads.head_dim :]
     keys_only = heads._replace(num_heads=0)
-    rotate_store(kv_TW, keys_only, cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T, cache.scales)
+    if is_packed(cache.keys):
+        pack_store(kv_TW, keys_only, cos_TR, sin_TR, cache, slot_mapping_T)
+    else:
+        rotate_store(kv_TW, keys_only, cos_TR, sin_TR, cache.keys, cache.values, slot_mapping_T, cache.scales)
 
 
 # ---- store_kv: ``store_kv`` for CUDA devices: a program copies a row's keys and values; the host need not know what
@@ -218,7 +222,10 @@ def store_kv_triton(
 ) -> None:
     """See ``ops.store_kv``."""
     T, K, H = k_TKH.shape
-    if T:
+    if T and is_packed(k_cache):
+        heads, cache = HeadLayout(0, K, H, 1.0), LayerCache(k_cache, v_cache)
+        pack_store(torch.cat((k_TKH, v_TKH), 1).flatten(1), heads, None, None, cache, slot_mapping_T)
+    elif T:
         k_scale, v_scale = scales or (None, None)
         launch(
             store_kv_kernel, (T,), k_TKH.contiguous(), v_TKH.contiguous(), k_cache, v_cache, slot_mapping_T,

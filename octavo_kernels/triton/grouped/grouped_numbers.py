@@ -127,6 +127,12 @@ def entry_assembly(packed: PackedGroups, dtype: torch.dtype, offset: int = 0) ->
     return tuple(_ASSEMBLY.format(_text(packed.number, plane, is_bfloat16, offset) + ends) for plane in planes)
 
 
+def entry_of_uint4(plane: int) -> str:
+    """PTX that makes the entries of this plane of two words in bfloat16; its operands are the words, their scales, and
+    what is added, as ``entry_assembly`` has minima."""
+    return _ASSEMBLY.format(_int4(plane, True, 0) + "fma.rn.bf16x2 $0, $0, $2, $3;")
+
+
 def _text(number: Number, plane: int, is_bfloat16: bool, offset: int) -> str:
     if number in ("int4", "uint4"):
         return _int4(plane, is_bfloat16, None if offset else 8 if number == "int4" else 0)

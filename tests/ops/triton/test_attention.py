@@ -20,12 +20,14 @@ from octavo.ops.attention import (
     attention,
     paged_attention,
 )
+from octavo.ops.cache_rows import STORED, row_length, unpack_rows
 from octavo.ops.norms import rms_norm
 from octavo_kernels.triton.attention.attention import attention_triton
 from octavo_kernels.triton.launch import invariant
-from tests.triton_interpreter import DEVICE
+from tests.triton_interpreter import DEVICE, quick_first
 
 N, K, H, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 32, 16, 64
+PACKED = tuple(STORED.values())
 
 
 def make_heads() -> HeadLayout:
@@ -45,7 +47,12 @@ class Contexts:
         self.tables = torch.randperm(NUM_BLOCKS, generator=generator)[: len(lengths) * 8].int().view(len(lengths), 8)
 
     def cache(self, dtype: torch.dtype = torch.float32, scales: KVScales | None = None) -> LayerCache:
-        keys = torch.full((NUM_BLOCKS, K, BLOCK_SIZE, H), float("nan"), device=DEVICE).to(dtype)
+        """All bits of rows of 8 and 4 bits are set, which makes their scales NaN."""
+        if dtype in PACKED:
+            shape = (NUM_BLOCKS, K, BLOCK_SIZE, row_length(dtype, H))
+            keys = torch.full(shape, 255, dtype=torch.uint8, device=DEVICE).view(dtype)
+        else:
+            keys = torch.full((NUM_BLOCKS, K, BLOCK_SIZE, H), float("nan"), device=DEVICE).to(dtype)
         return LayerCache(keys, keys.clone(), scales=scales)
 
     def step(
@@ -53,7 +60,8 @@ class Contexts:
     ) -> list[Tensor]:
         """Rows ``start`` to ``stop`` of each sequence in one step, then two padded rows; each sequence's results."""
         runs = list(enumerate(spans))
-        qkv = torch.cat([*(self.qkv[s][a:b] for s, (a, b) in runs), torch.zeros(2, (N + 2 * K) * H)])
+        padding = self.qkv[0].new_zeros(2, (N + 2 * K) * H)
+        qkv = torch.cat([*(self.qkv[s][a:b] for s, (a, b) in runs), padding])
         angles = torch.cat([*(self.angles[s][a:b] for s, (a, b) in runs), torch.zeros(2, H // 2)])
         slots = [
             int(self.tables[s, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
@@ -140,6 +148,40 @@ def test_steps_over_an_8_bit_cache() -> None:
         torch.testing.assert_close(a.float(), b, rtol=2**-3, atol=2**-9, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    quick_first(
+        2,
+        [
+            (torch.int8, torch.float32),
+            (torch.uint8, torch.float16),
+            (torch.uint8, torch.float32),
+            (torch.int8, torch.bfloat16),
+        ],
+    ),
+)
+def test_steps_over_rows_of_8_and_4_bits(kind: torch.dtype, dtype: torch.dtype) -> None:
+    """A stored number is half a step off at most, but where rounding before decides between two codes."""
+    contexts, heads = Contexts([100, 100, 100]), make_heads()
+    contexts.qkv = [rows.to(dtype) for rows in contexts.qkv]
+    cache, expected_cache = contexts.cache(kind), contexts.cache(kind)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    at = [0, 0, 0]
+    for counts in ((20, 1, 35), (1, 1, 1), (1, 5, 0)):
+        spans = [(start, start + count) for start, count in zip(at, counts, strict=True)]
+        at = [end for _, end in spans]
+        got = contexts.step(attention_triton, heads, cache, spans)
+        contexts.step(attention.reference, heads, expected_cache, spans)
+        for a, b in zip(got, contexts.step(attend_stored, heads, cache, spans), strict=True):
+            assert a.dtype == dtype
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    for a, b in zip(cache[:2], expected_cache[:2], strict=True):
+        error = (unpack_rows(a, H) - unpack_rows(b, H)).abs()
+        assert error.isnan().equal(unpack_rows(b, H).isnan())
+        assert error.nan_to_num().max() < 0.5
+        assert (error[~error.isnan()] < 5e-3).double().mean() > (0.99 if dtype == torch.float32 else 0.5)
+
+
 def scales_of_heads() -> KVScales:
     return KVScales(torch.tensor([0.02, 5.0], device=DEVICE), torch.tensor([30.0, 0.3], device=DEVICE))
 
@@ -175,10 +217,11 @@ def test_scales_keep_large_and_small_numbers_in_an_8_bit_cache(run: Callable[...
             assert (a - b).norm() < 0.1 * b.norm()
 
 
-def test_rows_are_the_same_in_any_step_where_asked_for() -> None:
+@pytest.mark.parametrize("kind", quick_first(2, [torch.float32, torch.uint8, torch.int8]))
+def test_rows_are_the_same_in_any_step_where_asked_for(kind: torch.dtype) -> None:
     contexts, heads = Contexts([60, 50, 20]), make_heads()
     with invariant():
-        one, other = contexts.cache(), contexts.cache()
+        one, other = contexts.cache(kind), contexts.cache(kind)
         whole = contexts.step(attention_triton, heads, one, [(0, 60), (0, 50), (0, 0)])
         contexts.step(attention_triton, heads, other, [(0, 37), (0, 49), (0, 0)])
         rest = contexts.step(attention_triton, heads, other, [(37, 58), (0, 0), (0, 20)])
@@ -188,11 +231,17 @@ def test_rows_are_the_same_in_any_step_where_asked_for() -> None:
     assert torch.equal(last[1], whole[1][49:50])
 
 
-@pytest.mark.parametrize("run", [attention, attention.reference, attention_triton])
-def test_a_layer_may_read_what_another_has_stored(run: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        *((run, torch.float32) for run in (attention, attention.reference, attention_triton)),
+        *quick_first(1, [(attention_triton, torch.uint8), (attention_triton, torch.int8)]),
+    ],
+)
+def test_a_layer_may_read_what_another_has_stored(run: Callable[..., Tensor], kind: torch.dtype) -> None:
     """Steps of chunks, of single rows and of both; the cache stays as it is."""
     contexts, heads = Contexts([100, 100, 100]), make_heads()
-    cache = contexts.cache()
+    cache = contexts.cache(kind)
 
     def read(qkv_TW: Tensor, heads: HeadLayout, *rest: Any) -> Tensor:
         sharing = heads._replace(shares_cache=True, k_norm_H=None)
