@@ -11,9 +11,11 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import hashlib
 import ipaddress
 import re
 import socket
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -32,6 +34,8 @@ from octavo_server.tenants.places import Places
 
 MOST_PREPARED_BYTES = 48 << 20
 """Of the resized images of a request, which go to the engine process in one message."""
+MOST_KEPT_BYTES = 128 << 20
+"""Of resized images that are kept, as a conversation brings its images again with each message."""
 MOST_FRAMES = 1000
 """Of a video that is given as images."""
 FRAMES_URL = "data:video/jpeg;base64,"
@@ -116,6 +120,29 @@ class MarkedText:
         return ChatPrompt(self._text, self._text, images=tuple(range(len(self.images))))
 
 
+class KeptImages:
+    """The images that were prepared last, by who sent them: how soon an answer comes tells nobody what others sent."""
+
+    def __init__(self, most_bytes: int = MOST_KEPT_BYTES) -> None:
+        self._most, self._num_bytes = most_bytes, 0
+        self._images: OrderedDict[tuple[str, str, bytes], PreparedImage] = OrderedDict()
+
+    async def prepared(self, owner: str, preparer: ImagePreparer, data: bytes, source: Source) -> PreparedImage:
+        """The image in a file, prepared unless it is kept. Raises as ``ImagePreparer.prepare`` does."""
+        digest = await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
+        key = owner, source.detail, digest
+        if key in self._images:
+            self._images.move_to_end(key)
+            return self._images[key]
+        image = await asyncio.to_thread(preparer.prepare, data, source.detail, source.where)
+        if key not in self._images:  # else it came twice at once
+            self._images[key] = image
+            self._num_bytes += len(image.pixels)
+            while self._num_bytes > self._most:
+                self._num_bytes -= len(self._images.popitem(last=False)[1].pixels)
+        return image
+
+
 class ImageFiles:
     """Gets and prepares the images of one model's requests."""
 
@@ -134,6 +161,7 @@ class ImageFiles:
         self._resolve = resolve or _resolved
         self._preparer: ImagePreparer | None = None
         self._is_read = False
+        self._kept = KeptImages()
         self._places = Places(4, 2)
 
     @property
@@ -159,7 +187,7 @@ class ImageFiles:
         num_bytes = 0
         for part in parts:
             async with self._places.place(owner):
-                media = await self._prepared(preparer, part, read_file)
+                media = await self._prepared(preparer, part, owner, read_file)
             images = media.images if isinstance(media, PreparedVideo) else [media]
             num_bytes += sum(len(image.pixels) for image in images)
             if num_bytes > MOST_PREPARED_BYTES:
@@ -168,11 +196,13 @@ class ImageFiles:
             found.append(media)
         return found
 
-    async def _prepared(self, preparer: ImagePreparer, part: Part, read_file: ReadFile | None) -> PreparedMedia:
+    async def _prepared(
+        self, preparer: ImagePreparer, part: Part, owner: str, read_file: ReadFile | None
+    ) -> PreparedMedia:
         if part[0].get("type") not in VIDEO_PARTS:
             source = source_of(part)
             data = await self._content(source, read_file)
-            return await asyncio.to_thread(preparer.prepare, data, source.detail, source.where)
+            return await self._kept.prepared(owner, preparer, data, source)
         sources, rate = video_sources(part)
         files = [await self._content(source, read_file) for source in sources]
         if (num_bytes := sum(map(len, files))) > self._most_bytes:

@@ -47,7 +47,9 @@ class ImagePreparer:
         Raises ``InvalidParameter``, and ``Unavailable`` if no process can be started now.
         """
         (shape, details), pixels = self._ask(self.processor.settings_for(detail), data, f"'{where}': the image")
-        return PreparedImage(tuple(shape), tuple(details), pixels)
+        image = PreparedImage(tuple(shape), tuple(details), pixels)
+        _ = image.digest  # here, in the caller's thread: some milliseconds
+        return image
 
     def prepare_video(self, files: Sequence[bytes], rate: float | None, where: str) -> PreparedVideo:
         """Prepare a video: one file, or frames as images, ``rate`` a second. Raises as ``prepare`` does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -29,6 +30,11 @@ class PreparedImage:
     pixels: bytes
     elapsed: int | None = None
     """See ``ImageInput``."""
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the pixels."""
+        return hashlib.sha256(self.pixels).digest()
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,7 @@ class ImageProcessor:
     def placed(self, image: PreparedImage, start: int) -> ImageInput:
         """An image whose first token is at ``start``."""
         known = [dict(self.settings), self.mean, self.deviation, image.shape, image.details, image.elapsed]
-        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode() + b"\0" + image.pixels).digest()
+        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode() + b"\0" + image.digest).digest()
         return ImageInput(
             start,
             len(self.tokens(image)),

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -21,9 +21,11 @@ from PIL import Image
 
 from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
+from octavo.images.preparer import ImagePreparer
+from octavo.images.processors import PreparedImage
 from octavo.server_settings import ServerSettings
 from octavo.types import EngineInfo, Request
-from octavo_server.image_files import ImageFiles, is_public, source_of
+from octavo_server.image_files import ImageFiles, KeptImages, Source, is_public, source_of
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
 
@@ -133,6 +135,33 @@ def test_chat_completions(seeing: Seeing) -> None:
     streamed = chat(served, parts, stream=True)
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert engine.seen[1].images == request.images
+
+
+def test_an_image_is_prepared_once_for_each_who_sends_it() -> None:
+    made = list[str]()
+
+    class Preparer:
+        def prepare(self, data: bytes, detail: str, where: str) -> PreparedImage:
+            made.append(where)
+            return PreparedImage((1, 2, 2), (), data * 3)
+
+    async def asked() -> None:
+        kept, preparer = KeptImages(most_bytes=40), cast(ImagePreparer, Preparer())
+        for owner, data, detail, where in [
+            ("a", b"wxyz", "auto", "first"),
+            ("a", b"wxyz", "auto", "again"),
+            ("b", b"wxyz", "auto", "of another"),
+            ("a", b"wxyz", "low", "small"),
+            ("a", b"wxyz", "auto", "again"),
+            ("a", b"vwxy", "auto", "too much"),
+            ("a", b"wxyz", "auto", "still there"),
+            ("b", b"wxyz", "auto", "gone"),
+        ]:
+            image = await kept.prepared(owner, preparer, data, Source("data", "", detail, where))
+            assert image.pixels == data * 3
+
+    asyncio.run(asked())
+    assert made == ["first", "of another", "small", "too much", "gone"]
 
 
 def test_placeholders_that_a_client_spells_stay_text(seeing: Seeing) -> None:
