@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from octavo.config import EngineConfig
 from octavo.engine.sequence_images import ImageSettings
 from octavo.errors import CheckpointError
@@ -16,7 +19,7 @@ from octavo.images.families import read_processor
 from octavo.images.processors import ImageProcessor
 from octavo.models.config import ModelConfig
 from octavo.models.registry import CausalLM
-from octavo.models.vision.tower import VisionConfig
+from octavo.models.vision.tower import Pixels, VisionConfig
 from octavo.models.vision.towers import LoadedTower, connect, load_tower, read_vision
 from octavo.plugins import GPU
 from octavo.quant.stored.stored_weight import WeightFormat
@@ -30,6 +33,8 @@ from octavo.weights.gguf.projector import open_projector
 
 logger = logging.getLogger(__name__)
 
+SQUARE = 1024
+"""Side of the image that is measured, in pixels."""
 MOST_SLOTS = {"cpu": 8192, GPU: 16_384}
 """Slots of the pool by default, if contexts are as long: all images of a request must fit."""
 
@@ -41,13 +46,16 @@ class Vision:
     decoder connected to it, once the decoder's own cache is there.
     """
 
-    def __init__(self, loaded: LoadedTower, processor: ImageProcessor, num_slots: int, form: WeightFormat) -> None:
+    def __init__(
+        self, loaded: LoadedTower, processor: ImageProcessor, num_slots: int, form: WeightFormat, temporary: int
+    ) -> None:
+        """``temporary``: bytes that computing an image takes."""
         self.loaded = loaded
         self._processor, self._form = processor, form
         config = loaded.config
         self.settings = ImageSettings(num_slots, config.num_axes, config.is_bidirectional, config.longest)
-        self.num_bytes = pool_bytes(config, num_slots, form)
-        """Bytes of the pool."""
+        self.num_bytes = pool_bytes(config, num_slots, form) + temporary
+        """Bytes of the pool, and of what an image takes while it is computed."""
 
     @property
     def weight_bytes(self) -> Counter[str]:
@@ -94,7 +102,27 @@ def load_vision(
     longest = config.model.max_model_len or model.max_position_embeddings
     num_slots = max(found.longest, min(longest, MOST_SLOTS[form.device.type]))
     logger.info("the model takes images: %d M parameters, %d slots", loaded.num_parameters // 1_000_000, num_slots)
-    return Vision(loaded, processor, num_slots, form)
+    return Vision(loaded, processor, num_slots, form, temporary_bytes(loaded, processor, num_slots, form))
+
+
+def temporary_bytes(loaded: LoadedTower, processor: ImageProcessor, num_slots: int, form: WeightFormat) -> int:
+    """Bytes of a GPU that computing an image takes, at most: what a square takes, by its embeddings where images differ
+    in size. Towers use libraries that are slow when first called, which is done here, before the first request."""
+    if form.device.type != GPU:
+        return 0
+    from PIL import Image  # only here: most models take no images
+
+    from octavo.images.tiling import tiled
+
+    tiles, details = tiled(Image.new("RGB", (SQUARE, SQUARE)), processor.settings_for("auto"))
+    pixels = torch.stack([torch.from_numpy(np.array(tile)) for tile in tiles]).to(form.device)
+    before = torch.cuda.memory_allocated(form.device)
+    torch.cuda.reset_peak_memory_stats(form.device)
+    with torch.inference_mode():
+        made = len(loaded.tower(Pixels(pixels, details, processor.mean, processor.deviation)))
+    taken = torch.cuda.max_memory_allocated(form.device) - before
+    torch.cuda.empty_cache()
+    return taken * (-(-num_slots // made) if processor.side else 1)
 
 
 def connected(vision: Vision | None, model: CausalLM) -> tuple[EmbeddingPool | None, ImageSettings | None]:

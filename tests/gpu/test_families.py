@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.models.vision.parts import attend
 from tests.models import vision
 from tests.models.families import EVERY_ROW, ROWS, make_checkpoint
 from tests.models.test_architectures import LENGTHS, PROMPTS
@@ -96,3 +97,17 @@ def test_images(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
             for prompt, output in zip(WITH_IMAGES, llm.generate(as_inputs(WITH_IMAGES), SCORED), strict=True):
                 assert worst_difference(name, model, prompt, output) < 2 * TOLERANCE
         llm.engine.check()
+
+
+def test_attention_of_towers_stores_no_scores() -> None:
+    """Those of an image of 1024 x 1024 pixels would take 512 MiB, and most of the time."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(4096, 16, 72, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = attend(q, k, v)
+    assert torch.cuda.max_memory_allocated() - before < 8 * q.nbytes
+    scores = torch.einsum("nah,mah->anm", q[:50].double(), k.double()) * 72**-0.5
+    expected = torch.einsum("anm,mah->nah", scores.softmax(-1), v.double()).flatten(1)
+    assert (found[:50].double() - expected).norm() < 1e-2 * expected.norm()

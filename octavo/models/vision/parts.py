@@ -121,9 +121,10 @@ def attend(q_NAH: Tensor, k_NAH: Tensor, v_NAH: Tensor, scale: float | None = No
         q, k, v = (x.reshape(-1, A, H) for x in (q_NAH, k_NAH, v_NAH))
         ends = range(N, len(q) + 1, N)
         return ops.encoder_attention(q, k, v, ends, H**-0.5 if scale is None else scale).view(*others, N, A * H)
-    q, k, v = (x.transpose(-2, -3) for x in (q_NAH, k_NAH, v_NAH))
-    out = functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(-2, -3)
-    return out.reshape(*out.shape[:-2], -1)
+    *others, N, A, H = q_NAH.shape  # four dimensions: torch's kernels decline three and then store all scores
+    q, k, v = (x.reshape(-1, N, A, H).transpose(1, 2) for x in (q_NAH, k_NAH, v_NAH))
+    out = functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
+    return out.reshape(*others, N, A * H)
 
 
 def turn(x_NAH: Tensor, cos_NH: Tensor, sin_NH: Tensor) -> Tensor:

@@ -145,11 +145,12 @@ class QwenBlock:
 
     def __call__(self, x_ND: Tensor, angles: tuple[Tensor, Tensor], windows: list[Tensor]) -> Tensor:
         """``windows``: int64 [windows, patches of each]: the patches that attend to each other; all if empty."""
-        N = len(x_ND)
-        q, k, v = self.qkv(self.norms[0](x_ND)).view(N, 3, self.num_heads, -1).unbind(1)
+        N, A = len(x_ND), self.num_heads
+        qkv = self.qkv(self.norms[0](x_ND)).view(N, 3 * A, -1)
+        qk, v = qkv[:, : 2 * A], qkv[:, 2 * A :]
         if self.head_norms:
-            q, k = self.head_norms[0](q), self.head_norms[1](k)
-        q, k = turn(q, *angles), turn(k, *angles)
+            qk = torch.cat([norm(x) for norm, x in zip(self.head_norms, qk.chunk(2, dim=1), strict=True)], dim=1)
+        q, k = turn(qk, *angles).chunk(2, dim=1)
         if windows:
             attended = torch.empty_like(x_ND)
             for window in windows:
