@@ -118,6 +118,14 @@ def _add_kernels(kinds: Any) -> None:
     recurrences.add_argument("--tokens", type=numbers, default=[16, 32, 64, 128, 512, 2048, 8192], help="of a prompt")
     recurrences.add_argument("--sequences", type=numbers, default=[1, 8], help="prompts in a step")
 
+    help = "time of attention over long contexts, by the type of the KV cache, on a GPU"
+    cached = add_kind(kinds, "cached-attention", help, "cached_attention.measure", on_gpu=True)
+    cached.add_argument("--kinds", type=words, default=["bfloat16", "fp8", "int8", "int4"], help="types of the cache")
+    cached.add_argument("--contexts", type=numbers, default=[8192, 32768, 131072], help="positions of each sequence")
+    cached.add_argument("--sequences", type=numbers, default=[1])
+    cached.add_argument("--heads", type=numbers, default=[32, 8, 128], help="query heads, KV heads, numbers of a head")
+    cached.add_argument("--sweep", action="store_true", help="also with other tilings; the fastest are named")
+
     help = "time and error of products with packed weights, by format, on a GPU"
     packed = add_kind(kinds, "packed", help, "packed_weights.measure", on_gpu=True)
     packed.add_argument("models", nargs="*", default=["qwen3-8b"], help="shapes' names, also of mixtures")
