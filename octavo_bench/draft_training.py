@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from octavo.models.drafters.head import llama_like
+from octavo.models.drafters.head import drafted
 from octavo.models.layer_cache import kv_groups
-from octavo.models.llama import LlamaConfig
+from octavo.models.parts import DecoderConfig
 from octavo.models.registry import load_model, read_config
 from octavo.ops.attention import GroupRows, PagedRows
 from octavo.quant.stored.stored_weight import WeightFormat
@@ -39,7 +39,7 @@ KeysValues = tuple[Tensor, Tensor]
 class Attention(nn.Module):
     """Over embeddings and hidden states side by side."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         D, H = config.hidden_size, config.head_dim
         self.head_dim, self.group = H, config.num_heads // config.num_kv_heads
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(2 * D, config.num_kv_heads * H, bias=False)
         self.v_proj = nn.Linear(2 * D, config.num_kv_heads * H, bias=False)
         self.o_proj = nn.Linear(config.num_heads * H, D, bias=False)
-        self.theta = config.rope.theta
+        self.theta = config.ropes[0][0].theta
 
     def forward(self, x_BSE: Tensor, rounds: list[KeysValues]) -> Tensor:
         """The output [B, S, D] of the next round, whose keys and values are added to ``rounds``."""
@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         D, F = config.hidden_size, config.ffn_size
         self.gate_proj, self.up_proj = nn.Linear(D, F, bias=False), nn.Linear(D, F, bias=False)
@@ -93,7 +93,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         D, eps = config.hidden_size, config.norm_eps
         self.input_layernorm, self.hidden_norm = nn.RMSNorm(D, eps), nn.RMSNorm(D, eps)
@@ -110,7 +110,7 @@ class Layer(nn.Module):
 class TrainableEagle3(nn.Module):
     """The head; ``config`` has the sizes of its layer."""
 
-    def __init__(self, config: LlamaConfig, num_inputs: int, draft_vocab_size: int) -> None:
+    def __init__(self, config: DecoderConfig, num_inputs: int, draft_vocab_size: int) -> None:
         super().__init__()
         D = config.hidden_size
         self.fc = nn.Linear(num_inputs * D, D, bias=False)
@@ -196,8 +196,8 @@ class Teacher:
         """Raises ``CheckpointError`` for a model that EAGLE-3 heads do not support."""
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         config = read_config(checkpoint.config)
-        self.model = llama_like(load_model(config, checkpoint, WeightFormat(dtype, device)).model, "eagle3")
-        self.config: LlamaConfig = self.model.config
+        self.model = drafted(load_model(config, checkpoint, WeightFormat(dtype, device)).model, "eagle3")
+        self.config: DecoderConfig = self.model.config
         L = self.config.num_layers
         self.layers = tuple(layer for layer in (2, L // 2, L - 3) if layer >= 0) if L > 4 else (0, L // 2, L)
         self._taps = tap_layers(self.model, self.layers)
@@ -236,7 +236,7 @@ class Trained(NamedTuple):
     head: TrainableEagle3
     target_ids_W: Tensor
     layers: tuple[int, ...]
-    config: LlamaConfig
+    config: DecoderConfig
     record: dict[str, Any]
 
 

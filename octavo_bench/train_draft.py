@@ -99,7 +99,7 @@ def write(trained: Trained, folder: Path) -> None:
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
+        "rope_theta": config.ropes[0][0].theta,
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": len(ids_W),

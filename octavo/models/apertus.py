@@ -8,8 +8,7 @@ from torch.nn import functional
 from octavo.layers.mlp import MLP, XIELU, gelu
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.decoder_layer import DecoderLayer
-from octavo.models.llama import FeedForward
+from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, HeadNorm, Names
 from octavo.models.rope import rope_values

@@ -122,8 +122,9 @@ class ElectraModel(BertModel):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
-        for key in ("summary_activation", "summary_last_dropout", "summary_type", "summary_use_proj"):
-            keys.get(key)  # of multiple choice
+        keys.pass_over(
+            "summary_activation", "summary_last_dropout", "summary_type", "summary_use_proj"
+        )  # of multiple choice
         config = read_bert(keys, "electra.")
         config = dataclasses.replace(
             config, embedding_size=keys.size("embedding_size", 128), projection="embeddings_project"
@@ -182,8 +183,9 @@ class DistilBertModel(Encoder):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
-        for key in ("dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"):
-            keys.get(key)  # of training; sinusoidal positions are stored like learned ones
+        keys.pass_over(
+            "dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"
+        )  # of training; sinusoidal positions are stored like learned ones
         config = read_encoder(under_names(keys, DISTILBERT_SIZES), names=DISTILBERT, activation_key="activation")
         config = dataclasses.replace(
             with_positions(config),

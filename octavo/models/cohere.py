@@ -91,15 +91,13 @@ class Cohere2MoeForCausalLM(Decoder):
         activation = keys.choice("hidden_act", ACTIVATIONS, "silu")
         moe = read_experts(
             keys,
-            config.num_layers,
-            dense_size,
-            activation,
+            config,
             count_keys=("num_experts", "num_local_experts"),
             num_chosen=2,
-            expert_size=config.ffn_size,
             normalises=keys.flag("norm_topk_prob", True) or scoring == "softmax",
             is_sparse=is_sparse,
             shared_size=num_shared * config.ffn_size,
+            dense_size=dense_size,
         )
         scale = combines if num_shared else 1.0
         routing = Routing(moe.num_chosen, moe.normalises, "sigmoid" if scoring == "sigmoid" else "softmax", scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 from octavo.errors import CheckpointError
 from octavo.layers.rotary import DefaultRope
@@ -89,23 +89,6 @@ class ModelConfig:
         return 0
 
 
-class Common(TypedDict):
-    """The fields of ``ModelConfig`` that nearly every family reads from the same keys."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    ffn_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    eos_token_ids: tuple[int, ...]
-
-
 def read_common(
     keys: ConfigKeys,
     *,
@@ -115,18 +98,19 @@ def read_common(
     eps_key: str = "rms_norm_eps",
     ffn_size: int | None = None,
     num_layers: int | None = None,
-) -> Common:
-    """Read the common fields, with a family's defaults for tied embeddings, head dimension, norm epsilon, the width
-    of feed-forward layers and the number of layers."""
+    positions: int | None = None,
+) -> dict[str, Any]:
+    """The fields of ``ModelConfig`` that nearly every family reads from the same keys.
+
+    Arguments are a family's defaults of tied embeddings, head dimension, norm epsilon, the width of feed-forward
+    layers, the number of layers and the longest context.
+    """
     hidden_size, num_heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     num_kv_heads = keys.size("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise wrong("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads, {num_heads}")
     if keys.get("head_dim", head_dim) is None and hidden_size % num_heads:
         raise wrong("hidden_size", hidden_size, f"a multiple of num_attention_heads, {num_heads}")
-    head_dim = keys.size("head_dim", head_dim or hidden_size // num_heads)
-    if head_dim % 2:
-        raise wrong("head_dim", head_dim, "an even number, as rotary embeddings turn pairs")
     return {
         "architecture": architecture(keys),
         "vocab_size": keys.size("vocab_size"),
@@ -135,9 +119,9 @@ def read_common(
         "num_layers": keys.size("num_hidden_layers", num_layers),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
+        "head_dim": keys.size("head_dim", head_dim or hidden_size // num_heads),
         "norm_eps": keys.number(eps_key, eps),
-        "max_position_embeddings": keys.size("max_position_embeddings"),
+        "max_position_embeddings": keys.size("max_position_embeddings", positions),
         "tie_word_embeddings": keys.flag("tie_word_embeddings", tied),
         "eos_token_ids": token_ids({"eos_token_id": keys.get("eos_token_id")}, "eos_token_id"),
     }

@@ -172,6 +172,10 @@ class ConfigKeys:
         value = self._values.get(key)
         return default if value is None else value
 
+    def pass_over(self, *keys: str) -> None:
+        """Count keys as read that change nothing here."""
+        self._read.update(keys)
+
     def size(self, key: str, default: int | None = None, low: int = 1) -> int:
         """An integer from ``low`` to the key's bound in ``MOST``, or 2**31 - 1."""
         value, most = self.get(key, default), MOST.get(key, 2**31 - 1)

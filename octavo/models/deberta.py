@@ -128,8 +128,7 @@ class DebertaV2Model(BertModel):
         keys.must_be({"conv_kernel_size": (0,), "relative_attention": (True,), "attention_head_size": ()})
         if not keys.flag("relative_attention"):
             raise wrong("relative_attention", False, "true")
-        for key in ("conv_act", "legacy", "pooler_dropout", "cls_dropout", "z_steps"):
-            keys.get(key)
+        keys.pass_over("conv_act", "legacy", "pooler_dropout", "cls_dropout", "z_steps")
         plain = with_bert_embeddings(read_encoder(keys, names=NAMES, eps=1e-7), keys, num_types=0)
         most = plain.max_position_embeddings
         if keys.flag("position_biased_input", True):
@@ -156,8 +155,8 @@ class DebertaV2Model(BertModel):
             "dense": "pooler.dense",
             "between": keys.choice("pooler_hidden_act", POOLER_ACTIVATIONS, "gelu"),
         }
-        return DebertaConfig(
-            **{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain) if field.name != "labels"},
+        return plain.extended(
+            DebertaConfig,
             labels=read_labels(keys, plain.architecture, of="cls", **dense),
             kinds=kinds,
             span=num_buckets or max_distance,

@@ -44,6 +44,8 @@ def read_decoder(
     eps: float = 1e-6,
     eps_key: str = "rms_norm_eps",
     head_dim: int | None = None,
+    ffn_size: int | None = None,
+    num_layers: int | None = None,
     activation_key: str = "hidden_act",
     activation: str = "silu",
     activations: Mapping[str, Activation | PlainActivation] = ACTIVATIONS,
@@ -59,9 +61,11 @@ def read_decoder(
     """Read the keys that most families have, with a family's own defaults: equal layers with Llama's parts.
 
     ``rope`` holds the rotary keys if they are not in the usual place, ``windows`` the type of each layer and the
-    sliding window. Biases follow ``attention_bias`` and ``mlp_bias`` unless given.
+    sliding window; without it all layers have full attention. Biases follow ``attention_bias`` and ``mlp_bias`` unless
+    given.
     """
-    common = read_common(keys, tied=tied, head_dim=head_dim, eps=eps, eps_key=eps_key)
+    sizes = {"head_dim": head_dim, "ffn_size": ffn_size, "num_layers": num_layers}
+    common = read_common(keys, tied=tied, eps=eps, eps_key=eps_key, **sizes)
     given = {"rope_theta": theta, **(rope_values(keys) if rope is None else rope)}
     most, H = common["max_position_embeddings"], common["head_dim"]
     common["max_position_embeddings"] = longest_context(given, most)
@@ -98,9 +102,17 @@ EMBEDDING_NORM = "word_embeddings_layernorm"
 
 
 class Decoder:
-    """The complete model: embedding, layers, final norm and head. ``LlamaForCausalLM`` documents the methods."""
+    """The complete model: embedding, layers, final norm and head."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        """Read the family's configuration; ``max_len`` is the longest context that will be used, if known.
+
+        Raises ``CheckpointError`` naming a key that is missing, wrong or not supported.
+        """
+        return read_decoder(keys, max_len)
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
         self.config, names, D = config, config.names, config.hidden_size
@@ -124,12 +136,17 @@ class Decoder:
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
+        """Compute these tokens and extend the caches; token ids and positions are int64. Returns the last layer's
+        output, [T, D], or [R, D] with logits indices."""
         x_TD = self.embedded(token_ids_T, positions_T)
         if rows.images is not None:
             x_TD = rows.images.put(x_TD)
         step = self.step(token_ids_T, positions_T, x_TD, rows)
-        for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
+        by_layer = rows.of_layers(len(self.layers))
+        for index, (layer, cache, own_rows) in enumerate(zip(self.layers, caches, by_layer, strict=True)):
             x_TD = layer(x_TD, step, cache, own_rows)
+            if rows.images is not None:
+                x_TD = rows.images.deepen(index, x_TD, own_rows.logits_indices_R)
         return x_TD
 
     def embedded(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -150,6 +167,7 @@ class Decoder:
         return StepAngles(angles, factors_T1.to(x_TD.dtype))
 
     def logits(self, x_RD: Tensor) -> Tensor:
+        """Logits of the next token [R, V], for rows returned by ``forward``."""
         logits_RV = self.head.of_normed(x_RD, self.norm)
         cap = self.config.final_softcap
         return logits_RV.div_(cap).tanh_().mul_(cap) if cap else logits_RV

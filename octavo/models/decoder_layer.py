@@ -6,6 +6,8 @@ F the width of an expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,35 +28,27 @@ from octavo.layers.mlp import MLP, GatedMLP
 from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.layers.output_mlp import output_mlp
-from octavo.models.llama import FeedForward
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.parts import AttentionPart, DecoderConfig, ExpertsPart, HeadNorm
 from octavo.models.rope import half_split_rows
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
-from octavo.ops.elementwise import sigmoid
 from octavo.quant.stored.stored_weight import Order
+
+FeedForward = Callable[[Tensor], Tensor]
+"""Maps the residual stream [T, D], which it may overwrite, to the next one."""
+AddTo = Callable[[Tensor, Tensor], Tensor]
+"""What is done with a layer's result before it is added to the residual stream, and that: both [T, D]."""
 
 
 class DecoderLayer:
     """Attention and a feed-forward layer, one after the other or both of the same input."""
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
-        self.part = part = config.layers[index].attention
-        self.is_parallel = config.is_parallel
-        names, D = config.names, config.hidden_size
-        self.before_attention = self.stream_norm(config, weights, prefix, names.before_attention)
-        self.heads = self.head_layout(config, weights, prefix, part)
-        self.qkv_proj = self.qkv(config, weights, prefix)
-        width = part.num_heads * (part.value_dim or part.head_dim)
-        self.o_proj = weights.row(f"{prefix}.{names.output}", D, width, part.has_output_bias)
-        self.gate: Linear | None = None
-        if part.gate is not None:
-            count = part.num_heads if part.gate == "head" else width
-            self.gate = weights.column(f"{prefix}.{names.attention_gate}", count, D, num_heads=part.num_heads)
-        self.after_attention = self.stream_norm(config, weights, prefix, names.after_attention)
+        self.part, self.is_parallel = config.layers[index].attention, config.is_parallel
+        self.before_attention = self.stream_norm(config, weights, prefix, config.names.before_attention)
+        self.load_mixer(config, weights, prefix, index)
+        self.after_attention = self.stream_norm(config, weights, prefix, config.names.after_attention)
         self.mlp = self.feed_forward(config, weights, prefix, index)
-        self.heads = weights.own_heads(self.heads)
-        self.preparations, self.wide_values = self.prepare(config, weights, prefix)
 
     def stream_norm(self, config: DecoderConfig, weights: WeightLoader, prefix: str, name: str | None) -> Norm | None:
         """A norm of the residual stream, if it has one of this name."""
@@ -63,6 +57,17 @@ class DecoderLayer:
         return weights.stream_norm(f"{prefix}.{name}", config.hidden_size, config.stream_eps, config.norm)
 
     # Attention.
+
+    def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        """Load what ``mix`` needs, and the projection ``o_proj`` of its outputs."""
+        part = self.part
+        self.heads = self.head_layout(config, weights, prefix, part)
+        self.qkv_proj = self.qkv(config, weights, prefix)
+        name, width = f"{prefix}.{config.names.output}", part.num_heads * (part.value_dim or part.head_dim)
+        is_transposed = config.is_transposed
+        self.o_proj = weights.row(name, config.hidden_size, width, part.has_output_bias, is_transposed=is_transposed)
+        self.heads = weights.own_heads(self.heads)
+        self.preparations, self.wide_values = self.prepare(config, weights, prefix)
 
     def head_layout(self, config: DecoderConfig, weights: WeightLoader, prefix: str, part: AttentionPart) -> HeadLayout:
         """The settings of the attention, before heads are divided among devices."""
@@ -103,7 +108,10 @@ class DecoderLayer:
             orders = (*(half_split_rows(count, part.head_dim, width) for count in counts), None)
         names = [f"{prefix}.{name}" for name in config.names.queries]
         return weights.qkv(
-            names, self.heads, config.hidden_size, part.has_bias, orders=orders, value_dim=part.value_dim
+            *(names, self.heads, config.hidden_size, part.has_bias),
+            orders=orders,
+            value_dim=part.value_dim,
+            is_transposed=config.is_transposed,
         )
 
     def prepare(
@@ -160,8 +168,8 @@ class DecoderLayer:
         if isinstance(part.activation, str):
             up = weights.gate_up(ups, part.size, D, part.has_bias)
         else:
-            up = weights.column(ups[0], part.size, D, part.has_bias)
-        down = weights.row(f"{prefix}.{names.down}", D, part.size, part.has_bias or part.has_down_bias)
+            up = weights.column(ups[0], part.size, D, part.has_bias, is_transposed=config.is_transposed)
+        down = weights.row(f"{prefix}.{names.down}", D, part.size, part.has_bias, is_transposed=config.is_transposed)
         if type(before) is RMSNorm and after is None and isinstance(part.activation, str):
             return GatedMLP(before, up, down, part.activation)
         return MLP(before, up, down, part.activation, after)
@@ -173,7 +181,7 @@ class DecoderLayer:
         weights: WeightLoader,
         prefix: str,
         before: Norm | None,
-        after: Norm | None,
+        after: AddTo | None,
     ) -> FeedForward:
         """The feed-forward part of a layer with experts."""
         moe, D, X, F = part.moe, config.hidden_size, part.moe.num_experts, part.moe.expert_size
@@ -200,28 +208,30 @@ class DecoderLayer:
         self, config: DecoderConfig, part: ExpertsPart, weights: WeightLoader, prefix: str
     ) -> SharedExpert:
         """The expert that all tokens use."""
-        D, F = config.hidden_size, part.moe.shared_size
+        D, F, has_bias = config.hidden_size, part.moe.shared_size, part.shared_has_bias
         assert isinstance(part.moe.activation, str)
         return SharedExpert(
-            weights.gate_up([f"{prefix}.{name}" for name in part.shared], F, D),
-            weights.partial_row(f"{prefix}.{part.shared_down}", D, F),
+            weights.gate_up([f"{prefix}.{name}" for name in part.shared], F, D, has_bias),
+            weights.partial_row(f"{prefix}.{part.shared_down}", D, F, has_bias),
             part.moe.activation,
-            scale=part.shared_scale,
+            None if part.shared_gate is None else weights.replicated(f"{prefix}.{part.shared_gate}", 1, D),
+            part.shared_scale,
         )
 
     # The computation.
 
     def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next residual stream, [T, D], or [R, D] with logits indices; ``x`` may be overwritten."""
-        qkv_TW = self.qkv_proj.of_normed(x_TD, self.before_attention)
-        attended_TN, x_TD = rows.pick(self.attend(qkv_TW, step, cache, rows), x_TD)
-        if self.gate is not None:
-            attended_TN = self.gated(attended_TN, self.gate.of_normed(x_TD, self.before_attention))
+        mixed_TN, x_TD = rows.pick(self.mix(x_TD, step, cache, rows), x_TD)
         if self.is_parallel:
-            return self.o_proj(attended_TN, residual=self.mlp(x_TD))
+            return self.o_proj(mixed_TN, residual=self.mlp(x_TD))
         if self.after_attention is None:
-            return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
-        return self.mlp(self.after_attention(self.o_proj(attended_TN), x_TD))
+            return output_mlp(self.o_proj, self.mlp, mixed_TN, x_TD)
+        return self.mlp(self.after_attention(self.o_proj(mixed_TN), x_TD))
+
+    def mix(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
+        """What attention, or what a layer has in its place, makes of the residual stream, [T, N H]."""
+        return self.attend(self.qkv_proj.of_normed(x_TD, self.before_attention), step, cache, rows)
 
     def attend(self, qkv_TW: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         """Attention of projected queries, keys and values, [T, N H]."""
@@ -230,8 +240,3 @@ class DecoderLayer:
             qkv_TW, angles = prepare(qkv_TW, angles, step)
         attended_TN = attention_with_images(qkv_TW, self.heads, angles, cache, rows)
         return attended_TN if self.wide_values is None else self.wide_values.narrow(attended_TN)
-
-    def gated(self, attended_TN: Tensor, gate_TN: Tensor) -> Tensor:
-        """The heads' outputs times the sigmoid of their gates."""
-        T, count = gate_TN.shape
-        return (attended_TN.view(T, count, -1) * sigmoid(gate_TN).unsqueeze(-1)).view(T, -1)

@@ -10,20 +10,25 @@ V value part of a head, X experts, G groups of experts.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from octavo.layers.attention import latent_attention
-from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
-from octavo.layers.output_mlp import output_mlp
-from octavo.models.config import ACTIVATIONS, read_common
+from octavo.layers.heads import StepAngles
+from octavo.layers.norm import RMSNorm
+from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.layer_cache import LayerCacheSpec
-from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer
-from octavo.models.loader import ExpertShape, WeightLoader
+from octavo.models.loader import WeightLoader
 from octavo.models.moe import MoESettings, read_dense_first, read_experts
-from octavo.models.rope import RopeContext, half_split_rows, read_rope, rope_values, yarn_scale
+from octavo.models.parts import DecoderConfig, ExpertsPart
+from octavo.models.rope import half_split_rows, rope_values, yarn_scale
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads, expanded_bytes, expanded_positions
 from octavo.ops.moe import Routing
@@ -33,7 +38,7 @@ LATENT_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekConfig(LlamaConfig):
+class DeepseekConfig(DecoderConfig):
     """``head_dim`` is the width of a cached entry: the rotated part and the latent."""
 
     query_rank: int
@@ -41,75 +46,64 @@ class DeepseekConfig(LlamaConfig):
     latent_size: int
     plain_size: int
     """Width of the part of a head that is not rotated."""
+    rotated_size: int
     value_size: int
-    scale: float
-    is_interleaved: bool
-    """Whether rotated pairs are adjacent numbers, not half a width apart."""
-    scoring: str
-    """"softmax" or "sigmoid"."""
-    num_groups: int
-    num_chosen_groups: int
-    share_scale: float
-    """Scaling factor of the routing weights."""
-
-    @property
-    def cache(self) -> tuple[LayerCacheSpec, ...]:
-        return (LayerCacheSpec(1, self.head_dim, kind="latent"),) * self.num_layers
 
     def expanded_bytes(self, longest: int, itemsize: int, num_ranks: int) -> int:
-        if (self.plain_size, self.rotary_width, self.value_size) != EXPANDED_WIDTHS:
+        if (self.plain_size, self.rotated_size, self.value_size) != EXPANDED_WIDTHS:
             return 0
         heads = max(1, self.num_heads // num_ranks)
         return expanded_bytes(heads, expanded_positions(heads, longest, itemsize), itemsize)
 
 
-def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str) -> DeepseekConfig:
-    """Read the configuration of V2 (``scoring`` "softmax") or V3 ("sigmoid")."""
+def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str, **names: Any) -> DeepseekConfig:
+    """Read the configuration of V2 (``scoring`` "softmax") or V3 ("sigmoid"); ``names``: other ones in
+    ``ExpertsPart``."""
     rotated, plain = keys.size("qk_rope_head_dim"), keys.size("qk_nope_head_dim")
-    latent = keys.size("kv_lora_rank", 512)
-    common = read_common(keys, head_dim=rotated)
-    given, most = rope_values(keys), common["max_position_embeddings"]
-    common["head_dim"], common["num_kv_heads"] = rotated + latent, 1
-    has_bias = keys.flag("attention_bias")
-    activation = keys.choice("hidden_act", ACTIVATIONS, "silu")
+    latent, given = keys.size("kv_lora_rank", 512), rope_values(keys)
+    given.pop("partial_rotary_factor", None)
+    keys.get("head_dim")
+    windows = ((FULL,) * keys.size("num_hidden_layers"), None)
+    config = read_decoder(keys.over({**keys.values, "head_dim": rotated}), max_len, rope=given, windows=windows)
     mscale = given.get("mscale_all_dim", 0) if given.get("rope_type", given.get("type")) == "yarn" else 0
     growth = yarn_scale(given.get("factor", 1.0), mscale) if mscale else 1.0
-    first = keys.size("first_k_dense_replace", 0 if scoring == "softmax" else 3, low=0)
-    expert_size = keys.size("moe_intermediate_size")
+    config = config.with_attention(
+        scale=(plain + rotated) ** -0.5 * growth * growth, is_adjacent=keys.flag("rope_interleave", True)
+    )
+    config = dataclasses.replace(config, head_dim=rotated + latent, num_kv_heads=1)
+    cache = LayerCacheSpec(1, rotated + latent, kind="latent")
+    return (
+        _with_experts(keys, config, scoring, names)
+        .with_caches([cache] * config.num_layers)
+        .extended(
+            DeepseekConfig,
+            query_rank=0 if keys.get("q_lora_rank") is None else keys.size("q_lora_rank"),
+            latent_size=latent,
+            plain_size=plain,
+            rotated_size=rotated,
+            value_size=keys.size("v_head_dim", 128),
+        )
+    )
+
+
+def _with_experts(keys: ConfigKeys, config: DecoderConfig, scoring: str, names: Mapping[str, Any]) -> DecoderConfig:
+    is_v2, expert_size = scoring == "softmax", keys.size("moe_intermediate_size")
+    first = keys.size("first_k_dense_replace", 0 if is_v2 else 3, low=0)
     moe = read_experts(
         keys,
-        common["num_layers"],
-        common["ffn_size"],
-        activation,
+        config,
         count_keys=("n_routed_experts", "num_local_experts", "num_experts"),
         num_chosen=8,
         expert_size=expert_size,
-        normalises=keys.flag("norm_topk_prob", scoring == "sigmoid"),
-        is_sparse=read_dense_first(keys, common["num_layers"], first),
-        shared_size=expert_size * keys.size("n_shared_experts", 2 if scoring == "softmax" else 1),
+        normalises=keys.flag("norm_topk_prob", not is_v2),
+        is_sparse=read_dense_first(keys, config.num_layers, first),
+        shared_size=expert_size * keys.size("n_shared_experts", 2 if is_v2 else 1),
     )
-    common["ffn_size"] = moe.widest
-    groups, chosen_groups = _groups(keys, moe, scoring)
-    return DeepseekConfig(
-        **common,
-        rope=read_rope(given, RopeContext(rotated, max_len or most, most)),
-        rotary_width=rotated,
-        attention_bias=has_bias,
-        output_bias=has_bias,
-        mlp_bias=keys.flag("mlp_bias"),
-        activation=activation,
-        moe=moe,
-        query_rank=0 if keys.get("q_lora_rank") is None else keys.size("q_lora_rank"),
-        latent_size=latent,
-        plain_size=plain,
-        value_size=keys.size("v_head_dim", 128),
-        scale=(plain + rotated) ** -0.5 * growth * growth,
-        is_interleaved=keys.flag("rope_interleave", True),
-        scoring=scoring,
-        num_groups=groups,
-        num_chosen_groups=chosen_groups,
-        share_scale=keys.number("routed_scaling_factor", 1.0 if scoring == "softmax" else 2.5),
-    )
+    scale, groups = keys.number("routed_scaling_factor", 1.0 if is_v2 else 2.5), _groups(keys, moe, scoring)
+    routing = Routing(moe.num_chosen, moe.normalises, "softmax" if is_v2 else "sigmoid", scale, groups)
+    if not is_v2:
+        names = {"correction": "mlp.gate.e_score_correction_bias", **names}
+    return config.with_experts(ExpertsPart(moe=moe, routing=routing, shared_has_bias=keys.flag("mlp_bias"), **names))
 
 
 def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]:
@@ -121,8 +115,7 @@ def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]
         raise wrong("moe_layer_freq", keys.get("moe_layer_freq"), "1")
     if scoring == "softmax" and moe.normalises:
         raise wrong("norm_topk_prob", True, "false for this version")
-    for key in ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers"):
-        keys.get(key)
+    keys.pass_over("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers")
     defaults = {"softmax": (1, 1), "sigmoid": (8, 4)}[scoring]
     groups, chosen = keys.size("n_group", defaults[0]), keys.size("topk_group", defaults[1])
     if method == "greedy":
@@ -134,26 +127,22 @@ def _groups(keys: ConfigKeys, moe: MoESettings, scoring: str) -> tuple[int, int]
     return groups, chosen
 
 
-class DeepseekLayer(LlamaLayer):
-    experts_name = "mlp"
-    expert_names = "gate_proj", "up_proj", "down_proj"
-
-    def __init__(self, config: DeepseekConfig, weights: WeightLoader, prefix: str, index: int) -> None:
-        D, N, L, R = config.hidden_size, config.num_heads, config.latent_size, config.rotary_width
-        name, head = f"{prefix}.self_attn", config.plain_size + R
-        self.query_rank = config.query_rank
-        self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps)
-        rank, query = self.query_rank, f"{name}.q_b_proj" if self.query_rank else f"{name}.q_proj"
+class DeepseekLayer(DecoderLayer):
+    def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        assert isinstance(config, DeepseekConfig)
+        D, N, L, R = config.hidden_size, config.num_heads, config.latent_size, config.rotated_size
+        name, head, has_bias = f"{prefix}.self_attn", config.plain_size + R, self.part.has_bias
+        self.query_rank = rank = config.query_rank
         query_order = kv_order = None
-        if config.is_interleaved:
+        if self.part.is_adjacent:
             query_order = half_split_rows(N, head, R, first=config.plain_size)
             kv_order = half_split_rows(1, L + R, R, first=L)
         if rank:
-            self.q_a_proj = weights.replicated(f"{name}.q_a_proj", rank, D, config.attention_bias)
+            self.q_a_proj = weights.replicated(f"{name}.q_a_proj", rank, D, has_bias)
             self.q_norm = weights.norm(f"{name}.q_a_layernorm", rank, LATENT_EPS)
+        query = f"{name}.q_b_proj" if rank else f"{name}.q_proj"
         self.q_proj = weights.column(query, N * head, rank or D, num_heads=N, order=query_order)
-        kv_name = f"{name}.kv_a_proj_with_mqa"
-        self.kv_proj = weights.replicated(kv_name, L + R, D, config.attention_bias, order=kv_order)
+        self.kv_proj = weights.replicated(f"{name}.kv_a_proj_with_mqa", L + R, D, has_bias, order=kv_order)
         kv_norm = weights.norm(f"{name}.kv_a_layernorm", L, LATENT_EPS)
         sizes = [config.plain_size, config.value_size]
         maps = weights.matrix(f"{name}.kv_b_proj", N * sum(sizes), L, num_heads=N).view(-1, sum(sizes), L)
@@ -163,52 +152,27 @@ class DeepseekLayer(LlamaLayer):
             value_map_NVL=value_map_NVL.contiguous(),
             norm_L=kv_norm.weight_D,
             norm_eps=kv_norm.eps,
-            scale=config.scale,
+            scale=self.part.scale,
         )
-        self.o_proj = weights.row(f"{name}.o_proj", D, N * config.value_size, config.output_bias)
-        self.mlp = self.feed_forward(config, weights, prefix, index)
+        self.o_proj = weights.row(f"{name}.o_proj", D, N * config.value_size, self.part.has_output_bias)
 
-    def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
-        assert isinstance(config, DeepseekConfig)
-        mlp, D, X, F = f"{prefix}.{self.experts_name}", config.hidden_size, moe.num_experts, moe.shared_size
-        bias = weights.exact(f"{mlp}.gate.e_score_correction_bias", X) if config.scoring == "sigmoid" else None
-        routing = Routing(
-            moe.num_chosen,
-            moe.normalises,
-            "softmax" if bias is None else "sigmoid",
-            config.share_scale,
-            (config.num_groups, config.num_chosen_groups),
-            correction_X=bias,
-        )
-        norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        router = ExpertRouter(norm, weights.router(f"{mlp}.gate", X, D), routing)
-        shared = SharedExpert(
-            weights.gate_up([f"{mlp}.shared_experts.{part}_proj" for part in ("gate", "up")], F, D, config.mlp_bias),
-            weights.partial_row(f"{mlp}.shared_experts.down_proj", D, F, config.mlp_bias),
-            config.activation,
-        )
-        experts = weights.experts(
-            f"{mlp}.experts", ExpertShape(X, D, moe.expert_size, moe.activation, *self.expert_names)
-        )
-        return MoE(router, experts, shared, weights.collective)
-
-    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
-        h_TD = self.input_norm(x_TD)
+    def mix(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
+        assert isinstance(self.before_attention, RMSNorm)
+        cos_TR, sin_TR = step.angles[0]
+        h_TD = self.before_attention(x_TD)
         q_TW = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if self.query_rank else self.q_proj(h_TD)
-        out_TNV = latent_attention(q_TW, self.kv_proj(h_TD), self.latent_heads, *angles, cache, rows)
-        out_TNV, x_TD = rows.pick(out_TNV, x_TD)
-        return output_mlp(self.o_proj, self.mlp, out_TNV.flatten(1), x_TD)
+        return latent_attention(q_TW, self.kv_proj(h_TD), self.latent_heads, cos_TR, sin_TR, cache, rows).flatten(1)
 
 
-class DeepseekV2ForCausalLM(LlamaForCausalLM):
+class DeepseekV2ForCausalLM(Decoder):
     layer_class = DeepseekLayer
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DeepseekConfig:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         return read_deepseek(keys, max_len, "softmax")
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DeepseekConfig:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         return read_deepseek(keys, max_len, "sigmoid")

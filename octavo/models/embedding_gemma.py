@@ -9,7 +9,6 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import Encoder, EncoderConfig, read_encoder
 from octavo.models.gemma3 import rope_keys
 from octavo.models.parts import HeadNorm, Names, NormPart
-from octavo.models.rope import RopeContext, read_rope
 
 NAMES = Names(
     embedding="embed_tokens",
@@ -26,8 +25,9 @@ class EmbeddingGemma(Encoder):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
-        for key in ("hidden_act", "use_bidirectional_attention"):
-            keys.get(key)  # the older key of hidden_activation; and what makes it an encoder
+        keys.pass_over(
+            "hidden_act", "use_bidirectional_attention"
+        )  # the older key of hidden_activation; and what makes it an encoder
         every = keys.size("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
         num_layers = keys.size("num_hidden_layers")
         types = read_layer_types(keys, [SLIDING if (i + 1) % every else FULL for i in range(num_layers)])
@@ -47,15 +47,12 @@ class EmbeddingGemma(Encoder):
             windows=[reach if kind == SLIDING else 0 for kind in types],
             rope_of=[int(kind == SLIDING) for kind in types],
         )
-        width, most = config.head_dim, config.max_position_embeddings
-        context = RopeContext(width, max_len or most, most)
         full, local = rope_keys(keys)
-        ropes = read_rope({"rope_theta": 1_000_000.0, **full}, context), read_rope(local, context)
         scale = keys.number("query_pre_attn_scalar", 256) ** -0.5
         config = config.with_attention(scale=scale, head_norm=HeadNorm(offset=1.0))
         return dataclasses.replace(
             config,
-            ropes=tuple((rope, width) for rope in ropes),
+            ropes=(config.rope({"rope_theta": 1_000_000.0, **full}, max_len), config.rope(local, max_len)),
             root="model.",
             embedding_scale=config.hidden_size**0.5,
         )

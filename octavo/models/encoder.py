@@ -25,7 +25,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, PlainActivation
 from octavo.layers.norm import Norm
 from octavo.layers.rotary import DefaultRope, Rotary
-from octavo.models.config import architecture
+from octavo.models.config import read_common
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import PLAIN_ACTIVATIONS
 from octavo.models.decoder_layer import DecoderLayer
@@ -117,51 +117,28 @@ def read_encoder(
     """
     if keys.flag("is_decoder"):
         raise wrong("is_decoder", True, "false: encoder attention is bidirectional")
-    for key in TRAINING:
-        keys.get(key)
-    attention, num_layers = _read_attention(keys, has_bias), keys.size("num_hidden_layers")
-    ffn_size = keys.size("intermediate_size")
-    mlp = MLPPart(size=ffn_size, activation=keys.choice(activation_key, activations, activation), has_bias=mlp_bias)
-    spans = tuple(windows) or (0,) * num_layers
+    keys.pass_over(*TRAINING)
+    own = keys.over({**keys.values, "eos_token_id": None})
+    common = read_common(own, tied=True, eps=eps, eps_key=eps_key, positions=positions)
+    attention = AttentionPart(
+        **{name: common[name] for name in ("num_heads", "num_kv_heads", "head_dim")},
+        scale=common["head_dim"] ** -0.5,
+        rope=None,
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+    )
+    choice = keys.choice(activation_key, activations, activation)
+    mlp = MLPPart(size=common["ffn_size"], activation=choice, has_bias=mlp_bias)
+    spans = tuple(windows) or (0,) * common["num_layers"]
     config = EncoderConfig(
-        architecture=architecture(keys),
-        vocab_size=keys.size("vocab_size"),
-        hidden_size=keys.size("hidden_size"),
-        ffn_size=ffn_size,
-        num_layers=num_layers,
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        norm_eps=keys.number(eps_key, eps),
-        max_position_embeddings=keys.size("max_position_embeddings", positions),
-        tie_word_embeddings=keys.flag("tie_word_embeddings", True),
-        eos_token_ids=(),
-        layers=(LayerPart(attention=attention, mlp=mlp),) * num_layers,
+        **common,
+        layers=(LayerPart(attention=attention, mlp=mlp),) * common["num_layers"],
         ropes=ropes,
         names=names,
         norm=norm,
         is_post_norm=names.before_attention is None,
     )
     return config.with_attention(window=list(spans), rope=None if rope_of is None else list(rope_of))
-
-
-def _read_attention(keys: ConfigKeys, has_bias: bool) -> AttentionPart:
-    hidden_size, num_heads = keys.size("hidden_size"), keys.size("num_attention_heads")
-    num_kv_heads = keys.size("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise wrong("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads, {num_heads}")
-    if keys.get("head_dim") is None and hidden_size % num_heads:
-        raise wrong("hidden_size", hidden_size, f"a multiple of num_attention_heads, {num_heads}")
-    head_dim = keys.size("head_dim", hidden_size // num_heads)
-    return AttentionPart(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=None,
-        has_bias=has_bias,
-        has_output_bias=has_bias,
-    )
 
 
 def under_names(keys: ConfigKeys, older: Mapping[str, str]) -> ConfigKeys:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from octavo.models.config import ACTIVATIONS
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_experts
@@ -35,9 +34,7 @@ class Ernie4_5_MoeForCausalLM(Decoder):
         keys.get("moe_norm_min")  # a bound of a sum of the largest of some shares that sum to one
         moe = read_experts(
             keys,
-            config.num_layers,
-            config.ffn_size,
-            keys.choice("hidden_act", ACTIVATIONS, "silu"),
+            config,
             count_keys=("moe_num_experts", "num_experts"),
             num_chosen=6,
             chosen_key="moe_k",
@@ -51,4 +48,4 @@ class Ernie4_5_MoeForCausalLM(Decoder):
             routing=Routing(moe.num_chosen, normalises=True),
             correction="mlp.moe_statics.e_score_correction_bias",
         )
-        return config.with_mlps(lambda i: part if moe.is_sparse[i] else None)
+        return config.with_experts(part)

@@ -6,7 +6,7 @@ and the feed-forward layer give, K-EXAONE what they get.
 
 from __future__ import annotations
 
-from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
@@ -46,9 +46,7 @@ class ExaoneMoeForCausalLM(Decoder):
         expert_size = keys.size("moe_intermediate_size", 1024)
         moe = read_experts(
             keys,
-            config.num_layers,
-            config.ffn_size,
-            keys.choice("hidden_act", ACTIVATIONS, "silu"),
+            config,
             count_keys=("num_experts", "num_local_experts"),
             num_chosen=8,
             expert_size=expert_size,
@@ -58,4 +56,4 @@ class ExaoneMoeForCausalLM(Decoder):
         )
         routing = read_sigmoid_routing(keys, moe, scale=2.5)
         part = ExpertsPart(moe=moe, routing=routing, correction="mlp.e_score_correction_bias")
-        return config.with_mlps(lambda i: part if moe.is_sparse[i] else None)
+        return config.with_experts(part)

@@ -10,34 +10,35 @@ import dataclasses
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.attention import attention
+from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.hybrid import (
-    HybridConfig,
-    HybridForCausalLM,
-    MambaSizes,
-    load_mamba2,
-    of_llama,
-    read_bamba_sizes,
-)
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder_layer import DecoderLayer, FeedForward
+from octavo.models.hybrid import MambaSizes, load_mamba2, read_bamba_sizes
 from octavo.models.layer_cache import LayerCacheSpec
-from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.models.parts import DecoderConfig, Names
+from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.linear import Activation
 
-HYBRID = "hybrid"
+SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
+NAMES = Names(
+    norm="model.final_layernorm",
+    before_mlp="pre_ff_layernorm",
+    ups=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FalconH1Config(HybridConfig):
+class FalconH1Config(DecoderConfig):
     mamba: MambaSizes
     mamba_output_bias: bool
-    score_scale: float
     mixer_scales: tuple[float, float]
     """Factors of the outputs of Mamba-2 and of attention."""
     mlp_scales: tuple[float, float]
@@ -67,54 +68,46 @@ def _add(x_TD: Tensor, output: Linear | RowParallelLinear, h: Tensor, scale: flo
     return ops.scaled(output(h), scale, x_TD)
 
 
-class FalconH1Layer(LlamaLayer):
+class FalconH1Layer(DecoderLayer):
     """``x + attention(h) + mamba(h)`` with ``h = norm(x)``, then the feed-forward layer."""
 
-    def __init__(self, config: FalconH1Config, weights: WeightLoader, prefix: str, index: int) -> None:
-        super().__init__(config, weights, prefix, index)
+    def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        super().load_mixer(config, weights, prefix, index)
+        assert isinstance(config, FalconH1Config)
+        assert isinstance(self.before_attention, RMSNorm)
         D, name, self.scales = config.hidden_size, f"{prefix}.mamba", config.mixer_scales
-        self.mamba = load_mamba2(weights, name, config.mamba, D, self.input_norm, config.norm_eps)
+        self.mamba = load_mamba2(weights, name, config.mamba, D, self.before_attention, config.norm_eps)
         self.mamba_output = weights.row(f"{name}.out_proj", D, config.mamba.inner, config.mamba_output_bias)
 
-    def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
+    def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
+        plain = super().feed_forward(config, weights, prefix, index)
         assert isinstance(config, FalconH1Config)
-        return super().head_layout(config, weights, prefix, index)._replace(scale=config.score_scale)
-
-    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
-        assert isinstance(config, FalconH1Config)
-        D, F, name = config.hidden_size, config.ffn_size, f"{prefix}.feed_forward"
-        norm = weights.norm(f"{prefix}.pre_ff_layernorm", D, config.norm_eps)
-        gate_up = weights.gate_up([f"{name}.gate_proj", f"{name}.up_proj"], F, D, config.mlp_bias)
-        down = weights.row(f"{name}.down_proj", D, F, config.mlp_bias)
+        assert isinstance(plain, GatedMLP)
         if config.mlp_scales == (1.0, 1.0):
-            return GatedMLP(norm, gate_up, down)
-        return ScaledMLP(norm, gate_up, down, config.mlp_scales)
+            return plain
+        return ScaledMLP(plain.norm, plain.gate_up, plain.down, config.mlp_scales)
 
-    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
+    def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         mixed = self.mamba(x_TD, cache, rows)
-        attended = attention(self.qkv_proj(x_TD, norm=self.input_norm), self.heads, *angles, cache, rows)
+        attended = self.mix(x_TD, step, cache, rows)
         (mixed, _), (attended, x_TD) = rows.pick(mixed, x_TD), rows.pick(attended, x_TD)
         x_TD = _add(x_TD, self.mamba_output, mixed, self.scales[0])
         return self.mlp(_add(x_TD, self.o_proj, attended, self.scales[1]))
 
 
-class FalconH1ForCausalLM(HybridForCausalLM):
+class FalconH1ForCausalLM(Decoder):
     layer_class = FalconH1Layer
-    names = ("model.embed_tokens", "model.layers", "model.final_layernorm", "lm_head")
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> FalconH1Config:
-        num_layers = keys.size("num_hidden_layers")
-        plain = read_llama(keys, max_len, eps=1e-5, windows=((FULL,) * num_layers, None))
-        if plain.activation != "silu":
-            raise wrong("hidden_act", plain.activation, "silu")
-        for key in ("num_logits_to_keep", "layers_block_type", "layer_types"):
-            keys.get(key)
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        windows = ((FULL,) * keys.size("num_hidden_layers"), None)
+        config = read_decoder(keys, max_len, eps=1e-5, activations=SILU, windows=windows, names=NAMES)
+        keys.pass_over("num_logits_to_keep", "layers_block_type", "layer_types")
         inner = None if keys.get("mamba_d_ssm") is None else keys.size("mamba_d_ssm")
         scale_in = keys.number("ssm_in_multiplier", 1.0)
         scales = tuple(scale * scale_in for scale in _factors(keys, "ssm_multipliers", 5))
         of_gates, of_result = _factors(keys, "mlp_multipliers", 2)
-        mamba = read_bamba_sizes(keys, plain.hidden_size, inner)._replace(
+        mamba = read_bamba_sizes(keys, config.hidden_size, inner)._replace(
             has_norm=keys.flag("mamba_rms_norm"),
             is_gated_first=not keys.flag("mamba_norm_before_gate", True),
             scales=scales if set(scales) != {1.0} else (),
@@ -122,17 +115,16 @@ class FalconH1ForCausalLM(HybridForCausalLM):
         into = keys.number("attention_in_multiplier", 1.0)
         for key, has_bias, factor in (
             ("mamba_proj_bias", mamba.has_bias, scale_in),
-            ("attention_bias", plain.attention_bias, into),
+            ("attention_bias", config.layers[0].attention.has_bias, into),
         ):
             if has_bias and factor != 1.0:
                 raise wrong(key, True, "false, where the inputs have a factor")
-        return FalconH1Config(
-            **of_llama(plain),
-            kinds=(HYBRID,) * num_layers,
-            caches=(LayerCacheSpec(plain.num_kv_heads, plain.head_dim, state=mamba.cache.state),) * num_layers,
+        config = config.with_attention(scale=config.head_dim**-0.5 * into * into * keys.number("key_multiplier", 1.0))
+        cache = LayerCacheSpec(config.num_kv_heads, config.head_dim, state=mamba.cache.state)
+        return config.with_caches([cache] * config.num_layers).extended(
+            FalconH1Config,
             mamba=mamba,
             mamba_output_bias=keys.flag("projectors_bias"),
-            score_scale=plain.head_dim**-0.5 * into * into * keys.number("key_multiplier", 1.0),
             mixer_scales=(
                 keys.number("ssm_out_multiplier", 1.0),
                 into * keys.number("attention_out_multiplier", 1.0),

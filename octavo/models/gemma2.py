@@ -3,35 +3,24 @@
 Norms multiply by 1 + weight, embeddings are scaled by the square root of their width, and the gates use GELU. Gemma 2
 adds norms after attention and MLP, soft caps for attention scores and logits, and a sliding window in every other
 layer.
-
-Shapes: T tokens of the step, R rows whose logits are needed, D model, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
-
-from octavo import ops
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
-from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
+from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.loader import WeightLoader
-from octavo.models.post_norm import NormNames, PostNormLayer
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.models.parts import DecoderConfig, Names, NormPart
 
-
-@dataclass(frozen=True, kw_only=True)
-class Gemma2Config(LlamaConfig):
-    scale: float
-    """Scale of attention scores."""
-    softcap: float
-    """Soft cap of attention scores, 0 for none."""
-    final_softcap: float
-    """Soft cap of logits, 0 for none."""
+NAMES = Names(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
 
 
 def norm_offset(keys: ConfigKeys) -> float:
@@ -39,55 +28,26 @@ def norm_offset(keys: ConfigKeys) -> float:
     return 0.0 if keys.flag("norms_include_one") else 1.0
 
 
-class GemmaForCausalLM(LlamaForCausalLM):
-    """The first Gemma: Llama's layers with Gemma's norms and embeddings."""
-
-    @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
-        if keys.get("hidden_activation") is None:  # the older hidden_act says gelu but means its tanh form
-            keys.choice("hidden_act", {"gelu": None, "gelu_pytorch_tanh": None}, "gelu_pytorch_tanh")
-        key = "hidden_activation"
-        config = read_llama(keys, max_len, tied=True, head_dim=256, activation_key=key, activation="gelu_pytorch_tanh")
-        return dataclasses.replace(config, norm_offset=norm_offset(keys))
-
-    def __init__(self, config: LlamaConfig, weights: WeightLoader) -> None:
-        super().__init__(config, weights)
-        self.embedding_scale = weights.rounded(config.hidden_size**0.5)
-
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
-    ) -> Tensor:
-        x_TD = self.embed(token_ids_T, rows)
-        angles = self.rotary(positions_T, rows.rope_shifts_AT)
-        for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
-            x_TD = layer(x_TD, angles, cache, own_rows)
-        return x_TD
-
-    def embed(self, token_ids_T: Tensor, rows: PagedRows) -> Tensor:
-        x_TD = ops.scaled(self.embedding(token_ids_T), self.embedding_scale)
-        return x_TD if rows.images is None else rows.images.put(x_TD)
-
-
-class Gemma2Layer(PostNormLayer):
-    names = NormNames(
-        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+def read_gemma(keys: ConfigKeys, max_len: int | None, **more: Any) -> DecoderConfig:
+    """Read what all of them have alike; ``more`` goes to ``read_decoder``."""
+    config = read_decoder(
+        keys,
+        max_len,
+        tied=True,
+        head_dim=256,
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        norm=NormPart(offset=norm_offset(keys)),
+        **more,
     )
-
-    def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
-        assert isinstance(config, Gemma2Config)
-        plain = super().head_layout(config, weights, prefix, index)
-        return plain._replace(scale=config.scale, softcap=config.softcap)
+    return dataclasses.replace(config, embedding_scale=config.hidden_size**0.5)
 
 
-def read_gemma2(keys: ConfigKeys, config: LlamaConfig, softcap: float, final_softcap: float) -> Gemma2Config:
-    """Add Gemma 2's keys to Llama's configuration; the arguments are default soft caps, 0 for none."""
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(LlamaConfig)}
-    return Gemma2Config(
-        **{**fields, "norm_offset": norm_offset(keys)},
-        scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        softcap=_softcap(keys, "attn_logit_softcapping", softcap),
-        final_softcap=_softcap(keys, "final_logit_softcapping", final_softcap),
-    )
+def with_softcaps(keys: ConfigKeys, config: DecoderConfig, softcap: float, final_softcap: float) -> DecoderConfig:
+    """With the scale of attention scores, and soft caps of them and of logits, by default these, 0 for none."""
+    scale = keys.number("query_pre_attn_scalar", 256.0) ** -0.5
+    config = config.with_attention(scale=scale, softcap=_softcap(keys, "attn_logit_softcapping", softcap))
+    return dataclasses.replace(config, final_softcap=_softcap(keys, "final_logit_softcapping", final_softcap))
 
 
 def _softcap(keys: ConfigKeys, key: str, default: float) -> float:
@@ -97,26 +57,25 @@ def _softcap(keys: ConfigKeys, key: str, default: float) -> float:
     return 0.0 if keys.get(key) is None else keys.number(key)
 
 
-class Gemma2ForCausalLM(GemmaForCausalLM):
-    layer_class = Gemma2Layer
-    config: Gemma2Config
+class GemmaForCausalLM(Decoder):
+    """The first Gemma: Llama's layers with Gemma's norms and embeddings."""
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Gemma2Config:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        if keys.get("hidden_activation") is None:  # the older hidden_act says gelu but means its tanh form
+            keys.choice("hidden_act", {"gelu": None, "gelu_pytorch_tanh": None}, "gelu_pytorch_tanh")
+        return read_gemma(keys, max_len)
+
+    def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
+        super().__init__(config, weights)
+        self.embedding_scale = weights.rounded(config.embedding_scale)
+
+
+class Gemma2ForCausalLM(GemmaForCausalLM):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         keys.get("hidden_act")  # the older key; hidden_activation takes precedence
         types = [FULL if i % 2 else SLIDING for i in range(keys.size("num_hidden_layers"))]
-        config = read_llama(
-            keys,
-            max_len,
-            tied=True,
-            head_dim=256,
-            activation_key="hidden_activation",
-            activation="gelu_pytorch_tanh",
-            windows=(read_layer_types(keys, types), keys.size("sliding_window", 4096)),
-        )
-        return read_gemma2(keys, config, softcap=50.0, final_softcap=30.0)
-
-    def logits(self, x_RD: Tensor) -> Tensor:
-        logits_RV = super().logits(x_RD)
-        cap = self.config.final_softcap
-        return logits_RV.div_(cap).tanh_().mul_(cap) if cap else logits_RV
+        windows = (read_layer_types(keys, types), keys.size("sliding_window", 4096))
+        config = read_gemma(keys, max_len, windows=windows, names=NAMES)
+        return with_softcaps(keys, config, softcap=50.0, final_softcap=30.0)

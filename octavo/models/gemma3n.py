@@ -22,9 +22,9 @@ from octavo.layers.mlp import MLP, gelu_tanh
 from octavo.layers.norm import RMSNorm
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.decoder_layer import FeedForward
 from octavo.models.gemma3 import rope_keys
 from octavo.models.gemma4 import Gemma4Config, Gemma4ForCausalLM, Gemma4Layer
-from octavo.models.llama import FeedForward
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, MLPPart
 from octavo.ops.attention import LayerCache, PagedRows
@@ -167,8 +167,8 @@ class Gemma3nForCausalLM(Gemma4ForCausalLM):
         if active >= streams:
             raise wrong("altup_active_idx", active, f"less than altup_num_inputs, {streams}")
         keys.get("altup_coef_clip")  # of training
-        return Gemma3nConfig(
-            **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
+        return config.extended(
+            Gemma3nConfig,
             num_streams=streams,
             active=active,
             scales_output=keys.flag("altup_correct_scale", True),

@@ -27,22 +27,16 @@ from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import DefaultRope, ProportionalRope
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.decoder_layer import DecoderLayer
-from octavo.models.llama import FeedForward
+from octavo.models.decoder import read_decoder
+from octavo.models.decoder_layer import DecoderLayer, FeedForward
+from octavo.models.gemma2 import NAMES, GemmaForCausalLM
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import MoESettings, read_experts
-from octavo.models.parts import DecoderConfig, HeadNorm, MLPPart, Names
-from octavo.models.rope import RopeContext, read_rope
+from octavo.models.parts import DecoderConfig, HeadNorm, MLPPart
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.ops.moe import Routing
 
-NAMES = Names(
-    after_attention="post_attention_layernorm",
-    before_mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
-)
 FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
@@ -197,7 +191,7 @@ class Gemma4Layer(DecoderLayer):
         return self.own_norm(self.own_projection(gelu_tanh(self.own_gate(x_RD)) * own_TP), added_RD)
 
 
-class Gemma4ForCausalLM(Decoder):
+class Gemma4ForCausalLM(GemmaForCausalLM):
     layer_class: type[DecoderLayer] = Gemma4Layer
     config: Gemma4Config
     own_width = 256
@@ -228,29 +222,27 @@ class Gemma4ForCausalLM(Decoder):
         if keys.flag("enable_moe_block"):
             moe = read_experts(
                 keys,
-                config.num_layers,
-                config.ffn_size,
-                "gelu_tanh",
+                config,
                 count_keys=("num_experts",),
                 num_chosen=1,
                 chosen_key="top_k_experts",
                 expert_size=keys.size("moe_intermediate_size"),
                 normalises=True,
                 shared_size=config.ffn_size,
+                activation="gelu_tanh",
             )
         if keys.flag("use_double_wide_mlp") and num_shared:
             first, plain = config.num_layers - num_shared, config.layers[0].mlp
             assert isinstance(plain, MLPPart)
             wide = dataclasses.replace(plain, size=2 * plain.size)
             config = config.with_mlps(lambda i: wide if i >= first else None)
-        for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-            keys.get(key)
+        keys.pass_over("num_experts", "top_k_experts", "moe_intermediate_size")
         own_vocab, cap = keys.size("vocab_size_per_layer_input", 262_144), keys.get("final_logit_softcapping")
-        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(DecoderConfig)}
-        return Gemma4Config(
-            **fields
-            | {"ffn_size": max(config.ffn_size, moe.widest if moe else 0), "embedding_scale": config.hidden_size**0.5}
-            | {"final_softcap": 0.0 if cap is None else keys.number("final_logit_softcapping")},
+        return config.extended(
+            Gemma4Config,
+            ffn_size=max(config.ffn_size, moe.widest if moe else 0),
+            embedding_scale=config.hidden_size**0.5,
+            final_softcap=0.0 if cap is None else keys.number("final_logit_softcapping"),
             own_width=keys.size("hidden_size_per_layer_input", cls.own_width, low=0),
             own_vocab_size=own_vocab,
             is_full=tuple(kind == FULL for kind in types),
@@ -279,14 +271,13 @@ class Gemma4ForCausalLM(Decoder):
         width, count = of_full[0].get("head_dim", width), of_full[0].get("num_key_value_heads", count)
         if config.num_heads % count:
             raise wrong("num_global_key_value_heads", count, f"a divisor of num_attention_heads, {config.num_heads}")
-        most = config.max_position_embeddings
         rope: DefaultRope
         if full.get("rope_type") == "proportional":
             inner = ConfigKeys(full)
             share, factor = inner.number("partial_rotary_factor", 1.0), inner.number("factor", 1.0)
             rope = ProportionalRope(inner.number("rope_theta", 1e6), share, factor)
         else:
-            rope = read_rope(full, RopeContext(width, max_len or most, most))
+            rope, _ = config.rope(full, max_len, width)
         config = dataclasses.replace(config, ropes=(*config.ropes, (rope, width)))
         first = config.num_layers - keys.size("num_kv_shared_layers", 0, low=0)
         shared: list[int | None] = [None] * config.num_layers
@@ -308,7 +299,6 @@ class Gemma4ForCausalLM(Decoder):
 
     def __init__(self, config: Gemma4Config, weights: WeightLoader) -> None:
         super().__init__(config, weights)
-        self.embedding_scale = weights.rounded(config.embedding_scale)
         D, P, L = config.hidden_size, config.own_width, config.num_layers
         if P:
             self.own_table = weights.embedding("model.embed_tokens_per_layer", config.own_vocab_size, L * P)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.deepseek import DeepseekConfig, DeepseekV3ForCausalLM
+from octavo.models.deepseek import DeepseekV3ForCausalLM
 from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm
 from octavo.models.rope import rope_values
@@ -27,9 +27,7 @@ def with_sigmoid_experts(
     first = keys.size("first_k_dense_replace", first, low=0)
     moe = read_experts(
         keys,
-        config.num_layers,
-        config.ffn_size,
-        keys.choice("hidden_act", ACTIVATIONS, "silu"),
+        config,
         count_keys=("n_routed_experts", "num_local_experts"),
         num_chosen=chosen,
         expert_size=expert_size,
@@ -37,10 +35,9 @@ def with_sigmoid_experts(
         is_sparse=read_dense_first(keys, config.num_layers, first),
         shared_size=expert_size * keys.size("n_shared_experts", shared, low=0),
     )
-    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        keys.get(key)
+    keys.pass_over("num_nextn_predict_layers", "num_mtp_layers")
     part = ExpertsPart(moe=moe, routing=read_sigmoid_routing(keys, moe), correction=CORRECTION)
-    return config.with_mlps(lambda i: part if moe.is_sparse[i] else None)
+    return config.with_experts(part)
 
 
 class Glm4MoeForCausalLM(Decoder):
@@ -56,7 +53,7 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     """GLM-4.7-Flash: DeepSeek-V3 with other defaults."""
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DeepseekConfig:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         defaults: dict[str, Any] = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4}
         defaults |= {"routed_scaling_factor": 1.8, "q_lora_rank": 768, "v_head_dim": 256}
         given = {key: value for key, value in keys.values.items() if value is not None}
@@ -85,17 +82,13 @@ class MiniMaxM2ForCausalLM(Decoder):
         config = read_decoder(keys, max_len, head_dim=128, theta=5e6, rope=given, mlp_bias=False)
         moe = read_experts(
             keys,
-            config.num_layers,
-            config.ffn_size,
-            keys.choice("hidden_act", ACTIVATIONS, "silu"),
+            config,
             count_keys=("num_local_experts", "num_experts"),
             num_chosen=8,
-            expert_size=config.ffn_size,
             normalises=True,
         )
         keys.choice("scoring_func", {"sigmoid": None}, "sigmoid")
-        for key in ("use_routing_bias", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "use_qk_norm"):
-            keys.get(key)
+        keys.pass_over("use_routing_bias", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "use_qk_norm")
         keys.choice("qk_norm_type", {"per_layer": None}, "per_layer")
         part = ExpertsPart(
             moe=moe,
@@ -105,4 +98,4 @@ class MiniMaxM2ForCausalLM(Decoder):
             experts="block_sparse_moe.experts",
             projections=("w1", "w3", "w2"),
         )
-        return config.with_mlps(lambda _: part).with_attention(head_norm=HeadNorm("all"))
+        return config.with_experts(part).with_attention(head_norm=HeadNorm("all"))

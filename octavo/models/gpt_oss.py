@@ -7,18 +7,18 @@ Shapes: D model, X experts, F the width of an expert.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from octavo.layers.moe import ExpertRouter, MoE
+from octavo.layers.norm import Norm
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
-from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder_layer import AddTo, DecoderLayer, FeedForward
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import MoESettings, read_experts
+from octavo.models.moe import read_experts
+from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.models.rope import rope_values
-from octavo.ops.attention import HeadLayout
 from octavo.ops.moe import ClampedSwish, Routing
 
 THETA = 150_000.0
@@ -33,51 +33,44 @@ ROPE = {
 """The default rotary scaling, for a configuration without any."""
 
 
-class GptOssLayer(LlamaLayer):
-    def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
-        plain = super().head_layout(config, weights, prefix, index)
-        return plain._replace(sinks_N=weights.exact(f"{prefix}.sinks", config.num_heads))
-
-    def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
-        mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, moe.num_experts, moe.expert_size
-        routing = Routing(moe.num_chosen, moe.normalises, bias_X=weights.exact(f"{mlp}.router.bias", X))
-        norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
-        router = ExpertRouter(norm, weights.router(f"{mlp}.router", X, D), routing)
-        shape = ExpertShape(X, D, F, moe.activation)
-        parts = ("weight", "weight_packed", "qweight")
-        if any(weights.tensors.has(f"{mlp}.experts.0.gate_proj.{part}") for part in parts):
+class GptOssLayer(DecoderLayer):
+    def mixture(
+        self,
+        config: DecoderConfig,
+        part: ExpertsPart,
+        weights: WeightLoader,
+        prefix: str,
+        before: Norm | None,
+        after: AddTo | None,
+    ) -> FeedForward:
+        mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, part.moe.num_experts, part.moe.expert_size
+        routing = part.routing._replace(bias_X=weights.exact(f"{mlp}.router.bias", X))
+        router = ExpertRouter(before, weights.router(f"{mlp}.router", X, D), routing)
+        shape, parts = ExpertShape(X, D, F, part.moe.activation), ("weight", "weight_packed", "qweight")
+        if any(weights.tensors.has(f"{mlp}.experts.0.gate_proj.{name}") for name in parts):
             experts = weights.experts(f"{mlp}.experts", shape, has_bias=True)
-            return MoE(router, experts, collective=weights.collective)
-        gates_then_ups = np.arange(2 * F).reshape(F, 2).T.ravel()  # the checkpoint interleaves them
-        return MoE(
-            router,
-            weights.stacked_experts(f"{mlp}.experts", shape, gates_then_ups, has_bias=True),
-            collective=weights.collective,
-        )
+        else:
+            gates_then_ups = np.arange(2 * F).reshape(F, 2).T.ravel()  # the checkpoint interleaves them
+            experts = weights.stacked_experts(f"{mlp}.experts", shape, gates_then_ups, has_bias=True)
+        return MoE(router, experts, collective=weights.collective)
 
 
-class GptOssForCausalLM(LlamaForCausalLM):
+class GptOssForCausalLM(Decoder):
     layer_class = GptOssLayer
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         kinds = [FULL if i % 2 else SLIDING for i in range(keys.size("num_hidden_layers"))]
         windows = (read_layer_types(keys, kinds), keys.size("sliding_window", 128))
         is_given = any(keys.get(key) is not None for key in ("rope_scaling", "rope_parameters"))
         rope = {"rope_theta": THETA, **({} if is_given else ROPE), **rope_values(keys)}
-        config = read_llama(keys, max_len, eps=1e-5, head_dim=64, windows=windows, rope=rope)
         has_bias = keys.flag("attention_bias", True)
+        config = read_decoder(keys, max_len, eps=1e-5, head_dim=64, windows=windows, rope=rope, has_bias=has_bias)
         keys.choice("hidden_act", {"silu": None}, "silu")
         for key in ("experts_per_token", "initial_context_length"):  # aliases of keys that are read
             keys.get(key)
-        moe = read_experts(
-            keys,
-            config.num_layers,
-            config.ffn_size,
-            ClampedSwish(keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0)),
-            count_keys=("num_local_experts",),
-            num_chosen=4,
-            expert_size=config.ffn_size,
-            normalises=True,
-        )
-        return dataclasses.replace(config, attention_bias=has_bias, output_bias=has_bias, moe=moe, ffn_size=moe.widest)
+        activation = ClampedSwish(keys.number("swiglu_alpha", 1.702), keys.number("swiglu_limit", 7.0))
+        count_keys = ("num_local_experts",)
+        moe = read_experts(keys, config, count_keys=count_keys, num_chosen=4, normalises=True, activation=activation)
+        part = ExpertsPart(moe=moe, routing=Routing(moe.num_chosen, moe.normalises))
+        return config.with_attention(has_sinks=True).with_experts(part)

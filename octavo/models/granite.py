@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
-from octavo.models.rope import RopeContext, read_rope, rope_values
+from octavo.models.rope import rope_values
 from octavo.ops.moe import Routing
 
 
@@ -31,12 +31,9 @@ def with_experts(keys: ConfigKeys, config: DecoderConfig, shared_size: int) -> D
     """With experts in every layer, and a shared one of ``shared_size``, 0: none."""
     moe = read_experts(
         keys,
-        config.num_layers,
-        config.ffn_size,
-        keys.choice("hidden_act", ACTIVATIONS, "silu"),
+        config,
         count_keys=("num_local_experts",),
         num_chosen=2,
-        expert_size=config.ffn_size,
         normalises=True,
         shared_size=shared_size,
     )
@@ -52,7 +49,7 @@ def with_experts(keys: ConfigKeys, config: DecoderConfig, shared_size: int) -> D
     if keys.flag("has_separate_gates"):  # as in GGUF files
         gates = ("shared_mlp.gate_proj", "shared_mlp.up_proj")
         part = dataclasses.replace(part, experts="block_sparse_moe.experts", stacked=None, shared=gates)
-    return config.with_mlps(lambda _: part)
+    return config.with_experts(part)
 
 
 def with_windows(keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
@@ -67,10 +64,8 @@ def with_windows(keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         return config.with_attention(has_sinks=True)
     if not isinstance(thetas, list | tuple) or len(thetas) != len(types):
         raise wrong("layer_rope_theta", thetas, f"a list of {len(types)} numbers")
-    width, most = config.ropes[0][1], config.max_position_embeddings
-    context = RopeContext(width, max_len or most, most)
-    bases = sorted({theta for theta in thetas if theta})
-    ropes = tuple((read_rope({**given, "rope_theta": theta}, context), width) for theta in bases)
+    width, bases = config.ropes[0][1], sorted({theta for theta in thetas if theta})
+    ropes = tuple(config.rope({**given, "rope_theta": theta}, max_len, width) for theta in bases)
     config = dataclasses.replace(config, ropes=ropes)
     return config.with_attention(has_sinks=True, rope=[bases.index(theta) if theta else None for theta in thetas])
 

@@ -49,17 +49,15 @@ class HunYuanMoEV1ForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         config = read_hunyuan(keys, max_len)
-        chosen, size = _same(keys, "moe_topk", 1), config.ffn_size
+        chosen = _same(keys, "moe_topk", 1)
         moe = read_experts(
             ConfigKeys({"num_experts": _same(keys, "num_experts", 1), "num_experts_per_tok": chosen}),
-            config.num_layers,
-            size,
-            keys.choice("hidden_act", ACTIVATIONS, "silu"),
+            config,
             count_keys=("num_experts",),
             num_chosen=chosen,
-            expert_size=size,
             normalises=True,
-            shared_size=size,
+            shared_size=config.ffn_size,
+            activation=keys.choice("hidden_act", ACTIVATIONS, "silu"),
         )
         part = ExpertsPart(
             moe=moe,
@@ -68,7 +66,7 @@ class HunYuanMoEV1ForCausalLM(Decoder):
             shared=SHARED,
             shared_down="mlp.shared_mlp.down_proj",
         )
-        return config.with_mlps(lambda _: part)
+        return config.with_experts(part)
 
 
 def _same(keys: ConfigKeys, key: str, default: int) -> int:
@@ -87,9 +85,7 @@ class HYV3ForCausalLM(Decoder):
         keys.get("enable_moe_fp32_combine")  # sums are taken in float32 always
         moe = read_experts(
             keys,
-            config.num_layers,
-            config.ffn_size,
-            keys.choice("hidden_act", ACTIVATIONS, "silu"),
+            config,
             count_keys=("num_experts", "num_local_experts"),
             num_chosen=8,
             expert_size=expert_size,
@@ -106,5 +102,5 @@ class HYV3ForCausalLM(Decoder):
             shared=SHARED,
             shared_down="mlp.shared_mlp.down_proj",
         )
-        config = config.with_mlps(lambda i: part if moe.is_sparse[i] else None)
+        config = config.with_experts(part)
         return config.with_attention(head_norm=HeadNorm())

@@ -5,25 +5,23 @@ Shapes: T tokens of the step, D model.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo import ops
+from octavo.layers.heads import StepAngles
 from octavo.layers.mamba import Mamba
 from octavo.layers.mamba2 import GatedNorm, Mamba2
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rotary import Rotary
 from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.layer_cache import LayerCacheSpec, StateTensor, conv_state, recurrent_state, state_layer
 from octavo.models.linear_parts import MatrixRows
-from octavo.models.llama import LlamaConfig, LlamaForCausalLM
 from octavo.models.loader import WeightLoader
+from octavo.models.parts import DecoderConfig
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.selective_scan import ScanChannels
 from octavo.ops.state_space import StateSpaceHeads
@@ -32,24 +30,28 @@ from octavo.quant.stored.shard import Section
 FULL, LINEAR = "full_attention", "linear_attention"
 
 
-@dataclass(frozen=True, kw_only=True)
-class HybridConfig(LlamaConfig):
-    kinds: tuple[str, ...]
-    """The kind of each layer, by the family's own names."""
-    caches: tuple[LayerCacheSpec, ...]
-    has_rope: bool = True
-    embedding_scale: float = 1.0
-    """Factor of the embeddings."""
-    logit_scale: float = 1.0
-
-    @property
-    def cache(self) -> tuple[LayerCacheSpec, ...]:
-        return self.caches
+Recurrence = Callable[[Tensor, LayerCache, PagedRows], Tensor]
+"""A layer's recurrence with the norm before it: the residual stream, what is cached of the layer, and the rows."""
 
 
-def of_llama(config: LlamaConfig) -> dict[str, Any]:
-    """The fields of Llama's configuration, to make another one of."""
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(LlamaConfig)}
+class HybridLayer(DecoderLayer):
+    """A layer of attention or, where the configuration says so, of a recurrence; then the feed-forward layer."""
+
+    recurrence: Recurrence | None = None
+
+    def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        if not config.layers[index].is_recurrent:
+            return super().load_mixer(config, weights, prefix, index)
+        assert isinstance(self.before_attention, RMSNorm)
+        self.recurrence = self.load_recurrence(config, weights, prefix, self.before_attention)
+        return None
+
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+        """Load the recurrence, and the projection ``o_proj`` of its outputs."""
+        raise NotImplementedError
+
+    def mix(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
+        return super().mix(x_TD, step, cache, rows) if self.recurrence is None else self.recurrence(x_TD, cache, rows)
 
 
 def layer_kinds(keys: ConfigKeys, key: str, allowed: Sequence[str], count: int) -> tuple[str, ...]:
@@ -58,38 +60,6 @@ def layer_kinds(keys: ConfigKeys, key: str, allowed: Sequence[str], count: int) 
     if kinds is None:
         raise wrong(key, None, f"a list of {count}, each one of {', '.join(allowed)}")
     return kinds
-
-
-class HybridForCausalLM(LlamaForCausalLM):
-    """Layers of several kinds between an embedding and a head; ``names`` are theirs in the checkpoint."""
-
-    names = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
-    config: HybridConfig
-
-    def __init__(self, config: HybridConfig, weights: WeightLoader) -> None:
-        self.config = config
-        shape, is_tied = (config.vocab_size, config.hidden_size), config.tie_word_embeddings
-        embedding, layers, norm, head = self.names
-        self.embedding = weights.embedding(embedding, *shape, is_tied)
-        self.rotary = Rotary(config.rope, config.rotary_width, weights.form.device)
-        self.layers = [self.layer_class(config, weights, f"{layers}.{i}", i) for i in range(config.num_layers)]
-        self.norm = weights.norm(norm, config.hidden_size, config.norm_eps)
-        if config.logit_scale != 1.0:
-            self.norm.weight_D = (self.norm.weight_D.float() * config.logit_scale).to(weights.form.dtype)
-        self.head = weights.head(head, self.embedding, shape, is_tied)
-
-    def forward(
-        self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
-    ) -> Tensor:
-        x_TD = self.embedding(token_ids_T)
-        if self.config.embedding_scale != 1.0:
-            x_TD = ops.scaled(x_TD, self.config.embedding_scale)
-        angles: Any = (None, None)
-        if self.config.has_rope:
-            angles = self.rotary(positions_T, rows.rope_shifts_AT)
-        for layer, cache, own_rows in zip(self.layers, caches, rows.of_layers(len(self.layers)), strict=True):
-            x_TD = layer(x_TD, angles, cache, own_rows)
-        return x_TD
 
 
 class MambaSizes(NamedTuple):

@@ -7,22 +7,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from octavo.layers.gated_delta import KimiDelta
-from octavo.layers.mlp import GatedMLP
-from octavo.layers.output_mlp import output_mlp
+from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import ProportionalRope
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.decoder import Decoder
+from octavo.models.decoder_layer import FeedForward
 from octavo.models.deepseek import DeepseekConfig, DeepseekLayer, read_deepseek
-from octavo.models.hybrid import LINEAR
-from octavo.models.layer_cache import LayerCacheSpec
+from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.linear_parts import MatrixRows
-from octavo.models.llama import FeedForward, LlamaConfig, LlamaForCausalLM
 from octavo.models.loader import WeightLoader
+from octavo.models.parts import DecoderConfig, Names
 from octavo.models.qwen3_next import DeltaSizes, delta_heads
-from octavo.ops.attention import LayerCache, PagedRows
 from octavo.quant.stored.shard import Section
 
 NAMES = {
@@ -49,29 +46,28 @@ UNUSED = ("num_nextn_predict_layers", "qk_head_dim", "rope_scaling", "rope_theta
 """No position is rotated."""
 
 
+EXPERTS: dict[str, Any] = {
+    "router": "block_sparse_moe.gate",
+    "correction": "block_sparse_moe.gate.e_score_correction_bias",
+    "experts": "block_sparse_moe.experts",
+    "projections": ("w1", "w3", "w2"),
+    "shared": ("block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"),
+    "shared_down": "block_sparse_moe.shared_experts.down_proj",
+}
+BLOCK = Names(ups=("block_sparse_moe.gate_proj", "block_sparse_moe.up_proj"), down="block_sparse_moe.down_proj")
+"""Dense layers are named like those with experts in checkpoints that transformers has written."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiLinearConfig(DeepseekConfig):
     delta: DeltaSizes
-    kinds: tuple[str, ...]
-
-    @property
-    def cache(self) -> tuple[LayerCacheSpec, ...]:
-        latent, of_delta = LayerCacheSpec(1, self.head_dim, kind="latent"), self.delta.cache
-        return tuple(of_delta if kind == LINEAR else latent for kind in self.kinds[: self.num_layers])
 
 
-class KimiLinearLayer(DeepseekLayer):
-    experts_name = "block_sparse_moe"
-    expert_names = "w1", "w3", "w2"
-
-    def __init__(self, config: KimiLinearConfig, weights: WeightLoader, prefix: str, index: int) -> None:
-        self.delta: KimiDelta | None = None
-        if config.kinds[index] == FULL:
-            super().__init__(config, weights, prefix, index)
-            return
+class KimiLinearLayer(HybridLayer, DeepseekLayer):
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+        assert isinstance(config, KimiLinearConfig)
         D, sizes, name = config.hidden_size, config.delta, f"{prefix}.self_attn"
         N, K = sizes.num_heads, sizes.key_dim
-        norm = weights.norm(f"{prefix}.input_layernorm", D, config.norm_eps)
         parts = dict(zip("qkv", sizes.channels, strict=True)) | {
             "b": Section(N, N),
             "f_a": Section(K, 1),
@@ -82,27 +78,13 @@ class KimiLinearLayer(DeepseekLayer):
         decays, gates = (weights.column(f"{name}.{part}_b_proj", N * K, K, num_heads=N) for part in "fg")
         heads = delta_heads(sizes, weights, name, config.norm_eps, "o_norm", decays_of_head=K)
         heads = heads._replace(gate="sigmoid")
-        self.delta = KimiDelta(norm, projections, conv_WC, (decays, gates), K, heads)
         self.o_proj = weights.row(f"{name}.o_proj", D, sizes.values)
-        self.mlp = self.feed_forward(config, weights, prefix, index)
+        return KimiDelta(norm, projections, conv_WC, (decays, gates), K, heads)
 
-    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
-        """Dense layers are named like those with experts in checkpoints that transformers has written."""
-        name = f"{prefix}.{self.experts_name}"
-        if not weights.tensors.has_module(f"{name}.down_proj"):
-            return super().feed_forward(config, weights, prefix, index)
-        return GatedMLP(
-            weights.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps),
-            self.gate_up(config, weights, name),
-            weights.row(f"{name}.down_proj", config.hidden_size, config.dense_size),
-            config.activation,
-        )
-
-    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
-        if self.delta is None:
-            return super().__call__(x_TD, angles, cache, rows)
-        mixed, x_TD = rows.pick(self.delta(x_TD, cache, rows), x_TD)
-        return output_mlp(self.o_proj, self.mlp, mixed, x_TD)
+    def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
+        if weights.tensors.has_module(f"{prefix}.{BLOCK.down}"):
+            config = dataclasses.replace(config, names=BLOCK)
+        return super().feed_forward(config, weights, prefix, index)
 
 
 def _read_delta(keys: ConfigKeys) -> tuple[DeltaSizes, tuple[str, ...]]:
@@ -125,20 +107,21 @@ def _read_delta(keys: ConfigKeys) -> tuple[DeltaSizes, tuple[str, ...]]:
     return DeltaSizes(heads, heads, width, width, conv), kinds
 
 
-class KimiLinearForCausalLM(LlamaForCausalLM):
+class KimiLinearForCausalLM(Decoder):
     layer_class = KimiLinearLayer
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> KimiLinearConfig:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         for key in ("mla_use_nope", "use_grouped_topk"):
             if not keys.flag(key, True):
                 raise wrong(key, False, "true")
         delta, kinds = _read_delta(keys)
-        for key in (*UNUSED, *NAMES):
-            keys.get(key)
+        keys.pass_over(*UNUSED, *NAMES)
         given: dict[str, Any] = {NAMES.get(key, key): value for key, value in keys.values.items() if key not in UNUSED}
         own = keys.over({**DEFAULTS, **given, "head_dim": None})
-        plain = read_deepseek(own, max_len, "sigmoid")
-        fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(DeepseekConfig)}
-        unrotated = {"rope": ProportionalRope(1.0, 0.0), "is_interleaved": False}
-        return KimiLinearConfig(**fields | unrotated, delta=delta, kinds=kinds)
+        config = read_deepseek(own, max_len, "sigmoid", **EXPERTS)
+        unrotated = ProportionalRope(1.0, 0.0), config.rotated_size
+        config = dataclasses.replace(config.with_attention(is_adjacent=False), ropes=(unrotated,))
+        latent = config.layers[0].cache
+        config = config.with_caches([delta.cache if kind == LINEAR else latent for kind in kinds])
+        return config.extended(KimiLinearConfig, delta=delta)

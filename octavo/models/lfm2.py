@@ -1,69 +1,64 @@
-"""LFM2 (Liquid AI, 2025): gated short convolutions, and attention in every few layers; LFM2-MoE has experts.
-
-Shapes: T tokens of the step, D model.
-"""
+"""LFM2 (Liquid AI, 2025): gated short convolutions, and attention in every few layers; LFM2-MoE has experts."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from torch import Tensor
-
-from octavo.layers.mlp import GatedMLP
-from octavo.layers.moe import ExpertRouter, MoE
-from octavo.layers.output_mlp import output_mlp
+from octavo.layers.norm import RMSNorm
 from octavo.layers.short_conv import ShortConv
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys
-from octavo.models.hybrid import HybridConfig, HybridForCausalLM, layer_kinds, of_llama
-from octavo.models.layer_cache import LayerCacheSpec, conv_state, state_layer
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.hybrid import HybridLayer, Recurrence, layer_kinds
+from octavo.models.layer_cache import conv_state, state_layer
 from octavo.models.linear_parts import MatrixRows
-from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
-from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import MoESettings, read_experts
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.models.loader import WeightLoader
+from octavo.models.moe import read_experts
+from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, MLPPart, Names
 from octavo.ops.moe import Routing
 from octavo.quant.stored.shard import Section
 
 CONV = "conv"
+NAMES = Names(
+    norm="model.embedding_norm",
+    output="self_attn.out_proj",
+    head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+    before_attention="operator_norm",
+    before_mlp="ffn_norm",
+    ups=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lfm2Config(HybridConfig):
+class Lfm2Config(DecoderConfig):
     width: int
     """Of the convolutions."""
     conv_bias: bool
-    has_expert_bias: bool = False
-    """Whether a bias is added to the scores of experts for their selection."""
-    share_scale: float = 1.0
 
 
 def read_lfm2(keys: ConfigKeys, max_len: int | None) -> Lfm2Config:
     """Read the configuration, without experts."""
     num_layers = keys.size("num_hidden_layers")
-    tied = keys.flag("tie_embedding", True)
-    plain = read_llama(
+    config = read_decoder(
         keys,
         max_len,
-        tied=tied,
+        tied=keys.flag("tie_embedding", True),
         eps=keys.number("norm_eps", 1e-5),
         windows=((FULL,) * num_layers, None),
         ffn_size=keys.get("block_ff_dim"),
+        names=NAMES,
     )
     attends = keys.get("full_attn_idxs")
     kinds = keys.choices("layer_types", (CONV, FULL), num_layers)
     if kinds is None and isinstance(attends, list | tuple):
         kinds = tuple(FULL if i in attends else CONV for i in range(num_layers))
     kinds = kinds or layer_kinds(keys, "layer_types", (CONV, FULL), num_layers)
-    D, width = plain.hidden_size, keys.size("conv_L_cache", 3, low=2)
-    of_conv, of_attention = state_layer(conv_state(width, D, D)), LayerCacheSpec(plain.num_kv_heads, plain.head_dim)
-    return Lfm2Config(
-        **of_llama(plain),
-        kinds=kinds,
-        caches=tuple(of_conv if kind == CONV else of_attention for kind in kinds),
-        width=width,
-        conv_bias=keys.flag("conv_bias"),
-    )
+    D, width = config.hidden_size, keys.size("conv_L_cache", 3, low=2)
+    of_conv = state_layer(conv_state(width, D, D))
+    config = config.with_attention(head_norm=HeadNorm(), has_output_bias=False)
+    config = config.with_caches([of_conv if kind == CONV else None for kind in kinds])
+    return config.extended(Lfm2Config, width=width, conv_bias=keys.flag("conv_bias"))
 
 
 def _ffn_size(keys: ConfigKeys, stored: int) -> int:
@@ -75,85 +70,51 @@ def _ffn_size(keys: ConfigKeys, stored: int) -> int:
     return -(-width // multiple) * multiple
 
 
-class Lfm2Layer(LlamaLayer):
-    def __init__(self, config: Lfm2Config, weights: WeightLoader, prefix: str, index: int) -> None:
-        D, eps = config.hidden_size, config.norm_eps
-        self.input_norm = weights.norm(f"{prefix}.operator_norm", D, eps)
-        self.conv: ShortConv | None = None
-        if config.kinds[index] == CONV:
-            name, has_bias, channels = f"{prefix}.conv", config.conv_bias, Section(D, D)
-            projections = weights.fused([MatrixRows(f"{name}.in_proj", [channels] * 3)], D, has_bias)
-            bias = weights.exact_part(f"{name}.conv.bias", channels) if has_bias else None
-            conv_WD = weights.conv(f"{name}.conv", [channels], config.width)
-            self.conv = ShortConv(self.input_norm, projections, conv_WD, bias)
-            self.o_proj = weights.row(f"{name}.out_proj", D, D, has_bias)
-        else:
-            name = f"{prefix}.self_attn"
-            self.heads = self.head_layout(config, weights, name, index)
-            self.qkv_proj = self.qkv(config, weights, name)
-            self.o_proj = weights.row(f"{name}.out_proj", D, self.heads.sizes[0])
-            self.heads = weights.own_heads(self.heads)
-        self.mlp = self.feed_forward(config, weights, prefix, index)
-
-    def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
-        names = (f"{prefix}.{part}_layernorm.weight" for part in "qk")
-        q_norm, k_norm = (weights.dense(name, config.head_dim) for name in names)
-        plain = super().head_layout(config, weights, prefix, index)
-        return plain._replace(q_norm_H=q_norm, k_norm_H=k_norm, norm_eps=config.norm_eps)
-
-    def feed_forward(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
-        if config.moe is not None and config.moe.is_sparse[index]:
-            return self.mixture(config, config.moe, weights, prefix)
-        D, F, name = config.hidden_size, config.dense_size, f"{prefix}.feed_forward"
-        return GatedMLP(
-            weights.norm(f"{prefix}.ffn_norm", D, config.norm_eps),
-            weights.gate_up([f"{name}.w1", f"{name}.w3"], F, D),
-            weights.row(f"{name}.w2", D, F),
-        )
-
-    def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
+class Lfm2Layer(HybridLayer):
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
         assert isinstance(config, Lfm2Config)
-        D, X, name = config.hidden_size, moe.num_experts, f"{prefix}.feed_forward"
-        bias = weights.exact(f"{name}.expert_bias", X) if config.has_expert_bias else None
-        routing = Routing(moe.num_chosen, moe.normalises, "sigmoid", config.share_scale, correction_X=bias)
-        norm = weights.norm(f"{prefix}.ffn_norm", D, config.norm_eps)
-        experts = weights.experts(
-            f"{name}.experts", ExpertShape(X, D, moe.expert_size, moe.activation, "w1", "w3", "w2")
-        )
-        return MoE(ExpertRouter(norm, weights.router(f"{name}.gate", X, D), routing), experts, None, weights.collective)
-
-    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
-        if self.conv is None:
-            return super().__call__(x_TD, angles, cache, rows)
-        mixed_TD, x_TD = rows.pick(self.conv(x_TD, cache, rows), x_TD)
-        return output_mlp(self.o_proj, self.mlp, mixed_TD, x_TD)
+        D, name, has_bias = config.hidden_size, f"{prefix}.conv", config.conv_bias
+        channels = Section(D, D)
+        projections = weights.fused([MatrixRows(f"{name}.in_proj", [channels] * 3)], D, has_bias)
+        bias = weights.exact_part(f"{name}.conv.bias", channels) if has_bias else None
+        conv_WD = weights.conv(f"{name}.conv", [channels], config.width)
+        self.o_proj = weights.row(f"{name}.out_proj", D, D, has_bias)
+        return ShortConv(norm, projections, conv_WD, bias)
 
 
-class Lfm2ForCausalLM(HybridForCausalLM):
+class Lfm2ForCausalLM(Decoder):
     layer_class = Lfm2Layer
-    names = ("model.embed_tokens", "model.layers", "model.embedding_norm", "lm_head")
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Lfm2Config:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         config = read_lfm2(keys, max_len)
-        return dataclasses.replace(config, ffn_size=_ffn_size(keys, config.ffn_size))
+        plain = config.layers[0].mlp
+        assert isinstance(plain, MLPPart)
+        mlp = dataclasses.replace(plain, size=_ffn_size(keys, config.ffn_size))
+        return config.with_mlps(lambda _: mlp)
 
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Lfm2Config:
-        config = read_lfm2(keys, max_len)
-        dense = keys.size("num_dense_layers", 2, low=0)
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        config, dense = read_lfm2(keys, max_len), keys.size("num_dense_layers", 2, low=0)
         moe = read_experts(
             keys,
-            config.num_layers,
-            config.ffn_size,
-            config.activation,
+            config,
             count_keys=("num_experts",),
             num_chosen=4,
             expert_size=keys.size("moe_intermediate_size", 1792),
             normalises=keys.flag("norm_topk_prob", True),
             is_sparse=tuple(i >= dense for i in range(config.num_layers)),
         )
-        has_bias, scale = keys.flag("use_expert_bias", True), keys.number("routed_scaling_factor", 1.0)
-        return dataclasses.replace(config, moe=moe, ffn_size=moe.widest, has_expert_bias=has_bias, share_scale=scale)
+        scale = keys.number("routed_scaling_factor", 1.0)
+        return config.with_experts(
+            ExpertsPart(
+                moe=moe,
+                routing=Routing(moe.num_chosen, moe.normalises, "sigmoid", scale),
+                router="feed_forward.gate",
+                correction="feed_forward.expert_bias" if keys.flag("use_expert_bias", True) else None,
+                experts="feed_forward.experts",
+                projections=("w1", "w3", "w2"),
+            )
+        )

@@ -17,8 +17,7 @@ from octavo.layers.moe import MoE
 from octavo.models.config import ACTIVATIONS
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.decoder_layer import DecoderLayer
-from octavo.models.llama import FeedForward
+from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, MLPPart, Names, QueryScale
@@ -87,15 +86,13 @@ class Llama4ForCausalLM(Decoder):
         activation, size = keys.choice("hidden_act", ACTIVATIONS, "silu"), config.ffn_size
         moe = read_experts(
             keys,
-            num_layers,
-            keys.size("intermediate_size_mlp", 2 * size),
-            activation,
+            config,
             count_keys=("num_local_experts",),
             num_chosen=1,
-            expert_size=size,
             normalises=False,
             is_sparse=tuple(i in layers for i in range(num_layers)),
             shared_size=size,
+            dense_size=keys.size("intermediate_size_mlp", 2 * size),
         )
         part = ExpertsPart(
             moe=moe,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from octavo.layers.mamba import Mamba
 from octavo.layers.norm import RMSNorm
 from octavo.models.config_keys import ConfigKeys
-from octavo.models.hybrid import HybridForCausalLM, ScanSizes, load_mamba, read_rank
+from octavo.models.decoder import Decoder
+from octavo.models.hybrid import ScanSizes, load_mamba, read_rank
 from octavo.models.loader import WeightLoader
 from octavo.models.mamba2 import Mamba2Layer, RecurrentConfig, read_recurrent
 
@@ -16,9 +17,8 @@ class MambaLayer(Mamba2Layer):
         return load_mamba(weights, name, config.mamba, config.hidden_size, norm)
 
 
-class MambaForCausalLM(HybridForCausalLM):
+class MambaForCausalLM(Decoder):
     layer_class = MambaLayer
-    names = ("backbone.embeddings", "backbone.layers", "backbone.norm_f", "lm_head")
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> RecurrentConfig:
@@ -39,8 +39,7 @@ class FalconMambaForCausalLM(MambaForCausalLM):
 def read_sizes(keys: ConfigKeys) -> ScanSizes:
     """The sizes of the layers, which all have alike."""
     D = keys.size("hidden_size")
-    for key in UNUSED:
-        keys.get(key)
+    keys.pass_over(*UNUSED)
     return ScanSizes(
         inner=keys.size("intermediate_size", keys.size("expand", 2) * D),
         state_size=keys.size("state_size", 16),

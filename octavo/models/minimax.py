@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.attention import attention
-from octavo.layers.moe import ExpertRouter, MoE
+from octavo.layers.heads import StepAngles
+from octavo.layers.norm import Norm, RMSNorm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.hybrid import LINEAR, HybridConfig, HybridForCausalLM, of_llama
-from octavo.models.layer_cache import LayerCacheSpec, recurrent_state, state_layer
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder_layer import AddTo, DecoderLayer, FeedForward
+from octavo.models.hybrid import LINEAR
+from octavo.models.layer_cache import recurrent_state, state_layer
 from octavo.models.linear_parts import MatrixRows
-from octavo.models.llama import FeedForward, LlamaConfig, LlamaLayer, read_llama
-from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import MoESettings, read_experts
+from octavo.models.loader import WeightLoader
+from octavo.models.moe import read_experts
+from octavo.models.parts import DecoderConfig, ExpertsPart, Names
 from octavo.models.qwen3_next import by_part
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.moe import Routing
 from octavo.quant.stored.shard import Section
 
+NAMES = Names(before_mlp=None)
+"""What is before the experts normalises the residual stream itself."""
 LIGHTNING_NORM_EPS = 1e-6
 """Of the norm over the outputs of all heads, independent of ``rms_norm_eps``."""
 DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
@@ -38,38 +41,41 @@ Factors = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MiniMaxConfig(HybridConfig):
+class MiniMaxConfig(DecoderConfig):
     factors: dict[str, Factors]
     """Those of each kind of layer, and of the experts."""
 
 
-class MiniMaxLayer(LlamaLayer):
-    def __init__(self, config: MiniMaxConfig, weights: WeightLoader, prefix: str, index: int) -> None:
-        D, eps, name = config.hidden_size, config.norm_eps, f"{prefix}.self_attn"
-        self.factors, self.mlp_factors = config.factors[config.kinds[index]], config.factors["mlp"]
-        self.mlp_norm = weights.norm(f"{prefix}.post_attention_layernorm", D, eps)
-        self.is_lightning = config.kinds[index] == LINEAR
+class MiniMaxLayer(DecoderLayer):
+    def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        assert isinstance(config, MiniMaxConfig)
+        D, name = config.hidden_size, f"{prefix}.self_attn"
+        self.is_lightning = config.layers[index].is_recurrent
+        self.factors, self.mlp_factors = config.factors[LINEAR if self.is_lightning else FULL], config.factors["mlp"]
+        self.mlp_norm = weights.norm(f"{prefix}.post_attention_layernorm", D, config.norm_eps)
         if not self.is_lightning:
-            super().__init__(config, weights, prefix, index)
+            super().load_mixer(config, weights, prefix, index)
             return
         N, width = config.num_heads, config.num_heads * config.head_dim
         part = Section(width, N)
         fused = MatrixRows(f"{name}.qkv_proj", [part] * 3, by_part(N, [config.head_dim] * 3))
-        self.input_norm = weights.norm(f"{prefix}.input_layernorm", D, eps)
         self.qkvg_proj = weights.fused([fused, MatrixRows(f"{name}.output_gate", [part])], D)
         self.lightning_norm = weights.head_norm(f"{name}.norm", N, config.head_dim, LIGHTNING_NORM_EPS)
         self.o_proj = weights.row(f"{name}.out_proj", D, width)
         self.decay_N = own_decays(config, weights, index)
         for decay in DECAYS:
             weights.tensors.leave_out(f"{name}.{decay}")
-        self.mlp = self.feed_forward(config, weights, prefix, index)
 
-    def mixture(self, config: LlamaConfig, moe: MoESettings, weights: WeightLoader, prefix: str) -> FeedForward:
-        name, D, X = f"{prefix}.block_sparse_moe", config.hidden_size, moe.num_experts
-        shape = ExpertShape(X, D, moe.expert_size, moe.activation, gate="w1", up="w3", down="w2")
-        router = ExpertRouter(None, weights.router(f"{name}.gate", X, D), Routing(moe.num_chosen, moe.normalises))
-        add = partial(_weighted, self.mlp_factors)
-        return MoE(router, weights.experts(f"{name}.experts", shape), None, weights.collective, add)
+    def mixture(
+        self,
+        config: DecoderConfig,
+        part: ExpertsPart,
+        weights: WeightLoader,
+        prefix: str,
+        before: Norm | None,
+        after: AddTo | None,
+    ) -> FeedForward:
+        return super().mixture(config, part, weights, prefix, before, partial(_weighted, self.mlp_factors))
 
     def lightning(self, h_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
         """The gated outputs of this device's heads, [T, N H]."""
@@ -78,13 +84,13 @@ class MiniMaxLayer(LlamaLayer):
         out_TN = ops.linear_attention(qkv, self.decay_N, cache.states[0], rows.states, "silu")
         return ops.sigmoid_and_mul(gate_TN, self.lightning_norm(out_TN))
 
-    def __call__(self, x_TD: Tensor, angles: Any, cache: LayerCache, rows: PagedRows) -> Tensor:
-        h_TD = self.input_norm(x_TD)
+    def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
+        assert isinstance(self.before_attention, RMSNorm)
+        h_TD = self.before_attention(x_TD)
         if self.is_lightning:
             mixed = self.lightning(h_TD, cache, rows)
         else:
-            cos, sin = angles
-            mixed = attention(self.qkv_proj(h_TD), self.heads, cos, sin, cache, rows)
+            mixed = self.attend(self.qkv_proj(h_TD), step, cache, rows)
         mixed, h_TD = rows.pick(mixed, h_TD)
         return self.mlp(self.mlp_norm(_weighted(self.factors, self.o_proj(mixed), h_TD)))
 
@@ -94,7 +100,7 @@ def _weighted(factors: Factors, added_TD: Tensor, kept_TD: Tensor) -> Tensor:
     return ops.scaled(kept_TD, kept, ops.scaled(added_TD, added))
 
 
-def own_decays(config: MiniMaxConfig, weights: WeightLoader, index: int) -> Tensor:
+def own_decays(config: DecoderConfig, weights: WeightLoader, index: int) -> Tensor:
     """The decay of each of this device's heads: e to the power of minus ALiBi's slopes, less from layer to layer."""
     N, own, rank = config.num_heads, weights.num_own(config.num_heads), weights.collective.rank
     share = 1 - index / (config.num_layers - 1 + 1e-5) + 1e-5
@@ -102,16 +108,17 @@ def own_decays(config: MiniMaxConfig, weights: WeightLoader, index: int) -> Tens
     return torch.exp(-slopes_N)[rank * own : (rank + 1) * own].to(weights.form.device, torch.float32)
 
 
-class MiniMaxForCausalLM(HybridForCausalLM):
+class MiniMaxForCausalLM(Decoder):
     layer_class = MiniMaxLayer
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> MiniMaxConfig:
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         """Keys are those of transformers, or those of MiniMax's own code."""
         num_layers = keys.size("num_hidden_layers")
         head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
         rotary = keys.size("rotary_dim", head_dim) / head_dim
-        plain = read_llama(keys, max_len, eps=1e-5, windows=((FULL,) * num_layers, None), rotary=rotary)
+        windows = ((FULL,) * num_layers, None)
+        config = read_decoder(keys, max_len, eps=1e-5, windows=windows, rotary=rotary, names=NAMES)
         if keys.get("shared_intermediate_size"):
             raise wrong("shared_intermediate_size", keys.get("shared_intermediate_size"), "0")
         if not keys.flag("postnorm", True):
@@ -123,24 +130,20 @@ class MiniMaxForCausalLM(HybridForCausalLM):
                 raise wrong("attn_type_list", listed, f"a list of {num_layers}, 0 for lightning attention, else 1")
             kinds = tuple(FULL if kind else LINEAR for kind in listed)
         kinds = kinds or tuple(FULL if (i + 1) % 2 else LINEAR for i in range(num_layers))
-        for key in ("block_size", "shared_moe_mode", "attn_type_list"):
-            keys.get(key)
-        moe = read_experts(
-            keys,
-            num_layers,
-            plain.ffn_size,
-            plain.activation,
-            count_keys=("num_local_experts",),
-            num_chosen=2,
-            expert_size=plain.ffn_size,
-            normalises=True,
+        keys.pass_over("block_size", "shared_moe_mode", "attn_type_list")
+        moe = read_experts(keys, config, count_keys=("num_local_experts",), num_chosen=2, normalises=True)
+        part = ExpertsPart(
+            moe=moe,
+            routing=Routing(moe.num_chosen, moe.normalises),
+            router="block_sparse_moe.gate",
+            experts="block_sparse_moe.experts",
+            projections=("w1", "w3", "w2"),
         )
-        N, H = plain.num_heads, plain.head_dim
-        of_attention, of_lightning = LayerCacheSpec(plain.num_kv_heads, H), state_layer(recurrent_state(N, H, H, N))
-        return MiniMaxConfig(
-            **of_llama(plain) | {"moe": moe, "ffn_size": moe.widest},
-            kinds=kinds,
-            caches=tuple(of_lightning if kind == LINEAR else of_attention for kind in kinds),
+        N, H = config.num_heads, config.head_dim
+        of_lightning = state_layer(recurrent_state(N, H, H, N))
+        config = config.with_experts(part).with_caches([of_lightning if kind == LINEAR else None for kind in kinds])
+        return config.extended(
+            MiniMaxConfig,
             factors={
                 LINEAR: _factors(keys, "linear_attn", "linear_attention"),
                 FULL: _factors(keys, "full_attn", "full_attention"),

@@ -15,7 +15,7 @@ from octavo.models.encoder import Encoder, EncoderConfig, EncoderLayer, read_enc
 from octavo.models.labels import LabelPart
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import LLAMA, RMS, Names, NormPart
-from octavo.models.rope import RopeContext, read_rope, rope_values
+from octavo.models.rope import rope_values
 
 NAMES = Names(
     embedding="embeddings.tok_embeddings",
@@ -55,8 +55,7 @@ class ModernBertModel(Encoder):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
-        for key in UNUSED:
-            keys.get(key)
+        keys.pass_over(*UNUSED)
         num_layers, every = keys.size("num_hidden_layers"), keys.size("global_attn_every_n_layers", 3)
         types = read_layer_types(keys, [SLIDING if i % every else FULL for i in range(num_layers)])
         reach = keys.size("local_attention", 128) // 2
@@ -74,11 +73,9 @@ class ModernBertModel(Encoder):
             windows=[reach if kind == SLIDING else 0 for kind in types],
             rope_of=[int(kind == SLIDING) for kind in types],
         )
-        width, most = config.head_dim, config.max_position_embeddings
-        ropes = [read_rope(_rope_keys(keys, kind), RopeContext(width, max_len or most, most)) for kind in THETAS]
         return dataclasses.replace(
             config,
-            ropes=tuple((rope, width) for rope in ropes),
+            ropes=tuple(config.rope(_rope_keys(keys, kind), max_len) for kind in THETAS),
             root="model.",
             embedding_norm="embeddings.norm",
             left_out=() if _has_labels(config) else ("head.", "decoder."),
@@ -127,12 +124,10 @@ class EuroBertModel(Encoder):
             mlp_bias=keys.flag("mlp_bias"),
             rope_of=[0] * keys.size("num_hidden_layers"),
         )
-        width, most = config.head_dim, config.max_position_embeddings
-        rope = read_rope(rope_values(keys), RopeContext(width, max_len or most, most))
         of = keys.choice("classifier_pooling", {"bos": "cls", "mean": "mean", "late": "mean_logits"}, "late")
         return dataclasses.replace(
             config,
-            ropes=((rope, width),),
+            ropes=(config.rope(rope_values(keys), max_len),),
             root="model.",
             left_out=("lm_head.",),
             labels=read_labels(keys, config.architecture, of=of, dense="dense", between=gelu),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.models.config import ACTIVATIONS, ModelConfig
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.ops.linear import Activation
 from octavo.ops.moe import ClampedSwish, Routing
@@ -36,21 +37,22 @@ class MoESettings:
 
 def read_experts(
     keys: ConfigKeys,
-    num_layers: int,
-    dense_size: int,
-    activation: Activation | ClampedSwish,
+    config: ModelConfig,
     *,
     count_keys: tuple[str, ...],
     num_chosen: int,
-    expert_size: int,
     normalises: bool,
+    expert_size: int | None = None,
     is_sparse: tuple[bool, ...] = (),
     shared_size: int = 0,
     chosen_key: str = "num_experts_per_tok",
+    activation: Activation | ClampedSwish | None = None,
+    dense_size: int | None = None,
 ) -> MoESettings:
     """Read the expert settings; ``is_sparse`` marks the layers with experts (default: all).
 
-    ``count_keys`` are the possible keys for the number of experts; other defaults are the family's.
+    ``count_keys`` are the possible keys for the number of experts; other defaults are the family's. Experts and layers
+    without any are as wide as ``config`` says, with the activation of ``hidden_act``, unless given.
     """
     count_key = next((key for key in count_keys if keys.get(key) is not None), count_keys[0])
     num_experts, chosen = keys.size(count_key), keys.size(chosen_key, num_chosen)
@@ -59,10 +61,10 @@ def read_experts(
     return MoESettings(
         num_experts=num_experts,
         num_chosen=chosen,
-        activation=activation,
-        expert_size=expert_size,
-        dense_size=dense_size,
-        is_sparse=is_sparse or (True,) * num_layers,
+        activation=keys.choice("hidden_act", ACTIVATIONS, "silu") if activation is None else activation,
+        expert_size=expert_size or config.ffn_size,
+        dense_size=dense_size or config.ffn_size,
+        is_sparse=is_sparse or (True,) * config.num_layers,
         normalises=normalises,
         shared_size=shared_size,
     )

@@ -7,33 +7,25 @@ Shapes: T tokens of the step, D model, X experts, F the width of an expert.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
-from octavo.layers.attention import attention
 from octavo.layers.experts import Mixture
+from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, squared_relu
 from octavo.layers.moe import ExpertRouter
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import Norm, RMSNorm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.hybrid import (
-    LINEAR,
-    HybridConfig,
-    HybridForCausalLM,
-    MambaSizes,
-    layer_kinds,
-    load_mamba2,
-    of_llama,
-    read_limits,
-)
-from octavo.models.layer_cache import LayerCacheSpec, state_layer
-from octavo.models.llama import LlamaLayer, read_llama
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder_layer import AddTo, FeedForward
+from octavo.models.hybrid import LINEAR, HybridLayer, MambaSizes, Recurrence, layer_kinds, load_mamba2, read_limits
+from octavo.models.layer_cache import state_layer
 from octavo.models.loader import ExpertShape, WeightLoader
-from octavo.models.moe import MoESettings, read_experts
+from octavo.models.moe import read_experts
+from octavo.models.parts import DecoderConfig, ExpertsPart, LayerPart, Names
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.collective import Collective
 from octavo.ops.moe import Routing, SquaredReLU
@@ -41,33 +33,33 @@ from octavo.ops.moe import Routing, SquaredReLU
 DENSE, SPARSE = "mlp", "moe"
 LETTERS = {"M": LINEAR, "*": FULL, "-": DENSE, "E": SPARSE}
 OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
+NAMES = Names(
+    embedding="backbone.embeddings",
+    layers="backbone.layers",
+    norm="backbone.norm_f",
+    queries=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    output="mixer.o_proj",
+    before_attention="norm",
+    before_mlp="norm",
+    ups=("mixer.up_proj",),
+    down="mixer.down_proj",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NemotronHConfig(HybridConfig):
+class NemotronHConfig(DecoderConfig):
+    kinds: tuple[str, ...]
+    """Of the layers, and behind them of ``mtp_layers``."""
     mamba: MambaSizes
     latent_size: int
     """Width of the inputs and outputs of experts; 0: that of the model."""
-    groups: tuple[int, int]
-    """Groups of experts, and of those that a token may use."""
-    share_scale: float
-    mtp_kinds: tuple[str, ...]
-    """Kinds of the layers of multi-token prediction."""
+    mtp_layers: tuple[LayerPart, ...]
+    """Those of multi-token prediction."""
 
-    def with_mtp(self) -> NemotronHConfig:
-        """Those of ``mtp_kinds``."""
-        kinds, caches = (*self.kinds, *self.mtp_kinds), {FULL: LayerCacheSpec(self.num_kv_heads, self.head_dim)}
-        moe = self.moe
-        if moe is not None:
-            moe = dataclasses.replace(moe, is_sparse=tuple(kind == SPARSE for kind in kinds))
-        return dataclasses.replace(
-            self,
-            num_layers=len(kinds),
-            kinds=kinds,
-            caches=(*self.caches, *(caches.get(kind, state_layer()) for kind in self.mtp_kinds)),
-            windows=(*self.windows, *[0] * len(self.mtp_kinds)) if self.windows else (),
-            moe=moe,
-        )
+    def with_mtp(self) -> Self:
+        layers = (*self.layers, *self.mtp_layers)
+        windows = (*self.windows, *[0] * len(self.mtp_layers)) if self.windows else ()
+        return dataclasses.replace(self, num_layers=len(layers), layers=layers, windows=windows)
 
 
 class LatentMoE:
@@ -92,67 +84,57 @@ class LatentMoE:
         return self.collective.all_reduce(self.shared(sum_TD, of=h_TD), residual_TD=x_TD)
 
 
-class NemotronHLayer(LlamaLayer):
+class NemotronHLayer(HybridLayer):
     """One of the four parts with its norm; adds to the residual stream."""
 
-    def __init__(self, config: NemotronHConfig, weights: WeightLoader, prefix: str, index: int) -> None:
-        D, name, self.kind = config.hidden_size, f"{prefix}.mixer", config.kinds[index]
-        self.input_norm = norm = weights.norm(f"{prefix}.norm", D, config.norm_eps)
-        self.feed: Callable[[Tensor], Tensor] | None = None
-        if self.kind == LINEAR:
-            self.mamba = load_mamba2(weights, name, config.mamba, D, norm, config.norm_eps)
-            self.o_proj = weights.row(f"{name}.out_proj", D, config.mamba.inner, config.mamba.has_bias)
-        elif self.kind == FULL:
-            self.heads = self.head_layout(config, weights, name, index)
-            self.qkv_proj = self.qkv(config, weights, name)
-            self.o_proj = weights.row(f"{name}.o_proj", D, self.heads.sizes[0], config.output_bias)
-            self.heads = weights.own_heads(self.heads)
-        elif self.kind == DENSE:
-            self.feed = _mlp(weights, name, D, config.dense_size, config.mlp_bias, norm)
-        else:
-            assert config.moe is not None
-            self.feed = _mixture(config, config.moe, weights, name, norm)
+    def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
+        assert isinstance(config, NemotronHConfig)
+        self.kind = config.kinds[index]
+        if self.kind in (LINEAR, FULL):
+            super().load_mixer(config, weights, prefix, index)
 
-    def __call__(self, x_TD: Tensor, angles: Any, cache: LayerCache, rows: PagedRows) -> Tensor:
-        if self.feed is not None:
-            return self.feed(rows.pick(x_TD, x_TD)[1])
-        if self.kind == LINEAR:
-            mixed = self.mamba(x_TD, cache, rows)
-        else:
-            mixed = attention(self.qkv_proj(x_TD, norm=self.input_norm), self.heads, None, None, cache, rows)
-        mixed, x_TD = rows.pick(mixed, x_TD)
-        return self.o_proj(mixed, residual=x_TD)
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+        assert isinstance(config, NemotronHConfig)
+        D, name, sizes = config.hidden_size, f"{prefix}.mixer", config.mamba
+        self.o_proj = weights.row(f"{name}.out_proj", D, sizes.inner, sizes.has_bias)
+        return load_mamba2(weights, name, sizes, D, norm, config.norm_eps)
 
+    def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
+        if self.kind in (LINEAR, FULL):
+            return lambda x_TD: x_TD
+        return super().feed_forward(config, weights, prefix, index)
 
-def _mlp(
-    weights: WeightLoader, name: str, hidden_size: int, size: int, has_bias: bool, norm: RMSNorm | None = None
-) -> MLP:
-    """``down(relu(up(x))^2)``"""
-    up = weights.column(f"{name}.up_proj", size, hidden_size, has_bias)
-    load_down = weights.partial_row if norm is None else weights.row
-    return MLP(norm, up, load_down(f"{name}.down_proj", hidden_size, size, has_bias), squared_relu, None)
+    def mixture(
+        self,
+        config: DecoderConfig,
+        part: ExpertsPart,
+        weights: WeightLoader,
+        prefix: str,
+        before: Norm | None,
+        after: AddTo | None,
+    ) -> LatentMoE:
+        assert isinstance(config, NemotronHConfig)
+        D, L, moe, name = config.hidden_size, config.latent_size, part.moe, f"{prefix}.mixer"
+        X, F, shared = moe.num_experts, moe.shared_size, f"{name}.shared_experts"
+        correction_X = weights.exact(f"{name}.gate.e_score_correction_bias", X)
+        routing = part.routing._replace(correction_X=correction_X)
+        latent = None
+        if L:
+            down, up = f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj"
+            latent = weights.replicated(down, L, D), weights.replicated(up, D, L)
+        up_proj, down_proj = weights.column(f"{shared}.up_proj", F, D), weights.partial_row(f"{shared}.down_proj", D, F)
+        return LatentMoE(
+            ExpertRouter(before, weights.router(f"{name}.gate", X, D), routing),
+            weights.experts(f"{name}.experts", ExpertShape(X, L or D, moe.expert_size, SquaredReLU())),
+            MLP(None, up_proj, down_proj, squared_relu, None),
+            latent,
+            weights.collective,
+        )
 
-
-def _mixture(config: NemotronHConfig, moe: MoESettings, weights: WeightLoader, name: str, norm: RMSNorm) -> LatentMoE:
-    D, X, L, has_bias = config.hidden_size, moe.num_experts, config.latent_size, config.mlp_bias
-    if has_bias:
-        raise wrong("mlp_bias", True, "false, as layers_block_type has layers with experts")
-    routing = Routing(
-        moe.num_chosen,
-        moe.normalises,
-        "sigmoid",
-        config.share_scale,
-        config.groups,
-        correction_X=weights.exact(f"{name}.gate.e_score_correction_bias", X),
-    )
-    router = ExpertRouter(norm, weights.router(f"{name}.gate", X, D), routing)
-    experts = weights.experts(f"{name}.experts", ExpertShape(X, L or D, moe.expert_size, SquaredReLU()))
-    shared = _mlp(weights, f"{name}.shared_experts", D, moe.shared_size, has_bias)
-    latent = None
-    if L:
-        down, up = f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj"
-        latent = weights.replicated(down, L, D), weights.replicated(up, D, L)
-    return LatentMoE(router, experts, shared, latent, weights.collective)
+    def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
+        if self.kind in (LINEAR, FULL):
+            return super().__call__(x_TD, step, cache, rows)
+        return self.mlp(rows.pick(x_TD, x_TD)[1])
 
 
 def _kinds(keys: ConfigKeys) -> tuple[str, ...]:
@@ -179,20 +161,27 @@ def _listed(name: str, pattern: Any, listed: Any, allowed: tuple[str, ...]) -> t
     return layer_kinds(ConfigKeys({name: kinds}), name, allowed, len(kinds))
 
 
-class NemotronHForCausalLM(HybridForCausalLM):
+class NemotronHForCausalLM(Decoder):
     layer_class = NemotronHLayer
-    names = ("backbone.embeddings", "backbone.layers", "backbone.norm_f", "lm_head")
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> NemotronHConfig:
-        kinds = _kinds(keys)
-        eps = keys.number("layer_norm_epsilon", keys.number("norm_eps", 1e-5))
-        plain = read_llama(
-            keys, max_len, eps=eps, head_dim=128, windows=((FULL,) * len(kinds), None), num_layers=len(kinds)
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        kinds, mtp_kinds = _kinds(keys), _mtp_kinds(keys)
+        config = read_decoder(
+            keys,
+            max_len,
+            eps=keys.number("layer_norm_epsilon", keys.number("norm_eps", 1e-5)),
+            head_dim=128,
+            activation_key="mlp_hidden_act",
+            activation="relu2",
+            activations={"relu2": squared_relu},
+            windows=((FULL,) * len(kinds), None),
+            num_layers=len(kinds),
+            names=NAMES,
         )
-        if plain.num_layers != len(kinds):
-            raise wrong("num_hidden_layers", plain.num_layers, f"the number of kinds of layers, {len(kinds)}")
-        keys.choice("mlp_hidden_act", {"relu2": None}, "relu2")
+        if config.num_layers != len(kinds):
+            raise wrong("num_hidden_layers", config.num_layers, f"the number of kinds of layers, {len(kinds)}")
+        keys.pass_over("hidden_act", *UNUSED)
         keys.choice("mamba_hidden_act", {"silu": None}, "silu")
         mamba = MambaSizes(
             num_heads=keys.size("mamba_num_heads", 128),
@@ -204,36 +193,41 @@ class NemotronHForCausalLM(HybridForCausalLM):
             has_bias=keys.flag("use_bias"),
             limits=(keys.get("time_step_min", 0.001), read_limits(keys)[1]),
         )
-        moe, mtp_kinds = None, _mtp_kinds(keys)
+        config = config.with_attention(rope=None)
+        dense, experts = config.layers[0], config.layers[0]
         if SPARSE in kinds or (keys.get("num_nextn_predict_layers") and SPARSE in mtp_kinds):
-            moe = read_experts(
-                keys,
-                len(kinds),
-                plain.ffn_size,
-                plain.activation,
-                count_keys=("n_routed_experts",),
-                num_chosen=2,
-                expert_size=keys.size("moe_intermediate_size", 7688),
-                normalises=keys.flag("norm_topk_prob", True),
-                is_sparse=tuple(kind == SPARSE for kind in kinds),
-                shared_size=keys.size("moe_shared_expert_intermediate_size", 7688) * keys.size("n_shared_experts", 1),
-            )
-        for key in UNUSED:
-            keys.get(key)
-        of_attention = LayerCacheSpec(plain.num_kv_heads, plain.head_dim)
-        caches = {LINEAR: mamba.cache, FULL: of_attention}
-        fields = of_llama(plain) | {"moe": moe, "ffn_size": moe.widest if moe else plain.ffn_size}
-        return NemotronHConfig(
-            **fields,
-            kinds=kinds,
-            caches=tuple(caches.get(kind, state_layer()) for kind in kinds),
-            has_rope=False,
+            experts = dataclasses.replace(dense, mlp=_experts(keys, config, kinds))
+            if keys.flag("mlp_bias"):
+                raise wrong("mlp_bias", True, "false, as layers_block_type has layers with experts")
+        parts = {
+            LINEAR: dataclasses.replace(dense, cache=mamba.cache),
+            FULL: dense,
+            DENSE: dataclasses.replace(dense, cache=state_layer()),
+            SPARSE: dataclasses.replace(experts, cache=state_layer()),
+        }
+        config = config.with_mlps(lambda i: parts[kinds[i]].mlp).with_caches([parts[kind].cache for kind in kinds])
+        return config.extended(
+            NemotronHConfig,
+            kinds=(*kinds, *mtp_kinds),
             mamba=mamba,
             latent_size=keys.get("moe_latent_size", 0),
-            groups=(keys.size("n_group", 1), keys.size("topk_group", 1)),
-            share_scale=keys.number("routed_scaling_factor", 1.0),
-            mtp_kinds=mtp_kinds,
+            mtp_layers=tuple(parts[kind] for kind in mtp_kinds),
         )
+
+
+def _experts(keys: ConfigKeys, config: DecoderConfig, kinds: tuple[str, ...]) -> ExpertsPart:
+    moe = read_experts(
+        keys,
+        config,
+        count_keys=("n_routed_experts",),
+        num_chosen=2,
+        expert_size=keys.size("moe_intermediate_size", 7688),
+        normalises=keys.flag("norm_topk_prob", True),
+        is_sparse=tuple(kind == SPARSE for kind in kinds),
+        shared_size=keys.size("moe_shared_expert_intermediate_size", 7688) * keys.size("n_shared_experts", 1),
+    )
+    groups, scale = (keys.size("n_group", 1), keys.size("topk_group", 1)), keys.number("routed_scaling_factor", 1.0)
+    return ExpertsPart(moe=moe, routing=Routing(moe.num_chosen, moe.normalises, "sigmoid", scale, groups))
 
 
 UNUSED = (

@@ -13,12 +13,12 @@ from octavo.layers.mlp import MLP
 from octavo.models.bert import BertModel, with_bert_embeddings
 from octavo.models.config import ACTIVATIONS
 from octavo.models.config_keys import ConfigKeys
+from octavo.models.decoder_layer import FeedForward
 from octavo.models.encoder import EncoderConfig, EncoderLayer, read_encoder, under_names
 from octavo.models.linear_parts import MatrixRows
-from octavo.models.llama import FeedForward
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, MLPPart, Names
-from octavo.models.rope import RopeContext, read_rope, rope_values
+from octavo.models.rope import rope_values
 from octavo.quant.stored.shard import Section
 
 NOMIC = Names(
@@ -80,9 +80,8 @@ GTE = Names(
 
 
 def _with_rope(config: EncoderConfig, keys: ConfigKeys, max_len: int | None, theta: float) -> EncoderConfig:
-    width, most = config.head_dim, config.max_position_embeddings
-    rope = read_rope({"rope_theta": theta, **rope_values(keys)}, RopeContext(width, max_len or most, most))
-    return dataclasses.replace(config, ropes=((rope, width),)).with_attention(rope=0)
+    rope = config.rope({"rope_theta": theta, **rope_values(keys)}, max_len)
+    return dataclasses.replace(config, ropes=(rope,)).with_attention(rope=0)
 
 
 class NomicBertModel(BertModel):
@@ -90,8 +89,7 @@ class NomicBertModel(BertModel):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
-        for key in NOMIC_UNUSED:
-            keys.get(key)
+        keys.pass_over(*NOMIC_UNUSED)
         keys.must_be(NOMIC_MUST_BE)
         keys = under_names(keys, NOMIC_SIZES)
         gates = {**ACTIVATIONS, "swiglu": ACTIVATIONS["silu"]}

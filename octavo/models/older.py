@@ -159,8 +159,7 @@ class BloomForCausalLM(Decoder):
             "max_position_embeddings": keys.size("seq_length", 2048),
         }
         keys.must_be({"apply_residual_connection_post_layernorm": (False,)})
-        for key in ("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "slow_but_exact"):
-            keys.get(key)
+        keys.pass_over("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "slow_but_exact")
         config = read_decoder(
             keys.over(values),
             max_len,
@@ -204,8 +203,7 @@ class MptForCausalLM(Decoder):
             "max_position_embeddings": keys.size("max_seq_len", 2048),
         }
         keys.must_be({"no_bias": (True,), "logit_scale": ()})
-        for key in ("emb_pdrop", "embedding_fraction", "init_device", "learned_pos_emb", "norm_type"):
-            keys.get(key)
+        keys.pass_over("emb_pdrop", "embedding_fraction", "init_device", "learned_pos_emb", "norm_type")
         attention = keys.child("attn_config") or ConfigKeys({})
         attention.must_be({"alibi": (True,), "prefix_lm": (False,), "qk_ln": (False,)})
         attention.must_be({"attn_type": ("multihead_attention",), "attn_uses_sequence_id": (False,)})
@@ -228,8 +226,7 @@ class MptForCausalLM(Decoder):
             scale=attention.number("softmax_scale", config.head_dim**-0.5),
             clip=0.0 if attention.get("clip_qkv") is None else attention.number("clip_qkv"),
         )
-        for key in ("attn_impl", "attn_pdrop"):
-            attention.get(key)
+        attention.pass_over("attn_impl", "attn_pdrop")
         attention.finish()
         return dataclasses.replace(config, ropes=())
 
@@ -272,8 +269,7 @@ class OPTForCausalLM(Decoder):
             names=OPT,
             norm=LAYER_NORM,
         )
-        for key in ("dropout", "layerdrop", "init_std"):
-            keys.get(key)
+        keys.pass_over("dropout", "layerdrop", "init_std")
         return dataclasses.replace(
             config.with_attention(rope=None),
             ropes=(),
@@ -288,8 +284,7 @@ class Starcoder2ForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         has_bias, window = keys.flag("use_bias", True), keys.get("sliding_window")
         kinds = [FULL if window is None else SLIDING] * keys.size("num_hidden_layers")
-        for key in ("embedding_dropout", "residual_dropout"):
-            keys.get(key)
+        keys.pass_over("embedding_dropout", "residual_dropout")
         return read_decoder(
             keys,
             max_len,

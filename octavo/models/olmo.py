@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm, Names, NormPart
-from octavo.models.rope import RopeContext, read_rope, rope_values, rotary_width
+from octavo.models.rope import rope_values, rotary_width
 from octavo.ops.moe import Routing
 
 AFTER = Names(
@@ -46,16 +46,13 @@ class OlmoeForCausalLM(Decoder):
         config = read_decoder(keys, max_len, eps=1e-5, mlp_bias=False)
         moe = read_experts(
             keys,
-            config.num_layers,
-            config.ffn_size,
-            keys.choice("hidden_act", ACTIVATIONS, "silu"),
+            config,
             count_keys=("num_experts",),
             num_chosen=8,
-            expert_size=config.ffn_size,
             normalises=keys.flag("norm_topk_prob"),
         )
         part = ExpertsPart(moe=moe, routing=Routing(moe.num_chosen, moe.normalises))
-        return config.with_mlps(lambda _: part).with_attention(head_norm=JOINT, clip=read_clip(keys))
+        return config.with_experts(part).with_attention(head_norm=JOINT, clip=read_clip(keys))
 
 
 def ropes_by_type(keys: ConfigKeys, theta: float, local_theta: float | None = None) -> tuple[dict[str, Any], ...]:
@@ -74,10 +71,8 @@ def with_local_rope(
     config: DecoderConfig, local: dict[str, Any], types: tuple[str, ...], max_len: int | None, rotary: float = 1.0
 ) -> DecoderConfig:
     """With another rotary embedding in sliding layers."""
-    H, most = config.head_dim, config.max_position_embeddings
-    width = rotary_width(local, H, rotary)
-    rope = read_rope(local, RopeContext(width, max_len or most, most))
-    config = dataclasses.replace(config, ropes=(*config.ropes, (rope, width)))
+    rope = config.rope(local, max_len, rotary_width(local, config.head_dim, rotary))
+    config = dataclasses.replace(config, ropes=(*config.ropes, rope))
     return config.with_attention(rope=[int(kind == SLIDING) for kind in types])
 
 

@@ -6,15 +6,16 @@ Shapes: N query heads, H head dim.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from octavo.layers.mlp import PlainActivation
 from octavo.layers.rotary import DefaultRope
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.moe import MoESettings
+from octavo.models.rope import RopeContext, read_rope
 from octavo.ops.linear import Activation
 from octavo.ops.moe import Routing
 
@@ -31,7 +32,6 @@ class Names(NamedTuple):
     output: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"
     head_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
-    attention_gate: str = "self_attn.gate_proj"
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
@@ -95,8 +95,6 @@ class AttentionPart:
     """What each head's scores lose with each position of distance (ALiBi), if anything."""
     clip: float = 0.0
     """Queries, keys and values are limited to this absolute value; 0: not limited."""
-    gate: Literal["head", "number"] | None = None
-    """Whether the outputs are multiplied by the sigmoid of a gate, one for each head or number."""
     scales_queries: bool = False
     """Whether queries are multiplied by the model's factor of their position."""
     shared_with: int | None = None
@@ -111,8 +109,6 @@ class MLPPart:
     activation: Activation | PlainActivation
     """Gated, or plain: of a layer without gates."""
     has_bias: bool = False
-    has_down_bias: bool = False
-    """Whether the last projection has a bias though the others have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +127,10 @@ class ExpertsPart:
     if they are the weights of linear layers; else they may be [experts, inputs, outputs]."""
     shared: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate: str | None = None
+    """Of the map to how much the shared expert counts for a token."""
     shared_scale: float = 1.0
+    shared_has_bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +139,13 @@ class LayerPart:
 
     attention: AttentionPart
     mlp: MLPPart | ExpertsPart
+    cache: LayerCacheSpec | None = None
+    """What it caches, if that is not the keys and values of ``attention``."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it has a recurrence in place of attention."""
+        return self.cache is not None and self.cache.kind == "state"
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,9 @@ class QueryScale:
     beta: float
     period: int
     offset: int = 0
+
+
+C = TypeVar("C", bound="DecoderConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,11 +187,14 @@ class DecoderConfig(ModelConfig):
     has_head_bias: bool = False
     has_embedding_norm: bool = False
     """Whether embeddings are normalised, by ``EMBEDDING_NORM`` beside them."""
+    is_transposed: bool = False
+    """Whether the matrices of layers are stored as [inputs, outputs]."""
 
     @property
     def cache(self) -> tuple[LayerCacheSpec, ...]:
         return tuple(
-            LayerCacheSpec(
+            part.cache
+            or LayerCacheSpec(
                 part.attention.num_kv_heads,
                 part.attention.head_dim,
                 part.attention.window,
@@ -214,6 +226,34 @@ class DecoderConfig(ModelConfig):
         layers = [dataclasses.replace(part, mlp=make(i) or part.mlp) for i, part in enumerate(self.layers)]
         widest = max(part.mlp.size if isinstance(part.mlp, MLPPart) else part.mlp.moe.widest for part in layers)
         return dataclasses.replace(self, layers=tuple(layers), ffn_size=widest)
+
+    def with_experts(self, part: ExpertsPart) -> Self:
+        """With this mixture in the layers that have experts."""
+        return self.with_mlps(lambda i: part if part.moe.is_sparse[i] else None)
+
+    def with_caches(self, caches: Sequence[LayerCacheSpec | None]) -> Self:
+        """With what each layer caches, ``None``: its keys and values."""
+        pairs = zip(self.layers, caches, strict=True)
+        return dataclasses.replace(self, layers=tuple(dataclasses.replace(part, cache=cache) for part, cache in pairs))
+
+    def extended(self, kind: type[C], **more: Any) -> C:
+        """The same as a configuration of another kind, which has more fields."""
+        return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | more)
+
+    def rope(self, given: Mapping[str, Any], max_len: int | None, width: int = 0) -> tuple[DefaultRope, int]:
+        """A rotary embedding with these keys, of the first ``width`` numbers of a head, 0: of all; for ``ropes``."""
+        width, most = width or self.head_dim, self.max_position_embeddings
+        return read_rope(given, RopeContext(width, max_len or most, most)), width
+
+    def with_mtp(self) -> Self:
+        """With the layers of multi-token prediction behind its own: one, with full attention and, in a mixture, with
+        experts."""
+        last = next(part for part in reversed(self.layers) if not part.is_recurrent)
+        experts = [part.mlp for part in self.layers if isinstance(part.mlp, ExpertsPart)]
+        attention, mlp = dataclasses.replace(last.attention, window=0), experts[-1] if experts else last.mlp
+        layers = (*self.layers, LayerPart(attention=attention, mlp=mlp, cache=last.cache))
+        windows = (*self.windows, 0) if self.windows else ()
+        return dataclasses.replace(self, num_layers=len(layers), layers=layers, windows=windows)
 
     @property
     def stream_eps(self) -> float:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from octavo.layers.linear import Linear
 from octavo.models.config_keys import ConfigKeys
-from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer
-from octavo.models.loader import WeightLoader
+from octavo.models.decoder import Decoder
 from octavo.models.mistral import read_mistral
+from octavo.models.parts import DecoderConfig, Names
+
+NAMES = Names(queries=("self_attn.qkv_proj",), ups=("mlp.gate_up_proj",))
 
 
-class Phi3Layer(LlamaLayer):
-    def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
-        return weights.qkv([f"{prefix}.qkv_proj"], self.heads, config.hidden_size, config.attention_bias)
-
-    def gate_up(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
-        return weights.gate_up([f"{prefix}.gate_up_proj"], config.ffn_size, config.hidden_size, config.mlp_bias)
-
-
-class Phi3ForCausalLM(LlamaForCausalLM):
-    layer_class = Phi3Layer
-
+class Phi3ForCausalLM(Decoder):
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
-        return read_mistral(keys, max_len, eps=1e-5)
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        return read_mistral(keys, max_len, eps=1e-5, names=NAMES)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from octavo.layers.moe import ExpertRouter, MoE
-from octavo.models.config import ACTIVATIONS, FULL, SLIDING
+from octavo.models.config import FULL, SLIDING
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.decoder_layer import DecoderLayer
-from octavo.models.llama import FeedForward
+from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import WeightLoader
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, NormPart
@@ -76,12 +75,9 @@ class PhimoeForCausalLM(Decoder):
         keys.get("input_jitter_noise")
         moe = read_experts(
             keys,
-            config.num_layers,
-            config.ffn_size,
-            keys.choice("hidden_act", ACTIVATIONS, "silu"),
+            config,
             count_keys=("num_local_experts",),
             num_chosen=2,
-            expert_size=config.ffn_size,
             normalises=False,
         )
         part = ExpertsPart(
@@ -92,7 +88,7 @@ class PhimoeForCausalLM(Decoder):
             projections=("w1", "w3", "w2"),
         )
         has_bias = keys.flag("lm_head_bias")
-        return dataclasses.replace(config.with_mlps(lambda _: part), has_head_bias=has_bias)
+        return dataclasses.replace(config.with_experts(part), has_head_bias=has_bias)
 
 
 def phi_rope(keys: ConfigKeys) -> dict[str, object]:

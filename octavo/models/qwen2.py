@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable
 
 from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
-from octavo.models.llama import LlamaConfig, LlamaForCausalLM, read_llama
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.parts import DecoderConfig
 
 
-def read_qwen(keys: ConfigKeys, max_len: int | None, slides: Callable[[int, int], bool] = operator.ge) -> LlamaConfig:
+def read_qwen(keys: ConfigKeys, max_len: int | None, slides: Callable[[int, int], bool] = operator.ge) -> DecoderConfig:
     """Read the configuration of all Qwen families: Llama's, with sliding windows if ``use_sliding_window`` is set.
 
     Without ``layer_types``, ``slides(layer, max_window_layers)`` decides which layers have a window.
@@ -20,10 +20,10 @@ def read_qwen(keys: ConfigKeys, max_len: int | None, slides: Callable[[int, int]
     window = keys.size("sliding_window", 4096) if keys.flag("use_sliding_window") else None
     first = keys.size("max_window_layers", 28, low=0)
     types = [SLIDING if window and slides(i, first) else FULL for i in range(keys.size("num_hidden_layers"))]
-    return read_llama(keys, max_len, windows=(read_layer_types(keys, types), window))
+    return read_decoder(keys, max_len, windows=(read_layer_types(keys, types), window))
 
 
-class Qwen2ForCausalLM(LlamaForCausalLM):
+class Qwen2ForCausalLM(Decoder):
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> LlamaConfig:
-        return dataclasses.replace(read_qwen(keys, max_len), attention_bias=True, output_bias=False)
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        return read_qwen(keys, max_len).with_attention(has_bias=True, has_output_bias=False)

@@ -8,9 +8,8 @@ Shapes: T tokens of the step, D model, N heads, H head dim, C channels of a conv
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,25 +17,26 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import CheckpointError
-from octavo.layers.attention import attention
 from octavo.layers.gated_delta import GatedDelta
+from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
-from octavo.layers.output_mlp import output_mlp
+from octavo.layers.norm import RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
+from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.gemma2 import norm_offset
+from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, recurrent_state, state_layer
 from octavo.models.linear_parts import MatrixRows
-from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer, read_llama
 from octavo.models.loader import WeightLoader
-from octavo.models.qwen_moe import qwen_mixture, read_qwen_experts
+from octavo.models.parts import DecoderConfig, HeadNorm, NormPart
+from octavo.models.qwen_moe import with_qwen_experts
 from octavo.models.rope import rope_values
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.quant.stored.shard import Section
 
-LINEAR = "linear_attention"
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """Rotary keys for images: the three positions of a text token are the same."""
 
@@ -76,44 +76,28 @@ class DeltaSizes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3NextConfig(LlamaConfig):
+class Qwen3NextConfig(DecoderConfig):
     delta: DeltaSizes
-    has_delta: tuple[bool, ...]
-    """Whether each layer has the gated delta rule; the others have attention."""
-
-    @property
-    def cache(self) -> tuple[LayerCacheSpec, ...]:
-        of_delta, of_attention = self.delta.cache, LayerCacheSpec(self.num_kv_heads, self.head_dim)
-        return tuple(of_delta if self._has_delta(i) else of_attention for i in range(self.num_layers))
 
     @property
     def query_rows(self) -> int:
         return 2 * self.num_heads * self.head_dim  # each head's gate behind its query
 
-    def _has_delta(self, index: int) -> bool:
-        return index < len(self.has_delta) and self.has_delta[index]
-
 
 def read_qwen3_next(keys: ConfigKeys, max_len: int | None, ffn_size: int | None = None) -> Qwen3NextConfig:
     """Read the configuration, without experts; ``ffn_size`` is the default of ``intermediate_size``."""
-    rope: dict[str, Any] = {key: value for key, value in rope_values(keys).items() if key not in OF_IMAGES}
+    rope = {key: value for key, value in rope_values(keys).items() if key not in OF_IMAGES}
     num_layers, every = keys.size("num_hidden_layers"), keys.size("full_attention_interval", 4)
-    plain = read_llama(
-        keys,
-        max_len,
-        head_dim=256,
-        rotary=0.25,
-        rope=rope,
-        windows=((FULL,) * num_layers, None),
-        ffn_size=ffn_size,
+    norm, windows = NormPart(offset=norm_offset(keys)), ((FULL,) * num_layers, None)
+    config = read_decoder(
+        keys, max_len, head_dim=256, rotary=0.25, rope=rope, windows=windows, ffn_size=ffn_size, norm=norm
     )
     types = keys.choices("layer_types", (LINEAR, FULL), num_layers)
     types = types or tuple(FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers))
     if not keys.flag("attn_output_gate", True):
         raise wrong("attn_output_gate", False, "true")
     keys.choice("output_gate_type", {"swish": None, "silu": None}, "swish")
-    for key in ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
-        keys.get(key)
+    keys.pass_over("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     delta = DeltaSizes(
         keys.size("linear_num_key_heads", 16),
         keys.size("linear_num_value_heads", 32),
@@ -124,29 +108,22 @@ def read_qwen3_next(keys: ConfigKeys, max_len: int | None, ffn_size: int | None 
     )
     if delta.num_heads % delta.num_key_heads:
         raise wrong("linear_num_value_heads", delta.num_heads, f"a multiple of {delta.num_key_heads} key heads")
-    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(LlamaConfig)}
-    fields["norm_offset"] = norm_offset(keys)
-    return Qwen3NextConfig(**fields, delta=delta, has_delta=tuple(kind == LINEAR for kind in types))
+    config = config.with_attention(head_norm=HeadNorm(offset=norm.offset))
+    config = config.with_caches([delta.cache if kind == LINEAR else None for kind in types])
+    return config.extended(Qwen3NextConfig, delta=delta)
 
 
-class Qwen3NextLayer(LlamaLayer):
+class Qwen3NextLayer(HybridLayer):
     """A layer with the gated delta rule, or with gated attention; then the feed-forward layer."""
 
-    mixture = qwen_mixture
-
-    def __init__(self, config: Qwen3NextConfig, weights: WeightLoader, prefix: str, index: int) -> None:
-        self.delta: GatedDelta | None = None
-        if config.cache[index].kind != "state":
-            super().__init__(config, weights, prefix, index)
-            return
-        D, eps, name = config.hidden_size, config.norm_eps, f"{prefix}.linear_attn"
-        norm = weights.norm(f"{prefix}.input_layernorm", D, eps, config.norm_offset)
-        heads = delta_heads(config.delta, weights, name, eps)
-        projections = weights.fused(self.projections(config.delta, name, weights), D)
-        conv_WC = weights.conv(f"{name}.conv1d", config.delta.channels, config.delta.width)
-        self.delta = GatedDelta(norm, projections, conv_WC, heads)
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+        assert isinstance(config, Qwen3NextConfig)
+        sizes, name = config.delta, f"{prefix}.linear_attn"
+        heads = delta_heads(sizes, weights, name, config.norm_eps)
+        projections = weights.fused(self.projections(sizes, name, weights), config.hidden_size)
+        conv_WC = weights.conv(f"{name}.conv1d", sizes.channels, sizes.width)
         self.o_proj = self.output(config, weights, name)
-        self.mlp = self.feed_forward(config, weights, prefix, index)
+        return GatedDelta(norm, projections, conv_WC, heads)
 
     def output(self, config: Qwen3NextConfig, weights: WeightLoader, name: str) -> Linear | RowParallelLinear:
         """The map of the heads' outputs; where these are tiled, ranks cannot divide it, nor can adapters change it."""
@@ -171,30 +148,18 @@ class Qwen3NextLayer(LlamaLayer):
         order = by_part(G, [sizes.key_dim] * 2 + [values] * 2)
         return [MatrixRows(f"{name}.in_proj_qkvz", [*sizes.channels, gates], order), last]
 
-    def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
-        names = (f"{prefix}.{part}_norm.weight" for part in "qk")
-        q_norm, k_norm = (weights.norm_weight(name, config.head_dim, config.norm_offset) for name in names)
-        plain = super().head_layout(config, weights, prefix, index)
-        return plain._replace(q_norm_H=q_norm, k_norm_H=k_norm, norm_eps=config.norm_eps)
-
-    def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
+    def qkv(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Linear:
         """Gates, queries, keys and values side by side; the checkpoint has each head's gate behind its query."""
         N, K, H = self.heads[:3]
         queries, keys = Section(N * H, N), Section(K * H, K)
         order = by_part(N, [H, H]).reshape(2, -1)[::-1].ravel()
-        parts = [MatrixRows(f"{prefix}.q_proj", [queries, queries], order)]
-        parts += [MatrixRows(f"{prefix}.{part}_proj", [keys]) for part in "kv"]
-        return weights.fused(parts, config.hidden_size, config.attention_bias)
+        parts = [MatrixRows(f"{prefix}.self_attn.q_proj", [queries, queries], order)]
+        parts += [MatrixRows(f"{prefix}.self_attn.{part}_proj", [keys]) for part in "kv"]
+        return weights.fused(parts, config.hidden_size, self.part.has_bias)
 
-    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
-        if self.delta is not None:
-            attended_TN, x_TD = rows.pick(self.delta(x_TD, cache, rows), x_TD)
-            return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
-        gated_TW = self.qkv_proj(x_TD, norm=self.input_norm)
-        gate_TN, qkv_TW = gated_TW.split_with_sizes([self.heads.sizes[0], sum(self.heads.sizes)], dim=-1)
-        attended_TN = attention(ops.concat(qkv_TW), self.heads, *angles, cache, rows)
-        attended_TN, x_TD = rows.pick(ops.sigmoid_and_mul(gate_TN, attended_TN), x_TD)
-        return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
+    def attend(self, qkv_TW: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
+        gate_TN, qkv_TW = qkv_TW.split_with_sizes([self.heads.sizes[0], sum(self.heads.sizes)], dim=-1)
+        return ops.sigmoid_and_mul(gate_TN, super().attend(ops.concat(qkv_TW), step, cache, rows))
 
 
 def delta_heads(
@@ -228,11 +193,9 @@ def by_part(num_heads: int, sizes: list[int]) -> npt.NDArray[np.int64]:
     )
 
 
-class Qwen3NextForCausalLM(LlamaForCausalLM):
+class Qwen3NextForCausalLM(Decoder):
     layer_class = Qwen3NextLayer
 
     @classmethod
-    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> Qwen3NextConfig:
-        config = read_qwen3_next(keys, max_len)
-        moe = read_qwen_experts(keys, config, 10, normalises=True, shared_size=512)
-        return dataclasses.replace(config, moe=moe, ffn_size=moe.widest)
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        return with_qwen_experts(keys, read_qwen3_next(keys, max_len), 10, normalises=True, shared_size=512)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -14,79 +15,17 @@ from octavo.errors import CheckpointError
 from octavo.layers.expert_parallel import ParallelMixture
 from octavo.layers.linear import Linear
 from octavo.layers.lora import AdapterRows
-from octavo.models.apertus import ApertusForCausalLM
-from octavo.models.arcee import ArceeForCausalLM, NemotronForCausalLM
-from octavo.models.cohere import Cohere2ForCausalLM, Cohere2MoeForCausalLM, CohereForCausalLM
 from octavo.models.config import ModelConfig, architecture
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from octavo.models.encoder import EncoderConfig
 from octavo.models.encoders import ENCODERS, encoder_family
-from octavo.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
-from octavo.models.exaone import Exaone4ForCausalLM, ExaoneMoeForCausalLM
-from octavo.models.falcon_h1 import FalconH1ForCausalLM
-from octavo.models.gemma2 import Gemma2ForCausalLM, GemmaForCausalLM
-from octavo.models.gemma3 import Gemma3ForCausalLM
-from octavo.models.gemma3n import Gemma3nForCausalLM
-from octavo.models.gemma4 import Gemma4ForCausalLM, Gemma4UnifiedForCausalLM
-from octavo.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
-from octavo.models.glm_moe import (
-    Dots1ForCausalLM,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteForCausalLM,
-    MiniMaxM2ForCausalLM,
-)
-from octavo.models.gpt2 import GPT2LMHeadModel
-from octavo.models.gpt_oss import GptOssForCausalLM
-from octavo.models.granite import (
-    GraniteForCausalLM,
-    GraniteMoeForCausalLM,
-    GraniteMoeSharedForCausalLM,
-    GraniteSWAForCausalLM,
-)
-from octavo.models.granite_hybrid import BambaForCausalLM, GraniteMoeHybridForCausalLM
-from octavo.models.hunyuan import HunYuanDenseV1ForCausalLM, HunYuanMoEV1ForCausalLM, HYV3ForCausalLM
 from octavo.models.in_place import Kept
-from octavo.models.kimi_linear import KimiLinearForCausalLM
 from octavo.models.labels import LabelHead, LabelPart, read_activation, read_label_names
-from octavo.models.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from octavo.models.linear_parts import MapPart
-from octavo.models.llama import LlamaForCausalLM
-from octavo.models.llama4 import Llama4ForCausalLM
 from octavo.models.loader import WeightLoader
-from octavo.models.mamba import FalconMambaForCausalLM, MambaForCausalLM
-from octavo.models.mamba2 import Mamba2ForCausalLM
-from octavo.models.mimo import MiMoV2FlashForCausalLM
-from octavo.models.minimax import MiniMaxForCausalLM
-from octavo.models.ministral3 import Ministral3ForCausalLM
-from octavo.models.mistral import MistralForCausalLM
-from octavo.models.mixtral import MixtralForCausalLM
 from octavo.models.mtp_names import mtp_prefixes
 from octavo.models.multimodal_text import TEXT_PARTS, TextPart, text_config
-from octavo.models.nemotron_h import NemotronHForCausalLM
-from octavo.models.older import (
-    BloomForCausalLM,
-    FalconForCausalLM,
-    GPTNeoXForCausalLM,
-    MptForCausalLM,
-    OPTForCausalLM,
-    PhiForCausalLM,
-    StableLmForCausalLM,
-    Starcoder2ForCausalLM,
-)
-from octavo.models.olmo import Olmo3ForCausalLM, OlmoeForCausalLM, OlmoForCausalLM
-from octavo.models.olmo2 import Olmo2ForCausalLM
-from octavo.models.olmo_hybrid import OlmoHybridForCausalLM
 from octavo.models.parts import DecoderConfig
-from octavo.models.phi3 import Phi3ForCausalLM
-from octavo.models.phimoe import PhimoeForCausalLM
-from octavo.models.qwen2 import Qwen2ForCausalLM
-from octavo.models.qwen3 import Qwen3ForCausalLM
-from octavo.models.qwen3_5 import Qwen3p5ForCausalLM, Qwen3p5MoeForCausalLM
-from octavo.models.qwen3_next import Qwen3NextForCausalLM
-from octavo.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
-from octavo.models.seed_oss import SeedOssForCausalLM
-from octavo.models.smollm3 import SmolLM3ForCausalLM
 from octavo.ops.attention import KVScales, LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method
@@ -96,7 +35,7 @@ from octavo.quant.tensors import TensorSource
 
 
 class CausalLM(Protocol):
-    """The model interface of the runtime. ``LlamaForCausalLM`` documents the methods."""
+    """The model interface of the runtime. ``Decoder`` documents the methods."""
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
@@ -116,86 +55,31 @@ class ModelFamily(Protocol):
     def __call__(self, config: Any, weights: WeightLoader) -> CausalLM: ...
 
 
-ARCHITECTURES: dict[str, ModelFamily] = {
-    "ApertusForCausalLM": ApertusForCausalLM,
-    "ArceeForCausalLM": ArceeForCausalLM,
-    "BambaForCausalLM": BambaForCausalLM,
-    "BloomForCausalLM": BloomForCausalLM,
-    "Cohere2ForCausalLM": Cohere2ForCausalLM,
-    "Cohere2MoeForCausalLM": Cohere2MoeForCausalLM,
-    "CohereForCausalLM": CohereForCausalLM,
-    "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
-    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
-    "Dots1ForCausalLM": Dots1ForCausalLM,
-    "Ernie4_5_MoeForCausalLM": Ernie4_5_MoeForCausalLM,
-    "Ernie4_5ForCausalLM": Ernie4_5ForCausalLM,
-    "Exaone4ForCausalLM": Exaone4ForCausalLM,
-    "ExaoneMoeForCausalLM": ExaoneMoeForCausalLM,
-    "FalconForCausalLM": FalconForCausalLM,
-    "FalconH1ForCausalLM": FalconH1ForCausalLM,
-    "FalconMambaForCausalLM": FalconMambaForCausalLM,
-    "Gemma2ForCausalLM": Gemma2ForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
-    "Gemma3nForCausalLM": Gemma3nForCausalLM,
-    "Gemma4ForCausalLM": Gemma4ForCausalLM,
-    "Gemma4UnifiedForCausalLM": Gemma4UnifiedForCausalLM,
-    "GemmaForCausalLM": GemmaForCausalLM,
-    "Glm4ForCausalLM": Glm4ForCausalLM,
-    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
-    "Glm4MoeLiteForCausalLM": Glm4MoeLiteForCausalLM,
-    "GlmForCausalLM": GlmForCausalLM,
-    "GPT2LMHeadModel": GPT2LMHeadModel,
-    "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
-    "GptOssForCausalLM": GptOssForCausalLM,
-    "GraniteForCausalLM": GraniteForCausalLM,
-    "GraniteMoeForCausalLM": GraniteMoeForCausalLM,
-    "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
-    "GraniteMoeSharedForCausalLM": GraniteMoeSharedForCausalLM,
-    "GraniteSWAForCausalLM": GraniteSWAForCausalLM,
-    "HunYuanDenseV1ForCausalLM": HunYuanDenseV1ForCausalLM,
-    "HunYuanMoEV1ForCausalLM": HunYuanMoEV1ForCausalLM,
-    "HYV3ForCausalLM": HYV3ForCausalLM,
-    "KimiLinearForCausalLM": KimiLinearForCausalLM,
-    "Lfm2ForCausalLM": Lfm2ForCausalLM,
-    "Lfm2MoeForCausalLM": Lfm2MoeForCausalLM,
-    "Llama4ForCausalLM": Llama4ForCausalLM,
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "Mamba2ForCausalLM": Mamba2ForCausalLM,
-    "MambaForCausalLM": MambaForCausalLM,
-    "MiMoV2FlashForCausalLM": MiMoV2FlashForCausalLM,
-    "MiniMaxForCausalLM": MiniMaxForCausalLM,
-    "MiniMaxM1ForCausalLM": MiniMaxForCausalLM,
-    "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
-    "MiniMaxText01ForCausalLM": MiniMaxForCausalLM,
-    "Ministral3ForCausalLM": Ministral3ForCausalLM,
-    "MinistralForCausalLM": MistralForCausalLM,
-    "MistralForCausalLM": MistralForCausalLM,
-    "MixtralForCausalLM": MixtralForCausalLM,
-    "MPTForCausalLM": MptForCausalLM,
-    "MptForCausalLM": MptForCausalLM,
-    "NemotronForCausalLM": NemotronForCausalLM,
-    "NemotronHForCausalLM": NemotronHForCausalLM,
-    "Olmo2ForCausalLM": Olmo2ForCausalLM,
-    "Olmo3ForCausalLM": Olmo3ForCausalLM,
-    "OlmoHybridForCausalLM": OlmoHybridForCausalLM,
-    "OlmoeForCausalLM": OlmoeForCausalLM,
-    "OlmoForCausalLM": OlmoForCausalLM,
-    "OPTForCausalLM": OPTForCausalLM,
-    "Phi3ForCausalLM": Phi3ForCausalLM,
-    "PhiForCausalLM": PhiForCausalLM,
-    "PhimoeForCausalLM": PhimoeForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
-    "Qwen3_5ForCausalLM": Qwen3p5ForCausalLM,
-    "Qwen3_5MoeForCausalLM": Qwen3p5MoeForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
-    "SeedOssForCausalLM": SeedOssForCausalLM,
-    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
-    "StableLmForCausalLM": StableLmForCausalLM,
-    "Starcoder2ForCausalLM": Starcoder2ForCausalLM,
+FAMILIES = (
+    "apertus arcee cohere deepseek ernie exaone falcon_h1 gemma2 gemma3 gemma3n gemma4 glm4 glm_moe gpt2 gpt_oss "
+    "granite granite_hybrid hunyuan kimi_linear lfm2 llama llama4 mamba mamba2 mimo minimax ministral3 mistral "
+    "mixtral nemotron_h older olmo olmo2 olmo_hybrid phi3 phimoe qwen2 qwen3 qwen3_5 qwen3_next qwen_moe seed_oss "
+    "smollm3"
+)
+"""Files of this folder: their classes have the names of architectures."""
+OTHER_NAMES = {
+    "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
+    "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
+    "MinistralForCausalLM": "MistralForCausalLM",
+    "MPTForCausalLM": "MptForCausalLM",
 }
+"""Further architectures, and the classes that they have."""
+
+
+def _architectures() -> Iterator[tuple[str, ModelFamily]]:
+    for module in (import_module(f"octavo.models.{name}") for name in FAMILIES.split()):
+        for name, value in vars(module).items():
+            if name.endswith(("ForCausalLM", "LMHeadModel")) and value.__module__ == module.__name__:
+                yield name, value
+
+
+ARCHITECTURES = dict(_architectures())
+ARCHITECTURES |= {name: ARCHITECTURES[own] for name, own in OTHER_NAMES.items()}
 
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")

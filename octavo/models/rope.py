@@ -50,6 +50,8 @@ def rope_values(keys: ConfigKeys) -> dict[str, Any]:
 
 def rotary_width(given: Mapping[str, Any], head_dim: int, default: float = 1.0) -> int:
     """The width of the rotated part of a head: even, and at most ``head_dim``."""
+    if head_dim % 2:
+        raise wrong("head_dim", head_dim, "an even number, as rotary embeddings turn pairs")
     factor = ConfigKeys(given).number("partial_rotary_factor", default)
     width = int(head_dim * factor)
     if factor > 1 or width < 2 or width % 2:
@@ -66,8 +68,7 @@ def read_rope(given: Mapping[str, Any], context: RopeContext, default_theta: flo
         raise wrong("rope_type", kind, f"one of {', '.join(KINDS)}")
     theta = keys.number("rope_theta", default_theta)
     rope = KINDS[kind](theta, keys, context)
-    for key in ("type", "partial_rotary_factor", "original_max_position_embeddings"):
-        keys.get(key)
+    keys.pass_over("type", "partial_rotary_factor", "original_max_position_embeddings")
     unread = keys.unread()
     if unread:
         raise wrong(f"rope {unread[0]}", given[unread[0]], f"absent for rope_type {kind}")

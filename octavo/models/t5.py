@@ -50,8 +50,7 @@ class T5EncoderModel(Encoder):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
-        for key in UNUSED:
-            keys.get(key)
+        keys.pass_over(*UNUSED)
         config = read_encoder(
             under_names(keys, SIZES),
             names=NAMES,

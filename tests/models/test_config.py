@@ -10,7 +10,7 @@ import pytest
 
 from octavo.errors import CheckpointError
 from octavo.layers.rotary import DefaultRope, FactorsRope, LinearRope, Llama3Rope, SwitchedRope
-from octavo.models.llama import LlamaConfig
+from octavo.models.parts import DecoderConfig, MLPPart
 from octavo.models.registry import read_config
 from octavo.steps.limits import NEVER, RopeSets
 from octavo.weights.generation_config import token_ids
@@ -33,17 +33,19 @@ LLAMA3 = {
 }
 
 
-def read(**changes: Any) -> LlamaConfig:
+def read(**changes: Any) -> DecoderConfig:
     config = read_config({**BASE, **changes})
-    assert isinstance(config, LlamaConfig)
+    assert isinstance(config, DecoderConfig)
     return config
 
 
 def test_defaults_are_those_of_llama() -> None:
     config = read()
     assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 8, 1e-6)
-    assert config.rope == DefaultRope(10_000.0)
-    assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False, False, False)
+    assert config.ropes[0][0] == DefaultRope(10_000.0)
+    attention, mlp = config.layers[0].attention, config.layers[0].mlp
+    assert isinstance(mlp, MLPPart)
+    assert (config.tie_word_embeddings, attention.has_bias, attention.has_output_bias, mlp.has_bias) == (False,) * 4
     assert config.eos_token_ids == ()
 
 
@@ -71,7 +73,7 @@ def test_the_config_of_a_real_checkpoint_is_understood_without_a_warning(caplog:
     with caplog.at_level(logging.WARNING):
         config = read_config(values)
     assert not caplog.records
-    assert (config.rope.theta, config.eos_token_ids, config.num_kv_heads) == (100000.0, (2, 7), 2)
+    assert (config.ropes[0][0].theta, config.eos_token_ids, config.num_kv_heads) == (100000.0, (2, 7), 2)
     assert config.tie_word_embeddings
 
 
@@ -87,7 +89,7 @@ def test_the_config_of_a_real_checkpoint_is_understood_without_a_warning(caplog:
     ],
 )
 def test_rotary_settings_old_and_new(changes: dict[str, Any], expected: DefaultRope) -> None:
-    assert read(**changes).rope == expected
+    assert read(**changes).ropes[0][0] == expected
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
     assert read(**mistral, sliding_window=128) == read(**mistral)
     assert read(**mistral, sliding_window=64).windows == (64, 64)
     shorter = read_config({**BASE, **mistral, "sliding_window": 64}, max_len=64)
-    assert isinstance(shorter, LlamaConfig)
+    assert isinstance(shorter, DecoderConfig)
     assert shorter.windows == (0, 0)
 
 
@@ -150,8 +152,8 @@ def test_longrope_has_two_lists_of_factors_where_contexts_are_longer_than_the_or
     short, long = (FactorsRope(10_000.0, (factor,) * 4, scale) for factor in (1.0, 2.0))
     for max_len, expected in ((64, short), (65, SwitchedRope(10_000.0, 64, short, long))):
         config = read_config(values, max_len)
-        assert isinstance(config, LlamaConfig)
-        assert config.rope == expected
+        assert isinstance(config, DecoderConfig)
+        assert config.ropes[0][0] == expected
         assert config.rope_sets == (None if max_len == 64 else RopeSets(64))
 
 

@@ -1,6 +1,6 @@
 """Models whose layers cache different things: two windows, other widths, caches that layers share.
 
-No family here is like that, so Llama's layers are given such caches. What the engine says is compared with attention
+No family here is like that, so a decoder is given such layers. What the engine says is compared with attention
 over the whole text that keeps nothing and is written out here.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,11 +20,11 @@ from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
 from octavo.engine.scheduler import Scheduler
 from octavo.layers.rotary import DefaultRope
+from octavo.models.decoder import Decoder
 from octavo.models.layer_cache import LayerCacheSpec, kv_groups
-from octavo.models.llama import LlamaConfig, LlamaForCausalLM, LlamaLayer
 from octavo.models.loader import WeightLoader
+from octavo.models.parts import AttentionPart, DecoderConfig, LayerPart, MLPPart
 from octavo.ops import dispatch
-from octavo.ops.attention import HeadLayout
 from octavo.ops.dispatch import REFERENCE
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.forward import make_forward
@@ -49,24 +48,10 @@ SPECS: dict[str, list[LayerCacheSpec]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnConfig(LlamaConfig):
-    specs: tuple[LayerCacheSpec, ...]
-
-    @property
-    def cache(self) -> tuple[LayerCacheSpec, ...]:
-        return self.specs
-
-
-class OwnLayer(LlamaLayer):
-    def head_layout(self, config: Any, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
-        spec = config.specs[index]
-        rule = {"window": spec.window, "shares_cache": spec.shared_with is not None}
-        return HeadLayout(HEADS, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5, **rule)
-
-
-class OwnModel(LlamaForCausalLM):
-    layer_class = OwnLayer
+def part_of(spec: LayerCacheSpec) -> LayerPart:
+    H, rule = spec.head_dim, {"window": spec.window, "shared_with": spec.shared_with}
+    attention = AttentionPart(num_heads=HEADS, num_kv_heads=spec.num_kv_heads, head_dim=H, scale=H**-0.5, **rule)
+    return LayerPart(attention=attention, mlp=MLPPart(size=48, activation="silu"))
 
 
 class RandomWeights:
@@ -88,7 +73,7 @@ class RandomWeights:
 class Made(NamedTuple):
     """A model, and what it says to each of some prompts."""
 
-    model: OwnModel
+    model: Decoder
     requests: list[Request]
     expected: dict[int, list[int]]
 
@@ -105,8 +90,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module", params=SPECS)
 def made(request: pytest.FixtureRequest) -> Made:
     specs = SPECS[request.param]
-    config = OwnConfig(
-        architecture="OwnModel",
+    config = DecoderConfig(
+        architecture="Own",
         vocab_size=VOCAB,
         hidden_size=32,
         ffn_size=48,
@@ -118,15 +103,10 @@ def made(request: pytest.FixtureRequest) -> Made:
         max_position_embeddings=512,
         tie_word_embeddings=False,
         eos_token_ids=(),
-        rope=DefaultRope(10_000.0),
-        rotary_width=8,
-        attention_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        activation="silu",
-        specs=tuple(specs),
+        ropes=((DefaultRope(10_000.0), 8),),
+        layers=tuple(map(part_of, specs)),
     )
-    model = OwnModel(config, WeightLoader(RandomWeights(), WeightFormat(torch.float32, CPU)))
+    model = Decoder(config, WeightLoader(RandomWeights(), WeightFormat(torch.float32, CPU)))
     rng = random.Random(0)
     shared = rng.choices(range(VOCAB), k=40)
     prompts = [[*shared[:kept], *rng.choices(range(VOCAB), k=more)] for kept, more in ((40, 3), (29, 9), (0, 25))]
@@ -135,21 +115,21 @@ def made(request: pytest.FixtureRequest) -> Made:
         return Made(model, requests, {request.id: greedy(model, config, request) for request in requests})
 
 
-def greedy(model: OwnModel, config: OwnConfig, request: Request) -> list[int]:
+def greedy(model: Decoder, config: DecoderConfig, request: Request) -> list[int]:
     tokens = list(request.prompt_tokens)
     for _ in range(request.max_tokens):
         tokens.append(int(logits(model, config, torch.tensor(tokens))[-1].argmax()))
     return tokens[len(request.prompt_tokens) :]
 
 
-def logits(model: OwnModel, config: OwnConfig, tokens_T: Tensor) -> Tensor:
+def logits(model: Decoder, config: DecoderConfig, tokens_T: Tensor) -> Tensor:
     """After each token: every layer attends to keys and values of the whole text."""
     positions_T = torch.arange(len(tokens_T))
     x_TD = model.embedding(tokens_T)
-    cos_TR, sin_TR = model.rotary(positions_T)
+    cos_TR, sin_TR = model.rotaries[0](positions_T)
     keys_and_values: list[tuple[Tensor, Tensor]] = []
-    for layer, spec in zip(model.layers, config.specs, strict=True):
-        projected = layer.qkv_proj(x_TD, norm=layer.input_norm).view(len(tokens_T), -1, spec.head_dim)
+    for layer, spec in zip(model.layers, config.cache, strict=True):
+        projected = layer.qkv_proj.of_normed(x_TD, layer.before_attention).view(len(tokens_T), -1, spec.head_dim)
         q_TNH = turned(projected[:, :HEADS], cos_TR, sin_TR)
         if spec.shared_with is None:
             k_TKH, v_TKH = projected[:, HEADS:].chunk(2, 1)

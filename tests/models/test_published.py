@@ -9,12 +9,9 @@ import pytest
 from octavo.errors import CheckpointError
 from octavo.layers.rotary import SwitchedRope, YarnRope
 from octavo.models.deepseek import DeepseekConfig
-from octavo.models.gemma2 import Gemma2Config
-from octavo.models.gemma3 import Gemma3Config
-from octavo.models.gpt2 import GPT2Config
 from octavo.models.kimi_linear import KimiLinearConfig
-from octavo.models.llama import LlamaConfig
 from octavo.models.minimax import MiniMaxConfig
+from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.models.registry import read_config
 from octavo.ops.moe import ClampedSwish
 
@@ -205,26 +202,30 @@ def read(name: str, kind: type[Any], max_len: int | None = None) -> Any:
 
 
 def test_what_they_say() -> None:
-    assert [read(f"gpt2-{width}", GPT2Config).head_dim for width in (768, 1024, 1280, 1600)] == [64] * 4
-    phi = read("phi-4-mini", LlamaConfig)
-    assert isinstance(phi.rope, SwitchedRope)
-    assert (phi.rotary_width, phi.rope.original, set(phi.windows)) == (96, 4096, {0})
-    assert read("phi-4-mini", LlamaConfig, 4096).rope.factors[0] == 1.0
-    gemma2, gemma3 = read("gemma-2-2b", Gemma2Config), read("gemma-3-1b", Gemma3Config)
-    assert (gemma2.windows[:3], gemma2.scale, gemma2.softcap) == ((4096, 0, 4096), 1 / 16, 50.0)
-    assert (gemma3.windows[:7], gemma3.local_rope.theta, gemma3.rope.theta) == ((512,) * 5 + (0, 512), 1e4, 1e6)
-    gpt_oss = read("gpt-oss-20b", LlamaConfig)
-    assert isinstance(gpt_oss.rope, YarnRope)
-    assert gpt_oss.moe is not None
-    assert gpt_oss.moe.activation == ClampedSwish(1.702, 7.0)
-    assert (gpt_oss.windows[:2], gpt_oss.rope.truncate) == ((128, 0), False)
-    assert read("qwen3-30b-a3b", LlamaConfig).ffn_size == 8 * 768
+    assert [read(f"gpt2-{width}", DecoderConfig).head_dim for width in (768, 1024, 1280, 1600)] == [64] * 4
+    phi = read("phi-4-mini", DecoderConfig)
+    [(rope, width)] = phi.ropes
+    assert isinstance(rope, SwitchedRope)
+    assert (width, rope.original, set(phi.windows)) == (96, 4096, {0})
+    assert read("phi-4-mini", DecoderConfig, 4096).ropes[0][0].factors[0] == 1.0
+    gemma2, gemma3 = read("gemma-2-2b", DecoderConfig), read("gemma-3-1b", DecoderConfig)
+    attention = gemma2.layers[0].attention
+    assert (gemma2.windows[:3], attention.scale, attention.softcap) == ((4096, 0, 4096), 1 / 16, 50.0)
+    thetas = [gemma3.ropes[part.attention.rope][0].theta for part in gemma3.layers[:7]]
+    assert (gemma3.windows[:7], thetas) == ((512,) * 5 + (0, 512), [1e4] * 5 + [1e6, 1e4])
+    gpt_oss = read("gpt-oss-20b", DecoderConfig)
+    [(rope, _)], experts = gpt_oss.ropes, gpt_oss.layers[0].mlp
+    assert isinstance(rope, YarnRope)
+    assert isinstance(experts, ExpertsPart)
+    assert experts.moe.activation == ClampedSwish(1.702, 7.0)
+    assert (gpt_oss.windows[:2], rope.truncate) == ((128, 0), False)
+    assert read("qwen3-30b-a3b", DecoderConfig).ffn_size == 8 * 768
     v3 = read("deepseek-v3-widened", DeepseekConfig)
-    assert (v3.head_dim, v3.num_kv_heads, v3.num_groups, v3.num_chosen_groups) == (576, 1, 8, 4)
-    assert v3.scale == pytest.approx(192**-0.5 * 1.3689**2, rel=1e-4)
+    assert (v3.head_dim, v3.num_kv_heads, v3.layers[-1].mlp.routing.groups) == (576, 1, (8, 4))
+    assert v3.layers[0].attention.scale == pytest.approx(192**-0.5 * 1.3689**2, rel=1e-4)
     kimi, m1 = read("kimi-linear-48b", KimiLinearConfig), read("minimax-m1", MiniMaxConfig)
     assert [spec.kind for spec in kimi.cache] == ["state"] * 3 + ["latent"] * 2
-    assert (m1.rotary_width, [spec.kind for spec in m1.cache]) == (64, ["state"] * 7 + ["attention"])
+    assert (m1.ropes[0][1], [spec.kind for spec in m1.cache]) == (64, ["state"] * 7 + ["attention"])
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from octavo.config import ModelSettings
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.rotary import DefaultRope
 from octavo.models.config_checks import check_sizes
-from octavo.models.llama import LlamaConfig
 from octavo.models.multimodal_text import TEXT_MODELS, TEXT_PARTS
+from octavo.models.parts import DecoderConfig
 from octavo.models.registry import ARCHITECTURES, read_config
 from octavo.weights.safetensors import SafetensorsCheckpoint
 from octavo_bench.architectures import tiny_config, tiny_model
@@ -134,8 +134,8 @@ def test_keys_of_the_text_part_among_the_others(kind: str) -> None:
     }
     values |= {"rope_theta": 500.0, "vision_config": {"depth": 2}, "layer_types": None}
     config = read_config(values)
-    assert isinstance(config, LlamaConfig)
-    assert (config.architecture, config.rope) == ("Qwen2ForCausalLM", DefaultRope(500.0))
+    assert isinstance(config, DecoderConfig)
+    assert (config.architecture, config.ropes[0][0]) == ("Qwen2ForCausalLM", DefaultRope(500.0))
 
 
 def test_wrappers_name_models_that_are_served() -> None:

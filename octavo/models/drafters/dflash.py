@@ -14,16 +14,16 @@ from typing import Any
 from torch import Tensor
 
 from octavo import ops
+from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
-from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import Rotary
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.drafters.head import llama_like, part_loader
+from octavo.models.decoder_layer import DecoderLayer
+from octavo.models.drafters.head import drafted, part_loader
 from octavo.models.linear_parts import MatrixRows
-from octavo.models.llama import LlamaConfig
 from octavo.models.loader import WeightLoader
+from octavo.models.parts import DecoderConfig, HeadNorm
 from octavo.models.qwen2 import read_qwen
-from octavo.models.qwen3 import Qwen3Layer
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
@@ -56,26 +56,25 @@ class DFlashSettings:
         self.layers = tuple(i + num_layers - most for i in given)  # the output of a layer is the input of the next
 
 
-class DFlashLayer(Qwen3Layer):
-    """A Qwen3 layer whose keys and values are also computed from the context."""
+class DFlashLayer(DecoderLayer):
+    """A layer whose keys and values are also computed from the context."""
 
-    def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
+    def qkv(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Linear:
         """Keys and values alone; ``q_proj`` is separate, as the context has no queries."""
         D, (num_queries, num_keys, _) = config.hidden_size, self.heads.sizes
-        bias, sections = config.attention_bias, [Section(num_keys, config.num_kv_heads)]
-        self.q_proj = weights.column(f"{prefix}.q_proj", num_queries, D, bias, num_heads=config.num_heads)
-        return weights.fused([MatrixRows(f"{prefix}.{part}_proj", sections) for part in "kv"], D, bias)
+        has_bias, sections = self.part.has_bias, [Section(num_keys, config.num_kv_heads)]
+        queries, *others = (f"{prefix}.{name}" for name in config.names.queries)
+        self.q_proj = weights.column(queries, num_queries, D, has_bias, num_heads=config.num_heads)
+        return weights.fused([MatrixRows(name, sections) for name in others], D, has_bias)
 
-    def remember(self, context_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> None:
+    def remember(self, context_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> None:
         """Store keys and values of the context."""
-        ops.store_keys(self.qkv_proj(context_TD), self.heads, *angles, cache, rows.of(cache).slot_mapping_T)
+        slots_T = rows.of(cache).slot_mapping_T
+        ops.store_keys(self.qkv_proj(context_TD), self.heads, *step.angles[0], cache, slots_T)
 
-    def __call__(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows) -> Tensor:
-        """See ``LlamaLayer``."""
-        parts = self.q_proj(x_TD, norm=self.input_norm), self.qkv_proj(x_TD, norm=self.input_norm)
-        attended_TN = ops.attention(ops.concat(*parts), self.heads, *angles, cache, rows)
-        attended_TN, x_TD = rows.pick(attended_TN, x_TD)
-        return output_mlp(self.o_proj, self.mlp, attended_TN, x_TD)
+    def mix(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
+        parts = (project.of_normed(x_TD, self.before_attention) for project in (self.q_proj, self.qkv_proj))
+        return ops.attention(ops.concat(*parts), self.heads, *step.angles[0], cache, rows)
 
 
 class DFlashModel:
@@ -92,11 +91,11 @@ class DFlashModel:
     ) -> None:
         """``values``: the drafter's ``config.json``; ``model``: the one that it drafts for, divided among the same
         ranks. Raises ``CheckpointError``."""
-        target = llama_like(model, "dflash")
+        target = drafted(model, "dflash")
         D, vocab_size, num_layers = target.config.hidden_size, target.config.vocab_size, target.config.num_layers
         settings = DFlashSettings(values, num_layers, vocab_size)
         keys = ConfigKeys(values)
-        config = read_qwen(keys.child("transformer_layer_config") or keys, max_len)
+        config = read_qwen(keys.child("transformer_layer_config") or keys, max_len).with_attention(head_norm=HeadNorm())
         if config.hidden_size != D:
             raise wrong("hidden_size", config.hidden_size, f"{D}, as the model has")
         if any(config.windows):
@@ -108,7 +107,8 @@ class DFlashModel:
         self._target, self._inputs = target, settings.layers
         self._fc = weights.replicated("fc", D, len(settings.layers) * D)
         self._hidden_norm = weights.norm("hidden_norm", D, config.norm_eps)
-        self._rotary = Rotary(config.rope, config.rotary_width, form.device)
+        [(rope, width)] = config.ropes
+        self._rotary = Rotary(rope, width, form.device)
         self._layers = [DFlashLayer(config, weights, f"layers.{i}", i) for i in range(config.num_layers)]
         self._norm = weights.norm("norm", D, config.norm_eps)
         for copied in ("embed_tokens.", "lm_head.", "d2t", "t2d"):
@@ -121,9 +121,9 @@ class DFlashModel:
     ) -> None:
         """Store keys and values of the context [T, D] in every layer."""
         context_TD = self._hidden_norm(self._fc(ops.concat(*(hidden[layer] for layer in self._inputs))))
-        angles = self._rotary(positions_T)
+        step = StepAngles((self._rotary(positions_T),))
         for layer, cache in zip(self._layers, caches, strict=True):
-            layer.remember(context_TD, angles, cache, rows)
+            layer.remember(context_TD, step, cache, rows)
 
     def forward(
         self, token_ids_M: Tensor, positions_M: Tensor, caches: Sequence[LayerCache], rows: PagedRows
@@ -133,9 +133,9 @@ class DFlashModel:
         ``rows``: each row is a sequence, whose length reaches to the end of the block.
         """
         x_MD = self._target.embedding(token_ids_M)
-        angles = self._rotary(positions_M)
+        step = StepAngles((self._rotary(positions_M),))
         for layer, cache, its_rows in zip(self._layers, caches, rows.of_layers(len(self._layers)), strict=True):
-            x_MD = layer(x_MD, angles, cache, its_rows)
+            x_MD = layer(x_MD, step, cache, its_rows)
         return x_MD
 
     def logits(self, x_RD: Tensor) -> Tensor:

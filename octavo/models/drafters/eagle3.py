@@ -17,16 +17,19 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.errors import CheckpointError
+from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.output_mlp import output_mlp
 from octavo.layers.rotary import Rotary
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.drafters.head import llama_like, part_loader
-from octavo.models.llama import LlamaConfig, LlamaLayer, read_llama
+from octavo.models.decoder import read_decoder
+from octavo.models.decoder_layer import DecoderLayer
+from octavo.models.drafters.head import drafted, part_loader
 from octavo.models.loader import WeightLoader
+from octavo.models.parts import DecoderConfig, HeadNorm
 from octavo.models.registry import CausalLM
-from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.quant.methods import read_method
 from octavo.quant.stored.stored_weight import WeightFormat
@@ -56,14 +59,14 @@ class Eagle3Settings:
 
 def read_eagle3(
     values: Mapping[str, Any], num_layers: int, target_size: int, max_len: int
-) -> tuple[LlamaConfig, Eagle3Settings]:
+) -> tuple[DecoderConfig, Eagle3Settings]:
     """The configuration of a head for a model of ``num_layers``. Raises ``CheckpointError`` naming a wrong key."""
     outer = ConfigKeys(values)
     inner = outer.child("transformer_layer_config")
     keys = inner or outer
     for name in ("use_sliding_window", "sliding_window", "max_window_layers"):
         keys.get(name)  # heads have full attention; configurations that are copied from models have these keys, too
-    config = read_llama(keys, max_len)
+    config = read_decoder(keys, max_len)
     nested = outer.child("eagle_config") or ConfigKeys({})
     default = 2, num_layers // 2, num_layers - 3
     layers = nested.get(LAYERS_KEY) or outer.get(LAYERS_KEY) or [layer for layer in default if layer >= 0]
@@ -80,52 +83,35 @@ def read_eagle3(
     )
 
 
-class FirstLayer(LlamaLayer):
+class FirstLayer(DecoderLayer):
     """Attends over token embeddings and hidden states side by side."""
 
     def __init__(
-        self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int, norm_before_residual: bool
+        self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int, norm_before_residual: bool
     ) -> None:
         super().__init__(config, weights, prefix, index)
         self.hidden_norm = weights.norm(f"{prefix}.hidden_norm", config.hidden_size, config.norm_eps)
         self._norm_before_residual = norm_before_residual
 
-    def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
-        plain = super().head_layout(config, weights, prefix, index)
-        return _with_head_norms(plain, config, weights, prefix)
+    def qkv(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Linear:
+        names = [f"{prefix}.{name}" for name in config.names.queries]
+        return weights.qkv(names, self.heads, 2 * config.hidden_size, self.part.has_bias)
 
-    def qkv(self, config: LlamaConfig, weights: WeightLoader, prefix: str) -> Linear:
-        names = [f"{prefix}.{part}_proj" for part in "qkv"]
-        return weights.qkv(names, self.heads, 2 * config.hidden_size, config.attention_bias)
-
-    def first(
-        self, embedded_TD: Tensor, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows
-    ) -> Tensor:
-        """The next residual stream, as ``LlamaLayer.__call__`` gives it."""
+    def first(self, embedded_TD: Tensor, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
+        """The next residual stream, as ``DecoderLayer.__call__`` gives it."""
         h_TD = self.hidden_norm(x_TD)
         residual_TD = h_TD if self._norm_before_residual else x_TD
-        attended_TN, residual_TD = rows.pick(
-            ops.attention(self._qkv(embedded_TD, h_TD), self.heads, *angles, cache, rows), residual_TD
-        )
-        return output_mlp(self.o_proj, self.mlp, attended_TN, residual_TD)
+        attended_TN = self.attend(self._qkv(embedded_TD, h_TD), step, cache, rows)
+        return output_mlp(self.o_proj, self.mlp, *rows.pick(attended_TN, residual_TD))
 
-    def remember(
-        self, embedded_TD: Tensor, x_TD: Tensor, angles: tuple[Tensor, Tensor], cache: LayerCache, rows: PagedRows
-    ) -> None:
+    def remember(self, embedded_TD: Tensor, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> None:
         """Store the keys and values that ``first`` stores."""
         qkv_TN = self._qkv(embedded_TD, self.hidden_norm(x_TD))
-        ops.store_keys(qkv_TN, self.heads, *angles, cache, rows.of(cache).slot_mapping_T)
+        ops.store_keys(qkv_TN, self.heads, *step.angles[0], cache, rows.of(cache).slot_mapping_T)
 
     def _qkv(self, embedded_TD: Tensor, h_TD: Tensor) -> Tensor:
-        return self.qkv_proj(ops.concat(self.input_norm(embedded_TD), h_TD))
-
-
-class LaterLayer(LlamaLayer):
-    """A layer behind the first."""
-
-    def head_layout(self, config: LlamaConfig, weights: WeightLoader, prefix: str, index: int) -> HeadLayout:
-        plain = super().head_layout(config, weights, prefix, index)
-        return _with_head_norms(plain, config, weights, prefix)
+        assert isinstance(self.before_attention, RMSNorm)
+        return self.qkv_proj(ops.concat(self.before_attention(embedded_TD), h_TD))
 
 
 class Eagle3Head:
@@ -142,7 +128,7 @@ class Eagle3Head:
     ) -> None:
         """``values``: the head's ``config.json``; ``model``: the one that it drafts for, divided among the same ranks.
         Raises ``CheckpointError``."""
-        target = llama_like(model, "eagle3")
+        target = drafted(model, "eagle3")
         own = target.config
         config, settings = read_eagle3(values, own.num_layers, own.hidden_size, max_len)
         if settings.target_size != own.hidden_size:
@@ -168,20 +154,14 @@ class Eagle3Head:
         if settings.norms_each:
             self._each_norm = [weights.norm(f"fc_norm.{i}", E, eps) for i in range(count)]
         self._fc = weights.replicated("fc", D, count * E, has("fc.bias"))
-        self._rotary = Rotary(config.rope, config.rotary_width, form.device)
+        norms = [HeadNorm() if has(f"layers.{i}.self_attn.q_norm.weight") else None for i in range(config.num_layers)]
+        config = config.with_attention(head_norm=norms)
+        [(rope, width)] = config.ropes
+        self._rotary = Rotary(rope, width, form.device)
         self._first = FirstLayer(config, weights, "layers.0", 0, settings.norm_before_residual)
-        self._later = [LaterLayer(config, weights, f"layers.{i}", i) for i in range(1, config.num_layers)]
+        self._later = [DecoderLayer(config, weights, f"layers.{i}", i) for i in range(1, config.num_layers)]
         self._norm = weights.norm("norm", D, eps)
-        self.target_ids: Tensor | None = None
-        if has("d2t"):
-            ids = torch.arange(W) + weights.tensors.typed("d2t", (W,), torch.int64)
-            are_known = (ids >= 0) & (ids < own.vocab_size)
-            weights.tensors.check(are_known, f"tensor d2t leads out of the model's vocabulary of {own.vocab_size}")
-            self.target_ids = ids.to(form.device)
-        elif source.is_dummy:
-            self.target_ids = torch.arange(W, device=form.device)
-        elif own.vocab_size != W:
-            raise CheckpointError(f"tensor d2t is missing; expected one of shape [{W}]")
+        self.target_ids = _target_ids(weights, W, own.vocab_size)
         weights.tensors.leave_out("t2d")
         if has("lm_head.weight") or source.is_dummy:
             self._head = weights.head("lm_head", table, (W, D), False)
@@ -201,11 +181,11 @@ class Eagle3Head:
     def forward(
         self, tokens_T: Tensor, hidden_TD: Tensor, positions_T: Tensor, caches: Sequence[LayerCache], rows: PagedRows
     ) -> Tensor:
-        angles = self._rotary(positions_T)
+        step = StepAngles((self._rotary(positions_T),))
         own_rows = rows.of_layers(1 + len(self._later))
-        x_TD = self._first.first(self._embedding(tokens_T), hidden_TD, angles, caches[0], own_rows[0])
+        x_TD = self._first.first(self._embedding(tokens_T), hidden_TD, step, caches[0], own_rows[0])
         for layer, cache, its_rows in zip(self._later, caches[1:], own_rows[1:], strict=True):
-            x_TD = layer(x_TD, angles, cache, its_rows)
+            x_TD = layer(x_TD, step, cache, its_rows)
         return x_TD
 
     def remember(
@@ -214,14 +194,29 @@ class Eagle3Head:
         if self._later:
             self.forward(tokens_T, hidden_TD, positions_T, caches, rows)
         else:
-            its_rows = rows.of_layers(1)[0]
-            self._first.remember(self._embedding(tokens_T), hidden_TD, self._rotary(positions_T), caches[0], its_rows)
+            step, its_rows = StepAngles((self._rotary(positions_T),)), rows.of_layers(1)[0]
+            self._first.remember(self._embedding(tokens_T), hidden_TD, step, caches[0], its_rows)
 
     def feedback(self, x_SD: Tensor) -> Tensor:
         return self._norm(x_SD) if self._settings.norm_output else x_SD
 
     def logits(self, x_SD: Tensor) -> Tensor:
         return self._head(x_SD, norm=self._norm)
+
+
+def _target_ids(weights: WeightLoader, draft_vocab_size: int, vocab_size: int) -> Tensor | None:
+    """See ``DraftHead.target_ids``."""
+    W, device = draft_vocab_size, weights.form.device
+    if weights.tensors.has("d2t"):
+        ids = torch.arange(W) + weights.tensors.typed("d2t", (W,), torch.int64)
+        are_known = (ids >= 0) & (ids < vocab_size)
+        weights.tensors.check(are_known, f"tensor d2t leads out of the model's vocabulary of {vocab_size}")
+        return ids.to(device)
+    if weights.tensors.is_dummy:
+        return torch.arange(W, device=device)
+    if vocab_size != W:
+        raise CheckpointError(f"tensor d2t is missing; expected one of shape [{W}]")
+    return None
 
 
 def _names(source: TensorSource) -> dict[str, str]:
@@ -231,11 +226,3 @@ def _names(source: TensorSource) -> dict[str, str]:
         name = stored.removeprefix("model.")
         names["layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name] = stored
     return names
-
-
-def _with_head_norms(heads: HeadLayout, config: LlamaConfig, weights: WeightLoader, prefix: str) -> HeadLayout:
-    """With norms of queries and keys, if the checkpoint has them."""
-    if not weights.tensors.has(f"{prefix}.q_norm.weight"):
-        return heads
-    q_norm, k_norm = (weights.dense(f"{prefix}.{part}_norm.weight", config.head_dim) for part in "qk")
-    return heads._replace(q_norm_H=q_norm, k_norm_H=k_norm, norm_eps=config.norm_eps)

@@ -12,8 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.models.decoder import Decoder
 from octavo.models.layer_cache import LayerCacheSpec
-from octavo.models.llama import LlamaForCausalLM
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
@@ -71,8 +71,8 @@ def part_loader(
     return WeightLoader(Renamed(source, names), form, method=method, shard=shard, collective=collective)
 
 
-def llama_like(model: CausalLM, method: str) -> LlamaForCausalLM:
+def drafted(model: CausalLM, method: str) -> Decoder:
     """``model``, whose embedding and head a drafter may share. Raises ``CheckpointError`` for other kinds."""
-    if not isinstance(model, LlamaForCausalLM):
+    if not isinstance(model, Decoder):
         raise CheckpointError(f"speculative_config: {method} is not supported for {type(model).__name__}")
     return model

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.models.config import ModelConfig
-from octavo.models.drafters.head import llama_like, part_loader
-from octavo.models.llama import LlamaConfig
+from octavo.models.drafters.head import drafted, part_loader
 from octavo.models.mtp_names import NEMOTRON_PREFIX, QWEN_PREFIX, mtp_prefixes
 from octavo.models.multimodal_text import TextPart
+from octavo.models.parts import DecoderConfig
 from octavo.models.registry import CausalLM
 from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.collective import SINGLE_RANK, Collective
@@ -91,15 +91,15 @@ class MTPHead:
     ) -> None:
         """``source``: the checkpoint of ``model``, which has this ``config`` and MTP layers, and is divided among the
         same ranks. Raises ``CheckpointError``."""
-        target = llama_like(model, "mtp")
-        assert isinstance(config, LlamaConfig)
+        target = drafted(model, "mtp")
+        assert isinstance(config, DecoderConfig)
         source = TextPart(source)
         L, config = config.num_layers, config.with_mtp()
         count = config.num_layers - L
         names = mtp_names(mtp_prefixes(source.names(), L)[0], count)
         own = {name: name for name in source.names() if name.startswith(names.prefix) and not _is_later(name, count)}
         weights = part_loader(source, own, form, config.quantization, collective)
-        D, eps, offset = config.hidden_size, config.norm_eps, config.norm_offset
+        D, eps, offset = config.hidden_size, config.norm_eps, config.norm.offset
         self.layers: tuple[int, ...] = (L,)
         self.vocab_size = config.vocab_size
         self.target_ids: Tensor | None = None
@@ -130,9 +130,10 @@ class MTPHead:
         if self._masks_first:
             embedded_TD = embedded_TD.masked_fill((positions_T == 0).unsqueeze(1), 0)
         joined_TE = ops.concat(self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD))
-        x_TD, angles = self._projection(joined_TE), self._target.rotary(positions_T)
+        x_TD = self._projection(joined_TE)
+        step = self._target.step(tokens_T, positions_T, x_TD, rows)
         for layer, cache, own_rows in zip(self._layers, caches, rows.of_layers(len(self._layers)), strict=True):
-            x_TD = layer(x_TD, angles, cache, own_rows)
+            x_TD = layer(x_TD, step, cache, own_rows)
         return x_TD
 
     def remember(

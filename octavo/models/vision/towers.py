@@ -119,7 +119,7 @@ def load_tower(
 def connect(model: CausalLM, config: VisionConfig, form: WeightFormat) -> None:
     """Let the decoder rotate by the axes of images."""
     if config.axes:
-        rotaries = getattr(model, "rotaries", None) or [rotary for rotary in [getattr(model, "rotary", None)] if rotary]
+        rotaries = getattr(model, "rotaries", None)
         if not rotaries:
             raise CheckpointError("mrope_section: this decoder has no rotary positions")
         for rotary in rotaries:

@@ -288,6 +288,7 @@ def _granite_hybrid(data: Metadata, config: Config) -> None:
     config["layer_types"] = ["attention" if count else "mamba" for count in kv_heads]
     config["position_embedding_type"] = "rope" if data.flag("rope.scaling.finetuned", False) else "nope"
     read_factors(data, config)
+    config["has_separate_gates"] = True
     config["num_local_experts"] = data.count("expert_count", 0, low=0)
     config["shared_intermediate_size"] = data.count("expert_shared_feed_forward_length", config["intermediate_size"])
     config["num_experts_per_tok"] = data.count("expert_used_count", 0, low=0)
