@@ -111,7 +111,7 @@ class ModelSettings:
     enable_eplb: bool = setting(
         False,
         "with enable_expert_parallel, move experts between the processes while they serve, so that each computes about "
-        "as much: expert-parallel load balancing; on CPUs",
+        "as much: expert-parallel load balancing",
     )
     num_redundant_experts: int = setting(
         0, "copies of experts that the processes of enable_eplb hold besides, of those that many tokens choose", low=0

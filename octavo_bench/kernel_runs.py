@@ -270,7 +270,9 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             call = functools.partial(ops.moe, make.floats(T, 40, dtype=dtype), ids, make.floats(T, 3), some)
             yield f"moe {T} of {some.num_routed}", call
         slots = make.ints([[0, -1]] * 7, torch.int64)
-        yield f"local_expert_ids {T}", functools.partial(ops.local_expert_ids, ids, slots)
+        for load in (None, make.ints([0] * 7, torch.int64)):
+            call = functools.partial(ops.local_expert_ids, ids, slots, load)
+            yield f"local_expert_ids {T} {load is None}", call
         rows, router = make.floats(T, 40, dtype=dtype), make.floats(20, 40, dtype=dtype)
         routing = Routing(3, groups=(4, 2), correction_X=make.floats(20))
         yield f"route {T}", functools.partial(ops.route, rows, make.floats(40, dtype=dtype), 1e-6, router, routing)
@@ -413,7 +415,8 @@ def _exchanges(device: torch.device) -> Iterator[tuple[str, Call]]:
         collective = PeerCollective(torch.tensor([buffer.data_ptr()], device=device), 0, 4096)
         collective.small_bytes = small_bytes
         yield f"all_reduce {size}", functools.partial(_reduce, collective, x, buffer)
-        yield f"all_gather {size}", functools.partial(collective.all_gather, x)
+        for kind in (x.dtype, torch.uint8, torch.int64):
+            yield f"all_gather {size} {kind}", functools.partial(collective.all_gather, x.to(kind))
 
 
 def _reduce(collective: Collective, x: torch.Tensor, buffer: torch.Tensor) -> object:

@@ -143,4 +143,5 @@ def make_executor(
         verify=parts.verify,
         embeddings=parts.pool,
         updates=parts.updates,
+        experts=parts.experts,
     )

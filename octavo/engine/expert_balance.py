@@ -1,6 +1,6 @@
 """Expert-parallel load balancing: experts move between ranks while they serve, a few between two steps.
 
-Results do not depend on where an expert is, so nothing else has to know.
+Results do not depend on where an expert is, on GPUs but for the order of sums, so nothing else has to know.
 """
 
 from __future__ import annotations

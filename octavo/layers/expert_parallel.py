@@ -11,9 +11,9 @@ Shapes: T tokens, D model, X experts, S experts selected per token, W ranks, P s
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,27 +64,41 @@ class ExpertPlacement:
             ranks_W.copy_(holders[torch.arange(W) % len(holders)])
 
 
-class ParallelMixture:
-    """A mixture of which this rank holds some experts; its results are this rank's part of the sums.
+class ParallelMixture(ABC):
+    """A mixture of which this rank holds some experts; its results are this rank's part of the sums."""
 
-    That is the whole sum for the tokens whose home this rank is, and zero for others.
-    """
-
-    def __init__(self, own: Mixture, placement: ExpertPlacement, collective: Collective) -> None:
-        """``own``: the experts in this rank's slots."""
-        self.own, self.placement, self.collective = own, placement, collective
-        self.load_X = np.zeros(len(placement.slot_X), np.int64)
-        """How often each expert was chosen since the load was last read."""
+    def __init__(self, own: Mixture, placement: ExpertPlacement, collective: Collective, device: torch.device) -> None:
+        """``own``: the experts in this rank's slots, on the device."""
+        self.own, self.placement, self.collective, self.device = own, placement, collective, device
+        self.load_X: Tensor | None = None
+        """int64: how often each expert was chosen since the load was last read; ``None``: nobody reads it."""
+        self.follow()
 
     @property
     def bytes_by_format(self) -> Mapping[str, int]:
         """See ``Mixture``."""
         return self.own.bytes_by_format
 
+    @abstractmethod
+    def follow(self) -> None:
+        """Follow a change of ``placement``."""
+
+    @abstractmethod
+    def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
+        """See ``Mixture``."""
+
+
+class HomeMixture(ParallelMixture):
+    """For CPUs: this rank's part is the whole sum for the tokens whose home it is, and zero for others."""
+
+    def follow(self) -> None:
+        """See ``ParallelMixture``; the placement itself is asked."""
+
     def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         """See ``Mixture``."""
         (T, S), W = ids_TS.shape, self.collective.size
-        self.load_X += ids_TS.flatten().bincount(minlength=len(self.load_X)).numpy()
+        if self.load_X is not None:
+            self.load_X += ids_TS.flatten().bincount(minlength=len(self.load_X))
         ids_TS, order_TS = ids_TS.sort(dim=1)
         turns_T1 = torch.arange(T, device=x_TD.device).unsqueeze(1) % W
         is_own_TS = self.placement.rank_XW[ids_TS, turns_T1] == self.collective.rank
@@ -102,28 +116,27 @@ class ParallelMixture:
         return part_TD if residual_TD is None else residual_TD.add_(part_TD)
 
 
-class PartialMixture:
-    """A mixture of which this rank holds some experts; its results are this rank's part of the sums.
+class PartialMixture(ParallelMixture):
+    """For GPUs: this rank's part is the sum over its own experts.
 
     Its kernels pass over the experts of other ranks, so that the host need not know which rows are whose, and steps can
     be captured as graphs.
     """
 
-    def __init__(self, own: Mixture, placement: ExpertPlacement, device: torch.device) -> None:
-        """``own``: the experts in this rank's slots."""
-        self.own = own
-        is_own_XW = placement.rank_XW == placement.rank
-        self.slots_XW = torch.where(is_own_XW, placement.slot_X.unsqueeze(1), -1).to(device)
-        """See ``ops.local_expert_ids``."""
+    def __init__(self, own: Mixture, placement: ExpertPlacement, collective: Collective, device: torch.device) -> None:
+        self.slots_XW = torch.empty_like(placement.rank_XW, device=device)
+        """See ``ops.local_expert_ids``; graphs know it by its address."""
+        super().__init__(own, placement, collective, device)
 
-    @property
-    def bytes_by_format(self) -> Mapping[str, int]:
-        """See ``Mixture``."""
-        return self.own.bytes_by_format
+    def follow(self) -> None:
+        """See ``ParallelMixture``."""
+        is_own_XW = self.placement.rank_XW == self.placement.rank
+        self.slots_XW.copy_(torch.where(is_own_XW, self.placement.slot_X.unsqueeze(1), -1))
 
     def __call__(self, x_TD: Tensor, ids_TS: Tensor, shares_TS: Tensor, residual_TD: Tensor | None = None) -> Tensor:
         """See ``Mixture``."""
-        return self.own(x_TD, ops.local_expert_ids(ids_TS, self.slots_XW), shares_TS, residual_TD)
+        local_TS = ops.local_expert_ids(ids_TS, self.slots_XW, self.load_X)
+        return self.own(x_TD, local_TS, shares_TS, residual_TD)
 
 
 def _sum(rows_nSD: Tensor, shares_nS: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.embedding import Embedding, VocabParallelEmbedding
-from octavo.layers.expert_parallel import ExpertPlacement, ParallelMixture, PartialMixture
+from octavo.layers.expert_parallel import ExpertPlacement, HomeMixture, ParallelMixture, PartialMixture
 from octavo.layers.experts import Mixture, StoredExperts, make_mixture
 from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, Norm, ParallelRMSNorm, RMSNorm
@@ -93,7 +93,7 @@ class WeightLoader:
         self.maps: dict[str, MapPart] = {}
         """All linear maps loaded so far, by their names in the checkpoint."""
         self.mixtures: list[ParallelMixture] = []
-        """Those of which this CPU rank holds whole experts."""
+        """Those of which this device holds whole experts."""
         self.num_parameters = 0
         self.bytes_by_format: Counter[str] = Counter()
         """Bytes of the weights loaded so far, by the format of their numbers."""
@@ -446,10 +446,9 @@ class WeightLoader:
         self.bytes_by_format += Counter(mixture.bytes_by_format)
         if not is_whole:
             return mixture
+        kind = HomeMixture if self.form.kernel_device == CPU else PartialMixture
         placement = self._placement(shape.num_experts)
-        if self.form.kernel_device != CPU:
-            return PartialMixture(mixture, placement, self.form.device)
-        self.mixtures.append(ParallelMixture(mixture, placement, self.collective))
+        self.mixtures.append(kind(mixture, placement, self.collective, self.form.device))
         return self.mixtures[-1]
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from octavo.config import ModelSettings
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.expert_parallel import ExpertPlacement, ParallelMixture, PartialMixture
-from octavo.layers.experts import DenseMixture, Mixture
+from octavo.layers.experts import DenseMixture, GroupedMixture, Mixture
 from octavo.models.meta_model import outline
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.ops.collective import Collective
-from octavo.ops.moe import Experts
+from octavo.ops.moe import Experts, GroupedExperts, join_experts
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.ranks.ranks import check_divides
@@ -29,6 +29,7 @@ from tests.models.families import FIRST_ROWS, ROWS, make_checkpoint
 from tests.models.test_quantised import FORMATS
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.ops.test_collective import together
+from tests.ops.triton.test_grouped_linear import random_groups
 from tests.quant.writers import quantise
 from tests.tiers import nightly_after
 
@@ -233,33 +234,64 @@ def test_copies_of_an_expert_take_turns(size: int) -> None:
     assert (placement.rank_XW[0] != 0).all()
 
 
-@pytest.mark.parametrize("num_spare", [0, 1])
-def test_parts_of_the_ranks_add_up_to_the_mixture(num_spare: int) -> None:
-    """As GPUs compute them, of experts that size does not divide, with copies and without."""
-    torch.manual_seed(0)
-    X, D, F, S, T, size = 5, 16, 8, 2, 7, 3
+def small_experts(number: str, X: int, D: int, F: int) -> Callable[[list[int], int], Mixture]:
+    """Makes a mixture of some experts, dense or packed, that are among ``num_routed``."""
     gate_up, down = torch.randn(X, 2 * F, D), torch.randn(X, D, F)
-    ids = torch.stack([torch.randperm(X)[:S] for _ in range(T)])
-    given = torch.randn(T, D), ids, torch.rand(T, S)
+    if number == "dense":
+        return lambda own, num_routed: DenseMixture(Experts(gate_up[own], down[own], num_routed=num_routed))
+    packed = [[random_groups("cpu", number, N, K, 16) for _ in range(X)] for N, K in ((2 * F, D), (D, F))]
+    biases = torch.randn(X, 2 * F), torch.randn(X, D)
 
-    def part(collective: Collective) -> Tensor:
+    def make(own: list[int], num_routed: int) -> Mixture:
+        joined: Any = [join_experts([part[expert] for expert in own]) for part in packed]
+        return GroupedMixture(GroupedExperts(len(own), *joined, "silu", *(bias[own] for bias in biases), num_routed))
+
+    return make
+
+
+@pytest.mark.parametrize("number", ["dense", "int4", "uint4"])
+@pytest.mark.parametrize(("size", "num_spare"), [(3, 0), (2, 1)])
+def test_parts_of_gpu_ranks_add_up_to_the_mixture_wherever_the_experts_are(
+    size: int, num_spare: int, number: str
+) -> None:
+    torch.manual_seed(0)
+    X, D, F, T = 5, 32, 32, 7
+    make = small_experts(number, X, D, F)
+    given = torch.randn(T, D), torch.stack([torch.randperm(X)[:2] for _ in range(T)]), torch.rand(T, 2)
+    expected = make(list(range(X)), 0)(*given)
+
+    def work(collective: Collective) -> int:
         placement = ExpertPlacement.even(X, collective, num_spare)
-        own = DenseMixture(Experts(gate_up[placement.own], down[placement.own], num_routed=X))
-        mixture = PartialMixture(own, placement, torch.device("cpu"))
+        own = make(placement.own, X)
+        mixture = PartialMixture(own, placement, collective, torch.device("cpu"))
         assert mixture.bytes_by_format == own.bytes_by_format
-        return collective.all_reduce(mixture(*given))
+        torch.testing.assert_close(collective.all_reduce(mixture(*given)), expected, rtol=1e-4, atol=1e-4)
+        experts, rng, num_moved = ExpertMoves([mixture]), random.Random(3), 0
+        experts.check()
+        table = mixture.slots_XW
+        for _ in range(8):
+            with torch.inference_mode():
+                found = collective.all_reduce(mixture(*given))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            [loads] = experts.loads()
+            assert loads.counts == given[1].flatten().bincount(minlength=X).tolist()
+            moves = shuffled(loads.slots, rng)
+            experts.execute(MoveExperts(moves))
+            num_moved += len(moves)
+        assert mixture.slots_XW is table, "graphs know it by its address"
+        return num_moved
 
-    expected = DenseMixture(Experts(gate_up, down))(*given)
-    for found in together(size, part):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for moved in together(size, work):
+        assert isinstance(moved, int), moved
+        assert moved > 4
 
 
-def test_experts_of_gpus_are_whole_and_stay_where_they_are(checkpoint: Checkpoint) -> None:
+def test_experts_of_gpus_are_whole(checkpoint: Checkpoint) -> None:
     config = read_config(checkpoint.config)
-    settings = ModelSettings(tensor_parallel_size=4, enable_expert_parallel=True)
+    settings = ModelSettings(tensor_parallel_size=4, enable_expert_parallel=True, enable_eplb=True)
     check_divides(config, settings, torch.device("cuda"))
-    with pytest.raises(ConfigError, match="enable_eplb: is for CPUs"):
-        check_divides(config, dataclasses.replace(settings, enable_eplb=True), torch.device("cuda"))
+    with pytest.raises(ConfigError, match="enable_eplb: does not go with batch_invariant on GPUs"):
+        check_divides(config, dataclasses.replace(settings, batch_invariant=True), torch.device("cuda"))
     form = dataclasses.replace(DENSE, device=torch.device("cuda"))
     loaded = outline(config, checkpoint, form, num_ranks=4)
     assert isinstance(loaded, LoadedModel)

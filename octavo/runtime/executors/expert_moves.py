@@ -6,7 +6,7 @@ Shapes: W ranks, M moves, P pieces of an expert, B bytes of a piece.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from octavo.errors import ConfigError
 from octavo.layers.expert_parallel import ParallelMixture
-from octavo.layers.experts import DenseMixture, PackedMixture
+from octavo.layers.experts import DenseMixture, GroupedMixture, PackedMixture
 from octavo.models.in_place import parts
+from octavo.ops.moe import GroupedExperts
 from octavo.runtime.replies import Done
 from octavo.steps.messages import ExpertLoads, ExpertMove, MoveExperts, ReadExperts, Reply
 
@@ -30,20 +31,23 @@ class ExpertMoves:
 
     def __init__(self, mixtures: Sequence[ParallelMixture]) -> None:
         self.mixtures = mixtures
+        for mixture in mixtures:
+            mixture.load_X = torch.zeros(len(mixture.placement.slot_X), dtype=torch.int64, device=mixture.device)
 
     def check(self) -> None:
         """Raise ``ConfigError``, on all ranks alike, if the experts of a mixture differ in more than their numbers."""
         forms = [_forms(mixture) for mixture in self.mixtures]
         digest = zlib.crc32(repr(forms).encode())
-        all_forms = self.mixtures[0].collective.all_gather(torch.tensor([digest, max(map(len, forms))]))
-        if (all_forms != torch.tensor([digest, 1])).any():
+        first = self.mixtures[0]
+        own = torch.tensor([digest, max(map(len, forms))], device=first.device)
+        if any(other != [digest, 1] for other in first.collective.all_gather(own).tolist()):
             raise ConfigError("enable_eplb: the experts of a layer are stored in several forms; leave it out")
 
     def execute(self, message: ReadExperts | MoveExperts) -> Reply[list[ExpertLoads] | None]:
         """Execute a message; every rank must get the same."""
-        if isinstance(message, ReadExperts):
-            return Done(self.loads())
         with torch.inference_mode():
+            if isinstance(message, ReadExperts):
+                return Done(self.loads())
             self.move(message.moves)
         return Done(None)
 
@@ -52,8 +56,9 @@ class ExpertMoves:
         found = []
         for mixture in self.mixtures:
             num_bytes = sum(part.nbytes for part in slot_numbers(mixture, 0))
+            assert mixture.load_X is not None
             found.append(ExpertLoads(mixture.load_X.tolist(), mixture.placement.experts_WP.tolist(), num_bytes))
-            mixture.load_X[:] = 0
+            mixture.load_X.zero_()
         return found
 
     def move(self, moves: Sequence[ExpertMove]) -> None:
@@ -64,9 +69,10 @@ class ExpertMoves:
 
 def _move(mixture: ParallelMixture, moves: Sequence[ExpertMove]) -> None:
     """Each rank has places for the pieces of all moves, and gets those of its own."""
-    placement, collective = mixture.placement, mixture.collective
+    placement, collective, device = mixture.placement, mixture.collective, mixture.device
     num_pieces = -(-sum(part.nbytes for part in slot_numbers(mixture, 0)) // PIECE_BYTES)
-    rows, places = [torch.empty(0, PIECE_BYTES, dtype=torch.uint8)], [torch.empty(0, dtype=torch.int64)]
+    rows = [torch.empty(0, PIECE_BYTES, dtype=torch.uint8, device=device)]
+    places = [torch.empty(0, dtype=torch.int64)]
     for i, move in enumerate(moves):
         if placement.rank_XW[move.expert, 0] == collective.rank:
             content = torch.cat([_bytes(part) for part in slot_numbers(mixture, int(placement.slot_X[move.expert]))])
@@ -74,12 +80,13 @@ def _move(mixture: ParallelMixture, moves: Sequence[ExpertMove]) -> None:
             rows.append(functional.pad(content, (0, padding)).view(num_pieces, PIECE_BYTES))
             places.append((move.rank * len(moves) + i) * num_pieces + torch.arange(num_pieces))
     num_places = collective.size * len(moves) * num_pieces
-    found_PB = collective.all_to_all(torch.cat(rows), torch.cat(places), num_places)
+    found_PB = collective.all_to_all(torch.cat(rows), torch.cat(places).to(device), num_places)
     for content, move in zip(found_PB.view(len(moves), -1), moves, strict=True):
         if move.rank == collective.rank:
             _write(mixture, move.slot, content)
         placement.experts_WP[move.rank, move.slot] = move.expert
     placement.fill()
+    mixture.follow()
 
 
 def slot_numbers(mixture: ParallelMixture, slot: int) -> list[Tensor]:
@@ -91,8 +98,19 @@ def _slot_parts(mixture: ParallelMixture, slot: int) -> list[Any]:
     own = mixture.own
     if isinstance(own, PackedMixture):
         return list(parts(own.experts[slot]))
-    assert isinstance(own, DenseMixture), "experts of GPUs are not moved"
+    if isinstance(own, GroupedMixture):
+        return list(_grouped_parts(own.experts, slot))
+    assert isinstance(own, DenseMixture)
     return [part[slot] for part in own.experts if isinstance(part, Tensor)]
+
+
+def _grouped_parts(experts: GroupedExperts, slot: int) -> Iterator[Any]:
+    for packed in (experts.gate_up, experts.down):
+        tiles, rows = (size // experts.num_experts for size in (len(packed.words), packed.shape[0]))
+        yield from (packed.number, packed.words[slot * tiles : (slot + 1) * tiles])
+        for values_GN in (packed.scales_GN, packed.zeros_GN, packed.minima_GN):
+            yield None if values_GN is None else values_GN[:, slot * rows : (slot + 1) * rows]
+    yield from (None if bias is None else bias[slot] for bias in (experts.gate_up_bias, experts.down_bias))
 
 
 def _forms(mixture: ParallelMixture) -> set[str]:

@@ -33,6 +33,7 @@ from octavo.runtime.drafting.drafter import Drafter
 from octavo.runtime.executors.block_copies import DeviceBlockCopies, HostBlockCopies
 from octavo.runtime.executors.device_program import DeviceProgram, KernelTuner, with_distinct_layers
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
+from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.executors.host_executor import LAST_TOKEN, change_adapters, load_weights, read_checksums
 from octavo.runtime.executors.pooler import ChunkPooler, Pooler
 from octavo.runtime.executors.sleeping_memory import SleepingMemory
@@ -50,8 +51,10 @@ from octavo.steps.messages import (
     LoadWeights,
     MeasureKernels,
     Message,
+    MoveExperts,
     PrepareTuning,
     ReadChecksums,
+    ReadExperts,
     Reply,
     Sleep,
     Step,
@@ -116,6 +119,7 @@ class StreamExecutor:
         verify: Verify | None = None,
         embeddings: EmbeddingPool | None = None,
         updates: WeightUpdates | None = None,
+        experts: ExpertMoves | None = None,
     ) -> None:
         device = storage.device
         rows = None if adapters is None else adapters.rows
@@ -124,7 +128,7 @@ class StreamExecutor:
         self._embeddings = embeddings
         self._parts = storage, vocab_size, limits, rows, vocabulary, drafter, verify, embeddings
         self._batch_invariant = batch_invariant
-        self._adapters, self._updates = adapters, updates
+        self._adapters, self._updates, self._experts = adapters, updates, experts
         self._program = DeviceProgram(model, *self._parts)
         self._tuner: KernelTuner | None = None
         self._reader = RowReader(model, ChunkPooler(model, pooler), vocabulary)
@@ -161,6 +165,10 @@ class StreamExecutor:
             case ReadChecksums():
                 with self._on_stream():  # behind weights that are written over
                     return read_checksums(self._model)
+            case ReadExperts() | MoveExperts():
+                assert self._experts is not None, "no experts are moved"
+                with self._on_stream():  # behind the steps that were started
+                    return self._experts.execute(message)
             case Compile():
                 self._compiling = Compiling(partial(self._compile, message))
                 return self._compiling

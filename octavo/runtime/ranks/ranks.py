@@ -74,8 +74,8 @@ class OneRank:
 def check_divides(model: ModelConfig, settings: ModelSettings, device: torch.device) -> None:
     """Raise ``ConfigError`` if a model cannot be divided among ranks as the settings ask for."""
     size = settings.tensor_parallel_size
-    if is_gpu(device) and settings.enable_eplb:
-        raise ConfigError("enable_eplb: is for CPUs; experts of GPUs stay where they are, leave it out")
+    if is_gpu(device) and settings.enable_eplb and settings.batch_invariant:
+        raise ConfigError("enable_eplb: does not go with batch_invariant on GPUs, where moves change the order of sums")
     if is_gpu(device) and settings.decode_context_parallel_size > 1:
         raise ConfigError("decode_context_parallel_size: is for CPUs; GPUs have no kernel of partial_attention yet")
     heads, kv_heads = model.num_heads, max(spec.num_kv_heads for spec in model.cache)

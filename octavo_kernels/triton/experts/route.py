@@ -198,25 +198,28 @@ def keep_routes_triton(ids_MTS: Tensor, columns_M: Tensor, slots_T: Tensor, tabl
 
 @triton.jit
 def local_ids_kernel(
-    ids_ptr: tl.tensor, slots_ptr: tl.tensor, out_ptr: tl.tensor, P: tl.tensor, W: tl.tensor, pairs_a_row: tl.tensor,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr: tl.tensor, slots_ptr: tl.tensor, load_ptr: tl.tensor, out_ptr: tl.tensor, P: tl.tensor, W: tl.tensor,
+    pairs_a_row: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The slots of the experts of some pairs."""
+    """The slots of the experts of some pairs, which are counted."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     after_predecessor(PDL)
     expert = tl.load(ids_ptr + pair, mask=pair < P, other=0)
     slot = tl.load(slots_ptr + expert * W + pair // pairs_a_row % W, mask=pair < P)
     tl.store(out_ptr + pair, slot, mask=pair < P)
+    if load_ptr is not None:
+        tl.atomic_add(load_ptr + expert, 1, mask=pair < P, sem="relaxed")
 
 
 @local_expert_ids.kernel(device="cuda", name="triton", preference=10, supports=lambda dtype: None)
-def local_expert_ids_triton(ids_TS: Tensor, slots_XW: Tensor) -> Tensor:
+def local_expert_ids_triton(ids_TS: Tensor, slots_XW: Tensor, load_X: Tensor | None = None) -> Tensor:
     """See ``ops.local_expert_ids``."""
     (T, S), W = ids_TS.shape, slots_XW.shape[1]
     local_TS = empty_indices(T * S, torch.int64, ids_TS.device).view(T, S)
     if T:
         grid = (triton.cdiv(T * S, PAIRS),)
-        launch(local_ids_kernel, grid, ids_TS.contiguous(), slots_XW, local_TS, T * S, W, S, PAIRS, num_warps=2)
+        tensors = ids_TS.contiguous(), slots_XW, load_X, local_TS
+        launch(local_ids_kernel, grid, *tensors, T * S, W, S, PAIRS, num_warps=2)
     return local_TS
 
 

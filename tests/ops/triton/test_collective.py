@@ -80,6 +80,21 @@ def test_an_odd_number_of_16_bits_is_summed() -> None:
     together(2, lambda collective: check_sum(collective, parts), SLOT_BYTES)
 
 
+@pytest.mark.parametrize("small_bytes", [SLOT_BYTES, 0])
+def test_bytes_and_long_integers_are_gathered(small_bytes: int) -> None:
+    """Among them rows of experts that move."""
+    parts = torch.arange(-3, 3).view(2, 3) << 40
+
+    def work(collective: PeerCollective) -> None:
+        own = parts[collective.rank].clone()
+        assert torch.equal(collective.all_gather(own), parts)
+        rows = own.view(torch.uint8).view(3, 8)
+        places = torch.arange(3) + 3 * (1 - collective.rank)
+        assert torch.equal(collective.all_to_all(rows, places, 6).view(torch.int64)[:, 0], parts[1 - collective.rank])
+
+    together(2, work, small_bytes)
+
+
 def check_sum(collective: PeerCollective, parts: torch.Tensor) -> None:
     assert torch.equal(collective.all_reduce(parts[collective.rank].clone()), parts.sum(0))
 

@@ -105,4 +105,7 @@ def test_experts_are_found_where_they_are(T: int, device: str) -> None:
     ids, slots = torch.randint(0, 9, (T, 4)), torch.randint(-1, 5, (9, 3))
     expected = [[slots[expert, t % 3].item() for expert in row] for t, row in enumerate(ids.tolist())]
     for run in (local_expert_ids_triton, local_expert_ids.reference):
-        assert run(ids.to(device), slots.to(device)).tolist() == expected
+        load = torch.arange(9, device=device)
+        for counted in (load, None):
+            assert run(ids.to(device), slots.to(device), counted).tolist() == expected
+        assert load.tolist() == (torch.arange(9) + ids.flatten().bincount(minlength=9)).tolist()
