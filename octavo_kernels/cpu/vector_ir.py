@@ -69,6 +69,11 @@ def hidden(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [address], False)
 
 
+def settled(b: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    """The same sixteen floats; whatever is settled is computed in the order of these calls. Needs AVX-512."""
+    return b.asm(ir.FunctionType(F32x16, [F32x16]), "", "=v,0", [vector], True)
+
+
 def ask_for(b: ir.IRBuilder, address: ir.Value, num_bytes: int, displacement: int = 0) -> None:
     """Prefetch cache lines into the second level: hardware prefetchers stop at the end of a page."""
     hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # to read, to the second level, data

@@ -21,9 +21,11 @@ pytestmark = needs_float_kernels
 LEVEL = """
 import sys, torch
 from octavo_kernels.cpu import vector_ir
+from octavo_kernels.cpu.linear import byte_dot
 from tests.ops.test_cpu_levels import products, results
 has_dots = "avxvnni" in sys.argv[2]
-assert not vector_ir.HAS_VNNI and vector_ir.HAS_AVX_VNNI == has_dots
+assert not vector_ir.HAS_VNNI
+assert byte_dot.INSTRUCTION == (byte_dot.VPDPBUSD_256 if has_dots else byte_dot.VPMADDUBSW)
 torch.save(products(["Q4_1", "Q8_0"]) if has_dots else results(), sys.argv[1])
 """
 AVX2 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"

@@ -25,7 +25,8 @@ For each term, and then for each large part without minima, in this order and no
     result = fma(minimum, activation_sum, result)                       formats with minima
     result = fma(float(total) * activation_scale, weight_scale, result)
 
-A token's result is computed by the same instructions on the same numbers whatever the number of tokens.
+A token's result has the same bits whatever the number of tokens: ``total`` is exact, and all else is computed by the
+same instructions, or by others that round the same number once.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from octavo_kernels.cpu.compiled import emitted, inlined
-from octavo_kernels.cpu.host import is_zen
+from octavo_kernels.cpu.host import is_zen, missing
 from octavo_kernels.cpu.linear.block_scales import load_scales, scale_bytes
 from octavo_kernels.cpu.linear.byte_dot import Dot4
 from octavo_kernels.cpu.linear.quantize import OFFSET, PART_WORDS, ROUNDER_BITS, SIDE_BYTES, START, TOKENS_TOGETHER
+from octavo_kernels.cpu.linear.tile_dot import WEIGHT_TILE, X_TILE, declines, tile_call, tile_load, tile_store
 from octavo_kernels.cpu.vector_ir import (
     BROADCASTS_EACH_TIME,
     F32,
@@ -59,13 +62,17 @@ from octavo_kernels.cpu.vector_ir import (
     i64,
     load,
     offset,
+    settled,
     splat,
     store,
 )
 
+alloca_once: Any = cgutils.alloca_once
 STEP_BYTES = 4 * LANES
-TOKEN_COUNTS = ((6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 2, 1), (2, 1))
-"""Tokens multiplied at once with a panel and with a pair: with the largest, all sums just fit the registers."""
+ONE_PANEL, PAIR, PAIR_IN_TILES = 0, 1, 2
+"""What ``block_dot`` multiplies with; and whether in Intel's tiles (AMX), for which see ``_emit_tile_dot``."""
+TOKEN_COUNTS = (*(((6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 2, 1), (2, 1))), (TOKENS_TOGETHER, 6, 4, 2, 1))
+"""Tokens multiplied at once, by operand: with the largest, all sums just fit the registers."""
 PAIR_FROM = 24 if is_zen() else 12
 """Fewest tokens for which panels are unpacked to pairs. On Zen 5 products of 16 are faster without, by 6 % in Q4_0 and
 20 % with minima."""
@@ -75,11 +82,11 @@ Scales = tuple[ir.Value, ir.Value | None]
 
 
 @inlined
-def tokens_at_once(row: int, end: int, is_pair: int) -> Any:
-    """How many tokens to process from ``row`` on: their terms are adjacent."""
+def tokens_at_once(row: int, end: int, operand: int, G: int) -> Any:
+    """How many tokens to multiply with G groups from ``row`` on: their terms are adjacent."""
     left = min(end, (row // TOKENS_TOGETHER + 1) * TOKENS_TOGETHER) - row
-    for count in TOKEN_COUNTS[is_pair]:
-        if count <= left:
+    for count in TOKEN_COUNTS[operand]:
+        if count <= left and (count < TOKENS_TOGETHER or G % 2 == 0):
             return count
     return 1
 
@@ -135,22 +142,34 @@ class _Form:
             return constant(I32x16, ROUNDER_BITS)
         return splat(b, load(b, I32, term, self.group + OFFSET))
 
+    def products(self, b: ir.IRBuilder, term: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+        """Totals, of the numbers alone, times the scale of a term: the bits of ``_products``, in fewer registers."""
+        if self.parts == 1:
+            start = self.start(b, term)
+            return _products(b, b.add(term, i64(self.group)), [b.add(total, start) for total in totals])
+        x_scale = splat(b, load(b, F32, term, self.group))
+        return [b.fmul(b.sitofp(total, F32x16), x_scale) for total in totals]
+
     def add(
-        self, b: ir.IRBuilder, term: ir.Value, totals: list[ir.Value], scales: list[Scales], results: list[ir.Value]
+        self, b: ir.IRBuilder, term: ir.Value, products: list[ir.Value], scales: list[Scales], results: list[ir.Value]
     ) -> list[ir.Value]:
-        """``results`` of each panel with a term's totals added."""
+        """``results`` of each panel with a term's products added, of totals and its scale."""
         if self.parts > 1:
             x_sum = splat(b, load(b, F32, term, self.group + OFFSET))
             results = [fma(b, minimum, x_sum, result) for (_, minimum), result in zip(scales, results, strict=True)]
-        return _add_products(b, b.add(term, i64(self.group)), totals, scales, results)
+        return _add_products(b, products, scales, results)
+
+
+def _products(b: ir.IRBuilder, side: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+    """Totals, counted in the bits of ROUNDER, times the scale of activations; ``side`` is its address."""
+    x_scale, start = (splat(b, load(b, F32, side, place)) for place in (0, START))
+    return [fma(b, b.bitcast(total, F32x16), x_scale, start) for total in totals]
 
 
 def _add_products(
-    b: ir.IRBuilder, side: ir.Value, totals: list[ir.Value], scales: list[Scales], results: list[ir.Value]
+    b: ir.IRBuilder, products: list[ir.Value], scales: list[Scales], results: list[ir.Value]
 ) -> list[ir.Value]:
-    """``results`` of each panel with totals times scales added; ``side`` is the address of the activations' scales."""
-    x_scale, start = (splat(b, load(b, F32, side, place)) for place in (0, START))
-    products = [fma(b, b.bitcast(total, F32x16), x_scale, start) for total in totals]
+    """``results`` of each panel with products times its scales added."""
     triples = zip(products, scales, results, strict=True)
     return [fma(b, scale, product, result) for product, (scale, _), result in triples]
 
@@ -200,22 +219,23 @@ class _Pair(_Form):
         self.number_bits = bits
         self._pair = pair
 
+    def places(self, b: ir.IRBuilder, g: ir.Value) -> list[ir.Value]:
+        """Addresses of a group in each panel."""
+        here = offset(b, self._pair, (g, self.pair_bytes))
+        return [b.add(here, i64(at)) for at in (0, self.pair_bytes // 2)]
+
     def steps(self, b: ir.IRBuilder, g: ir.Value) -> Iterator[list[ir.Value]]:
         """See ``_Panel``."""
-        here = offset(b, self._pair, (g, self.pair_bytes))
-        both = (self.weights(b, b.add(here, i64(at))) for at in (0, self.pair_bytes // 2))
+        both = (self.weights(b, place) for place in self.places(b, g))
         return (list(weights) for weights in zip(*both, strict=True))
 
     def step(self, b: ir.IRBuilder, g: ir.Value, i: ir.Value) -> list[ir.Value]:
         """See ``_Panel``."""
-        here = offset(b, self._pair, (g, self.pair_bytes))
-        return [self.weight(b, b.add(here, i64(at)), i) for at in (0, self.pair_bytes // 2)]
+        return [self.weight(b, place, i) for place in self.places(b, g)]
 
     def factors(self, b: ir.IRBuilder, g: ir.Value) -> list[Scales]:
         """See ``_Panel``."""
-        here = offset(b, self._pair, (g, self.pair_bytes))
-        places = (self.value_bytes, self.value_bytes + self.pair_bytes // 2)
-        return [self.scales(b, b.add(here, i64(place)), i64(0)) for place in places]
+        return [self.scales(b, b.add(place, i64(self.value_bytes)), i64(0)) for place in self.places(b, g)]
 
 
 def _form(*constants: Any) -> tuple[Any, ...] | None:
@@ -251,7 +271,7 @@ def take_apart(
 @emitted
 def block_dot(
     context: Any,
-    is_pair: Any,
+    operand: Any,
     bits: Any,
     group: Any,
     has_minima: Any,
@@ -272,7 +292,7 @@ def block_dot(
     further. A panel's values and scales are prefetched from ``ahead`` and ``scales_ahead`` on. All these are
     addresses; the first five arguments are constants.
     """
-    constants = (is_pair, bits, group, has_minima, scale_format)
+    constants = (operand, bits, group, has_minima, scale_format)
     if (form := _form(*constants)) is None:
         return None
 
@@ -288,7 +308,10 @@ def block_dot(
 
         for count in TOKEN_COUNTS[form[0]]:
             with b.if_then(b.icmp_signed("==", num_tokens, i64(count))):
-                _emit_block_dot(b, count, panels, terms, outs, num_groups, ask)
+                if count == TOKENS_TOGETHER:
+                    _emit_tile_dot(b, _Pair(form[1:], values), terms, outs, num_groups, ask)
+                else:
+                    _emit_block_dot(b, count, panels, terms, outs, num_groups, ask)
         return c.get_dummy_value()
 
     return types.void(*constants, *([types.intp] * 9)), emit
@@ -322,8 +345,68 @@ def _emit_block_dot(
         results = []
         for token, term in enumerate(here):
             before = loop.carried[token * panels.count : (token + 1) * panels.count]
-            results += panels.add(b, term, [dot.total(b) for dot in dots[token]], scales, before)
+            products = _products(b, b.add(term, i64(panels.group)), [dot.total(b) for dot in dots[token]])
+            results += panels.add(b, term, products, scales, before)
         loop.carried = results
+    for i, result in enumerate(loop.results):
+        store(b, result, outs[i % panels.count], STEP_BYTES * (i // panels.count))
+
+
+def tile_bytes(group: int) -> int:
+    """Bytes of a token's numbers in a tile; 0 where tiles cannot be used, here or for groups of this length."""
+    if declines() is not None or missing(("amx-int8",)) is not None:
+        return 0
+    return next((size for size in (64, 32) if group % size == 0), 0)
+
+
+def _emit_tile_dot(
+    b: ir.IRBuilder,
+    panels: _Pair,
+    terms: ir.Value,
+    outs: list[ir.Value],
+    num_groups: ir.Value,
+    ask: Callable[[ir.Value], None],
+) -> None:
+    """Like ``_emit_block_dot``, for a pair of an even number of groups and TOKENS_TOGETHER tokens.
+
+    Groups take turns with two tiles of totals for each panel. While a group is multiplied, the totals of the one
+    before are written to memory, and those of the one before that are added to the results.
+    """
+    panel_bytes, last = TOKENS_TOGETHER * STEP_BYTES, b.sub(num_groups, i64(1))
+    room = alloca_once(b, ir.ArrayType(F32x16, 2 * panels.count * TOKENS_TOGETHER))
+    rooms = [offset(b, b.ptrtoint(room, I64), (i64(panels.count), turn * panel_bytes)) for turn in range(2)]
+
+    def advance(g: ir.Value, turn: int) -> None:
+        """Multiply group g, and write the other turn's totals."""
+        g = b.select(b.icmp_signed("<", g, last), g, last)
+        at = offset(b, terms, (g, panels.term_bytes * TOKENS_TOGETHER))
+        steps = range(0, panels.group, tile_bytes(panels.group))
+        for first in steps:
+            tile_load(b, X_TILE + turn, b.add(at, i64(first)), panels.term_bytes)
+            for i, place in enumerate(panels.places(b, g)):
+                tile_load(b, WEIGHT_TILE + i, b.add(place, i64(first * LANES)), STEP_BYTES)
+                if first == steps[0]:
+                    tile_call(b, "tilezero", 2 * turn + i)
+                tile_call(b, "tdpbsud", 2 * turn + i, X_TILE + turn, WEIGHT_TILE + i)
+                if first == steps[-1]:
+                    tile_store(b, 2 * (1 - turn) + i, b.add(rooms[1 - turn], i64(panel_bytes * i)), STEP_BYTES)
+
+    advance(i64(0), 0)
+    advance(i64(1), 1)
+    with Loop(b, b.lshr(num_groups, i64(1)), [constant(F32x16, 0.0)] * (TOKENS_TOGETHER * panels.count)) as loop:
+        for turn in range(2):
+            g = b.add(b.shl(loop.index, i64(1)), i64(turn))
+            advance(b.add(g, i64(2)), turn)
+            ask(g)
+            scales, results = panels.factors(b, g), []
+            for token in range(TOKENS_TOGETHER):
+                term = offset(b, terms, (g, panels.term_bytes * TOKENS_TOGETHER), (i64(token), panels.term_bytes))
+                places = (panel_bytes * i + STEP_BYTES * token for i in range(panels.count))
+                products = panels.products(b, term, [load(b, I32x16, rooms[turn], place) for place in places])
+                before = loop.carried[token * panels.count : (token + 1) * panels.count]
+                # In another order sums would leave the registers.
+                results += [settled(b, result) for result in panels.add(b, term, products, scales, before)]
+            loop.carried = results
     for i, result in enumerate(loop.results):
         store(b, result, outs[i % panels.count], STEP_BYTES * (i // panels.count))
 
@@ -331,7 +414,7 @@ def _emit_block_dot(
 @emitted
 def add_large_parts(
     context: Any,
-    is_pair: Any,
+    operand: Any,
     bits: Any,
     group: Any,
     has_minima: Any,
@@ -349,7 +432,7 @@ def add_large_parts(
 
     A token's parts are adjacent, ``row_bytes`` behind the previous token's; ``counts`` int32 [num_tokens] of them.
     """
-    constants = (is_pair, bits, group, has_minima, scale_format)
+    constants = (operand, bits, group, has_minima, scale_format)
     if (form := _form(*constants)) is None:
         return None
 
@@ -368,8 +451,8 @@ def add_large_parts(
                 for dot, weight in zip(dots, weights, strict=True):
                     dot.add(b, weight, splat(b, x))
                 factors = panels.factors(b, b.sext(g, I64))
-                totals = [dot.total(b) for dot in dots]
-                loop.carried = _add_products(b, b.add(part, i64(4)), totals, factors, loop.carried)
+                products = _products(b, b.add(part, i64(4)), [dot.total(b) for dot in dots])
+                loop.carried = _add_products(b, products, factors, loop.carried)
             for result, place in zip(loop.results, places, strict=True):
                 store(b, result, place)
         return c.get_dummy_value()

@@ -13,10 +13,21 @@ from octavo.ops.block_linear import PANEL, PackedBlocks, block_linear
 from octavo.ops.linear import PLAIN, Fused, compose
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import Constant, compiled_driver, compiled_task, inlined
-from octavo_kernels.cpu.linear.block_dot import PAIR_FROM, add_large_parts, block_dot, take_apart, tokens_at_once
+from octavo_kernels.cpu.linear.block_dot import (
+    ONE_PANEL,
+    PAIR,
+    PAIR_FROM,
+    PAIR_IN_TILES,
+    add_large_parts,
+    block_dot,
+    take_apart,
+    tile_bytes,
+    tokens_at_once,
+)
 from octavo_kernels.cpu.linear.block_scales import format_of, scale_bytes
 from octavo_kernels.cpu.linear.epilogue import EPILOGUE, GATES, TILE_BYTES, finish
 from octavo_kernels.cpu.linear.quantize import PART_WORDS, SIDE_BYTES, TOKENS_TOGETHER, quantize_row, room_for_parts
+from octavo_kernels.cpu.linear.tile_dot import give_tiles, take_tiles
 from octavo_kernels.cpu.memory import fields, keep, read, view, whole_lines
 from octavo_kernels.cpu.rows.rms_norm import normalise_row
 from octavo_kernels.cpu.tensors import address, check_linear, declines_activations
@@ -104,7 +115,7 @@ def _panel_at(a: Any, panel: int, value_bytes: int, scale_bytes: int) -> Any:
 
 @inlined
 def _sum_up(
-    is_pair: Constant,
+    operand: Constant,
     bits: Constant,
     group: Constant,
     has_minima: Constant,
@@ -124,13 +135,13 @@ def _sum_up(
     values, scales = weights
     row, turn = 0, 0
     while row < count:
-        n = tokens_at_once(row, count, is_pair)
+        n = tokens_at_once(row, count, operand, a.G)
         terms, sums = a.terms + _first_term(a, first + row), out + TILE_BYTES * row
         near, scales_near = ahead[0] if turn == 0 else ahead[1]
         if turn > 1:  # both have been prefetched already
             near, scales_near = values, values
         block_dot(
-            is_pair,
+            operand,
             bits,
             group,
             has_minima,
@@ -148,7 +159,7 @@ def _sum_up(
         row, turn = row + n, turn + 1
     parts, counts, row_bytes = a.parts + first * _part_bytes(a), a.counts + 4 * first, _part_bytes(a)
     add_large_parts(
-        is_pair, bits, group, has_minima, scale_format, values, scales, out, stride, count, parts, row_bytes, counts
+        operand, bits, group, has_minima, scale_format, values, scales, out, stride, count, parts, row_bytes, counts
     )
 
 
@@ -169,12 +180,16 @@ def _finish_item(a: Any, first: int, count: int, panels: Any, sums: int, stride:
 def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) -> int:
     """Task over pairs of panels of the output."""
     value_bytes, factor_bytes = group * bits // 8 * PANEL, scale_bytes(scale_format, group, 1 + has_minima)
+    tile = tile_bytes(group)
+    operand = PAIR_IN_TILES if tile else PAIR
     half_bytes, scales_ahead = (group + 4 * (1 + has_minima)) * PANEL, AHEAD * factor_bytes // value_bytes
 
     def multiply(arguments: int, begin: int, end: int) -> None:
         a = read(arguments, ARGUMENTS)
         tiles, pair = whole_lines(2 * a.rows, PANEL), whole_lines(a.G * a.is_pair, half_bytes // 2)
         sums, apart, stride = tiles.ctypes.data, pair.ctypes.data, a.rows * TILE_BYTES
+        if tile and a.is_pair:
+            take_tiles(TOKENS_TOGETHER, tile)
         for item in range(begin, end):
             first = item // a.columns * a.rows
             count, panels, later = min(a.rows, a.T - first), _panels_of(a, item), _panels_of(a, item + 1)
@@ -186,7 +201,7 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
                 else:
                     near = weights[0] + AHEAD, weights[1] + scales_ahead
                     _sum_up(
-                        0,
+                        ONE_PANEL,
                         bits,
                         group,
                         has_minima,
@@ -204,8 +219,10 @@ def _multiply_task(bits: int, group: int, has_minima: int, scale_format: int) ->
                     _panel_at(a, later[0], value_bytes, factor_bytes),
                     _panel_at(a, later[1], value_bytes, factor_bytes),
                 )
-                _sum_up(1, bits, group, has_minima, scale_format, a, first, count, (apart, 0), near, sums, stride)
+                _sum_up(operand, bits, group, has_minima, scale_format, a, first, count, (apart, 0), near, sums, stride)
             _finish_item(a, first, count, panels, sums, stride)
+        if tile and a.is_pair:
+            give_tiles()
         keep((tiles, pair))
 
     return compiled_task(multiply)

@@ -22,6 +22,7 @@ from octavo_kernels.cpu.linear.tile_dot import (
     STEP,
     TILE_BYTES,
     TOKEN_TILES,
+    VECTOR_BYTES,
     WEIGHT_TERMS,
     X_TERMS,
     ask_to_write,
@@ -123,7 +124,7 @@ def _multiply_task(number_format: int) -> int:
         room, stride = whole_lines(2 * PANELS * TOKEN_TILES, TILE_FLOATS), 4 * (a.N // 2 if a.gate else a.N)
         sums, apart = room.ctypes.data, PANELS * TOKEN_TILES * TILE_BYTES
         ups = sums + TOKEN_TILES * TILE_BYTES
-        take_tiles()
+        take_tiles(LANES, VECTOR_BYTES)
         for item in range(begin, end):
             pair, first = item % a.num_pairs, a.first_tile + item // a.num_pairs * a.block
             weight = a.weight_terms + pair * PANELS * panel_bytes

@@ -22,8 +22,8 @@ from: the bits of ROUNDER - zero_point * sum(q). A large part is, likewise::
 
     q int8 [4], scale float32, start float32, the count's start int32, group int32, index of the four in it int32
 
-A group that holds an infinity or a NaN, or numbers above 3e33, gets a scale or a start that is not finite, which makes
-the row's results not finite; other rows are unaffected. A group below 1e-30 everywhere counts as zero.
+A group that holds an infinity or a NaN, or numbers above 3e33, gets a scale that is no number, which makes the row's
+results no numbers; other rows are unaffected. A group below 1e-30 everywhere counts as zero.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ SIDE_BYTES = 16
 """Bytes of a term behind its numbers."""
 START, OFFSET = 4, 8
 """Byte offsets of these fields there, behind the scale."""
-TOKENS_TOGETHER = 6
-"""Rows whose terms are interleaved: first terms are [T / 6][G][6 rows], so that a few rows are read contiguously."""
+TOKENS_TOGETHER = 12
+"""Rows whose terms are interleaved: first terms are [T / 12][G][12 rows], so that a few rows are read contiguously."""
 LARGE_ABOVE = 1.5
 """Trade-off between precision and work: lower values give more groups large parts."""
 PART_WORDS = 6
@@ -184,6 +184,8 @@ def quantize_row(
             n, whole = _list_parts(group, taken, step, zero_point, g, parts + 4 * PART_WORDS * num_parts)
             more, at, num_parts = np.float32(whole) * step, rest, num_parts + n
             step, inverse = _scale(_largest(num_vectors, rest))
+        if not np.isfinite(np.float32(ROUNDER) * step):
+            step = np.float32(np.nan)
         count = _round_group(num_vectors, at, inverse, term)
         side, words = view(term + group, num_words, np.float32), view(term + group, num_words, np.int32)
         side[0], side[START // 4] = step, np.float32(-ROUNDER) * step

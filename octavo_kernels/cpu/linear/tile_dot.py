@@ -57,6 +57,8 @@ CHUNK = 16
 """Steps whose sums are added in tiles: longer sums are sums of these, which are rounded less often."""
 PANELS = TOKEN_TILES = 2
 """Tiles of outputs and of tokens that are multiplied at once: four of sums, and two operands of either kind."""
+WEIGHT_TILE, X_TILE = 4, 6
+"""The first tile of either kind, behind those of sums."""
 
 
 _Type: Any = ir.Type  # llvmlite has no types
@@ -82,9 +84,12 @@ def declines() -> str | None:
 
 
 @emitted
-def take_tiles(context: Any) -> Any:
-    """Make all eight tiles whole ones; ``give_tiles`` must follow on the same thread."""
-    sizes = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8])
+def take_tiles(context: Any, num_rows: Any, row_bytes: Any) -> Any:
+    """Set the tiles' sizes: sums have ``num_rows`` rows, and tiles from X_TILE on as many of ``row_bytes``. Both are
+    constants. ``give_tiles`` must follow on the same thread."""
+    rows, width = num_rows.literal_value, row_bytes.literal_value
+    widths, heights = [64, 0] * X_TILE + [width, 0] * 2, [rows] * WEIGHT_TILE + [width // 4] * 2 + [rows] * 2
+    sizes = bytes([1, *[0] * 15, *widths, *[0] * 16, *heights, *[0] * 8])
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
         kind = ir.ArrayType(I8, len(sizes))
@@ -93,7 +98,7 @@ def take_tiles(context: Any) -> Any:
         call(b, "llvm.x86.ldtilecfg", ir.VoidType(), [b.bitcast(place, I8.as_pointer())])
         return c.get_dummy_value()
 
-    return types.void(), emit
+    return types.void(num_rows, row_bytes), emit
 
 
 @emitted
@@ -217,9 +222,19 @@ def _least(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.select(b.icmp_signed("<", x, y), x, y)
 
 
-def _tile_call(b: ir.IRBuilder, name: str, *args: Any) -> None:
+def tile_call(b: ir.IRBuilder, name: str, *args: Any) -> None:
     tiles = [ir.Constant(I8, arg) if isinstance(arg, int) else arg for arg in args]
     call(b, f"llvm.x86.{name}", ir.VoidType(), tiles)
+
+
+def tile_load(b: ir.IRBuilder, tile: int, address: ir.Value, row_bytes: int) -> None:
+    """Load a tile whose rows are ``row_bytes`` apart."""
+    tile_call(b, "tileloadd64", tile, b.inttoptr(address, I8.as_pointer()), i64(row_bytes))
+
+
+def tile_store(b: ir.IRBuilder, tile: int, address: ir.Value, row_bytes: int) -> None:
+    """Store a tile in rows that are ``row_bytes`` apart."""
+    tile_call(b, "tilestored64", tile, b.inttoptr(address, I8.as_pointer()), i64(row_bytes))
 
 
 def _emit_chunk(
@@ -232,9 +247,9 @@ def _emit_chunk(
 ) -> None:
     """Products of up to CHUNK steps, from the addresses of tiles on, to ``out``."""
     places = {(i, j): TOKEN_TILES * i + j for i in range(PANELS) for j in range(len(x_at))}
-    w_tiles, x_tiles = range(4, 4 + PANELS), range(6, 6 + TOKEN_TILES)
+    w_tiles, x_tiles = range(WEIGHT_TILE, WEIGHT_TILE + PANELS), range(X_TILE, X_TILE + TOKEN_TILES)
     for place in places.values():
-        _tile_call(b, "tilezero", place)
+        tile_call(b, "tilezero", place)
     small = [(w, x) for w, x in PRODUCTS if w < num_terms]
     for products in (small, [(0, 0)]):
         with Loop(b, num_steps, []) as loop:
@@ -246,11 +261,9 @@ def _emit_chunk(
                 for term, before, tiles, on in sides:
                     for tile, at in zip(tiles, on, strict=False):
                         if term != before:
-                            place = b.inttoptr(b.add(at, i64(TILE_BYTES * term)), I8.as_pointer())
-                            _tile_call(b, "tileloadd64", tile, place, i64(VECTOR_BYTES))
+                            tile_load(b, tile, b.add(at, i64(TILE_BYTES * term)), VECTOR_BYTES)
                 for (i, j), place in places.items():
-                    _tile_call(b, "tdpbf16ps", place, w_tiles[i], x_tiles[j])
+                    tile_call(b, "tdpbf16ps", place, w_tiles[i], x_tiles[j])
                 loaded = (w, x)
     for place in places.values():
-        to = b.inttoptr(b.add(out, i64(TILE_BYTES * place)), I8.as_pointer())
-        _tile_call(b, "tilestored64", place, to, i64(VECTOR_BYTES))
+        tile_store(b, place, b.add(out, i64(TILE_BYTES * place)), VECTOR_BYTES)
