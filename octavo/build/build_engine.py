@@ -428,8 +428,8 @@ def _updates(
     drafting: LoadedDrafter = NO_DRAFTER,
 ) -> WeightUpdates | None:
     """How the weights are changed while the engine lives; ``None`` if it must start again to have others."""
-    if loaded.kept is None or loaded.kept.has_constants or vision is not None:
-        return None
+    if loaded.kept is None or loaded.kept.has_constants or vision is not None or config.model.enable_eplb:
+        return None  # experts that have moved are not where they were loaded
     return WeightUpdates(config.model, model, checkpoint, form, loaded, collective, drafting.update)
 
 

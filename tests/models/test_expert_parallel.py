@@ -7,12 +7,14 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 
-from octavo.config import ModelSettings
+from octavo.build.build_engine import _updates
+from octavo.config import EngineConfig, ModelSettings
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.expert_parallel import ExpertPlacement, ParallelMixture, PartialMixture
 from octavo.layers.experts import DenseMixture, GroupedMixture, Mixture
@@ -296,3 +298,11 @@ def test_experts_of_gpus_are_whole(checkpoint: Checkpoint) -> None:
     loaded = outline(config, checkpoint, form, num_ranks=4)
     assert isinstance(loaded, LoadedModel)
     assert all(isinstance(mixture, PartialMixture) for mixture in mixtures(loaded.model))
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_experts_that_move_keep_their_weights(moves: bool) -> None:
+    """New ones would be written to the places that experts had at the start."""
+    loaded, other = MagicMock(kept=MagicMock(has_constants=False)), MagicMock()
+    config = EngineConfig(model=ModelSettings(model="m", enable_eplb=moves))
+    assert (_updates(config, other, other, DENSE, loaded, other, None) is None) == moves

@@ -189,7 +189,9 @@ def load_weights(updates: WeightUpdates | None, message: LoadWeights) -> Reply[N
     """Write over the model's weights; the reply raises ``CheckpointError`` if nothing was changed."""
     try:
         if updates is None:
-            raise CheckpointError("the weights of this model cannot be changed while it is loaded")
+            raise CheckpointError(
+                "the weights of this model cannot be changed while it is loaded, nor any with enable_eplb"
+            )
         updates.load(message)
     except CheckpointError as error:
         return FailedReply(error)
