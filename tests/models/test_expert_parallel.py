@@ -246,7 +246,8 @@ def small_experts(number: str, X: int, D: int, F: int) -> Callable[[list[int], i
 
     def make(own: list[int], num_routed: int) -> Mixture:
         joined: Any = [join_experts([part[expert] for expert in own]) for part in packed]
-        return GroupedMixture(GroupedExperts(len(own), *joined, "silu", *(bias[own] for bias in biases), num_routed))
+        chosen = [bias[own] for bias in biases]
+        return GroupedMixture(GroupedExperts(len(own), joined[0], joined[1], "silu", chosen[0], chosen[1], num_routed))
 
     return make
 
