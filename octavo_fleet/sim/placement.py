@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,12 @@ from octavo.engine.step_model import StepWork
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.config import ModelConfig
 from octavo.models.encoder import EncoderConfig
+from octavo.models.encoders import LoadedEncoder
 from octavo.models.meta_model import outline
 from octavo.models.multimodal_text import text_config
-from octavo.models.registry import read_config
+from octavo.models.registry import LoadedModel, read_config
 from octavo.plugins import GPU
-from octavo.quant.stored.stored_weight import dtype_name
+from octavo.quant.stored.stored_weight import WeightFormat, dtype_name
 from octavo.runtime import memory
 from octavo.runtime.ranks.ranks import check_divides
 from octavo.weights.dummy import DummyCheckpoint
@@ -76,9 +78,10 @@ def placements(
     is_stored = keys.get("quantization_config") is not None
     methods = [config.model.quantization] if config.model.quantization or is_stored else AT_LOAD
     kinds = KV_TYPES if config.cache.kv_cache_dtype == "auto" else [config.cache.kv_cache_dtype]
-    shape = _shape(keys)
+    shape, checkpoint = _shape(keys), DummyCheckpoint(keys, {}, 0, device="meta")
+    outlined = functools.cache(functools.partial(outline, model, checkpoint))  # one for all types of the KV cache
     found = [
-        _placed(config, keys, model, shape, device, (size, count // size), method, kind, context)
+        _placed(config, checkpoint, outlined, model, shape, device, (size, count // size), method, kind, context)
         for size, method in itertools.product(sizes, methods)
         for kind in kinds
     ]
@@ -95,7 +98,8 @@ def _shape(keys: Mapping[str, Any]) -> Shape | None:
 
 def _placed(
     config: EngineConfig,
-    keys: Mapping[str, Any],
+    checkpoint: DummyCheckpoint,
+    outlined: Callable[[WeightFormat, int], LoadedModel | LoadedEncoder],
     model: ModelConfig,
     shape: Shape | None,
     device: Device,
@@ -108,11 +112,10 @@ def _placed(
     settings = dataclasses.replace(config.model, quantization=method, tensor_parallel_size=size)
     cache = dataclasses.replace(config.cache, kv_cache_dtype=kind)
     config = dataclasses.replace(config, model=settings, cache=cache)
-    checkpoint = DummyCheckpoint(dict(keys), {}, 0, device="meta")
     gpu = torch.device(GPU)
     form = weight_format(settings, gpu, checkpoint)
     kv_dtype = resolve_kv_dtype(kind, form, model.cache)
-    stored = (keys.get("quantization_config") or {}).get("quant_method")
+    stored = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
     way = Placement(
         size,
         engines,
@@ -123,7 +126,7 @@ def _placed(
     )
     try:
         check_divides(model, settings, gpu)
-        loaded = outline(model, checkpoint, form, size)
+        loaded = outlined(form, size)
         free = int(device.memory * cache.gpu_memory_utilization) - loaded.num_bytes
         limits, _ = memory.plan_memory(
             config, model, kv_dtype, form.dtype, GPU, weights=loaded.bytes_by_format, free=free, num_ranks=size
