@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -103,14 +104,14 @@ async def complete_all(server: Server, bodies: list[dict[str, Any]], stream: boo
         return await asyncio.gather(*(complete(client, body, stream) for body in bodies))
 
 
-async def complete_together(server: Server, bodies: list[dict[str, Any]], stream: bool) -> list[Any]:
-    """The completions of all, none of which is begun before all have arrived, however slow this machine is.
+async def complete_together(server: Server, bodies: list[dict[str, Any]], streams: list[bool]) -> list[Any]:
+    """The completions of all, streamed or not; none is begun before all have arrived, however slow this machine is.
 
     The server needs ``--weight-updates-dir``, without which it can't be paused.
     """
     async with client_of(server) as client:
         assert (await client.post("/pause?mode=keep")).json()["is_paused"]
-        results = asyncio.gather(*(complete(client, body, stream) for body in bodies))
+        results = asyncio.gather(*map(complete, itertools.repeat(client), bodies, streams))
         count = sum(body.get("n", 1) for body in bodies)
         while not results.done() and (await client.get("/stats")).json()["num_live"] < count:
             await asyncio.sleep(0.05)

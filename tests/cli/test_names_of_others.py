@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,16 @@ def test_no_flag_has_two_meanings() -> None:
     assert not ADVICE.keys() & (PASSED_OVER.keys() - limited)
 
 
-@pytest.mark.parametrize("flag", [flag for flag, found in PASSED_OVER.items() if found.values is None])
-def test_what_changes_no_answer_is_passed_over_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    value = [] if not PASSED_OVER[flag].has_value else ["3"]
-    arguments = parse_arguments([*SERVED, flag, *value, "--seed", "5"])
+def test_what_changes_no_answer_is_passed_over_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """All flags at once, as the flags of all commands are declared for each line that is parsed."""
+    flags = [flag for flag, found in PASSED_OVER.items() if found.values is None]
+    given = [[flag, "3"] if PASSED_OVER[flag].has_value else [flag] for flag in flags]
+    arguments = parse_arguments([*SERVED, *itertools.chain(*given), "--seed", "5"])
     assert arguments.seed in (5, "5")
-    assert capsys.readouterr().err.startswith(f"octavo: {' '.join([flag, *value])}: ")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(given) > 40
+    for line, words in zip(lines, given, strict=True):
+        assert line.startswith(f"octavo: {' '.join(words)}: "), line
 
 
 @pytest.mark.parametrize(

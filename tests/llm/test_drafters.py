@@ -136,6 +136,7 @@ MUCH_ALIKE = (
     "dflash of speculators",
 )
 """Cases of which `make test` has one that differs little."""
+ONE_OF_EACH_KIND = ("draft_model", "eagle3 with flags", "mtp of DeepSeek-V3", "mtp of Nemotron 3", DFLASH)
 Made = Callable[[str], Case]
 
 
@@ -315,8 +316,7 @@ def test_a_drafter_does_without_the_adapter_of_a_request(
     assert 0 < stats.num_accepted_drafts < stats.num_drafts
 
 
-@one_in(2)
-@pytest.mark.parametrize("name", [nightly(name) if name in MUCH_ALIKE else name for name in CASES])
+@pytest.mark.parametrize("name", nightly_after(len(ONE_OF_EACH_KIND), dict.fromkeys((*ONE_OF_EACH_KIND, *CASES))))
 def test_no_output_changes(case_of: Made, name: str) -> None:
     case = case_of(name)
     want, _ = generated(case.target)
