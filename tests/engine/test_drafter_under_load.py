@@ -27,7 +27,7 @@ from tests.tiers import nightly_after
 pytestmark = pytest.mark.slow
 
 K, MAX_SEQS = 3, 256
-PASSES = 3
+PASSES = 2
 
 
 def seconds_of(plan: Plan) -> float:

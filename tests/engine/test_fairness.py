@@ -24,7 +24,7 @@ from octavo_bench.fairness import (
 )
 from octavo_bench.virtual import VirtualEngine
 from tests.engine.making import make_engine, make_request, planned, run_to_end
-from tests.tiers import one_in
+from tests.tiers import nightly_after, one_in
 
 
 def request(number: int, tenant: str = "", arrival: float = 1.0, prompt: int = 64, output: int = 32) -> Request:
@@ -160,7 +160,7 @@ def test_many_tenants_that_come_at_once_take_places_of_a_flood_in_one_step() -> 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", nightly_after(2, range(3)))
 def test_a_tenant_below_its_share_has_a_place_within_two_steps(seed: int, depth: int) -> None:
     """Tenants that come at random, fewer than there are places, next to one that fills all of them."""
     rng, numbers, num_late = random.Random(seed), iter(range(10_000)), Counter[str]()

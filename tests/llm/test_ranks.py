@@ -72,7 +72,8 @@ def test_prompt_lookup_gives_the_tokens_of_one_process_without_it(num_parts: int
 
 
 @pytest.mark.parametrize(
-    "rule", [{"acceptance": "distribution"}, {"acceptance": "synthetic", "synthetic_acceptance_length": 2.5}]
+    "rule",
+    nightly_after(1, [{"acceptance": "distribution"}, {"acceptance": "synthetic", "synthetic_acceptance_length": 2.5}]),
 )
 def test_rules_that_need_all_logits_give_the_tokens_of_one_process(tmp_path: Path, rule: dict[str, Any]) -> None:
     write_checkpoint(tmp_path)

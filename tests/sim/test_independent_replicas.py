@@ -121,7 +121,7 @@ def test_only_independent_replicas_are_divided_among_processes(workload: str, ro
 
 @pytest.mark.parametrize(
     ("workload", "router", "processes"),
-    [("chat", "session", 2), ("timed", "round-robin", 2), ("trace", "round-robin", 3)],
+    nightly_after(2, [("chat", "session", 2), ("trace", "round-robin", 3), ("timed", "round-robin", 2)]),
 )
 def test_the_same_figures_of_several_processes(workload: str, router: str, processes: int, tmp_path: Path) -> None:
     spec = spec_for(tmp_path, workload, router, 3, seed=4)
