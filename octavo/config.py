@@ -100,7 +100,7 @@ class ModelSettings:
     decode_context_parallel_size: int = setting(
         1,
         "processes of tensor_parallel_size among which the KV cache of each sequence is divided, of those that would "
-        "hold the same keys and values, as with latent attention and few KV heads; on CPUs",
+        "hold the same keys and values, as with latent attention and few KV heads",
         low=1,
     )
     enable_expert_parallel: bool = setting(

@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops.attention import GroupRows, HeadLayout, KVScales, LayerCache, PagedRows, RopeSet
 from octavo.ops.cache_rows import STORED, row_length
-from octavo.ops.collective import Collective
+from octavo.ops.collective import Collective, ContextPart
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.ops.grouped_linear import Number, PackedGroups
 from octavo.ops.latent_attention import EXPANDED_WIDTHS, LatentHeads
@@ -89,6 +89,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
             _linears(make, dtype),
             _packed(make, dtype),
             _attentions(make, dtype),
+            _parts_of_contexts(make, dtype),
             _layers(make, dtype),
             _recurrences(make, dtype),
             _logits(make, dtype),
@@ -215,6 +216,29 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
                 LayerCache(latents, latents), rows,
             )  # fmt: skip
             yield f"latent_attention {max(lens[0])} {N_latent} {cache_dtype}", latent
+
+
+def _parts_of_contexts(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """The second of two parts of each context, of heads that are many to a KV head."""
+    part, (N, H) = ContextPart(1, 2), (20, 64)
+    for lens in (SINGLE, RAGGED):
+        rows = make.rows(*lens).owned(part)
+        T = len(rows.groups[0].slot_mapping_T)
+        qkv, angles, cache = (
+            make.floats(T, (N + 2) * H, dtype=dtype),
+            make.floats(T, H // 2),
+            make.cache(12, 1, H, dtype),
+        )
+        plain = functools.partial(
+            ops.partial_attention, qkv, HeadLayout(N, 1, H, 0.1), angles, angles, LayerCache(cache, cache), rows, part
+        )
+        yield f"partial_attention {max(lens[0])}", plain
+        yield f"invariant partial_attention {max(lens[0])}", functools.partial(_invariantly, plain)
+        queries = make.floats(T, N, H, dtype=dtype)
+        latent = functools.partial(ops.partial_latent_attention, queries, 48, 0.1, LayerCache(cache, cache), rows, part)
+        yield f"partial_latent_attention {max(lens[0])}", latent
+    parts = make.floats(2, 5, N, H + 1)
+    yield "merge_parts", functools.partial(ops.merge_parts, parts, make.floats(N), dtype)
 
 
 def _long_prompt(make: Maker) -> Iterator[tuple[str, Call]]:
@@ -417,6 +441,7 @@ def _exchanges(device: torch.device) -> Iterator[tuple[str, Call]]:
         yield f"all_reduce {size}", functools.partial(_reduce, collective, x, buffer)
         for kind in (x.dtype, torch.uint8, torch.int64):
             yield f"all_gather {size} {kind}", functools.partial(collective.all_gather, x.to(kind))
+        yield f"exchange {size}", functools.partial(collective.exchange, x[:, None])
 
 
 def _reduce(collective: Collective, x: torch.Tensor, buffer: torch.Tensor) -> object:

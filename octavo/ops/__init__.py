@@ -19,12 +19,12 @@ from octavo.ops.gated_conv import gated_conv
 from octavo.ops.gated_delta import gated_delta
 from octavo.ops.gated_norm import gated_norm
 from octavo.ops.grouped_linear import grouped_linear, grouped_output_mlp
-from octavo.ops.latent_attention import latent_attention
+from octavo.ops.latent_attention import latent_attention, store_latents
 from octavo.ops.linear import concat, encoder_linear, head_linear, linear, lora, put_columns, stacked_lora
 from octavo.ops.linear_attention import linear_attention
 from octavo.ops.moe import grouped_moe, keep_routes, local_expert_ids, moe, route
 from octavo.ops.norms import layer_norm, rms_norm
-from octavo.ops.partial_attention import merge_parts, partial_attention
+from octavo.ops.partial_attention import merge_parts, partial_attention, partial_latent_attention
 from octavo.ops.sampling import adjust_logits, processed_logits, sample, token_logprobs
 from octavo.ops.scaled_linear import scaled_linear
 from octavo.ops.selective_scan import selective_scan
@@ -72,6 +72,7 @@ __all__ = [
     "next_tokens",
     "paged_attention",
     "partial_attention",
+    "partial_latent_attention",
     "processed_logits",
     "publish_tokens",
     "pull_step",
@@ -90,5 +91,6 @@ __all__ = [
     "state_space",
     "store_keys",
     "store_kv",
+    "store_latents",
     "token_logprobs",
 ]

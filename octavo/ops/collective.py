@@ -41,6 +41,13 @@ class Collective(Protocol):
         """
         ...
 
+    def exchange(self, x_TPX: Tensor) -> Tensor:
+        """What each of P neighbouring ranks has for this one, given what this one has for each: a new tensor [P, T, X].
+
+        P divides W, and the first of the neighbours is rank 0, or P, or 2 P and so on.
+        """
+        ...
+
 
 def gathered_rows(collective: Collective, x_RD: Tensor, places_R: Tensor, num_places: int) -> Tensor:
     """``all_to_all`` through ``all_gather``: every rank gets the rows of all, so it is for few of them."""
@@ -49,6 +56,16 @@ def gathered_rows(collective: Collective, x_RD: Tensor, places_R: Tensor, num_pl
     n = num_places // collective.size
     own = slice(collective.rank * n, (collective.rank + 1) * n)
     return collective.all_gather(table_WnD)[:, own].sum(dim=0, dtype=x_RD.dtype)
+
+
+def exchanged_rows(collective: Collective, x_TPX: Tensor) -> Tensor:
+    """``exchange`` through ``all_to_all``."""
+    T, P, X = x_TPX.shape
+    own = collective.rank % P
+    targets_P = collective.rank - own + torch.arange(P, device=x_TPX.device)
+    places_TP = targets_P * P * T + own * T + torch.arange(T, device=x_TPX.device)[:, None]
+    x_RX = x_TPX.reshape(T * P, X)
+    return collective.all_to_all(x_RX, places_TP.flatten(), collective.size * P * T).view(P, T, X)
 
 
 class SingleRank:
@@ -69,6 +86,10 @@ class SingleRank:
         """See ``Collective``."""
         return gathered_rows(self, x_RD, places_R, num_places)
 
+    def exchange(self, x_TPX: Tensor) -> Tensor:
+        """See ``Collective``."""
+        return exchanged_rows(self, x_TPX)
+
 
 SINGLE_RANK = SingleRank()
 
@@ -88,6 +109,9 @@ class ContextPart(NamedTuple):
         return torch.where(slots_T % self.size == self.rank, slots_T // self.size, -1)
 
 
+WHOLE_CONTEXT = ContextPart(0, 1)
+
+
 class ContextRanks(NamedTuple):
     """The neighbouring ranks among which the context of every sequence is divided; they hold the same KV heads."""
 
@@ -100,18 +124,7 @@ class ContextRanks(NamedTuple):
         """That of this rank."""
         return ContextPart(self.collective.rank % self.size, self.size)
 
-    @property
-    def _first(self) -> int:
-        return self.collective.rank - self.part.rank
-
     def gathered(self, x: Tensor) -> Tensor:
         """What each of these ranks has: a new tensor [P, ...]."""
-        return self.collective.all_gather(x)[self._first : self._first + self.size]
-
-    def exchanged(self, x_TPX: Tensor) -> Tensor:
-        """What each of these ranks has for this one, given what this one has for each: a new tensor [P, T, X]."""
-        T, P, X = x_TPX.shape
-        targets_P = self._first + torch.arange(P, device=x_TPX.device)
-        places_TP = targets_P * P * T + self.part.rank * T + torch.arange(T, device=x_TPX.device)[:, None]
-        num_places = self.collective.size * P * T
-        return self.collective.all_to_all(x_TPX.view(T * P, X), places_TP.flatten(), num_places).view(P, T, X)
+        first = self.collective.rank - self.part.rank
+        return self.collective.all_gather(x)[first : first + self.size]

@@ -65,6 +65,7 @@ def expanded_bytes(num_heads: int, positions: int, itemsize: int) -> int:
     return positions * (num_heads * (plain + value) + rotated) * itemsize
 
 
+@op
 def store_latents(
     q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
 ) -> Tensor:

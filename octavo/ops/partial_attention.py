@@ -1,7 +1,7 @@
 """Attention over a part of each context, whose results for all parts give attention over the whole of it.
 
-Shapes: T tokens of the step, N heads, K kv heads, H head dim, C positions of this part of a context, P parts, Q rows
-of one sequence that are computed together, X = H + 1.
+Shapes: T tokens of the step, N heads, K kv heads, H head dim, L latent, C positions of this part of a context, P parts,
+Q rows of one sequence that are computed together, X = H + 1 or L + 1.
 """
 
 from __future__ import annotations
@@ -62,6 +62,20 @@ def partial_attention(
     return out_TNX
 
 
+@op
+def partial_latent_attention(
+    q_TNH: Tensor, latent_size: int, scale: float, cache: LayerCache, rows: PagedRows, part: ContextPart
+) -> Tensor:
+    """As ``partial_attention``, over a cache of latents, given the queries that ``store_latents`` returns.
+
+    A new tensor [T, N, X]: the weighted latents, and the logarithm of the sum.
+    """
+    _, N, H = q_TNH.shape
+    layout = HeadLayout(N, 1, H, scale, shares_cache=True)
+    found_TNX = partial_attention(q_TNH.flatten(1), layout, None, None, cache, rows, part)
+    return found_TNX[..., H - latent_size :].contiguous()
+
+
 def check_heads(heads: HeadLayout) -> None:
     """Assert that heads have nothing of which partial attention knows nothing."""
     assert not heads.window, "partial attention has no windows"
@@ -70,13 +84,13 @@ def check_heads(heads: HeadLayout) -> None:
 
 
 @op
-def merge_parts(parts_PTNX: Tensor, sinks_N: Tensor | None = None) -> Tensor:
+def merge_parts(parts_PTNX: Tensor, sinks_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The outputs over whole contexts, a new tensor [T, N, H], given those over each of their P parts.
 
-    ``sinks``: see ``paged_attention``. Rows without any sum are unspecified.
+    ``sinks``: see ``paged_attention``. Rows without any sum are unspecified. Sums are of the parts' type.
     """
     sums_PTN = parts_PTNX[..., -1]
     if sinks_N is not None:
         sums_PTN = torch.cat((sums_PTN, sinks_N.to(sums_PTN.dtype).expand(1, *sums_PTN.shape[1:])))
     weights_PTN = sums_PTN.softmax(dim=0)[: len(parts_PTNX)]
-    return (parts_PTNX[..., :-1] * weights_PTN[..., None]).sum(dim=0)
+    return (parts_PTNX[..., :-1] * weights_PTN[..., None]).sum(dim=0).to(dtype)

@@ -156,16 +156,17 @@ def plan_memory(
     that are not given are halved until it fits; ``batch``, sequences and tokens, is what they were halved to.
     Raises ``ConfigError`` naming the setting to change when something does not fit.
     """
-    max_num_seqs, max_num_batched_tokens = batch or _first_batch(
-        settings.scheduler, model, dtype, device, free, num_ranks
-    )
     num_parts = settings.model.decode_context_parallel_size
+    max_num_seqs, max_num_batched_tokens = batch or _first_batch(
+        settings.scheduler, model, dtype, device, free, (num_ranks, num_parts)
+    )
     block_size = num_parts * (settings.cache.block_size or DEFAULTS[device].block_size)
     max_model_len = _longest_asked(settings, model)
-    activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks)
+    activations = _activation_bytes(model, max_num_batched_tokens, dtype, num_ranks, num_parts)
     if device == GPU:
         batch_sizes = max_num_seqs, max_num_batched_tokens, max_model_len
         activations += _copy_bytes(model, dtype, weights) + _scratch_bytes(model, dtype, num_ranks, *batch_sizes)
+        activations += 0 if num_parts > 1 else model.expanded_bytes(max_model_len, dtype.itemsize, num_ranks)
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype
@@ -265,9 +266,11 @@ def batch_limits(settings: SchedulerSettings, defaults: DeviceDefaults) -> tuple
 
 
 def _first_batch(
-    settings: SchedulerSettings, model: ModelConfig, dtype: torch.dtype, device: str, free: int, num_ranks: int
+    settings: SchedulerSettings, model: ModelConfig, dtype: torch.dtype, device: str, free: int, ranks: tuple[int, int]
 ) -> tuple[int, int]:
     """``batch_limits``, with no more tokens by default than keep activations a small share of the free memory.
+
+    ``ranks``: their number, and that of those that divide contexts.
 
     A sliding-window layer caches a step's tokens in addition to its windows, so that long steps would cost more there.
     """
@@ -276,7 +279,7 @@ def _first_batch(
         return seqs, tokens
     has_windows = any(spec.window for spec in model.cache)
     most_bytes = 0 if has_windows else ACTIVATION_SHARE * free
-    while tokens // 2 >= max(seqs, FULL_TOKENS) and _activation_bytes(model, tokens, dtype, num_ranks) > most_bytes:
+    while tokens // 2 >= max(seqs, FULL_TOKENS) and _activation_bytes(model, tokens, dtype, *ranks) > most_bytes:
         tokens //= 2
     return seqs, tokens
 
@@ -361,12 +364,19 @@ def _check_fit(max_model_len: int, kept: int, num_blocks: int, block_size: int, 
         )
 
 
-def _activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype, num_ranks: int) -> int:
-    """Peak activation bytes of a layer: the residual stream plus a rank's part of the MLP or of attention."""
+def _activation_bytes(
+    model: ModelConfig, num_tokens: int, dtype: torch.dtype, num_ranks: int, num_parts: int = 1
+) -> int:
+    """Peak activation bytes of a layer: the residual stream plus a rank's part of the MLP or of attention, and what
+    ranks exchange that divide contexts among ``num_parts``."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     widest = 3 * model.hidden_size + max(3 * model.ffn_size, 3 * heads) // num_ranks
     scratch = ATTENTION_COPIES * MAX_SCRATCH * 4
-    return num_tokens * widest * dtype.itemsize + scratch
+    exchanged = 0
+    if num_parts > 1:  # queries of their heads, results, those in the order of ranks, and what comes from all
+        of_each = num_parts * dtype.itemsize + 4 * (2 * num_parts + num_ranks)
+        exchanged = num_tokens * model.num_heads // num_ranks * model.head_dim * of_each
+    return num_tokens * widest * dtype.itemsize + scratch + exchanged
 
 
 def chunk_bytes(specs: Sequence[LayerCacheSpec], num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:
@@ -385,8 +395,7 @@ def _scratch_bytes(
 ) -> int:
     """Bytes that sampling and kernels of GPUs take besides activations."""
     histories = 4 * (num_seqs + 1) * longest  # for penalties, see ``sampling_state``
-    expanded = model.expanded_bytes(longest, dtype.itemsize, num_ranks)
-    return histories + expanded + chunk_bytes(rank_cache(model.cache, num_ranks), num_tokens, num_seqs, dtype)
+    return histories + chunk_bytes(rank_cache(model.cache, num_ranks), num_tokens, num_seqs, dtype)
 
 
 def _copy_bytes(model: ModelConfig, dtype: torch.dtype, weights: Mapping[str, int]) -> int:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import RanksLost
+from octavo.ops.collective import exchanged_rows
 from octavo_kernels.cpu.calls import call
 from octavo_kernels.cpu.compiled import compiled_driver, inlined
 from octavo_kernels.cpu.memory import atomic_load, atomic_store, fields, read, view
@@ -198,6 +199,10 @@ class SharedCollective:
         more = places_R.data_ptr(), row_bytes, num_places
         self._call(_rows_driver(), x_RD, out_nD.data_ptr(), len(x_RD), ROW_ARGUMENTS, more)
         return out_nD
+
+    def exchange(self, x_TPX: Tensor) -> Tensor:
+        """See ``Collective``."""
+        return exchanged_rows(self, x_TPX)
 
     def num_rounds(self, rank: int) -> int:
         """Rounds that a rank has begun."""

@@ -11,6 +11,9 @@ How a program knows that a part has arrived depends on the size. *Small* message
 and the launch's number, written at once, as in the protocol LL of NCCL: twice the bytes, but one trip over the link.
 For *large* ones, a program raises a flag behind all that it has written.
 
+Where ranks exchange, each sends every other one something else: of the P parts of its message, that of the rank's place
+among P neighbours. Ranks that are no neighbours get a part as well, so that all wait for all.
+
 A program that waited for LONGEST_WAIT polls stops with an assertion, which ends the CUDA context and so the process.
 """
 
@@ -73,26 +76,39 @@ class PeerCollective:
         out = x if residual is None else residual
         most = self._slot_bytes // x.itemsize
         for begin in range(0, len(x), most):
-            part = slice(begin, begin + most)
-            self._launch(x[part], None if residual is None else residual[part], out[part], False)
+            piece = slice(begin, begin + most)
+            self._launch(x[None, piece], None if residual is None else residual[piece], out[piece], False)
         return out[: x_TD.numel()].view(x_TD.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See ``Collective``."""
-        own = _padded(x)
-        out_Wn = torch.empty(self.size, len(own), dtype=x.dtype, device=x.device)
-        most = self._slot_bytes // own.itemsize
-        for begin in range(0, len(own), most):
-            self._launch(own[begin : begin + most], None, out_Wn[:, begin:], True)
-        return out_Wn[:, : x.numel()].reshape(self.size, *x.shape)
+        return self._gathered(_padded(x)[None])[:, : x.numel()].reshape(self.size, *x.shape)
+
+    def exchange(self, x_TPX: Tensor) -> Tensor:
+        """See ``Collective``."""
+        T, P, X = x_TPX.shape
+        first, x_Pn = self.rank - self.rank % P, x_TPX.transpose(0, 1).reshape(P, T * X)
+        if missing := -x_Pn[0].nbytes % UNIT_BYTES:
+            x_Pn = torch.nn.functional.pad(x_Pn, (0, missing // x_Pn.itemsize))
+        return self._gathered(x_Pn)[first : first + P, : T * X].view(P, T, X)
+
+    def _gathered(self, x_Pn: Tensor) -> Tensor:
+        """What each rank has for this one, given what this one has for each of P neighbours: a new tensor [W, n]."""
+        n = x_Pn.shape[1]
+        out_Wn = torch.empty(self.size, n, dtype=x_Pn.dtype, device=x_Pn.device)
+        most = self._slot_bytes // x_Pn.itemsize
+        for begin in range(0, n, most):
+            self._launch(x_Pn[:, begin : begin + most], None, out_Wn[:, begin:], True)
+        return out_Wn
 
     def all_to_all(self, x_RD: Tensor, places_R: Tensor, num_places: int) -> Tensor:
         """See ``Collective``."""
         return gathered_rows(self, x_RD, places_R, num_places)
 
-    def _launch(self, x: Tensor, residual: Tensor | None, out: Tensor, gathers: bool) -> None:
-        is_small = x.nbytes <= self.small_bytes
-        stride = out.stride(0) * out.itemsize // UNIT_BYTES if gathers else 0
+    def _launch(self, x_Pn: Tensor, residual: Tensor | None, out: Tensor, gathers: bool) -> None:
+        num_bytes = x_Pn[0].nbytes
+        is_small = num_bytes <= self.small_bytes
+        strides = (x.stride(0) * x.itemsize // UNIT_BYTES for x in (x_Pn, out))
         sizes = {"BLOCK": SMALL_BLOCK, "SLOT": SMALL_WORDS, "PAIRS_AT": _pairs_at(self.size)}
         if not is_small:
             words = self._slot_bytes // WORD_BYTES
@@ -100,15 +116,16 @@ class PeerCollective:
         launch(
             _small_exchange_kernel if is_small else _large_exchange_kernel,
             (PROGRAMS,),
-            x,
+            x_Pn,
             residual,
             out,
             self._addresses_W,
             self._launches,
-            x.nbytes // UNIT_BYTES,
-            stride,
+            num_bytes // UNIT_BYTES,
+            *strides,
             RANK=self.rank,
             SIZE=self.size,
+            PARTS=len(x_Pn),
             GATHERS=gathers,
             LONGEST_WAIT=LONGEST_WAIT,
             **sizes,
@@ -124,13 +141,15 @@ def _padded(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_zeros(missing)]) if missing else x
 
 
-@triton.jit(do_not_specialize=["count", "stride"], debug=True)
+@triton.jit(do_not_specialize=["count", "x_stride", "stride"], debug=True)
 def _small_exchange_kernel(
     x: tl.tensor, residual: tl.tensor, out: tl.tensor, addresses: tl.tensor, launches: tl.tensor, count: tl.tensor,
-    stride: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr, PAIRS_AT: tl.constexpr, SLOT: tl.constexpr,
-    GATHERS: tl.constexpr, BLOCK: tl.constexpr, LONGEST_WAIT: tl.constexpr, PDL: tl.constexpr,
+    x_stride: tl.tensor, stride: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
+    PAIRS_AT: tl.constexpr, SLOT: tl.constexpr, GATHERS: tl.constexpr, BLOCK: tl.constexpr,
+    LONGEST_WAIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``count`` units of 16 bytes. They are moved as words of 32 bits: one number of 32 bits, or two of 16."""
+    """``count`` units of 16 bytes for each rank. They are moved as words of 32 bits: one number of 32 bits, or two of
+    16."""
     program = tl.program_id(0)
     kind: tl.constexpr = x.dtype.element_ty
     word: tl.constexpr = tl.pointer_type(tl.int32)
@@ -140,10 +159,13 @@ def _small_exchange_kernel(
     is_ours = i < count * 4
     if program * BLOCK < count * 4:
         slots = (number & 1).to(tl.int64) * SIZE
-        words = tl.load(x.to(word, bitcast=True) + i, mask=is_ours, other=0)
-        pairs = (number.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
+        words = tl.load(_part(x, RANK, x_stride, PARTS) + i, mask=is_ours, other=0)
         for p in tl.static_range(SIZE):
             if p != RANK:
+                sent = words
+                if (p - RANK) % PARTS != 0:
+                    sent = tl.load(_part(x, p, x_stride, PARTS) + i, mask=is_ours, other=0)
+                pairs = (number.to(tl.int64) << 32) | (sent.to(tl.int64) & 0xFFFFFFFF)
                 tl.store(_place(addresses, p, PAIRS_AT, tl.int64) + (slots + RANK) * SLOT + i, pairs, mask=is_ours)
         tl.debug_barrier()  # no thread polls before all have written
         own = _place(addresses, RANK, PAIRS_AT, tl.int64) + slots * SLOT + i
@@ -164,6 +186,12 @@ def _small_exchange_kernel(
                 low += _low(part, kind)
                 high += _high(part, kind)
             tl.store(target, _word(low, high, kind), mask=is_ours)
+
+
+@triton.jit
+def _part(x: tl.tensor, rank: tl.constexpr, x_stride: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+    """The words that a rank gets."""
+    return x.to(tl.pointer_type(tl.int32), bitcast=True) + rank % PARTS * x_stride.to(tl.int64) * 4
 
 
 @triton.jit
@@ -221,13 +249,14 @@ def _word(low: tl.tensor, high: tl.tensor, kind: tl.constexpr) -> tl.tensor:
         return first | (high.to(kind).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
-@triton.jit(do_not_specialize=["count", "stride"], debug=True)
+@triton.jit(do_not_specialize=["count", "x_stride", "stride"], debug=True)
 def _large_exchange_kernel(
     x: tl.tensor, residual: tl.tensor, out: tl.tensor, addresses: tl.tensor, launches: tl.tensor, count: tl.tensor,
-    stride: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr, DATA_AT: tl.constexpr, SLOT: tl.constexpr,
-    GATHERS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, LONGEST_WAIT: tl.constexpr, PDL: tl.constexpr,
+    x_stride: tl.tensor, stride: tl.tensor, RANK: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
+    DATA_AT: tl.constexpr, SLOT: tl.constexpr, GATHERS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+    LONGEST_WAIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``count`` units of 16 bytes, moved as words."""
+    """``count`` units of 16 bytes for each rank, moved as words."""
     program = tl.program_id(0)
     kind: tl.constexpr = x.dtype.element_ty
     word: tl.constexpr = tl.pointer_type(tl.int32)
@@ -235,12 +264,15 @@ def _large_exchange_kernel(
     after_predecessor(PDL)
     number = _count(launches + program)
     slots = (number & 1).to(tl.int64) * SIZE
-    source, num_words = x.to(word, bitcast=True), count * 4
+    source, num_words = _part(x, RANK, x_stride, PARTS), count * 4
     for first in range(program * BLOCK, num_words, PROGRAMS * BLOCK):
         i = first + lane
-        part = tl.load(source + i, mask=i < num_words)
+        own = tl.load(source + i, mask=i < num_words)
         for p in tl.static_range(SIZE):
             if p != RANK:
+                part = own
+                if (p - RANK) % PARTS != 0:
+                    part = tl.load(_part(x, p, x_stride, PARTS) + i, mask=i < num_words)
                 slot = _place(addresses, p, DATA_AT, tl.int32) + (slots + RANK) * SLOT
                 tl.store(slot + i, part, mask=i < num_words)
     if program * BLOCK < num_words:

@@ -1,10 +1,13 @@
 """Sums of a softmax split among several programs: each stores its part, and the last to finish adds them.
 
-Shapes: G heads filled up to a power of two, H head dim, D: H filled up likewise.
+Shapes: G heads filled up to a power of two, H head dim, D: H filled up likewise, X numbers of a head's result.
 
 Sums are three tensors: the largest score of each head in base 2 [G], its sum of weights 2^(score - largest) [G], and
 its weighted sum of values [G, D] (Milakov and Gimelshein, arXiv 1805.02867). Parts are added in the order of their
 positions, so the result does not depend on which program is last.
+
+Where ranks divide contexts (``ops.partial_attention``), sums are those of a rank's positions, and a head's result ends
+with the logarithm of its sum of weights: X = H + 1.
 """
 
 from __future__ import annotations
@@ -12,7 +15,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+NO_SCORE = tl.constexpr(-1.0e30)
+"""The running maximum before the first key: finite, so that no difference of maxima is NaN."""
+
+
+@triton.jit
+def part_count(length: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor:
+    """How many of the first positions a rank has: ``ContextPart.count``."""
+    if PARTS > 1:
+        length = (length - RANK + PARTS - 1) // PARTS
+    return length
+
+
+@triton.jit
+def store_log(to: tl.tensor, peak: tl.tensor, total: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Store the natural logarithm of sums of weights; returns what to divide values by, where sums may be 0."""
+    is_empty = total == 0
+    total = tl.where(is_empty, 1.0, total)
+    tl.store(to, tl.where(is_empty, float("-inf"), (peak + tl.log2(total)) * LN_2), mask=mask)
+    return total
 
 
 @triton.jit
@@ -59,10 +81,12 @@ def add_parts(
 @triton.jit
 def store_heads(
     out: tl.tensor, sums: tl.tensor, head: tl.tensor, is_head: tl.tensor, d: tl.tensor, sinks: tl.tensor,
-    H: tl.constexpr,
+    H: tl.constexpr, X: tl.constexpr,
 ) -> None:  # fmt: skip
     """Divide and write; a sink is an additional weight in its head's sum."""
     peak, total, acc = sums
     if sinks is not None:
         total += tl.exp2(tl.load(sinks + head, mask=is_head, other=0.0) * LOG2_E - peak)
-    tl.store(out + (head * H)[:, None] + d, acc / total[:, None], mask=is_head[:, None] & (d < H))
+    if X > H:
+        total = store_log(out + head * X + H, peak, total, is_head)
+    tl.store(out + (head * X)[:, None] + d, acc / total[:, None], mask=is_head[:, None] & (d < H))

@@ -47,6 +47,8 @@ def main() -> None:
             limit = 1e-5 if dtype == torch.float32 else 0.04
             torch.testing.assert_close(found.double(), exact, atol=limit, rtol=limit)
             assert torch.equal(collective.all_gather(own[rank]), torch.stack(own))
+            sent = torch.stack(own).view(size, rows, size, -1)
+            assert torch.equal(collective.exchange(sent[rank]), sent[:, :, rank])
             digest = zlib.crc32(found.cpu().view(torch.uint8).numpy().tobytes(), digest)
             time.sleep(delays.random() * 0.01)
     digest = replayed(collective, rank, size, digest)

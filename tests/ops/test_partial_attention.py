@@ -44,7 +44,7 @@ def run_parts(case: Case, size: int) -> list[Tensor]:
 
 
 def merged(case: Case, size: int) -> Tensor:
-    return merge_parts(torch.stack(run_parts(case, size)), case.heads.sinks_N).flatten(1)
+    return merge_parts(torch.stack(run_parts(case, size)), case.heads.sinks_N, torch.float32).flatten(1)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ def test_ranks_exchange_with_their_neighbours(num_ranks: int, size: int) -> None
 
     def work(collective: SharedCollective) -> tuple[Tensor, Tensor]:
         ranks = ContextRanks(collective, size)
-        return ranks.gathered(own[collective.rank].view(1)), ranks.exchanged(sent[collective.rank])
+        return ranks.gathered(own[collective.rank].view(1)), collective.exchange(sent[collective.rank])
 
     for rank, (gathered, received) in enumerate(together(num_ranks, work)):
         first = rank - rank % size

@@ -345,15 +345,21 @@ def compare_packed(path: Path, size: int) -> None:
     assert 0 < errors[1] < 2 * errors[0]
 
 
-@pytest.mark.parametrize(("row", "size"), [("llama/gqa", 2), ("qwen2/windows", 4), ("deepseek_v3/groups", 2)])
-def test_the_executor_of_gpus_is_divided_too(row: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "size", "num_parts"),
+    [
+        *(("llama/gqa", 2, 1), ("qwen2/windows", 4, 1), ("deepseek_v3/groups", 2, 2)),
+        *nightly_after(0, (("deepseek_v3/groups", 2, 1), ("qwen3/biases", 4, 2))),
+    ],
+)
+def test_the_executor_of_gpus_is_divided_too(row: str, size: int, num_parts: int, tmp_path: Path) -> None:
     """On the CPU, without graphs: padded shapes, steps that run ahead, gathered logits."""
     make_checkpoint(tmp_path / "model", row, **sizes(row, size))
     adapter = None
     if row.startswith("llama"):
         adapter = tmp_path / "adapter"
         make_adapter(tmp_path / "model", adapter, 1, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])
-    compare(tmp_path / "model", size, adapter, runs_ahead=True)
+    compare(tmp_path / "model", size, adapter, runs_ahead=True, num_parts=num_parts)
 
 
 def prompt_logprobs(made: Made) -> list[float]:

@@ -84,6 +84,8 @@ class DeviceProgram:
         self._reports_QRW = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
 
         def forward(token_ids_T: torch.Tensor, positions_T: torch.Tensor, rows: PagedRows) -> torch.Tensor:
+            if storage.context is not None:
+                rows = rows.owned(storage.context.part)
             return model.forward(token_ids_T, positions_T, storage.layers, rows)
 
         self.has_drafter = drafter is not None

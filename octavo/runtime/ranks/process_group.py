@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.ops.collective import Collective, gathered_rows
+from octavo.ops.collective import Collective, exchanged_rows, gathered_rows
 from octavo.ops.device_backend import backend_of, is_gpu
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,10 @@ class ProcessGroupCollective:
     def all_to_all(self, x_RD: Tensor, places_R: Tensor, num_places: int) -> Tensor:
         """See ``Collective``."""
         return gathered_rows(self, x_RD, places_R, num_places)
+
+    def exchange(self, x_TPX: Tensor) -> Tensor:
+        """See ``Collective``."""
+        return exchanged_rows(self, x_TPX)
 
 
 def _sum(parts_Wn: Tensor, residual_n: Tensor | None) -> Tensor:

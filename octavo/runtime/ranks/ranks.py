@@ -76,8 +76,6 @@ def check_divides(model: ModelConfig, settings: ModelSettings, device: torch.dev
     size = settings.tensor_parallel_size
     if is_gpu(device) and settings.enable_eplb and settings.batch_invariant:
         raise ConfigError("enable_eplb: does not go with batch_invariant on GPUs, where moves change the order of sums")
-    if is_gpu(device) and settings.decode_context_parallel_size > 1:
-        raise ConfigError("decode_context_parallel_size: is for CPUs; GPUs have no kernel of partial_attention yet")
     heads, kv_heads = model.num_heads, max(spec.num_kv_heads for spec in model.cache)
     if heads % size:
         raise ConfigError(f"tensor_parallel_size: {size} does not divide the model's {heads} attention heads")

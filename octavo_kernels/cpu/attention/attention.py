@@ -152,13 +152,13 @@ def _merge_driver() -> int:
 
 
 @merge_parts.kernel(device="cpu", name="numba", preference=10, supports=declines)
-def merge_parts_numba(parts_PTNX: Tensor, sinks_N: Tensor | None = None) -> Tensor:
+def merge_parts_numba(parts_PTNX: Tensor, sinks_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See ``ops.merge_parts``."""
     (P, T, N, X), parts_PTNX = parts_PTNX.shape, parts_PTNX.contiguous()
     out_TNH, arguments = torch.empty(T, N, X - 1), np.empty(1, MERGE)
     arguments[0] = (parts_PTNX.data_ptr(), out_TNH.data_ptr(), address(sinks_N), P, T, N, X - 1)
     call(_merge_driver(), arguments)
-    return out_TNH
+    return out_TNH.to(dtype)
 
 
 def compile_attention(kv_dtype: torch.dtype) -> None:

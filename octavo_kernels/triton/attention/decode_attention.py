@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
+from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo_kernels.triton.attention.cached_rows import (
     is_packed,
     least_width,
@@ -34,7 +35,7 @@ from octavo_kernels.triton.attention.cached_rows import (
 from octavo_kernels.triton.attention.decode_qkv import divided, load_angles, load_heads, load_norm, load_scales, turned
 from octavo_kernels.triton.configs.decode_attention import DecodeConfig, config_for
 from octavo_kernels.triton.launch import after_predecessor, counters, launch
-from octavo_kernels.triton.split_sums import LOG2_E, add_parts, leave_part, store_heads
+from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE, add_parts, leave_part, part_count, store_heads
 
 MAX_HEAD_DIM = 256
 MAX_PAIRS = 2**17
@@ -51,22 +52,20 @@ class Prologue(NamedTuple):
     slot_mapping_T: Tensor
 
 
-def decode_attention(
-    qkv_TW: Tensor, heads: HeadLayout, cos_TR: Tensor | None, sin_TR: Tensor | None, cache: LayerCache, rows: PagedRows
-) -> Tensor:
-    """``ops.attention`` for steps in which row s is the one row of sequence s."""
-    out_TW = qkv_TW.new_empty(qkv_TW.shape[0], heads.sizes[0])
-    run_decode_attention(qkv_TW, heads, Prologue(cos_TR, sin_TR, rows.of(cache).slot_mapping_T), cache, rows, out_TW)
-    return out_TW
-
-
-def attend_single_rows(q_TNH: Tensor, heads: HeadLayout, cache: LayerCache, rows: PagedRows, out_TNH: Tensor) -> None:
+def attend_single_rows(
+    q_TNH: Tensor,
+    heads: HeadLayout,
+    cache: LayerCache,
+    rows: PagedRows,
+    out_TNX: Tensor,
+    part: ContextPart = WHOLE_CONTEXT,
+) -> None:
     """Fill the rows of ``out`` that are the only row of their sequence, or every row if ``rows.single`` is given; the
     others are left as they are.
 
     Queries are rotated, and the step's keys and values stored already.
     """
-    run_decode_attention(q_TNH.flatten(1), heads, None, cache, rows, out_TNH.view(len(out_TNH), -1))
+    run_decode_attention(q_TNH.flatten(1), heads, None, cache, rows, out_TNX.view(len(out_TNX), -1), part=part)
 
 
 def run_decode_attention(
@@ -77,8 +76,10 @@ def run_decode_attention(
     rows: PagedRows,
     out_TW: Tensor,
     config: DecodeConfig | None = None,
+    part: ContextPart = WHOLE_CONTEXT,
 ) -> None:
-    """Launch the kernel on projections, or on queries where there is no prologue. ``config`` overrides the table's."""
+    """Launch the kernel on projections, or on queries where there is no prologue. ``config`` overrides the table's.
+    ``out`` has H numbers of a head, or the result of ``ops.partial_attention`` over this part of each context."""
     single = None if prologue else rows.single
     S, K, H = len(rows.seq_lens_S) if single is None else len(x_TW), heads.num_kv_heads, heads.head_dim
     keys, values, block_tables_SB = cache.keys, cache.values, rows.of(cache).block_tables_SB
@@ -92,7 +93,7 @@ def run_decode_attention(
     if config is None:
         sizes = S * K, heads.num_heads // K, H, x_TW.element_size(), keys.shape[2]
         config = config_for(*sizes, has_long_context=rows.has_long_context)
-    constants = _constants(heads, prologue, config, keys, x_TW.dtype)
+    constants = _constants(heads, prologue, config, keys, x_TW.dtype, part)
     scale = heads.scale / max(1, constants["RUN"])
     partial_shape = (S, K, config.splits, constants["GP"])
     launch(
@@ -123,12 +124,18 @@ def run_decode_attention(
         config.splits,
         config.min_tiles,
         BY_ROW=single is not None,
+        X=out_TW.shape[1] // heads.num_heads,
         **constants,
     )
 
 
 def _constants(
-    heads: HeadLayout, prologue: Prologue | None, config: DecodeConfig, keys: Tensor, dtype: torch.dtype
+    heads: HeadLayout,
+    prologue: Prologue | None,
+    config: DecodeConfig,
+    keys: Tensor,
+    dtype: torch.dtype,
+    part: ContextPart,
 ) -> dict[str, Any]:
     """Compile-time constants of the kernel: as few as can be, since each of their values is a kernel to compile."""
     G, H = heads.num_heads // heads.num_kv_heads, heads.head_dim
@@ -136,6 +143,8 @@ def _constants(
     dot = config.dot or padded_G >= 16  # Triton turns sums of so many rows' products into a dot of its own, in TF32
     at_once = max(1, _COMBINED_AT_ONCE * 32 * config.warps // (padded_G * padded_H))
     return {
+        "RANK": part.rank,
+        "PARTS": part.size,
         "K": heads.num_kv_heads,
         "G": G,
         "H": H,
@@ -169,22 +178,23 @@ def _decode_kernel(
     parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, scale: tl.tensor, cap: tl.tensor, eps: tl.tensor,
     x_stride: tl.tensor, out_stride: tl.tensor, angle_stride: tl.tensor, table_stride: tl.tensor,
     block_stride: tl.tensor, max_splits: tl.tensor, min_tiles: tl.tensor, HEAD_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
-    H: tl.constexpr, R: tl.constexpr, GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, PROLOGUE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
-    DOT: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, RANK: tl.constexpr,
+    PARTS: tl.constexpr, X: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
+    GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    PROLOGUE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
+    STAGES: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     d, g, t = tl.arange(0, HP), tl.arange(0, GP), tl.arange(0, TILE)
     if not PROLOGUE:
         after_predecessor(PDL)  # it stored the step's keys and values
-    row, length, own = _row(seq, cu_seqlens, seq_lens, PROLOGUE, BY_ROW)
-    seen_from, num_runs, begin, last = _run(length, split, max_splits, min_tiles, WINDOW, TILE)
-    is_active, tables = split < num_runs, tables + own * table_stride
+    row, length, own, is_here = _row(seq, cu_seqlens, seq_lens, PROLOGUE, BY_ROW, RANK, PARTS)
+    length, seen_from, num_runs, begin, last = _run(length, split, max_splits, min_tiles, RANK, PARTS, WINDOW, TILE)
+    is_active, x, tables = split < num_runs, x + row * x_stride, tables + own * table_stride
     at = _tile_start(tables, last, is_active, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
     position = last * TILE + t
-    is_own = ((position == length - 1) & PROLOGUE)[:, None]
+    is_own = ((position == length - 1) & is_here & PROLOGUE)[:, None]
     is_stored = ((position >= seen_from) & (position < length) & is_active)[:, None] & ~is_own
     k_cache, v_cache = k_cache + kv_head * HEAD_STRIDE, v_cache + kv_head * HEAD_STRIDE
     k, k_unit = load_rows(k_cache + at, t[:, None], is_stored, SLOT_STRIDE, H, HP, RUN, ASSEMBLY)
@@ -194,7 +204,6 @@ def _decode_kernel(
     q_weights, k_weights = load_norm(q_norm, d_GD, H, R), load_norm(k_norm, d, H, R)
     if PROLOGUE:
         after_predecessor(PDL)
-    x += row * x_stride
     q_heads = load_heads(x + ((kv_head * G + g) * H)[:, None], (g < G)[:, None] & is_active, d_GD, H, R)
     if PROLOGUE:
         k_head = load_heads(x + (K * G + kv_head) * H, is_active, d, H, R)
@@ -220,15 +229,17 @@ def _decode_kernel(
     )  # fmt: skip
     _finish(
         out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), sinks, split, num_runs,
-        seq.to(tl.int64) * K + kv_head, kv_head * G, g, d, max_splits, G, GP, H, HP, SPLIT, AT_ONCE, RUN,
+        seq.to(tl.int64) * K + kv_head, kv_head * G, g, d, max_splits, G, GP, H, HP, X, SPLIT, AT_ONCE, RUN,
     )  # fmt: skip
 
 
 @triton.jit
 def _row(
-    seq: tl.tensor, cu_seqlens: tl.tensor, seq_lens: tl.tensor, PROLOGUE: tl.constexpr, BY_ROW: tl.constexpr
-) -> tl.tensor:
-    """The sequence's row, the length of its context, which is 0 if it has no row, or several, and the sequence.
+    seq: tl.tensor, cu_seqlens: tl.tensor, seq_lens: tl.tensor, PROLOGUE: tl.constexpr, BY_ROW: tl.constexpr,
+    RANK: tl.constexpr, PARTS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The sequence's row, the length of its context, which is 0 if it has no row, or several, the sequence, and whether
+    the row's own position is in this part of the context.
 
     With ``BY_ROW``, each row is computed like the only row of a sequence; ``cu_seqlens`` and ``seq_lens`` are then the
     sequence and the position of each row.
@@ -242,22 +253,28 @@ def _row(
     elif not PROLOGUE:
         row = tl.load(cu_seqlens + seq).to(tl.int64)
         length = tl.where(tl.load(cu_seqlens + seq + 1) == row + 1, length, 0)
-    return row, length, own
+    return row, length, own, (length - 1) % PARTS == RANK
 
 
 @triton.jit
 def _run(
-    length: tl.tensor, split: tl.tensor, max_splits: tl.tensor, min_tiles: tl.tensor, WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
+    length: tl.tensor, split: tl.tensor, max_splits: tl.tensor, min_tiles: tl.tensor, RANK: tl.constexpr,
+    PARTS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The first visible position, the number of runs, and the first and last tile of this program's run."""
+    """The length of this part of the context, the first visible position, the number of runs, and the first and last
+    tile of this program's run."""
+    is_row = (length > 0).to(tl.int32)
+    length = part_count(length, RANK, PARTS)
     seen_from = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
     first = seen_from // TILE
     num_tiles = tl.cdiv(length, TILE) - first
     tiles_each = tl.maximum(tl.cdiv(num_tiles, max_splits), min_tiles)
     begin = first + split * tiles_each
     last = tl.minimum(begin + tiles_each, first + num_tiles) - 1
-    return seen_from, tl.cdiv(num_tiles, tiles_each), begin, last
+    num_runs = tl.cdiv(num_tiles, tiles_each)
+    if PARTS > 1:  # a row that sees no position of this part has a result, too
+        num_runs, last = tl.maximum(num_runs, is_row), tl.maximum(last, begin)
+    return length, seen_from, num_runs, begin, last
 
 
 @triton.jit
@@ -297,7 +314,7 @@ def _walk(
     TILE: tl.constexpr = k.shape[0]
     HP: tl.constexpr = k.shape[1]
     t = tl.arange(0, TILE)
-    peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    peak = tl.full([q.shape[0]], NO_SCORE, tl.float32)
     sums = peak, tl.zeros_like(peak), tl.zeros([q.shape[0], q.shape[1]], tl.float32)
     at = _tile_start(tables, begin, begin < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
     position = last * TILE + t
@@ -352,8 +369,8 @@ def _attend(
 def _finish(
     out: tl.tensor, parts: tl.tensor, logs: tl.tensor, counters: tl.tensor, sums: tl.tensor, sinks: tl.tensor,
     split: tl.tensor, num_runs: tl.tensor, pair: tl.tensor, first_head: tl.tensor, g: tl.tensor, d: tl.tensor,
-    max_splits: tl.tensor, G: tl.constexpr, GP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr, RUN: tl.constexpr,
+    max_splits: tl.tensor, G: tl.constexpr, GP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, X: tl.constexpr,
+    SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, RUN: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write a pair's result: this run's if it is the only one, or that of all runs if this is the last to finish."""
     if SPLIT and num_runs > 1:
@@ -362,7 +379,7 @@ def _finish(
         if leave_part(parts, logs, counters + pair, sums, split, num_runs, g, d, GP, H):
             head = tl.arange(0, GP)
             peak, total, acc = add_parts(parts, logs, num_runs, d, GP, H, HP, AT_ONCE)
-            store_heads(out, (peak, total, turned_back(acc, RUN)), first_head + head, head < G, d, sinks, H)
+            store_heads(out, (peak, total, turned_back(acc, RUN)), first_head + head, head < G, d, sinks, H, X)
     else:
         peak, total, acc = sums
-        store_heads(out, (peak, total, turned_back(acc, RUN)), first_head + g, g < G, d, sinks, H)
+        store_heads(out, (peak, total, turned_back(acc, RUN)), first_head + g, g < G, d, sinks, H, X)

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention import encoder_attention
-from octavo_kernels.triton.attention.prefill_attention import NO_SCORE, config_for
+from octavo_kernels.triton.attention.prefill_attention import config_for
 from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch, shared_bytes
-from octavo_kernels.triton.split_sums import LOG2_E
+from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE
 
 
 @functools.lru_cache(maxsize=8)

@@ -5,7 +5,8 @@ whose sums ``latent_outputs`` adds (Dao et al., "Flash-Decoding", 2023); else a 
 of its rows (Dao et al., arXiv 2205.14135), or ``latent_prompts`` attends to keys and values of each head. All bounds
 are read on the device, and so is how many programs share a context.
 
-Shapes: T tokens, S sequences, N heads, P rotated part of a head, L latent, H = P + L; a tile's rows M and keys C.
+Shapes: T tokens, S sequences, N heads, P rotated part of a head, L latent, H = P + L, X = L or L + 1; a tile's rows M
+and keys C.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo.ops.latent_attention import LatentHeads, latent_attention
 from octavo.ops.linear import head_linear
+from octavo.ops.partial_attention import partial_latent_attention
 from octavo_kernels.triton.attention.decode_attention import MAX_PAIRS
 from octavo_kernels.triton.attention.latent_inputs import latent_inputs
 from octavo_kernels.triton.attention.latent_outputs import (
@@ -29,10 +32,11 @@ from octavo_kernels.triton.attention.latent_outputs import (
     Parts,
     keys_of_run,
     latent_outputs,
+    latent_sums,
     single_row,
 )
 from octavo_kernels.triton.attention.latent_prompts import attend_prompts, expanded_tiles, room_for
-from octavo_kernels.triton.attention.prefill_attention import MAX_SPARE, NO_SCORE, key_blocks
+from octavo_kernels.triton.attention.prefill_attention import MAX_SPARE, key_blocks
 from octavo_kernels.triton.launch import (
     after_predecessor,
     declines_floats,
@@ -41,7 +45,7 @@ from octavo_kernels.triton.launch import (
     prefetch_lines,
     shared_bytes,
 )
-from octavo_kernels.triton.split_sums import LOG2_E
+from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE, part_count, store_log
 
 
 class LatentTile(NamedTuple):
@@ -66,6 +70,7 @@ def latent_attention_triton(
     q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
 ) -> Tensor:
     """See ``ops.latent_attention``. Where results may not depend on other rows, one kernel takes all rows."""
+    assert cache.context is None, "the cache has a part of each context"
     (N, L, _), (T, R) = heads.key_map_NLP.shape, cos_TR.shape
     q_TNH = latent_inputs(q_TW, kv_TC, heads, cos_TR, sin_TR, cache.keys, rows.of(cache).slot_mapping_T)
     out_TNL = q_TNH.new_empty(T, N, L)
@@ -88,20 +93,41 @@ def latent_attention_triton(
     return out_TNV
 
 
+@partial_latent_attention.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def partial_latent_attention_triton(
+    q_TNH: Tensor, latent_size: int, scale: float, cache: LayerCache, rows: PagedRows, part: ContextPart
+) -> Tensor:
+    """See ``ops.partial_latent_attention``."""
+    T, N, H = q_TNH.shape
+    q_TNH, split = q_TNH.contiguous(), H - latent_size
+    out_TNX = torch.empty(T, N, latent_size + 1, dtype=torch.float32, device=q_TNH.device)
+    is_decode = rows.max_query_len == 1
+    has_single = (is_decode or len(rows.seq_lens_S) > 1) and not is_invariant()
+    if has_single:
+        parts = attend_single_rows(q_TNH, split, cache, rows, scale, out_TNX, part=part)
+        assert parts is not None
+        latent_sums(parts, rows, part, out_TNX)
+    if not (is_decode and has_single):
+        attend_rows(q_TNH, split, cache, rows, scale, out_TNX, has_single, part=part)
+    return out_TNX
+
+
 def attend_single_rows(
     q_TNH: Tensor,
     split: int,
     cache: LayerCache,
     rows: PagedRows,
     scale: float,
-    out_TNL: Tensor,
+    out_TNX: Tensor,
     splits: int | None = None,
+    part: ContextPart = WHOLE_CONTEXT,
 ) -> Parts | None:
     """Attend for rows that are the only ones of their sequences; at most ``splits`` programs share a context.
 
-    Returns the parts that ``latent_outputs`` adds, or ``None`` if contexts are not shared: ``out`` is filled then.
+    Returns the parts that ``latent_outputs`` or ``latent_sums`` adds, or ``None`` if neither programs nor ranks share
+    contexts: ``out`` is filled then.
     """
-    S, (_, N, L) = len(rows.seq_lens_S), out_TNL.shape
+    S, (_, N, H) = len(rows.seq_lens_S), q_TNH.shape
     keys, block_tables_SB = cache.keys, rows.of(cache).block_tables_SB
     config = _config(q_TNH, FEW_HEADS if N <= 16 else MANY_HEADS)
     tiles = triton.cdiv(N, config.rows)
@@ -109,14 +135,15 @@ def attend_single_rows(
     most = MOST_SUMS if rows.has_long_context else FEW_SUMS
     splits = splits or max(1, min(PROGRAMS // (S * tiles), most))
     shape = (S, tiles, splits, config.rows)
-    sums = torch.empty(*shape, L, dtype=torch.float32, device=q_TNH.device) if splits > 1 else out_TNL
-    logs = torch.empty(shape, dtype=torch.float32, device=q_TNH.device) if splits > 1 else None
+    is_shared = splits > 1 or part.size > 1
+    sums = torch.empty(*shape, H - split, dtype=torch.float32, device=q_TNH.device) if is_shared else out_TNX
+    logs = torch.empty(shape, dtype=torch.float32, device=q_TNH.device) if is_shared else None
     # fmt: off
     launch(
         single_rows_kernel, (splits, tiles, S),
         q_TNH, keys, sums, logs, block_tables_SB, None if rows.max_query_len == 1 else rows.cu_seqlens_q,
         rows.seq_lens_S, scale * LOG2_E.value, block_tables_SB.stride(0), keys.stride(0), splits,
-        **_constants(q_TNH, split, keys, config),
+        **_constants(q_TNH, split, keys, config, part),
     )
     # fmt: on
     return None if logs is None else Parts(sums, logs, config.keys)
@@ -128,11 +155,12 @@ def attend_rows(
     cache: LayerCache,
     rows: PagedRows,
     scale: float,
-    out_TNL: Tensor,
+    out_TNX: Tensor,
     skip_single: bool = False,
     room_tiles: int = 0,
+    part: ContextPart = WHOLE_CONTEXT,
 ) -> None:
-    """Fill ``out`` for any numbers of rows.
+    """Fill ``out`` for any numbers of rows: with latents, or as ``ops.partial_latent_attention`` does.
 
     With ``skip_single`` the rows of sequences that have exactly one are not written; those of sequences that are
     expanded in room for so many tiles never are.
@@ -145,10 +173,10 @@ def attend_rows(
     # fmt: off
     launch(
         rows_kernel, (programs, triton.cdiv(N, heads)),
-        q_TNH, keys, out_TNL, block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S,
+        q_TNH, keys, out_TNX, block_tables_SB, rows.cu_seqlens_q, rows.seq_lens_S,
         scale * LOG2_E.value, S, room_tiles, block_tables_SB.stride(0), keys.stride(0),
-        **_constants(q_TNH, split, keys, config), HEADS=heads, SEQUENCES=max(128, triton.next_power_of_2(S)),
-        SKIP_SINGLE=skip_single, SKIP_EXPANDED=room_tiles > 0,
+        **_constants(q_TNH, split, keys, config, part), X=out_TNX.shape[2], HEADS=heads,
+        SEQUENCES=max(128, triton.next_power_of_2(S)), SKIP_SINGLE=skip_single, SKIP_EXPANDED=room_tiles > 0,
     )
     # fmt: on
 
@@ -162,11 +190,13 @@ def _config(q_TNH: Tensor, config: LatentTile) -> LatentTile:
     return config if keys >= config.keys else config._replace(keys=keys, stages=2)
 
 
-def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: LatentTile) -> dict[str, int]:
+def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: LatentTile, part: ContextPart) -> dict[str, int]:
     """Compile-time constants of both kernels."""
     _, N, H = q_TNH.shape
     assert q_TNH.is_contiguous()
     return {
+        "RANK": part.rank,
+        "PARTS": part.size,
         "N": N,
         "P": split,
         "L": H - split,
@@ -184,15 +214,16 @@ def _constants(q_TNH: Tensor, split: int, cache: Tensor, config: LatentTile) -> 
 def single_rows_kernel(
     q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, logs_ptr: tl.tensor, tables_ptr: tl.tensor,
     cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor, scale: tl.tensor, table_stride: tl.tensor,
-    block_stride: tl.tensor, max_splits: tl.tensor, N: tl.constexpr, P: tl.constexpr, L: tl.constexpr,
-    PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    block_stride: tl.tensor, max_splits: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """A run of keys for ROWS heads of a sequence's one row; with ``logs``, ``out`` are the sums of runs."""
     split, seq = tl.program_id(0), tl.program_id(2)
     head_M, d_L = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, LP)
     # What was uploaded for the step is of kernels long before.
     row, length = single_row(seq, seq >= 0, cu_seqlens_ptr, seq_lens_ptr)
+    length = part_count(length, RANK, PARTS)
     keys_each = keys_of_run(length, max_splits, KEYS)
     begin = split * keys_each
     end = tl.minimum(begin + keys_each, length)
@@ -222,9 +253,10 @@ def single_rows_kernel(
 def rows_kernel(
     q_ptr: tl.tensor, cache_ptr: tl.tensor, out_ptr: tl.tensor, tables_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor, scale: tl.tensor, S: tl.tensor, room_tiles: tl.tensor, table_stride: tl.tensor,
-    block_stride: tl.tensor, N: tl.constexpr, P: tl.constexpr, L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr,
-    SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr, SKIP_EXPANDED: tl.constexpr, PDL: tl.constexpr,
+    block_stride: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    L: tl.constexpr, PP: tl.constexpr, LP: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, X: tl.constexpr, HEADS: tl.constexpr, SEQUENCES: tl.constexpr,
+    SKIP_SINGLE: tl.constexpr, SKIP_EXPANDED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Tiles of HEADS heads of a few tokens, those of a sequence from its last rows, which see most, to its first."""
     TOKENS: tl.constexpr = ROWS // HEADS
@@ -250,13 +282,17 @@ def rows_kernel(
         token_M = first + m_M // HEADS
         is_in_M = (token_M < stop) & (head_M < N)
         q_ML, q_MP = _queries(q_ptr, token_M * N + head_M, is_in_M, P, L, PP, LP)
-        _, total_M, acc_ML = _walk(
-            q_ML, q_MP, shift + token_M, 0, shift + tl.minimum(first + TOKENS, stop), cache_ptr,
-            tables_ptr + s.to(tl.int64) * table_stride, block_stride, scale, P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
+        last_M = part_count(shift + token_M + 1, RANK, PARTS) - 1
+        end = part_count(shift + tl.minimum(first + TOKENS, stop), RANK, PARTS)
+        peak_M, total_M, acc_ML = _walk(
+            q_ML, q_MP, last_M, 0, end, cache_ptr, tables_ptr + s.to(tl.int64) * table_stride, block_stride, scale,
+            P, L, PP, LP, BLOCK_SIZE, KEYS, STAGES,
         )  # fmt: skip
-        to_ML = out_ptr + ((token_M * N + head_M).to(tl.int64) * L)[:, None] + d_L[None, :]
+        to_M = out_ptr + (token_M * N + head_M).to(tl.int64) * X
+        if X > L:
+            total_M = store_log(to_M + L, peak_M, total_M, is_in_M)
         out_ML = (acc_ML / total_M[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(to_ML, out_ML, mask=is_in_M[:, None] & (d_L < L)[None, :])
+        tl.store(to_M[:, None] + d_L[None, :], out_ML, mask=is_in_M[:, None] & (d_L < L)[None, :])
 
 
 @triton.jit

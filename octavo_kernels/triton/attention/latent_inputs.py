@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.latent_attention import LatentHeads
+from octavo.ops.attention import LayerCache, PagedRows
+from octavo.ops.latent_attention import LatentHeads, store_latents
 from octavo_kernels.triton.attention.head_linear import (
     Tile,
     cublas_head_linear,
@@ -25,10 +26,18 @@ from octavo_kernels.triton.attention.head_linear import (
     tile_of,
 )
 from octavo_kernels.triton.attention.rotate_store import rotate_heads
-from octavo_kernels.triton.launch import after_predecessor, launch
+from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch
 
 ROWS = 8
 """Rows of a program where cuBLAS maps the queries."""
+
+
+@store_latents.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def store_latents_triton(
+    q_TW: Tensor, kv_TC: Tensor, heads: LatentHeads, cos_TR: Tensor, sin_TR: Tensor, cache: LayerCache, rows: PagedRows
+) -> Tensor:
+    """See ``ops.store_latents``."""
+    return latent_inputs(q_TW, kv_TC, heads, cos_TR, sin_TR, cache.keys, rows.of(cache).slot_mapping_T)
 
 
 def latent_inputs(

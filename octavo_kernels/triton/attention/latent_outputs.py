@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention import PagedRows
+from octavo.ops.collective import ContextPart
 from octavo_kernels.triton.attention.head_linear import LEAST_ROWS, prefetch_outputs
-from octavo_kernels.triton.attention.prefill_attention import NO_SCORE
 from octavo_kernels.triton.launch import after_predecessor, launch
+from octavo_kernels.triton.split_sums import NO_SCORE, add_parts, part_count, store_heads
 
 MOST_SUMS, FEW_SUMS = 128, 16
 """Sums of a row, for long contexts and others, at most; and of all rows of a program, which loads them at once."""
@@ -28,6 +29,8 @@ PROGRAMS = 132
 BLOCK_O, WARPS, STAGES = 64, 4, 2
 SUMS_AT_ONCE = 16384
 """Numbers of the sums that a program holds in registers."""
+ADDED_NUMBERS, ADDED_AT_ONCE = 64, 4
+"""Of each head, for a program that only adds sums, and the sums that it loads at once."""
 FLOAT32 = 32, 32
 """Outputs and latent numbers at a time where products are made of multiply-adds."""
 
@@ -60,6 +63,40 @@ def latent_outputs(parts: Parts, value_map_NVL: Tensor, rows: PagedRows, out_TNV
         BLOCK_L=min(at_once, triton.next_power_of_2(L)), STAGES=STAGES, num_warps=WARPS,
     )
     # fmt: on
+
+
+def latent_sums(parts: Parts, rows: PagedRows, part: ContextPart, out_TNX: Tensor) -> None:
+    """Fill ``out``, as ``ops.partial_latent_attention`` returns it, for the rows that are the only ones of their
+    sequences."""
+    (S, groups, splits, group, L), (_, N, X) = parts.sums_SPRGL.shape, out_TNX.shape
+    # fmt: off
+    launch(
+        latent_sums_kernel, (triton.cdiv(L, ADDED_NUMBERS), groups, S),
+        parts.sums_SPRGL, parts.logs_SPRG, out_TNX, None if rows.max_query_len == 1 else rows.cu_seqlens_q,
+        rows.seq_lens_S, splits, RANK=part.rank, PARTS=part.size, N=N, L=L, X=X, GROUP=group, KEYS=parts.keys,
+        BLOCK_L=ADDED_NUMBERS, AT_ONCE=ADDED_AT_ONCE, num_warps=WARPS,
+    )
+    # fmt: on
+
+
+@triton.jit(do_not_specialize=["max_splits"])
+def latent_sums_kernel(
+    sums_ptr: tl.tensor, logs_ptr: tl.tensor, out_ptr: tl.tensor, cu_seqlens_ptr: tl.tensor, seq_lens_ptr: tl.tensor,
+    max_splits: tl.tensor, RANK: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    X: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, BLOCK_L: tl.constexpr, AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Some numbers of a group of heads of a sequence's one row; every program stores the logarithms, all the same."""
+    group, seq = tl.program_id(1), tl.program_id(2)
+    l_C, g_G = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L), tl.arange(0, GROUP)
+    row, length = single_row(seq, seq >= 0, cu_seqlens_ptr, seq_lens_ptr)
+    own_length = part_count(length, RANK, PARTS)
+    num_runs = tl.cdiv(own_length, keys_of_run(own_length, max_splits, KEYS))
+    first = (seq.to(tl.int64) * tl.num_programs(1) + group) * max_splits * GROUP
+    after_predecessor(PDL)
+    sums = add_parts(sums_ptr + first * L, logs_ptr + first, num_runs, l_C, GROUP, L, BLOCK_L, AT_ONCE)
+    head_G = group * GROUP + g_G
+    store_heads(out_ptr + row * N * X, sums, head_G, (head_G < N) & (length > 0), l_C, None, L, X)
 
 
 @triton.jit

@@ -17,14 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.attention import KVScales
+from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo_kernels.triton.attention.cached_rows import least_width, load_rows, row_assembly, run_of, turned_back
 from octavo_kernels.triton.attention.decode_qkv import load_scales
 from octavo_kernels.triton.launch import after_predecessor, launch, shared_bytes
-from octavo_kernels.triton.split_sums import LOG2_E
+from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE, part_count, store_log
 
 MAX_HEAD_DIM = 256
-NO_SCORE = tl.constexpr(-1.0e30)
-"""The running maximum before the first key: finite, so that no difference of maxima is NaN."""
 
 
 class PrefillTile(NamedTuple):
@@ -71,8 +70,10 @@ def prefill_attention(
     skip_single: bool = False,
     out: Tensor | None = None,
     config: PrefillTile | None = None,
+    part: ContextPart = WHOLE_CONTEXT,
 ) -> Tensor:
-    """``ops.paged_attention`` for any numbers of rows; ``out`` (or a new tensor) [T, N, H] of q's dtype.
+    """``ops.paged_attention`` for any numbers of rows; ``out`` (or a new tensor) [T, N, H] of q's dtype, or the result
+    of ``ops.partial_attention`` over this part of each context.
 
     With ``skip_single`` the rows of sequences that have exactly one are not written. Rows of no sequence never are.
     Keys are processed in tiles that begin at multiples of their size, and masked keys contribute exactly zero: with one
@@ -83,7 +84,9 @@ def prefill_attention(
     assert H <= MAX_HEAD_DIM, f"head_dim {H} is more than {MAX_HEAD_DIM}"
     assert scale > 0, "the scale of scores must be positive"
     out_TNH = torch.empty_like(q_TNH) if out is None else out
-    assert q_TNH.stride()[1:] == out_TNH.stride()[1:] == (H, 1), "the heads of a row must lie side by side"
+    X = out_TNH.shape[2]
+    assert q_TNH.stride()[1:] == (H, 1), "the heads of a row must lie side by side"
+    assert out_TNH.stride()[1:] == (X, 1), "the heads of a result must lie side by side"
     strides = (k_cache.shape[3], 1)
     assert k_cache.stride()[2:] == v_cache.stride()[2:] == strides, "the slots of a block must lie side by side"
     S, group, head_block = seq_lens_S.shape[0], N // K, max(least_width(k_cache), triton.next_power_of_2(H))
@@ -99,6 +102,7 @@ def prefill_attention(
         *(scales or (None, None)),
         1.0 if softcap else LOG2_E.value * scale, cap_in, LOG2_E.value * softcap, window, S,
         q_TNH.stride(0), out_TNH.stride(0), block_tables_SB.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
+        RANK=part.rank, PARTS=part.size, X=X,
         GROUP=group, H=H, HEAD_BLOCK=head_block, BLOCK_SIZE=block_size, SLOT_STRIDE=k_cache.shape[3], ROWS=rows,
         KEYS=config.keys, RUN=run, ASSEMBLY=row_assembly(k_cache, q_TNH.dtype),
         SEQUENCES=max(128, triton.next_power_of_2(S)), SKIP_SINGLE=skip_single, HAS_WINDOW=window > 0,
@@ -121,10 +125,11 @@ def _prefill_kernel(
     k_scale_ptr: tl.tensor, v_scale_ptr: tl.tensor, scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor,
     window: tl.tensor, S: tl.tensor, q_stride: tl.tensor, out_stride: tl.tensor, table_stride: tl.tensor,
     k_block_stride: tl.tensor, k_head_stride: tl.tensor, v_block_stride: tl.tensor, v_head_stride: tl.tensor,
-    GROUP: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr,
-    SEQUENCES: tl.constexpr, SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, PARTS: tl.constexpr, X: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr, SEQUENCES: tl.constexpr,
+    SKIP_SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute the tiles of one kv head, those of a sequence from its last rows, which see most keys, to its first."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -143,11 +148,9 @@ def _prefill_kernel(
         sink_M = tl.load(sinks_ptr + head_M, mask=row_M < TOKENS * GROUP, other=0.0)
         first_peak_M = tl.maximum(sink_M * LOG2_E, NO_SCORE)
         first_sum_M += 1.0
-
     slope_M = None
     if slopes_ptr is not None:  # of scores before their scale
         slope_M = tl.load(slopes_ptr + head_M, mask=row_M < TOKENS * GROUP, other=0.0) * (LOG2_E / scale)
-
     s_S = tl.arange(0, SEQUENCES)
     start_S = tl.load(cu_seqlens_ptr + s_S, mask=s_S < S, other=0)
     query_len_S = tl.load(cu_seqlens_ptr + s_S + 1, mask=s_S < S, other=0) - start_S
@@ -163,18 +166,32 @@ def _prefill_kernel(
         first = start + (tile - tl.sum(tl.where(s_S < s, num_tiles_S, 0))) * TOKENS
         shift = tl.load(seq_lens_ptr + s) - stop  # from a row to its position
         token_M = first + row_M // GROUP
-        is_in_MH = ((token_M < stop) & (row_M < TOKENS * GROUP))[:, None] & (h_H < H)[None, :]
+        is_row_M = (token_M < stop) & (row_M < TOKENS * GROUP)
+        is_in_MH = is_row_M[:, None] & (h_H < H)[None, :]
         q_MH = tl.load(q_ptr + token_M[:, None].to(tl.int64) * q_stride + at_MH, mask=is_in_MH, other=0.0)
         # fmt: off
-        acc_MH, sum_M = _attend(
+        acc_MH, peak_M, sum_M = _attend(
             q_MH, first_peak_M, first_sum_M, shift + token_M,
             shift + first + 1, shift + tl.minimum(first + TOKENS, stop), k_ptr, v_ptr,
             tables_ptr + s.to(tl.int64) * table_stride, k_block_stride, v_block_stride, scale, cap_in, cap_out,
-            slope_M, window, H, HEAD_BLOCK, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN, ASSEMBLY, HAS_WINDOW, HAS_SOFTCAP,
-            STAGES)
+            slope_M, window, RANK, PARTS, H, HEAD_BLOCK, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN, ASSEMBLY, HAS_WINDOW,
+            HAS_SOFTCAP, STAGES)
         # fmt: on
-        out_MH = (turned_back(acc_MH, RUN) / sum_M[:, None] * v_scale).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + token_M[:, None].to(tl.int64) * out_stride + at_MH, out_MH, mask=is_in_MH)
+        to_M = out_ptr + token_M.to(tl.int64) * out_stride + head_M * X
+        _store(to_M, turned_back(acc_MH, RUN), peak_M, sum_M, v_scale, is_row_M, H, X)
+
+
+@triton.jit
+def _store(
+    to_M: tl.tensor, acc_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, v_scale: tl.tensor, is_row_M: tl.tensor,
+    H: tl.constexpr, X: tl.constexpr,
+) -> None:  # fmt: skip
+    """Divide and write a tile's results."""
+    h_H = tl.arange(0, acc_MH.shape[1])
+    if X > H:
+        sum_M = store_log(to_M + H, peak_M, sum_M, is_row_M)
+    out_MH = (acc_MH / sum_M[:, None] * v_scale).to(to_M.dtype.element_ty)
+    tl.store(to_M[:, None] + h_H[None, :], out_MH, mask=is_row_M[:, None] & (h_H < H)[None, :])
 
 
 @triton.jit
@@ -182,14 +199,17 @@ def _attend(
     q_MH: tl.tensor, peak_M: tl.tensor, sum_M: tl.tensor, position_M: tl.tensor, first_end: tl.tensor, end: tl.tensor,
     k_ptr: tl.tensor, v_ptr: tl.tensor, table_ptr: tl.tensor, k_block_stride: tl.tensor, v_block_stride: tl.tensor,
     scale: tl.tensor, cap_in: tl.tensor, cap_out: tl.tensor, slope_M: tl.tensor | None, window: tl.tensor,
-    H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr, KEYS: tl.constexpr,
-    RUN: tl.constexpr, ASSEMBLY: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Weighted values and sum of weights, for rows of which the first sees keys to ``first_end``, the last to ``end``.
+    RANK: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, KEYS: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Weighted values, largest score and sum of weights, for rows of which the first sees keys to ``first_end``, the
+    last to ``end``.
 
     Tiles fully visible to all rows come first, without a mask; with a window there are none.
     """
+    position_M = part_count(position_M + 1, RANK, PARTS) - 1
+    first_end, end = part_count(first_end, RANK, PARTS), part_count(end, RANK, PARTS)
     seen_from, begin, whole_end = 0, 0, first_end // KEYS * KEYS
     if HAS_WINDOW:
         seen_from = tl.maximum(first_end - window, 0)
@@ -208,7 +228,7 @@ def _attend(
             v_block_stride, scale, cap_in, cap_out, slope_M, window, H, BLOCK_SIZE, SLOT_STRIDE, KEYS, RUN, ASSEMBLY,
             HAS_WINDOW, HAS_SOFTCAP, MASKED=True)
     # fmt: on
-    return acc_MH, sum_M
+    return acc_MH, peak_M, sum_M
 
 
 @triton.jit

@@ -99,6 +99,25 @@ def check_sum(collective: PeerCollective, parts: torch.Tensor) -> None:
     assert torch.equal(collective.all_reduce(parts[collective.rank].clone()), parts.sum(0))
 
 
+@pytest.mark.parametrize(("size", "num_parts", "width"), [(2, 2, 120), (2, 2, 33), (4, 2, 7), (3, 3, 121)])
+@pytest.mark.parametrize("small_bytes", [SLOT_BYTES, 0])
+def test_neighbours_exchange_what_each_has_for_the_others(
+    size: int, num_parts: int, width: int, small_bytes: int
+) -> None:
+    """Also parts that are not a multiple of what a thread moves, and longer than a slot."""
+    torch.manual_seed(size)
+    sent = torch.randn(size, 11, num_parts, width)
+
+    def work(collective: PeerCollective) -> None:
+        first, place = collective.rank // num_parts * num_parts, collective.rank % num_parts
+        for _ in range(3):
+            found = collective.exchange(sent[collective.rank])
+            assert torch.equal(found, sent[first : first + num_parts, :, place])
+            assert torch.equal(collective.all_gather(sent[collective.rank, :1]), sent[:, :1])
+
+    together(size, work, small_bytes)
+
+
 COUNTING = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -106,8 +125,8 @@ from triton.compiler import ASTSource
 from octavo_kernels.triton import collective
 
 KINDS = {"x": "*bf16", "residual": "*bf16", "out": "*bf16", "addresses": "*i64", "launches": "*i32"}
-KINDS |= {"count": "i32", "stride": "i32"}
-SIZES = {"RANK": 0, "SIZE": 2, "GATHERS": False, "LONGEST_WAIT": 9, "PDL": True, "PROGRAMS": 128}
+KINDS |= {"count": "i32", "x_stride": "i32", "stride": "i32"}
+SIZES = {"RANK": 0, "SIZE": 2, "PARTS": 1, "GATHERS": False, "LONGEST_WAIT": 9, "PDL": True, "PROGRAMS": 128}
 SIZES |= {"BLOCK": 512, "SLOT": 1 << 16, "PAIRS_AT": 1024, "DATA_AT": 1024}
 for kernel in (collective._small_exchange_kernel, collective._large_exchange_kernel):
     constants = {name: SIZES[name] for name in kernel.arg_names if name in SIZES}
