@@ -40,6 +40,11 @@ AddTo = Callable[[Tensor, Tensor], Tensor]
 """What is done with a layer's result before it is added to the residual stream, and that: both [T, D]."""
 
 
+def no_feed_forward(x_TD: Tensor) -> Tensor:
+    """The residual stream as it is, in layers without a feed-forward part."""
+    return x_TD
+
+
 class DecoderLayer:
     """Attention and a feed-forward layer, one after the other or both of the same input."""
 

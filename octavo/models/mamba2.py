@@ -10,7 +10,7 @@ from octavo.layers.norm import RMSNorm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.decoder_layer import FeedForward
+from octavo.models.decoder_layer import FeedForward, no_feed_forward
 from octavo.models.hybrid import HybridLayer, MambaSizes, Recurrence, ScanSizes, load_mamba2, read_limits
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, Names
@@ -44,7 +44,7 @@ class Mamba2Layer(HybridLayer):
         return load_mamba2(weights, name, config.mamba, config.hidden_size, norm, config.norm_eps)
 
     def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
-        return lambda x_TD: x_TD
+        return no_feed_forward
 
 
 class Mamba2ForCausalLM(Decoder):

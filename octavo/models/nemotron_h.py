@@ -20,7 +20,7 @@ from octavo.layers.norm import Norm, RMSNorm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.decoder_layer import AddTo, FeedForward
+from octavo.models.decoder_layer import AddTo, FeedForward, no_feed_forward
 from octavo.models.hybrid import LINEAR, HybridLayer, MambaSizes, Recurrence, layer_kinds, load_mamba2, read_limits
 from octavo.models.layer_cache import state_layer
 from octavo.models.loader import ExpertShape, WeightLoader
@@ -101,7 +101,7 @@ class NemotronHLayer(HybridLayer):
 
     def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
         if self.kind in (LINEAR, FULL):
-            return lambda x_TD: x_TD
+            return no_feed_forward
         return super().feed_forward(config, weights, prefix, index)
 
     def mixture(
