@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config import ACTIVATIONS, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_dense_first, read_experts
@@ -41,8 +41,7 @@ class Cohere2ForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         every = keys.size("sliding_window_pattern", keys.get("_sliding_window_pattern", 4))
-        kinds = [SLIDING if (i + 1) % every else FULL for i in range(keys.size("num_hidden_layers"))]
-        types = read_layer_types(keys, kinds)
+        types = read_layer_types(keys, lambda i: (i + 1) % every)
         config = read_decoder(
             keys, max_len, tied=True, eps=1e-5, eps_key="layer_norm_eps", names=PARALLEL, norm=NORM, mlp_bias=False,
             windows=(types, keys.size("sliding_window", 4096)),
@@ -55,9 +54,8 @@ class Cohere2MoeForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         num_layers, first = keys.size("num_hidden_layers"), keys.size("first_k_dense_replace", 0, low=0)
         every, of_first = keys.size("sliding_window_pattern", 4), keys.size("prefix_dense_sliding_window_pattern", 1)
-        kinds = [SLIDING if (i + 1) % of_first else FULL for i in range(first)]
-        kinds += [SLIDING if (i + 1) % every else FULL for i in range(num_layers - first)]
-        types, is_sparse = read_layer_types(keys, kinds), read_dense_first(keys, num_layers, first)
+        types = read_layer_types(keys, lambda i: (i + 1) % of_first if i < first else (i - first + 1) % every)
+        is_sparse = read_dense_first(keys, num_layers, first)
         is_rms = keys.get("rms_norm_eps") is not None
         config = read_decoder(
             keys,

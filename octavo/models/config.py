@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,9 +133,11 @@ def architecture(keys: ConfigKeys) -> str:
     return str(names[0]) if isinstance(names, list | tuple) and names else "None"
 
 
-def read_layer_types(keys: ConfigKeys, default: Sequence[str]) -> tuple[str, ...]:
-    """FULL or SLIDING for each layer, from ``layer_types`` or the default."""
-    return keys.choices("layer_types", (FULL, SLIDING), len(default)) or tuple(default)
+def read_layer_types(keys: ConfigKeys, slides: Callable[[int], object] = lambda i: False) -> tuple[str, ...]:
+    """FULL or SLIDING for each layer: from ``layer_types``, or by what ``slides`` says of the layer's number."""
+    count = keys.size("num_hidden_layers")
+    given = keys.choices("layer_types", (FULL, SLIDING), count)
+    return given or tuple(SLIDING if slides(i) else FULL for i in range(count))
 
 
 def layer_windows(types: Sequence[str], window: int | None, max_len: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from octavo.layers.heads import StepAngles, query_scale
 from octavo.layers.mlp import PlainActivation, gelu, gelu_tanh, relu, squared_relu
 from octavo.layers.norm import Norm
 from octavo.layers.rotary import Rotary
-from octavo.models.config import ACTIVATIONS, FULL, layer_windows, read_common, read_layer_types
+from octavo.models.config import ACTIVATIONS, layer_windows, read_common, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.loader import WeightLoader
@@ -71,7 +71,7 @@ def read_decoder(
     common["max_position_embeddings"] = longest_context(given, most)
     longest = max_len or common["max_position_embeddings"]
     width = rotary_width(given, H, rotary)
-    types, window = windows or (read_layer_types(keys, (FULL,) * common["num_layers"]), None)
+    types, window = windows or (read_layer_types(keys), None)
     has_bias = keys.flag("attention_bias") if has_bias is None else has_bias
     attention = AttentionPart(
         num_heads=common["num_heads"],

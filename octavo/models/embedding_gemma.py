@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.models.config import ACTIVATIONS, FULL, SLIDING, read_layer_types
+from octavo.models.config import ACTIVATIONS, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.encoder import Encoder, EncoderConfig, read_encoder
 from octavo.models.gemma3 import rope_keys
@@ -29,8 +29,7 @@ class EmbeddingGemma(Encoder):
             "hidden_act", "use_bidirectional_attention"
         )  # the older key of hidden_activation; and what makes it an encoder
         every = keys.size("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
-        num_layers = keys.size("num_hidden_layers")
-        types = read_layer_types(keys, [SLIDING if (i + 1) % every else FULL for i in range(num_layers)])
+        types = read_layer_types(keys, lambda i: (i + 1) % every)
         reach = keys.size("sliding_window", 4096) // 2
         config = read_encoder(
             keys,

@@ -6,7 +6,7 @@ and the feed-forward layer give, K-EXAONE what they get.
 
 from __future__ import annotations
 
-from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config import SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
@@ -18,15 +18,13 @@ def read_exaone(keys: ConfigKeys, max_len: int | None, names: Names) -> DecoderC
     """Read the keys of both families."""
     has_window = keys.get("sliding_window", 4096 if not keys.has("sliding_window") else None) is not None
     window = keys.size("sliding_window", 4096) if has_window else None
-    pattern, num_layers = keys.get("sliding_window_pattern", 4), keys.size("num_hidden_layers")
+    pattern, last = keys.get("sliding_window_pattern", 4), keys.size("num_hidden_layers") - 1
     if isinstance(pattern, str) and set(pattern) <= {"L", "G"} and pattern:
-        kinds = [SLIDING if pattern[i % len(pattern)] == "L" else FULL for i in range(num_layers)]
-        kinds[-1] = FULL
+        types = read_layer_types(keys, lambda i: i < last and pattern[i % len(pattern)] == "L")
     elif isinstance(pattern, int) and pattern >= 0:
-        kinds = [SLIDING if has_window and pattern and (i + 1) % pattern else FULL for i in range(num_layers)]
+        types = read_layer_types(keys, lambda i: has_window and pattern and (i + 1) % pattern)
     else:
         raise wrong("sliding_window_pattern", pattern, "a whole number, or letters L and G")
-    types = read_layer_types(keys, kinds)
     config = read_decoder(keys, max_len, eps=1e-5, windows=(types, window), names=names, has_bias=False, mlp_bias=False)
     ropes = [0 if window is None or kind == SLIDING else None for kind in types]
     return config.with_attention(head_norm=HeadNorm(), rope=ropes)

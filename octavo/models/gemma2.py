@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.loader import WeightLoader
@@ -75,7 +75,6 @@ class Gemma2ForCausalLM(GemmaForCausalLM):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         keys.get("hidden_act")  # the older key; hidden_activation takes precedence
-        types = [FULL if i % 2 else SLIDING for i in range(keys.size("num_hidden_layers"))]
-        windows = (read_layer_types(keys, types), keys.size("sliding_window", 4096))
+        windows = (read_layer_types(keys, lambda i: i % 2 == 0), keys.size("sliding_window", 4096))
         config = read_gemma(keys, max_len, windows=windows, names=NAMES)
         return with_softcaps(keys, config, softcap=50.0, final_softcap=30.0)

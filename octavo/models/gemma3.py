@@ -32,8 +32,7 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
         keys.get("hidden_act")  # the older key; hidden_activation takes precedence
         full, local = rope_keys(keys)
         every = keys.size("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
-        kinds = [SLIDING if (i + 1) % every else FULL for i in range(keys.size("num_hidden_layers"))]
-        types = read_layer_types(keys, kinds)
+        types = read_layer_types(keys, lambda i: (i + 1) % every)
         windows = (types, keys.size("sliding_window", 4096))
         config = read_gemma(keys, max_len, windows=windows, rope={"rope_theta": 1_000_000.0, **full}, names=NAMES)
         config = with_softcaps(keys, config, softcap=0.0, final_softcap=0.0)

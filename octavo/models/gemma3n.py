@@ -178,7 +178,7 @@ class Gemma3nForCausalLM(Gemma4ForCausalLM):
 
     @staticmethod
     def _types(keys: ConfigKeys) -> tuple[str, ...]:
-        return read_layer_types(keys, [SLIDING if (i + 1) % 5 else FULL for i in range(keys.size("num_hidden_layers"))])
+        return read_layer_types(keys, lambda i: (i + 1) % 5)
 
     def __init__(self, config: Gemma3nConfig, weights: WeightLoader) -> None:
         super().__init__(config, weights)

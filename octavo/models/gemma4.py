@@ -253,8 +253,7 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
 
     @staticmethod
     def _types(keys: ConfigKeys) -> tuple[str, ...]:
-        kinds = [SLIDING if (i + 1) % 6 else FULL for i in range(keys.size("num_hidden_layers"))]
-        return (*read_layer_types(keys, kinds)[:-1], FULL)
+        return (*read_layer_types(keys, lambda i: (i + 1) % 6)[:-1], FULL)
 
     @staticmethod
     def _with_attention(

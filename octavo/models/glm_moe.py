@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.deepseek import DeepseekV3ForCausalLM
@@ -63,10 +63,9 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
 class Dots1ForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
-        num_layers, first = keys.size("num_hidden_layers"), keys.size("max_window_layers", 62, low=0)
+        first = keys.size("max_window_layers", 62, low=0)
         window = keys.get("sliding_window", None if keys.has("sliding_window") else 4096)
-        kinds = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
-        types = read_layer_types(keys, kinds)
+        types = read_layer_types(keys, lambda i: window is not None and i >= first)
         spans = (types, None if window is None else keys.size("sliding_window", 4096))
         config = read_decoder(keys, max_len, windows=spans, mlp_bias=False)
         config = with_sigmoid_experts(keys, config, first=0, chosen=6, shared=0, normalises=False)

@@ -11,7 +11,7 @@ import numpy as np
 
 from octavo.layers.moe import ExpertRouter, MoE
 from octavo.layers.norm import Norm
-from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import AddTo, DecoderLayer, FeedForward
@@ -60,8 +60,7 @@ class GptOssForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
-        kinds = [FULL if i % 2 else SLIDING for i in range(keys.size("num_hidden_layers"))]
-        windows = (read_layer_types(keys, kinds), keys.size("sliding_window", 128))
+        windows = (read_layer_types(keys, lambda i: i % 2 == 0), keys.size("sliding_window", 128))
         is_given = any(keys.get(key) is not None for key in ("rope_scaling", "rope_parameters"))
         rope = {"rope_theta": THETA, **({} if is_given else ROPE), **rope_values(keys)}
         has_bias = keys.flag("attention_bias", True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.moe import read_experts
@@ -54,8 +54,7 @@ def with_experts(keys: ConfigKeys, config: DecoderConfig, shared_size: int) -> D
 
 def with_windows(keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
     """Layers with windows, sinks and rotary bases of their own."""
-    kinds = [SLIDING if i % 4 else FULL for i in range(keys.size("num_hidden_layers"))]
-    types = read_layer_types(keys, kinds)
+    types = read_layer_types(keys, lambda i: i % 4)
     given, thetas = rope_values(keys), keys.get("layer_rope_theta")
     config = read_decoder(
         keys, max_len, tied=True, eps=1e-5, windows=(types, keys.size("sliding_window", 128)), rope=given

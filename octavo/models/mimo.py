@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config import SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.glm_moe import with_sigmoid_experts
@@ -17,9 +17,7 @@ ROTATED = 0.334
 class MiMoV2FlashForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
-        num_layers = keys.size("num_hidden_layers")
-        kinds = [FULL if i == 0 or (i + 1) % 6 == 0 else SLIDING for i in range(num_layers)]
-        types = read_layer_types(keys, kinds)
+        types = read_layer_types(keys, lambda i: i and (i + 1) % 6)
         full, local = ropes_by_type(keys, theta=5e6, local_theta=1e4)
         spans = (types, keys.size("sliding_window", 129))
         config = read_decoder(

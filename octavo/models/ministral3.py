@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.models.config import FULL, SLIDING, read_layer_types
 from octavo.models.config_keys import ConfigKeys
-from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder import Decoder
+from octavo.models.mistral import read_mistral
 from octavo.models.parts import DecoderConfig, QueryScale
 from octavo.models.rope import rope_values
 
@@ -31,12 +31,7 @@ class Ministral3ForCausalLM(Decoder):
         given = rope_values(keys) if is_given else dict(ROPE)
         given.pop("max_position_embeddings", None)
         beta = given.pop("llama_4_scaling_beta", None)
-        window = keys.get("sliding_window")
-        kinds = [FULL if window is None else SLIDING] * keys.size("num_hidden_layers")
-        spans = (read_layer_types(keys, kinds), None if window is None else keys.size("sliding_window"))
-        config = read_decoder(
-            keys, max_len, eps=1e-5, head_dim=128, rope=given, windows=spans, has_bias=False, mlp_bias=False
-        )
+        config = read_mistral(keys, max_len, eps=1e-5, head_dim=128, rope=given, has_bias=False, mlp_bias=False)
         if beta is None:
             return config
         period = ConfigKeys(given).size("original_max_position_embeddings")

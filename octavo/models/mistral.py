@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.parts import DecoderConfig
@@ -20,8 +20,8 @@ def read_mistral(
     window = None if keys.has("sliding_window") else default_window
     if keys.get("sliding_window") is not None:
         window = keys.size("sliding_window")
-    types = [FULL if window is None else SLIDING] * keys.size("num_hidden_layers")
-    return read_decoder(keys, max_len, windows=(read_layer_types(keys, types), window), **defaults)
+    types = read_layer_types(keys, lambda i: window is not None)
+    return read_decoder(keys, max_len, windows=(types, window), **defaults)
 
 
 class MistralForCausalLM(Decoder):

@@ -56,8 +56,8 @@ class ModernBertModel(Encoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> EncoderConfig:
         keys.pass_over(*UNUSED)
-        num_layers, every = keys.size("num_hidden_layers"), keys.size("global_attn_every_n_layers", 3)
-        types = read_layer_types(keys, [SLIDING if i % every else FULL for i in range(num_layers)])
+        every = keys.size("global_attn_every_n_layers", 3)
+        types = read_layer_types(keys, lambda i: i % every)
         reach = keys.size("local_attention", 128) // 2
         config = read_encoder(
             keys,

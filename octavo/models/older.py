@@ -8,11 +8,12 @@ BLOOM (arXiv 2211.05100), MPT (MosaicML) and the first Falcons have biases by di
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 
 from octavo.layers.linear import Linear
-from octavo.models.config import FULL, SLIDING
+from octavo.models.config import ACTIVATIONS, FULL, SLIDING
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import PLAIN_ACTIVATIONS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer
@@ -22,6 +23,8 @@ from octavo.models.rope import rope_values
 from octavo.quant.stored.stored_weight import Order
 
 LAYER_NORM = NormPart(is_layer_norm=True)
+read_older = partial(read_decoder, eps=1e-5, activations=PLAIN_ACTIVATIONS, norm=LAYER_NORM)
+"""``read_decoder`` with the defaults of these families: LayerNorms, and feed-forward layers without gates."""
 
 
 def alibi_slopes(num_heads: int, most: float = 8.0) -> tuple[float, ...]:
@@ -72,18 +75,15 @@ class GPTNeoXForCausalLM(Decoder):
         base, share = keys.get("rotary_emb_base"), keys.get("rotary_pct")  # the older names
         older = {"rope_theta": base, "partial_rotary_factor": 0.25 if share is None else share}
         given = {**{key: value for key, value in older.items() if value is not None}, **given}
-        config = read_decoder(
+        config = read_older(
             keys,
             max_len,
-            eps=1e-5,
             eps_key="layer_norm_eps",
             activation="gelu",
-            activations=PLAIN_ACTIVATIONS,
             rope=given,
             has_bias=keys.flag("attention_bias", True),
             mlp_bias=True,
             names=NEOX,
-            norm=LAYER_NORM,
         )
         return dataclasses.replace(config, is_parallel=keys.flag("use_parallel_residual", True))
 
@@ -123,19 +123,16 @@ class FalconForCausalLM(Decoder):
             "max_position_embeddings": keys.size("max_position_embeddings", 2048),
         }
         inner = keys.over(values)
-        config = read_decoder(
+        config = read_older(
             inner,
             max_len,
             tied=True,
-            eps=1e-5,
             eps_key="layer_norm_epsilon",
             activation_key="activation",
             activation="gelu",
-            activations=PLAIN_ACTIVATIONS,
             has_bias=has_bias,
             mlp_bias=has_bias,
             names=names,
-            norm=LAYER_NORM,
         )
         if keys.flag("alibi"):  # which is scaled like the scores
             slopes = tuple(slope * config.head_dim**-0.5 for slope in alibi_slopes(num_heads))
@@ -160,18 +157,15 @@ class BloomForCausalLM(Decoder):
         }
         keys.must_be({"apply_residual_connection_post_layernorm": (False,)})
         keys.pass_over("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "slow_but_exact")
-        config = read_decoder(
+        config = read_older(
             keys.over(values),
             max_len,
             tied=True,
-            eps=1e-5,
             eps_key="layer_norm_epsilon",
             activation="gelu_pytorch_tanh",
-            activations=PLAIN_ACTIVATIONS,
             has_bias=True,
             mlp_bias=True,
             names=FALCON,
-            norm=LAYER_NORM,
         )
         attention = config.with_attention(rope=None, slopes=alibi_slopes(num_heads))
         return dataclasses.replace(attention, ropes=(), has_embedding_norm=True)
@@ -207,14 +201,12 @@ class MptForCausalLM(Decoder):
         attention = keys.child("attn_config") or ConfigKeys({})
         attention.must_be({"alibi": (True,), "prefix_lm": (False,), "qk_ln": (False,)})
         attention.must_be({"attn_type": ("multihead_attention",), "attn_uses_sequence_id": (False,)})
-        config = read_decoder(
+        config = read_older(
             keys.over(values),
             max_len,
             tied=True,
-            eps=1e-5,
             eps_key="layer_norm_epsilon",
             activation="gelu",
-            activations=PLAIN_ACTIVATIONS,
             has_bias=False,
             mlp_bias=False,
             names=MPT,
@@ -255,19 +247,16 @@ class OPTForCausalLM(Decoder):
         if keys.flag("_remove_final_layer_norm"):
             raise wrong("_remove_final_layer_norm", True, "false")
         values = {**keys.values, "intermediate_size": keys.size("ffn_dim"), "layer_norm_eps": 1e-5}
-        config = read_decoder(
+        config = read_older(
             keys.over(values),
             max_len,
             tied=True,
-            eps=1e-5,
             eps_key="layer_norm_eps",
             activation_key="activation_function",
             activation="relu",
-            activations=PLAIN_ACTIVATIONS,
             has_bias=has_bias,
             mlp_bias=has_bias,
             names=OPT,
-            norm=LAYER_NORM,
         )
         keys.pass_over("dropout", "layerdrop", "init_std")
         return dataclasses.replace(
@@ -285,19 +274,16 @@ class Starcoder2ForCausalLM(Decoder):
         has_bias, window = keys.flag("use_bias", True), keys.get("sliding_window")
         kinds = [FULL if window is None else SLIDING] * keys.size("num_hidden_layers")
         keys.pass_over("embedding_dropout", "residual_dropout")
-        return read_decoder(
+        return read_older(
             keys,
             max_len,
             tied=True,
-            eps=1e-5,
             eps_key="norm_epsilon",
             activation="gelu_pytorch_tanh",
-            activations=PLAIN_ACTIVATIONS,
             windows=(kinds, None if window is None else keys.size("sliding_window")),
             has_bias=has_bias,
             mlp_bias=has_bias,
             names=Names(ups=("mlp.c_fc",), down="mlp.c_proj"),
-            norm=LAYER_NORM,
         )
 
 
@@ -306,16 +292,15 @@ class StableLmForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         is_parallel = keys.flag("use_parallel_residual")
         names = Names(before_mlp="input_layernorm") if is_parallel else Names()
-        config = read_decoder(
+        config = read_older(
             keys,
             max_len,
-            eps=1e-5,
             eps_key="layer_norm_eps",
+            activations=ACTIVATIONS,
             rotary=0.25,
             has_bias=keys.flag("use_qkv_bias"),
             mlp_bias=False,
             names=names._replace(head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm")),
-            norm=LAYER_NORM,
         )
         if keys.flag("qk_layernorm"):
             raise wrong("qk_layernorm", True, "false")
@@ -336,17 +321,14 @@ class PhiForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         if keys.flag("qk_layernorm"):
             raise wrong("qk_layernorm", True, "false")
-        config = read_decoder(
+        config = read_older(
             keys,
             max_len,
-            eps=1e-5,
             eps_key="layer_norm_eps",
             activation="gelu_new",
-            activations=PLAIN_ACTIVATIONS,
             rotary=0.5,
             has_bias=True,
             mlp_bias=True,
             names=PHI,
-            norm=LAYER_NORM,
         )
         return dataclasses.replace(config, is_parallel=True, has_head_bias=True)

@@ -79,8 +79,7 @@ def with_local_rope(
 class Olmo3ForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
-        kinds = [SLIDING if (i + 1) % 4 else FULL for i in range(keys.size("num_hidden_layers"))]
-        types = read_layer_types(keys, kinds)
+        types = read_layer_types(keys, lambda i: (i + 1) % 4)
         full, local = ropes_by_type(keys, theta=500_000.0)
         spans = (types, keys.size("sliding_window", 4096))
         config = read_decoder(keys, max_len, eps=1e-5, rope=full, windows=spans, names=AFTER, mlp_bias=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
-from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.parts import DecoderConfig
@@ -19,8 +19,8 @@ def read_qwen(keys: ConfigKeys, max_len: int | None, slides: Callable[[int, int]
     keys.get("sliding_window")  # ignored without the flag
     window = keys.size("sliding_window", 4096) if keys.flag("use_sliding_window") else None
     first = keys.size("max_window_layers", 28, low=0)
-    types = [SLIDING if window and slides(i, first) else FULL for i in range(keys.size("num_hidden_layers"))]
-    return read_decoder(keys, max_len, windows=(read_layer_types(keys, types), window))
+    types = read_layer_types(keys, lambda i: window and slides(i, first))
+    return read_decoder(keys, max_len, windows=(types, window))
 
 
 class Qwen2ForCausalLM(Decoder):

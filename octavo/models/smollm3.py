@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.models.config import FULL, SLIDING, read_layer_types
+from octavo.models.config import FULL, read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.parts import DecoderConfig
@@ -26,7 +26,7 @@ class SmolLM3ForCausalLM(Decoder):
         keys.get("sliding_window")  # ignored without the flag
         slides = keys.flag("use_sliding_window") and keys.get("sliding_window") is not None
         window = keys.size("sliding_window") if slides else None
-        types = read_layer_types(keys, [SLIDING if slides and not has_rope[i] else FULL for i in range(num_layers)])
+        types = read_layer_types(keys, lambda i: slides and not has_rope[i])
         spans = (types if slides else (FULL,) * num_layers, window)
         config = read_decoder(keys, max_len, tied=True, theta=2e6, windows=spans)
         return config.with_attention(rope=[0 if has else None for has in has_rope])
