@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.linear import Linear
-from octavo.layers.norm import Norm, RMSNorm
+from octavo.layers.norm import Norm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.ops.linear import Activation
 
@@ -49,26 +49,10 @@ class XIELU:
         return (x * self.beta + (x * x * self.positive).where(x > 0, below)).to(x_TF.dtype)
 
 
-class GatedMLP:
-    """``x + down(act(gate(norm(x))) * up(norm(x)))``; ``gate_up`` is the fused projection of F gates, then F ups."""
-
-    def __init__(
-        self, norm: RMSNorm, gate_up: Linear, down: Linear | RowParallelLinear, activation: Activation = "silu"
-    ) -> None:
-        self.norm = norm
-        self.gate_up = gate_up
-        self.down = down
-        self.activation = activation
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """The next residual stream; ``x`` may be overwritten."""
-        return self.down(self.gate_up(x_TD, norm=self.norm, activation=self.activation), residual=x_TD)
-
-
 class MLP:
     """``x + after(down(act(up(before(x)))))``: any norms, or none, and gates or none.
 
-    With the name of an activation, ``up`` is a fused projection to gates and ups, as in ``GatedMLP``.
+    With the name of an activation, ``up`` is the fused projection to F gates, then F ups: ``act(gate) * up``.
     """
 
     def __init__(
@@ -82,7 +66,8 @@ class MLP:
         self.before, self.up, self.down, self.activation, self.after = before, up, down, activation, after
 
     def __call__(self, x_TD: Tensor, of: Tensor | None = None) -> Tensor:
-        """See ``GatedMLP``. With ``of``, that is what the layer computes, and ``x`` what the result is added to."""
+        """The next residual stream; ``x`` may be overwritten. With ``of``, that is what the layer computes, and ``x``
+        what the result is added to."""
         h_TF = self._inner(x_TD if of is None else of)
         return self.down(h_TF, residual=x_TD) if self.after is None else self.after(self.down(h_TF), x_TD)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.linear import Linear
-from octavo.layers.mlp import GatedMLP
+from octavo.layers.mlp import MLP
+from octavo.layers.norm import RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.quant.stored.packed import GroupedWeight
@@ -24,10 +25,10 @@ def output_mlp(
 
     One op where all weights are packed in groups and nothing is added to their results.
     """
-    if isinstance(mlp, GatedMLP):
-        own, gate_up, down = (_plain(part) for part in (output, mlp.gate_up, mlp.down))
+    if isinstance(mlp, MLP) and isinstance(mlp.activation, str) and type(mlp.before) is RMSNorm and mlp.after is None:
+        own, gate_up, down = (_plain(part) for part in (output, mlp.up, mlp.down))
         if own is not None and gate_up is not None and down is not None:
-            norm = mlp.norm
+            norm = mlp.before
             return ops.grouped_output_mlp(
                 attended_TA, x_TD, own, norm.weight_D, norm.eps, gate_up, down, mlp.activation
             )

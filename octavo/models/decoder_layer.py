@@ -24,7 +24,7 @@ from octavo.layers.heads import (
 )
 from octavo.layers.image_attention import attention_with_images
 from octavo.layers.linear import Linear
-from octavo.layers.mlp import MLP, GatedMLP
+from octavo.layers.mlp import MLP
 from octavo.layers.moe import ExpertRouter, MoE, SharedExpert
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.layers.output_mlp import output_mlp
@@ -175,8 +175,6 @@ class DecoderLayer:
         else:
             up = weights.column(ups[0], part.size, D, part.has_bias, is_transposed=config.is_transposed)
         down = weights.row(f"{prefix}.{names.down}", D, part.size, part.has_bias, is_transposed=config.is_transposed)
-        if type(before) is RMSNorm and after is None and isinstance(part.activation, str):
-            return GatedMLP(before, up, down, part.activation)
         return MLP(before, up, down, part.activation, after)
 
     def mixture(

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
-from octavo.layers.mlp import GatedMLP
+from octavo.layers.mlp import MLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
@@ -48,17 +48,14 @@ class FalconH1Config(DecoderConfig):
 class ScaledMLP:
     """``x + out_scale * down(silu(gate_scale * gate(norm(x))) * up(norm(x)))``"""
 
-    def __init__(
-        self, norm: RMSNorm, gate_up: Linear, down: Linear | RowParallelLinear, scales: tuple[float, float]
-    ) -> None:
-        self.norm, self.gate_up, self.down = norm, gate_up, down
+    def __init__(self, plain: MLP, scales: tuple[float, float]) -> None:
+        self.plain = plain
         self.gate_scale, self.out_scale = scales
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """See ``GatedMLP``."""
-        gate_TF, up_TF = self.gate_up(x_TD, norm=self.norm).chunk(2, dim=-1)
+        gate_TF, up_TF = self.plain.up.of_normed(x_TD, self.plain.before).chunk(2, dim=-1)
         gate_up_T2F = ops.concat(ops.scaled(gate_TF, self.gate_scale), up_TF)
-        return _add(x_TD, self.down, ops.silu_and_mul(gate_up_T2F), self.out_scale)
+        return _add(x_TD, self.plain.down, ops.silu_and_mul(gate_up_T2F), self.out_scale)
 
 
 def _add(x_TD: Tensor, output: Linear | RowParallelLinear, h: Tensor, scale: float) -> Tensor:
@@ -82,10 +79,8 @@ class FalconH1Layer(DecoderLayer):
     def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
         plain = super().feed_forward(config, weights, prefix, index)
         assert isinstance(config, FalconH1Config)
-        assert isinstance(plain, GatedMLP)
-        if config.mlp_scales == (1.0, 1.0):
-            return plain
-        return ScaledMLP(plain.norm, plain.gate_up, plain.down, config.mlp_scales)
+        assert isinstance(plain, MLP)
+        return plain if config.mlp_scales == (1.0, 1.0) else ScaledMLP(plain, config.mlp_scales)
 
     def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         mixed = self.mamba(x_TD, cache, rows)

@@ -11,6 +11,7 @@ from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.deepseek import DeepseekV3ForCausalLM
+from octavo.models.mixtral import EXPERTS
 from octavo.models.moe import read_dense_first, read_experts, read_sigmoid_routing
 from octavo.models.parts import DecoderConfig, ExpertsPart, HeadNorm
 from octavo.models.rope import rope_values
@@ -92,9 +93,7 @@ class MiniMaxM2ForCausalLM(Decoder):
         part = ExpertsPart(
             moe=moe,
             routing=Routing(moe.num_chosen, True, "sigmoid"),
-            router="block_sparse_moe.gate",
             correction="block_sparse_moe.e_score_correction_bias",
-            experts="block_sparse_moe.experts",
-            projections=("w1", "w3", "w2"),
+            **EXPERTS,
         )
         return config.with_experts(part).with_attention(head_norm=HeadNorm("all"))

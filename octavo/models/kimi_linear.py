@@ -10,6 +10,7 @@ from typing import Any
 from octavo.layers.gated_delta import KimiDelta
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import ProportionalRope
+from octavo.models import mixtral
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder
@@ -47,10 +48,8 @@ UNUSED = ("num_nextn_predict_layers", "qk_head_dim", "rope_scaling", "rope_theta
 
 
 EXPERTS: dict[str, Any] = {
-    "router": "block_sparse_moe.gate",
+    **mixtral.EXPERTS,
     "correction": "block_sparse_moe.gate.e_score_correction_bias",
-    "experts": "block_sparse_moe.experts",
-    "projections": ("w1", "w3", "w2"),
     "shared": ("block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"),
     "shared_down": "block_sparse_moe.shared_experts.down_proj",
 }

@@ -23,6 +23,7 @@ from octavo.models.hybrid import LINEAR
 from octavo.models.layer_cache import recurrent_state, state_layer
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
+from octavo.models.mixtral import EXPERTS
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, Names
 from octavo.models.qwen3_next import by_part
@@ -135,9 +136,7 @@ class MiniMaxForCausalLM(Decoder):
         part = ExpertsPart(
             moe=moe,
             routing=Routing(moe.num_chosen, moe.normalises),
-            router="block_sparse_moe.gate",
-            experts="block_sparse_moe.experts",
-            projections=("w1", "w3", "w2"),
+            **EXPERTS,
         )
         N, H = config.num_heads, config.head_dim
         of_lightning = state_layer(recurrent_state(N, H, H, N))

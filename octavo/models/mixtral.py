@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder
 from octavo.models.mistral import read_mistral
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
 from octavo.ops.moe import Routing
+
+EXPERTS: dict[str, Any] = {
+    "router": "block_sparse_moe.gate",
+    "experts": "block_sparse_moe.experts",
+    "projections": ("w1", "w3", "w2"),
+}
+"""Names in ``ExpertsPart``, which other families have, too."""
 
 
 class MixtralForCausalLM(Decoder):
@@ -19,8 +28,6 @@ class MixtralForCausalLM(Decoder):
             ExpertsPart(
                 moe=moe,
                 routing=Routing(moe.num_chosen, moe.normalises),
-                router="block_sparse_moe.gate",
-                experts="block_sparse_moe.experts",
-                projections=("w1", "w3", "w2"),
+                **EXPERTS,
             )
         )

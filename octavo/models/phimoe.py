@@ -19,6 +19,7 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import WeightLoader
+from octavo.models.mixtral import EXPERTS
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart, NormPart
 from octavo.models.rope import rope_values
@@ -83,9 +84,7 @@ class PhimoeForCausalLM(Decoder):
         part = ExpertsPart(
             moe=moe,
             routing=Routing(moe.num_chosen),
-            router="block_sparse_moe.gate",
-            experts="block_sparse_moe.experts",
-            projections=("w1", "w3", "w2"),
+            **EXPERTS,
         )
         has_bias = keys.flag("lm_head_bias")
         return dataclasses.replace(config.with_experts(part), has_head_bias=has_bias)

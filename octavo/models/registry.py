@@ -85,18 +85,6 @@ ARCHITECTURES |= {name: ARCHITECTURES[own] for name, own in OTHER_NAMES.items()}
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 HEADLESS = ("Model",)
 """Ends of the names of classes without logits of tokens; before them is the family's name."""
-ROOTS = {
-    "Bloom": "transformer.",
-    "Falcon": "transformer.",
-    "GPT2": "",
-    "GPTNeoX": "gpt_neox.",
-    "FalconMamba": "backbone.",
-    "Mamba": "backbone.",
-    "Mamba2": "backbone.",
-    "Mpt": "transformer.",
-    "NemotronH": "backbone.",
-}
-"""What precedes all names in a checkpoint with a head, and in none without, of families where that is not "model."."""
 OLDER_CLASSIFIERS = ("Bloom", "Falcon", "GPT2", "GPTNeoX", "Mpt")
 """Families whose classifiers of tokens have another name for their map than the others."""
 
@@ -191,8 +179,7 @@ def load_model(
     """
     make_linear = Linear if adapter_rows is None else adapter_rows.make_linear
     shard = Shard(collective.rank, collective.size)
-    purpose = None if config.has_head else _purpose(config.architecture)
-    part = TextPart(source, None if purpose is None else ROOTS.get(purpose[0], "model."))
+    part = TextPart(source, None if config.has_head else _root(config))
     weights = WeightLoader(
         part,
         form,
@@ -225,6 +212,12 @@ def load_model(
         labels=labels,
         mixtures=weights.mixtures,
     )
+
+
+def _root(config: ModelConfig) -> str:
+    """What precedes all names in a checkpoint with a head, and in none without."""
+    layers = config.names.layers if isinstance(config, DecoderConfig) else "model.layers"
+    return f"{layers.partition('.')[0]}."
 
 
 def _family(name: str) -> ModelFamily:

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.linear import Linear
 from octavo.layers.lora import AdapterRows
-from octavo.layers.mlp import GatedMLP
+from octavo.layers.mlp import MLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.output_mlp import output_mlp
 from octavo.quant.stored.packed import GroupedWeight
@@ -23,9 +23,9 @@ def packed(N: int, K: int) -> GroupedWeight:
     return GroupedWeight(random_groups("cpu", "int4", N, K, 128), torch.float32)
 
 
-def layers() -> tuple[Linear, GatedMLP]:
+def layers() -> tuple[Linear, MLP]:
     norm = RMSNorm(torch.rand(D) + 0.5, 1e-6)
-    mlp = GatedMLP(norm, Linear([packed(2 * F, D)]), Linear([packed(D, F)]))
+    mlp = MLP(norm, Linear([packed(2 * F, D)]), Linear([packed(D, F)]), "silu", None)
     return Linear([packed(D, A)]), mlp
 
 
@@ -62,7 +62,7 @@ def test_what_adds_to_results_is_left_to_its_layers(calls: list[Tensor]) -> None
     for other in (biased, adapted, dense, several):
         expected = mlp(other(attended_TA, residual=x_TD.clone()))
         assert torch.equal(output_mlp(other, mlp, attended_TA, x_TD.clone()), expected)
-    own = GatedMLP(mlp.norm, mlp.gate_up, Linear(mlp.down.weights, torch.randn(D)))  # type: ignore[union-attr]
+    own = MLP(mlp.before, mlp.up, Linear(mlp.down.weights, torch.randn(D)), "silu", None)  # type: ignore[union-attr]
     assert torch.equal(
         output_mlp(output, own, attended_TA, x_TD.clone()), own(output(attended_TA, residual=x_TD.clone()))
     )
