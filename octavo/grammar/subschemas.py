@@ -16,21 +16,8 @@ MAPS = ("properties", "patternProperties", "dependentSchemas")
 """Keywords with a schema per name."""
 DEFINITIONS = ("$defs", "definitions")
 WITHIN = (
-    "items",
-    "prefixItems",
-    "additionalItems",
-    "additionalProperties",
-    "anyOf",
-    "oneOf",
-    "allOf",
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "propertyNames",
-    "unevaluatedItems",
-    "unevaluatedProperties",
+    *("items", "prefixItems", "additionalItems", "additionalProperties", "anyOf", "oneOf", "allOf", "not", "if"),
+    *("then", "else", "contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties"),
 )
 """Keywords with a schema or a list of schemas."""
 ANNOTATIONS = frozenset(
@@ -38,21 +25,8 @@ ANNOTATIONS = frozenset(
 )
 
 UNSUPPORTED = (
-    "$dynamicRef",
-    "$recursiveRef",
-    "contains",
-    "dependencies",
-    "dependentRequired",
-    "dependentSchemas",
-    "else",
-    "if",
-    "maxContains",
-    "minContains",
-    "not",
-    "propertyNames",
-    "then",
-    "unevaluatedItems",
-    "unevaluatedProperties",
+    *("$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else"),
+    *("if", "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
     "uniqueItems",
 )
 """Keywords that no grammar keeps to."""

@@ -99,14 +99,7 @@ def read_recurrent(
 
 
 UNUSED = (
-    "residual_in_fp32",
-    "rescale_prenorm_residual",
-    "time_step_min",
-    "time_step_max",
-    "time_step_floor",
-    "chunk_size",
-    "layer_types",
-    "rms_norm",
-    "norm_before_gate",
+    *("residual_in_fp32", "rescale_prenorm_residual", "time_step_min", "time_step_max", "time_step_floor"),
+    *("chunk_size", "layer_types", "rms_norm", "norm_before_gate"),
 )
 """Keys of training, of other implementations, and what all checkpoints have alike."""

@@ -231,27 +231,10 @@ def _experts(keys: ConfigKeys, config: DecoderConfig, kinds: tuple[str, ...]) ->
 
 
 UNUSED = (
-    "n_routed_experts",
-    "n_shared_experts",
-    "moe_intermediate_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_overlap",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "num_logits_to_keep",
-    "use_mamba_kernels",
-    "expand",
-    "time_step_max",
-    "time_step_floor",
-    "chunk_size",
-    "mamba_proj_bias",
-    "mamba_ssm_cache_dtype",
-    "residual_in_fp32",
-    "rescale_prenorm_residual",
-    "num_nextn_predict_layers",
-    "sliding_window",
-    "hybrid_override_pattern",
-    "layers_block_type",
-    "layer_types",
+    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("moe_shared_expert_overlap", "num_experts_per_tok", "norm_topk_prob", "num_logits_to_keep", "use_mamba_kernels"),
+    *("expand", "time_step_max", "time_step_floor", "chunk_size", "mamba_proj_bias", "mamba_ssm_cache_dtype"),
+    *("residual_in_fp32", "rescale_prenorm_residual", "num_nextn_predict_layers", "sliding_window"),
+    *("hybrid_override_pattern", "layers_block_type", "layer_types"),
 )
 """Keys of experts where a model has none, of training, and of other implementations."""

@@ -177,7 +177,7 @@ def test_gpt2_may_have_the_names_and_masks_of_its_first_publication(tmp_path: Pa
         other.tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
         other.tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     models: list[Any] = [load(source).model, load(other).model]
-    weights = [model.layers[1].up.weights[0].weight_NK for model in models]
+    weights = [model.layers[1].mlp.up.weights[0].weight_NK for model in models]
     assert torch.equal(*weights)
     assert torch.equal(weights[0], source.tensors["transformer.h.1.mlp.c_fc.weight"].t())
 
@@ -187,7 +187,7 @@ def test_parts_of_one_kind_are_one_weight(tmp_path: Path) -> None:
     source = FolderSource(tmp_path)
     loaded = load(source, torch.bfloat16)
     layer: Any = loaded.model.layers[0]  # type: ignore[attr-defined]
-    assert len(layer.qkv_proj.weights) == len(layer.mlp.gate_up.weights) == 1
+    assert len(layer.qkv_proj.weights) == len(layer.mlp.up.weights) == 1
     num_parameters = sum(tensor.numel() for tensor in source.tensors.values())
     assert (loaded.num_parameters, loaded.num_bytes) == (num_parameters, 2 * num_parameters)
 
