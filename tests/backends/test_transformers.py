@@ -30,6 +30,8 @@ from octavo_fleet.transformers.own_cache import OwnCacheTransformer
 from octavo_fleet.transformers.paged import PagedTransformer
 from tests.backends.checkpoints import FAMILIES, OWN, PAGED, save_checkpoint
 from tests.gguf_reference import read_once
+from tests.models.families import make_checkpoint
+from tests.models.gguf_files import write_gguf
 from tests.quant.writers import Writer, compressed, fp8, modelopt_fp8, modelopt_nvfp4, quantise
 from tests.tiers import nightly_after, one_in
 
@@ -288,9 +290,21 @@ def test_checkpoints_of_compressed_tensors(tmp_path: Path, is_marked: bool) -> N
     assert run(build_engine(settings)[0], prompts()) == right
 
 
-@pytest.mark.slow
+def test_a_gguf_file_is_read(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama/gqa")
+    path = write_gguf(tmp_path, model, tokens=[f"t{number}" for number in range(model.config.vocab_size)])
+    settings = {"model": path, "device": "cpu", "max_model_len": 128, "num_kv_blocks": 100}
+    with read_once():
+        engine, info = build_engine(EngineConfig.from_flat({**settings, "backend": "transformers"}))
+    own, _ = build_engine(EngineConfig.from_flat(settings))
+    assert info.architecture == "LlamaForCausalLM"
+    asked = [[5, 6, 7], [number % 90 for number in range(40)]]
+    assert run(engine, asked) == run(own, asked)
+
+
+@pytest.mark.nightly
 @pytest.mark.model
-def test_a_gguf_file_is_read(default_model_path: Path) -> None:
+def test_the_file_of_the_default_model_is_read(default_model_path: Path) -> None:
     """Weights are rounded otherwise than by Octavo's kernels, so only the first tokens are compared."""
     asked = [[504, 3575, 282, 4649, 314]]  # "The capital of France is"
     settings = {"model": default_model_path, "device": "cpu", "max_model_len": 128, "kv_cache_memory": 0.1}

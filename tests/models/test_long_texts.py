@@ -65,14 +65,16 @@ def test_each_token_has_the_factors_of_the_text_before_it(tmp_path: Path, drafts
         alone = [llm.generate([prompt], params)[0] for prompt in asked]
         together = llm.generate(asked, params)
         assert together[3].num_cached_tokens >= 90
-    for prompt, *results in zip(asked, alone, together, strict=True):
-        for result in results:
-            tokens = list(result.outputs[0].token_ids)
-            assert len(tokens) == 24
-            for index, (token, told) in enumerate(zip(tokens, result.outputs[0].logprobs or [], strict=True)):
-                expected = logprobs(model, [*prompt, *tokens[:index]])[-1]
-                assert token == int(expected.argmax())
-                assert told[token].logprob == pytest.approx(expected[token].item(), abs=1e-4)
+    for prompt, first, again in zip(asked, alone, together, strict=True):
+        tokens = list(first.outputs[0].token_ids)
+        assert len(tokens) == 24
+        assert list(again.outputs[0].token_ids) == tokens
+        told = zip(tokens, first.outputs[0].logprobs or [], again.outputs[0].logprobs or [], strict=True)
+        for index, (token, *numbers) in enumerate(told):
+            expected = logprobs(model, [*prompt, *tokens[:index]])[-1]
+            assert token == int(expected.argmax())
+            for number in numbers:
+                assert number[token].logprob == pytest.approx(expected[token].item(), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -103,12 +103,12 @@ def test_on_an_even_machine_both_predictions_are_right(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", nightly_after(1, (2, 1)))
 def test_what_a_step_takes_after_a_pause_is_learned(depth: int) -> None:
-    result = compared(lambda now: 1.0, 20, 2, depth, waking=0.01)
+    result = compared(lambda now: 1.0, 20, 1, depth, waking=0.01)
     assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]
 
 
 def test_requests_are_taken_in_when_they_are_due_however_late_sleeps_end() -> None:
-    result = compared(lambda now: 1.0, 20, 2, late=0.0015)
+    result = compared(lambda now: 1.0, 20, 1, late=0.0015)
     assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]
     for row in result["rows"]:
         assert abs(row["ttft_p50"]["predicted"]) < 0.02, row
@@ -133,7 +133,7 @@ def test_noise_of_single_steps_is_drawn_as_it_was() -> None:
 
 def test_a_machine_that_becomes_slower_is_followed() -> None:
     """It is half as fast in the end, which calibrations before and after a workload see."""
-    result = compared(lambda now: 1 + (now - 50) / 100, 20, 2)
+    result = compared(lambda now: 1 + (now - 50) / 100, 20, 1)
     for row in result["rows"]:
         assert abs(row["output_tokens_per_second"]["predicted"]) < 0.1, row
         assert abs(row["itl_p50"]["predicted"]) < 0.1, row

@@ -18,7 +18,7 @@ from octavo.errors import RanksLost
 from octavo.ops.collective import SINGLE_RANK, gathered_rows
 from octavo_kernels.cpu.collective import SharedCollective, region_bytes
 
-ROUNDS = int(os.environ.get("OCTAVO_COLLECTIVE_ROUNDS", "3000"))
+ROUNDS = int(os.environ.get("OCTAVO_COLLECTIVE_ROUNDS", "1500"))
 """Rounds of the test with delays; 1,000,000 take minutes."""
 
 

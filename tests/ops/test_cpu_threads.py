@@ -206,9 +206,7 @@ PROGRAM = (
     ONE_KERNEL
     + """
 from octavo.ops.block_linear import PackedBlocks
-from octavo.ops.linear import Fused
 from tests.ops.cpu_cases import random_blocks
-ops.linear(torch.zeros(1, 64), torch.zeros(32, 64), Fused(activation="silu"))
 ops.block_linear(torch.zeros(1, 32), PackedBlocks.pack(random_blocks("Q4_1", 32, 32)))
 """
 )

@@ -34,7 +34,7 @@ from tests.tiers import nightly_after
 
 NUM_KILLS = int(os.environ.get("OCTAVO_RANK_KILLS", "2"))
 NUM_STREAMS = 16
-MAX_TOKENS = 120
+MAX_TOKENS = 60
 SECONDS = 180.0
 ATTACKS = [
     *((1, signal.SIGKILL), (0, signal.SIGSTOP), (0, signal.SIGKILL)),
@@ -88,6 +88,11 @@ def processes(engine: AsyncEngine) -> list[int]:
     return [engine.pid, *sorted(child.pid for child in children if "octavo.rank_process" in child.cmdline())]
 
 
+def shared_memory() -> set[str]:
+    """What has a name there, but for the semaphores that other processes of this machine make with multiprocessing."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 async def are_gone(pids: list[int]) -> bool:
     async with asyncio.timeout(10):
         while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
@@ -135,7 +140,7 @@ def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(
     heads = {"num_attention_heads": 2 * size, "hidden_size": 16 * size}
     rewrite(tmp_path, {**heads, **(MIXTURE if "enable_expert_parallel" in settings else {})})
     config = make_config(tmp_path, size, **settings)
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     seen: set[int] = set()
     recoveries: list[float] = []
 
@@ -164,7 +169,7 @@ def test_ranks_that_are_killed_or_stopped_lose_and_change_nothing(
             assert await are_gone(sorted(seen.difference(processes(engine))))
 
     asyncio.run(main())
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_memory() <= before
     print(f"{NUM_KILLS} kills: median {sorted(recoveries)[NUM_KILLS // 2]:.1f} s, longest {max(recoveries):.1f} s")
 
 
