@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -76,9 +75,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _complete(self, path: str, fields: dict[str, Any]) -> Completion:

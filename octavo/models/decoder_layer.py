@@ -36,8 +36,6 @@ from octavo.quant.stored.stored_weight import Order
 
 FeedForward = Callable[[Tensor], Tensor]
 """Maps the residual stream [T, D], which it may overwrite, to the next one."""
-AddTo = Callable[[Tensor, Tensor], Tensor]
-"""What is done with a layer's result before it is added to the residual stream, and that: both [T, D]."""
 
 
 def no_feed_forward(x_TD: Tensor) -> Tensor:
@@ -168,7 +166,8 @@ class DecoderLayer:
             before = self.stream_norm(config, weights, prefix, names.before_mlp)
         after = self.stream_norm(config, weights, prefix, names.after_mlp)
         if isinstance(part, ExpertsPart):
-            return self.mixture(config, part, weights, prefix, before, after)
+            assert after is None, "no family normalises what experts give"
+            return self.mixture(config, part, weights, prefix, before)
         ups = [f"{prefix}.{name}" for name in names.ups]
         if isinstance(part.activation, str):
             up = weights.gate_up(ups, part.size, D, part.has_bias)
@@ -178,13 +177,7 @@ class DecoderLayer:
         return MLP(before, up, down, part.activation, after)
 
     def mixture(
-        self,
-        config: DecoderConfig,
-        part: ExpertsPart,
-        weights: WeightLoader,
-        prefix: str,
-        before: Norm | None,
-        after: AddTo | None,
+        self, config: DecoderConfig, part: ExpertsPart, weights: WeightLoader, prefix: str, before: Norm | None
     ) -> FeedForward:
         """The feed-forward part of a layer with experts."""
         moe, D, X, F = part.moe, config.hidden_size, part.moe.num_experts, part.moe.expert_size
@@ -205,7 +198,7 @@ class DecoderLayer:
         else:
             experts = weights.experts(experts_name, shape)
         shared = self.shared_expert(config, part, weights, prefix) if moe.shared_size else None
-        return MoE(router, experts, shared, weights.collective, after)
+        return MoE(router, experts, shared, weights.collective)
 
     def shared_expert(
         self, config: DecoderConfig, part: ExpertsPart, weights: WeightLoader, prefix: str

@@ -14,7 +14,7 @@ from octavo.layers.norm import Norm
 from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.decoder_layer import AddTo, DecoderLayer, FeedForward
+from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.loader import ExpertShape, WeightLoader
 from octavo.models.moe import read_experts
 from octavo.models.parts import DecoderConfig, ExpertsPart
@@ -35,13 +35,7 @@ ROPE = {
 
 class GptOssLayer(DecoderLayer):
     def mixture(
-        self,
-        config: DecoderConfig,
-        part: ExpertsPart,
-        weights: WeightLoader,
-        prefix: str,
-        before: Norm | None,
-        after: AddTo | None,
+        self, config: DecoderConfig, part: ExpertsPart, weights: WeightLoader, prefix: str, before: Norm | None
     ) -> FeedForward:
         mlp, D, X, F = f"{prefix}.mlp", config.hidden_size, part.moe.num_experts, part.moe.expert_size
         routing = part.routing._replace(bias_X=weights.exact(f"{mlp}.router.bias", X))

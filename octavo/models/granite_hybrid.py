@@ -9,6 +9,7 @@ from octavo.layers.norm import RMSNorm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.falcon_h1 import NAMES
 from octavo.models.granite import with_experts, with_factors
 from octavo.models.hybrid import (
     LINEAR,
@@ -24,12 +25,6 @@ from octavo.models.parts import DecoderConfig, Names
 
 OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 GRANITE = Names(ups=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
-BAMBA = Names(
-    norm="model.final_layernorm",
-    before_mlp="pre_ff_layernorm",
-    ups=("feed_forward.gate_proj", "feed_forward.up_proj"),
-    down="feed_forward.down_proj",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +88,7 @@ class BambaForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         num_layers = keys.size("num_hidden_layers")
-        config = read_decoder(keys, max_len, eps=1e-5, rotary=0.5, windows=((FULL,) * num_layers, None), names=BAMBA)
+        config = read_decoder(keys, max_len, eps=1e-5, rotary=0.5, windows=((FULL,) * num_layers, None), names=NAMES)
         attends = keys.get("attn_layer_indices", [])
         if not isinstance(attends, list | tuple) or not all(type(i) is int for i in attends):
             raise wrong("attn_layer_indices", attends, "a list of layer numbers")

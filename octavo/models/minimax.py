@@ -14,11 +14,12 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.heads import StepAngles
+from octavo.layers.moe import MoE
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.decoder_layer import AddTo, DecoderLayer, FeedForward
+from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.hybrid import LINEAR
 from octavo.models.layer_cache import recurrent_state, state_layer
 from octavo.models.linear_parts import MatrixRows
@@ -68,15 +69,12 @@ class MiniMaxLayer(DecoderLayer):
             weights.tensors.leave_out(f"{name}.{decay}")
 
     def mixture(
-        self,
-        config: DecoderConfig,
-        part: ExpertsPart,
-        weights: WeightLoader,
-        prefix: str,
-        before: Norm | None,
-        after: AddTo | None,
+        self, config: DecoderConfig, part: ExpertsPart, weights: WeightLoader, prefix: str, before: Norm | None
     ) -> FeedForward:
-        return super().mixture(config, part, weights, prefix, before, partial(_weighted, self.mlp_factors))
+        moe = super().mixture(config, part, weights, prefix, before)
+        assert isinstance(moe, MoE)
+        moe.after = partial(_weighted, self.mlp_factors)
+        return moe
 
     def lightning(self, h_TD: Tensor, cache: LayerCache, rows: PagedRows) -> Tensor:
         """The gated outputs of this device's heads, [T, N H]."""

@@ -20,7 +20,7 @@ from octavo.layers.norm import Norm, RMSNorm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
-from octavo.models.decoder_layer import AddTo, FeedForward, no_feed_forward
+from octavo.models.decoder_layer import FeedForward, no_feed_forward
 from octavo.models.hybrid import LINEAR, HybridLayer, MambaSizes, Recurrence, layer_kinds, load_mamba2, read_limits
 from octavo.models.layer_cache import state_layer
 from octavo.models.loader import ExpertShape, WeightLoader
@@ -105,13 +105,7 @@ class NemotronHLayer(HybridLayer):
         return super().feed_forward(config, weights, prefix, index)
 
     def mixture(
-        self,
-        config: DecoderConfig,
-        part: ExpertsPart,
-        weights: WeightLoader,
-        prefix: str,
-        before: Norm | None,
-        after: AddTo | None,
+        self, config: DecoderConfig, part: ExpertsPart, weights: WeightLoader, prefix: str, before: Norm | None
     ) -> LatentMoE:
         assert isinstance(config, NemotronHConfig)
         D, L, moe, name = config.hidden_size, config.latent_size, part.moe, f"{prefix}.mixer"

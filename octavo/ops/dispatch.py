@@ -159,27 +159,25 @@ def choices(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Ker
     return [choice for item in ops for choice in item.choices(device, torch.int64 if item.takes_ids else dtype)]
 
 
-@contextlib.contextmanager
-def only(name: str) -> Iterator[None]:
+def only(name: str) -> contextlib.AbstractContextManager[None]:
     """Within this block run only kernels of this name, and references for ops without one (for tests)."""
-    before, OPS.only = OPS.only, name
-    OPS.forget_choices()
-    try:
-        yield
-    finally:
-        OPS.only = before
-        OPS.forget_choices()
+    return _choosing(only=name)
+
+
+def wrapped(wrap: Wrap) -> contextlib.AbstractContextManager[None]:
+    """Within this block run ``wrap(op's name, implementation)`` in place of every implementation (for profilers)."""
+    return _choosing(wrap=wrap)
 
 
 @contextlib.contextmanager
-def wrapped(wrap: Wrap) -> Iterator[None]:
-    """Within this block run ``wrap(op's name, implementation)`` in place of every implementation (for profilers)."""
-    before, OPS.wrap = OPS.wrap, wrap
+def _choosing(**rules: Any) -> Iterator[None]:
+    before = {name: getattr(OPS, name) for name in rules}
+    vars(OPS).update(rules)
     OPS.forget_choices()
     try:
         yield
     finally:
-        OPS.wrap = before
+        vars(OPS).update(before)
         OPS.forget_choices()
 
 
