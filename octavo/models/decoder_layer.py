@@ -53,6 +53,12 @@ class DecoderLayer:
         self.after_attention = self.stream_norm(config, weights, prefix, config.names.after_attention)
         self.mlp = self.feed_forward(config, weights, prefix, index)
 
+    @property
+    def input_norm(self) -> RMSNorm:
+        """The norm before attention, of a family that has one."""
+        assert isinstance(self.before_attention, RMSNorm)
+        return self.before_attention
+
     def stream_norm(self, config: DecoderConfig, weights: WeightLoader, prefix: str, name: str | None) -> Norm | None:
         """A norm of the residual stream, if it has one of this name."""
         if name is None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from octavo.layers.attention import latent_attention
 from octavo.layers.heads import StepAngles
-from octavo.layers.norm import RMSNorm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
@@ -157,9 +156,8 @@ class DeepseekLayer(DecoderLayer):
         self.o_proj = weights.row(f"{name}.o_proj", D, N * config.value_size, self.part.has_output_bias)
 
     def mix(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
-        assert isinstance(self.before_attention, RMSNorm)
         cos_TR, sin_TR = step.angles[0]
-        h_TD = self.before_attention(x_TD)
+        h_TD = self.input_norm(x_TD)
         q_TW = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if self.query_rank else self.q_proj(h_TD)
         return latent_attention(q_TW, self.kv_proj(h_TD), self.latent_heads, cos_TR, sin_TR, cache, rows).flatten(1)
 

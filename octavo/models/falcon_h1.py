@@ -13,7 +13,6 @@ from octavo import ops
 from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP
-from octavo.layers.norm import RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
@@ -71,9 +70,8 @@ class FalconH1Layer(DecoderLayer):
     def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
         super().load_mixer(config, weights, prefix, index)
         assert isinstance(config, FalconH1Config)
-        assert isinstance(self.before_attention, RMSNorm)
         D, name, self.scales = config.hidden_size, f"{prefix}.mamba", config.mixer_scales
-        self.mamba = load_mamba2(weights, name, config.mamba, D, self.before_attention, config.norm_eps)
+        self.mamba = load_mamba2(weights, name, config.mamba, D, self.input_norm, config.norm_eps)
         self.mamba_output = weights.row(f"{name}.out_proj", D, config.mamba.inner, config.mamba_output_bias)
 
     def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:

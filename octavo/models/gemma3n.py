@@ -109,11 +109,10 @@ class Gemma3nLayer(Gemma4Layer):
 
     def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
         """The next streams side by side, [T, I D], or [R, I D] with logits indices."""
-        assert isinstance(self.before_attention, RMSNorm)
         assert isinstance(self.after_attention, RMSNorm)
         T, count = len(x_TD), self.num_streams
         mixed_TID = self.streams.mixed(x_TD.view(T, count, -1), self.active)
-        normed_TD = self.before_attention(mixed_TID[:, self.active].contiguous())
+        normed_TD = self.input_norm(mixed_TID[:, self.active].contiguous())
         attended_TN, both_TX = rows.pick(
             self.attend(self.qkv_proj(normed_TD), step, cache, rows),
             torch.cat((mixed_TID.flatten(1), normed_TD), dim=1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from octavo.layers.norm import RMSNorm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
@@ -35,11 +34,11 @@ class GraniteHybridConfig(DecoderConfig):
 class GraniteHybridLayer(HybridLayer):
     """Mamba-2 or attention, then the feed-forward layer."""
 
-    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
         assert isinstance(config, GraniteHybridConfig)
         D, name, sizes = config.hidden_size, f"{prefix}.mamba", config.mamba
         self.o_proj = weights.row(f"{name}.out_proj", D, sizes.inner, sizes.has_bias)
-        return load_mamba2(weights, name, sizes, D, norm, config.norm_eps)
+        return load_mamba2(weights, name, sizes, D, self.input_norm, config.norm_eps)
 
 
 def with_mamba(keys: ConfigKeys, config: DecoderConfig, kinds: tuple[str, ...]) -> GraniteHybridConfig:

@@ -42,11 +42,10 @@ class HybridLayer(DecoderLayer):
     def load_mixer(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> None:
         if not config.layers[index].is_recurrent:
             return super().load_mixer(config, weights, prefix, index)
-        assert isinstance(self.before_attention, RMSNorm)
-        self.recurrence = self.load_recurrence(config, weights, prefix, self.before_attention)
+        self.recurrence = self.load_recurrence(config, weights, prefix)
         return None
 
-    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
         """Load the recurrence, and the projection ``o_proj`` of its outputs."""
         raise NotImplementedError
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.layers.gated_delta import KimiDelta
-from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import ProportionalRope
 from octavo.models import mixtral
 from octavo.models.config import FULL
@@ -63,7 +62,7 @@ class KimiLinearConfig(DeepseekConfig):
 
 
 class KimiLinearLayer(HybridLayer, DeepseekLayer):
-    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
         assert isinstance(config, KimiLinearConfig)
         D, sizes, name = config.hidden_size, config.delta, f"{prefix}.self_attn"
         N, K = sizes.num_heads, sizes.key_dim
@@ -78,7 +77,7 @@ class KimiLinearLayer(HybridLayer, DeepseekLayer):
         heads = delta_heads(sizes, weights, name, config.norm_eps, "o_norm", decays_of_head=K)
         heads = heads._replace(gate="sigmoid")
         self.o_proj = weights.row(f"{name}.o_proj", D, sizes.values)
-        return KimiDelta(norm, projections, conv_WC, (decays, gates), K, heads)
+        return KimiDelta(self.input_norm, projections, conv_WC, (decays, gates), K, heads)
 
     def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
         if weights.tensors.has_module(f"{prefix}.{BLOCK.down}"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.layers.norm import RMSNorm
 from octavo.layers.short_conv import ShortConv
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys
@@ -71,7 +70,7 @@ def _ffn_size(keys: ConfigKeys, stored: int) -> int:
 
 
 class Lfm2Layer(HybridLayer):
-    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
         assert isinstance(config, Lfm2Config)
         D, name, has_bias = config.hidden_size, f"{prefix}.conv", config.conv_bias
         channels = Section(D, D)
@@ -79,7 +78,7 @@ class Lfm2Layer(HybridLayer):
         bias = weights.exact_part(f"{name}.conv.bias", channels) if has_bias else None
         conv_WD = weights.conv(f"{name}.conv", [channels], config.width)
         self.o_proj = weights.row(f"{name}.out_proj", D, D, has_bias)
-        return ShortConv(norm, projections, conv_WD, bias)
+        return ShortConv(self.input_norm, projections, conv_WD, bias)
 
 
 class Lfm2ForCausalLM(Decoder):

@@ -32,11 +32,11 @@ class RecurrentConfig(DecoderConfig):
 class Mamba2Layer(HybridLayer):
     """A recurrence without a feed-forward layer."""
 
-    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
         assert isinstance(config, RecurrentConfig)
         D, name = config.hidden_size, f"{prefix}.mixer"
         self.o_proj = weights.row(f"{name}.out_proj", D, config.mamba.inner, config.mamba.has_bias)
-        return self.mixer(config, weights, name, norm)
+        return self.mixer(config, weights, name, self.input_norm)
 
     def mixer(self, config: RecurrentConfig, weights: WeightLoader, name: str, norm: RMSNorm) -> Mamba2 | Mamba:
         """The layer without its output projection."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.heads import StepAngles
 from octavo.layers.moe import MoE
-from octavo.layers.norm import Norm, RMSNorm
+from octavo.layers.norm import Norm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
@@ -84,8 +84,7 @@ class MiniMaxLayer(DecoderLayer):
         return ops.sigmoid_and_mul(gate_TN, self.lightning_norm(out_TN))
 
     def __call__(self, x_TD: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
-        assert isinstance(self.before_attention, RMSNorm)
-        h_TD = self.before_attention(x_TD)
+        h_TD = self.input_norm(x_TD)
         if self.is_lightning:
             mixed = self.lightning(h_TD, cache, rows)
         else:

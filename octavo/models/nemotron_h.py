@@ -16,7 +16,7 @@ from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, squared_relu
 from octavo.layers.moe import ExpertRouter
-from octavo.layers.norm import Norm, RMSNorm
+from octavo.layers.norm import Norm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
@@ -93,11 +93,11 @@ class NemotronHLayer(HybridLayer):
         if self.kind in (LINEAR, FULL):
             super().load_mixer(config, weights, prefix, index)
 
-    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
         assert isinstance(config, NemotronHConfig)
         D, name, sizes = config.hidden_size, f"{prefix}.mixer", config.mamba
         self.o_proj = weights.row(f"{name}.out_proj", D, sizes.inner, sizes.has_bias)
-        return load_mamba2(weights, name, sizes, D, norm, config.norm_eps)
+        return load_mamba2(weights, name, sizes, D, self.input_norm, config.norm_eps)
 
     def feed_forward(self, config: DecoderConfig, weights: WeightLoader, prefix: str, index: int) -> FeedForward:
         if self.kind in (LINEAR, FULL):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 
 from octavo.layers.gated_delta import GatedDelta
-from octavo.layers.norm import RMSNorm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import Decoder, read_decoder
@@ -44,7 +43,7 @@ class OlmoHybridLayer(HybridLayer):
             names = Names(before_attention=first, before_mlp=second)
         super().__init__(dataclasses.replace(config, names=names), weights, prefix, index)
 
-    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
         assert isinstance(config, OlmoHybridConfig)
         D, sizes, name = config.hidden_size, config.delta, f"{prefix}.linear_attn"
         heads = delta_heads(sizes, weights, name, DELTA_NORM_EPS, "o_norm")._replace(beta_scale=config.beta_scale)
@@ -54,7 +53,7 @@ class OlmoHybridLayer(HybridLayer):
         stored = [MatrixRows(f"{name}.{part}_proj", [section]) for part, section in parts.items()]
         conv_WC = weights.convs([f"{name}.{part}_conv1d" for part in "qkv"], sizes.channels, sizes.width)
         self.o_proj = weights.row(f"{name}.o_proj", D, sizes.values)
-        return GatedDelta(norm, weights.fused(stored, D), conv_WC, heads)
+        return GatedDelta(self.input_norm, weights.fused(stored, D), conv_WC, heads)
 
 
 def _first(weights: WeightLoader, prefix: str, *names: str) -> str:

@@ -20,7 +20,6 @@ from octavo.errors import CheckpointError
 from octavo.layers.gated_delta import GatedDelta
 from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
-from octavo.layers.norm import RMSNorm
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
@@ -116,14 +115,14 @@ def read_qwen3_next(keys: ConfigKeys, max_len: int | None, ffn_size: int | None 
 class Qwen3NextLayer(HybridLayer):
     """A layer with the gated delta rule, or with gated attention; then the feed-forward layer."""
 
-    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str, norm: RMSNorm) -> Recurrence:
+    def load_recurrence(self, config: DecoderConfig, weights: WeightLoader, prefix: str) -> Recurrence:
         assert isinstance(config, Qwen3NextConfig)
         sizes, name = config.delta, f"{prefix}.linear_attn"
         heads = delta_heads(sizes, weights, name, config.norm_eps)
         projections = weights.fused(self.projections(sizes, name, weights), config.hidden_size)
         conv_WC = weights.conv(f"{name}.conv1d", sizes.channels, sizes.width)
         self.o_proj = self.output(config, weights, name)
-        return GatedDelta(norm, projections, conv_WC, heads)
+        return GatedDelta(self.input_norm, projections, conv_WC, heads)
 
     def output(self, config: Qwen3NextConfig, weights: WeightLoader, name: str) -> Linear | RowParallelLinear:
         """The map of the heads' outputs; where these are tiled, ranks cannot divide it, nor can adapters change it."""

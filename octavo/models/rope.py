@@ -75,14 +75,6 @@ def read_rope(given: Mapping[str, Any], context: RopeContext, default_theta: flo
     return rope
 
 
-def _default(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
-    return DefaultRope(theta)
-
-
-def _linear(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
-    return LinearRope(theta, keys.number("factor"))
-
-
 MOST_GROWTH = 64.0
 """``factor`` of dynamic scaling; there is a row of frequencies for each length."""
 
@@ -154,18 +146,14 @@ def _longrope(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRo
     return SwitchedRope(theta, original, short, long) if context.max_len > original else short
 
 
-def _factors(theta: float, keys: ConfigKeys, context: RopeContext) -> DefaultRope:
-    return FactorsRope(theta, keys.numbers("factors", context.width // 2))
-
-
 KINDS: dict[str, Callable[[float, ConfigKeys, RopeContext], DefaultRope]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda theta, keys, context: DefaultRope(theta),
+    "linear": lambda theta, keys, context: LinearRope(theta, keys.number("factor")),
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
-    "factors": _factors,
+    "factors": lambda theta, keys, context: FactorsRope(theta, keys.numbers("factors", context.width // 2)),
 }
 """``factors`` is the form of Llama 3 in GGUF files: a precomputed divisor for each frequency."""
 

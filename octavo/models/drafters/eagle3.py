@@ -110,8 +110,7 @@ class FirstLayer(DecoderLayer):
         ops.store_keys(qkv_TN, self.heads, *step.angles[0], cache, rows.of(cache).slot_mapping_T)
 
     def _qkv(self, embedded_TD: Tensor, h_TD: Tensor) -> Tensor:
-        assert isinstance(self.before_attention, RMSNorm)
-        return self.qkv_proj(ops.concat(self.before_attention(embedded_TD), h_TD))
+        return self.qkv_proj(ops.concat(self.input_norm(embedded_TD), h_TD))
 
 
 class Eagle3Head:
