@@ -16,7 +16,7 @@ from octavo.layers.heads import StepAngles, query_scale
 from octavo.layers.mlp import PlainActivation, gelu, gelu_tanh, relu, squared_relu
 from octavo.layers.norm import Norm
 from octavo.layers.rotary import Rotary
-from octavo.models.config import ACTIVATIONS, layer_windows, read_common, read_layer_types
+from octavo.models.config import ACTIVATIONS, FULL, layer_windows, read_common, read_layer_types
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.loader import WeightLoader
@@ -34,6 +34,10 @@ PLAIN_ACTIVATIONS: dict[str, Activation | PlainActivation] = {
     "relu2": squared_relu,
 }
 """Activations of feed-forward layers without gates."""
+
+
+NO_WINDOWS: tuple[Sequence[str], None] = (), None
+"""For ``read_decoder``: no layer has any, and ``layer_types`` means something else."""
 
 
 def read_decoder(
@@ -86,7 +90,7 @@ def read_decoder(
         activation=keys.choice(activation_key, activations, activation),
         has_bias=keys.flag("mlp_bias") if mlp_bias is None else mlp_bias,
     )
-    spans = layer_windows(types, window, longest)
+    spans = layer_windows(types or (FULL,) * common["num_layers"], window, longest)
     layers = [LayerPart(attention=dataclasses.replace(attention, window=span), mlp=mlp) for span in spans]
     return DecoderConfig(
         **common,

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from octavo.layers.attention import latent_attention
 from octavo.layers.heads import StepAngles
-from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.layer_cache import LayerCacheSpec
 from octavo.models.loader import WeightLoader
@@ -62,8 +61,7 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str, **names: 
     latent, given = keys.size("kv_lora_rank", 512), rope_values(keys)
     given.pop("partial_rotary_factor", None)
     keys.get("head_dim")
-    windows = ((FULL,) * keys.size("num_hidden_layers"), None)
-    config = read_decoder(keys.over({**keys.values, "head_dim": rotated}), max_len, rope=given, windows=windows)
+    config = read_decoder(keys.over({**keys.values, "head_dim": rotated}), max_len, rope=given, windows=NO_WINDOWS)
     mscale = given.get("mscale_all_dim", 0) if given.get("rope_type", given.get("type")) == "yarn" else 0
     growth = yarn_scale(given.get("factor", 1.0), mscale) if mscale else 1.0
     config = config.with_attention(

@@ -14,9 +14,8 @@ from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP
 from octavo.layers.row_parallel import RowParallelLinear
-from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.hybrid import MambaSizes, load_mamba2, read_bamba_sizes
 from octavo.models.layer_cache import LayerCacheSpec
@@ -93,8 +92,7 @@ class FalconH1ForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
-        windows = ((FULL,) * keys.size("num_hidden_layers"), None)
-        config = read_decoder(keys, max_len, eps=1e-5, activations=SILU, windows=windows, names=NAMES)
+        config = read_decoder(keys, max_len, eps=1e-5, activations=SILU, windows=NO_WINDOWS, names=NAMES)
         keys.pass_over("num_logits_to_keep", "layers_block_type", "layer_types")
         inner = None if keys.get("mamba_d_ssm") is None else keys.size("mamba_d_ssm")
         scale_in = keys.number("ssm_in_multiplier", 1.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.falcon_h1 import NAMES
 from octavo.models.granite import with_experts, with_factors
 from octavo.models.hybrid import (
@@ -61,9 +61,7 @@ class GraniteMoeHybridForCausalLM(Decoder):
         inner: dict[str, Any] = dict(keys.values)
         if not has_experts:
             inner["intermediate_size"] = size
-        config = read_decoder(
-            keys.over(inner), max_len, windows=((FULL,) * num_layers, None), ffn_size=size, names=names
-        )
+        config = read_decoder(keys.over(inner), max_len, windows=NO_WINDOWS, ffn_size=size, names=names)
         config = with_factors(keys, config)
         if has_experts:
             config = with_experts(keys, config, size)
@@ -87,7 +85,7 @@ class BambaForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         num_layers = keys.size("num_hidden_layers")
-        config = read_decoder(keys, max_len, eps=1e-5, rotary=0.5, windows=((FULL,) * num_layers, None), names=NAMES)
+        config = read_decoder(keys, max_len, eps=1e-5, rotary=0.5, windows=NO_WINDOWS, names=NAMES)
         attends = keys.get("attn_layer_indices", [])
         if not isinstance(attends, list | tuple) or not all(type(i) is int for i in attends):
             raise wrong("attn_layer_indices", attends, "a list of layer numbers")

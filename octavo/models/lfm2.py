@@ -7,7 +7,7 @@ import dataclasses
 from octavo.layers.short_conv import ShortConv
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys
-from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.hybrid import HybridLayer, Recurrence, layer_kinds
 from octavo.models.layer_cache import conv_state, state_layer
 from octavo.models.linear_parts import MatrixRows
@@ -44,7 +44,7 @@ def read_lfm2(keys: ConfigKeys, max_len: int | None) -> Lfm2Config:
         max_len,
         tied=keys.flag("tie_embedding", True),
         eps=keys.number("norm_eps", 1e-5),
-        windows=((FULL,) * num_layers, None),
+        windows=NO_WINDOWS,
         ffn_size=keys.get("block_ff_dim"),
         names=NAMES,
     )

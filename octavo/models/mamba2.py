@@ -7,9 +7,8 @@ import dataclasses
 from octavo.layers.mamba import Mamba
 from octavo.layers.mamba2 import Mamba2
 from octavo.layers.norm import RMSNorm
-from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import FeedForward, no_feed_forward
 from octavo.models.hybrid import HybridLayer, MambaSizes, Recurrence, ScanSizes, load_mamba2, read_limits
 from octavo.models.loader import WeightLoader
@@ -91,7 +90,7 @@ def read_recurrent(
         eps=1e-5,
         eps_key="layer_norm_epsilon",
         activations={"silu": "silu"},
-        windows=((FULL,) * num_layers, None),
+        windows=NO_WINDOWS,
         names=NAMES,
     )
     config = config.with_attention(rope=None).with_caches([mamba.cache] * num_layers)

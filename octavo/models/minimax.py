@@ -18,7 +18,7 @@ from octavo.layers.moe import MoE
 from octavo.layers.norm import Norm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
 from octavo.models.hybrid import LINEAR
 from octavo.models.layer_cache import recurrent_state, state_layer
@@ -115,8 +115,7 @@ class MiniMaxForCausalLM(Decoder):
         num_layers = keys.size("num_hidden_layers")
         head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
         rotary = keys.size("rotary_dim", head_dim) / head_dim
-        windows = ((FULL,) * num_layers, None)
-        config = read_decoder(keys, max_len, eps=1e-5, windows=windows, rotary=rotary, names=NAMES)
+        config = read_decoder(keys, max_len, eps=1e-5, windows=NO_WINDOWS, rotary=rotary, names=NAMES)
         if keys.get("shared_intermediate_size"):
             raise wrong("shared_intermediate_size", keys.get("shared_intermediate_size"), "0")
         if not keys.flag("postnorm", True):

@@ -19,7 +19,7 @@ from octavo.layers.moe import ExpertRouter
 from octavo.layers.norm import Norm
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import FeedForward, no_feed_forward
 from octavo.models.hybrid import LINEAR, HybridLayer, MambaSizes, Recurrence, layer_kinds, load_mamba2, read_limits
 from octavo.models.layer_cache import state_layer
@@ -169,7 +169,7 @@ class NemotronHForCausalLM(Decoder):
             activation_key="mlp_hidden_act",
             activation="relu2",
             activations={"relu2": squared_relu},
-            windows=((FULL,) * len(kinds), None),
+            windows=NO_WINDOWS,
             num_layers=len(kinds),
             names=NAMES,
         )

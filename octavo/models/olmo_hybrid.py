@@ -10,7 +10,7 @@ import dataclasses
 from octavo.layers.gated_delta import GatedDelta
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
@@ -66,7 +66,7 @@ class OlmoHybridForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         num_layers = keys.size("num_hidden_layers")
-        config = read_decoder(keys, max_len, windows=((FULL,) * num_layers, None), mlp_bias=False)
+        config = read_decoder(keys, max_len, windows=NO_WINDOWS, mlp_bias=False)
         kinds = keys.choices("layer_types", (LINEAR, FULL), num_layers)
         kinds = kinds or tuple(FULL if i % 4 == 3 else LINEAR for i in range(num_layers))
         count = keys.size("linear_num_key_heads", config.num_heads)

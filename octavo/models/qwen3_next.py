@@ -23,7 +23,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.gemma2 import norm_offset
 from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, recurrent_state, state_layer
@@ -87,9 +87,9 @@ def read_qwen3_next(keys: ConfigKeys, max_len: int | None, ffn_size: int | None 
     """Read the configuration, without experts; ``ffn_size`` is the default of ``intermediate_size``."""
     rope = {key: value for key, value in rope_values(keys).items() if key not in OF_IMAGES}
     num_layers, every = keys.size("num_hidden_layers"), keys.size("full_attention_interval", 4)
-    norm, windows = NormPart(offset=norm_offset(keys)), ((FULL,) * num_layers, None)
+    norm = NormPart(offset=norm_offset(keys))
     config = read_decoder(
-        keys, max_len, head_dim=256, rotary=0.25, rope=rope, windows=windows, ffn_size=ffn_size, norm=norm
+        keys, max_len, head_dim=256, rotary=0.25, rope=rope, windows=NO_WINDOWS, ffn_size=ffn_size, norm=norm
     )
     types = keys.choices("layer_types", (LINEAR, FULL), num_layers)
     types = types or tuple(FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers))
