@@ -154,9 +154,23 @@ def _head_dim(data: Metadata, default: int) -> int:
     return width
 
 
-def read_experts(data: Metadata, config: Config) -> None:
-    config["num_local_experts"] = data.count("expert_count")
-    config["num_experts_per_tok"] = data.count("expert_used_count")
+def read_experts(
+    data: Metadata, config: Config, total: str, used: str = "num_experts_per_tok", size: str | None = None
+) -> None:
+    """Set, under these names, the number of experts, that of a token's, and the size of one."""
+    config[total], config[used] = data.count("expert_count"), data.count("expert_used_count")
+    if size is not None:
+        config[size] = data.count("expert_feed_forward_length")
+
+
+def read_routing(data: Metadata, config: Config, is_normalised: bool = True) -> None:
+    """Set what DeepSeek's and related configurations say of routed experts. ``is_normalised``: whether the weights of a
+    token's experts sum to 1 where the file does not say."""
+    read_experts(data, config, "n_routed_experts", size="moe_intermediate_size")
+    config["routed_scaling_factor"] = data.real("expert_weights_scale", 1.0)
+    config["norm_topk_prob"] = data.flag("expert_weights_norm", is_normalised)
+    config["n_group"] = data.count("expert_group_count", 1)
+    config["topk_group"] = data.count("expert_group_used_count", 1)
 
 
 def read_scoring(data: Metadata, default: int | None = None) -> int:
@@ -174,13 +188,12 @@ def must_be_sigmoid(data: Metadata) -> None:
 
 def _mixtral(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    read_experts(data, config)
+    read_experts(data, config, "num_local_experts")
 
 
 def _qwen_moe(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    read_experts(data, config)
-    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    read_experts(data, config, "num_local_experts", size="moe_intermediate_size")
     config["norm_topk_prob"] = data.flag("expert_weights_norm", config["architectures"] != ["Qwen2MoeForCausalLM"])
 
 
@@ -192,8 +205,7 @@ def _qwen2_moe(data: Metadata, config: Config) -> None:
 
 def _phi3(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    window = data.count("attention.sliding_window", 0, low=0)
-    config["sliding_window"] = window or None
+    config["sliding_window"] = data.count("attention.sliding_window", 0, low=0) or None
 
 
 GLM4V = "Glm4vForConditionalGeneration"
@@ -294,8 +306,7 @@ def _gemma4(data: Metadata, config: Config) -> None:
     else:  # the larger models, in which an image's embeddings attend to each other
         config["use_bidirectional_attention"] = "vision"
     if experts:
-        config |= {"num_experts": experts, "top_k_experts": data.count("expert_used_count")}
-        config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+        read_experts(data, config, "num_experts", "top_k_experts", "moe_intermediate_size")
 
 
 def _rotated_share(data: Metadata, num_pairs: int) -> float:
@@ -353,8 +364,7 @@ def _gpt2(data: Metadata, config: Config) -> None:
 
 def _gpt_oss(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    read_experts(data, config)
-    config["intermediate_size"] = data.count("expert_feed_forward_length")
+    read_experts(data, config, "num_local_experts", size="intermediate_size")
     config["sliding_window"] = data.count("attention.sliding_window")
     if config["rope_scaling"] is None or config["rope_scaling"]["rope_type"] != "yarn":
         data.fail("rope.scaling.type", "must be yarn")
@@ -379,15 +389,9 @@ def _deepseek2(data: Metadata, config: Config) -> None:
     config["q_lora_rank"] = data.count("attention.q_lora_rank", 0, low=0) or None
     config["kv_lora_rank"] = data.count("attention.kv_lora_rank")
     config["intermediate_size"] = data.count("feed_forward_length")
-    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
-    config["n_routed_experts"] = data.count("expert_count")
-    config["num_experts_per_tok"] = data.count("expert_used_count")
+    read_routing(data, config, is_normalised=False)
     config["n_shared_experts"] = data.count("expert_shared_count")
     config["first_k_dense_replace"] = data.count("leading_dense_block_count", 0, low=0)
-    config["routed_scaling_factor"] = data.real("expert_weights_scale", 1.0)
-    config["norm_topk_prob"] = data.flag("expert_weights_norm", False)
-    config["n_group"] = data.count("expert_group_count", 1)
-    config["topk_group"] = data.count("expert_group_used_count", 1)
     if gating == SOFTMAX and config["n_group"] > 1:
         config["topk_method"] = "group_limited_greedy"
 

@@ -23,6 +23,7 @@ from octavo.weights.gguf.gguf_families import (
     must_be_sigmoid,
     read_experts,
     read_llama,
+    read_routing,
     with_sections,
 )
 from octavo.weights.gguf.gguf_metadata import Metadata
@@ -56,10 +57,8 @@ def _delta(data: Metadata, config: Config) -> None:
 
 
 def _delta_experts(data: Metadata, config: Config) -> None:
-    expert_size = data.count("expert_feed_forward_length")
-    read_llama(data, config, ffn_size=expert_size)
-    read_experts(data, config)
-    config["moe_intermediate_size"] = expert_size
+    read_llama(data, config, ffn_size=data.count("expert_feed_forward_length"))
+    read_experts(data, config, "num_local_experts", size="moe_intermediate_size")
     config["shared_expert_intermediate_size"] = data.count("expert_shared_feed_forward_length")
     config["norm_topk_prob"] = data.flag("expert_weights_norm", True)
     _delta_sizes(data, config)
@@ -156,9 +155,7 @@ def _lfm2_moe(data: Metadata, config: Config) -> None:
     _lfm2(data, config)
     del config["block_auto_adjust_ff_dim"]
     must_be_sigmoid(data)
-    config["num_experts"] = data.count("expert_count")
-    config["num_experts_per_tok"] = data.count("expert_used_count")
-    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    read_experts(data, config, "num_experts", size="moe_intermediate_size")
     config["num_dense_layers"] = data.count("leading_dense_block_count", 0, low=0)
     config["norm_topk_prob"] = data.flag("expert_weights_norm", True)
     config["routed_scaling_factor"] = data.real("expert_weights_scale", 1.0)
@@ -256,15 +253,9 @@ def _nemotron_h(data: Metadata, config: Config) -> None:
 
 def _nemotron_h_moe(data: Metadata, config: Config) -> None:
     _nemotron_h(data, config)
-    config["n_routed_experts"] = data.count("expert_count")
-    config["num_experts_per_tok"] = data.count("expert_used_count")
-    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    read_routing(data, config)
     config["moe_shared_expert_intermediate_size"] = data.count("expert_shared_feed_forward_length")
     config["n_shared_experts"] = data.count("expert_shared_count", 1)
-    config["norm_topk_prob"] = data.flag("expert_weights_norm", True)
-    config["routed_scaling_factor"] = data.real("expert_weights_scale", 1.0)
-    config["n_group"] = data.count("expert_group_count", 1)
-    config["topk_group"] = data.count("expert_group_used_count", 1)
     config["moe_latent_size"] = data.count("moe_latent_size", 0, low=0)
     must_be_sigmoid(data)
 

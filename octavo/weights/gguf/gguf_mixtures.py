@@ -26,6 +26,7 @@ from octavo.weights.gguf.gguf_families import (
     must_be_sigmoid,
     read_experts,
     read_llama,
+    read_routing,
     read_scoring,
 )
 from octavo.weights.gguf.gguf_metadata import Metadata
@@ -48,15 +49,9 @@ def _experts(data: Metadata, config: Config, kv_heads: int | None = None, head_d
     """The keys that DeepSeek's, GLM's and their relatives' configurations share; see ``read_llama``."""
     read_llama(data, config, data.count("expert_feed_forward_length"), kv_heads, head_dim=head_dim)
     drop(config, "mlp_bias")
-    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
-    config["n_routed_experts"] = data.count("expert_count")
-    config["num_experts_per_tok"] = data.count("expert_used_count")
+    read_routing(data, config)
     config["n_shared_experts"] = data.count("expert_shared_count", 0, low=0)
     config["first_k_dense_replace"] = first_sparse(data, config)
-    config["routed_scaling_factor"] = data.real("expert_weights_scale", 1.0)
-    config["norm_topk_prob"] = data.flag("expert_weights_norm", True)
-    config["n_group"] = data.count("expert_group_count", 1)
-    config["topk_group"] = data.count("expert_group_used_count", 1)
 
 
 def _list_sparse_layers(config: Config) -> None:
@@ -93,8 +88,7 @@ def _ernie_moe(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     config["use_bias"] = config.pop("attention_bias")
     drop(config, "mlp_bias")
-    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
-    config["moe_num_experts"], config["moe_k"] = data.count("expert_count"), data.count("expert_used_count")
+    read_experts(data, config, "moe_num_experts", "moe_k", "moe_intermediate_size")
     config["moe_num_shared_experts"] = data.count("expert_shared_count", 0, low=0)
     data.get("expert_shared_feed_forward_length")
     config["moe_layer_start_index"] = data.count("leading_dense_block_count", 0, low=0)
@@ -104,8 +98,7 @@ def _ernie_moe(data: Metadata, config: Config) -> None:
 def _hunyuan_moe(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     drop(config, "mlp_bias")
-    config["num_experts"], config["moe_topk"] = data.count("expert_count"), data.count("expert_used_count")
-    config["moe_intermediate_size"] = data.count("expert_feed_forward_length")
+    read_experts(data, config, "num_experts", "moe_topk", "moe_intermediate_size")
     config["num_shared_expert"] = data.count("expert_shared_count", 1)
     data.get("expert_shared_feed_forward_length")
 
@@ -127,8 +120,7 @@ def _llama4(data: Metadata, config: Config) -> None:
     read_llama(data, config, ffn_size=data.count("expert_feed_forward_length"))
     drop(config, "mlp_bias")
     config["intermediate_size_mlp"] = config["intermediate_size"]
-    config["intermediate_size"] = data.count("expert_feed_forward_length")
-    read_experts(data, config)
+    read_experts(data, config, "num_local_experts", size="intermediate_size")
     config["interleave_moe_layer_step"] = data.count("interleave_moe_layer_step", 1)
     config["use_qk_norm"] = config["num_local_experts"] != 128  # those of Maverick are not normalised
 
@@ -136,7 +128,7 @@ def _llama4(data: Metadata, config: Config) -> None:
 def _olmoe(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     drop(config, "mlp_bias")
-    config["num_experts"], config["num_experts_per_tok"] = data.count("expert_count"), data.count("expert_used_count")
+    read_experts(data, config, "num_experts")
     config["clip_qkv"] = data.real("attention.clamp_kqv") if data.has("attention.clamp_kqv") else None
 
 
@@ -145,7 +137,7 @@ def _granite_moe(data: Metadata, config: Config) -> None:
     drop(config, "mlp_bias")
     read_factors(data, config)
     config["has_separate_gates"] = True
-    read_experts(data, config)
+    read_experts(data, config, "num_local_experts")
     if data.has("expert_shared_feed_forward_length"):
         config["architectures"] = ["GraniteMoeSharedForCausalLM"]
         config["shared_intermediate_size"] = data.count("expert_shared_feed_forward_length")
@@ -158,8 +150,7 @@ def _cohere2_moe(data: Metadata, config: Config) -> None:
         config["rms_norm_eps"] = data.real("attention.layer_norm_rms_epsilon")
     config["logit_scale"] = data.real("logit_scale", 0.0625)
     config["prefix_dense_intermediate_size"] = config["intermediate_size"]
-    config["intermediate_size"] = expert_size
-    config["num_experts"], config["num_experts_per_tok"] = data.count("expert_count"), data.count("expert_used_count")
+    read_experts(data, config, "num_experts", size="intermediate_size")
     config["num_shared_experts"] = data.count("expert_shared_count", 0, low=0)
     data.get("expert_shared_feed_forward_length")
     config["first_k_dense_replace"] = first_sparse(data, config)
@@ -171,9 +162,8 @@ def _cohere2_moe(data: Metadata, config: Config) -> None:
 
 def _minimax_m2(data: Metadata, config: Config) -> None:
     read_llama(data, config, ffn_size=data.count("expert_feed_forward_length"))
-    config["intermediate_size"] = data.count("expert_feed_forward_length")
     must_be_sigmoid(data)
-    read_experts(data, config)
+    read_experts(data, config, "num_local_experts", size="intermediate_size")
     config.setdefault("partial_rotary_factor", 1.0)
     drop(config, "attention_bias", "mlp_bias")
 
@@ -181,9 +171,8 @@ def _minimax_m2(data: Metadata, config: Config) -> None:
 def _phimoe(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     drop(config, "mlp_bias")
-    read_experts(data, config)
-    window = data.count("attention.sliding_window", 0, low=0)
-    config["sliding_window"] = window or None
+    read_experts(data, config, "num_local_experts")
+    config["sliding_window"] = data.count("attention.sliding_window", 0, low=0) or None
     config["lm_head_bias"] = "output.bias" in data.file.tensors
 
 
