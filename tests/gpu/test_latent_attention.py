@@ -81,7 +81,8 @@ def test_a_layer_does_what_the_reference_does(step: str, cache_dtype: torch.dtyp
     chain = Chain(*STEPS[step], cache_dtype)
     (query, key, _), heads, cache = chain.layers[0]
     q, kv = ops.linear(chain.start_TD, query), ops.linear(chain.start_TD, key)
-    own = LayerCache(cache.keys.clone(), cache.keys.clone())
+    entries = cache.keys.clone()
+    own = LayerCache(entries, entries)
     found_TNV = ops.latent_attention(q, kv, heads, *chain.angles, cache, chain.rows)
     wanted_TNV = ops.latent_attention.reference(q, kv, heads, *chain.angles, own, chain.rows)
     if cache_dtype == torch.bfloat16:

@@ -41,6 +41,9 @@ from octavo_kernels.triton.recurrent.rules import (
 
 CHUNK = 64
 CHUNK_ROWS = tl.constexpr(CHUNK)
+LEAST = 64
+"""Fewest numbers of keys and of values that a program takes: with fewer, products of 16-bit numbers, as Triton 3.6
+makes them, read beyond the shared memory that they have."""
 INNER = 16
 """Rows of the diagonal blocks of A that are inverted together."""
 KEYS = 64
@@ -413,7 +416,7 @@ def recur_chunks(inputs: Inputs, state: Tensor, rows: StateRows, out: Tensor, fe
     before = torch.empty((places, N, K, V), dtype=dtype, device=device)
     of_delta = (w, scales) if is_delta else (None, None)
     strides, starts, slots = inputs.strides(), rows.cu_seqlens_q, rows.slots_S
-    key_block, width = (max(INNER, triton.next_power_of_2(size)) for size in (K, V))
+    key_block, width = (max(LEAST, triton.next_power_of_2(size)) for size in (K, V))
     columns = min(width, COLUMNS)
     staged = CHUNK * (2 * key_block + columns) * dtype.itemsize
     precision = "tf32x3" if dtype == torch.float32 else "tf32"
