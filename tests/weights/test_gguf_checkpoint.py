@@ -48,7 +48,6 @@ def test_configuration_has_hugging_face_keys(opened: Opener) -> None:
         "vocab_size": 40,
         "tie_word_embeddings": True,
         "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
     }

@@ -42,7 +42,7 @@ def read_windows(data: Metadata, config: Config, every: int, default: int | None
 def drop(config: Config, *names: str) -> None:
     """Remove what the family has no key for."""
     for name in names:
-        del config[name]
+        config.pop(name, None)
 
 
 # Norms, activations and biases other than Llama's.
@@ -84,7 +84,7 @@ def _seed_oss(data: Metadata, config: Config) -> None:
 
 def _ernie(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    drop(config, "attention_bias", "mlp_bias")
+    drop(config, "attention_bias")
     config["use_bias"] = has_bias(data, "attn_q")
 
 
@@ -100,7 +100,7 @@ def _ministral3(data: Metadata, config: Config) -> None:
     if config["rope_scaling"] is None:
         config["architectures"] = ["MistralForCausalLM"]
         config["sliding_window"] = None
-        drop(config, "attention_bias", "mlp_bias")
+        drop(config, "attention_bias")
     elif scale:
         config["rope_scaling"]["llama_4_scaling_beta"] = scale
 
@@ -108,7 +108,7 @@ def _ministral3(data: Metadata, config: Config) -> None:
 def _olmo(data: Metadata, config: Config) -> None:
     """Norms without weights, whose epsilon is fixed."""
     read_llama(data, config, eps=(LAYER_NORM, "layer_norm_eps"))
-    drop(config, "layer_norm_eps", "mlp_bias")
+    drop(config, "layer_norm_eps")
     config["clip_qkv"] = data.real("attention.clamp_kqv") if data.has("attention.clamp_kqv") else None
 
 
@@ -120,12 +120,12 @@ def _olmo2(data: Metadata, config: Config) -> None:
     config["architectures"] = ["Olmo3ForCausalLM"]
     read_windows(data, config, every=4)
     data.get("rope.freq_base_swa")  # the same for all layers
-    drop(config, "hidden_act", "mlp_bias")
+    drop(config, "hidden_act")
 
 
 def _exaone4(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    drop(config, "attention_bias", "mlp_bias")
+    drop(config, "attention_bias")
     is_large = config["num_hidden_layers"] == 64  # of which older files do not say that it has windows
     if data.has("attention.sliding_window") or is_large:
         read_windows(data, config, every=4, default=4096)
@@ -136,14 +136,12 @@ def _exaone4(data: Metadata, config: Config) -> None:
 def _hunyuan(data: Metadata, config: Config) -> None:
     """The converter has already put alpha into the base of the rotary frequencies."""
     read_llama(data, config)
-    drop(config, "mlp_bias")
     if data.count("expert_count", 1) > 1:
         data.fail("expert_count", "must be 1")
 
 
 def _glm(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    drop(config, "mlp_bias")
     config.setdefault("partial_rotary_factor", 1.0)
 
 
@@ -151,7 +149,6 @@ def _cohere(data: Metadata, config: Config) -> None:
     read_llama(data, config, eps=(LAYER_NORM, "layer_norm_eps"))
     config["logit_scale"] = data.real("logit_scale", 0.0625)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in data.file.tensors
-    drop(config, "mlp_bias")
 
 
 def _cohere2(data: Metadata, config: Config) -> None:

@@ -138,7 +138,8 @@ def read_llama(
     config["head_dim"] = head_dim or _head_dim(data, config["hidden_size"] // heads)
     config.update(read_rope(data, config["head_dim"]))
     config["attention_bias"] = has_bias(data, "attn_q") or has_bias(data, "attn_qkv")
-    config["mlp_bias"] = has_bias(data, "ffn_up")
+    if has_bias(data, "ffn_up"):
+        config["mlp_bias"] = True
 
 
 def has_bias(data: Metadata, module: str) -> bool:

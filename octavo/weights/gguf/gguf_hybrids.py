@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from octavo.weights.gguf.gguf_decoders import read_factors
+from octavo.weights.gguf.gguf_decoders import drop, read_factors
 from octavo.weights.gguf.gguf_families import (
     ATTENTION,
     DEEPSEEK,
@@ -147,8 +147,7 @@ def _lfm2(data: Metadata, config: Config) -> None:
     config["conv_L_cache"] = data.count("shortconv.l_cache")
     config["conv_bias"] = has_bias(data, "shortconv.conv")
     config["block_auto_adjust_ff_dim"] = False
-    for key in ("hidden_act", "attention_bias", "mlp_bias"):
-        del config[key]
+    drop(config, "hidden_act", "attention_bias")
 
 
 def _lfm2_moe(data: Metadata, config: Config) -> None:

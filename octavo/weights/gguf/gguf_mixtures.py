@@ -48,7 +48,6 @@ def first_sparse(data: Metadata, config: Config) -> int:
 def _experts(data: Metadata, config: Config, kv_heads: int | None = None, head_dim: int | None = None) -> None:
     """The keys that DeepSeek's, GLM's and their relatives' configurations share; see ``read_llama``."""
     read_llama(data, config, data.count("expert_feed_forward_length"), kv_heads, head_dim=head_dim)
-    drop(config, "mlp_bias")
     read_routing(data, config)
     config["n_shared_experts"] = data.count("expert_shared_count", 0, low=0)
     config["first_k_dense_replace"] = first_sparse(data, config)
@@ -87,7 +86,6 @@ def _exaone_moe(data: Metadata, config: Config) -> None:
 def _ernie_moe(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     config["use_bias"] = config.pop("attention_bias")
-    drop(config, "mlp_bias")
     read_experts(data, config, "moe_num_experts", "moe_k", "moe_intermediate_size")
     config["moe_num_shared_experts"] = data.count("expert_shared_count", 0, low=0)
     data.get("expert_shared_feed_forward_length")
@@ -97,7 +95,6 @@ def _ernie_moe(data: Metadata, config: Config) -> None:
 
 def _hunyuan_moe(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    drop(config, "mlp_bias")
     read_experts(data, config, "num_experts", "moe_topk", "moe_intermediate_size")
     config["num_shared_expert"] = data.count("expert_shared_count", 1)
     data.get("expert_shared_feed_forward_length")
@@ -118,7 +115,6 @@ def _hy_v3(data: Metadata, config: Config) -> None:
 def _llama4(data: Metadata, config: Config) -> None:
     """Chunks of 8,192 positions, and queries of layers without positions that grow, are not in the file."""
     read_llama(data, config, ffn_size=data.count("expert_feed_forward_length"))
-    drop(config, "mlp_bias")
     config["intermediate_size_mlp"] = config["intermediate_size"]
     read_experts(data, config, "num_local_experts", size="intermediate_size")
     config["interleave_moe_layer_step"] = data.count("interleave_moe_layer_step", 1)
@@ -127,14 +123,12 @@ def _llama4(data: Metadata, config: Config) -> None:
 
 def _olmoe(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    drop(config, "mlp_bias")
     read_experts(data, config, "num_experts")
     config["clip_qkv"] = data.real("attention.clamp_kqv") if data.has("attention.clamp_kqv") else None
 
 
 def _granite_moe(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    drop(config, "mlp_bias")
     read_factors(data, config)
     config["has_separate_gates"] = True
     read_experts(data, config, "num_local_experts")
@@ -157,7 +151,7 @@ def _cohere2_moe(data: Metadata, config: Config) -> None:
     config["expert_selection_fn"] = {SIGMOID: "sigmoid", SOFTMAX: "softmax"}[read_scoring(data, SIGMOID)]
     config["norm_topk_prob"] = data.flag("expert_weights_norm", True)
     read_windows(data, config, every=4)
-    drop(config, "attention_bias", "mlp_bias")
+    drop(config, "attention_bias")
 
 
 def _minimax_m2(data: Metadata, config: Config) -> None:
@@ -165,12 +159,11 @@ def _minimax_m2(data: Metadata, config: Config) -> None:
     must_be_sigmoid(data)
     read_experts(data, config, "num_local_experts", size="intermediate_size")
     config.setdefault("partial_rotary_factor", 1.0)
-    drop(config, "attention_bias", "mlp_bias")
+    drop(config, "attention_bias")
 
 
 def _phimoe(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    drop(config, "mlp_bias")
     read_experts(data, config, "num_local_experts")
     config["sliding_window"] = data.count("attention.sliding_window", 0, low=0) or None
     config["lm_head_bias"] = "output.bias" in data.file.tensors
