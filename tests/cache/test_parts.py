@@ -132,6 +132,7 @@ def test_what_is_published_cannot_be_taken_back() -> None:
         cache.truncate(seq, 7)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=80, deadline=None)
 def test_any_mixture_of_verbs_keeps_the_books(data: st.DataObject) -> None:

@@ -248,6 +248,7 @@ def test_turns_that_add_an_image_begin_where_the_last_one_ended_less_an_interval
     assert answer(engine, with_images(9, other)) == 0
 
 
+@pytest.mark.slow
 def test_every_slot_is_accounted_for_in_a_long_churn() -> None:
     """Conversations of which some are aborted, with hardly room for their states."""
     engine, _ = made(num_snapshots=6, num_seqs=3, tokens=40, every=128, num_blocks=90)

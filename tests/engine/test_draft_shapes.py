@@ -16,6 +16,7 @@ from tests.engine.making import make_request
 from tests.tiers import nightly_after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", nightly_after(6, range(20)))
 def test_no_step_exceeds_the_largest(seed: int) -> None:
     rng = random.Random(seed)

@@ -159,6 +159,7 @@ def test_many_tenants_that_come_at_once_take_places_of_a_flood_in_one_step() -> 
     run_to_end(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", nightly_after(2, range(3)))
 def test_a_tenant_below_its_share_has_a_place_within_two_steps(seed: int, depth: int) -> None:

@@ -49,6 +49,7 @@ def worst_gaps(max_itl: float | None, cost: StepCost, depth: int = 1) -> tuple[f
     return gaps[-1], gaps[int(len(gaps) * 0.99)], engine.runner.num_computed / engine.runner.now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", [StepCost(), RoughCost(), StepCost(0.001, 0.0001, 0.0001)])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_itl_stays_below_the_limit(cost: StepCost, depth: int) -> None:
@@ -100,6 +101,7 @@ def test_it_admits_no_more_than_the_limit_bears() -> None:
     assert LEAST_CHUNK > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_targets_for_the_first_token_and_between_tokens_hold_together(depth: int) -> None:
     """Long prompts that have time, and short ones in between that have none, while others decode."""

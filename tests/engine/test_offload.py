@@ -40,6 +40,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @one_in(2)
 @pytest.mark.parametrize("count", [8, pytest.param(25, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -145,6 +146,7 @@ def test_tiers_keep_the_hit_rate_of_a_cache_four_times_as_large(tmp_path: Path) 
     assert with_host == with_disk == roomy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 3.0])
 def test_states_that_were_given_up_come_back_with_their_blocks(
     tmp_path: Path, seconds: float, monkeypatch: pytest.MonkeyPatch
@@ -164,6 +166,7 @@ def test_states_that_were_given_up_come_back_with_their_blocks(
     assert share > roomy  # its first turns are found, too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_snapshots", [None, 3])
 def test_files_that_are_damaged_or_gone_cost_time_and_nothing_else(tmp_path: Path, num_snapshots: int | None) -> None:
     talks = Conversations(100, 20, tmp_path, num_snapshots)

@@ -60,6 +60,7 @@ def usual(sizes: list[int]) -> int:
     return max(set(late), key=late.count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("free", [128, 256, 512])
 def test_prompts_are_computed_where_rows_are_free(free: int) -> None:
     sizes, _ = serve(CheapRows(free=free))

@@ -100,6 +100,7 @@ def test_a_draft_costs_more_behind_a_longer_context() -> None:
         assert model.draft_seconds(300, 32, position) == pytest.approx(22e-6 + 1e-9 * position, rel=0.2)
 
 
+@pytest.mark.slow
 def test_it_stays_sound_over_many_steps_of_few_kinds() -> None:
     model, rng = StepModel(2048), random.Random(5)
     works: list[Callable[[], StepWork]] = [lambda: step(8, 8, 9000), lambda: step(519, 8, 9000, True, 1_000_000)]

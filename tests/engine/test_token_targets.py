@@ -43,6 +43,7 @@ def with_target(seconds: float) -> SchedulerSettings:
     return SchedulerSettings(scheduling_policy="deadline", tpot_target=seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("cost", [StepCost(), RoughCost()])
 def test_the_tightest_target_of_decoding_sequences_is_met(depth: int, cost: StepCost) -> None:
@@ -141,6 +142,7 @@ def test_an_unreachable_target_costs_other_sequences_nothing() -> None:
     assert max(progress[100 + n].ttft for n in range(20)) < 1.05 * max(free[100 + n].ttft for n in range(20))
 
 
+@pytest.mark.slow
 def test_sequences_without_targets_do_not_starve() -> None:
     """Requests with targets come as fast as they are served, and others among them are served as well."""
     cost = StepCost(0.001, 0.00001, 0.001)

@@ -364,6 +364,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [5, nightly(40)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_workloads_from_prompts_that_another_engine_computed(

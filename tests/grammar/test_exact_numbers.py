@@ -131,6 +131,7 @@ def takes(matcher: LLMatcher, text: str) -> bool:
     return fresh.try_consume_tokens(tokens) == len(tokens) and fresh.is_accepting()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", range(10))
 def test_what_ends_is_valid_in_arbitrary_precision(batch: int) -> None:
     num_written = 0

@@ -63,6 +63,7 @@ def trial() -> tester.Tester:
     return tester.Tester(VOCABULARY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_large_forms_are_served(name: str) -> None:
     kind, text = trial().serve(forms.grammar_text(LARGE[name]))
@@ -110,6 +111,7 @@ def test_numbers_that_end_the_process_of_llguidance_do_not_reach_it(number: floa
     assert trial().serve(forms.grammar_text(form))[0] == REFUSED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BOMBS, *LARGE])
 def test_what_passes_the_trial_can_be_written(name: str) -> None:
     """Under the limits of the engine, for far longer than the trial writes."""

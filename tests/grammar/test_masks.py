@@ -98,6 +98,7 @@ def random_request(rng: random.Random, request_id: int) -> Request:
     return request
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_any_workload_gives_what_a_plain_loop_gives(depth: int, drafts: bool) -> None:

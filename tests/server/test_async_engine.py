@@ -192,6 +192,7 @@ def test_metrics_agree_with_what_happened() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_an_engine_process_is_told_to_prepare_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a request with one does not need a longer life of the process than another."""
     told: list[bool] = []

@@ -252,6 +252,7 @@ def answers(client: socket.socket, number: int) -> list[bytes]:
     return re.findall(rb"x-request-id: (\S+)", data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [17, 18, 20, 200, 3000])
 @pytest.mark.parametrize("size", [1 << 20, 1000])
 def test_pipelined_requests_are_all_answered(served: Served, number: int, size: int) -> None:

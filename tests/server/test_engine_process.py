@@ -137,6 +137,7 @@ def test_kernels_are_measured_by_the_first_process_alone() -> None:
     assert to_flat(configs[0]) == settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["stop", "close", "SIGTERM"])
 def test_it_ends_in_order(children: list[Child], ending: str) -> None:
     child = start(children)

@@ -127,6 +127,7 @@ def ready_and(code: int) -> int:
     return code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "code", "starts"),
     [
@@ -144,6 +145,7 @@ def test_when_it_is_started_again(tmp_path: Path, act: Callable[[int], int], cod
     assert len(log.read_text()) == starts
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("how", ["stopped", "waits"])
 def test_a_start_that_stands_still_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:

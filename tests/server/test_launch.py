@@ -77,6 +77,7 @@ def test_a_tool_that_is_not_installed(tmp_path: Path) -> None:
     assert ended.returncode == EXIT_ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", [["-p", "hi"], []])
 def test_what_is_behind_the_dashes_is_for_the_tool(rest: list[str], program: Path) -> None:
     """The server is missing, and nothing else is wrong."""

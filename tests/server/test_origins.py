@@ -48,6 +48,7 @@ def routes(served: Served) -> list[tuple[str, str]]:
     return [(method, route.path) for route in served.app.routes for method in route.methods]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_no_page_of_another_origin_changes_anything(serve_app: Any) -> None:
     served = serve_app(enable_sleep_mode=True)
     changing = [route for route in routes(served) if route[0] not in WITHOUT_EFFECT or route[1] in CHANGED_BY_READING]

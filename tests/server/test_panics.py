@@ -52,6 +52,7 @@ def status(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -122,6 +122,7 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(start: Callable[..., Process], number: signal.Signals) -> None:
     process = start()

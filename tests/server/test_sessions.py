@@ -202,6 +202,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     served.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", [Claude, Codex, OpenCode])
 def test_each_turn_of_an_agent_finds_the_one_before(served: Served, agent: type[Session]) -> None:
     """Two helpers with instructions of their own come in between; the second finds those of the first."""

@@ -56,6 +56,7 @@ def test_running_requests_are_finished_and_later_ones_wait_and_wake_it() -> None
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_running_requests_can_be_kept_or_ended(mode: Any) -> None:
     async def main() -> None:

@@ -204,6 +204,7 @@ def test_a_collector_that_is_down_is_logged_once(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
 def test_a_collector_that_never_answers_holds_up_no_end(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
     """Not even with many batches, each of which has the time of an export; nor one that answers without an end."""

@@ -23,6 +23,7 @@ from tests.server.fake_engine import VOCAB, expected
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
 
 
+@pytest.mark.slow
 def test_running_requests_go_on_with_new_weights() -> None:
     async def main() -> None:
         async with running(**SLOW) as engine:
@@ -78,6 +79,7 @@ def test_sixty_four_streams_over_twenty_updates_in_place() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_taken_in_place_are_those_of_a_new_process() -> None:
     async def main() -> None:
         async with running(**IN_PLACE) as engine:
@@ -119,6 +121,7 @@ def test_weights_that_were_received_are_lost_with_the_process() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_loaded_leave_the_earlier_ones() -> None:
     async def main() -> None:
         async with running(**SLOW) as engine:
@@ -134,6 +137,7 @@ def test_weights_that_cannot_be_loaded_leave_the_earlier_ones() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 def test_nothing_is_computed_while_the_server_is_paused(mode: Any) -> None:
     async def main() -> None:

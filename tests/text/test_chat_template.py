@@ -186,6 +186,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_disaster_is_one_requests_error_and_over_soon(make: Any, name: str) -> None:
     template = make(GUARD + BOMBS[name] + "{% endif %}", max_seconds=0.5)

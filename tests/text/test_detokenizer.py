@@ -25,6 +25,7 @@ def in_pieces(tokenizer: Tokenizer, parts: list[list[int]], skip: bool) -> list[
     return [*(detokenizer.push(part) for part in parts), detokenizer.flush()]
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(parts=pieces, skip=st.booleans())
 def test_any_cut_gives_the_same_text(parts: list[list[int]], skip: bool) -> None:

@@ -43,6 +43,7 @@ def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_threads")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("adds_special", [False, True])

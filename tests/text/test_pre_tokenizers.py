@@ -48,6 +48,7 @@ def test_unknown_names_are_refused_by_name() -> None:
         word_rule("nobody", "a.gguf")
 
 
+@pytest.mark.slow
 def test_the_listed_letters_have_cases() -> None:
     """Editors normalise some of them away, after which the ranges are other ones."""
     letters = [chr(code) for code in range(0x110000) if re.fullmatch(f"[{_CASED}]", chr(code))]

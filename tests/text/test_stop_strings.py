@@ -30,6 +30,7 @@ def run(parts: list[str], stops: list[str], include: bool) -> tuple[list[str], s
     return [*out, watcher.flush()], watcher.found
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(parts=st.lists(st.text("abc", max_size=6), max_size=8), stops=stop_lists, include=st.booleans())
 @example(parts=["a", "b", "c"], stops=["abd", "bc"], include=False)

@@ -141,6 +141,7 @@ def test_in_gpt_oss_stop_strings_count_in_the_final_channel() -> None:
     assert thinking(asked[:50], harmony.ANSWER, stop=(".",)).push(tokens_of("b.")) == TextDelta("b", ".", 2)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     text=st.text("ab.é😀", max_size=25),

@@ -148,6 +148,7 @@ def allocated() -> int:
     return int(library.mallinfo2().uordblks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [models.BPE, models.Unigram])
 def test_long_words_do_not_fill_memory(tmp_path: Path, model: type) -> None:
     """The library keeps the tokens of 10,000 words for each thread."""

@@ -242,6 +242,7 @@ ANYTHING = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.lists(ANYTHING, max_size=3), st.lists(ANYTHING, max_size=3), ANYTHING)
 def test_a_body_of_anything_is_answered_or_refused(
@@ -252,6 +253,7 @@ def test_a_body_of_anything_is_answered_or_refused(
         assert answer.status_code in (200, 400), answer.text
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.lists(MESSAGE, max_size=6), st.booleans())
 def test_any_history_is_answered_and_the_answer_accepted(server: Served, messages: list[Any], is_last: bool) -> None:

@@ -385,6 +385,7 @@ def test_cancelling_outlives_the_process(tmp_path: Path, monkeypatch: pytest.Mon
         second.stop()
 
 
+@pytest.mark.slow
 def test_a_full_server_makes_a_batch_wait(serve_app: Any) -> None:
     engine = InProcessEngine(max_num_seqs=1, runs=False)
     served = serve_app(engine, max_num_queued_reqs=1)

@@ -61,6 +61,7 @@ def check_a_full_queue(served: Served) -> None:
     wait_for(served, "bob", num_others + 1)
 
 
+@pytest.mark.slow
 def test_keyed_requests_leave_places_to_other_keys_also_after_a_restart(tmp_path: Path) -> None:
     with with_keys(tmp_path, runs=False) as served:
         with ThreadPoolExecutor(ROOM) as pool:

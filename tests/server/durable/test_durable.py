@@ -352,6 +352,7 @@ def test_streams_continue_after_a_kill(tmp_path: Path) -> None:
     assert len({json.loads(data)["id"] for _, data in received[:-1]}) == 1
 
 
+@pytest.mark.slow
 def test_damaged_journals_give_right_tokens(tmp_path: Path) -> None:
     """Whatever is lost: a server starts, and a client gets the text or an error."""
     rng = random.Random(2)

@@ -110,6 +110,7 @@ def answered(served: Served, path: str, body: dict[str, Any]) -> Any:
     return answer.json()
 
 
+@pytest.mark.slow
 @given(history=st.lists(MESSAGES, min_size=1, max_size=6))
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_chat_completions(served: Served, history: list[dict[str, Any]]) -> None:
@@ -122,6 +123,7 @@ def test_chat_completions(served: Served, history: list[dict[str, Any]]) -> None
         answered(served, "/v1/chat/completions", begun)
 
 
+@pytest.mark.slow
 @given(history=st.lists(OLLAMA_MESSAGES, min_size=1, max_size=6))
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_ollama(served: Served, history: list[dict[str, Any]]) -> None:

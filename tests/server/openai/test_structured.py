@@ -94,6 +94,7 @@ def matchers() -> LLTokenizer:
     return make_tokenizer(byte_tokenizer().vocabulary(()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "kind"), WAYS)
 def test_every_way_to_ask_binds_the_answer(writer: Served, fields: dict[str, Any], kind: str) -> None:
     for seed in range(3):

@@ -234,6 +234,7 @@ def test_a_body_of_anything_is_answered_or_refused(
         assert answer.status_code in (200, 400), answer.text
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.one_of(st.sampled_from(PAST), CALL, UNKNOWN), max_size=8), st.booleans())
 def test_any_history_is_answered_and_the_answer_accepted(server: Served, items: list[Any], follows: bool) -> None:

@@ -111,6 +111,7 @@ def same(pieces: list[Piece]) -> list[Any]:
     return [(p.name, json.loads(p.arguments)) if isinstance(p, Call) else p for p in pieces]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", TOOL_FORMATS, ids=lambda format: format.name)
 def test_what_is_written_is_read_again_however_it_is_cut(format: ToolFormat) -> None:
     rng = random.Random(format.name)
@@ -133,6 +134,7 @@ def test_what_is_written_is_read_again_however_it_is_cut(format: ToolFormat) -> 
             assert parse(read, [text[:place], text[place:]]) == whole, text[:place]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", TOOL_FORMATS, ids=lambda format: format.name)
 def test_a_message_that_is_cut_has_the_calls_so_far(format: ToolFormat) -> None:
     arguments = {"a": 'x "y" <z>\n', "b": [1, {"c": None}], "d": "", "e": 2.5, "f": "last"}

@@ -55,6 +55,7 @@ def cuts_of(text: str, rng: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_any_text_means_the_same_however_it_is_cut(format: str) -> None:
     @settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
