@@ -10,6 +10,7 @@ from octavo.ops.dispatch import Op
 from octavo.ops.linear import Fused
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
+from tests.tiers import one_in
 
 pytestmark = needs_float_kernels
 both = pytest.mark.parametrize("product", [linear, encoder_linear])
@@ -23,6 +24,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_tensors(monkeypatch)
 
 
+@one_in(7)
 @both
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("shape", [(1, 1), (64, 576), (67, 100), (3, 7), (130, 32)])

@@ -14,6 +14,7 @@ from octavo_kernels.triton.sampling.adjust_logits import adjust_logits_triton
 from tests.ops.adjusting_cases import make_rows, packed
 from tests.ops.sampling_cases import make_logits
 from tests.ops.triton.guards import Guarded
+from tests.tiers import one_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
@@ -27,6 +28,7 @@ def run(logits_RV: Tensor, adjustments: Adjustments, device: str, monkeypatch: p
     return out.cpu()
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("V", [7, 2048, 4500])
 def test_all_mixes(V: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from octavo.ops.scaled_linear import ScaledValues
 from octavo_kernels.triton.launch import invariant
 from octavo_kernels.triton.linear.scaled_linear import scaled_linear_triton
 from tests.ops.triton.test_linear import PARTS
+from tests.tiers import one_in
 from tests.triton_interpreter import DEVICE
 
 EPS = 1e-6
@@ -51,6 +52,7 @@ def expected(x_TK: Tensor, weight: ScaledValues, given: dict[str, Tensor | None]
     return y_TN if given["residual_TN"] is None else y_TN + given["residual_TN"].double()
 
 
+@one_in(5)
 @pytest.mark.parametrize("parts", ["plain", "norm and silu", "bias and residual"])
 @pytest.mark.parametrize(("T", "N", "K"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -70,7 +70,7 @@ def test_products_agree_with_float64(form: str, parts: str, config: StreamedConf
 
 @pytest.mark.parametrize(
     ("form", "warps"),
-    quick_first(5, [("int4", 8), ("uint4 with minima", 8), *((form, 4) for form in FORMS if "chunks" not in form)]),
+    quick_first(3, [("int4", 8), ("uint4 with minima", 8), *((form, 4) for form in FORMS if "chunks" not in form)]),
 )
 def test_what_follows_attention_agrees_with_float64(form: str, warps: int) -> None:
     """In one program, which has the steps of all three products in one ring; more wait for each other on a GPU."""
