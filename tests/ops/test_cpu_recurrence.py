@@ -14,6 +14,7 @@ from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors
 from tests.ops.recurrent_cases import (
     CASES,
     Case,
+    conv_case,
     delta_case,
     gated_conv_case,
     in_chunks,
@@ -26,6 +27,7 @@ from tests.ops.recurrent_cases import (
 pytestmark = needs_float_kernels
 
 LARGE = {
+    "conv of whole blocks": lambda: conv_case(128),
     "conv of many channels": lambda: gated_conv_case(192),
     "delta of 128": lambda: delta_case(2, 4, 128, 128),
     "delta by channel of 64": lambda: delta_case(2, 2, 64, 64, by_channel=True, gate="sigmoid"),

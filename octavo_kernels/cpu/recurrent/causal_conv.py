@@ -53,6 +53,48 @@ def _weigh(context: Any, width: Any, inputs: Any, weight: Any, bias: Any, activa
     return types.void(*([types.intp] * 6)), emit
 
 
+@emitted
+def _advance(
+    context: Any, width: Any, past: Any, past_stride: Any, x: Any, before: Any, after: Any, weight: Any, bias: Any,
+    activation: Any, out: Any,
+) -> Any:  # fmt: skip
+    """A row of BLOCK outputs of a sequence that has been computed before, and its next state: ``width`` - 1 rows.
+
+    All but the first, the stride in bytes of the state's rows and the activation are addresses; gates may be 0: none.
+    """
+
+    def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
+        width, past, past_stride, x, before, after, weight, bias, activation, out = args
+        vectors = [4 * LANES * v for v in range(BLOCK // LANES)]
+
+        def factors(address: ir.Value) -> list[ir.Value]:
+            is_given = b.icmp_signed("!=", address, i64(0))
+            readable, one = b.select(is_given, address, x), constant(F32x16, 1.0)
+            return [b.select(is_given, load(b, F32x16, readable, at), one) for at in vectors]
+
+        newest = [b.fmul(load(b, F32x16, x, at), gate) for at, gate in zip(vectors, factors(before), strict=True)]
+        oldest, last = [load(b, F32x16, past, at) for at in vectors], b.sub(width, i64(1))
+        pairs = zip(vectors, oldest, strict=True)
+        totals = [fma(b, load(b, F32x16, weight, at), y, load(b, F32x16, bias, at)) for at, y in pairs]
+        with Loop(b, b.sub(last, i64(1)), totals) as loop:
+            to, w = b.add(past, b.mul(loop.index, past_stride)), b.add(loop.index, i64(1))
+            source, own = b.add(to, past_stride), offset(b, weight, (w, 4 * BLOCK))
+            for v, at in enumerate(vectors):
+                y = load(b, F32x16, source, at)
+                loop.carried[v] = fma(b, load(b, F32x16, own, at), y, loop.carried[v])
+                store(b, y, to, at)
+        own, to = offset(b, weight, (last, 4 * BLOCK)), b.add(past, b.mul(b.sub(last, i64(1)), past_stride))
+        is_gated = b.icmp_signed("==", activation, i64(SILU))
+        for at, y, total, gate in zip(vectors, newest, loop.results, factors(after), strict=True):
+            store(b, y, to, at)
+            total = fma(b, load(b, F32x16, own, at), y, total)
+            acted = b.select(is_gated, gated(b, i64(SILU), total, constant(F32x16, 1.0)), total)
+            store(b, b.fmul(acted, gate), out, at)
+        return c.get_dummy_value()
+
+    return types.void(*([types.intp] * 10)), emit
+
+
 @inlined
 def _product(x: int, gate: int, out: int, count: int) -> None:
     """``count`` numbers, times a gate if there is one."""
@@ -104,6 +146,12 @@ def _task() -> int:
                 if stop <= first or slot < 0:
                     continue
                 past = a.state + 4 * (slot * (a.W - 1) * a.C + column)
+                if columns == BLOCK and stop - first == 1 and lengths[s] > 1 and a.W > 1:
+                    at, out = 4 * column + first * a.stride, a.out + 4 * (column + first * a.C)
+                    before, after = a.before + at if a.before else 0, a.after + at if a.after else 0
+                    weight, bias = numbers.ctypes.data, numbers[a.W].ctypes.data
+                    _advance(a.W, past, 4 * a.C, a.x + at, before, after, weight, bias, a.activation, out)
+                    continue
                 for w in range(a.W - 1):
                     if lengths[s] == stop - first:
                         inputs[w] = 0
