@@ -30,6 +30,7 @@ from octavo_kernels.cpu.vector_ir import (
     LANES,
     F32x16,
     Loop,
+    ask_for,
     constant,
     exp,
     fma,
@@ -111,10 +112,12 @@ def _advance(
     value: Any,
     beta: Any,
     out: Any,
+    ahead: Any,
 ) -> Any:
     """One row: the next state of a block, rounded to a number format, and WIDTH outputs.
 
     The block has a row of WIDTH float32 for each of CHAINS * ``steps`` numbers of the key, ``stride`` bytes apart.
+    As many bytes are prefetched meanwhile from ``ahead`` on, unless it is 0.
     All but the first three are addresses of float32, or that stride; the first two are constants. ``decay`` has one
     factor, unless the rule is DELTA_BY_CHANNEL.
     """
@@ -123,7 +126,7 @@ def _advance(
     kind, of_rule = number_format.literal_value, rule.literal_value
 
     def emit(c: Any, b: ir.IRBuilder, _s: Any, args: Any) -> ir.Value:
-        block, (decay, key, decayed_key, query, value, beta, out) = _Block(b, *args[2:5]), args[5:]
+        block, (decay, key, decayed_key, query, value, beta, out, _) = _Block(b, of_rule, args), args[5:]
         single = None if of_rule == DELTA_BY_CHANNEL else splat(b, load(b, F32, decay))
         values = [load(b, F32x16, value, 4 * LANES * w) for w in range(VECTORS)]
         if of_rule != PLAIN:
@@ -137,14 +140,15 @@ def _advance(
             store(b, total, out, 4 * LANES * w)
         return c.get_dummy_value()
 
-    return types.void(number_format, rule, *([types.intp] * 10)), emit
+    return types.void(number_format, rule, *([types.intp] * 11)), emit
 
 
 class _Block:
     """The columns of a state that are computed together."""
 
-    def __init__(self, b: ir.IRBuilder, steps: ir.Value, at: ir.Value, stride: ir.Value) -> None:
-        self._b, self._steps, self._at, self._stride = b, steps, at, stride
+    def __init__(self, b: ir.IRBuilder, rule: int, args: Any) -> None:
+        self._b, (self._steps, self._at, self._stride), self._ahead = b, args[2:5], args[-1]
+        self._bytes_ahead = 4 * WIDTH * CHAINS // (1 if rule == PLAIN else 2)
         self._zeros = [constant(F32x16, 0.0)] * (CHAINS * VECTORS)
 
     def _number(self, loop: Loop, chain: int, address: ir.Value) -> ir.Value:
@@ -158,6 +162,13 @@ class _Block:
         first = b.add(self._at, b.mul(row, self._stride))
         return [b.add(first, i64(4 * LANES * w)) for w in range(VECTORS)]
 
+    def _ask(self, loop: Loop, first: int) -> None:
+        """Prefetch a step's part of what comes next."""
+        b = self._b
+        with b.if_then(b.icmp_signed("!=", self._ahead, i64(0))):
+            step = b.add(b.mul(i64(first), self._steps), loop.index)
+            ask_for(b, offset(b, self._ahead, (step, self._bytes_ahead)), self._bytes_ahead)
+
     def products(self, key: ir.Value) -> list[ir.Value]:
         """S^T k"""
         b = self._b
@@ -167,6 +178,7 @@ class _Block:
                 k = self._number(loop, chain, key)
                 for w, place in enumerate(self._places(loop, chain)):
                     sums.append(fma(b, k, load(b, F32x16, place), loop.carried[chain * VECTORS + w]))
+            self._ask(loop, 0)
             loop.carried = sums
         return self._totals(loop.results)
 
@@ -190,6 +202,7 @@ class _Block:
                     x = rounded(b, number_format, fma(b, k, values[w], b.fmul(factor, load(b, F32x16, place))))
                     store(b, x, place)
                     sums.append(fma(b, q, x, loop.carried[chain * VECTORS + w]))
+            self._ask(loop, 1 if self._bytes_ahead < 4 * WIDTH * CHAINS else 0)
             loop.carried = sums
         return self._totals(loop.results)
 
@@ -245,8 +258,9 @@ def move(a: Any, number_format: Constant, at: int, block: Any, columns: int, is_
 
 @inlined
 def _compute_rows(
-    a: Any, number_format: Constant, rule: Constant, s: int, n: int, column: int, block: int, stride: int, room: Any
-) -> None:
+    a: Any, number_format: Constant, rule: Constant, s: int, n: int, column: int, block: int, stride: int, ahead: int,
+    room: Any,
+) -> None:  # fmt: skip
     """All rows of a sequence, for a block of columns of one head; ``room`` is scratch, the last row ones."""
     columns, steps, size = min(WIDTH, a.V - column), (a.K + CHAINS - 1) // CHAINS, 4 * a.K
     starts, value, result = view(a.starts, a.S + 1, np.int32), room[3].ctypes.data, room[4].ctypes.data
@@ -266,7 +280,7 @@ def _compute_rows(
             copy(source, value, columns)
         if not is_padded:
             value, result = source, out
-        _advance(number_format, rule, steps, block, stride, decay, key, decayed_key, query, value, beta, result)
+        _advance(number_format, rule, steps, block, stride, decay, key, decayed_key, query, value, beta, result, ahead)
         if is_padded:
             copy(result, out, columns)
         if a.skip:
@@ -293,13 +307,16 @@ def recur_task(number_format: int, rule: int) -> int:
             columns, is_fresh = min(WIDTH, a.V - column), lengths[s] == count
             at = a.state + item * ((slot * a.N + n) * a.K * a.V + column)
             is_copied = not is_exact or is_fresh or count > 1 or columns < WIDTH or num_rows != a.K
-            block, stride = at, 4 * a.V
+            block, stride, ahead, later = at, 4 * a.V, 0, (index + blocks) // (a.N * blocks)
+            if count == 1 and later < a.S:  # a part of the next head, line after line
+                part = item * a.K * a.V // blocks
+                ahead = a.state + ((slots[later] * a.N + (n + 1) % a.N) * blocks + index % blocks) * part
             if is_copied:
                 block, stride = own.ctypes.data, 4 * WIDTH
                 own[:] = 0
             if is_copied and not is_fresh:
                 move(a, number_format, at, own, columns, False)
-            _compute_rows(a, number_format, rule, s, n, column, block, stride, room)
+            _compute_rows(a, number_format, rule, s, n, column, block, stride, ahead, room)
             if is_copied:
                 move(a, number_format, at, own, columns, True)
         keep((own, room))
