@@ -71,8 +71,11 @@ alloca_once: Any = cgutils.alloca_once
 STEP_BYTES = 4 * LANES
 ONE_PANEL, PAIR, PAIR_IN_TILES = 0, 1, 2
 """What ``block_dot`` multiplies with; and whether in Intel's tiles (AMX), for which see ``_emit_tile_dot``."""
-TOKEN_COUNTS = (*(((6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 2, 1), (2, 1))), (TOKENS_TOGETHER, 6, 4, 2, 1))
-"""Tokens multiplied at once, by operand: with the largest, all sums just fit the registers."""
+TOKEN_COUNTS = (
+    *(((8, 6, 4, 2, 1), (6, 4, 2, 1)) if HAS_VNNI else ((4, 2, 1), (2, 1))),
+    (TOKENS_TOGETHER, 6, 4, 2, 1),
+)
+"""Tokens multiplied at once, by operand: with the largest, all sums fit the registers, those of pairs just so."""
 PAIR_FROM = 24 if is_zen() else 12
 """Fewest tokens for which panels are unpacked to pairs. On Zen 5 products of 16 are faster without, by 6 % in Q4_0 and
 20 % with minima."""
