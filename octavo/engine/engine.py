@@ -142,7 +142,9 @@ class Engine:
         """
         if not self.in_flight or not self.in_flight[0][1].is_started:
             return 0.0
-        return self._ended_at + self.spare_time.during(self.in_flight[0][0]) - self.scheduler.clock()
+        plan = self.in_flight[0][0]
+        slack = self.spare_time.during(plan, self.scheduler.step_budget.plain_seconds(plan))
+        return self._ended_at + slack - self.scheduler.clock()
 
     def step(self) -> list[Output]:
         """Run one iteration: schedule, execute, commit. Returns the new outputs."""
@@ -172,8 +174,11 @@ class Engine:
         self.last_plan = plan
         self._ended_at = clock()
         self.scheduler.note_step(plan, self._ended_at - began)
-        if runs_ahead and pending.is_started and self.scheduler.stats.step_tokens == len(plan):
-            self.spare_time.note(plan, started - began, waited)
+        if runs_ahead and pending.is_started:
+            is_plain = self.scheduler.stats.step_tokens == len(plan)
+            predicted = None if is_plain else self.scheduler.step_budget.plain_seconds(plan)
+            if is_plain or predicted is not None:
+                self.spare_time.note(plan, started - began, waited, predicted)
         return refused + outputs
 
     def take_events(self) -> list[Event]:

@@ -37,6 +37,11 @@ DECODES_BETWEEN_SAMPLES = 4
 BEARABLE_SECONDS, LONG_SECONDS = 0.25, 0.5
 """A step with prompts that would take longer than the second is made so small that it takes the first: four tokens a
 second are about as fast as people read, and a request that comes meanwhile waits no longer for its first step."""
+SHORT_SECONDS, FULL_ROWS = 0.02, 1024
+"""A step of prompts alone takes so long, or longer if it would have fewer rows: with these, products of matrices are
+about as fast on a GPU as with more, and a slow device never computes so many."""
+LEAST_ROWS = 256
+"""Prompt tokens of a step of that length in which a short prompt is computed, at least."""
 SLICING_COST = 0.03
 """But no smaller than that its fixed cost is this share of what its prompt tokens cost."""
 LEAST_TELLING = 32
@@ -57,8 +62,8 @@ class DraftRoom(NamedTuple):
 class StepBudget:
     """Chooses the budget that computes prompts at the least cost.
 
-    A step without decodes has all of ``max_num_batched_tokens``. A mixed batch has at most as many as the largest CUDA
-    graph, unless the setting says otherwise: more would add to the inter-token latency.
+    A step without decodes has no more of ``max_num_batched_tokens`` than fill the device. A mixed batch has at most as
+    many as the largest CUDA graph, unless the setting says otherwise: more would add to the inter-token latency.
 
     With d sequences that decode and p that wait for their prompts, a step of c prompt tokens adds its time to that of
     a step of decodes alone, and delays p sequences by one more step. So the cost of a prompt token is
@@ -97,7 +102,7 @@ class StepBudget:
         ``num_cut`` of the running sequences are still in prefill, and ``num_free`` more sequences may run.
         """
         if not num_running or not self._anyone_waits_for_tokens:
-            return self._bearable(self.most, 0)
+            return self._bearable(self._short(self.most, 0, FULL_ROWS), 0)
         limit = MARGIN * min([self.max_itl, *self.waiting.seconds_left()])
         num_pending = num_cut + min(len(self.waiting), num_free)
         chooses = num_pending > 0 and num_cut < num_running and self.model.is_ready
@@ -117,15 +122,25 @@ class StepBudget:
         if not (seconds_each := self._seconds_of_prompt_token):
             return budget
         cheap = self._seconds_of_decodes(1) / (SLICING_COST * seconds_each)
-        return min(budget, max(self.brief(budget, num_decoding), num_decoding + int(cheap)))
+        return min(budget, max(self._bearable_at_any_cost(budget, num_decoding), num_decoding + int(cheap)))
 
     def brief(self, budget: int, num_decoding: int) -> int:
-        """The same at any cost, for a single step in which a short prompt is computed."""
+        """``budget``, or less at any cost, for a single step in which a short prompt is computed."""
+        budget = self._bearable_at_any_cost(budget, num_decoding)
+        return self._short(budget, num_decoding, LEAST_ROWS)
+
+    def _bearable_at_any_cost(self, budget: int, num_decoding: int) -> int:
         fixed, seconds_each = self._seconds_of_decodes(max(1, num_decoding)), self._seconds_of_prompt_token
         if not seconds_each or fixed + seconds_each * (budget - num_decoding) <= LONG_SECONDS:
             return budget
-        bearable = (BEARABLE_SECONDS - fixed) / seconds_each
-        return min(budget, num_decoding + max(int(bearable), LEAST_CHUNK))
+        return min(budget, num_decoding + max(int((BEARABLE_SECONDS - fixed) / seconds_each), LEAST_CHUNK))
+
+    def _short(self, budget: int, num_decoding: int, least: int) -> int:
+        """``budget``, or what takes ``SHORT_SECONDS``, if that has at least so many prompt tokens."""
+        if not (seconds_each := self._seconds_of_prompt_token):
+            return budget
+        room = SHORT_SECONDS - self._seconds_of_decodes(max(1, num_decoding))
+        return min(budget, num_decoding + max(int(room / seconds_each), least))
 
     def _seconds_of_decodes(self, num_decoding: int) -> float:
         """Predicted seconds of a step in which so many sequences decode and nothing else is computed."""

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.cache.kv_cache import KVCache
 from octavo.engine.engine import Engine
-from octavo.engine.schedule_delay import MARGIN, NUM_SEEN, ScheduleDelay
+from octavo.engine.schedule_delay import MARGIN, NUM_SEEN, PRUDENCE, ScheduleDelay
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import RunnerError
 from octavo.sampling_params import SamplingParams
@@ -90,16 +90,16 @@ def test_nothing_is_spare_before_enough_is_known_and_then_the_least_less_a_margi
     plan = settled(device).in_flight[0][0]
     spare = ScheduleDelay()
     for count in range(NUM_SEEN):
-        assert spare.during(plan) == 0.0
-        spare.note(plan, 0.001 * count, 0.004)
-    assert spare.during(plan) == pytest.approx(0.004 - MARGIN)
-    spare.note(plan, 0.01, 0.01)  # the first one is forgotten
-    assert spare.during(plan) == pytest.approx(0.005 - MARGIN)
-    spare.note(plan, 0.008, 0.0)
-    assert spare.during(plan) == pytest.approx(0.004 - MARGIN), "too late by who knows how much"
-    spare.note(plan, 0.0, MARGIN / 2)
-    assert spare.during(plan) == 0.0
-    assert spare.during(plan * 2) == 0.0, "nothing is known of more sequences"
+        assert spare.during(plan, None) == 0.0
+        spare.note(plan, 0.001 * count, 0.004, None)
+    assert spare.during(plan, None) == pytest.approx(0.004 - MARGIN)
+    spare.note(plan, 0.01, 0.01, None)  # the first one is forgotten
+    assert spare.during(plan, None) == pytest.approx(0.005 - MARGIN)
+    spare.note(plan, 0.008, 0.0, None)
+    assert spare.during(plan, None) == pytest.approx(0.004 - MARGIN), "too late by who knows how much"
+    spare.note(plan, 0.0, MARGIN / 2, None)
+    assert spare.during(plan, None) == 0.0
+    assert spare.during(plan * 2, None) == 0.0, "nothing is known of more sequences"
 
 
 def test_the_next_step_is_decided_just_before_the_device_needs_it() -> None:
@@ -155,11 +155,28 @@ def test_a_step_with_a_prompt_is_not_taken_for_a_measure() -> None:
     """After long steps with prompts in them comes a short one, and the device must not wait for what follows it."""
     device = Device()
     engine = settled(device, num_requests=2)
-    known = engine.spare_time.during(engine.in_flight[0][0])
+    known = engine.spare_time.during(engine.in_flight[0][0], None)
     for number in range(20):  # from here on every step has a prompt in it
         ask(engine, 100 + number, prompt=40, tokens=1)
         engine.step()
-    assert engine.spare_time.during(engine.in_flight[0][0]) == pytest.approx(known)
+    assert engine.spare_time.during(engine.in_flight[0][0], None) == pytest.approx(known)
+
+
+def test_a_step_of_prompts_is_waited_for_by_what_it_is_predicted_to_take() -> None:
+    device = Device()
+    engine = build(device)
+    ask(engine, 0, prompt=15_000, tokens=10)
+    for _ in range(30):  # 7.56 ms each
+        device.now += max(0.0, engine.spare_seconds())
+        engine.step()
+    device.idle, spare = 0.0, engine.spare_seconds()
+    assert 0.5 * 0.00756 < spare < PRUDENCE * 0.00756
+    device.now += spare - 0.001
+    ask(engine, 7)
+    device.now += engine.spare_seconds()
+    engine.step()
+    assert [item.seq.id for item in device.plans[-1]] == [0, 7], "it is in the step behind the one under way"
+    assert device.idle == 0.0
 
 
 def test_what_the_host_computes_is_not_waited_for() -> None:
