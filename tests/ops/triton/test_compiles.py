@@ -53,7 +53,7 @@ JITFunction.run = passing
 
 from octavo_kernels.triton import launch
 from octavo_bench.kernel_resources import TARGETS, pretend
-from octavo_bench.kernel_runs import calls
+from tests.ops.triton.kernel_runs import calls
 
 pretend(TARGETS["h100"])
 launch._compiling.set(set())

@@ -2,7 +2,7 @@
 
 For tools that watch memory and make everything a hundred times slower::
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m octavo_bench.kernel_runs
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.ops.triton.kernel_runs
 
 Without torch's cache of memory, every tensor is an allocation of its own, so that a step beside it shows. All kernels
 are compiled first, many at a time. What they give is not looked at here.
