@@ -19,17 +19,7 @@ OWN = ("", "octavo")
 """As which engine Octavo appears."""
 BATCHES = ("batch tok/s", "memory ratio")
 NOT_ROWS = (
-    "runs",
-    "visits",
-    "kernels",
-    "gpus",
-    "curve",
-    "held",
-    "queue",
-    "findings",
-    "by_second",
-    "targets",
-    "highest",
+    *("runs", "visits", "kernels", "gpus", "curve", "held", "queue", "findings", "by_second", "targets", "highest"),
 )
 """Lists of a record that say more about the figures of others."""
 AXES = {"latency s": "prompt tokens", "throughput tok/s": "output tokens", **dict.fromkeys(BATCHES, "sequences")}

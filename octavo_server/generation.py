@@ -107,28 +107,9 @@ class GeneratedChoice:
     """One continuation: turns the engine's tokens into text and counts for the client."""
 
     __slots__ = (
-        *(
-            "finish_reason",
-            "first_token_time",
-            "index",
-            "is_noted",
-            "num_cached_tokens",
-            "num_reasoning_tokens",
-            "num_tokens",
-            "prompt",
-            "transfer",
-            "weight_versions",
-        ),
-        *(
-            "num_accepted_drafts",
-            "num_drafts",
-            "output_tokens",
-            "prompt_logprobs",
-            "request",
-            "routes",
-            "stop_reason",
-            "values",
-        ),
+        *("finish_reason", "first_token_time", "index", "is_noted", "num_accepted_drafts", "num_cached_tokens"),
+        *("num_drafts", "num_reasoning_tokens", "num_tokens", "output_tokens", "prompt", "prompt_logprobs", "request"),
+        *("routes", "stop_reason", "transfer", "values", "weight_versions"),
         *("_generation", "_logprobs", "_text_stream", "_texts", "_tokens"),
     )
 

@@ -14,21 +14,11 @@ LLAMA3_ROPE = {
 
 def _llama(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, **more: Any) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": ffn,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        **more,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
+        "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn, "hidden_act": "silu",
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "attention_bias": False,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, **more,
+    }  # fmt: skip
 
 
 def _llama3(
@@ -65,18 +55,10 @@ LONG_GEMMA3: dict[str, Any] = {
 
 
 def _gemma3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, window: int, **more: Any) -> dict[str, Any]:
-    own: dict[str, Any] = {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "sliding_window": window,
-        "sliding_window_pattern": 6,
-    }
+    names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rms_norm_eps": 1e-6}
+    rope = {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256}
+    own: dict[str, Any] = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", **names, **rope}
+    own |= {"sliding_window": window, "sliding_window_pattern": 6}
     return {**_llama(layers, hidden, heads, kv_heads, 256, ffn, **own), **more}
 
 
@@ -85,16 +67,10 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     names = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
     return _llama(
         layers, 2880, 64, 8, 64, 2880,
-        **names,
-        vocab_size=201_088,
-        max_position_embeddings=131_072,
-        rope_theta=150_000.0,
+        **names, vocab_size=201_088, max_position_embeddings=131_072, rope_theta=150_000.0,
         rope_scaling={**rope, "original_max_position_embeddings": 4096},
         layer_types=["sliding_attention", "full_attention"] * (layers // 2),
-        sliding_window=128,
-        num_local_experts=experts,
-        num_experts_per_tok=4,
-        swiglu_limit=7.0,
+        sliding_window=128, num_local_experts=experts, num_experts_per_tok=4, swiglu_limit=7.0,
     )  # fmt: skip
 
 
@@ -103,28 +79,12 @@ def _deepseek_v2_lite() -> dict[str, Any]:
     names = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "rms_norm_eps": 1e-6}
     shape = _llama(
         27, 2048, 16, 16, 64, 10_944,
-        **names,
-        vocab_size=102_400,
-        max_position_embeddings=163_840,
-        rope_theta=10_000.0,
+        **names, vocab_size=102_400, max_position_embeddings=163_840, rope_theta=10_000.0,
         rope_scaling={**rope, "original_max_position_embeddings": 4096},
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=64,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        moe_intermediate_size=1408,
-        moe_layer_freq=1,
-        first_k_dense_replace=1,
-        topk_method="greedy",
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=False,
-        routed_scaling_factor=1.0,
-        scoring_func="softmax",
+        q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408,
+        moe_layer_freq=1, first_k_dense_replace=1, topk_method="greedy", n_group=1, topk_group=1,
+        norm_topk_prob=False, routed_scaling_factor=1.0, scoring_func="softmax",
     )  # fmt: skip
     del shape["head_dim"]  # that of latent attention is given by its parts
     return shape
@@ -164,20 +124,13 @@ def _nemotron_h(letters: str, hidden: int, ffn: int, heads: int) -> dict[str, An
 
 def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": layers,
-        "n_embd": hidden,
-        "n_head": heads,
-        "n_positions": 1024,
-        "vocab_size": 50_257,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-    }
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32", "tie_word_embeddings": True,
+        "n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": 1024, "vocab_size": 50_257,
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+    }  # fmt: skip
 
 
+# fmt: off
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tie_word_embeddings=True),
@@ -199,64 +152,30 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral-7b": _mistral(32, 4096, 14_336, 32_768, 1_000_000.0),
     "mistral-small-24b": _mistral(40, 5120, 32_768, 131_072, 100_000_000.0),
     "phi-4": _llama(
-        40,
-        5120,
-        40,
-        10,
-        128,
-        17_920,
-        architectures=["Phi3ForCausalLM"],
-        model_type="phi3",
-        vocab_size=100_352,
-        max_position_embeddings=16_384,
-        original_max_position_embeddings=16_384,
-        rope_theta=250_000.0,
-        sliding_window=None,
+        40, 5120, 40, 10, 128, 17_920,
+        architectures=["Phi3ForCausalLM"], model_type="phi3", vocab_size=100_352,
+        max_position_embeddings=16_384, original_max_position_embeddings=16_384,
+        rope_theta=250_000.0, sliding_window=None,
     ),
     "glm-4-9b": _llama(
-        40,
-        4096,
-        32,
-        2,
-        128,
-        13_696,
-        architectures=["Glm4ForCausalLM"],
-        model_type="glm4",
-        attention_bias=True,
-        partial_rotary_factor=0.5,
-        vocab_size=151_552,
-        max_position_embeddings=32_768,
-        rope_theta=10_000.0,
+        40, 4096, 32, 2, 128, 13_696,
+        architectures=["Glm4ForCausalLM"], model_type="glm4", vocab_size=151_552, attention_bias=True,
+        max_position_embeddings=32_768, rope_theta=10_000.0, partial_rotary_factor=0.5,
     ),
     "gemma-3-1b": _gemma3(26, 1152, 4, 1, 6912, 512, vocab_size=262_144, max_position_embeddings=32_768),
     "gemma-3-4b": _gemma3(34, 2560, 8, 4, 10_240, 1024, **LONG_GEMMA3),
     "gemma-3-12b": _gemma3(48, 3840, 16, 8, 15_360, 1024, **LONG_GEMMA3),
     "gemma-3-27b": _gemma3(62, 5376, 32, 16, 21_504, 1024, **LONG_GEMMA3, head_dim=128, query_pre_attn_scalar=168),
     "qwen3-30b-a3b": _qwen3(
-        48,
-        2048,
-        32,
-        6144,
-        architectures=["Qwen3MoeForCausalLM"],
-        model_type="qwen3_moe",
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
+        48, 2048, 32, 6144,
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_key_value_heads=4,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[],
     ),
     "mixtral-8x7b": _mistral(
-        32,
-        4096,
-        14_336,
-        32_000,
-        1_000_000.0,
-        architectures=["MixtralForCausalLM"],
-        model_type="mixtral",
-        num_local_experts=8,
-        num_experts_per_tok=2,
+        32, 4096, 14_336, 32_000, 1_000_000.0,
+        architectures=["MixtralForCausalLM"], model_type="mixtral",
+        num_local_experts=8, num_experts_per_tok=2,
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-20b-mxfp4": {
@@ -264,34 +183,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "quantization_config": {
             "quant_method": "mxfp4",
             "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
             ],
         },
     },
     "deepseek-v2-lite": _deepseek_v2_lite(),
     "qwen3.5-9b": _qwen3_5(32, 4096, 4, 12_288),
     "qwen3.5-35b-a3b": _qwen3_5(
-        40,
-        2048,
-        2,
-        512,
-        architectures=["Qwen3_5MoeForCausalLM"],
-        model_type="qwen3_5_moe_text",
+        40, 2048, 2, 512,
+        architectures=["Qwen3_5MoeForCausalLM"], model_type="qwen3_5_moe_text",
         **_experts_of_qwen(256, 8, 512),
     ),
     "qwen3-next-80b-a3b": _qwen3_5(
-        48,
-        2048,
-        2,
-        5120,
-        architectures=["Qwen3NextForCausalLM"],
-        model_type="qwen3_next",
-        vocab_size=151_936,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
+        48, 2048, 2, 5120,
+        architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", vocab_size=151_936,
+        decoder_sparse_step=1, mlp_only_layers=[],
         **_experts_of_qwen(512, 10, 512),
     ),
     "nemotron-h-8b": _nemotron_h("M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 4096, 21_504, 128),
@@ -301,4 +207,5 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2-xl": _gpt2(48, 1600, 25),
     "tiny": _llama(2, 256, 4, 2, 64, 512, vocab_size=16_384, max_position_embeddings=8192, tie_word_embeddings=True),
 }
+# fmt: on
 """``tiny`` is not a published model: it is for trying out a measurement."""

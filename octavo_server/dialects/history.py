@@ -14,31 +14,17 @@ from typing import Any
 from octavo_server.http.errors import printable
 
 MEDIA = {
-    "image": "image",
-    "image_url": "image",
-    "input_image": "image",
-    "output_image": "image",
-    "computer_screenshot": "image",
+    **dict.fromkeys(("image", "image_url", "input_image", "output_image", "computer_screenshot"), "image"),
     "input_audio": "audio",
     "input_file": "file",
     "document": "document",
 }
 """Types of parts that may hold something else than text, and what it is called."""
 _READ = {
-    *(
-        "title",
-        "name",
-        "tool_name",
-        "server_label",
-        "tool",
-        "tool_reference",
-        "tool_references",
-        "tools",
-        "description",
-    ),
+    *("title", "name", "tool_name", "server_label", "tool", "tool_reference", "tool_references", "tools"),
     *("filename", "query", "queries", "url", "source", "context", "text", "refusal", "thinking", "content"),
     *("summary", "code", "logs", "stdout", "stderr", "output", "outputs", "results", "result", "error", "error_code"),
-    *("error_message", "message", "reason", "revised_prompt"),
+    *("error_message", "message", "reason", "revised_prompt", "description"),
 }
 """Members that hold text, or parts with text. Others are ids, signatures, states, or encrypted."""
 _WRITTEN = {"input", "arguments", "action", "actions", "operation"}

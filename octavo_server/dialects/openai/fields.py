@@ -27,39 +27,21 @@ MAX_TARGET = 86400.0
 MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "custom_logit_processor": (),
-    "ebnf": (),
-    "grammar": (),
-    "guided_whitespace_pattern": (),
-    "json_schema": (),
-    "logit_processors": (),
-    "logits_processors": (),
-    "lora_path": (),
-    "prompt_embeds": (),
-    "regex": (),
-    "stop_regex": (),
-    "truncate_prompt_tokens": (),
+    **dict.fromkeys(("custom_logit_processor", "logit_processors", "logits_processors", "lora_path"), ()),
+    **dict.fromkeys(("ebnf", "grammar", "guided_whitespace_pattern", "json_schema", "regex", "stop_regex"), ()),
+    **dict.fromkeys(("prompt_embeds", "truncate_prompt_tokens", "use_beam_search", "vllm_xargs", "watermarking"), ()),
     "truncation_side": ("left", "right"),
-    "use_beam_search": (),
-    "vllm_xargs": (),
-    "watermarking": (),
 }
 """API fields without which an answer would be wrong, with their default values, which are accepted."""
 
 IGNORED: dict[str, tuple[Any, ...]] = {
-    "early_stopping": (),
-    "ec_transfer_params": (),
-    "guided_decoding_backend": (),
-    "kv_transfer_params": (),
+    **dict.fromkeys(("early_stopping", "ec_transfer_params", "guided_decoding_backend", "kv_transfer_params"), ()),
+    **dict.fromkeys(("return_mm_kwargs", "return_prompt_text", "return_token_offsets", "store"), ()),
     "length_penalty": (1.0,),
     "mm_payload": ("tensors", "none"),
-    "return_mm_kwargs": (),
-    "return_prompt_text": (),
-    "return_token_offsets": (),
     "routed_experts_prompt_start": (0,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
-    "store": (),
     "stream_interval": (1,),
 }
 """Fields without which an answer is no less right: what concerns where and how it is computed, or what comes with it.
