@@ -57,9 +57,7 @@ class Begin(msgspec.Struct, array_like=True, frozen=True):
             raise ValueError("choices and prompts do not belong together")
 
 
-class Begun(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
-    """A request was accepted."""
-
+class _OfRequest(msgspec.Struct, array_like=True, frozen=True, gc=False):
     head: RequestHead
     begin: bytes
     """A ``Begin``, encoded."""
@@ -69,20 +67,17 @@ class Begun(msgspec.Struct, array_like=True, tag=5, frozen=True, gc=False):
         return self.head.number
 
 
-class Ended(msgspec.Struct, array_like=True, tag=8, frozen=True, gc=False):
+class Begun(_OfRequest, tag=5, frozen=True, gc=False):
+    """A request was accepted."""
+
+
+class Ended(_OfRequest, tag=8, frozen=True, gc=False):
     """A request that has ended, with all its output."""
 
-    head: RequestHead
-    begin: bytes
-    """A ``Begin``, encoded."""
     outputs: bytes
     """``Outputs``, encoded."""
     at: float = 0.0
     """Unix time of the end or, if a server found the end in its journal, of that."""
-
-    @property
-    def number(self) -> int:
-        return self.head.number
 
     @property
     def size(self) -> int:

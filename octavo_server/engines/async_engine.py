@@ -212,7 +212,7 @@ class AsyncEngine(RequestJournal):
         async with self._changing_sleep:
             self.is_paused = True
             await self._withdraw(mode, "The server was paused before this request was finished.")
-            if (link := self._supervisor.link) is not None and self._is_up:
+            if (link := self._up) is not None:
                 await link.settle()  # a request that is submitted again must contain all of its output
             self._isolation.hold_all(self._live.values())
 
@@ -291,8 +291,8 @@ class AsyncEngine(RequestJournal):
         if self._info is None or not self._info.changes_weights:
             return "this engine cannot"
         async with self._changing_sleep:
-            link = self._supervisor.link
-            if self.sleep_level or not self._is_up or link is None:
+            link = self._up
+            if self.sleep_level or link is None:
                 return "the engine sleeps or restarts"
             self._holds_new = True
             try:
@@ -315,12 +315,12 @@ class AsyncEngine(RequestJournal):
 
     async def clear_prefix_cache(self) -> None:
         """Drop what the prefix cache holds of ended requests."""
-        if (link := self._supervisor.link) is not None and self._is_up and not self.sleep_level:
+        if (link := self._up) is not None and not self.sleep_level:
             await link.settle(clears_cache=True)
 
     async def order_sessions(self, order: SessionOrder) -> SessionReport:
         """Do what is asked about sessions; an engine that sleeps or restarts has none."""
-        if (link := self._supervisor.link) is not None and self._is_up and not self.sleep_level:
+        if (link := self._up) is not None and not self.sleep_level:
             return await link.order_sessions(order)
         return SessionReport()
 
@@ -342,7 +342,7 @@ class AsyncEngine(RequestJournal):
         """Whether a request accepted now would be scheduled without waiting for a restart; a sleeping engine wakes."""
         if self.sleep_level:
             return self._accepts
-        return self._accepts and self._is_up and self.seconds_since_progress < READY_SECONDS
+        return self._accepts and self._up is not None and self.seconds_since_progress < READY_SECONDS
 
     @property
     def num_restarts(self) -> int:
@@ -362,15 +362,13 @@ class AsyncEngine(RequestJournal):
 
     def cache_views(self) -> list[CacheView]:
         """The latest view of the KV cache, if any; asks the engine process for the next one."""
-        link = self._supervisor.link
-        if self._is_up and link is not None:
+        if (link := self._up) is not None:
             link.send(wire.Ping(link.generation, wants_view=True))
         return [] if self._cache_view is None else [self._cache_view]
 
     def set_pace(self, steps: int | None) -> None:
         """Let the engine process compute so many further steps and then hold; ``None``: go on. The next one goes on."""
-        link = self._supervisor.link
-        if self._is_up and link is not None:
+        if (link := self._up) is not None:
             link.send(wire.Pace(link.generation, steps))
 
     @property
@@ -378,9 +376,10 @@ class AsyncEngine(RequestJournal):
         return self._info is not None and self.failure is None and not self._is_draining
 
     @property
-    def _is_up(self) -> bool:
+    def _up(self) -> EngineLink | None:
+        """The engine process, while it takes requests."""
         link = self._supervisor.link
-        return self._has_engine and link is not None and link.is_ready
+        return link if self._has_engine and link is not None and link.is_ready else None
 
     @property
     def _is_holding(self) -> bool:
@@ -405,7 +404,7 @@ class AsyncEngine(RequestJournal):
         if request.id in self._live:
             raise ValueError(f"request id {request.id} is in use")
         live = LiveRequest(request, listener, Timing(request.arrival or time.monotonic()))
-        if self._is_up and not self._is_holding and not self._isolation.holds_back:
+        if self._up is not None and not self._is_holding and not self._isolation.holds_back:
             try:
                 self._submit(live)
             except wire.FrameError as error:
@@ -468,8 +467,8 @@ class AsyncEngine(RequestJournal):
                 self._fail(live, error)
 
     def _ready_link(self) -> EngineLink:
-        link = self._supervisor.link
-        if link is None or not self._is_up:
+        link = self._up
+        if link is None:
             raise Unavailable("The engine is restarting.", retry_after=5)
         return link
 
@@ -485,7 +484,7 @@ class AsyncEngine(RequestJournal):
 
     def _admit_waiting(self) -> None:
         """Submit the live requests that crash isolation now lets into the engine."""
-        if self._isolation.holds_back and self._is_up and not self._is_holding:
+        if self._isolation.holds_back and self._up is not None and not self._is_holding:
             for live in self._isolation.admit(self._live.values()):
                 self._replay(live)
 

@@ -23,7 +23,7 @@ from octavo_server.engines.process_exit import is_from_outside, num_oom_kills
 POLL_SECONDS = 0.005
 GONE = "the engine process ended meanwhile; try again"
 
-Key = TypeVar("Key")
+Answer = TypeVar("Answer")
 logger = logging.getLogger("octavo.server")
 
 
@@ -43,18 +43,10 @@ class EngineLink(asyncio.Protocol):
         """Whether it ever delivered an output."""
         self.ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self.closed = asyncio.Event()
-        self._adapters: dict[str, asyncio.Future[str]] = {}
-        """Pending load and unload requests by adapter name; each resolves to an error message or ""."""
-        self._slept: dict[bool, asyncio.Future[str]] = {}
-        """Pending answers to ``Sleep`` (true) and ``Wake``, as those of ``_adapters``."""
-        self._ordered: list[asyncio.Future[tuple[str, bool]]] = []
-        """Pending answers to ``OrderWeights``, in order."""
         self.checksums: dict[str, str] = {}
-        """Those of the last answer."""
-        self._asked: list[asyncio.Future[SessionReport]] = []
-        """Pending answers to ``OrderSessions``, in order."""
-        self._settling: list[asyncio.Future[str]] = []
-        """Pending answers to ``Settle``, in order."""
+        """Those of the last answer to ``OrderWeights``."""
+        self._asked: dict[object, list[tuple[asyncio.Future[Any], Any]]] = {}
+        """Pending answers in order, by what is asked, and what each is if the process ends before it gives one."""
         self._on_step = on_step
         self._reader = wire.FrameReader()
         self._transport: Any = None
@@ -100,51 +92,35 @@ class EngineLink(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
+    async def _ask(self, what: object, message: wire.ToEngine, if_gone: Answer) -> Answer:
+        """Send a message and wait for the answer, see ``_answer``; it is ``if_gone`` without the process."""
+        if self.closed.is_set():
+            return if_gone
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.send(message)
+        self._asked.setdefault(what, []).append((answer, if_gone))
+        return await answer
+
     async def change_adapter(self, message: wire.LoadAdapter | wire.UnloadAdapter) -> str:
         """Send a load or unload request and wait for its error message, "" on success. One at a time per name."""
-        if self.closed.is_set():
-            return GONE
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._adapters[message.name] = answer
-        self.send(message)
-        problem: str = await answer
-        return problem
+        return await self._ask(message.name, message, GONE)
 
     async def change_sleep(self, message: wire.Sleep | wire.Wake) -> str:
         """Have the process fall asleep or wake, and wait for its error message, "" on success."""
-        if self.closed.is_set():
-            return GONE
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._slept[isinstance(message, wire.Sleep)] = answer
         self.last_sign = time.monotonic()  # one that slept was silent for long
-        self.send(message)
-        return await answer
+        return await self._ask(isinstance(message, wire.Sleep), message, GONE)
 
     async def order_weights(self, order: WeightOrder) -> tuple[str, bool]:
         """Have the process do what a trainer asks for; return its error message, and whether it is still receiving."""
-        if self.closed.is_set():
-            return GONE, False
-        answer: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
-        self._ordered.append(answer)
-        self.send(wire.OrderWeights(self.generation, order))
-        return await answer
+        return await self._ask(wire.OrderWeights, wire.OrderWeights(self.generation, order), (GONE, False))
 
     async def order_sessions(self, order: SessionOrder) -> SessionReport:
         """Have the process do what is asked about sessions; it has none if it is gone."""
-        if self.closed.is_set():
-            return SessionReport()
-        answer: asyncio.Future[SessionReport] = asyncio.get_running_loop().create_future()
-        self._asked.append(answer)
-        self.send(wire.OrderSessions(self.generation, order))
-        return await answer
+        return await self._ask(wire.OrderSessions, wire.OrderSessions(self.generation, order), SessionReport())
 
     async def settle(self, clears_cache: bool = False) -> None:
         """Wait until every output under way has arrived, or the process is gone."""
-        if not self.closed.is_set():
-            answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            self._settling.append(answer)
-            self.send(wire.Settle(self.generation, clears_cache))
-            await answer
+        await self._ask(wire.Settle, wire.Settle(self.generation, clears_cache), None)
 
     def has_exited(self) -> bool:
         return self._process is None or self._process.poll() is not None
@@ -209,16 +185,9 @@ class EngineLink(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed.set()
-        for name in list(self._adapters):
-            self._answer(self._adapters, name, GONE)
-        for is_asleep in list(self._slept):
-            self._answer(self._slept, is_asleep, GONE)
-        while self._settling:
-            self._end_settling()
-        while self._ordered:
-            self._end_order(GONE, False)
-        while self._asked:
-            self._end_asking(SessionReport())
+        for what, pending in self._asked.items():
+            for _, if_gone in list(pending):
+                self._answer(what, if_gone)
         if not self.ready.done():
             self._fail(OctavoError("the engine process ended while it was starting; its output says why"))
 
@@ -230,41 +199,28 @@ class EngineLink(asyncio.Protocol):
             self.has_delivered = self.has_delivered or bool(message.outputs)
             self._on_step(message)
         elif isinstance(message, wire.AdapterDone):
-            self._answer(self._adapters, message.name, message.error)
+            self._answer(message.name, message.error)
         elif isinstance(message, wire.SleepDone):
-            self._answer(self._slept, message.is_asleep, message.error)
+            self._answer(message.is_asleep, message.error)
         elif isinstance(message, wire.Settled):
-            self._end_settling()
+            self._answer(wire.Settle, None)
         elif isinstance(message, wire.SessionsDone):
-            self._end_asking(message.report)
+            self._answer(wire.OrderSessions, message.report)
         elif isinstance(message, wire.WeightsDone):
             self.checksums = message.checksums
-            self._end_order(message.error, message.is_busy)
+            self._answer(wire.OrderWeights, (message.error, message.is_busy))
         elif isinstance(message, wire.BuildFailed):
             self._fail(message.as_error())
         elif not self.ready.done():
             self.ready.set_result(message.info)
 
-    def _end_order(self, error: str, is_busy: bool) -> None:
-        answer = self._ordered.pop(0)
-        if not answer.done():
-            answer.set_result((error, is_busy))
-
-    def _end_asking(self, report: SessionReport) -> None:
-        answer = self._asked.pop(0)
-        if not answer.done():
-            answer.set_result(report)
-
-    def _end_settling(self) -> None:
-        answer = self._settling.pop(0)
-        if not answer.done():
-            answer.set_result("")
-
-    @staticmethod
-    def _answer(pending: dict[Key, asyncio.Future[str]], key: Key, error: str) -> None:
-        answer = pending.pop(key, None)
-        if answer is not None and not answer.done():
-            answer.set_result(error)
+    def _answer(self, what: object, value: object) -> None:
+        """Give the one who asked first what was answered; ``what``: the adapter's name, whether it shall sleep, or the
+        kind of the question."""
+        if pending := self._asked.get(what):
+            answer, _ = pending.pop(0)
+            if not answer.done():
+                answer.set_result(value)
 
     def _fail(self, error: OctavoError) -> None:
         with contextlib.suppress(asyncio.InvalidStateError):

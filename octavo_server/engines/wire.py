@@ -38,13 +38,18 @@ class FrameError(OctavoError, ValueError):
     """An invalid frame or message. The connection cannot be used any more."""
 
 
+class Message(msgspec.Struct, array_like=True):
+    """What every message has."""
+
+    generation: int
+
+
 # --- front to engine ---
 
 
-class Start(msgspec.Struct, tag="start", array_like=True):
+class Start(Message, tag="start"):
     """The first message: the configuration. ``config`` is ``octavo.config.to_flat`` of an ``EngineConfig``."""
 
-    generation: int
     config: dict[str, Any]
     log_level: str = "WARNING"
     log_format: str = "text"
@@ -52,88 +57,73 @@ class Start(msgspec.Struct, tag="start", array_like=True):
     """Whether requests with a grammar wait, or are likely: the engine is ready for them when it is ready."""
 
 
-class Submit(msgspec.Struct, tag="submit", array_like=True, gc=False):
+class Submit(Message, tag="submit", gc=False):
     """A new request, or an unfinished one of an earlier generation, with its output so far."""
 
-    generation: int
     request: Request
 
 
-class Abort(msgspec.Struct, tag="abort", array_like=True, gc=False):
+class Abort(Message, tag="abort", gc=False):
     """End a request; no output is sent for it."""
 
-    generation: int
     request_id: int
 
 
-class Ping(msgspec.Struct, tag="ping", array_like=True, gc=False):
+class Ping(Message, tag="ping", gc=False):
     """Check that an idle engine responds; it answers with a ``StepDone`` without outputs."""
 
-    generation: int
     wants_view: bool = False
     """Whether the next report shall have a view of the KV cache."""
 
 
-class Stop(msgspec.Struct, tag="stop", array_like=True, gc=False):
+class Stop(Message, tag="stop", gc=False):
     """Shut the process down cleanly."""
 
-    generation: int
 
-
-class LoadAdapter(msgspec.Struct, tag="load_adapter", array_like=True, gc=False):
+class LoadAdapter(Message, tag="load_adapter", gc=False):
     """Load an adapter from a folder; answered with an ``AdapterDone``."""
 
-    generation: int
     name: str
     path: str
 
 
-class UnloadAdapter(msgspec.Struct, tag="unload_adapter", array_like=True, gc=False):
+class UnloadAdapter(Message, tag="unload_adapter", gc=False):
     """Unload an adapter that no live request uses; answered with an ``AdapterDone``."""
 
-    generation: int
     name: str
 
 
-class Sleep(msgspec.Struct, tag="sleep", array_like=True, gc=False):
+class Sleep(Message, tag="sleep", gc=False):
     """Free the device's memory, as there is no request left; answered with a ``SleepDone``. Only ``Wake`` or ``Stop``
     may follow."""
 
-    generation: int
 
-
-class Wake(msgspec.Struct, tag="wake", array_like=True, gc=False):
+class Wake(Message, tag="wake", gc=False):
     """Undo ``Sleep``; answered with a ``SleepDone``."""
 
-    generation: int
 
-
-class Settle(msgspec.Struct, tag="settle", array_like=True, gc=False):
+class Settle(Message, tag="settle", gc=False):
     """Answer with ``Settled``, once all messages before this one were handled."""
 
-    generation: int
     clears_cache: bool = False
     """Whether to drop what the prefix cache holds of ended requests."""
 
 
-class OrderSessions(msgspec.Struct, tag="order_sessions", array_like=True, gc=False):
+class OrderSessions(Message, tag="order_sessions", gc=False):
     """What is asked about sessions; answered with a ``SessionsDone``."""
 
-    generation: int
     order: SessionOrder
 
 
-class OrderWeights(msgspec.Struct, tag="order_weights", array_like=True):
+class OrderWeights(Message, tag="order_weights"):
     """What a trainer asks for; answered with a ``WeightsDone``."""
 
-    generation: int
     order: WeightOrder
 
 
-class Pace(msgspec.Struct, tag="pace", array_like=True, gc=False):
+class Pace(Message, tag="pace", gc=False):
     """Compute so many further steps and then hold, though there is work; ``None``: go on."""
 
-    generation: int
     steps: int | None
 
 
@@ -157,17 +147,15 @@ ToEngine = (
 # --- engine to front ---
 
 
-class Ready(msgspec.Struct, tag="ready", array_like=True):
+class Ready(Message, tag="ready"):
     """The engine is built and takes requests."""
 
-    generation: int
     info: EngineInfo
 
 
-class BuildFailed(msgspec.Struct, tag="failed", array_like=True):
+class BuildFailed(Message, tag="failed"):
     """The engine cannot be built. ``kind`` is the name of an error class; the process ends after this."""
 
-    generation: int
     kind: str
     message: str
 
@@ -189,10 +177,9 @@ class Refusal(msgspec.Struct, array_like=True, gc=False):
         return REFUSALS.get(self.kind, RequestFailed)(self.message, param=self.param)
 
 
-class StepDone(msgspec.Struct, tag="step", array_like=True, gc=False):
+class StepDone(Message, tag="step", gc=False):
     """The report of one step."""
 
-    generation: int
     outputs: list[Output]
     stats: EngineStats
     refusals: list[Refusal] = []
@@ -202,40 +189,34 @@ class StepDone(msgspec.Struct, tag="step", array_like=True, gc=False):
     """If a ``Ping`` asked for it, and there is a cache."""
 
 
-class AdapterDone(msgspec.Struct, tag="adapter", array_like=True, gc=False):
+class AdapterDone(Message, tag="adapter", gc=False):
     """An adapter was loaded or unloaded, or ``error`` says why not."""
 
-    generation: int
     name: str
     error: str = ""
 
 
-class Settled(msgspec.Struct, tag="settled", array_like=True, gc=False):
+class Settled(Message, tag="settled", gc=False):
     """The answer to ``Settle``: every output that was under way is before it."""
 
-    generation: int
 
-
-class SessionsDone(msgspec.Struct, tag="sessions", array_like=True):
+class SessionsDone(Message, tag="sessions"):
     """The answer to ``OrderSessions``."""
 
-    generation: int
     report: SessionReport
 
 
-class SleepDone(msgspec.Struct, tag="slept", array_like=True, gc=False):
+class SleepDone(Message, tag="slept", gc=False):
     """The answer to ``Sleep`` or ``Wake``: it was done, or ``error`` says why not."""
 
-    generation: int
     is_asleep: bool
     """Whether it answers ``Sleep``."""
     error: str = ""
 
 
-class WeightsDone(msgspec.Struct, tag="weights", array_like=True, gc=False):
+class WeightsDone(Message, tag="weights", gc=False):
     """The answer to ``OrderWeights``: it was done, or ``error`` says why not."""
 
-    generation: int
     error: str = ""
     is_busy: bool = False
     """Whether weights are still being received."""
