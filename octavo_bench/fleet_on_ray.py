@@ -12,18 +12,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
 import tempfile
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from octavo.config import CacheSettings, SchedulerSettings
-from octavo_bench.http_client import HttpClient
+from octavo_bench.http_client import HttpClient, TimedAnswer
+from octavo_bench.serve_load import Load, Prompts, apply
 from octavo_fleet.sim.fitted import fit, read_log
 from octavo_fleet.sim.jobs import Awaits, Job
 from octavo_fleet.sim.replica import ReplicaSizes
@@ -46,55 +47,19 @@ class ConversationShape:
     """Prompts are drawn from the tokens below this, without the first few, which are special in many models."""
 
 
-@dataclass
-class ConversationTimes:
-    """What the clients saw."""
-
-    ttft: list[float] = field(default_factory=list)
-    num_failed: int = 0
-    seconds: float = 0.0
-
-
-async def converse(url: str, model: str, shape: ConversationShape, seed: int = 0) -> ConversationTimes:
-    """Hold all conversations over HTTP."""
-    measured = ConversationTimes()
-    began = time.monotonic()
+async def converse(url: str, model: str, shape: ConversationShape, seed: int = 0) -> tuple[list[TimedAnswer], float]:
+    """Hold all conversations over HTTP; returns the answers, and the seconds that they took."""
+    prompts = Prompts("completions", model, shape.vocab_size, {}, salt=str(seed))
     client = HttpClient(url, "completions", None, timeout=600)
     try:
-        rngs = [random.Random(seed * 1000 + number) for number in range(shape.num_clients)]
-        await asyncio.gather(*(_client(client, model, shape, rng, measured) for rng in rngs))
+        starts = Load(rate=math.inf)  # the conversations have their own
+        return await apply(starts, Conversations(shape, seed), lambda job, told: client.ask(prompts.body(job, told)))
     finally:
         client.close()
-    measured.seconds = time.monotonic() - began
-    return measured
-
-
-async def _client(
-    client: HttpClient, model: str, shape: ConversationShape, rng: random.Random, measured: ConversationTimes
-) -> None:
-    await asyncio.sleep(rng.random() * shape.pause)
-    vocabulary = range(20, shape.vocab_size)
-    for _ in range(shape.conversations_each):
-        tokens = rng.choices(vocabulary, k=shape.first)
-        for _ in range(shape.turns):
-            answer = await _turn(client, model, tokens, shape.answer, measured)
-            tokens = [*tokens, *answer, *rng.choices(vocabulary, k=shape.more)]
-            await asyncio.sleep(shape.pause)
-
-
-async def _turn(
-    client: HttpClient, model: str, tokens: list[int], num_tokens: int, measured: ConversationTimes
-) -> list[int]:
-    body: dict[str, Any] = {"model": model, "prompt": tokens, "max_tokens": num_tokens, "temperature": 0}
-    answer = await client.ask(body | {"ignore_eos": True, "stream": True, "return_token_ids": True})
-    if answer.times:
-        measured.ttft.append(answer.ttft)
-    measured.num_failed += len(answer.token_ids) != num_tokens
-    return answer.token_ids
 
 
 class Conversations:
-    """The same as a workload of the simulator."""
+    """The conversations as a workload, of the simulator and over HTTP."""
 
     awaits: Awaits = "session"
 
@@ -129,8 +94,8 @@ class Conversations:
         return self._job(now + self.shape.pause, job.session, before)
 
     def _job(self, arrival: float, client: int, prompt: tuple[tuple[int, int], ...]) -> Job:
-        made = prompt or (self._text(self.shape.first),)
-        return Job(arrival, made, self.shape.answer, self._text(0)[0], session=client)
+        made, left = prompt or (self._text(self.shape.first),), self._turns_left[client]
+        return Job(arrival, made, self.shape.answer, self._text(0)[0], session=client, turns_left=left)
 
 
 ROUTERS = ("prefix-aware", "round-robin", "random")
@@ -198,17 +163,18 @@ def measure_all(args: argparse.Namespace, shape: ConversationShape, log: Path) -
 def _measure(url: str, shape: ConversationShape, seed: int) -> dict[str, float]:
     asyncio.run(converse(url, MODEL, ConversationShape(num_clients=6, conversations_each=1, turns=2), 99))  # warms up
     before = _prefix_counters(url)
-    measured: ConversationTimes = asyncio.run(converse(url, MODEL, shape, seed))
+    answers, seconds = asyncio.run(converse(url, MODEL, shape, seed))
     after = _prefix_counters(url)
-    centiles = statistics.quantiles(measured.ttft, n=100)
+    ttft = [answer.ttft for answer in answers if answer.times]
+    centiles = statistics.quantiles(ttft, n=100)
     return {
         "hit_rate": round((after[1] - before[1]) / (after[0] - before[0]), 4),
         "ttft_p50": round(centiles[49], 4),
         "ttft_p90": round(centiles[89], 4),
-        "ttft_mean": round(statistics.fmean(measured.ttft), 4),
-        "seconds": round(measured.seconds, 2),
-        "requests": len(measured.ttft),
-        "failed": measured.num_failed,
+        "ttft_mean": round(statistics.fmean(ttft), 4),
+        "seconds": round(seconds, 2),
+        "requests": len(ttft),
+        "failed": sum(answer.error is not None for answer in answers),
     }
 
 
