@@ -21,6 +21,8 @@ from octavo.errors import RequestError
 from octavo_server.admission import ClientRequest
 from octavo_server.generation import IDEMPOTENCY_KEY, EventWriter, GeneratedChoice, Generation
 from octavo_server.http.body_decoder import BodyDecoder
+from octavo_server.http.endpoint import Endpoint
+from octavo_server.http.errors import ERROR, ErrorForm
 from octavo_server.http.sse import EventStream, finished_choices, json_response
 from octavo_server.services import Body, ModelServices, server_of
 
@@ -29,16 +31,20 @@ WEIGHT_VERSION = "x-octavo-weight-version"
 
 
 class Answer(EventWriter, Protocol):
-    """Renders the outputs of a generation."""
+    """Renders the outputs of a generation. Those of an API that always streams, or never, lack the other."""
 
-    @property
-    def id(self) -> str:
-        """The name of the request's timeline; "": it has none."""
-        ...
+    id: str = ""
+    """The name of the request's timeline; "": it has none."""
 
     def unstreamed(self, choices: list[GeneratedChoice]) -> object:
         """The answer as a JSON value, once all choices are finished."""
-        ...
+        return None
+
+    def frames(self, choice: GeneratedChoice) -> bytes:
+        return b""
+
+    def last_frames(self) -> bytes:
+        return b""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +85,10 @@ class Dialect(Generic[Body]):
         self._translate = translate
         self._without_effect = without_effect
         self._statuses = statuses
+
+    def endpoint(self, path: str, summary: str, name: str, errors: ErrorForm = ERROR) -> Endpoint:
+        """The endpoint to which such bodies are posted; ``name`` is the id of the operation."""
+        return Endpoint("POST", path, self.serve, summary, self._decoder.documented, name, errors)
 
     async def serve(self, request: Request) -> Response:
         """The response to a request. Raises ``RequestError``."""

@@ -160,8 +160,8 @@ class BodyDecoder(Generic[T]):
     def __init__(
         self,
         kind: type[T],
-        refused: Mapping[str, tuple[Any, ...]],
-        accepted: frozenset[str],
+        refused: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+        accepted: frozenset[str] = frozenset(),
         ignored: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
         options: Mapping[str, tuple[type[int] | type[float] | type[bool], Any]] = MappingProxyType({}),
     ) -> None:

@@ -14,10 +14,9 @@ from octavo_server import app
 from octavo_server.dialects.openai.completions import CompletionBody, client_request
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.body_decoder import BodyDecoder
-from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import ErrorForm
 from octavo_server.http.sse import EventStream
-from octavo_server.pipeline import Dialect, Submission
+from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices
 
 
@@ -29,10 +28,8 @@ class ParrotBody(msgspec.Struct, kw_only=True):
     stream: bool = False
 
 
-class ParrotAnswer:
+class ParrotAnswer(Answer):
     """Says the text alone."""
-
-    id = ""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -42,9 +39,6 @@ class ParrotAnswer:
 
     def frames(self, choice: GeneratedChoice) -> bytes:
         return choice.take_text().encode()
-
-    def last_frames(self) -> bytes:
-        return b""
 
 
 class ParrotStream(EventStream):
@@ -67,10 +61,10 @@ async def translate(body: ParrotBody, services: ModelServices, request: Request)
     )
 
 
-PARROT = Dialect(BodyDecoder(ParrotBody, {}, frozenset()), translate)
+PARROT = Dialect(BodyDecoder(ParrotBody), translate)
 ERRORS = ErrorForm("ParrotError", {"type": "object"}, lambda error: {"squawk": error.message}, ("/parrot",))
 ENDPOINTS = [
-    Endpoint("POST", "/parrot/talk", PARROT.serve, "Go on talking", ParrotBody, name="talk", errors=ERRORS),
+    PARROT.endpoint("/parrot/talk", "Go on talking", "talk", ERRORS),
 ]
 
 

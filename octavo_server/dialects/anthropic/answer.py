@@ -15,6 +15,7 @@ from octavo_server.dialects.chat_reply import ChatReply, members_of
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.errors import ErrorForm
 from octavo_server.http.sse import EventStream, encode_line
+from octavo_server.pipeline import Answer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -59,7 +60,7 @@ ERRORS = ErrorForm(
 )
 
 
-class MessageAnswer:
+class MessageAnswer(Answer):
     """Renders one reply, unstreamed or as events. Includes reasoning if ``shows_thinking``."""
 
     def __init__(self, reply: ChatReply, id: str, model: str, shows_thinking: bool, max_tokens: int) -> None:
@@ -175,9 +176,6 @@ class MessageAnswer:
         self._kind = ""
         self._index += 1
         return data
-
-    def last_frames(self) -> bytes:
-        return b""
 
 
 class MessageStream(EventStream):

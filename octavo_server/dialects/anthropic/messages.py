@@ -74,21 +74,9 @@ def _words_of_api(names: FieldNames) -> Iterator[None]:
 
 MESSAGE = Dialect(message_decoder, _translate, without_effect)
 ENDPOINTS = [
+    MESSAGE.endpoint("/v1/messages", "Answer a conversation, as the Anthropic API does", "create_message", ERRORS),
     Endpoint(
-        "POST",
-        "/v1/messages",
-        MESSAGE.serve,
-        "Answer a conversation, as the Anthropic API does",
-        MessageBody,
-        name="create_message",
-        errors=ERRORS,
-    ),
-    Endpoint(
-        "POST",
-        "/v1/messages/count_tokens",
-        count_tokens,
-        "Count the tokens of a conversation",
-        Counted,
+        *("POST", "/v1/messages/count_tokens", count_tokens, "Count the tokens of a conversation", Counted),
         errors=ERRORS,
     ),
 ]

@@ -88,7 +88,7 @@ class BatchBody(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] = {}
 
 
-decoder = BodyDecoder(BatchBody, {}, frozenset())
+decoder = BodyDecoder(BatchBody)
 
 
 async def create_batch(request: Request) -> Response:

@@ -15,8 +15,7 @@ from octavo_server.dialects.openai.completions import CompletionBody, client_req
 from octavo_server.dialects.openai.fields import sampling
 from octavo_server.generation import GeneratedChoice, Generation
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
-from octavo_server.http.endpoint import Endpoint
-from octavo_server.pipeline import Dialect, Submission
+from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices
 
 MAX_PROMPT_CHARACTERS = 8000
@@ -101,22 +100,14 @@ class BadValue(InvalidParameter):
     """A value of the right type that is out of range."""
 
 
-class PlainAnswer:
+class PlainAnswer(Answer):
     """Shows one choice as a JSON object; there are no streams."""
-
-    id = ""
 
     def __init__(self, shown: Callable[[GeneratedChoice], dict[str, Any]]) -> None:
         self._shown = shown
 
     def unstreamed(self, choices: list[GeneratedChoice]) -> object:
         return self._shown(choices[0])
-
-    def frames(self, choice: GeneratedChoice) -> bytes:
-        raise NotImplementedError
-
-    def last_frames(self) -> bytes:
-        raise NotImplementedError
 
 
 def _submission(
@@ -132,16 +123,13 @@ def _submission(
 
 _STATUSES: dict[Any, int] = {BadValue: 400, ContextLengthExceeded: 400, InvalidParameter: 422, MalformedJSON: 422}
 
-GENERATE = Dialect(BodyDecoder(GenerateBody, {}, frozenset()), _exactly, statuses=_STATUSES)
-PLAIN = Dialect(BodyDecoder(PlainBody, {}, frozenset()), _at_most, statuses={**_STATUSES, QueueFull: 503})
+GENERATE = Dialect(BodyDecoder(GenerateBody), _exactly, statuses=_STATUSES)
+PLAIN = Dialect(BodyDecoder(PlainBody), _at_most, statuses={**_STATUSES, QueueFull: 503})
 ENDPOINTS = [
-    Endpoint(
-        "POST",
+    GENERATE.endpoint(
         "/v1/generate",
-        GENERATE.serve,
         f"Continue a text of at most {MAX_PROMPT_CHARACTERS:,} characters by exactly 1 to {MAX_NEW_TOKENS} tokens",
-        GenerateBody,
-        name="generate",
+        "generate",
     ),
-    Endpoint("POST", "/generate", PLAIN.serve, "Continue a text", PlainBody, name="generate_plainly"),
+    PLAIN.endpoint("/generate", "Continue a text", "generate_plainly"),
 ]

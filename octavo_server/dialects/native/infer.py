@@ -13,10 +13,9 @@ from octavo_server.dialects.openai.fields import sampling
 from octavo_server.dialects.openai.rendering import usage
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.body_decoder import BodyDecoder, MalformedJSON
-from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnknownParameter
 from octavo_server.http.sse import EventStream, encode_line
-from octavo_server.pipeline import Dialect, Submission
+from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices
 
 
@@ -107,10 +106,8 @@ def _constraint(given: dict[str, Any] | None) -> dict[str, Any]:
     raise InvalidParameter("response_format", message)
 
 
-class InferEvents:
+class InferEvents(Answer):
     """Renders the events of one choice."""
-
-    id = ""
 
     def frames(self, choice: GeneratedChoice) -> bytes:
         """One event per token; text that several tokens produce together is in the last one's."""
@@ -131,12 +128,6 @@ class InferEvents:
             data += _event("done", end)
         return data
 
-    def last_frames(self) -> bytes:
-        return b""
-
-    def unstreamed(self, choices: list[GeneratedChoice]) -> object:
-        raise NotImplementedError("this dialect always streams")
-
 
 class InferStream(EventStream):
     """Named events; the last one is ``done`` or ``error``."""
@@ -151,14 +142,7 @@ def _event(name: str, data: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_line(data))
 
 
-INFER = Dialect(StrictDecoder(InferBody, {}, frozenset()), _translate, statuses=_STATUSES)
+INFER = Dialect(StrictDecoder(InferBody), _translate, statuses=_STATUSES)
 ENDPOINTS = [
-    Endpoint(
-        "POST",
-        "/infer/v1/completions",
-        INFER.serve,
-        "Continue text or token ids, an event for each token",
-        InferBody,
-        name="infer",
-    )
+    INFER.endpoint("/infer/v1/completions", "Continue text or token ids, an event for each token", "infer"),
 ]

@@ -26,7 +26,7 @@ from octavo_server.http.errors import UnsupportedParameter, typed_errors
 from octavo_server.http.sse import EventStream, encode_line, json_response
 from octavo_server.image_files import MARKDOWN_IMAGE, MarkedText
 from octavo_server.observe.probes import version
-from octavo_server.pipeline import Dialect, Submission
+from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices, asked_services_of
 
 DEFAULT_NEW_TOKENS = 100
@@ -158,10 +158,8 @@ def _constraint(grammar: dict[str, Any] | None) -> dict[str, Any]:
     return {field: value}
 
 
-class TGIAnswer:
+class TGIAnswer(Answer):
     """Renders one choice, unstreamed or as events."""
-
-    id = ""
 
     def __init__(self, body: TGIBody, tokenizer: Tokenizer) -> None:
         self._body = body
@@ -195,9 +193,6 @@ class TGIAnswer:
             }
             data += b"data:" + encode_line(event) + b"\n\n"
         return data
-
-    def last_frames(self) -> bytes:
-        return b""
 
     def _tokens(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
         """The tokens. Where their texts are not the update's, which stop strings hold back, it is the last one's."""
@@ -247,13 +242,5 @@ STREAM = Dialect(_decoder, _translate_stream, statuses=_STATUSES)
 ENDPOINTS = [
     Endpoint("GET", "/info", info, "Model and limits, as TGI says them"),
     Endpoint("POST", "/", of_any_kind, "Continue a text, as TGI does", TGIBody, name="continue_text", errors=ERRORS),
-    Endpoint(
-        "POST",
-        "/generate_stream",
-        STREAM.serve,
-        "Continue a text, an event for each token, as TGI does",
-        TGIBody,
-        name="stream_text",
-        errors=ERRORS,
-    ),
+    STREAM.endpoint("/generate_stream", "Continue a text, an event for each token, as TGI does", "stream_text", ERRORS),
 ]

@@ -39,7 +39,7 @@ from octavo_server.http.body_decoder import BodyDecoder
 from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import encode_line, json_response
-from octavo_server.pipeline import Dialect, Submission
+from octavo_server.pipeline import Answer, Dialect, Submission
 from octavo_server.services import ModelServices, server_of
 from octavo_server.tenants.api_keys import caller_of
 
@@ -117,10 +117,8 @@ async def _translate(body: TokenIdsBody, services: ModelServices, request: Reque
     )
 
 
-class TokenIdsAnswer:
+class TokenIdsAnswer(Answer):
     """Renders the choices, unstreamed or as events."""
-
-    id = ""
 
     def __init__(
         self, services: ModelServices, body: TokenIdsBody, completion: CompletionBody, generation: Generation
@@ -290,17 +288,10 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
 _decoder = BodyDecoder(
     TokenIdsBody, {"features": (), "content_parts": ()}, frozenset(("token_offsets", "assistant_tokens_mask")), _IGNORED
 )
-abort_decoder = BodyDecoder(AbortBody, {}, frozenset())
+abort_decoder = BodyDecoder(AbortBody)
 TOKEN_IDS = Dialect(_decoder, _translate)
 ENDPOINTS = [
-    Endpoint(
-        "POST",
-        "/inference/v1/generate",
-        TOKEN_IDS.serve,
-        "Continue token ids by token ids, as trainers do",
-        TokenIdsBody,
-        name="generate_tokens",
-    ),
+    TOKEN_IDS.endpoint("/inference/v1/generate", "Continue token ids by token ids, as trainers do", "generate_tokens"),
     Endpoint(
         "POST",
         "/inference/v1/abort_requests",

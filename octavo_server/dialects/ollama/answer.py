@@ -15,6 +15,7 @@ from octavo_server.dialects.chat_reply import members_of
 from octavo_server.generation import GeneratedChoice
 from octavo_server.http.errors import ErrorForm
 from octavo_server.http.sse import EventStream, encode_line
+from octavo_server.pipeline import Answer
 
 
 def ollama_error(error: RequestError) -> dict[str, Any]:
@@ -30,7 +31,7 @@ ERRORS = ErrorForm(
 )
 
 
-class OllamaAnswer:
+class OllamaAnswer(Answer):
     """Renders one choice. ``wrapped`` makes the members of an object that hold a piece of the answer."""
 
     def __init__(
@@ -73,9 +74,6 @@ class OllamaAnswer:
         if choice.finish_reason is not None:
             data += encode_line(self._object({"content": ""}, choice)) + b"\n"
         return data
-
-    def last_frames(self) -> bytes:
-        return b""
 
     def _object(self, part: dict[str, Any], ended: GeneratedChoice | None = None) -> dict[str, Any]:
         """A piece of the answer, or its end with counts and times in nanoseconds."""

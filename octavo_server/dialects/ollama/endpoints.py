@@ -28,7 +28,6 @@ from octavo_server.dialects.ollama.body import (
 from octavo_server.dialects.openai import completions
 from octavo_server.dialects.openai.fields import NO_LIMIT
 from octavo_server.generation import GeneratedChoice
-from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import json_response
 from octavo_server.pipeline import Dialect, Submission
@@ -95,22 +94,6 @@ async def _loaded(body: CommonBody, services: ModelServices, nothing: dict[str, 
 CHAT = Dialect(chat_decoder, _translate_chat, without_effect)
 GENERATE = Dialect(generate_decoder, _translate_generate, without_effect)
 ENDPOINTS = [
-    Endpoint(
-        "POST",
-        "/api/chat",
-        CHAT.serve,
-        "Answer a conversation, as Ollama does",
-        OllamaChatBody,
-        name="chat",
-        errors=ERRORS,
-    ),
-    Endpoint(
-        "POST",
-        "/api/generate",
-        GENERATE.serve,
-        "Answer or continue a text, as Ollama does",
-        OllamaGenerateBody,
-        name="generate",
-        errors=ERRORS,
-    ),
+    CHAT.endpoint("/api/chat", "Answer a conversation, as Ollama does", "chat", ERRORS),
+    GENERATE.endpoint("/api/generate", "Answer or continue a text, as Ollama does", "generate", ERRORS),
 ]

@@ -63,8 +63,8 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
 
 
-show_decoder = BodyDecoder(ShowBody, {}, frozenset())
-pull_decoder = BodyDecoder(PullBody, {}, frozenset())
+show_decoder = BodyDecoder(ShowBody)
+pull_decoder = BodyDecoder(PullBody)
 embed_decoder = BodyDecoder(EmbedBody, {}, ACCEPTED)
 embeddings_decoder = BodyDecoder(EmbeddingsBody, {}, ACCEPTED)
 

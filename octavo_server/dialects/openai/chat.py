@@ -51,7 +51,6 @@ from octavo_server.dialects.openai.rendering import (
 )
 from octavo_server.generation import ChoiceUpdate, GeneratedChoice, Generation
 from octavo_server.http.body_decoder import GATHERED, BodyDecoder
-from octavo_server.http.endpoint import Endpoint
 from octavo_server.http.errors import UnsupportedParameter
 from octavo_server.http.sse import encode, encode_line
 from octavo_server.pipeline import Dialect, Submission
@@ -286,17 +285,13 @@ class ChatAnswer:
         ]
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.identity = identity_of(generation, "chatcmpl", kind, services.answering_name(body.model))
+        self.id = self.identity.id
         self._names = TokenNames(services.tokenizer, body.return_tokens_as_token_ids)
         self._has_details = body.logprobs or body.return_token_ids
         self._frame = ChunkFrame(self.identity, choices, body.includes_usage, body.has_continuous_usage)
         self._starts = [self._frame.start + b'"index":%d,"delta":{"content":' % choice.index for choice in choices]
         self._empty_starts = [self._frame.start + b'"index":%d,"delta":{' % choice.index for choice in choices]
         self._unopened = set(range(len(choices)))
-
-    @property
-    def id(self) -> str:
-        """Names the timeline."""
-        return self.identity.id
 
     # --- unstreamed ---
 
@@ -399,16 +394,7 @@ class ChatAnswer:
 
 
 CHAT = Dialect(decoder, _translate, without_effect)
-ENDPOINTS = [
-    Endpoint(
-        "POST",
-        "/v1/chat/completions",
-        CHAT.serve,
-        "Answer a conversation",
-        decoder.documented,
-        name="create_chat_completion",
-    )
-]
+ENDPOINTS = [CHAT.endpoint("/v1/chat/completions", "Answer a conversation", "create_chat_completion")]
 
 
 class ChatMessage:

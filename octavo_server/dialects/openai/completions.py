@@ -191,6 +191,7 @@ class CompletionAnswer:
         choices = generation.choices
         self.body = body
         self.identity = identity_of(generation, "cmpl", "text_completion", services.answering_name(body.model))
+        self.id = self.identity.id
         self._tokenizer = services.tokenizer
         self._names = TokenNames(services.tokenizer, body.return_tokens_as_token_ids)
         self._shows_ids = body.return_token_ids or services.tokenizer is None
@@ -203,11 +204,6 @@ class CompletionAnswer:
             hidden = services.tokenizer.special_token_ids
         self._logprobs = [CompletionLogprobs(self._names, hidden, body.logprobs or 0) for _ in choices]
         self._unopened = set(range(len(choices)))
-
-    @property
-    def id(self) -> str:
-        """Names the timeline."""
-        return self.identity.id
 
     # --- unstreamed ---
 

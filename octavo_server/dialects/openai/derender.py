@@ -390,8 +390,8 @@ def _extend(delta: dict[str, Any], more: dict[str, Any]) -> None:
         delta[name] = delta[name] + value if name in delta and name != "role" else value
 
 
-_chat_decoder = BodyDecoder(DerenderChatBody, {}, frozenset())
-_completion_decoder = BodyDecoder(DerenderCompletionBody, {}, frozenset())
+_chat_decoder = BodyDecoder(DerenderChatBody)
+_completion_decoder = BodyDecoder(DerenderCompletionBody)
 ENDPOINTS = [
     Endpoint(
         *("POST", "/v1/chat/completions/derender", derender_chat, "Generated token ids as a chat completion"),

@@ -102,16 +102,10 @@ class ResponseAnswer:
     """Renders one reply as a response object and as events."""
 
     def __init__(self, record: Record, reply: ChatReply) -> None:
-        self.response = record.response
+        self.response, self.id = record.response, record.id
         self._reply = reply
         self._events = ResponseEvents(record.response)
         record.deltas = self._events.deltas
-
-    @property
-    def id(self) -> str:
-        """Names the timeline."""
-        name: str = self.response["id"]
-        return name
 
     def unstreamed(self, choices: list[GeneratedChoice]) -> dict[str, Any]:
         """The final response object, once the choice is finished."""

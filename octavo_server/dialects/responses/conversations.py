@@ -77,9 +77,9 @@ class ItemsBody(msgspec.Struct, kw_only=True):
     items: list[Item]
 
 
-_conversations = BodyDecoder(ConversationBody, {}, frozenset())
-_metadata = BodyDecoder(MetadataBody, {}, frozenset())
-_items = BodyDecoder(ItemsBody, {}, frozenset())
+_conversations = BodyDecoder(ConversationBody)
+_metadata = BodyDecoder(MetadataBody)
+_items = BodyDecoder(ItemsBody)
 
 
 async def create_conversation(request: Request) -> Response:

@@ -146,9 +146,7 @@ def _background(request: Request) -> BackgroundResponses:
 
 RESPONSE = Dialect(decoder, _translate, without_effect)
 ENDPOINTS = [
-    Endpoint(
-        "POST", PATH, RESPONSE.serve, "Answer a conversation, and keep the answer", ResponseBody, name="create_response"
-    ),
+    RESPONSE.endpoint(PATH, "Answer a conversation, and keep the answer", "create_response"),
     Endpoint("POST", PATH + "/render", render_response, "A conversation as token ids to generate from", ResponseBody),
     Endpoint("GET", PATH + "/{response_id}", retrieve_response, "A response that was kept, whole or as a stream"),
     Endpoint("DELETE", PATH + "/{response_id}", delete_response, "Forget a response"),

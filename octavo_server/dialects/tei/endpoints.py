@@ -7,6 +7,7 @@ takes the first.
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any, Literal
 
 import msgspec
@@ -224,39 +225,22 @@ def description(services: ModelServices) -> dict[str, Any]:
     }
 
 
-NO_LABELS: frozenset[str] = frozenset()
-embed_decoder = BodyDecoder(EmbedInputsBody, {}, NO_LABELS)
-all_decoder = BodyDecoder(AllInputsBody, {}, NO_LABELS)
-sparse_decoder = BodyDecoder(SparseInputsBody, {}, NO_LABELS)
-predict_decoder = BodyDecoder(PredictBody, {}, NO_LABELS)
-rank_decoder = BodyDecoder(RankedTextsBody, {}, NO_LABELS)
-similarity_decoder = BodyDecoder(SimilarityBody, {}, NO_LABELS)
+embed_decoder = BodyDecoder(EmbedInputsBody)
+all_decoder = BodyDecoder(AllInputsBody)
+sparse_decoder = BodyDecoder(SparseInputsBody)
+predict_decoder = BodyDecoder(PredictBody)
+rank_decoder = BodyDecoder(RankedTextsBody)
+similarity_decoder = BodyDecoder(SimilarityBody)
+_posted = functools.partial(Endpoint, "POST", errors=ERRORS)
 ENDPOINTS = [
-    Endpoint("POST", "/embed", embed, "Turn texts into vectors, as TEI does", EmbedInputsBody, "tei_embed", ERRORS),
-    Endpoint(
-        "POST", "/embed_all", embed_all, "Turn all tokens into vectors, as TEI does", AllInputsBody, errors=ERRORS
-    ),
-    Endpoint(
-        "POST",
-        "/embed_sparse",
-        embed_sparse,
-        "Turn texts into sparse vectors, as TEI does",
-        SparseInputsBody,
-        errors=ERRORS,
-    ),
-    Endpoint(
-        "POST", "/predict", predict, "Scores of labels, the best first, as TEI gives them", PredictBody, errors=ERRORS
-    ),
-    Endpoint(
-        "POST",
-        "/rerank",
-        rerank,
+    _posted("/embed", embed, "Turn texts into vectors, as TEI does", EmbedInputsBody, "tei_embed"),
+    _posted("/embed_all", embed_all, "Turn all tokens into vectors, as TEI does", AllInputsBody),
+    _posted("/embed_sparse", embed_sparse, "Turn texts into sparse vectors, as TEI does", SparseInputsBody),
+    _posted("/predict", predict, "Scores of labels, the best first, as TEI gives them", PredictBody),
+    _posted(
+        *("/rerank", rerank),
         "Put texts in the order in which they suit a query, as TEI does, or documents as `/v1/rerank` does",
-        RankedTextsBody,
-        "tei_rerank",
-        ERRORS,
+        *(RankedTextsBody, "tei_rerank"),
     ),
-    Endpoint(
-        "POST", "/similarity", similarity, "Compare a text with others, as TEI does", SimilarityBody, errors=ERRORS
-    ),
+    _posted("/similarity", similarity, "Compare a text with others, as TEI does", SimilarityBody),
 ]
