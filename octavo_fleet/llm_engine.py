@@ -20,7 +20,6 @@ from octavo.engine.scheduler import Scheduler
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.types import Request as EngineRequest
-from octavo.types import Scheduled
 from octavo_fleet.backends.toy_models import FakeRunner, NextByFormula
 
 __all__ = [
@@ -259,7 +258,7 @@ class InferenceEngine:
             request = self._requests[self._names[item.seq.id]]
             request.started_at_ns = request.started_at_ns or started
             is_prompt = item.start < len(request.prompt_tokens)
-            (prefill if is_prompt else decode).append(_work(request, item))
+            (prefill if is_prompt else decode).append(Work(request.request_id, item.start, len(item.tokens)))
             request.prompt_cursor = min(len(request.prompt_tokens), item.start + len(item.tokens))
             request.status = RequestStatus.PREFILL if is_prompt and not item.samples else RequestStatus.DECODE
         sources = {one.request_id: "prefill" for one in prefill}
@@ -334,10 +333,6 @@ class InferenceEngine:
             _percentiles(durations)[2],
             *(figure for values in shares for figure in (statistics.fmean(values), max(values))),
         )
-
-
-def _work(request: Request, item: Scheduled) -> Work:
-    return Work(request.request_id, item.start, len(item.tokens))
 
 
 def _percentiles(values: list[float]) -> tuple[float, float, float]:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import typing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -133,14 +132,14 @@ class CheckBody(msgspec.Struct, kw_only=True):
 
 
 _WITHOUT_EFFECT = ("load_format", "flush_cache", "is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph")
-update_decoder = BodyDecoder(UpdateBody, {}, frozenset())
-init_decoder = BodyDecoder(InitBody, {}, frozenset())
-finish_decoder = BodyDecoder(FinishBody, {}, frozenset())
-sglang_group_decoder = BodyDecoder(SglangGroupBody, {}, frozenset())
+update_decoder = BodyDecoder(UpdateBody)
+init_decoder = BodyDecoder(InitBody)
+finish_decoder = BodyDecoder(FinishBody)
+sglang_group_decoder = BodyDecoder(SglangGroupBody)
 sglang_tensors_decoder = BodyDecoder(SglangTensorsBody, {}, frozenset(("group_name", "flush_cache", "load_format")))
 disk_decoder = BodyDecoder(DiskUpdateBody, {}, frozenset(_WITHOUT_EFFECT))
-pause_decoder = BodyDecoder(PauseBody, {}, frozenset())
-check_decoder = BodyDecoder(CheckBody, {}, frozenset())
+pause_decoder = BodyDecoder(PauseBody)
+check_decoder = BodyDecoder(CheckBody)
 abort_decoder = BodyDecoder(AbortBody, {}, frozenset(("abort_all",)))
 
 
@@ -475,11 +474,7 @@ def _check_same_model(old: Path, new: Path, field: str) -> None:
         ) from None
     if not isinstance(before, dict) or not isinstance(after, dict):
         raise InvalidParameter(field, f"'{field}' has a config.json that is no object.")
-    differing = _differing(before, after)
-    if differing:
-        names = ", ".join(printable(name) for name in differing)
-        raise InvalidParameter(field, f"'{field}' has a config.json that differs from that of the model in: {names}.")
-
-
-def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    return sorted(name for name in (before.keys() | after.keys()) - INFORMATIVE if before.get(name) != after.get(name))
+    names = (before.keys() | after.keys()) - INFORMATIVE
+    if differing := sorted(name for name in names if before.get(name) != after.get(name)):
+        shown = ", ".join(printable(name) for name in differing)
+        raise InvalidParameter(field, f"'{field}' has a config.json that differs from that of the model in: {shown}.")

@@ -39,7 +39,11 @@ def add_kinds(kinds: Any) -> None:
     chaos.add_argument("--logs", type=Path, metavar="DIR", help="keep the server's logs here")
 
     help = "whether the front process grows under many requests, with a journal"
-    soak = add_kind(kinds, "soak", help, _soak, show=_without_samples, is_good=_grows_little)
+    soak = add_kind(
+        *(kinds, "soak", help, _soak),
+        show=lambda result: str({name: value for name, value in result.items() if name != "samples"}),
+        is_good=lambda args, result: bool(result["mib_per_100000"] <= args.most),
+    )
     soak.add_argument("--num-requests", type=positive, default=300_000)
     soak.add_argument("--clients", type=positive, default=32, help="requests at once")
     soak.add_argument("--server-args", default="", metavar="FLAGS", help="more flags of `octavo serve`")
@@ -84,14 +88,6 @@ def _soak(args: argparse.Namespace) -> dict[str, Any]:
     from octavo_bench.soak import measure
 
     return measure(args.num_requests, args.clients, shlex.split(args.server_args), say)
-
-
-def _without_samples(result: Mapping[str, Any]) -> str:
-    return str({name: value for name, value in result.items() if name != "samples"})
-
-
-def _grows_little(args: argparse.Namespace, result: Mapping[str, Any]) -> bool:
-    return bool(result["mib_per_100000"] <= args.most)
 
 
 def _result(args: argparse.Namespace, findings: Findings, target: ServerUnderTest) -> dict[str, Any]:

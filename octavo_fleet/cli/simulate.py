@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-replicas", type=int, default=0, help="of these, replicas that compute the long prompts of the others"
     )
     parser.add_argument(
-        "--transfer-rate", type=above_zero, help="GB a second of keys and values between replicas; default: measured"
+        "--transfer-rate", type=gigabytes, help="GB a second of keys and values between replicas; default: measured"
     )
     parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="devices per replica")
     parser.add_argument(
@@ -77,6 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", dest="scheduling_policy", help=f"short for {flag_name('scheduling_policy')}")
 
 
+def gigabytes(text: str) -> float:
+    return above_zero(text) * 1e9
+
+
 def run(args: argparse.Namespace) -> int:
     """Simulate or search, and print the results."""
     from octavo_fleet.sim.devices import find_device
@@ -89,26 +93,9 @@ def run(args: argparse.Namespace) -> int:
     known = {item.name: item for item in settings(EngineConfig) if item.group in GROUPS}
     given = {name: value for name in known if (value := getattr(args, name, None)) is not None}
     engine = EngineConfig.from_flat({name: known[name].parse(value) for name, value in given.items()})
-    spec = SimulationSpec(
-        args.model,
-        args.device,
-        args.workload,
-        args.num_prompts,
-        args.rate,
-        args.burstiness,
-        args.concurrency,
-        args.input_len,
-        args.output_len,
-        args.replicas,
-        args.tensor_parallel_size,
-        args.router,
-        args.weight_bits,
-        args.cost_log,
-        args.depth,
-        args.seed,
-        args.prefill_replicas,
-        *(() if args.transfer_rate is None else (args.transfer_rate * 1e9,)),
-    )
+    own = {item.name for item in fields(SimulationSpec)}
+    asked = {name: value for name, value in vars(args).items() if name in own and value is not None}
+    spec = SimulationSpec(num_requests=args.num_prompts, tensor_parallel=args.tensor_parallel_size, **asked)
     targets = LatencyTargets(args.slo_ttft, args.slo_itl)
     result = _search(args, spec, engine, targets) if args.search else _simulate(spec, engine, targets)
     result["device_is_measured"] = find_device(args.device).is_measured

@@ -9,28 +9,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.config import ServeConfig
 from octavo.errors import CANCELLATIONS, InvalidParameter, RequestFailed, Unavailable
 from octavo.sampling_params import SamplingParams
-from octavo.telemetry.cache_view import CacheView, SessionOrder, SessionReport
+from octavo.telemetry.cache_view import CacheView
 from octavo.telemetry.counts import Condition, Timing
 from octavo.telemetry.metrics import Metrics
 from octavo.types import (
-    DropTensors,
     EngineInfo,
     EngineStats,
     FinishReason,
-    JoinGroup,
     KVTransfer,
-    ReceiveTensors,
     Request,
 )
 from octavo_fleet.ray.messages import AnswerPart, decode_answer, decode_info, encode
-from octavo_server.engines.engine_client import FIRST_WEIGHTS, OutputListener, SleepMode
+from octavo_server.engines.engine_client import FIRST_WEIGHTS, OutputListener
 from octavo_server.engines.engine_stats import summed
 from octavo_server.engines.live_request import LiveRequest, adapters_of
 from octavo_server.engines.lora_adapters import AdapterTable
@@ -49,6 +46,15 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger("octavo.ray")
+
+
+def _refused(message: str) -> Any:
+    """A method that only raises ``Unavailable``."""
+
+    async def refuse(*args: object, **named: object) -> None:
+        raise Unavailable(message)
+
+    return refuse
 
 
 class FleetEngine(RequestJournal):
@@ -121,43 +127,20 @@ class FleetEngine(RequestJournal):
         """Raises ``Unavailable``."""
         raise Unavailable("Replicas of Ray do not go step by step.")
 
-    async def sleep(self, level: int = 1, mode: SleepMode = "wait") -> None:
-        """Raises ``Unavailable``: Ray decides how many replicas there are."""
-        raise Unavailable("Replicas of Ray do not sleep; its autoscaling ends idle ones.")
-
     async def wake_up(self) -> None:
         """Replicas are always awake."""
-
-    async def pause(self, mode: SleepMode = "abort") -> None:
-        """Raises ``Unavailable``."""
-        raise Unavailable("Replicas of Ray cannot be paused.")
 
     def resume(self) -> None:
         """Replicas never pause."""
 
-    async def update_weights(self, model: str, version: str, mode: SleepMode = "keep") -> None:
-        """Raises ``Unavailable``."""
-        raise Unavailable("Replicas of Ray keep the weights that they began with; deploy the new ones.")
-
-    async def order_weights(self, order: JoinGroup | ReceiveTensors | DropTensors) -> None:
-        """Raises ``Unavailable``."""
-        raise Unavailable("Replicas of Ray keep the weights that they began with; deploy the new ones.")
-
-    async def weight_checksums(self) -> dict[str, str]:
-        """Raises ``Unavailable``."""
-        raise Unavailable("Replicas of Ray tell no checksums of their weights.")
-
-    async def take_weights(self, version: str | None, mode: SleepMode = "keep") -> str:
-        """Raises ``Unavailable``."""
-        raise Unavailable("Replicas of Ray keep the weights that they began with; deploy the new ones.")
-
-    async def order_sessions(self, order: SessionOrder) -> SessionReport:
-        """Raises ``Unavailable``."""
-        raise Unavailable("Replicas of Ray tell nothing of their sessions.")
-
-    async def clear_prefix_cache(self) -> None:
-        """Raises ``Unavailable``."""
-        raise Unavailable("The prefix caches of Ray's replicas cannot be emptied.")
+    sleep = _refused("Replicas of Ray do not sleep; its autoscaling ends idle ones.")
+    pause = _refused("Replicas of Ray cannot be paused.")
+    update_weights = order_weights = take_weights = _refused(
+        "Replicas of Ray keep the weights that they began with; deploy the new ones."
+    )
+    weight_checksums = _refused("Replicas of Ray tell no checksums of their weights.")
+    order_sessions = _refused("Replicas of Ray tell nothing of their sessions.")
+    clear_prefix_cache = _refused("The prefix caches of Ray's replicas cannot be emptied.")
 
     def _condition(self) -> Condition:
         self.metrics.stats = self.stats

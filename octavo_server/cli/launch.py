@@ -180,7 +180,8 @@ def _server(arguments: Sequence[str]) -> Iterator[str]:
         url = f"http://127.0.0.1:{port}"
         while _get(f"{url}/ready") is None:
             if server.poll() is not None:
-                raise OctavoError("the server did not start:\n" + "\n".join(_last_lines(log)))
+                lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                raise OctavoError("the server did not start:\n" + "\n".join(lines))
             time.sleep(POLL_SECONDS)
         yield url
     finally:
@@ -190,10 +191,6 @@ def _server(arguments: Sequence[str]) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
-
-
-def _last_lines(log: Path) -> list[str]:
-    return log.read_text(errors="replace").splitlines()[-LOG_LINES:]
 
 
 def _target(url: str, api_key: str) -> LaunchTarget:

@@ -69,7 +69,8 @@ def run(
     _raise_file_limit()
     # Each text is tokenised in the calling thread; the library's thread pool only adds overhead.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    predecessor = _predecessor(config.server)
+    place = config.server.takeover_socket
+    predecessor = None if place is None else find_predecessor(Path(place))
     with (
         listener or _listening_socket(config.server, predecessor) as listener,
         asyncio.Runner(loop_factory=_new_event_loop) as runner,
@@ -351,11 +352,6 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     import uvloop
 
     return uvloop.new_event_loop()
-
-
-def _predecessor(settings: ServerSettings) -> Predecessor | None:
-    """The server whose place this one takes, if there is one. Raises ``ConfigError``."""
-    return None if settings.takeover_socket is None else find_predecessor(Path(settings.takeover_socket))
 
 
 def _listening_socket(settings: ServerSettings, predecessor: Predecessor | None) -> socket.socket:
