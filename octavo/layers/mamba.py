@@ -47,8 +47,13 @@ class Mamba:
         rank = parts_TW.shape[-1] - 2 * self.state_size
         parts = parts_TW.split_with_sizes([rank, self.state_size, self.state_size], dim=-1)
         if self.part_norms:
-            parts = tuple(norm(part.contiguous()) for norm, part in zip(self.part_norms, parts, strict=True))
+            parts = tuple(norm(_together(part)) for norm, part in zip(self.part_norms, parts, strict=True))
         dt_TR, b_TK, c_TK = parts
-        dt_TC = self.widen(dt_TR.contiguous())
+        dt_TC = self.widen(_together(dt_TR))
         out_TC = ops.selective_scan(x_TC, dt_TC, b_TK, c_TK, self.channels, state, rows.states)
         return ops.silu_and_mul(ops.concat(gate_TC, out_TC))
+
+
+def _together(x: Tensor) -> Tensor:
+    """x with its rows side by side in memory, in a call that can be recorded."""
+    return x if x.is_contiguous() else ops.concat(x)

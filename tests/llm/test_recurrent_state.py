@@ -155,10 +155,16 @@ def test_slots_that_were_used_and_those_of_padding_change_nothing(
         assert ask(llm, PROMPTS[1:4])[0] == expected
 
 
-def test_steps_of_dense_models_are_recorded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("row", "changes"), [(ROW, {}), ("falcon_mamba/norms", {"state_size": 16, "time_step_rank": 32})]
+)
+def test_steps_of_models_without_experts_are_recorded(
+    tmp_path: Path, row: str, changes: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path, row, **changes)
     caplog.set_level("INFO", "octavo.runtime")
-    with LLM(folder, **SETTINGS) as llm:
-        ask(llm, PROMPTS[1:2])
+    with LLM(tmp_path, **SETTINGS, max_model_len=400) as llm:
+        ask(llm, [words(1, 2), words(2, 3)])
     assert "not recorded" not in caplog.text
 
 
