@@ -192,7 +192,7 @@ class SequenceAdmission:
         leader, *others = sorted(pending, key=self.waiting.prefill_rank)
         overtaking = self._overtaking(leader, others, first) if self.waiting.overtakes else []
         if overtaking:
-            brief = self.step_budget.brief(budget, len(self.running))
+            brief = self.step_budget.brief(budget, len(self.running), _num_uncomputed(leader))
             budget = min(budget, max(brief, len(self.running) + sum(map(_num_uncomputed, overtaking))))
         shares, left = dict[Sequence, int](), budget - len(self.running)
         for seq in [*overtaking, leader, *[seq for seq in others if seq not in overtaking]]:

@@ -143,7 +143,7 @@ class Engine:
         if not self.in_flight or not self.in_flight[0][1].is_started:
             return 0.0
         plan = self.in_flight[0][0]
-        slack = self.spare_time.during(plan, self.scheduler.step_budget.plain_seconds(plan))
+        slack = self.spare_time.during(plan, self.scheduler.step_budget.prompt_seconds(plan))
         return self._ended_at + slack - self.scheduler.clock()
 
     def step(self) -> list[Output]:
@@ -176,7 +176,7 @@ class Engine:
         self.scheduler.note_step(plan, self._ended_at - began)
         if runs_ahead and pending.is_started:
             is_plain = self.scheduler.stats.step_tokens == len(plan)
-            predicted = None if is_plain else self.scheduler.step_budget.plain_seconds(plan)
+            predicted = None if is_plain else self.scheduler.step_budget.prompt_seconds(plan)
             if is_plain or predicted is not None:
                 self.spare_time.note(plan, started - began, waited, predicted)
         return refused + outputs

@@ -17,25 +17,26 @@ LEAST_WAIT = 0.00005
 NUM_SEEN = 8
 """Steps remembered per batch size class; the least slack among them is the estimate."""
 PRUDENCE = 0.8
-"""Part of a step with prompts that is waited for: what such steps take differs."""
+"""Part of a step of prompts that is waited for: what such steps take differs."""
 
 
 class ScheduleDelay:
     """Learns how much later each step could have been scheduled without idling the device.
 
     The slack depends on the step that runs meanwhile. For one of decodes it is that of earlier steps of as many
-    sequences, for one with prompts a share of the seconds that it is predicted to take.
+    sequences, for one of prompts a share of the seconds that it is predicted to take. What a step with both takes is
+    not known well enough, and a step behind it that is decided late has fewer prompts to compute together.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[float]] = {}
         """Slack in seconds of the last decode steps, by the bit length of the number of sequences."""
         self._shares: deque[float] = deque(maxlen=NUM_SEEN)
-        """Slack of the last steps with prompts, as a share of the seconds that they were predicted to take."""
+        """Slack of the last steps of prompts, as a share of the seconds that they were predicted to take."""
 
     def note(self, plan: Plan, idled: float, waited: float, predicted: float | None) -> None:
         """Record the step ``plan``: while it ran, scheduling started after ``idled`` seconds, and after that its result
-        was waited for during ``waited`` seconds. ``predicted``: its seconds, if it had prompts."""
+        was waited for during ``waited`` seconds. ``predicted``: its seconds, if it was of prompts."""
         seconds = idled + waited if waited > LEAST_WAIT else idled / 2
         if predicted is None:
             self._seen.setdefault(len(plan).bit_length(), deque(maxlen=NUM_SEEN)).append(seconds)

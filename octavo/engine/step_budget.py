@@ -40,8 +40,9 @@ second are about as fast as people read, and a request that comes meanwhile wait
 SHORT_SECONDS, FULL_ROWS = 0.02, 1024
 """A step of prompts alone takes so long, or longer if it would have fewer rows: with these, products of matrices are
 about as fast on a GPU as with more, and a slow device never computes so many."""
-LEAST_ROWS = 256
-"""Prompt tokens of a step of that length in which a short prompt is computed, at least."""
+LEAST_ROWS, MANY_LEFT = 256, 8192
+"""Prompt tokens of a step of that length in which a short prompt is computed, at least, and those that the long one
+has left: with fewer, one step more is no small part of what it takes."""
 SLICING_COST = 0.03
 """But no smaller than that its fixed cost is this share of what its prompt tokens cost."""
 LEAST_TELLING = 32
@@ -124,10 +125,11 @@ class StepBudget:
         cheap = self._seconds_of_decodes(1) / (SLICING_COST * seconds_each)
         return min(budget, max(self._bearable_at_any_cost(budget, num_decoding), num_decoding + int(cheap)))
 
-    def brief(self, budget: int, num_decoding: int) -> int:
-        """``budget``, or less at any cost, for a single step in which a short prompt is computed."""
+    def brief(self, budget: int, num_decoding: int, num_left: int) -> int:
+        """``budget``, or less at any cost, for a single step in which a short prompt overtakes one of which so many
+        tokens are left."""
         budget = self._bearable_at_any_cost(budget, num_decoding)
-        return self._short(budget, num_decoding, LEAST_ROWS)
+        return budget if num_left < MANY_LEFT else self._short(budget, num_decoding, LEAST_ROWS)
 
     def _bearable_at_any_cost(self, budget: int, num_decoding: int) -> int:
         fixed, seconds_each = self._seconds_of_decodes(max(1, num_decoding)), self._seconds_of_prompt_token
@@ -192,6 +194,10 @@ class StepBudget:
         if all(len(item.tokens) == 1 for item in plan):
             return None
         return self.model.seconds(work_of(plan, has_drafts=False))
+
+    def prompt_seconds(self, plan: Plan) -> float | None:
+        """Predicted seconds of a step of prompts alone; ``None`` for others."""
+        return self.model.seconds(work_of(plan)) if all(len(item.tokens) > 1 for item in plan) else None
 
     def admits(self, num_running: int) -> bool:
         """Whether one more sequence may run in addition to ``num_running`` others."""
