@@ -20,6 +20,7 @@ from octavo.types import Plan, Sampled, Scheduled, Sequence, Status
 from tests.engine.making import make_engine, make_request
 from tests.oracle import expected_output
 from tests.speculating import FromFunction
+from tests.tiers import nightly_after
 
 MAX_DRAFTS = 4
 
@@ -231,7 +232,7 @@ def test_what_was_slow_once_is_tried_again(on_device: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slower", [3, 20, 200])
+@pytest.mark.parametrize("slower", nightly_after(2, [3, 200, 20]))
 @pytest.mark.parametrize("num_seqs", [1, 16])
 def test_costs_from_while_kernels_were_compiled_are_measured_again(num_seqs: int, slower: int) -> None:
     """The first steps with drafts after a start wait for their kernels, and the drafter rests; later it is found to

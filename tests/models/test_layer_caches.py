@@ -35,6 +35,7 @@ from octavo.types import Request
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.runtime.making import host_runner, stream_runner
 from tests.runtime.test_model_runner import run, tokens_of
+from tests.tiers import one_in
 
 CPU, VOCAB, HEADS, STEP = torch.device("cpu"), 61, 4, 11
 SPECS: dict[str, list[LayerCacheSpec]] = {
@@ -174,6 +175,7 @@ def engine_of(made: Made, *, is_tight: bool, streams: bool = False, records: boo
     return Engine(Scheduler(cache, max_num_seqs=3, max_num_batched_tokens=STEP), runner, depth=2 if streams else 1)
 
 
+@one_in(3)
 @pytest.mark.parametrize("streams", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize("is_tight", [False, True], ids=["roomy", "tight"])
 def test_tokens_are_those_without_a_cache(made: Made, is_tight: bool, streams: bool) -> None:
