@@ -38,6 +38,8 @@ SWITCH_INTERVAL = 0.0001
 default, for each of several computing threads."""
 IDLE_WAIT = 0.001
 """Seconds to wait for messages after a step without progress."""
+REST_WAIT = 0.002
+"""Seconds to wait for the next part of a message."""
 
 logger = logging.getLogger("octavo.engine")
 
@@ -64,7 +66,11 @@ class EngineChannel:
             raise FrontGone from None
 
     def receive(self, wait: bool) -> list[wire.ToEngine]:
-        """The messages that arrived; with ``wait``, blocks for at least one. Raises ``FrontGone`` at end of stream."""
+        """The messages that arrived; with ``wait``, blocks for at least one. Raises ``FrontGone`` at end of stream.
+
+        The rest of a message of which a part is here is waited for, as long as more of it comes: images are larger than
+        the socket's buffer, and would take as many steps as they are times larger.
+        """
         while True:
             try:
                 data = self._socket.recv(1 << 18, 0 if wait else socket.MSG_DONTWAIT)
@@ -75,7 +81,7 @@ class EngineChannel:
             if not data:
                 raise FrontGone
             payloads = self._reader.feed(data)
-            if payloads or not wait:
+            if payloads or (not wait and not self.wait_readable(REST_WAIT)):
                 return [wire.unpack_to_engine(payload) for payload in payloads]
 
     def wait_readable(self, seconds: float) -> bool:

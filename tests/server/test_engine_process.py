@@ -22,7 +22,7 @@ from octavo.cache.kv_events import KVEvent
 from octavo.config import EngineConfig, ModelSettings, to_flat
 from octavo.sampling_params import SamplingParams
 from octavo.telemetry.events import Event
-from octavo.types import EngineStats, Output, Request
+from octavo.types import EngineStats, ImageInput, Output, Request
 from octavo_fleet.backends import toy
 from octavo_server.engines import engine_process, wire
 from tests.server import fake_engine
@@ -311,6 +311,24 @@ def test_importing_the_front_side_brings_no_torch() -> None:
     modules = "octavo_server.engines.async_engine, octavo_server.engines.engine_process"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ})
+
+
+def test_a_message_larger_than_the_buffer_is_received_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While steps run: an image of 3 MB would else take a dozen of them."""
+    monkeypatch.setattr(engine_process, "REST_WAIT", 20.0)  # the thread that sends may be held up
+    ours, theirs = socket.socketpair()
+    image = ImageInput(0, 1, 5, b"digest", (1, 1024, 1024), bytes(3 << 20), ())
+    request = Request(3, [5], SamplingParams(), 1, images=(image,))
+    with ours, theirs:
+        channel = engine_process.EngineChannel(theirs)
+        assert channel.receive(wait=False) == []
+        sender = threading.Thread(target=ours.sendall, args=(wire.pack(wire.Submit(1, request)),))
+        sender.start()
+        assert channel.wait_readable(20)
+        (message,) = channel.receive(wait=False)
+        sender.join()
+    assert isinstance(message, wire.Submit)
+    assert message.request.images[0].pixels == image.pixels
 
 
 class ScriptedChannel(engine_process.EngineChannel):
