@@ -51,9 +51,16 @@ async def converse(url: str, model: str, shape: ConversationShape, seed: int = 0
     """Hold all conversations over HTTP; returns the answers, and the seconds that they took."""
     prompts = Prompts("completions", model, shape.vocab_size, {}, salt=str(seed))
     client = HttpClient(url, "completions", None, timeout=600)
+
+    async def asked(job: Job, told: dict[int, TimedAnswer]) -> TimedAnswer:
+        answer = await client.ask(prompts.body(job, told))
+        if answer.error is None and answer.num_output != job.output_len:
+            answer.error = f"{answer.num_output} of {job.output_len} tokens"
+        return answer
+
     try:
         starts = Load(rate=math.inf)  # the conversations have their own
-        return await apply(starts, Conversations(shape, seed), lambda job, told: client.ask(prompts.body(job, told)))
+        return await apply(starts, Conversations(shape, seed), asked)
     finally:
         client.close()
 

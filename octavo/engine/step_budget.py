@@ -40,6 +40,9 @@ second are about as fast as people read, and a request that comes meanwhile wait
 SHORT_SECONDS, FULL_ROWS = 0.02, 1024
 """A step of prompts alone takes so long, or longer if it would have fewer rows: with these, products of matrices are
 about as fast on a GPU as with more, and a slow device never computes so many."""
+FULL_COST, GROWTH_OF_COSTS = 1.15, 1.002
+"""What a token may cost then, relative to steps of any size; and what such a cost becomes with each step, until it is
+measured again."""
 LEAST_ROWS, MANY_LEFT = 256, 8192
 """Prompt tokens of a step of that length in which a short prompt is computed, at least, and those that the long one
 has left: with fewer, one step more is no small part of what it takes."""
@@ -93,6 +96,9 @@ class StepBudget:
         self._anyone_waits_for_tokens = False
         self._seconds_of_prompt_token = 0.0
         """In the last step that had enough of them, beyond those of its decodes or of one."""
+        self._costs: dict[int, float] = {}
+        """Least seconds of a prompt token in steps of prompts alone, by the bit length of the number of tokens: early
+        tokens of a prompt cost less than later ones, and each prompt has some."""
         self._num_steps = 0
         self._num_choices = 0
         self._num_trials = Counter[int]()
@@ -103,7 +109,7 @@ class StepBudget:
         ``num_cut`` of the running sequences are still in prefill, and ``num_free`` more sequences may run.
         """
         if not num_running or not self._anyone_waits_for_tokens:
-            return self._bearable(self._short(self.most, 0, FULL_ROWS), 0)
+            return self._bearable(self._short(self.most, 0, self._full_rows()), 0)
         limit = MARGIN * min([self.max_itl, *self.waiting.seconds_left()])
         num_pending = num_cut + min(len(self.waiting), num_free)
         chooses = num_pending > 0 and num_cut < num_running and self.model.is_ready
@@ -143,6 +149,14 @@ class StepBudget:
             return budget
         room = SHORT_SECONDS - self._seconds_of_decodes(max(1, num_decoding))
         return min(budget, num_decoding + max(int(room / seconds_each), least))
+
+    def _full_rows(self) -> int:
+        """The fewest rows with which a prompt token costs about as little as with any number, as far as is known: of a
+        mixture of experts, which reads nearly all weights for few rows as well, they are more."""
+        rows, least = FULL_ROWS, min(self._costs.values(), default=0.0)
+        while rows < self.most and self._costs.get(rows.bit_length(), 0.0) > FULL_COST * least:
+            rows *= 2
+        return rows
 
     def _seconds_of_decodes(self, num_decoding: int) -> float:
         """Predicted seconds of a step in which so many sequences decode and nothing else is computed."""
@@ -229,3 +243,6 @@ class StepBudget:
         if num_tokens >= LEAST_TELLING:
             seconds_of_prompts = seconds - self._seconds_of_decodes(max(1, self._num_decoding))
             self._seconds_of_prompt_token = max(0.0, seconds_of_prompts) / num_tokens
+        if num_tokens >= FULL_ROWS and not self._num_decoding:
+            size, cost = num_tokens.bit_length(), seconds / num_tokens
+            self._costs[size] = min(cost, GROWTH_OF_COSTS * self._costs.get(size, cost))

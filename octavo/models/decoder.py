@@ -130,7 +130,8 @@ class Decoder:
         if config.has_embedding_norm:
             name = f"{names.embedding.rpartition('.')[0]}.{EMBEDDING_NORM}"
             self.embedding_norm = weights.stream_norm(name, D, config.norm_eps, config.norm)
-        self.rotaries = [Rotary(rope, width, device) for rope, width in config.ropes]
+        rotates = any(part.attention.rope is not None for part in config.layers)
+        self.rotaries = [Rotary(rope, width, device) for rope, width in config.ropes] if rotates else []
         self.layers = [self.layer_class(config, weights, f"{names.layers}.{i}", i) for i in range(config.num_layers)]
         self.norm = weights.stream_norm(names.norm, D, config.stream_eps, config.norm)
         if config.logit_scale != 1.0:

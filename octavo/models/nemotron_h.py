@@ -226,6 +226,7 @@ def _experts(keys: ConfigKeys, config: DecoderConfig, kinds: tuple[str, ...]) ->
 
 UNUSED = (
     *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("n_group", "topk_group", "routed_scaling_factor"),
     *("moe_shared_expert_overlap", "num_experts_per_tok", "norm_topk_prob", "num_logits_to_keep", "use_mamba_kernels"),
     *("expand", "time_step_max", "time_step_floor", "chunk_size", "mamba_proj_bias", "mamba_ssm_cache_dtype"),
     *("residual_in_fp32", "rescale_prenorm_residual", "num_nextn_predict_layers", "sliding_window"),

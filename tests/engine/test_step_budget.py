@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from octavo.cache.kv_cache import KVCache
 from octavo.config import SchedulerSettings
+from octavo.engine.scheduler import Scheduler
 from octavo.engine.step_budget import FULL_ROWS, NUM_FIRST_TRIALS, STEPS_BETWEEN_FIRST_TRIALS, STEPS_BETWEEN_TRIALS
 from octavo.engine.step_model import StepWork
 from octavo.sampling_params import SamplingParams
@@ -154,6 +156,36 @@ def test_a_short_question_waits_little_for_a_long_prompt_on_a_gpu(per_token: flo
     told = served(*short)
     assert max(told[request.id].ttft for request in short) < worst
     assert told[10].ttft < 1.05 * served()[10].ttft
+
+
+@pytest.mark.parametrize("seconds", [0.003, 0.3])
+def test_a_prompt_that_may_not_be_cut_starts_whatever_steps_take(seconds: float) -> None:
+    """As texts of encoders, behind a short one that tells what a token costs."""
+    cache = KVCache(1024, 16)
+    scheduler = Scheduler(cache, max_num_seqs=64, max_num_batched_tokens=8192, chunked_prefill=False)
+    scheduler.add(Request(0, [1] * 60, SamplingParams(), 1))
+    plan = scheduler.schedule()
+    scheduler.note_step(plan, seconds)
+    scheduler.add(Request(1, [2] * 6000, SamplingParams(), 1))
+    assert [len(item.tokens) for item in scheduler.schedule()] == [6000]
+
+
+class ManyExperts(StepCost):
+    """30 ms for the weights of all experts, which a hundred rows choose."""
+
+    def seconds(self, plan: Plan) -> float:
+        rows = sum(len(item.tokens) for item in plan)
+        return super().seconds(plan) + 0.03 * min(1.0, rows / 100)
+
+
+def test_steps_are_as_long_as_a_mixture_needs() -> None:
+    """A thousand rows read its experts' weights as eight thousand do: 54 us a token, and 24."""
+    cost = ManyExperts(0.005, 2e-5, 2e-6)
+    engine = VirtualEngine(SchedulerSettings(), cost=cost, num_blocks=1 << 14, max_num_batched_tokens=8192, depth=2)
+    starts = [(n, 10.0 * n) for n in range(1, 5)]
+    prompts = [Request(n, list(range(n << 16, (n << 16) + 32_768)), SamplingParams(), 2, arrival=t) for n, t in starts]
+    told = engine.serve(prompts)
+    assert told[4].ttft < 1.3 * 4 * (0.035 + 8192 * 2e-5)
 
 
 def test_drafts_do_not_tell_what_a_prompt_token_costs() -> None:

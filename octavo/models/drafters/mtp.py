@@ -11,6 +11,7 @@ Shapes: T rows, S sequences, D model, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -131,7 +132,9 @@ class MTPHead:
             embedded_TD = embedded_TD.masked_fill((positions_T == 0).unsqueeze(1), 0)
         joined_TE = ops.concat(self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD))
         x_TD = self._projection(joined_TE)
-        step = self._target.step(tokens_T, positions_T, x_TD, rows)
+        # Without what images shift, which is not known of the rows of later passes: distances stay right among these.
+        unshifted = dataclasses.replace(rows, rope_shifts_AT=None)
+        step = self._target.step(tokens_T, positions_T, x_TD, unshifted)
         for layer, cache, own_rows in zip(self._layers, caches, rows.of_layers(len(self._layers)), strict=True):
             x_TD = layer(x_TD, step, cache, own_rows)
         return x_TD
