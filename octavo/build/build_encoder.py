@@ -30,9 +30,11 @@ from octavo.models.labels import LabelPart
 from octavo.models.linear_parts import MapPart
 from octavo.models.pooling import Pooling, longest_text, read_pooling
 from octavo.ops import dispatch
+from octavo.plugins import CPU
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.runtime.executors.encoder_executor import EncoderExecutor
 from octavo.runtime.executors.pooler import Pooler
+from octavo.runtime.memory import keep_freed
 from octavo.types import EngineInfo, Task
 from octavo.weights.checkpoint import Checkpoint
 
@@ -80,6 +82,8 @@ def build_encoder(
         chunked_prefill=False,
     )
     activations = activation_bytes(model, max_num_batched_tokens, form.dtype)
+    if form.device.type == CPU:
+        keep_freed(2 * activations)
     choices = dispatch.choices(form.device.type, form.dtype)
     info = EngineInfo(
         max_model_len=max_model_len,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
+import platform
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +233,19 @@ def test_the_memory_of_a_cache_that_is_given_bounds_states_without_keys(device: 
     limits, budget = plan_memory(config, model, torch.float32, torch.float32, device, {"float32": 500}, 16 * GIB)
     assert 0.2 * GIB < budget.states < 0.3 * GIB
     assert limits.states is not None
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's settings")
+def test_pages_that_were_freed_are_used_again() -> None:
+    memory.keep_freed(128 << 20)
+    library, size = ctypes.CDLL(None), 40 << 20
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    library.free.argtypes = (ctypes.c_void_p,)
+    faults = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        place = library.malloc(size)
+        ctypes.memset(place, 1, size)
+        library.free(place)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert min(faults) < size // resource.getpagesize() // 4
