@@ -29,6 +29,7 @@ def attention(
     width = heads.sizes[0]
     queries = [part_TW[:, :width] for part_TW in ranks.gathered(qkv_TW)]
     all_TW = ops.concat(*queries, *([] if heads.shares_cache else [qkv_TW[:, width:]]))
+    del queries  # of all ranks
     all_heads = heads._replace(num_heads=ranks.size * heads.num_heads, sinks_N=None)
     found_TMX = ops.partial_attention(all_TW, all_heads, cos_TR, sin_TR, cache, rows, ranks.part)
     return _merged(found_TMX, ranks, heads.sinks_N, qkv_TW.dtype).flatten(1)

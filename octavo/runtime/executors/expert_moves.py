@@ -1,6 +1,6 @@
 """Moves experts between ranks, in the form in which they are stored.
 
-Shapes: W ranks, M moves, P pieces of an expert, B bytes of a piece.
+Shapes: W ranks, P slots of a rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from octavo.errors import ConfigError
 from octavo.layers.expert_parallel import ParallelMixture
@@ -22,8 +21,8 @@ from octavo.ops.moe import GroupedExperts
 from octavo.runtime.replies import Done
 from octavo.steps.messages import ExpertLoads, ExpertMove, MoveExperts, ReadExperts, Reply
 
-PIECE_BYTES = 1 << 16
-"""Of the rows in which an expert is sent."""
+PIECE_BYTES = 1 << 22
+"""Of an expert that is sent: each rank has a piece of all ranks at a time, and an expert of its own for each move."""
 
 
 class ExpertMoves:
@@ -68,22 +67,20 @@ class ExpertMoves:
 
 
 def _move(mixture: ParallelMixture, moves: Sequence[ExpertMove]) -> None:
-    """Each rank has places for the pieces of all moves, and gets those of its own."""
-    placement, collective, device = mixture.placement, mixture.collective, mixture.device
-    num_pieces = -(-sum(part.nbytes for part in slot_numbers(mixture, 0)) // PIECE_BYTES)
-    rows = [torch.empty(0, PIECE_BYTES, dtype=torch.uint8, device=device)]
-    places = [torch.empty(0, dtype=torch.int64)]
-    for i, move in enumerate(moves):
-        if placement.rank_XW[move.expert, 0] == collective.rank:
-            content = torch.cat([_bytes(part) for part in slot_numbers(mixture, int(placement.slot_X[move.expert]))])
-            padding = num_pieces * PIECE_BYTES - len(content)
-            rows.append(functional.pad(content, (0, padding)).view(num_pieces, PIECE_BYTES))
-            places.append((move.rank * len(moves) + i) * num_pieces + torch.arange(num_pieces))
-    num_places = collective.size * len(moves) * num_pieces
-    found_PB = collective.all_to_all(torch.cat(rows), torch.cat(places).to(device), num_places)
-    for content, move in zip(found_PB.view(len(moves), -1), moves, strict=True):
-        if move.rank == collective.rank:
-            _write(mixture, move.slot, content)
+    """Each rank gets the numbers of its own moves before any are written, as experts may change places."""
+    placement, rank = mixture.placement, mixture.collective.rank
+    received = []
+    for move in moves:
+        source = int(placement.rank_XW[move.expert, 0])
+        slot = int(placement.slot_X[move.expert]) if source == rank else 0
+        content = torch.cat([_bytes(part) for part in slot_numbers(mixture, slot)])
+        for piece in content.split(PIECE_BYTES):
+            piece.copy_(mixture.collective.all_gather(piece)[source])
+        if move.rank == rank:
+            received.append((move.slot, content))
+    for slot, content in received:
+        _write(mixture, slot, content)
+    for move in moves:
         placement.experts_WP[move.rank, move.slot] = move.expert
     placement.fill()
     mixture.follow()

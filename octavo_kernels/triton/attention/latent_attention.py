@@ -98,6 +98,7 @@ def partial_latent_attention_triton(
     q_TNH: Tensor, latent_size: int, scale: float, cache: LayerCache, rows: PagedRows, part: ContextPart
 ) -> Tensor:
     """See ``ops.partial_latent_attention``."""
+    assert part.size > 1, "results of single rows are added in parts"
     T, N, H = q_TNH.shape
     q_TNH, split = q_TNH.contiguous(), H - latent_size
     out_TNX = torch.empty(T, N, latent_size + 1, dtype=torch.float32, device=q_TNH.device)
