@@ -52,6 +52,11 @@ class Gemma4Config(DecoderConfig):
     values_are_keys: tuple[bool, ...]
     """Whether each layer's values are its keys before their norm."""
     experts: MoESettings | None
+    """Of every layer, beside its dense feed-forward layer."""
+
+    @property
+    def mixtures(self) -> tuple[MoESettings, ...]:
+        return () if self.experts is None else (self.experts,)
 
 
 class NormedValues:

@@ -204,6 +204,16 @@ class DecoderConfig(ModelConfig):
         )
 
     @property
+    def mixtures(self) -> tuple[MoESettings, ...]:
+        """Of the layers with experts, those that differ."""
+        return tuple(dict.fromkeys(part.mlp.moe for part in self.layers if isinstance(part.mlp, ExpertsPart)))
+
+    @property
+    def dense_sizes(self) -> set[int]:
+        """Widths of feed-forward layers without experts."""
+        return {part.mlp.size for part in self.layers if isinstance(part.mlp, MLPPart)}
+
+    @property
     def rotary_embeddings(self) -> tuple[DefaultRope, ...]:
         return tuple(rope for rope, _ in self.ropes)
 

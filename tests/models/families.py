@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tests.models import decoder_families
 from tests.tiers import nightly
@@ -398,13 +398,21 @@ RANDOM = (
 """Parameters that begin as all ones or zeros, where mistakes would not show."""
 
 
-def make_checkpoint(folder: Path, row: str, auto_class: Any = AutoModelForCausalLM, **changes: Any) -> PreTrainedModel:
-    """Write the row's model, of random float32 weights, to the folder, and return it; ``auto_class`` makes it."""
-    torch.manual_seed(zlib.crc32(row.encode()))
+def make_config(row: str, **changes: Any) -> PreTrainedConfig:
+    """The row's configuration."""
     kind, values = ROWS[row]
     known = AutoConfig.for_model(kind).to_dict()
     shape = {key: value for key, value in SHAPE.items() if key in known}
-    config = AutoConfig.for_model(kind, **{**shape, **values, **changes})
+    config: PreTrainedConfig = AutoConfig.for_model(kind, **{**shape, **values, **changes})
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    config.architectures = [model_class.__name__]
+    return config
+
+
+def make_checkpoint(folder: Path, row: str, auto_class: Any = AutoModelForCausalLM, **changes: Any) -> PreTrainedModel:
+    """Write the row's model, of random float32 weights, to the folder, and return it; ``auto_class`` makes it."""
+    torch.manual_seed(zlib.crc32(row.encode()))
+    config = make_config(row, **changes)
     model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -19,6 +19,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.expert_parallel import ExpertPlacement, ParallelMixture, PartialMixture
 from octavo.layers.experts import DenseMixture, GroupedMixture, Mixture
 from octavo.models.meta_model import outline
+from octavo.models.parts import DecoderConfig
 from octavo.models.registry import LoadedModel, load_model, read_config
 from octavo.ops.collective import Collective
 from octavo.ops.moe import Experts, GroupedExperts, join_experts
@@ -27,7 +28,7 @@ from octavo.runtime.executors.expert_moves import ExpertMoves
 from octavo.runtime.ranks.ranks import check_divides
 from octavo.steps.messages import ExpertMove, MoveExperts
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
-from tests.models.families import FIRST_ROWS, ROWS, make_checkpoint
+from tests.models.families import FIRST_ROWS, ROWS, make_checkpoint, make_config
 from tests.models.test_quantised import FORMATS
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.ops.test_collective import together
@@ -39,6 +40,7 @@ DENSE = WeightFormat(torch.float32, torch.device("cpu"), keeps_experts_whole=Tru
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MIXTURES = [row for row in FIRST_ROWS if any(ROWS[row][1].get(key) for key in COUNTS)]
 """A row of each family with experts."""
+EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
 FIRST = ("mixtral/two_of_five", "gpt_oss/sinks", "deepseek_v3/groups", "llama4/scaled_inputs")
 
 
@@ -287,6 +289,25 @@ def test_parts_of_gpu_ranks_add_up_to_the_mixture_wherever_the_experts_are(
     for moved in together(size, work):
         assert isinstance(moved, int), moved
         assert moved > 4
+
+
+def test_experts_of_every_family_are_seen_where_they_are_divided() -> None:
+    """All rows, as the layers of most have their experts from parts and those of some from elsewhere."""
+    settings, found = ModelSettings(tensor_parallel_size=2), 0
+    for row in ROWS:
+        values = make_config(row).to_dict()
+        config = read_config(values)
+        assert isinstance(config, DecoderConfig)
+        if row == "nemotron_h/dense" or not (counts := [ROWS[row][1][key] for key in COUNTS if ROWS[row][1].get(key)]):
+            assert not config.mixtures, row
+            continue
+        assert [moe.num_experts for moe in config.mixtures] == counts, row
+        check_divides(config, settings, torch.device("cpu"))
+        width = next(key for key in EXPERT_WIDTHS if values.get(key))
+        with pytest.raises(ConfigError, match="2 does not divide the width of the experts, 25"):
+            check_divides(read_config({**values, width: 25}), settings, torch.device("cpu"))
+        found += 1
+    assert found >= len(MIXTURES)
 
 
 def test_experts_of_gpus_are_whole(checkpoint: Checkpoint) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from octavo.config import ModelSettings
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
+from octavo.models.parts import DecoderConfig
 from octavo.ops.collective import SINGLE_RANK, Collective
 from octavo.ops.device_backend import is_gpu
 from octavo.runtime.memory import Limits
@@ -86,23 +87,26 @@ def check_divides(model: ModelConfig, settings: ModelSettings, device: torch.dev
         raise ConfigError(
             f"tensor_parallel_size: {size} must divide the model's {kv_heads} KV heads, or be a multiple of them"
         )
-    moe = getattr(model, "moe", None)
-    widths = {"feed-forward layer": model.ffn_size} if moe is None else {"experts": moe.expert_size}
-    if moe is not None and settings.enable_expert_parallel:
-        if moe.num_experts < size:
-            raise ConfigError(
-                f"enable_expert_parallel: {moe.num_experts} experts cannot be divided among {size} ranks; leave it out"
-            )
-        widths.clear()
-    if moe is not None and moe.shared_size:
-        widths["shared expert"] = moe.shared_size
-    if moe is not None and not all(moe.is_sparse):
-        widths["feed-forward layer"] = moe.dense_size
-    for name, width in widths.items():
+    for name, width in _widths(model, settings):
         if width % size:
             raise ConfigError(f"tensor_parallel_size: {size} does not divide the width of the {name}, {width}")
     if settings.decode_context_parallel_size > 1:
         _check_parts(model, size, settings.decode_context_parallel_size)
+
+
+def _widths(model: ModelConfig, settings: ModelSettings) -> Iterator[tuple[str, int]]:
+    """What ranks divide of feed-forward layers. Raises ``ConfigError`` for fewer experts than ranks to divide them."""
+    for moe in model.mixtures if isinstance(model, DecoderConfig) else ():
+        if not settings.enable_expert_parallel:
+            yield "experts", moe.expert_size
+        elif moe.num_experts < settings.tensor_parallel_size:
+            raise ConfigError(
+                f"enable_expert_parallel: {moe.num_experts} experts cannot be divided among "
+                f"{settings.tensor_parallel_size} ranks; leave it out"
+            )
+        yield "shared expert", moe.shared_size
+    dense = sorted(model.dense_sizes) if isinstance(model, DecoderConfig) else [model.ffn_size]
+    yield from (("feed-forward layer", width) for width in dense)
 
 
 def _check_parts(model: ModelConfig, size: int, num_parts: int) -> None:
@@ -117,5 +121,5 @@ def _check_parts(model: ModelConfig, size: int, num_parts: int) -> None:
             )
     if any(spec.window for spec in specs):
         raise ConfigError(f"{name} needs full attention, and the model has layers with a sliding window")
-    if any(part.attention.slopes for part in getattr(model, "layers", ())):
+    if isinstance(model, DecoderConfig) and any(part.attention.slopes for part in model.layers):
         raise ConfigError(f"{name} does not go with the model's ALiBi slopes")
