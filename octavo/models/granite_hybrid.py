@@ -70,7 +70,7 @@ class GraniteMoeHybridForCausalLM(Decoder):
         if positions not in (None, "rope", "nope"):
             raise wrong("position_embedding_type", positions, "rope, nope or absent")
         if positions != "rope":
-            config = config.with_attention(rope=None)
+            config = dataclasses.replace(config.with_attention(rope=None), ropes=())
         listed = keys.get("layer_types") or keys.get("layers_block_type") or [LINEAR] * num_layers
         kinds = [OLD_NAMES.get(str(kind), kind) for kind in listed]
         allowed = (LINEAR, FULL)

@@ -187,7 +187,7 @@ class NemotronHForCausalLM(Decoder):
             has_bias=keys.flag("use_bias"),
             limits=(keys.get("time_step_min", 0.001), read_limits(keys)[1]),
         )
-        config = config.with_attention(rope=None)
+        config = dataclasses.replace(config.with_attention(rope=None), ropes=())
         dense, experts = config.layers[0], config.layers[0]
         if SPARSE in kinds or (keys.get("num_nextn_predict_layers") and SPARSE in mtp_kinds):
             experts = dataclasses.replace(dense, mlp=_experts(keys, config, kinds))

@@ -14,6 +14,7 @@ from octavo.models.parts import DecoderConfig, MLPPart
 from octavo.models.registry import read_config
 from octavo.steps.limits import NEVER, RopeSets
 from octavo.weights.generation_config import token_ids
+from tests.models.families import ROWS, make_config
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -217,3 +218,11 @@ def test_token_ids() -> None:
     assert token_ids({}, "x") == ()
     assert token_ids({"x": 0}, "x") == (0,)
     assert token_ids({"x": [3, 1]}, "x") == (3, 1)
+
+
+def test_no_family_computes_angles_that_no_layer_uses() -> None:
+    for row in ROWS:
+        config = read_config(make_config(row).to_dict())
+        assert isinstance(config, DecoderConfig)
+        used = {part.attention.rope for part in config.layers if not part.is_recurrent} - {None}
+        assert used == set(range(len(config.ropes))), row
