@@ -183,9 +183,8 @@ class Scheduler(SequenceAdmission):
             self.images.begin_step()
         num_behind = len(self.running)
         num_free = self.max_num_seqs - num_behind - len(self.leaving) - len(self.yielding)
-        total_budget = self.step_budget.of_step(num_behind, len(self.cut), num_free)
-        if not self.chunked_prefill:
-            total_budget = self.max_num_batched_tokens  # a prompt that is longer than a step's budget would never start
+        chosen = self.step_budget.of_step(num_behind, len(self.cut), num_free)
+        total_budget = chosen if self.chunked_prefill else self.max_num_batched_tokens  # a longer prompt never started
         drafts_of, num_drafts = NO_DRAFTS, 0
         if self.speculation is not None:
             is_mixed = self.speculation.on_device and (self.cut or self.next_admissible() is not None)

@@ -74,7 +74,7 @@ def _move(mixture: ParallelMixture, moves: Sequence[ExpertMove]) -> None:
         source = int(placement.rank_XW[move.expert, 0])
         slot = int(placement.slot_X[move.expert]) if source == rank else 0
         content = torch.cat([_bytes(part) for part in slot_numbers(mixture, slot)])
-        for piece in content.split(PIECE_BYTES):
+        for piece in torch.split(content, PIECE_BYTES):
             piece.copy_(mixture.collective.all_gather(piece)[source])
         if move.rank == rank:
             received.append((move.slot, content))
