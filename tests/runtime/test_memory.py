@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import math
 import platform
 import resource
@@ -22,18 +21,17 @@ from octavo.runtime import memory
 from octavo.runtime.kv_storage import KVStorage
 from octavo.runtime.memory import GIB, Limits, MemoryBudget, plan_memory
 
-MODEL = read_config(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 8192,
-    }
-)
+KEYS = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+}
+MODEL = read_config(KEYS)
 PER_TOKEN = 30 * 2 * 3 * 64 * 4
 
 
@@ -64,7 +62,7 @@ def test_a_gpu_gives_all_that_is_left() -> None:
 
 
 def test_ranks_that_divide_contexts_hold_as_many_times_the_tokens_in_the_same_memory() -> None:
-    model = dataclasses.replace(MODEL, num_kv_heads=1)
+    model = read_config({**KEYS, "num_key_value_heads": 1})
     kinds, limits = (torch.float32, torch.float32, "cpu", {"float32": 500}, 16 * GIB, 3), []
     for num_parts in (1, 3):
         values = {"tensor_parallel_size": 3, "decode_context_parallel_size": num_parts, "kv_cache_memory": 0.25}
@@ -86,7 +84,9 @@ def test_steps_have_as_many_tokens_as_take_a_small_share_of_a_gpu(free: int, num
 
 
 def test_steps_are_not_long_where_windows_would_have_to_hold_their_tokens() -> None:
-    model = dataclasses.replace(MODEL, windows=(128, 0) * 15)
+    kinds = ["sliding_attention", "full_attention"] * 15
+    windows = {"layer_types": kinds, "sliding_window": 128, "use_sliding_window": True}
+    model = read_config({**KEYS, "architectures": ["Qwen3ForCausalLM"], "head_dim": 64, **windows})
     sizes = {"bfloat16": 500}, 64 * GIB
     limits, _ = plan_memory(EngineConfig.from_flat({}), model, torch.bfloat16, torch.bfloat16, "cuda", *sizes)
     assert limits.max_num_batched_tokens == 2048
