@@ -145,7 +145,9 @@ class StepBudget:
 
     def _short(self, budget: int, num_decoding: int, least: int) -> int:
         """``budget``, or what takes ``SHORT_SECONDS``, if that has at least so many prompt tokens."""
-        if not (seconds_each := self._seconds_of_prompt_token):
+        # Few tokens may cost nothing beside the weights that any step reads: that tells nothing of many.
+        seconds_each = max(self._seconds_of_prompt_token, min(self._costs.values(), default=0.0))
+        if not seconds_each:
             return budget
         room = SHORT_SECONDS - self._seconds_of_decodes(max(1, num_decoding))
         return min(budget, num_decoding + max(int(room / seconds_each), least))

@@ -145,9 +145,10 @@ def test_a_short_question_waits_little_for_a_long_prompt_on_a_gpu(per_token: flo
     """Steps as of models of 8B and 1B; it was 0.73 s and 0.13 s when steps had 8,192 tokens."""
 
     def served(*more: Request) -> dict[int, VirtualProgress]:
-        cost = StepCost(100 * per_token, per_token, 2e-6)
-        engine = VirtualEngine(SchedulerSettings(), cost=cost, num_blocks=1 << 13, max_num_batched_tokens=8192, depth=2)
-        early = [Request(n, [n] * 60, SamplingParams(), 20, arrival=1.0 + n) for n in range(3)]
+        cost = CheapRows(100 * per_token, per_token, 2e-6, free=100)
+        engine = VirtualEngine(SchedulerSettings(), cost=cost, num_blocks=1 << 14, max_num_batched_tokens=8192, depth=2)
+        early = [Request(n, [n] * 60, SamplingParams(), 20, arrival=10.0 + n) for n in range(3)]
+        early.append(Request(4, list(range(40_000, 60_000)), SamplingParams(), 2, arrival=1.0))
         prompt = Request(10, list(range(32_000)), SamplingParams(), 20, arrival=20.0)
         return engine.serve([*early, prompt, *more])
 
