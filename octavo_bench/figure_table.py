@@ -33,7 +33,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("requests/s", "more"): """
         requests_s requests_per_second request_throughput_rps goodput_requests_s goodput_per_second""",
     ("TB/s", "more"): "read_tb_s tb_s",
-    ("GB/s", "more"): "link_gb_s",
+    ("GB/s", "more"): "link_gb_s gb_s",
     ("MB/s", "more"): "mb_per_s",
     ("TFLOP/s", "more"): "matmul_tflop_s",
     ("GFLOP/s", "more"): "gflop_s prefill_gflop_s decode_gflop_s",
@@ -65,7 +65,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("share", "less"): """
         avg_internal_fragmentation_ratio peak_internal_fragmentation_ratio avg_external_fragmentation_ratio
         peak_external_fragmentation_ratio front_cpu_share median_error_of_fit""",
-    ("times", "less"): "times_slower gap_to_alone",
+    ("times", "less"): "times_slower gap_to_alone times_floor",
     ("MiB", "less"): "peak_memory_mib front_mib engine_mib mib_per_100000 mib_first mib_last mib_most",
     ("GiB", "less"): "most_reserved_gib most_resident_gib",
     ("bytes", "less"): "peak_memory_bytes weights_bytes most_bytes",
@@ -87,7 +87,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
     ("requests/s", "neither"): "first_failed_requests_s offered_requests_s",
     ("GiB", "neither"): "gib budget_gib all_models_gib",
     ("MiB", "neither"): "paged_mib whole_mib",
-    ("µs", "neither"): "ring_us",
+    ("µs", "neither"): "ring_us floor_microseconds",
     ("W", "neither"): "watts",
     ("MHz", "neither"): "mhz",
 }

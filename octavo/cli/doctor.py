@@ -175,4 +175,4 @@ def _size(num_bytes: float) -> str:
 
 
 def _row(name: str, value: str) -> str:
-    return f"{name:<20}{value}"
+    return f"{name:<19} {value}"

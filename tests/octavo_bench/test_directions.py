@@ -20,7 +20,7 @@ _MORE = """
     tok_s cached_tok_s recomputed_tok_s tokens_per_second output_tokens_per_second total_tokens_per_second
     quiet_tokens_per_second all_tokens_per_second token_throughput_tps first_10_s_output_tok_s
     later_output_tok_s throughput_tok_s batch_tok_s continuous_tok_s pressure_tok_s http_tok_s requests_s
-    requests_per_second request_throughput_rps goodput_requests_s goodput_per_second read_tb_s tb_s link_gb_s
+    requests_per_second request_throughput_rps goodput_requests_s goodput_per_second read_tb_s tb_s link_gb_s gb_s
     mb_per_s matmul_tflop_s gflop_s prefill_gflop_s decode_gflop_s mfu_percent prefill_mfu_percent
     decode_mfu_percent cached_percent ratio times_better times_less speedup tokens_per_speculation memory_ratio
     ratio_of_first_10_s same_top_token same_tokens passed goodput_share good_share prefix_hit_rate
@@ -33,7 +33,7 @@ BETTER_WITH_MORE = _MORE.split()
 _NEITHER = """
     most_used_blocks avg_batch_size max_batch_size_seen avg_memory_utilization peak_memory_utilization
     busy_share first_failed_requests_s offered_requests_s gib budget_gib all_models_gib paged_mib whole_mib
-    ring_us watts mhz
+    ring_us floor_microseconds watts mhz
 """
 NEITHER = _NEITHER.split()
 

@@ -28,7 +28,7 @@ def test_running_requests_go_on_with_new_weights() -> None:
     async def main() -> None:
         async with running(**SLOW) as engine:
             streams = [send(engine, max_tokens=60) for _ in range(8)]
-            await until(lambda: len(streams[0][1].tokens) > 3)
+            await until(lambda: all(len(recorder.tokens) > 3 for _, recorder in streams))
             await engine.update_weights(json.dumps({**SLOW, "weights": 7}), "step 1")
             assert engine.weight_version == "step 1"
             late = send(engine, max_tokens=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         run = getattr(importlib.import_module(f"octavo_kernels.triton.recurrent.{name}"), f"{name}_triton")
         monkeypatch.setattr(getattr(ops, name), "_choose", lambda *_, run=run: run)
         getattr(ops, name)._chosen.clear()
-    with torch.device(device):
+    with torch.device(device) if device != "cpu" else contextlib.nullcontext():
         yield
     for name in NAMES:
         getattr(ops, name)._chosen.clear()
