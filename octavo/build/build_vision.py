@@ -33,8 +33,8 @@ from octavo.weights.gguf.projector import open_projector
 
 logger = logging.getLogger(__name__)
 
-SQUARE = 1024
-"""Side of the image that is measured, in pixels."""
+SQUARE, LARGEST = 1024, 16_384
+"""Side of the image that is measured, in pixels, and of one that no family leaves as large."""
 MOST_SLOTS = {"cpu": 8192, GPU: 16_384}
 """Slots of the pool by default, if contexts are as long: all images of a request must fit."""
 
@@ -112,7 +112,7 @@ def temporary_bytes(loaded: LoadedTower, processor: ImageProcessor, num_slots: i
         return 0
     from PIL import Image  # only here: most models take no images
 
-    from octavo.images.tiling import tiled
+    from octavo.images.tiling import size_of, tiled
 
     tiles, details = tiled(Image.new("RGB", (SQUARE, SQUARE)), processor.settings_for("auto"))
     pixels = torch.stack([torch.from_numpy(np.array(tile)) for tile in tiles]).to(form.device)
@@ -122,7 +122,10 @@ def temporary_bytes(loaded: LoadedTower, processor: ImageProcessor, num_slots: i
         made = len(loaded.tower(Pixels(pixels, details, processor.mean, processor.deviation)))
     taken = torch.cuda.max_memory_allocated(form.device) - before
     torch.cuda.empty_cache()
-    return taken * (-(-num_slots // made) if processor.side else 1)
+    if not processor.side:
+        return taken
+    rows, columns = size_of(LARGEST, LARGEST, processor.limited(num_slots).settings_for("auto"))
+    return taken * max(1, -(-min(num_slots, rows * columns // processor.side**2) // made))
 
 
 def connected(vision: Vision | None, model: CausalLM) -> tuple[EmbeddingPool | None, ImageSettings | None]:

@@ -86,6 +86,13 @@ TILINGS: dict[str, Callable[[Image.Image, dict[str, Any]], Tiles]] = {
 }
 
 
+def size_of(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns of pixels that an image of such a size has after resizing, of a family whose images differ in
+    size and are not cut into tiles."""
+    rule = settings["rule"]
+    return within_patches(height, width, settings) if rule == "padded" else RULES[rule](height, width, settings)
+
+
 def tiled(image: Image.Image, settings: dict[str, Any]) -> Tiles:
     """The resized image, whole or in tiles. ``settings`` are those of ``ImageProcessor``. Raises ``ImageRefused``."""
     rule = settings["rule"]

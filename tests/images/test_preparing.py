@@ -31,6 +31,7 @@ from octavo.images.image_decoder import FORMATS, as_rgb, opened, prepared
 from octavo.images.preparer import ImagePreparer, placed
 from octavo.images.processors import AROUND_TILE, WHOLE, ImageProcessor, PreparedImage, place_of
 from octavo.images.resizing import ImageRefused
+from octavo.images.tiling import size_of, tiled
 from tests.tiers import nightly_after
 
 AREA = {"rule": "area", "factor": 28, "least": 56 * 56, "most": 28 * 28 * 40, "resample": 3, "most_pixels": 10**6}
@@ -262,6 +263,12 @@ def test_placeholders_are_expanded_by_their_place() -> None:
     assert tokens == [1, *[7] * 6, 2, 7]
     assert [(image.start, image.num_tokens, image.grid) for image in inputs] == [(1, 6, (2, 3)), (8, 1, (1, 1))]
     assert inputs[0].digest != inputs[1].digest
+
+
+@pytest.mark.parametrize("rows", [30, 900])
+def test_the_size_of_an_image_is_known_without_resizing_it(rows: int) -> None:
+    (tile,), _ = tiled(Image.new("RGB", (700, rows)), QWEN.settings_for("auto"))
+    assert (tile.height, tile.width) == size_of(rows, 700, QWEN.settings_for("auto"))
 
 
 def test_digests_tell_pixels_shapes_and_settings_apart() -> None:
