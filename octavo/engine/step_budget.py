@@ -145,7 +145,7 @@ class StepBudget:
 
     def _short(self, budget: int, num_decoding: int, least: int) -> int:
         """``budget``, or what takes ``SHORT_SECONDS``, if that has at least so many prompt tokens."""
-        # Few tokens may cost nothing beside the weights that any step reads: that tells nothing of many.
+        # A step of few prompt tokens takes about as long as a decode step, so it says nothing of long ones.
         seconds_each = max(self._seconds_of_prompt_token, min(self._costs.values(), default=0.0))
         if not seconds_each:
             return budget

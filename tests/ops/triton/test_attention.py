@@ -136,10 +136,10 @@ def attend_stored(
     return out_TNH.flatten(1)
 
 
-def test_steps_over_an_8_bit_cache() -> None:
-    """Free slots and blocks are NaN, all bits set; what is stored is the nearest 8-bit number, or the one beside it."""
-    contexts, heads = Contexts([100, 100, 100]), make_heads()
-    cache, expected_cache = contexts.cache(torch.float8_e4m3fn), contexts.cache()
+def check_steps(
+    contexts: Contexts, heads: HeadLayout, cache: LayerCache, expected_cache: LayerCache, tolerance: float
+) -> None:
+    """Prompts, decodes and both, next to attention over the stored numbers; the reference fills ``expected_cache``."""
     at = [0, 0, 0]
     for counts in ((20, 1, 35), (1, 1, 1), (1, 5, 0)):
         spans = [(start, start + count) for start, count in zip(at, counts, strict=True)]
@@ -147,7 +147,15 @@ def test_steps_over_an_8_bit_cache() -> None:
         got = contexts.step(attention_triton, heads, cache, spans)
         contexts.step(attention.reference, heads, expected_cache, spans)
         for a, b in zip(got, contexts.step(attend_stored, heads, cache, spans), strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+            assert a.dtype == contexts.qkv[0].dtype
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_steps_over_an_8_bit_cache() -> None:
+    """Free slots and blocks are NaN, all bits set; what is stored is the nearest 8-bit number, or the one beside it."""
+    contexts, heads = Contexts([100, 100, 100]), make_heads()
+    cache, expected_cache = contexts.cache(torch.float8_e4m3fn), contexts.cache()
+    check_steps(contexts, heads, cache, expected_cache, 2e-5)
     for a, b in zip(cache[:2], expected_cache[:2], strict=True):
         torch.testing.assert_close(a.float(), b, rtol=2**-3, atol=2**-9, equal_nan=True)
 
@@ -169,16 +177,7 @@ def test_steps_over_rows_of_8_and_4_bits(kind: torch.dtype, dtype: torch.dtype) 
     contexts, heads = Contexts([100, 100, 100]), make_heads()
     contexts.qkv = [rows.to(dtype) for rows in contexts.qkv]
     cache, expected_cache = contexts.cache(kind), contexts.cache(kind)
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-    at = [0, 0, 0]
-    for counts in ((20, 1, 35), (1, 1, 1), (1, 5, 0)):
-        spans = [(start, start + count) for start, count in zip(at, counts, strict=True)]
-        at = [end for _, end in spans]
-        got = contexts.step(attention_triton, heads, cache, spans)
-        contexts.step(attention.reference, heads, expected_cache, spans)
-        for a, b in zip(got, contexts.step(attend_stored, heads, cache, spans), strict=True):
-            assert a.dtype == dtype
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    check_steps(contexts, heads, cache, expected_cache, 2e-5 if dtype == torch.float32 else 2e-2)
     for a, b in zip(cache[:2], expected_cache[:2], strict=True):
         error = (unpack_rows(a, H) - unpack_rows(b, H)).abs()
         assert error.isnan().equal(unpack_rows(b, H).isnan())
