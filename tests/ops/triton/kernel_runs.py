@@ -434,10 +434,10 @@ def _exchanges(device: torch.device) -> Iterator[tuple[str, Call]]:
     from octavo_kernels.triton.collective import PeerCollective, buffer_bytes
 
     x = torch.zeros(3, 64, dtype=torch.bfloat16, device=device)
-    for size, small_bytes in (("small", PeerCollective.small_bytes), ("large", 0)):
+    for size, *limits in (("small", 1 << 20, 0), ("large", 0, 1 << 20), ("in two shots", 0, 0)):
         buffer = torch.zeros(buffer_bytes(1, 4096), dtype=torch.uint8, device=device)
         collective = PeerCollective(torch.tensor([buffer.data_ptr()], device=device), 0, 4096)
-        collective.small_bytes = small_bytes
+        collective.small_bytes, collective.one_shot_bytes = limits
         yield f"all_reduce {size}", functools.partial(_reduce, collective, x, buffer)
         for kind in (x.dtype, torch.uint8, torch.int64):
             yield f"all_gather {size} {kind}", functools.partial(collective.all_gather, x.to(kind))
