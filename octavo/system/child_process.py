@@ -25,6 +25,12 @@ SIGNALS_OF_LIMITS = (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGABRT)
 _PACKAGE_PARENT = str(Path(__file__).parents[2])
 _ENVIRONMENT = ("PATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
 """Environment variables that the child inherits: enough to start, no secrets."""
+_ONE_THREAD = {
+    **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "MALLOC_ARENA_MAX": "1",
+}
+"""Libraries would start a thread for each processor, whose stack and heap take some 70 MiB of addresses: with 64 of
+them, nothing of what the child may use would be left."""
 
 
 class ChildLost(Exception):
@@ -121,7 +127,7 @@ def _start(module: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**environment, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)},
             )
         except OSError:
             ours.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import time
@@ -14,6 +15,7 @@ import tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from octavo.errors import CheckpointError, InvalidParameter
+from octavo.system.child_process import ChildProcess
 from octavo.text import tokenizer as tokenizer_module
 from octavo.text import tokenizer_check, tokenizer_limits
 from octavo.text.tokenizer import Tokenizer
@@ -167,6 +169,13 @@ def test_a_tokenizer_is_read_in_a_process_once(tmp_path: Path, watched: list[str
     write_folder(folder, config={"add_eos_token": True})
     load(folder)
     assert len(watched) == 2
+
+
+def test_the_process_has_one_thread_whatever_the_number_of_processors(tmp_path: Path) -> None:
+    """A thread for each of 64 processors took more addresses than the process may use."""
+    with contextlib.closing(ChildProcess(tokenizer_check.WORKER, tokenizer_check.LIMITS)) as process:
+        process.ask(str(write_folder(tmp_path)))
+        assert len(list(Path(f"/proc/{process.id}/task").iterdir())) == 1
 
 
 @pytest.mark.parametrize(
