@@ -102,9 +102,7 @@ class Gemma4VisionLayer:
         config, inner = self.config, self.norms[0](x_ND)
         q, k, v = (affine(inner).view(len(inner), -1, config.head_dim) for affine in self.qkv)
         q, k = (self.turned(norm(heads), angles) for norm, heads in zip(self.head_norms, (q, k), strict=True))
-        groups = config.num_heads // config.num_kv_heads
-        k, v = (heads.repeat_interleave(groups, dim=1) for heads in (k, rms_normed(v, config.eps)))
-        x_ND = x_ND + self.norms[1](self.out(attend(q, k, v, scale=1.0)))
+        x_ND = x_ND + self.norms[1](self.out(attend(q, k, rms_normed(v, config.eps), scale=1.0)))
         inner = self.norms[2](x_ND)
         return x_ND + self.norms[3](self.down(config.activation(self.gate(inner)) * self.up(inner)))
 

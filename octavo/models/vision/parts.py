@@ -1,4 +1,4 @@
-"""Parts that vision towers share, in plain torch: a tower runs once for an image, in a few large operations.
+"""Parts that vision towers share. A tower runs once for an image, in a few large operations.
 
 Images are computed one by one, so that an image's embeddings never depend on what else is in the batch.
 
@@ -17,7 +17,6 @@ from torch.nn import functional
 from octavo import ops
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
-from octavo.plugins import CPU
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -62,18 +61,18 @@ class LayerNorm:
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class RMSNorm:
-    """``rms_normed``, times a weight."""
+    """Normalisation by the root of the mean square, with a weight."""
 
     def __init__(self, weights: WeightLoader, name: str, size: int, eps: float, offset: float = 0.0) -> None:
         self.weight = weights.norm_weight(f"{name}.weight", size, offset)
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_normed(x, self.eps) * self.weight
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 def rms_normed(x: Tensor, eps: float) -> Tensor:
@@ -115,24 +114,18 @@ class GatedFeedforward:
 
 
 def attend(q_NAH: Tensor, k_NAH: Tensor, v_NAH: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of all rows to all rows, for A heads: [..., N, A * H]."""
-    if q_NAH.device.type == CPU:  # where torch's attention takes three to four times as long as the kernel of encoders
-        *others, N, A, H = q_NAH.shape
-        q, k, v = (x.reshape(-1, A, H) for x in (q_NAH, k_NAH, v_NAH))
-        ends = range(N, len(q) + 1, N)
-        return ops.encoder_attention(q, k, v, ends, H**-0.5 if scale is None else scale).view(*others, N, A * H)
-    *others, N, A, H = q_NAH.shape  # four dimensions: torch's kernels decline three and then store all scores
-    q, k, v = (x.reshape(-1, N, A, H).transpose(1, 2) for x in (q_NAH, k_NAH, v_NAH))
-    out = functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
-    return out.reshape(*others, N, A * H)
+    """Attention of all rows to all rows, for A heads: [..., N, A * H]. Keys and values may have fewer heads."""
+    *others, N, A, H = q_NAH.shape
+    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q_NAH, k_NAH, v_NAH))
+    ends = range(N, len(q) + 1, N)
+    return ops.encoder_attention(q, k, v, ends, H**-0.5 if scale is None else scale).view(*others, N, A * H)
 
 
 def turn(x_NAH: Tensor, cos_NH: Tensor, sin_NH: Tensor) -> Tensor:
     """Rotate each pair of the first and the second half of a head, in float32."""
-    wide = x_NAH.float()
-    first, second = wide.chunk(2, dim=-1)
-    turned = wide * cos_NH.unsqueeze(-2) + torch.cat([-second, first], dim=-1) * sin_NH.unsqueeze(-2)
-    return turned.to(x_NAH.dtype)
+    R = x_NAH.shape[2] // 2
+    turned, _ = ops.apply_rope(x_NAH, x_NAH[:, :0], cos_NH[:, :R], sin_NH[:, :R])
+    return turned
 
 
 def merged(x_BND: Tensor, merge: int) -> Tensor:

@@ -12,6 +12,7 @@ from octavo.ops.attention import (
     KVScales,
     LayerCache,
     RopeSet,
+    apply_rope,
     axis_angles,
     rotary_angles,
     store_keys,
@@ -166,6 +167,64 @@ def rotate_heads(
     tl.store(to_MG[:, :, None] + PAIRS + at_P, second.to(dtype), mask=is_to)
     if REST_BLOCK > 0:
         tl.store(to_MG[:, :, None] + at_H[None, None, :], rest.to(dtype), mask=is_to_MG[:, :, None] & is_rest)
+
+
+# ---- apply_rope: ``apply_rope`` for CUDA devices, as encoders need it: from wherever heads are in a projection's rows
+# to new tensors.
+
+
+@triton.jit(do_not_specialize=["T"])
+def apply_rope_kernel(
+    q_ptr: tl.tensor, k_ptr: tl.tensor, to_q_ptr: tl.tensor, to_k_ptr: tl.tensor, cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor, T: tl.tensor, q_stride: tl.tensor, q_head_stride: tl.tensor, k_stride: tl.tensor,
+    k_head_stride: tl.tensor, angle_stride: tl.tensor, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr,
+    PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    QUERY_GROUPS: tl.constexpr = (N + HEADS - 1) // HEADS
+    group = tl.program_id(1)
+    t_M = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row_M = t_M < T
+    row_M1 = t_M.to(tl.int64)[:, None]
+    after_predecessor(PDL)
+    if group < QUERY_GROUPS:
+        head_G = (group * HEADS + tl.arange(0, HEADS))[None, :]
+        is_in_MG = is_row_M[:, None] & (head_G < N)
+        from_MG = q_ptr + row_M1 * q_stride + head_G * q_head_stride
+        # fmt: off
+        rotate_heads(from_MG[:, :, None], to_q_ptr + (row_M1 * N + head_G) * H, is_in_MG, is_in_MG, t_M, is_row_M,
+                     None, None, cos_ptr, sin_ptr, angle_stride, 0.0, H, PAIRS, PAIR_BLOCK, REST_BLOCK)
+        # fmt: on
+    else:
+        head_G = ((group - QUERY_GROUPS) * HEADS + tl.arange(0, HEADS))[None, :]
+        is_in_MG = is_row_M[:, None] & (head_G < K)
+        from_MG = k_ptr + row_M1 * k_stride + head_G * k_head_stride
+        # fmt: off
+        rotate_heads(from_MG[:, :, None], to_k_ptr + (row_M1 * K + head_G) * H, is_in_MG, is_in_MG, t_M, is_row_M,
+                     None, None, cos_ptr, sin_ptr, angle_stride, 0.0, H, PAIRS, PAIR_BLOCK, REST_BLOCK)
+        # fmt: on
+
+
+@apply_rope.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def apply_rope_triton(q_TNH: Tensor, k_TKH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``ops.apply_rope``."""
+    (T, N, H), K, pairs = q_TNH.shape, k_TKH.shape[1], cos_TR.shape[1]
+    q_TNH, k_TKH = (x if x.stride(2) == 1 else x.contiguous() for x in (q_TNH, k_TKH))
+    assert cos_TR.stride() == sin_TR.stride(), "angles must lie alike"
+    assert cos_TR.stride(1) == 1, "the angles of a row must lie side by side"
+    to_q, to_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TNH, k_TKH))
+    at_once = HEADS if H <= WIDE else 1
+    if T:
+        # fmt: off
+        launch(
+            apply_rope_kernel, (triton.cdiv(T, ROWS), triton.cdiv(N, at_once) + triton.cdiv(K, at_once)),
+            q_TNH, k_TKH, to_q, to_k, cos_TR, sin_TR, T, *q_TNH.stride()[:2], *k_TKH.stride()[:2], cos_TR.stride(0),
+            N=N, K=K, H=H, PAIRS=pairs, PAIR_BLOCK=triton.next_power_of_2(pairs),
+            REST_BLOCK=triton.next_power_of_2(H - 2 * pairs) if 2 * pairs < H else 0, ROWS=ROWS, HEADS=at_once,
+            num_warps=4,
+        )
+        # fmt: on
+    return to_q, to_k
 
 
 # ---- store_keys: ``store_keys`` for CUDA devices: the kernel that prepares attention, without queries.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import HeadLayout, KVScales
-from octavo_kernels.triton.attention.rotate_store import rotate_store
+from octavo_kernels.triton.attention.rotate_store import apply_rope_triton, rotate_store
 
 ROUNDING = {torch.float32: 2**-21, torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float8_e4m3fn: 2**-3}
 
@@ -148,3 +148,15 @@ def test_an_infinite_value_stays_by_itself(device: str) -> None:
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     rotate_store(qkv, HeadLayout(1, 1, 16, 1.0), angles, angles, *caches, slots)
     assert caches[1][0, 0, 0].tolist() == [0.0] * 8 + [float("inf")] + [0.0] * 7
+
+
+@pytest.mark.parametrize(("H", "pairs", "dtype"), [(72, 36, torch.bfloat16), (20, 6, torch.float32)])
+def test_rotation_of_some_heads_of_a_row(H: int, pairs: int, dtype: torch.dtype, device: str) -> None:
+    qkv = torch.randn(9, 14, H, device=device).to(dtype)
+    angles = torch.rand(9, pairs, device=device) * 100
+    cos, sin = torch.cat([angles, angles], -1).cos()[:, :pairs], torch.cat([angles, angles], -1).sin()[:, :pairs]
+    for q, k in ((qkv[:, :9], qkv[:, 9:11]), (qkv[:, 1:3], qkv[:, :0])):
+        for found, x in zip(apply_rope_triton(q, k, cos, sin), (q, k), strict=True):
+            assert (found.shape, found.is_contiguous()) == (x.shape, True)
+            if x.numel():
+                assert_rounded(found, normed_and_rotated(x, None, 0.0, cos, sin))
