@@ -1,4 +1,4 @@
-"""All-reduces between the GPUs of a host: Octavo's kernel compared with NCCL's and torch's, and the links' speed.
+"""What the GPUs of a host exchange: Octavo's kernels compared with NCCL's and torch's, and the links' speed.
 
 Run as ``python -m octavo_bench.collectives RANK SIZE MEMORY WORK``, with an inherited descriptor of the ranks' memory
 and the work as JSON, it is one rank, which times what the GPUs exchange in step with the other ranks, and prints its
@@ -24,11 +24,12 @@ from octavo.errors import ConfigError
 from octavo.ops.collective import Collective
 from octavo.runtime.ranks.process_group import ProcessGroupCollective, device_collective
 from octavo_kernels.cpu.rank_memory import MappedRankMemory, make_memory
+from octavo_kernels.triton.collective import SLOT_BYTES, SMALL_WORDS, WORD_BYTES, PeerCollective
 from octavo_kernels.triton.graph_timing import median_milliseconds, microseconds
 from octavo_kernels.triton.peer_memory import mapped_buffers
 
 
-def measure(rows: Sequence[int], widths: Sequence[int], seconds: float = 180.0) -> dict[str, Any]:
+def measure(rows: Sequence[int], widths: Sequence[int], seconds: float = 300.0) -> dict[str, Any]:
     """Times of rank 0, of ``rows`` by ``widths`` numbers, over all visible GPUs. Raises ``ConfigError``."""
     size = torch.cuda.device_count()
     if size < 2:
@@ -54,11 +55,17 @@ def _start(rank: int, size: int, descriptor: int, work: str) -> subprocess.Popen
 
 
 CALLS = 32
-"""All-reduces in a graph, as a model has in a step."""
+"""Exchanges in a graph, as a model has in a step."""
 LINK_BYTES = 256 << 20
 COPY_BLOCK = 4096
 _distributed: Any = dist  # torch has no types for it
-AllReduce = Callable[[Tensor], object]
+Exchange = Callable[[], object]
+FORCED = {
+    "octavo_small": (SMALL_WORDS * WORD_BYTES, 0),
+    "octavo_one_shot": (0, SLOT_BYTES),
+    "octavo_two_shot": (0, 0),
+}
+"""The largest small messages, and those of one shot, that make all-reduces take one way."""
 
 
 def main() -> None:
@@ -72,7 +79,8 @@ def main() -> None:
     ours = device_collective(host, device)
     group = ProcessGroupCollective(host, device)
     found["rows"] = [
-        {"rows": rows, "width": width, **times(ours, group, host, rows, width)}
+        {"kind": kind, "rows": rows, "width": width, "bytes": rows * width * 2, **times(ours, group, host, rows, width)}
+        for kind, times in KINDS.items()
         for width in work["widths"]
         for rows in work["rows"]
     ]
@@ -80,17 +88,65 @@ def main() -> None:
     _distributed.destroy_process_group()
 
 
-def times(ours: Collective, group: Collective, host: Collective, rows: int, width: int) -> dict[str, Any]:
-    """Microseconds of one all-reduce of bfloat16 in a CUDA graph, by each way; ``octavo`` also adds a residual."""
+def _all_reduce(ours: Collective, group: Collective, host: Collective, rows: int, width: int) -> dict[str, Any]:
+    """Microseconds of one exchange of bfloat16 in a CUDA graph, by each way."""
+    x_TD = torch.randn(rows, width, device="cuda").bfloat16()
+    found: dict[str, Any] = {"octavo": _timed(lambda: ours.all_reduce(x_TD), host)}
+    if isinstance(ours, PeerCollective):
+        found |= _forced(ours, x_TD, host)
+    found["nccl"] = _timed(lambda: _distributed.all_reduce(x_TD), host)
+    return found | _symmetric(x_TD, host)
+
+
+def _forced(ours: PeerCollective, x_TD: Tensor, host: Collective) -> dict[str, Any]:
+    """All-reduces that take one way each, where messages are not too long for it."""
+    found, chosen = dict[str, Any](), (ours.small_bytes, ours.one_shot_bytes)
+    for name, limits in FORCED.items():
+        if name == "octavo_two_shot" or x_TD.nbytes <= max(limits):
+            ours.small_bytes, ours.one_shot_bytes = limits
+            found[name] = _timed(lambda: ours.all_reduce(x_TD), host)
+    ours.small_bytes, ours.one_shot_bytes = chosen
+    return found
+
+
+def _with_residual(ours: Collective, group: Collective, host: Collective, rows: int, width: int) -> dict[str, Any]:
     x_TD = torch.randn(rows, width, device="cuda").bfloat16()
     residual_TD = torch.zeros_like(x_TD)
-    ways: dict[str, AllReduce] = {
-        "octavo": lambda x: ours.all_reduce(x, residual_TD),
-        "octavo_without_peer_access": lambda x: group.all_reduce(x, residual_TD),
-        "nccl": lambda x: _distributed.all_reduce(x),
+
+    def nccl() -> None:
+        _distributed.all_reduce(x_TD)
+        residual_TD.add_(x_TD)
+
+    return {
+        "octavo": _timed(lambda: ours.all_reduce(x_TD, residual_TD), host),
+        "octavo_without_peer_access": _timed(lambda: group.all_reduce(x_TD, residual_TD), host),
+        "nccl": _timed(nccl, host),
     }
-    found: dict[str, Any] = {name: _timed(way, x_TD, host) for name, way in ways.items()}
-    return found | _symmetric(x_TD, host)
+
+
+def _all_gather(ours: Collective, group: Collective, host: Collective, rows: int, width: int) -> dict[str, Any]:
+    x_TD = torch.randn(rows, width, device="cuda").bfloat16()
+    found = {"octavo": _timed(lambda: ours.all_gather(x_TD), host)}
+    return found | {"nccl": _timed(lambda: group.all_gather(x_TD), host)}
+
+
+def _exchange(ours: Collective, group: Collective, host: Collective, rows: int, width: int) -> dict[str, Any]:
+    """Every rank keeps a part of its rows by columns, and sends one to each of the others."""
+    x_TPX = torch.randn(rows, host.size, width // host.size, device="cuda").bfloat16()
+    other, order = torch.empty(host.size, rows, width // host.size, device="cuda").bfloat16(), (1, 0, 2)
+
+    def nccl() -> None:
+        _distributed.all_to_all_single(other.view(-1), x_TPX.permute(order).reshape(-1))
+
+    return {"octavo": _timed(lambda: ours.exchange(x_TPX), host), "nccl": _timed(nccl, host)}
+
+
+KINDS = {
+    "all_reduce": _all_reduce,
+    "all_reduce_with_residual": _with_residual,
+    "all_gather": _all_gather,
+    "exchange": _exchange,
+}
 
 
 def _symmetric(x_TD: Tensor, host: Collective) -> dict[str, Any]:
@@ -101,17 +157,17 @@ def _symmetric(x_TD: Tensor, host: Collective) -> dict[str, Any]:
     shared_TD = symmetric.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     symmetric.rendezvous(shared_TD, name)
     shared_TD.copy_(x_TD)
-    ways: dict[str, AllReduce] = {
-        "torch_one_shot": lambda x: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name),
-        "torch_two_shot": lambda x: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", name),
+    ways: dict[str, Exchange] = {
+        "torch_one_shot": lambda: torch.ops.symm_mem.one_shot_all_reduce(shared_TD, "sum", name),
+        "torch_two_shot": lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared_TD, "sum", name),
     }
-    return {kind: _timed(way, shared_TD, host) for kind, way in ways.items()}
+    return {kind: _timed(way, host) for kind, way in ways.items()}
 
 
-def _timed(all_reduce: AllReduce, x_TD: Tensor, host: Collective) -> float:
+def _timed(exchange: Exchange, host: Collective) -> float:
     torch.cuda.synchronize()
     host.all_gather(torch.zeros(1))  # all begin together
-    return round(microseconds([lambda: all_reduce(x_TD)] * CALLS, with_pdl=True), 2)
+    return round(microseconds([exchange] * CALLS, with_pdl=True), 2)
 
 
 @triton.jit

@@ -59,7 +59,7 @@ TABLE: Mapping[tuple[str, Better], str] = {
         us microseconds us_a_layer us_by_class busy_us chunks_microseconds rows_microseconds measured_us
         front_cpu_us_per_token seen_us_each
         chain_without_us cublas_and_kernels_us cublas_products_us octavo octavo_without_peer_access nccl torch_one_shot
-        torch_two_shot""",
+        torch_two_shot octavo_small octavo_one_shot octavo_two_shot""",
     ("mJ", "less"): "mj mj_a_layer mj_per_token",
     ("%", "less"): "empty_slots_percent idle_percent idle_inside_percent idle_between_percent",
     ("share", "less"): """

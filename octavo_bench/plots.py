@@ -31,6 +31,7 @@ TOGETHER = {
     **dict.fromkeys(("in_process_tok_s", "served_tok_s"), "output tokens/s, in process and served"),
     **dict.fromkeys(("answer_asleep", "answer_awake", "fall_asleep"), "times of a switch (s)"),
     **dict.fromkeys(("octavo", "octavo_without_peer_access", "nccl", "torch_one_shot", "torch_two_shot"), "time (µs)"),
+    **dict.fromkeys(("octavo_small", "octavo_one_shot", "octavo_two_shot"), "time (µs)"),
     **dict.fromkeys(("cublas_and_kernels_us", "cublas_products_us", "microseconds"), "time (µs)"),
 }
 """Figures of different names that are compared, by the title of their panel."""

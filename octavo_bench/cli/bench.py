@@ -95,10 +95,11 @@ def _add_kernels(kinds: Any) -> None:
     help = "how fast the GPU reads memory and multiplies matrices"
     add_kind(kinds, "ceilings", help, "ceilings.measure", on_gpu=True)
 
-    help = "all-reduces between this host's GPUs, compared with NCCL's"
+    help = "what this host's GPUs exchange, compared with NCCL's and torch's"
     collectives = add_kind(kinds, "collectives", help, "collectives.measure", on_gpu=True)
-    collectives.add_argument("--rows", type=numbers, default=[1, 4, 16, 64, 256, 2048])
-    collectives.add_argument("--widths", type=numbers, default=[4096, 8192], help="numbers in a row, of bfloat16")
+    rows = [1, 4, 16, 32, 64, 128, 256, 1024, 2048, 8192]
+    collectives.add_argument("--rows", type=numbers, default=rows)
+    collectives.add_argument("--widths", type=numbers, default=[4096], help="numbers in a row, of bfloat16")
 
     help = "time and error of each kernel for CUDA devices, beside the limits"
     kernels = add_kind(kinds, "kernels", help, "kernels.measure", on_gpu=True)
