@@ -1,4 +1,4 @@
-"""What happens to a layer's queries, keys and values before ``attention``, beyond its own norms and rotation.
+"""What happens to a layer's queries, keys and values before ``attention``, beyond its norms and rotation; and gates.
 
 Each step takes a row's queries, keys and values side by side, which it may overwrite, and the angles of the step; it
 returns both for the next one. Angles of ``None`` say that queries and keys are rotated already, or never are.
@@ -8,7 +8,7 @@ Shapes: T tokens, N heads, K kv heads, H head dim, V value dim, W = (N + 2 K) H,
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn import functional
 from octavo import ops
 from octavo.layers.norm import RMSNorm
 from octavo.ops.attention import HeadLayout
+from octavo.ops.elementwise import softplus
 
 Angles = tuple[Tensor, Tensor] | tuple[None, None]
 UNROTATED: Angles = (None, None)
@@ -128,6 +129,15 @@ class WideValues:
         """The outputs [T, N V] in attention's result [T, N H]."""
         wide_TNH = attended_TN.view(len(attended_TN), -1, self.heads.head_dim)
         return wide_TNH[..., : self.value_dim].reshape(len(attended_TN), -1)
+
+
+def gated(gates_TG: Tensor, attended_TN: Tensor, function: Literal["sigmoid", "softplus"]) -> Tensor:
+    """Attention's outputs times a function of the gates of each number, or of each head; a new tensor [T, N]."""
+    if gates_TG.shape[1] < attended_TN.shape[1]:
+        gates_TG = gates_TG.repeat_interleave(attended_TN.shape[1] // gates_TG.shape[1], dim=1)
+    if function == "sigmoid":
+        return ops.sigmoid_and_mul(gates_TG, attended_TN)
+    return attended_TN * softplus(gates_TG.float()).to(attended_TN.dtype)
 
 
 def query_scale(positions_T: Tensor, beta: float, period: int, offset: int = 0) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.layers.heads import (
     ClippedHeads,
     JointNorms,
@@ -21,6 +22,7 @@ from octavo.layers.heads import (
     ScaledQueries,
     StepAngles,
     WideValues,
+    gated,
 )
 from octavo.layers.image_attention import attention_with_images
 from octavo.layers.linear import Linear
@@ -76,6 +78,7 @@ class DecoderLayer:
         is_transposed = config.is_transposed
         self.o_proj = weights.row(name, config.hidden_size, width, part.has_output_bias, is_transposed=is_transposed)
         self.heads = weights.own_heads(self.heads)
+        self.num_gates = weights.num_own(part.num_heads) * part.gate_rows // part.num_heads
         self.preparations, self.wide_values = self.prepare(config, weights, prefix)
 
     def head_layout(self, config: DecoderConfig, weights: WeightLoader, prefix: str, part: AttentionPart) -> HeadLayout:
@@ -121,6 +124,9 @@ class DecoderLayer:
             orders=orders,
             value_dim=part.value_dim,
             is_transposed=config.is_transposed,
+            gate=None
+            if part.gate is None or part.gate.name is None
+            else (f"{prefix}.{part.gate.name}", part.gate_rows),
         )
 
     def prepare(
@@ -170,10 +176,9 @@ class DecoderLayer:
             before = self.before_attention
         else:
             before = self.stream_norm(config, weights, prefix, names.before_mlp)
-        after = self.stream_norm(config, weights, prefix, names.after_mlp)
         if isinstance(part, ExpertsPart):
-            assert after is None, "no family normalises what experts give"
             return self.mixture(config, part, weights, prefix, before)
+        after = self.stream_norm(config, weights, prefix, names.after_mlp)
         ups = [f"{prefix}.{name}" for name in names.ups]
         if isinstance(part.activation, str):
             up = weights.gate_up(ups, part.size, D, part.has_bias)
@@ -204,7 +209,8 @@ class DecoderLayer:
         else:
             experts = weights.experts(experts_name, shape)
         shared = self.shared_expert(config, part, weights, prefix) if moe.shared_size else None
-        return MoE(router, experts, shared, weights.collective)
+        after = self.stream_norm(config, weights, prefix, config.names.after_mlp)
+        return MoE(router, experts, shared, weights.collective, after)
 
     def shared_expert(
         self, config: DecoderConfig, part: ExpertsPart, weights: WeightLoader, prefix: str
@@ -236,9 +242,14 @@ class DecoderLayer:
         return self.attend(self.qkv_proj.of_normed(x_TD, self.before_attention), step, cache, rows)
 
     def attend(self, qkv_TW: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
-        """Attention of projected queries, keys and values, [T, N H]."""
+        """Attention of projected queries, keys and values, behind gates if there are any, [T, N H]."""
+        gates_TG, qkv_TW = qkv_TW.tensor_split([self.num_gates], dim=-1)
+        if self.num_gates:
+            qkv_TW = ops.concat(qkv_TW)
         angles = step.of(self.part.rope)
         for prepare in self.preparations:
             qkv_TW, angles = prepare(qkv_TW, angles, step)
         attended_TN = attention_with_images(qkv_TW, self.heads, angles, cache, rows)
-        return attended_TN if self.wide_values is None else self.wide_values.narrow(attended_TN)
+        if self.wide_values is not None:
+            attended_TN = self.wide_values.narrow(attended_TN)
+        return attended_TN if self.part.gate is None else gated(gates_TG, attended_TN, self.part.gate.function)

@@ -54,11 +54,10 @@ class DeepseekConfig(DecoderConfig):
         return expanded_bytes(heads, expanded_positions(heads, longest, itemsize), itemsize)
 
 
-def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str, **names: Any) -> DeepseekConfig:
-    """Read the configuration of V2 (``scoring`` "softmax") or V3 ("sigmoid"); ``names``: other ones in
-    ``ExpertsPart``."""
+def read_latent(keys: ConfigKeys, max_len: int | None, rope: Mapping[str, Any] | None = None) -> DeepseekConfig:
+    """Read the configuration, without experts; ``rope``: the rotary keys, if they are not in the usual place."""
     rotated, plain = keys.size("qk_rope_head_dim"), keys.size("qk_nope_head_dim")
-    latent, given = keys.size("kv_lora_rank", 512), rope_values(keys)
+    latent, given = keys.size("kv_lora_rank", 512), dict(rope or rope_values(keys))
     given.pop("partial_rotary_factor", None)
     keys.get("head_dim")
     config = read_decoder(keys.over({**keys.values, "head_dim": rotated}), max_len, rope=given, windows=NO_WINDOWS)
@@ -69,22 +68,20 @@ def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str, **names: 
     )
     config = dataclasses.replace(config, head_dim=rotated + latent, num_kv_heads=1)
     cache = LayerCacheSpec(1, rotated + latent, kind="latent")
-    return (
-        _with_experts(keys, config, scoring, names)
-        .with_caches([cache] * config.num_layers)
-        .extended(
-            DeepseekConfig,
-            query_rank=0 if keys.get("q_lora_rank") is None else keys.size("q_lora_rank"),
-            latent_size=latent,
-            plain_size=plain,
-            rotated_size=rotated,
-            value_size=keys.size("v_head_dim", 128),
-        )
+    return config.with_caches([cache] * config.num_layers).extended(
+        DeepseekConfig,
+        query_rank=0 if keys.get("q_lora_rank") is None else keys.size("q_lora_rank"),
+        latent_size=latent,
+        plain_size=plain,
+        rotated_size=rotated,
+        value_size=keys.size("v_head_dim", 128),
     )
 
 
-def _with_experts(keys: ConfigKeys, config: DecoderConfig, scoring: str, names: Mapping[str, Any]) -> DecoderConfig:
-    is_v2, expert_size = scoring == "softmax", keys.size("moe_intermediate_size")
+def read_deepseek(keys: ConfigKeys, max_len: int | None, scoring: str, **names: Any) -> DeepseekConfig:
+    """Read the configuration of V2 (``scoring`` "softmax") or V3 ("sigmoid"); ``names``: other ones in
+    ``ExpertsPart``."""
+    config, is_v2, expert_size = read_latent(keys, max_len), scoring == "softmax", keys.size("moe_intermediate_size")
     first = keys.size("first_k_dense_replace", 0 if is_v2 else 3, low=0)
     moe = read_experts(
         keys,
@@ -157,6 +154,8 @@ class DeepseekLayer(DecoderLayer):
         cos_TR, sin_TR = step.angles[0]
         h_TD = self.input_norm(x_TD)
         q_TW = self.q_proj(self.q_a_proj(h_TD), norm=self.q_norm) if self.query_rank else self.q_proj(h_TD)
+        if step.query_scale_T1 is not None:
+            q_TW.mul_(step.query_scale_T1)
         return latent_attention(q_TW, self.kv_proj(h_TD), self.latent_heads, cos_TR, sin_TR, cache, rows).flatten(1)
 
 
@@ -172,3 +171,13 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         return read_deepseek(keys, max_len, "sigmoid")
+
+
+class YoutuForCausalLM(DeepseekV2ForCausalLM):
+    """Youtu-LLM (arXiv 2512.24618): latent attention, and no experts."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        tied = keys.flag("tie_word_embeddings", True)
+        keys.pass_over("qk_head_dim", "embedding_initializer_range")
+        return dataclasses.replace(read_latent(keys, max_len), tie_word_embeddings=tied)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.models.config import ModelConfig
+from octavo.models.config import FULL, SLIDING, ModelConfig
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.registry import ARCHITECTURES, load_model
 from octavo.quant.stored.stored_weight import WeightFormat
@@ -60,6 +60,10 @@ KEYS: dict[str, Any] = {
 MINIMAX = ("MiniMaxForCausalLM", "MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM")
 OWN_KEYS: dict[str, dict[str, Any]] = {
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 4},
+    **{
+        name: {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
+        for name in ("LagunaForCausalLM", "MellumForCausalLM")
+    },
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 32, "expand": 2},
     **{name: {"shared_intermediate_size": 0} for name in MINIMAX},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "attention", "moe"] * 4},

@@ -1,6 +1,6 @@
-"""GLM-4.5 to 4.7 (arXiv 2508.06471), dots.llm1 (arXiv 2506.05767) and MiniMax-M2: experts chosen by sigmoids.
+"""GLM-4.5 to 4.7 (arXiv 2508.06471), Solar Open, dots.llm1 (arXiv 2506.05767), MiniMax-M2: experts chosen by sigmoids.
 
-All but MiniMax-M2 have shared experts and dense first layers.
+All but MiniMax-M2 have shared experts, and all but it and Solar Open dense first layers.
 """
 
 from __future__ import annotations
@@ -48,6 +48,14 @@ class Glm4MoeForCausalLM(Decoder):
         config = with_sigmoid_experts(keys, config, first=1, chosen=8, shared=1, normalises=True)
         norm = HeadNorm() if keys.flag("use_qk_norm") else None
         return config.with_attention(head_norm=norm, has_output_bias=False)
+
+
+class SolarOpenForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        config = read_decoder(keys, max_len, eps=1e-5, head_dim=128, theta=1e6, ffn_size=1, mlp_bias=False)
+        config = with_sigmoid_experts(keys, config, first=0, chosen=8, shared=1, normalises=True)
+        return config.with_attention(has_output_bias=False)
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):

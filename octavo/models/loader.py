@@ -289,12 +289,13 @@ class WeightLoader:
         is_transposed: bool = False,
         value_dim: int = 0,
         has_values: bool = True,
+        gate: tuple[str, int] | None = None,
     ) -> Linear:
         """Fused queries, keys and values, sharded by heads; stored as three matrices or one fused matrix, whose order
         is the first of ``orders``.
 
         A layer that shares another layer's cache has queries alone. ``value_dim``: the width of a value head, if it is
-        not that of the others.
+        not that of the others. ``gate``: the name and the rows of a map for each head, which come first.
         """
         if heads.shares_cache:
             names, orders = names[:1], orders[:1]
@@ -303,7 +304,8 @@ class WeightLoader:
         sections = [Section(size, count) for size, count in zip(sizes, counts, strict=True) if size]
         if not has_values:
             sections, orders = sections[:2], orders[:2]
-        return self._linear(_rows(names, sections, orders), num_inputs, has_bias, is_transposed)
+        first = [] if gate is None else [MatrixRows(gate[0], [Section(gate[1], heads.num_heads)])]
+        return self._linear([*first, *_rows(names, sections, orders)], num_inputs, has_bias, is_transposed)
 
     def fused(self, parts: Sequence[MatrixRows], num_inputs: int, has_bias: bool = False) -> Linear:
         """Column-parallel maps of the same inputs side by side, each divided by its own sections."""

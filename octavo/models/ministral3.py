@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder
@@ -24,16 +26,21 @@ ROPE = {
 """The default rotary embedding."""
 
 
+def growing_queries(keys: ConfigKeys, default: Mapping[str, Any]) -> tuple[dict[str, Any], QueryScale | None]:
+    """The rotary keys, by default these, and the factors of queries by position, if there are any."""
+    is_given = any(keys.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
+    given = rope_values(keys) if is_given else dict(default)
+    given.pop("max_position_embeddings", None)
+    beta = given.pop("llama_4_scaling_beta", None)
+    if beta is None:
+        return given, None
+    period = ConfigKeys(given).size("original_max_position_embeddings")
+    return given, QueryScale(ConfigKeys({"beta": beta}).number("beta"), period)
+
+
 class Ministral3ForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
-        is_given = any(keys.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
-        given = rope_values(keys) if is_given else dict(ROPE)
-        given.pop("max_position_embeddings", None)
-        beta = given.pop("llama_4_scaling_beta", None)
+        given, scale = growing_queries(keys, ROPE)
         config = read_mistral(keys, max_len, eps=1e-5, head_dim=128, rope=given, has_bias=False, mlp_bias=False)
-        if beta is None:
-            return config
-        period = ConfigKeys(given).size("original_max_position_embeddings")
-        config = dataclasses.replace(config, query_scale=QueryScale(ConfigKeys({"beta": beta}).number("beta"), period))
-        return config.with_attention(scales_queries=True)
+        return dataclasses.replace(config.with_attention(scales_queries=scale is not None), query_scale=scale)

@@ -52,6 +52,7 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaForCausalLM", LLAMA),
     "ministral3": ("Ministral3ForCausalLM", {}),
     "mistral": ("MistralForCausalLM", MISTRAL),
+    "mistral4": ("Mistral4ForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {}),
     "qwen2": ("Qwen2ForCausalLM", QWEN2),
     "qwen2_5_omni_text": ("Qwen2ForCausalLM", {}),

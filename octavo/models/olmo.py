@@ -1,7 +1,8 @@
-"""OLMo (arXiv 2402.00838), OLMo 3 (arXiv 2512.13961) and OLMoE (arXiv 2409.02060).
+"""OLMo (arXiv 2402.00838), OLMo 3 (arXiv 2512.13961), OLMoE (arXiv 2409.02060) and FlexOlmo (arXiv 2507.07024).
 
 OLMo has LayerNorms without weights; all but the first have norms over all query and all key heads of a token. OLMo 3 is
-OLMo 2 with sliding windows in three of four layers, whose rotary embedding is not scaled.
+OLMo 2 with sliding windows in three of four layers, whose rotary embedding is not scaled; FlexOlmo is OLMo 2 with
+experts.
 """
 
 from __future__ import annotations
@@ -40,19 +41,25 @@ class OlmoForCausalLM(Decoder):
         return dataclasses.replace(config.with_attention(clip=read_clip(keys)), norm_eps=1e-5)
 
 
+def with_olmo_experts(keys: ConfigKeys, config: DecoderConfig, chosen: int) -> DecoderConfig:
+    """With experts in all layers; ``chosen`` is a family's default."""
+    normalises = keys.flag("norm_topk_prob")
+    moe = read_experts(keys, config, count_keys=("num_experts",), num_chosen=chosen, normalises=normalises)
+    return config.with_experts(ExpertsPart(moe=moe, routing=Routing(moe.num_chosen, normalises)))
+
+
 class OlmoeForCausalLM(Decoder):
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         config = read_decoder(keys, max_len, eps=1e-5, mlp_bias=False)
-        moe = read_experts(
-            keys,
-            config,
-            count_keys=("num_experts",),
-            num_chosen=8,
-            normalises=keys.flag("norm_topk_prob"),
-        )
-        part = ExpertsPart(moe=moe, routing=Routing(moe.num_chosen, moe.normalises))
-        return config.with_experts(part).with_attention(head_norm=JOINT, clip=read_clip(keys))
+        return with_olmo_experts(keys, config, 8).with_attention(head_norm=JOINT, clip=read_clip(keys))
+
+
+class FlexOlmoForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        config = read_decoder(keys, max_len, theta=500_000.0, names=AFTER, mlp_bias=False)
+        return with_olmo_experts(keys, config, 5).with_attention(head_norm=JOINT)
 
 
 def ropes_by_type(keys: ConfigKeys, theta: float, local_theta: float | None = None) -> tuple[dict[str, Any], ...]:

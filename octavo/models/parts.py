@@ -68,6 +68,16 @@ class HeadNorm(NamedTuple):
     offset: float = 0.0
 
 
+class GatePart(NamedTuple):
+    """What attention's outputs are multiplied by, before their projection: a function of a map of the layer's input."""
+
+    name: str | None
+    """Of the map, whose rows are before the queries; ``None``: the queries' own matrix has them."""
+    function: Literal["sigmoid", "softplus"] = "sigmoid"
+    is_of_head: bool = False
+    """Whether a head has one gate, not one for each of its numbers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionPart:
     """The attention of a layer."""
@@ -95,10 +105,18 @@ class AttentionPart:
     """What each head's scores lose with each position of distance (ALiBi), if anything."""
     clip: float = 0.0
     """Queries, keys and values are limited to this absolute value; 0: not limited."""
+    gate: GatePart | None = None
     scales_queries: bool = False
     """Whether queries are multiplied by the model's factor of their position."""
     shared_with: int | None = None
     """The earlier layer whose keys and values this one reads."""
+
+    @property
+    def gate_rows(self) -> int:
+        """Rows of the map to gates, 0 without any."""
+        if self.gate is None:
+            return 0
+        return self.num_heads * (1 if self.gate.is_of_head else self.value_dim or self.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +220,10 @@ class DecoderConfig(ModelConfig):
             )
             for part in self.layers
         )
+
+    @property
+    def query_rows(self) -> int:
+        return self.layers[0].attention.num_heads * self.layers[0].attention.head_dim
 
     @property
     def mixtures(self) -> tuple[MoESettings, ...]:

@@ -13,12 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from octavo import ops
 from octavo.errors import CheckpointError
 from octavo.layers.gated_delta import GatedDelta
-from octavo.layers.heads import StepAngles
 from octavo.layers.linear import Linear
 from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config import FULL
@@ -29,10 +26,9 @@ from octavo.models.hybrid import LINEAR, HybridLayer, Recurrence
 from octavo.models.layer_cache import LayerCacheSpec, conv_state, recurrent_state, state_layer
 from octavo.models.linear_parts import MatrixRows
 from octavo.models.loader import WeightLoader
-from octavo.models.parts import DecoderConfig, HeadNorm, NormPart
+from octavo.models.parts import DecoderConfig, GatePart, HeadNorm, NormPart
 from octavo.models.qwen_moe import with_qwen_experts
 from octavo.models.rope import rope_values
-from octavo.ops.attention import LayerCache, PagedRows
 from octavo.ops.gated_delta import DeltaHeads
 from octavo.quant.stored.shard import Section
 
@@ -107,7 +103,7 @@ def read_qwen3_next(keys: ConfigKeys, max_len: int | None, ffn_size: int | None 
     )
     if delta.num_heads % delta.num_key_heads:
         raise wrong("linear_num_value_heads", delta.num_heads, f"a multiple of {delta.num_key_heads} key heads")
-    config = config.with_attention(head_norm=HeadNorm(offset=norm.offset))
+    config = config.with_attention(head_norm=HeadNorm(offset=norm.offset), gate=GatePart(None))
     config = config.with_caches([delta.cache if kind == LINEAR else None for kind in types])
     return config.extended(Qwen3NextConfig, delta=delta)
 
@@ -155,10 +151,6 @@ class Qwen3NextLayer(HybridLayer):
         parts = [MatrixRows(f"{prefix}.self_attn.q_proj", [queries, queries], order)]
         parts += [MatrixRows(f"{prefix}.self_attn.{part}_proj", [keys]) for part in "kv"]
         return weights.fused(parts, config.hidden_size, self.part.has_bias)
-
-    def attend(self, qkv_TW: Tensor, step: StepAngles, cache: LayerCache, rows: PagedRows) -> Tensor:
-        gate_TN, qkv_TW = qkv_TW.split_with_sizes([self.heads.sizes[0], sum(self.heads.sizes)], dim=-1)
-        return ops.sigmoid_and_mul(gate_TN, super().attend(ops.concat(qkv_TW), step, cache, rows))
 
 
 def delta_heads(

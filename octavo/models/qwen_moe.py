@@ -1,20 +1,26 @@
-"""Qwen2-MoE (arXiv 2407.10671) and Qwen3-MoE (arXiv 2505.09388): Qwen2 and Qwen3 with experts.
+"""Qwen2-MoE (arXiv 2407.10671), Qwen3-MoE (arXiv 2505.09388) and Mellum 2 (JetBrains): Qwen2 and Qwen3 with experts.
 
-Qwen2-MoE also has a gated shared expert, which all tokens use.
+Qwen2-MoE also has a gated shared expert, which all tokens use; Mellum 2 is Qwen3-MoE with windows in some layers, which
+have a rotary embedding of their own.
 """
 
 from __future__ import annotations
 
+from octavo.models.config import read_layer_types
 from octavo.models.config_keys import ConfigKeys, wrong
-from octavo.models.decoder import Decoder
-from octavo.models.moe import read_experts
+from octavo.models.decoder import Decoder, read_decoder
+from octavo.models.moe import read_dense_first, read_experts
+from octavo.models.olmo import ropes_by_type, with_local_rope
 from octavo.models.parts import C, DecoderConfig, ExpertsPart, HeadNorm
 from octavo.models.qwen2 import read_qwen
 from octavo.ops.moe import Routing
 
 
 def _sparse_layers(keys: ConfigKeys, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has experts: every ``decoder_sparse_step``-th, except those in ``mlp_only_layers``."""
+    """Whether each layer has experts: by ``mlp_layer_types``, or every ``decoder_sparse_step``-th, except those in
+    ``mlp_only_layers``."""
+    if keys.get("mlp_layer_types") is not None:
+        return read_dense_first(keys, num_layers, 0)
     step, dense = keys.size("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
     if not isinstance(dense, list | tuple) or not all(type(index) is int for index in dense):
         raise wrong("mlp_only_layers", dense, "a list of layer numbers")
@@ -57,3 +63,14 @@ class Qwen3MoeForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         config = read_qwen(keys, max_len, lambda i, first: True)
         return with_qwen_experts(keys, config.with_attention(head_norm=HeadNorm()), 8)
+
+
+class MellumForCausalLM(Decoder):
+    @classmethod
+    def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
+        types, (full, local) = read_layer_types(keys), ropes_by_type(keys, theta=500_000.0, local_theta=10_000.0)
+        spans = (types, keys.size("sliding_window", 1024))
+        config = read_decoder(keys, max_len, head_dim=128, rope=full, windows=spans, mlp_bias=False)
+        config = with_local_rope(config, local, types, max_len).with_attention(head_norm=HeadNorm())
+        keys.pass_over("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")
+        return with_qwen_experts(keys, config, 8, normalises=True)

@@ -120,6 +120,21 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         {**ROUTED, "head_dim": 24, "v_head_dim": 16, "sliding_window": 9, "num_key_value_heads": 1}
         | {"layer_types": ["full_attention", *SLIDES], "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
+    "mistral4/growing_queries": (
+        "mistral4",
+        {**DEEPSEEK, "head_dim": 20, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 50,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "ministral3/growing_queries": (
         "ministral3",
         {
@@ -164,5 +179,29 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe_lite/latent": ("glm4_moe_lite", {**DEEPSEEK, "n_group": 1, "topk_group": 1}),
     "ministral/windows": ("ministral", {"head_dim": 16, "sliding_window": 9, "layer_types": SLIDES}),
+    "afmoe/gated": (
+        "afmoe",
+        {**EXPERTS, "head_dim": 16, "sliding_window": 9, "layer_types": ["sliding_attention", *SLIDES]}
+        | {"num_dense_layers": 1, "route_scale": 1.7, "mup_enabled": True},
+    ),
+    "laguna/gated_numbers": (
+        "laguna",
+        {**EXPERTS, **BOTH_ROPES, "head_dim": 8, "layer_types": ["full_attention"] * 3, "gating": "per-element"},
+    ),
+    "laguna/gated_heads": (
+        "laguna",
+        {**EXPERTS, **BOTH_ROPES, "head_dim": 16, "sliding_window": 9, "layer_types": ["full_attention", *SLIDES]}
+        | {"num_attention_heads_per_layer": [4, 8, 4], "shared_expert_intermediate_size": 40}
+        | {"moe_routed_scaling_factor": 1.7},
+    ),
+    "youtu/latent": ("youtu", {key: value for key, value in DEEPSEEK.items() if key not in ROUTED}),
+    "solar_open/shared": ("solar_open", {**ROUTED, "n_shared_experts": 2, "head_dim": 16}),
+    "flex_olmo/normed_experts": ("flex_olmo", {"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 2}),
+    "cwm/windows": ("cwm", {"bos_token_id": 1, "head_dim": 16, "sliding_window": 9, "layer_types": SLIDES}),
+    "mellum/windows": (
+        "mellum",
+        {**EXPERTS, **BOTH_ROPES, "head_dim": 16, "sliding_window": 9, "layer_types": ["full_attention", *SLIDES]}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
     "gemma4_unified/windows": ("gemma4_unified_text", GEMMA4),
 }

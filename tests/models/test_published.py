@@ -125,6 +125,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         layernorm_linear_attention_alpha=3.5565588200778455, layernorm_linear_attention_beta=1.0,
         layernorm_mlp_alpha=3.5565588200778455, layernorm_mlp_beta=1.0,
     ),
+    "trinity-mini": shape(
+        "AfmoeForCausalLM", 200192, 2048, 6144, 32, 32, 4, 131072,
+        head_dim=128, global_attn_every_n_layers=4, sliding_window=2048, layer_types=["sliding_attention"] * 3 * 8
+        + ["full_attention"] * 8, load_balance_coeff=0.001, moe_intermediate_size=1024, mup_enabled=True, n_group=1,
+        num_dense_layers=2, num_expert_groups=1, num_experts=128, num_experts_per_tok=8, num_limited_groups=1,
+        num_shared_experts=1, rope_theta=10000, route_norm=True, route_scale=2.826, score_func="sigmoid",
+        tie_word_embeddings=False, topk_group=1, use_grouped_mm=True, auto_map={},
+    ),
     "kimi-linear-48b": {
         **shape(
             "KimiLinearForCausalLM", 163840, 2304, 9216, 5, 32, 32, 0,
@@ -237,6 +245,7 @@ def test_what_they_say() -> None:
         ("deepseek-v2-lite", {"scoring_func": "sigmoid"}, "scoring_func"),
         ("deepseek-v2-lite", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek-v2-lite", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("trinity-mini", {"route_norm": False}, "route_norm is False; it must be True"),
         ("kimi-linear-48b", {"mla_use_nope": False}, "mla_use_nope is False; it must be true"),
         ("kimi-linear-48b", {"linear_attn_config": {"heads": 3}}, "linear_attn_config"),
         ("minimax-m1", {"postnorm": False}, "postnorm is False; it must be true"),

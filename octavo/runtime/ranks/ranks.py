@@ -77,9 +77,11 @@ def check_divides(model: ModelConfig, settings: ModelSettings, device: torch.dev
     size = settings.tensor_parallel_size
     if is_gpu(device) and settings.enable_eplb and settings.batch_invariant:
         raise ConfigError("enable_eplb: does not go with batch_invariant on GPUs, where moves change the order of sums")
-    heads, kv_heads = model.num_heads, max(spec.num_kv_heads for spec in model.cache)
-    if heads % size:
-        raise ConfigError(f"tensor_parallel_size: {size} does not divide the model's {heads} attention heads")
+    kv_heads = max(spec.num_kv_heads for spec in model.cache)
+    parts = model.layers if isinstance(model, DecoderConfig) else ()
+    for heads in sorted({model.num_heads, *(part.attention.num_heads for part in parts)}):
+        if heads % size:
+            raise ConfigError(f"tensor_parallel_size: {size} does not divide the model's {heads} attention heads")
     for units in {tensor.num_units for spec in model.cache for tensor in spec.state}:
         if units % size:
             raise ConfigError(f"tensor_parallel_size: {size} does not divide the {units} key heads of recurrent layers")
