@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.ops.attention import encoder_attention
 from octavo_kernels.triton.attention.prefill_attention import PrefillTile, config_for
-from octavo_kernels.triton.launch import after_predecessor, declines_floats, launch, shared_bytes
+from octavo_kernels.triton.launch import after_predecessor, declines_floats, has_gluon, launch, shared_bytes
 from octavo_kernels.triton.split_sums import LOG2_E, NO_SCORE
 
 MOST_ROWS = PrefillTile(128, 64, 8, 3, 128)
@@ -42,15 +42,17 @@ def tile_for(element: int, head_dim: int, room: int) -> PrefillTile:
     return config_for(element, triton.next_power_of_2(head_dim), room)
 
 
-@functools.lru_cache(maxsize=8)
-def _tiles(ends: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
-    """The first row of each tile, and the first row and the end of its text: int32 [tiles, 3]. All layers of a step
-    have the same."""
-    found, start = [], 0
+@functools.lru_cache(maxsize=16)
+def _tiles(ends: tuple[int, ...], lengths: range, rows: int, device: torch.device) -> Tensor:
+    """The first row of each tile, and the first row and the end of its text, for texts of these lengths: int32 [tiles,
+    3]. All layers of a step have the same."""
+    found: list[tuple[int, int, int]] = []
+    start = 0
     for end in ends:
-        found += [(first, start, end) for first in range(start, end, rows)]
+        if end - start in lengths:
+            found += [(first, start, end) for first in range(start, end, rows)]
         start = end
-    return torch.tensor(found, dtype=torch.int32, device=device)
+    return torch.tensor(found, dtype=torch.int32, device=device).view(-1, 3)
 
 
 @encoder_attention.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
@@ -66,22 +68,30 @@ def encoder_attention_triton(
     """See ``ops.encoder_attention``."""
     T, N, H = q_TNH.shape
     q_TNH, k_TKH, v_TKH = (x if x.stride()[1:] == (H, 1) else x.contiguous() for x in (q_TNH, k_TKH, v_TKH))
-    out_TNH = torch.empty(T, N, H, dtype=q_TNH.dtype, device=q_TNH.device)
-    if not T:
-        return out_TNH
-    config = tile_for(q_TNH.element_size(), H, shared_bytes(q_TNH.device))
-    tiles = _tiles(tuple(ends), config.rows, q_TNH.device)
+    device, ends = q_TNH.device, tuple(ends)
+    out_TNH = torch.empty(T, N, H, dtype=q_TNH.dtype, device=device)
+    shorter = range(T + 1)
+    if has_gluon(device) and not window and bias_NM is None:
+        from octavo_kernels.hopper.encoder_attention import LONG, TILE, hopper_encoder, suits
+
+        if suits((q_TNH, k_TKH, v_TKH)):
+            shorter, longer = range(LONG), range(LONG, T + 1)
+            if len(tiles := _tiles(ends, longer, TILE, device)):
+                hopper_encoder(q_TNH, k_TKH, v_TKH, tiles, widths(H), scale, out_TNH)
+    config = tile_for(q_TNH.element_size(), H, shared_bytes(device))
+    tiles = _tiles(ends, shorter, config.rows, device)
     width, rest = widths(H)
     most = 0 if bias_NM is None else bias_NM.shape[1] // 2
-    # fmt: off
-    launch(
-        encoder_attention_kernel, (len(tiles), N),
-        q_TNH, k_TKH, v_TKH, out_TNH, tiles, bias_NM, LOG2_E.value * scale, window, most,
-        q_TNH.stride(0), k_TKH.stride(0), v_TKH.stride(0), GROUP=N // k_TKH.shape[1], H=H, WIDTH=width, REST=rest,
-        ROWS=config.rows, KEYS=config.keys, HAS_WINDOW=window > 0, STAGES=config.stages, num_warps=config.warps,
-        maxnreg=config.registers,
-    )
-    # fmt: on
+    if len(tiles):
+        # fmt: off
+        launch(
+            encoder_attention_kernel, (len(tiles), N),
+            q_TNH, k_TKH, v_TKH, out_TNH, tiles, bias_NM, LOG2_E.value * scale, window, most,
+            q_TNH.stride(0), k_TKH.stride(0), v_TKH.stride(0), GROUP=N // k_TKH.shape[1], H=H, WIDTH=width, REST=rest,
+            ROWS=config.rows, KEYS=config.keys, HAS_WINDOW=window > 0, STAGES=config.stages, num_warps=config.warps,
+            maxnreg=config.registers,
+        )
+        # fmt: on
     return out_TNH
 
 
