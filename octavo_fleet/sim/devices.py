@@ -12,8 +12,8 @@ ARITHMETIC_SHARE = 0.55
 """Fraction of the data sheet's arithmetic that full prefill steps reached on an H200."""
 LAYER_SECONDS = 9.5e-6
 """Overhead per layer beyond its bytes, from single-token steps on an H200, equal with 16 and with 36 layers."""
-LINK_LATENCY = 8e-6
-"""Seconds of the smallest all-reduce within a host: an assumption."""
+LINK_LATENCY = 2.5e-6
+"""Seconds of the smallest all-reduce within a host, between two H100s (`octavo bench collectives`)."""
 
 
 class Device(NamedTuple):

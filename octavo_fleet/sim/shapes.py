@@ -87,6 +87,14 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
+_MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+    ],
+}
+
+
 def _deepseek_v2_lite() -> dict[str, Any]:
     rope = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
     names = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "rms_norm_eps": 1e-6}
@@ -189,21 +197,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
         decoder_sparse_step=1, mlp_only_layers=[],
     ),
+    "qwen3-235b-a22b": _qwen3(
+        94, 4096, 64, 12_288,
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_key_value_heads=4,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[],
+    ),
     "mixtral-8x7b": _mistral(
         32, 4096, 14_336, 32_000, 1_000_000.0,
         architectures=["MixtralForCausalLM"], model_type="mixtral",
         num_local_experts=8, num_experts_per_tok=2,
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
-    "gpt-oss-20b-mxfp4": {
-        **_gpt_oss(24, 32),
-        "quantization_config": {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
-            ],
-        },
-    },
+    "gpt-oss-20b-mxfp4": {**_gpt_oss(24, 32), "quantization_config": _MXFP4},
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "gpt-oss-120b-mxfp4": {**_gpt_oss(36, 128), "quantization_config": _MXFP4},
     "deepseek-v2-lite": _deepseek_v2_lite(),
     "qwen3.5-9b": _qwen3_5(32, 4096, 4, 12_288),
     "qwen3.5-35b-a3b": _qwen3_5(
