@@ -344,6 +344,8 @@ class Scheduled(msgspec.Struct, frozen=True, gc=False):
     cache, and with ``NO_DRAFTER`` it does not run."""
     encodes: tuple[Any, ...] = ()
     """Images whose embeddings have to be computed before this step."""
+    marks: tuple[tuple[int, int], ...] = ()
+    """Positions within ``tokens`` before which the recurrent state is kept as well, and the slots for it."""
 
     @property
     def settled_start(self) -> int:

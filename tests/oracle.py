@@ -242,7 +242,8 @@ class OracleRunner:
         assert all(len(item.seq.groups) == len(self.groups) for item in plan), "a sequence lacks blocks of a group"
         tables = [[list(self._refreshed_table(held)) for held in item.seq.groups] for item in plan]
         states = [-1 if item.seq.state is None else item.seq.state.slot for item in plan]
-        assert len({slot for slot in states if slot >= 0}) == sum(slot >= 0 for slot in states), "a state is shared"
+        written = [slot for slot in states if slot >= 0] + [slot for item in plan for _, slot in item.marks]
+        assert len(set(written)) == len(written), "a state is shared"
         pending = PendingStep(self, plan, tables, states, acts)
         self.unfinished.append(pending)
         return pending
@@ -319,7 +320,7 @@ class OracleRunner:
             self.num_failed_steps += 1
             for item, of_item, slot in zip(plan, tables, states, strict=True):
                 self._spill(item, of_item, item.settled_start)
-                self.states[slot] = GARBAGE
+                self.states |= dict.fromkeys((slot, *(of_mark for _, of_mark in item.marks)), GARBAGE)
             raise RunnerError("device fault")
         found = []
         for item, of_item, slot in zip(plan, tables, states, strict=True):
@@ -331,6 +332,7 @@ class OracleRunner:
         assert not item.drafts or item.samples, "drafts follow a part of what is known"
         assert not item.drafts or len(item.tokens) == 1 or state >= 0, "drafts follow a chunk"
         before, self.states[state] = self.states.get(state), GARBAGE
+        self.states |= dict.fromkeys((slot for _, slot in item.marks), GARBAGE)
         if item.is_stale:
             self._spill(item, tables, item.settled_start)
             return Sampled([GARBAGE])
@@ -345,6 +347,9 @@ class OracleRunner:
             known = self._known_digests(item.seq, item.settled_start)[item.settled_start]
             assert before == known, f"stale state: sequence {item.seq.id}, position {item.settled_start}"
         self._write(item, tables)
+        for position, slot in item.marks:
+            assert item.settled_start < position < _end(item), "a mark outside of a chunk"
+            self.states[slot] = self._known_digests(item.seq, position)[position]
         result = Sampled([], prompt_logprobs=self._prompt_logprobs(item))
         after = self._known_digests(item.seq, _end(item))[_end(item)]
         if item.samples:

@@ -9,9 +9,11 @@ tree::
     blocks of KV  a  a  a  a  a  a  a  a  a  a  a  a  a  .        a sequence that is computed up to 210
     states                    s           s           s     c     snapshots, and its current state
 
-Snapshots are taken between two steps, at multiples of ``interval``: where the tokens known at admission end, where they
-leave what other sequences have computed, every ``every`` tokens of long prompts, and at the newest multiple in the
-output, which replaces the one before. They belong to the sequence until the tokens before them are committed.
+Snapshots are taken at multiples of ``interval``: where the tokens known at admission end, where they leave what other
+sequences have computed, every ``every`` tokens of long prompts, and at the newest multiple in the output, which
+replaces the one before. At the end of a step they are copies; within a chunk, where the device can, the step itself
+writes them to slots that are taken when it is planned. They belong to the sequence until the tokens before them are
+committed.
 
 A slot is in exactly one of four states::
 
@@ -35,6 +37,9 @@ from octavo.cache.radix_tree import RadixTree
 from octavo.steps.limits import StateSize
 from octavo.types import HeldState, Sequence
 
+MOST_MARKS = 32
+"""Snapshots that one step takes within a chunk, and at most a quarter of all: until they are committed they cannot be
+evicted, whatever they save."""
 CopyState = Callable[[int, int], None]
 """Copies the state of one slot to another, behind all steps submitted before."""
 
@@ -67,6 +72,7 @@ class StateCache:
         """Slower tiers that keep evicted snapshots."""
         self.copy: CopyState = lambda source, target: None
         self.most_pending = size.num_slots - size.num_held if enable_prefix_caching else 0
+        self.most_marks = max(1, min(MOST_MARKS, self.most_pending // 4)) if size.has_marks else 0
         assert size.num_slots >= size.num_held, "there are fewer slots than running sequences need"
         self.num_pending = 0
         self.num_snapshots = 0
@@ -125,7 +131,25 @@ class StateCache:
 
     def room(self, seq: Sequence) -> int:
         """Positions of ``seq`` before the next one at which its step has to end, as a snapshot is taken there."""
-        return self._next_stop(seq.state, seq.num_computed_tokens) - seq.num_computed_tokens
+        end = self._next_stop(seq.state, seq.num_computed_tokens)
+        for _ in range(self.most_marks):
+            if end >= len(seq.tokens):
+                break
+            end = self._next_stop(seq.state, end)
+        return end - seq.num_computed_tokens
+
+    def mark(self, seq: Sequence, end: int) -> tuple[tuple[int, int], ...]:
+        """Take the snapshots that are due within the step that is being planned, which computes ``seq`` up to ``end``;
+        returns ``Scheduled.marks``."""
+        state, marks = seq.state, list[tuple[int, int]]()
+        position = self._next_stop(state, seq.num_computed_tokens)
+        while position < end and len(marks) < self.most_marks and self.num_pending < self.most_pending:
+            marks.append((position, self._take()))
+            self.num_pending += 1
+            position = self._next_stop(state, position)
+        if marks and state is not None:
+            state.pending += marks
+        return tuple(marks)
 
     def _next_stop(self, state: HeldState | None, start: int) -> int:
         interval = self.interval

@@ -18,7 +18,13 @@ PENDING: tuple[int | None, ...] = (None,)
 """The token of a decode whose previous step is still in flight; a constant, since most shares have it."""
 
 
-def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = (), num_proposed: int = MAX_DRAFTS) -> Scheduled:
+def take(
+    seq: Sequence,
+    num_tokens: int,
+    drafts: tuple[int, ...] = (),
+    num_proposed: int = MAX_DRAFTS,
+    marks: tuple[tuple[int, int], ...] = (),
+) -> Scheduled:
     """Schedule the next ``num_tokens`` tokens of ``seq``, then ``drafts``: they are now in flight."""
     start = seq.num_computed_tokens
     end = start + num_tokens
@@ -35,7 +41,7 @@ def take(seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = (), num_propo
     seq.num_computed_tokens = end
     seq.decodes = samples
     seq.num_in_flight += 1
-    return Scheduled(seq, start, taken, drafts, samples, seq.epoch, seq.num_rejected, num_proposed)
+    return Scheduled(seq, start, taken, drafts, samples, seq.epoch, seq.num_rejected, num_proposed, (), marks)
 
 
 def with_encodes(item: Scheduled, encodes: tuple[Any, ...]) -> Scheduled:

@@ -234,10 +234,13 @@ class Scheduler(SequenceAdmission):
         return plan
 
     def _take(self, seq: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
-        start = seq.num_computed_tokens
-        if drafts and self.cache.states is not None:
-            self.cache.states.checkpoint(seq)
-        item = take(seq, num_tokens, drafts, num_proposed(self.speculation))
+        start, states = seq.num_computed_tokens, self.cache.states
+        marks: tuple[tuple[int, int], ...] = ()
+        if states is not None and drafts:
+            states.checkpoint(seq)
+        if states is not None and num_tokens > 1:
+            marks = states.mark(seq, start + num_tokens)
+        item = take(seq, num_tokens, drafts, num_proposed(self.speculation), marks)
         if seq.images is None or self.images is None:
             return item
         return with_encodes(item, self.images.to_encode(seq, start, start + num_tokens))

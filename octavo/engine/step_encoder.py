@@ -106,7 +106,8 @@ class StepEncoder:
             num_proposed = max([max(item.num_proposed, len(item.drafts) or NO_DRAFTER) for item in plan])
         runs_drafter = num_proposed != NO_DRAFTER
         kind = StepKind(has_extras, self._uses_lora(plan, has_extras), runs_drafter, max(0, num_proposed))
-        is_plain = not needs & (Needs.MASKS | Needs.ROWS)
+        marks = {} if plan[0].seq.state is None else _marked_rows(plan, counts)
+        is_plain = not (needs & (Needs.MASKS | Needs.ROWS) or marks)
         longest = 0
         if len(plan) <= LONG_SEQS:
             longest = max([item.settled_start + count for item, count in zip(plan, counts, strict=True)], default=0)
@@ -133,6 +134,7 @@ class StepEncoder:
             pooled=list(_pooled_rows(plan, counts, of_seq)) if needs_rows else [],
             spans=span_rows(plan, counts) if self.is_bidirectional else [],
             routes=list(self._given_routes(plan, counts)) if needs_rows else [],
+            marks=marks,
         )
 
     def encode_padding(self, shape: StepShape, uses_graph: bool) -> Step:
@@ -347,6 +349,15 @@ def _fill_states(arrays: StepArrays, plan: Plan) -> None:
     """Fill the slots of recurrent states; for models without any, they are not read."""
     if not plan or plan[0].seq.state is not None:
         arrays.fill("state_slots", [item.seq.state.slot for item in plan if item.seq.state is not None], -1)
+
+
+def _marked_rows(plan: Plan, counts: list[int]) -> dict[int, int]:
+    found, first_row = dict[int, int](), 0
+    for item, count in zip(plan, counts, strict=True):
+        for position, slot in item.marks:
+            found[first_row + position - item.settled_start - 1] = slot
+        first_row += count
+    return found
 
 
 def _token_ids(plan: Plan) -> npt.NDArray[np.int64]:

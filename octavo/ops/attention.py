@@ -156,12 +156,15 @@ class PagedRows:
     """Rows that are embeddings of images, if there are any."""
     state_slots_S: Tensor | None = None
     """int32: the slot of each sequence's recurrent state, -1 for padding; ``None`` for models without."""
+    state_marks_T: Tensor | None = None
+    """See ``StateRows``."""
 
     @property
     def states(self) -> StateRows:
         """Where ops with recurrent state find it."""
         assert self.state_slots_S is not None, "the rows have no slots of recurrent state"
-        return StateRows(self.cu_seqlens_q, self.seq_lens_S, self.state_slots_S, self.max_query_len)
+        slots_S, marks_T = self.state_slots_S, self.state_marks_T
+        return StateRows(self.cu_seqlens_q, self.seq_lens_S, slots_S, self.max_query_len, marks_T)
 
     def of(self, cache: LayerCache) -> GroupRows:
         """Slots and block tables in the KV group of ``cache``."""

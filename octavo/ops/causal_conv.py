@@ -42,5 +42,7 @@ def causal_conv(
         if bias_C is not None:
             sums += bias_C
         out_TC[own] = (functional.silu(sums) if activation else sums).to(x_TC.dtype)
-        state[slot] = inputs[len(inputs) - before :].to(state.dtype)
+        for row, to in (*rows.marks(own), (own.stop - 1, slot)):
+            behind = row - own.start + 1
+            state[to] = inputs[behind : behind + before].to(state.dtype)
     return out_TC

@@ -99,6 +99,9 @@ class SharedMemory(Protocol):
 class DeviceBackend:
     """See the module's docstring."""
 
+    keeps_marked_states = True
+    """Whether ops with recurrent state can keep it after any row (``StateRows.marks_T``). Otherwise steps end there."""
+
     def declines(self) -> str | None:
         """Why it cannot be used on this machine, or ``None``: then the next backend for the type of device is."""
         return None

@@ -31,6 +31,9 @@ class StateRows(NamedTuple):
     """int32: the slot of each sequence, different for each of them; negative for padding."""
     max_query_len: int
     """Upper bound of a sequence's rows. With 1, row s belongs to sequence s."""
+    marks_T: Tensor | None = None
+    """int32: a slot in which the state after each row is kept as well, negative for none; ``None``: no row has one.
+    Only backends whose device ``keeps_marked_states`` are given any."""
 
     def spans(self) -> Iterator[tuple[slice, int, bool]]:
         """For each sequence with rows and a slot: its rows, its slot, and whether it starts without a state."""
@@ -39,6 +42,12 @@ class StateRows(NamedTuple):
             num_rows = starts[s + 1] - starts[s]
             if num_rows > 0 and slot >= 0:
                 yield slice(starts[s], starts[s + 1]), slot, length == num_rows
+
+    def marks(self, own: slice) -> Iterator[tuple[int, int]]:
+        """Those of ``own`` rows after which the state is kept as well, and the slots for it."""
+        if self.marks_T is not None:
+            marks = enumerate(self.marks_T[own].tolist(), own.start)
+            yield from ((row, slot) for row, slot in marks if slot >= 0)
 
 
 def wide_type(x: Tensor) -> torch.dtype:
@@ -63,7 +72,7 @@ def recur(
     """
     out_TNV = torch.zeros(*q_TNK.shape[:2], v_TNV.shape[2], dtype=q_TNK.dtype, device=q_TNK.device)
     for own, slot, is_fresh in rows.spans():
-        state_NKV = torch.zeros_like(state[slot]) if is_fresh else state[slot]
+        state_NKV, marks = torch.zeros_like(state[slot]) if is_fresh else state[slot], dict(rows.marks(own))
         for t in range(own.start, own.stop):
             decayed_NKV = state_NKV.to(q_TNK.dtype) * decay_TNK[t].unsqueeze(-1)
             u_NV = v_TNV[t]
@@ -71,5 +80,7 @@ def recur(
                 u_NV = beta_TN[t].unsqueeze(-1) * (u_NV - (decayed_NKV * k_TNK[t].unsqueeze(-1)).sum(dim=1))
             state_NKV = (decayed_NKV + k_TNK[t].unsqueeze(-1) * u_NV.unsqueeze(1)).to(state.dtype)
             out_TNV[t] = (state_NKV.to(q_TNK.dtype) * q_TNK[t].unsqueeze(-1)).sum(dim=1)
+            if t in marks:
+                state[marks[t]] = state_NKV
         state[slot] = state_NKV
     return out_TNV

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, state_bytes
-from octavo.steps.limits import StateSize
+from octavo.steps.limits import INTERVAL, StateSize
 
 EVEN_SHARES = 4
 """Sliding-window groups get at least 1 / ``EVEN_SHARES`` of an even share: blocks behind the window serve prefix hits
@@ -37,7 +37,8 @@ class StateMemory(NamedTuple):
     """Slots that the running batch can need at once."""
     every: int
     """See ``StateSize``."""
-    has_drafts: bool
+    flags: tuple[bool, bool]
+    """``has_drafts`` and ``has_marks`` of the same."""
 
     @classmethod
     def of(
@@ -45,7 +46,7 @@ class StateMemory(NamedTuple):
         specs: Sequence[LayerCacheSpec],
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
         max_num_seqs: int,
-        has_drafts: bool,
+        flags: tuple[bool, bool],
         num_parts: int = 1,
     ) -> StateMemory:
         """``dtypes``: those of the model, of recurrent states, and of keys and values, of which a rank has one of
@@ -54,7 +55,7 @@ class StateMemory(NamedTuple):
         per_slot = state_bytes(specs, dtype, state_dtype)
         per_token = sum(spec.bytes_per_token(kv_dtype) for spec in specs)
         every = -(-per_slot * num_parts // per_token) if per_token else STATELESS_EVERY
-        return cls(per_slot, max_num_seqs * (1 + has_drafts) if per_slot else 0, every, has_drafts)
+        return cls(per_slot, max_num_seqs * (1 + flags[0]) if per_slot else 0, every, flags)
 
     @property
     def held_bytes(self) -> int:
@@ -64,7 +65,7 @@ class StateMemory(NamedTuple):
         """The size of the pool; ``None`` for models without recurrent state."""
         if not self.bytes_per_slot:
             return None
-        return StateSize(self.num_held + num_snapshots, self.num_held, self.every, has_drafts=self.has_drafts)
+        return StateSize(self.num_held + num_snapshots, self.num_held, self.every, INTERVAL, *self.flags)
 
 
 class GroupMemory(NamedTuple):

@@ -22,7 +22,7 @@ from octavo.model_info import KVGroupInfo
 from octavo.models.config import ModelConfig
 from octavo.models.layer_cache import KVGroup, LayerCacheSpec, kv_groups, rank_cache, with_routes
 from octavo.ops.attention import MAX_SCRATCH
-from octavo.ops.device_backend import is_gpu
+from octavo.ops.device_backend import backend_of, is_gpu
 from octavo.ops.grouped_linear import LARGEST_COPY
 from octavo.plugins import CPU, GPU
 from octavo.quant.stored.stored_weight import DENSE_FORMATS
@@ -189,8 +189,8 @@ def plan_memory(
     logits = LOGITS_COPIES * max(max_num_seqs, LOGPROB_ROWS) * model.vocab_size * 4
     specs = rank_cache((*with_routes(model.cache, model.routes), *draft_specs), num_ranks)
     dtypes = dtype, DTYPES[settings.cache.state_dtype], kv_dtype
-    has_drafts = settings.speculative.speculative_config is not None
-    states = StateMemory.of(specs, dtypes, max_num_seqs, has_drafts, num_parts)
+    flags = settings.speculative.speculative_config is not None, backend_of(device).keeps_marked_states
+    states = StateMemory.of(specs, dtypes, max_num_seqs, flags, num_parts)
     room = free - activations - logits - states.held_bytes
     groups = _groups(settings.cache, specs, max_model_len - max_num_batched_tokens - block_size)
     pools = GroupMemory.of(specs, groups, kv_dtype, block_size, max_num_seqs, max_num_batched_tokens, num_parts)

@@ -28,6 +28,8 @@ class StateSize(NamedTuple):
     interval: int = INTERVAL
     has_drafts: bool = False
     """Whether steps verify drafts: a sequence then holds a spare slot."""
+    has_marks: bool = False
+    """Whether a step can keep states within its chunks."""
 
 
 class RopeSets(NamedTuple):

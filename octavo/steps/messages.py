@@ -112,6 +112,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     spans: list[SpanRows] = []
     """For models in which the rows of an image attend to each other."""
     routes: list[GivenRoutes] = []
+    marks: dict[int, int] = {}
+    """Rows after which the recurrent state is kept as well, and the slots for it."""
 
     @property
     def needs_all_rows(self) -> bool:
@@ -122,7 +124,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     def is_plain(self) -> bool:
         """Whether the step consists of its arrays alone, so that it may run through a graph."""
         is_wide = self.num_top > MAX_LOGPROBS
-        return not (self.masks or self.prompts or self.pooled or self.routes or self.shape.has_images or is_wide)
+        is_plain = not (self.masks or self.prompts or self.pooled or self.routes or self.marks)
+        return is_plain and not (self.shape.has_images or is_wide)
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -42,10 +42,12 @@ def made(
     depth: int = 1,
     speculation: Speculation | None = None,
     images: ImageSettings | None = None,
+    marks: bool = False,
     **cache: int,
 ) -> tuple[Engine, OracleRunner]:
     num_held = num_seqs if speculation is None else 2 * num_seqs
-    size = StateSize(num_held + num_snapshots, num_held, every, has_drafts=speculation is not None)
+    flags = {"has_drafts": speculation is not None, "has_marks": marks}
+    size = StateSize(num_held + num_snapshots, num_held, every, **flags)
     found = KVCache(cache.get("num_blocks", 2000), cache.get("block_size", BLOCK), states=size)
     runner = OracleRunner(found.block_size, Trouble())
     assert found.states is not None
@@ -62,6 +64,9 @@ def answer(engine: Engine, request: Request) -> int:
     return outputs[-1].num_cached_tokens
 
 
+with_and_without_marks = pytest.mark.parametrize("marks", [False, True], ids=["cut", "marked"])
+
+
 def words(count: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(50), k=count)
 
@@ -72,8 +77,9 @@ def snapshots(engine: Engine) -> list[int]:
     return sorted(node.depth * cache.block_size for node in cache.groups[0].tree.walk() if node.snapshot is not None)
 
 
-def test_a_turn_begins_where_the_last_one_ended_less_an_interval() -> None:
-    engine, _ = made()
+@with_and_without_marks
+def test_a_turn_begins_where_the_last_one_ended_less_an_interval(marks: bool) -> None:
+    engine, _ = made(marks=marks)
     prompt = words(200)
     assert answer(engine, make_request(0, prompt, 150)) == 0
     assert engine.stats().num_used_states == 0
@@ -88,15 +94,17 @@ def test_a_turn_begins_where_the_last_one_ended_less_an_interval() -> None:
     assert (told.num_snapshot_hits, told.num_snapshot_evictions) == (3, 0)
 
 
-def test_a_shared_prefix_is_found_from_the_third_request_on() -> None:
-    engine, _ = made()
+@with_and_without_marks
+def test_a_shared_prefix_is_found_from_the_third_request_on(marks: bool) -> None:
+    engine, _ = made(marks=marks)
     shared = words(1500)
     hits = [answer(engine, make_request(i, [*shared, *words(700, 7 + i)], 4)) for i in range(4)]
     assert hits == [0, 0, 1472, 1472]
 
 
-def test_a_long_prompt_has_snapshots_within() -> None:
-    engine, _ = made(every=300)
+@with_and_without_marks
+def test_a_long_prompt_has_snapshots_within(marks: bool) -> None:
+    engine, _ = made(every=300, marks=marks)
     prompt = words(1000)
     answer(engine, make_request(0, prompt, 2))
     assert snapshots(engine) == [320, 640, 960]
@@ -108,6 +116,30 @@ def test_the_same_prompt_again_leaves_less_than_an_interval_and_one_token() -> N
     for index, length in enumerate((65, 128, 129, 250)):
         assert answer(engine, make_request(2 * index, words(length, index), 1)) == 0
         assert answer(engine, make_request(2 * index + 1, words(length, index), 1)) == (length - 1) // 64 * 64
+
+
+def steps(runner: OracleRunner) -> list[tuple[int, list[int]]]:
+    """Of each step of a single sequence: its tokens, and the positions before which it keeps the state."""
+    return [(len(item.tokens), [position for position, _ in item.marks]) for [item] in runner.plans]
+
+
+def test_a_device_that_keeps_marked_states_computes_a_prompt_in_one_step() -> None:
+    for length, marks in ((64, []), (65, [64]), (100, [64]), (128, [64]), (250, [192])):
+        engine, runner = made(marks=True)
+        assert answer(engine, make_request(0, words(length), 1)) == 0
+        assert steps(runner) == [(length, marks)]
+        assert snapshots(engine) == sorted({*marks, length // 64 * 64})
+        assert answer(engine, make_request(1, words(length), 1)) == (length - 1) // 64 * 64
+    engine, runner = made(marks=True, every=64, tokens=400)
+    answer(engine, make_request(0, words(390), 1))
+    assert steps(runner) == [(390, [64, 128, 192, 256, 320, 384])]
+
+
+def test_one_step_holds_at_most_a_quarter_of_the_snapshots() -> None:
+    engine, runner = made(8, 1, marks=True, every=64, tokens=1000)
+    answer(engine, make_request(0, words(600), 1))
+    assert steps(runner) == [(192, [64, 128]), (192, [256, 320]), (192, [448, 512]), (24, [])]
+    assert snapshots(engine) == list(range(64, 577, 64))[-8:]
 
 
 def test_prompts_shorter_than_an_interval_are_found_with_their_answers() -> None:
@@ -222,9 +254,13 @@ def with_images(request_id: int, parts: list[list[int] | int], max_tokens: int =
 
 @pytest.mark.parametrize("is_bidirectional", [False, True], ids=["may be cut", "is one chunk"])
 @pytest.mark.parametrize("tokens", [4, 63, 64, 100])
-def test_snapshots_and_images_together_leave_tokens_for_every_step(tokens: int, is_bidirectional: bool) -> None:
+@with_and_without_marks
+def test_snapshots_and_images_together_leave_tokens_for_every_step(
+    tokens: int, is_bidirectional: bool, marks: bool
+) -> None:
     """Both end chunks: a step ends at multiples of 64, and before an image whose embeddings have to wait."""
-    engine, runner = made(tokens=tokens, every=64, images=ImageSettings(600, 0, is_bidirectional, longest=200))
+    settings = ImageSettings(600, 0, is_bidirectional, longest=200)
+    engine, runner = made(tokens=tokens, every=64, images=settings, marks=marks)
     sizes = [[60, 100, 130, 65], [60, 130], [200, 64], [100, 99]]
     requests = [with_images(i, [words(50 + i, i), *own, words(9, i)]) for i, own in enumerate(sizes)]
     found = serve(engine, requests)
@@ -273,8 +309,9 @@ def test_every_slot_is_accounted_for_in_a_long_churn() -> None:
     assert states.num_snapshots == 0
 
 
-def test_a_preempted_sequence_goes_on_from_its_last_snapshot() -> None:
-    engine, runner = made(num_blocks=40, num_seqs=2)
+@with_and_without_marks
+def test_a_preempted_sequence_goes_on_from_its_last_snapshot(marks: bool) -> None:
+    engine, runner = made(num_blocks=40, num_seqs=2, marks=marks)
     requests = [make_request(i, words(200, i), 200) for i in range(2)]
     outputs = serve(engine, requests)
     for request in requests:

@@ -116,6 +116,7 @@ def serve(seed: int, features: Features) -> None:
         accepted=stats.num_accepted_drafts,
         failed=stats.num_faults,
         restored=offload.stats.num_restored if offload else 0,
+        marked=sum(len(item.marks) for plan in run.runner.plans for item in plan),
     )
 
 

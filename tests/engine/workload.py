@@ -183,7 +183,8 @@ def _states(rng: random.Random, features: Features, max_num_seqs: int) -> StateS
         return None
     num_held = max_num_seqs * (1 + features.drafts)
     num_slots = num_held + (rng.choice([0, 1, 3]) if features.tight else rng.choice([1, 4, 100]))
-    return StateSize(num_slots, num_held, rng.choice([1, 8, 20]), rng.choice([1, 2, 4, 6]), features.drafts)
+    every, interval, has_marks = rng.choice([1, 8, 20]), rng.choice([1, 2, 4, 6]), rng.random() < 0.5
+    return StateSize(num_slots, num_held, every, interval, features.drafts, has_marks)
 
 
 def _num_blocks(rng: random.Random, features: Features, sizes: list[int], is_roomy: bool) -> int:

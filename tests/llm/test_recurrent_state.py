@@ -136,6 +136,19 @@ def test_answers_are_the_same_over_a_hit_at_every_snapshot(folder: Path) -> None
             assert again[1] == answer
 
 
+def test_a_prompt_takes_one_step_which_keeps_its_snapshots(folder: Path) -> None:
+    """Also where the step is a recording that was made for another prompt."""
+    prompts, once = [words(100, seed) for seed in range(4)], SamplingParams(temperature=0, max_tokens=1)
+    with LLM(folder, **SETTINGS, enable_prefix_caching=False) as llm:
+        expected = [ask(llm, [[*prompt, 1, 2]])[0][0] for prompt in prompts]
+    with LLM(folder, **SETTINGS) as llm:
+        for prompt in prompts:
+            llm.generate([prompt], once)
+        assert llm.engine.stats().num_steps == len(prompts)
+        for prompt, answer in zip(prompts, expected, strict=True):
+            assert ask(llm, [[*prompt, 1, 2]]) == ([answer], [64])
+
+
 def test_slots_that_were_used_and_those_of_padding_change_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +32,14 @@ class Case:
         return torch.randn(num_rows, self.width)
 
 
-def step(lengths: Sequence[tuple[int, int]], slots: Sequence[int]) -> StateRows:
-    """Rows of sequences given as (rows of this step, length)."""
+def step(lengths: Sequence[tuple[int, int]], slots: Sequence[int], marks: Mapping[int, int] | None = None) -> StateRows:
+    """Rows of sequences given as (rows of this step, length), and slots that keep the state after some rows."""
     starts = torch.tensor([0, *(rows for rows, _ in lengths)]).cumsum(0).to(torch.int32)
     seq_lens, of_slots = torch.tensor([[n for _, n in lengths], slots], dtype=torch.int32)
-    return StateRows(starts, seq_lens, of_slots, max(rows for rows, _ in lengths))
+    marks_T = None
+    if marks is not None:
+        marks_T = torch.tensor([marks.get(row, -1) for row in range(int(starts[-1]))], dtype=torch.int32)
+    return StateRows(starts, seq_lens, of_slots, max(rows for rows, _ in lengths), marks_T)
 
 
 def conv_case(channels: int = 20, width: int = 4, *, has_bias: bool = True, activation: bool = True) -> Case:
@@ -156,3 +159,18 @@ def in_chunks(case: Case, x: Tensor, state: Tensor, slot: int, chunks: Sequence[
         begin = end
     assert begin == len(x)
     return torch.cat(outputs)
+
+
+def with_marks(case: Case, x: Tensor, state: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Outputs, and states in 9 slots, after a step of 50 rows with marks; and those of steps that end there."""
+    lengths, slots = [(1, 9), (40, 47), (1, 1), (8, 8)], [4, 0, 3, 6]
+    marks, cut, outputs, begin = {0: 7, 1: 1, 5: 2, 39: 8, 45: 5}, state.clone(), list[Tensor](), 0
+    for (count, length), slot in zip(lengths, slots, strict=True):
+        last, past = begin + count, length - count - begin
+        for end in sorted({last, *(row + 1 for row in marks if begin <= row < last)}):
+            outputs.append(case.run(x[begin:end], cut, step([(end - begin, past + end)], [slot])))
+            if end - 1 in marks:
+                cut[marks[end - 1]] = cut[slot]
+            begin = end
+    found = case.run(x, state, step(lengths, slots, marks))
+    return [(found, torch.cat(outputs)), (state, cut)]

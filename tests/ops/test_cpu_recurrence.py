@@ -22,6 +22,7 @@ from tests.ops.recurrent_cases import (
     scan_case,
     state_space_case,
     step,
+    with_marks,
 )
 
 pytestmark = needs_float_kernels
@@ -45,8 +46,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_tensors(monkeypatch)
 
 
-def states(name: str, case: Case, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(7, *case.state_shape).to(torch.float32 if "conv" in name else dtype)
+def states(name: str, case: Case, dtype: torch.dtype = torch.float32, num_slots: int = 7) -> torch.Tensor:
+    return torch.randn(num_slots, *case.state_shape).to(torch.float32 if "conv" in name else dtype)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -87,6 +88,14 @@ def test_same_bits_in_any_chunks_and_batch(name: str, dtype: torch.dtype) -> Non
         assert torch.equal(found[2], all_states[0][2])
 
 
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_kept_at_marks(name: str, dtype: torch.dtype) -> None:
+    case = ALL[name]()
+    for found, right in with_marks(case, case.inputs(50), states(name, case, dtype, 9)):
+        assert torch.equal(found, right)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_recorded_steps_read_the_sequences_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
@@ -110,6 +119,8 @@ def test_slots_beyond_the_pool_are_refused(name: str) -> None:
     case = CASES[name]()
     with pytest.raises(IndexError, match="slots"):
         case.run(case.inputs(1), states(name, case), step([(1, 1)], [7]))
+    with pytest.raises(IndexError, match="slots"):
+        case.run(case.inputs(2), states(name, case), step([(2, 2)], [0], {0: 7}))
 
 
 @pytest.mark.parametrize("is_gated_first", [False, True])

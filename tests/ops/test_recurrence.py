@@ -15,7 +15,7 @@ from octavo.ops.gated_norm import Gate
 from octavo.ops.recurrence import StateRows
 from octavo.ops.selective_scan import ScanChannels
 from octavo.ops.state_space import StateSpaceHeads
-from tests.ops.recurrent_cases import CASES, in_chunks, step
+from tests.ops.recurrent_cases import CASES, in_chunks, step, with_marks
 
 LENGTHS = [(3, 3), (1, 9), (0, 4), (5, 7), (1, 1), (2, 2)]
 SLOTS = [4, 0, 3, 6, 2, -1]
@@ -225,3 +225,10 @@ def test_rows_of_padding_have_no_state() -> None:
     rows = StateRows(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 0], [0, 0], [-1, -1])), 1)
     case.run(case.inputs(3), state, rows)
     assert torch.equal(state, before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_states_are_kept_at_marks(name: str) -> None:
+    case = CASES[name]()
+    for found, right in with_marks(case, case.inputs(50).double(), torch.randn(9, *case.state_shape).double()):
+        torch.testing.assert_close(found, right)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ class _Form(NamedTuple):
     """Sequences that the buffers have room for."""
     num_logits: int
     """Rows of the result; 0: all."""
+    has_marks: bool
+    """Whether recurrent states are kept within chunks."""
 
 
 class _Step(NamedTuple):
@@ -150,12 +153,12 @@ class RecordedCall:
 
 
 def _form(rows: PagedRows, T: int) -> _Form:
-    S, width = rows.groups[0].block_tables_SB.shape
+    (S, width), has_marks = rows.groups[0].block_tables_SB.shape, rows.state_marks_T is not None
     width = max(LEAST_TABLE, _at_least(width))
     if T <= SHORT:
-        return _Form(T, width, T, 0)
+        return _Form(T, width, T, 0, has_marks)
     num_logits = 0 if rows.logits_indices_R is None else _at_least(len(rows.logits_indices_R))
-    return _Form(T, width, _at_least(S), num_logits)
+    return _Form(T, width, _at_least(S), num_logits, has_marks)
 
 
 def _at_least(count: int) -> int:
@@ -174,7 +177,8 @@ def _like(rows: PagedRows, form: _Form, has_states: bool) -> PagedRows:
     indices = torch.zeros(form.num_logits, dtype=torch.int64) if form.num_logits else None
     shifts = None if rows.rope_shifts_AT is None else torch.empty_like(rows.rope_shifts_AT)
     slots = torch.full((room,), -1, dtype=torch.int32) if has_states else None
-    return PagedRows(tuple(groups), starts, lengths, T, indices, rope_shifts_AT=shifts, state_slots_S=slots)
+    made = PagedRows(tuple(groups), starts, lengths, T, indices, rope_shifts_AT=shifts, state_slots_S=slots)
+    return replace(made, state_marks_T=torch.empty(T, dtype=torch.int32)) if form.has_marks else made
 
 
 def _fill(given: PagedRows, rows: PagedRows) -> None:
@@ -190,5 +194,7 @@ def _fill(given: PagedRows, rows: PagedRows) -> None:
         rows.rope_shifts_AT.copy_(given.rope_shifts_AT)
     if given.state_slots_S is not None and rows.state_slots_S is not None:
         rows.state_slots_S.fill_(-1)[:S].copy_(given.state_slots_S)
+    if given.state_marks_T is not None and rows.state_marks_T is not None:
+        rows.state_marks_T.copy_(given.state_marks_T)
     if given.logits_indices_R is not None and rows.logits_indices_R is not None:
         rows.logits_indices_R.zero_()[: len(given.logits_indices_R)].copy_(given.logits_indices_R)

@@ -102,6 +102,8 @@ class StepProgram:
         if step.embedding_slots_T is not None and self._embeddings is not None:
             spans = () if message is None else tuple(Span(*msgspec.structs.astuple(span)) for span in message.spans)
             rows = replace(rows, images=ImageRows(step.embedding_slots_T, self._embeddings, spans))
+        if message is not None and message.marks:
+            rows = replace(rows, state_marks_T=_marks(message.marks, step.token_ids_T))
         with self._adapted(step), self._routed(step, message):
             x_TD = self._forward(step.token_ids_T, step.positions_T, rows)
         if message is not None and not message.is_sampled and draft is None:
@@ -147,6 +149,13 @@ class StepProgram:
             return contextlib.nullcontext()
         assert self._adapter_rows is not None, "the model was loaded without adapters"
         return self._adapter_rows.of_rows(step.adapters_T)
+
+
+def _marks(slots: dict[int, int], token_ids_T: Tensor) -> Tensor:
+    """``StateRows.marks_T``, given the slots of some rows."""
+    marks_T = torch.full_like(token_ids_T, -1, dtype=torch.int32)
+    marks_T[list(slots)] = torch.tensor(list(slots.values()), dtype=torch.int32, device=token_ids_T.device)
+    return marks_T
 
 
 class RowReader:

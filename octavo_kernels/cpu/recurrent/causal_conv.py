@@ -28,7 +28,7 @@ CHUNK = 32
 """Rows of a sequence that are computed together."""
 NUMBERS_A_PIECE = 4096
 ARGUMENTS = fields(
-    "starts lengths slots S T num_slots state convolve C W x before after stride weight bias activation out"
+    "starts lengths slots marks S T num_slots state convolve C W x before after stride weight bias activation out"
 )
 """Rows of ``x`` and of the gates ``before`` and ``after`` the convolution (0: none) are ``stride`` bytes apart."""
 
@@ -125,6 +125,23 @@ def _convolve_rows(a: Any, first: int, count: int, column: int, columns: int, in
             _product(out if columns == BLOCK else result, gate, out, columns)
 
 
+@inlined
+def _keep_window(a: Any, inputs: Any, first: int, slot: int, column: int, columns: int) -> None:
+    """Write the window that begins at an input to a slot."""
+    for w in range(a.W - 1):
+        to = a.state + 4 * ((slot * (a.W - 1) + w) * a.C + column)
+        _product(inputs[first + w].ctypes.data, 0, to, columns)
+
+
+@inlined
+def _keep_marked(a: Any, first: int, count: int, inputs: Any, column: int, columns: int) -> None:
+    """Write the windows after those of ``count`` rows from ``first`` on that have a mark."""
+    marks = view(a.marks, a.T, np.int32)
+    for t in range(count):
+        if marks[first + t] >= 0:
+            _keep_window(a, inputs, t + 1, marks[first + t], column, columns)
+
+
 @functools.cache
 def _task() -> int:
     """Task over blocks of channels."""
@@ -146,7 +163,7 @@ def _task() -> int:
                 if stop <= first or slot < 0:
                     continue
                 past = a.state + 4 * (slot * (a.W - 1) * a.C + column)
-                if columns == BLOCK and stop - first == 1 and lengths[s] > 1 and a.W > 1:
+                if columns == BLOCK and stop - first == 1 and lengths[s] > 1 and a.W > 1 and not a.marks:
                     at, out = 4 * column + first * a.stride, a.out + 4 * (column + first * a.C)
                     before, after = a.before + at if a.before else 0, a.after + at if a.after else 0
                     weight, bias = numbers.ctypes.data, numbers[a.W].ctypes.data
@@ -160,11 +177,12 @@ def _task() -> int:
                 while first < stop:
                     count = min(CHUNK, stop - first)
                     _convolve_rows(a, first, count, column, columns, inputs, numbers)
+                    if a.marks:
+                        _keep_marked(a, first, count, inputs, column, columns)
                     for w in range(a.W - 1):
                         inputs[w] = inputs[count + w]
                     first += count
-                for w in range(a.W - 1):
-                    _product(inputs[w].ctypes.data, 0, past + 4 * w * a.C, columns)
+                _keep_window(a, inputs, 0, slot, column, columns)
         keep((inputs, numbers))
 
     return compiled_task(convolve)

@@ -21,6 +21,7 @@ from octavo.ops.recurrence import StateRows
 from octavo_kernels.cpu.compiled import Constant, compiled_task, emitted, inlined
 from octavo_kernels.cpu.half import narrow, rounded, widen
 from octavo_kernels.cpu.memory import fields, keep, read, view
+from octavo_kernels.cpu.tensors import address
 from octavo_kernels.cpu.threads import run
 from octavo_kernels.cpu.vector_ir import (
     F32,
@@ -51,24 +52,29 @@ MULTIPLICATIONS_A_PIECE = 50_000
 PLAIN, DELTA, DELTA_BY_CHANNEL = range(3)
 """Rules: u = v, or the delta rule, with one decay for all numbers of a key or one for each."""
 
-STATE = "starts lengths slots S T num_slots state recur N K V q k key_stride share v value_stride decay beta skip out"
-"""Fields with which the arguments of an op with state begin: addresses of a step's starts, lengths and slots, of int32,
-and their sizes; the state [slots, N, K, V]; the task of ``recur_all``; sizes; float32 addresses of queries and keys,
-whose rows are ``key_stride`` bytes apart, and each head of which is used by ``share`` neighbouring heads; of values; of
-decays [T, N], or [T, N, K]; of factors of the values [T, N], or 0; of factors of the values that are added
-to the outputs [N], or 0; of the outputs [T, N, V]."""
+STATE = (
+    "starts lengths slots marks S T num_slots state recur N K V q k key_stride share v value_stride decay beta skip out"
+)
+"""Fields with which the arguments of an op with state begin: addresses of a step's starts, lengths, slots and marks (or
+0), of int32, and their sizes; the state [slots, N, K, V]; the task of ``recur_all``; sizes; float32 addresses of
+queries and keys, whose rows are ``key_stride`` bytes apart, and each head of which is used by ``share`` neighbouring
+heads; of values; of decays [T, N], or [T, N, K]; of factors of the values [T, N], or 0; of factors of the values that
+are added to the outputs [N], or 0; of the outputs [T, N, V]."""
 RECURRENCE = fields(STATE)
 
 
 def state_arguments(rows: StateRows, num_rows: int, state: Tensor) -> tuple[int, ...]:
     """The first values of STATE; raises ``ValueError`` where tensors cannot be passed by their addresses."""
-    for x in rows[:3]:
+    marks = rows.marks_T
+    for x in (*rows[:3], *([] if marks is None else [marks[:num_rows]])):
         if not x.is_contiguous() or x.dtype != torch.int32:
-            raise ValueError("recurrent state: starts, lengths and slots must be contiguous, of int32")
+            raise ValueError("recurrent state: starts, lengths, slots and marks must be contiguous, of int32")
+    if marks is not None and len(marks) < num_rows:
+        raise ValueError(f"recurrent state: {len(marks)} marks for {num_rows} rows")
     if not state.is_contiguous():
         raise ValueError("recurrent state: the slots must be contiguous")
     addresses = rows.cu_seqlens_q.data_ptr(), rows.seq_lens_S.data_ptr(), rows.slots_S.data_ptr()
-    return *addresses, len(rows.slots_S), num_rows, len(state), state.data_ptr()
+    return *addresses, address(marks), len(rows.slots_S), num_rows, len(state), state.data_ptr()
 
 
 def rows_of(x_TC: Tensor) -> Tensor:
@@ -85,6 +91,9 @@ def fits(a: Any) -> bool:
     is_right = True
     for s in range(a.S):
         is_right &= starts[s + 1] >= starts[s] and slots[s] < a.num_slots
+    if a.marks:
+        for mark in view(a.marks, a.T, np.int32):
+            is_right &= mark < a.num_slots
     return is_right
 
 
@@ -245,6 +254,13 @@ def _padded(address: int, count: int, out: Any) -> int:
 
 
 @inlined
+def _place(a: Any, number_format: Constant, slot: int, n: int, column: int) -> int:
+    """The address of a column of a head's state."""
+    item = FORMAT_BYTES[number_format]
+    return a.state + item * ((slot * a.N + n) * a.K * a.V + column)  # type: ignore[no-any-return]
+
+
+@inlined
 def move(a: Any, number_format: Constant, at: int, block: Any, columns: int, is_stored: bool) -> None:
     """Load a block's columns from the state, or store them there."""
     item = FORMAT_BYTES[number_format]
@@ -259,9 +275,10 @@ def move(a: Any, number_format: Constant, at: int, block: Any, columns: int, is_
 @inlined
 def _compute_rows(
     a: Any, number_format: Constant, rule: Constant, s: int, n: int, column: int, block: int, stride: int, ahead: int,
-    room: Any,
+    own: Any, room: Any,
 ) -> None:  # fmt: skip
-    """All rows of a sequence, for a block of columns of one head; ``room`` is scratch, the last row ones."""
+    """All rows of a sequence, for a block of columns of one head, which is ``own`` if the step has marks; ``room`` is
+    scratch, the last row ones."""
     columns, steps, size = min(WIDTH, a.V - column), (a.K + CHAINS - 1) // CHAINS, 4 * a.K
     starts, value, result = view(a.starts, a.S + 1, np.int32), room[3].ctypes.data, room[4].ctypes.data
     length, is_padded = CHAINS * steps, columns < WIDTH
@@ -285,6 +302,10 @@ def _compute_rows(
             copy(result, out, columns)
         if a.skip:
             _add(view(a.skip, a.N, np.float32)[n], source, out, columns)
+        if a.marks:
+            mark = view(a.marks, a.T, np.int32)[t]
+            if mark >= 0:
+                move(a, number_format, _place(a, number_format, mark, n, column), own, columns, True)
 
 
 @functools.cache
@@ -305,8 +326,8 @@ def recur_task(number_format: int, rule: int) -> int:
             if count <= 0 or slot < 0:
                 continue
             columns, is_fresh = min(WIDTH, a.V - column), lengths[s] == count
-            at = a.state + item * ((slot * a.N + n) * a.K * a.V + column)
-            is_copied = not is_exact or is_fresh or count > 1 or columns < WIDTH or num_rows != a.K
+            at = _place(a, number_format, slot, n, column)
+            is_copied = not is_exact or is_fresh or count > 1 or columns < WIDTH or num_rows != a.K or a.marks != 0
             block, stride, ahead, later = at, 4 * a.V, 0, (index + blocks) // (a.N * blocks)
             if count == 1 and later < a.S:  # a part of the next head, line after line
                 part = item * a.K * a.V // blocks
@@ -316,7 +337,7 @@ def recur_task(number_format: int, rule: int) -> int:
                 own[:] = 0
             if is_copied and not is_fresh:
                 move(a, number_format, at, own, columns, False)
-            _compute_rows(a, number_format, rule, s, n, column, block, stride, ahead, room)
+            _compute_rows(a, number_format, rule, s, n, column, block, stride, ahead, own, room)
             if is_copied:
                 move(a, number_format, at, own, columns, True)
         keep((own, room))

@@ -48,7 +48,8 @@ from octavo_kernels.cpu.vector_ir import (
 MULTIPLICATIONS = 16
 """What a number of a state takes for a row, its decay included."""
 ARGUMENTS = fields(
-    "starts lengths slots S T num_slots state scan K V x x_stride dt dt_stride b b_stride c c_stride a_log bias d out"
+    "starts lengths slots marks S T num_slots state scan K V x x_stride dt dt_stride b b_stride c c_stride a_log bias "
+    "d out"
 )
 """V channels; strides in bytes."""
 
@@ -131,6 +132,11 @@ def _task(number_format: int) -> int:
                 b, c = a.b + t * a.b_stride, a.c + t * a.c_stride
                 _advance(number_format, a.K, own.ctypes.data, rates.ctypes.data, x, dt, fixed, b, c, out)
                 copy(out, a.out + 4 * (t * a.V + column), columns)
+                if a.marks:
+                    mark = view(a.marks, a.T, np.int32)[t]
+                    if mark >= 0:
+                        to = a.state + item * (mark * a.K * a.V + column)
+                        move(a, number_format, to, own, columns, True)
             move(a, number_format, at, own, columns, True)
         keep((own, rates, room))
 
