@@ -112,10 +112,11 @@ def temporary_bytes(loaded: LoadedTower, processor: ImageProcessor, num_slots: i
         return 0
     from PIL import Image  # only here: most models take no images
 
-    from octavo.images.tiling import size_of, tiled
+    from octavo.images.tiling import joined, size_of, tiled
 
     tiles, details = tiled(Image.new("RGB", (SQUARE, SQUARE)), processor.settings_for("auto"))
-    pixels = torch.stack([torch.from_numpy(np.array(tile)) for tile in tiles]).to(form.device)
+    shape, found = joined(tiles)
+    pixels = torch.from_numpy(np.frombuffer(found, np.uint8).copy().reshape(*shape, 3)).to(form.device)
     before = torch.cuda.memory_allocated(form.device)
     torch.cuda.reset_peak_memory_stats(form.device)
     with torch.inference_mode():

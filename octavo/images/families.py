@@ -11,6 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError
+from octavo.images.family_keys import (
+    CLIP_DEVIATION,
+    CLIP_MEAN,
+    HALF,
+    IMAGENET_DEVIATION,
+    IMAGENET_MEAN,
+    MOST_PIXELS,
+    ONES,
+    TOKENS,
+    VIDEO,
+    ZEROS,
+    scaling,
+)
 from octavo.images.processors import (
     AROUND_TILE,
     LINE,
@@ -18,6 +31,7 @@ from octavo.images.processors import (
     PIXTRAL_ENDS,
     WHOLE,
     ImageProcessor,
+    by_size,
     by_tile,
     in_lines,
     in_rows,
@@ -25,23 +39,17 @@ from octavo.images.processors import (
     place_of,
     quarter,
 )
+from octavo.images.tiled_families import TILED, Maker
 from octavo.images.videos import VideoForm
 from octavo.weights.gguf.gguf_reader import vocabulary
 from octavo.weights.gguf.projector import open_projector
 
 logger = logging.getLogger(__name__)
 
-IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-HALF, ZEROS, ONES = (0.5,) * 3, (0.0,) * 3, (1.0,) * 3
-TOKENS, VIDEO = "added_tokens", "video_processor"
-"""Where a family finds the ids of added tokens, and what is said of videos, next to the configuration."""
 LINE_TOKENS = {"Ċ": LINE, "ĊĊ": LINES}
 """By what byte-level vocabularies have for them."""
 LLAVA_POINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 GLM_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15_000}
-MOST_PIXELS = 40_000_000
-"""Most pixels of a file, which is decoded as a whole."""
 
 
 def read_processor(folder: Path) -> ImageProcessor | None:
@@ -68,6 +76,8 @@ def read_processor(folder: Path) -> ImageProcessor | None:
         found = make({**config, TOKENS: known, VIDEO: video}, given)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: the image processor cannot be read: {error!r}") from None
+    if found is None:
+        return None
     for key, value in (("image_mean", found.mean), ("image_std", found.deviation)):
         of_images = tuple(given.get(key) or value)
         if found.video is not None and tuple(video.get(key) or of_images) != of_images:
@@ -95,16 +105,7 @@ def _read(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _scaling(given: Mapping[str, Any], mean: tuple[float, ...], deviation: tuple[float, ...]) -> dict[str, Any]:
-    if given.get("do_normalize") is False:
-        return {"mean": ZEROS, "deviation": ONES}
-    return {
-        "mean": tuple(map(float, given.get("image_mean") or mean)),
-        "deviation": tuple(map(float, given.get("image_std") or deviation)),
-    }
-
-
-def _qwen(config: Mapping[str, Any], given: Mapping[str, Any], patch: int, scaling: dict[str, Any]) -> ImageProcessor:
+def _qwen(config: Mapping[str, Any], given: Mapping[str, Any], patch: int, scaled: dict[str, Any]) -> ImageProcessor:
     inner = config["vision_config"]
     side = int(inner.get("patch_size", patch)) * int(inner.get("spatial_merge_size", 2))
     size = given.get("size") or {}
@@ -119,7 +120,7 @@ def _qwen(config: Mapping[str, Any], given: Mapping[str, Any], patch: int, scali
         token_text="<|image_pad|>",
         side=side,
         has_grid=True,
-        **scaling,
+        **scaled,
     )
 
 
@@ -142,7 +143,7 @@ def _video_settings(video: Mapping[str, Any], factor: int, least: int, most: int
 
 
 def _qwen25(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
-    found = _qwen(config, given, 14, _scaling(given, CLIP_MEAN, CLIP_DEVIATION))
+    found = _qwen(config, given, 14, scaling(given, CLIP_MEAN, CLIP_DEVIATION))
     area, inner = found.side**2, config["vision_config"]
     rate = 0 if config["architectures"][0] == "Qwen2VLForConditionalGeneration" else inner.get("tokens_per_second", 4)
     total = {"total": int(128_000 * area * 0.9), "sampling": "rate", "multiple": 2}
@@ -159,7 +160,7 @@ def _qwen25(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
 
 
 def _qwen3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
-    found = _qwen(config, given, 16, _scaling(given, HALF, HALF))
+    found = _qwen(config, given, 16, scaling(given, HALF, HALF))
     area, more = found.side**2, {"sampling": "rate", "grows": True}
     video = VideoForm(
         settings=_video_settings(config[VIDEO], found.side, 128 * area, 768 * area, **more),
@@ -172,7 +173,7 @@ def _qwen3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
 
 
 def _glm4v(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
-    found = _qwen(config, {"size": GLM_SIZE, **given}, 14, _scaling(given, CLIP_MEAN, CLIP_DEVIATION))
+    found = _qwen(config, {"size": GLM_SIZE, **given}, 14, scaling(given, CLIP_MEAN, CLIP_DEVIATION))
     is_newer, video = config["architectures"][0] == "Glm46VForConditionalGeneration", config[VIDEO]
     more = {"sampling": "duration" if is_newer else "seconds", "longest": video.get("max_duration") or 300}
     more |= {"most_frames": 640, "grows": True}
@@ -195,6 +196,24 @@ def _glm4v(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
     )
 
 
+def _exaone(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    """As Qwen2-VL, without positions of rows and columns in the decoder."""
+    return dataclasses.replace(_qwen(config, given, 14, scaling(given, CLIP_MEAN, CLIP_DEVIATION)), has_grid=False)
+
+
+def _paddleocr(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    sizes = {"size": {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536}, **given}
+    found = _qwen(config, sizes, 14, scaling(given, CLIP_MEAN, CLIP_DEVIATION))
+    return dataclasses.replace(
+        found,
+        settings={**found.settings, "rounds": True},
+        placeholder="<|IMAGE_PLACEHOLDER|>",
+        around=("<|IMAGE_START|>", "<|IMAGE_END|>"),
+        token=int(config.get("image_token_id") or 100_295),
+        token_text="<|IMAGE_PLACEHOLDER|>",
+    )
+
+
 def _gemma3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
     side = int(config["vision_config"].get("image_size", 896))
     size = given.get("size") or {}
@@ -208,7 +227,7 @@ def _gemma3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
         token_text="<image_soft_token>",
         num_tokens=int(config.get("mm_tokens_per_image", 256)),
         layout=by_tile,
-        **_scaling(given, HALF, HALF),
+        **scaling(given, HALF, HALF),
     )
 
 
@@ -257,7 +276,20 @@ def _mistral3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
         vocabulary=dict(zip(PIXTRAL_ENDS, (12, 13), strict=True))
         | {end: int(config[TOKENS][end]) for end in PIXTRAL_ENDS if end in config[TOKENS]},
         layout=in_rows,
-        **_scaling(given, CLIP_MEAN, CLIP_DEVIATION),
+        **scaling(given, CLIP_MEAN, CLIP_DEVIATION),
+    )
+
+
+def _lighton(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    found, patch = _mistral3(config, given), given.get("patch_size") or {}
+    factor = int(patch.get("height") or found.side) if isinstance(patch, Mapping) else int(patch)
+    return dataclasses.replace(
+        found,
+        settings={**found.settings, "factor": factor, "side": found.side},
+        placeholder="<|image_pad|>",
+        token=int(config.get("image_token_id") or 151_655),
+        token_text="<|image_pad|>",
+        layout=by_size,
     )
 
 
@@ -287,7 +319,7 @@ def _kimi(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
         token=int(config.get("media_placeholder_token_id") or config.get("image_token_id") or 163_605),
         token_text="<|media_pad|>",
         side=side,
-        **_scaling(given, HALF, HALF),
+        **scaling(given, HALF, HALF),
     )
 
 
@@ -328,7 +360,7 @@ def _internvl(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
             between="\n",
             num_tokens=count,
         ),
-        **_scaling(given, IMAGENET_MEAN, IMAGENET_DEVIATION),
+        **scaling(given, IMAGENET_MEAN, IMAGENET_DEVIATION),
     )
 
 
@@ -347,7 +379,7 @@ def _llava(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcesso
         token_text=texts.get(token, "<image>"),
         num_tokens=(side // int(inner.get("patch_size", 14))) ** 2,
         layout=by_tile,
-        **_scaling(given, CLIP_MEAN, CLIP_DEVIATION),
+        **scaling(given, CLIP_MEAN, CLIP_DEVIATION),
     )
 
 
@@ -397,7 +429,7 @@ def _idefics3(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProce
         num_tokens=count,
         vocabulary=vocabulary,
         layout=in_split,
-        **_scaling(given, HALF, HALF),
+        **scaling(given, HALF, HALF),
     )
 
 
@@ -420,7 +452,9 @@ def _smolvlm(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProces
     return dataclasses.replace(found, video=form)
 
 
-PROCESSORS = {
+PROCESSORS: dict[str, Maker] = {
+    **TILED,
+    "Exaone4_5_ForConditionalGeneration": _exaone,
     "Gemma3ForConditionalGeneration": _gemma3,
     "Gemma4ForConditionalGeneration": _gemma4,
     "Gemma4UnifiedForConditionalGeneration": _gemma4,
@@ -434,10 +468,13 @@ PROCESSORS = {
     "KimiK25ForConditionalGeneration": _kimi,
     "KimiVLForConditionalGeneration": _kimi,
     "Kimi_K25ForConditionalGeneration": _kimi,
+    "LightOnOcrForConditionalGeneration": _lighton,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava_next,
+    "LlavaNextVideoForConditionalGeneration": _llava_next,
     "LlavaOnevisionForConditionalGeneration": _llava_onevision,
     "Mistral3ForConditionalGeneration": _mistral3,
+    "PaddleOCRVLForConditionalGeneration": _paddleocr,
     "Qwen2VLForConditionalGeneration": _qwen25,
     "Qwen2_5_VLForConditionalGeneration": _qwen25,
     "Qwen3VLForConditionalGeneration": _qwen3,

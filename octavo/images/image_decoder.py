@@ -23,7 +23,7 @@ from PIL import Image, ImageOps
 
 from octavo.errors import CANCELLATIONS
 from octavo.images.resizing import ImageRefused
-from octavo.images.tiling import tiled
+from octavo.images.tiling import joined, tiled
 from octavo.images.videos import Frames, for_frames, sampled
 from octavo.system.child_worker import FAILED, LENGTH, REFUSED, RENDERED, ChildWorker, described, start
 
@@ -91,8 +91,8 @@ def prepared(data: bytes, settings: dict[str, Any]) -> tuple[tuple[int, int, int
     ``settings`` are those of ``ImageProcessor``. Raises ``ImageRefused``.
     """
     tiles, details = tiled(as_rgb(opened(data, settings["most_pixels"])), settings)
-    pixels = b"".join(tile.tobytes() for tile in tiles)
-    return (len(tiles), tiles[0].height, tiles[0].width), details, pixels
+    shape, pixels = joined(tiles)
+    return shape, details, pixels
 
 
 def prepared_frames(files: Sequence[bytes], settings: dict[str, Any]) -> Frames:

@@ -19,6 +19,10 @@ from octavo.types import ImageInput
 PIXTRAL_ENDS = "[IMG_BREAK]", "[IMG_END]"
 AROUND_TILE, WHOLE, LINE, LINES = "<fake_token_around_image>", "<global-img>", "\n", "\n\n"
 """Tokens of Idefics 3."""
+TILE_END = "<|IMG_LINE_BREAK|>"
+"""Of Command A Vision."""
+LLAMA4_MARKS = "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>"
+LFM_PLACE, LFM_WHOLE = "<|img_row_{}_col_{}|>", "<|img_thumbnail|>"
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,41 @@ def in_split(processor: ImageProcessor, image: PreparedImage) -> list[int]:
     if rows:
         found += [vocabulary[LINES]] if LINES in vocabulary else [vocabulary[LINE]] * 2
     return [*found, around, vocabulary[WHOLE], *[processor.token] * processor.num_tokens, around]
+
+
+def in_named(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """As many embeddings for each tile, behind the tile's number, and of the entire image behind its name (Aya
+    Vision)."""
+    count, vocabulary = image.shape[0], processor.vocabulary
+    names = [*(f"TILE_{number}" for number in range(1, count)), "TILE_GLOBAL"]
+    return [token for name in names for token in (vocabulary[name], *[processor.token] * processor.num_tokens)]
+
+
+def in_ended(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """As many embeddings for each tile, and a token behind them (Command A Vision)."""
+    tile = [*[processor.token] * processor.num_tokens, processor.vocabulary[TILE_END]]
+    return tile * image.shape[0]
+
+
+def in_separated(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """Tiles with a token between those of a row and one behind each row, then the entire image (Llama 4)."""
+    vocabulary, (rows, columns) = processor.vocabulary, image.details
+    between, behind, whole = (vocabulary[text] for text in LLAMA4_MARKS)
+    tile = [processor.token] * processor.num_tokens
+    row = [*tile, *[between, *tile] * (columns - 1), behind]
+    return [*(row * rows if rows * columns > 1 else []), whole, *tile]
+
+
+def in_places(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """Each tile behind a token that says which one it is, and the entire image of its own size (LFM2-VL)."""
+    rows, columns, *_, height, width = image.details
+    vocabulary, found = processor.vocabulary, list[int]()
+    for row in range(1, rows + 1):
+        for column in range(1, columns + 1):
+            found += [vocabulary[LFM_PLACE.format(row, column)], *[processor.token] * processor.num_tokens]
+    factor = processor.settings["whole"]["factor"]
+    whole = [processor.token] * (height // factor * (width // factor))
+    return [*found, *([vocabulary[LFM_WHOLE]] if rows else []), *whole]
 
 
 def place_of(row: int, column: int) -> str:

@@ -6,6 +6,7 @@ Each rule is that of the family's own processor, as published with its checkpoin
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 MOST_RATIO = 200
@@ -19,15 +20,22 @@ class ImageRefused(ValueError):
 def by_area(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
     """Both sides multiples of ``factor``, the area between ``least`` and ``most``, the ratio nearly kept
     (Qwen2-VL). With ``grows``, no side is less than ``factor`` before that (GLM-4V). With ``num_frames``, the area is
-    that of all frames of a video, whose embeddings span ``group`` of them; GLM-4V's images are two frames."""
+    that of all frames of a video, whose embeddings span ``group`` of them; GLM-4V's images are two frames. With
+    ``rounds`` it grows one side after the other (PaddleOCR-VL); with ``shortest``, sides are rounded to that at least
+    (LFM2-VL)."""
     factor, least, most = settings["factor"], settings["least"], settings["most"]
-    count, group = settings.get("num_frames", 1), settings.get("group", 1)
+    count, group, shortest = settings.get("num_frames", 1), settings.get("group", 1), settings.get("shortest", 0)
+    if settings.get("rounds"):
+        if height < factor:
+            height, width = factor, round(width * factor / height)
+        if width < factor:
+            height, width = round(height * factor / width), factor
     if settings.get("grows") and min(height, width) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) > MOST_RATIO * min(height, width):
         raise ImageRefused(f"is {width} x {height} pixels: one side is more than {MOST_RATIO} times the other")
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    rows, columns = (max(shortest, round(side / factor) * factor) for side in (height, width))
     volume = rows * columns * round(count / group) * group
     if volume > most:
         shrink = math.sqrt(count * height * width / most)
@@ -45,12 +53,14 @@ def fixed(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
 
 
 def by_longest(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
-    """No side longer than ``longest``, then up to the next multiples of ``factor`` (Pixtral)."""
+    """No side longer than ``longest``, then up to the next multiples of ``factor``, of which one side of an embedding
+    may have several (Pixtral)."""
     longest, factor = settings["longest"], settings["factor"]
+    shortest = settings.get("side", factor)
     ratio = max(height, width) / longest
     if ratio > 1:
         height, width = math.floor(height / ratio), math.floor(width / ratio)
-    return max(1, -(-height // factor)) * factor, max(1, -(-width // factor)) * factor
+    return max(shortest, -(-height // factor) * factor), max(shortest, -(-width // factor) * factor)
 
 
 def by_squares(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
@@ -86,7 +96,7 @@ def low(settings: dict[str, Any]) -> dict[str, Any]:
             return {**settings, "most": min(settings["most"], LOW_SQUARES)}
         case "padded":
             return {**settings, "most": min(settings["most"], LOW_PIXELS // settings["patch"] ** 2)}
-        case "grid":
+        case "grid" | "canvas" | "fitted" | "parts":
             return {**settings, "least": 1, "most": 1}
         case "split":
             return {**settings, "longest": settings["side"]}
@@ -102,14 +112,22 @@ def limited(settings: dict[str, Any], most_tokens: int) -> dict[str, Any]:
             most = most_tokens * settings["factor"] ** 2 * settings.get("group", 1)
             return {**settings, "most": min(settings["most"], most)}
         case "longest":
-            return {**settings, "longest": min(settings["longest"], math.isqrt(most_tokens) * settings["factor"])}
+            side = settings.get("side", settings["factor"])
+            return {**settings, "longest": min(settings["longest"], math.isqrt(most_tokens) * side)}
         case "squares":
             return {**settings, "most": min(settings["most"], most_tokens)}
         case "padded":
             return {**settings, "most_tokens": most_tokens}
-        case "grid":
+        case "grid" | "canvas" | "fitted":
             most = max(1, min(settings["most"], most_tokens // settings["tokens"] - 1))  # and the whole image
             return {**settings, "least": min(settings["least"], most), "most": most}
+        case "parts":
+            whole: dict[str, Any] = settings["whole"]
+            area = min(whole["most"], most_tokens * whole["factor"] ** 2)
+            tiles = (most_tokens - area // whole["factor"] ** 2) // (settings["tokens"] + 1)
+            most = max(1, min(settings["most"], tiles))
+            known = {"whole": {**whole, "least": min(whole["least"], area), "most": area}}
+            return {**settings, **known, "least": 1 if most < settings["least"] else settings["least"], "most": most}
         case "split":
             tiles = most_tokens // (settings["tokens"] + 4) - 1  # four tokens are around those of a tile
             longest = max(1, math.isqrt(max(1, tiles))) * settings["side"]
@@ -134,6 +152,28 @@ def best_grid(height: int, width: int, settings: dict[str, Any]) -> tuple[int, i
     return found
 
 
+def best_canvas(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns of at most ``most`` tiles of side ``side`` into which an image fits with its ratio kept: those
+    that enlarge it least; of those that do not, the ones that shrink it least; and of these the fewest tiles. With
+    ``largest``, those that enlarge it most (Llama 4, Command A Vision)."""
+    side, most = settings["side"], settings["most"]
+    grids = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
+    scales = {grid: min(grid[0] * side / height, grid[1] * side / width) for grid in grids}
+    larger = [scale for scale in scales.values() if scale >= 1]
+    choose = max if settings.get("largest") or not larger else min
+    best = choose(larger or scales.values())
+    return min((grid for grid, scale in scales.items() if scale == best), key=math.prod)
+
+
+def is_in_tiles(height: int, width: int, settings: dict[str, Any]) -> bool:
+    """Whether an image is cut into tiles: if it has more than ``tolerance`` times the most pixels of the settings
+    ``whole`` (LFM2-VL)."""
+    whole: dict[str, Any] = settings["whole"]
+    factor, shortest = whole["factor"], whole["factor"] // settings["merge"]
+    rows, columns = (max(shortest, round(side / factor) * factor) for side in (height, width))
+    return bool(settings["most"] > 1 and rows * columns > whole["most"] * settings["tolerance"])
+
+
 def best_pinpoint(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:
     """The size, of those that a model has, that keeps most of an image's pixels and wastes fewest (LLaVA-NeXT)."""
 
@@ -146,12 +186,14 @@ def best_pinpoint(height: int, width: int, settings: dict[str, Any]) -> tuple[in
     return rows, columns
 
 
-def within(height: int, width: int, point: tuple[int, int]) -> tuple[int, int]:
+def within(
+    height: int, width: int, point: tuple[int, int], rounded: Callable[[float], int] = math.ceil
+) -> tuple[int, int]:
     """The largest size of an image of this ratio in a size."""
     rows, columns = point
     if columns / width < rows / height:
-        return min(math.ceil(height * (columns / width)), rows), columns
-    return rows, min(math.ceil(width * (rows / height)), columns)
+        return min(max(1, rounded(height * (columns / width))), rows), columns
+    return rows, min(max(1, rounded(width * (rows / height))), columns)
 
 
 def within_patches(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:

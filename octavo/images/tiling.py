@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from PIL import Image
 
-from octavo.images.resizing import RULES, best_grid, best_pinpoint, packed, split_sizes, within, within_patches
+from octavo.images.resizing import (
+    RULES,
+    best_canvas,
+    best_grid,
+    best_pinpoint,
+    is_in_tiles,
+    packed,
+    split_sizes,
+    within,
+    within_patches,
+)
 
 RESAMPLING = {0: Image.Resampling.NEAREST, 1: Image.Resampling.LANCZOS, 2: Image.Resampling.BILINEAR}
 RESAMPLING |= {3: Image.Resampling.BICUBIC, 4: Image.Resampling.BOX, 5: Image.Resampling.HAMMING}
@@ -30,9 +41,37 @@ def _cut(image: Image.Image, height: int, width: int) -> list[Image.Image]:
 def in_grid(image: Image.Image, settings: dict[str, Any]) -> Tiles:
     """Tiles of the image, its ratio nearly kept, and behind several of them the entire image."""
     height, width = settings["height"], settings["width"]
-    rows, columns = best_grid(image.height, image.width, settings)
+    choose = best_canvas if settings["rule"] == "canvas" else best_grid
+    rows, columns = choose(image.height, image.width, settings)
     tiles = _cut(_resized(image, (rows * height, columns * width), settings), height, width)
     return [*tiles, *([_resized(image, (height, width), settings)] if len(tiles) > 1 else [])], ()
+
+
+def fitted(image: Image.Image, settings: dict[str, Any]) -> Tiles:
+    """Tiles of the image, with black to the right and below where its ratio is another, and behind several of them the
+    entire image. No side is enlarged beyond that of a tile, unless the largest are asked for (Llama 4)."""
+    side = settings["side"]
+    rows, columns = best_canvas(image.height, image.width, settings)
+    most = rows * side, columns * side
+    if not settings.get("largest"):
+        most = min(max(image.height, side), most[0]), min(max(image.width, side), most[1])
+    filled = Image.new("RGB", (columns * side, rows * side))
+    filled.paste(_resized(image, within(image.height, image.width, most, math.floor), settings))
+    tiles = _cut(filled, side, side)
+    whole = [_resized(image, (side, side), settings)] if len(tiles) > 1 else []
+    return [*tiles, *whole], (rows, columns)
+
+
+def in_parts(image: Image.Image, settings: dict[str, Any]) -> Tiles:
+    """Tiles of an image that is large, its ratio nearly kept; and the entire image by the settings ``whole``. The
+    numbers are those of ``vision.parts.unpacked`` (LFM2-VL)."""
+    side, (rows, columns) = settings["height"], (0, 0)
+    tiles: list[Image.Image] = []
+    if is_in_tiles(image.height, image.width, settings):
+        rows, columns = best_grid(image.height, image.width, settings)
+        tiles = _cut(_resized(image, (rows * side, columns * side), settings), side, side)
+    height, width = RULES[settings["whole"]["rule"]](image.height, image.width, settings["whole"])
+    return [*tiles, _resized(image, (height, width), settings)], (rows, columns, side, side, height, width)
 
 
 def in_pinpoint(image: Image.Image, settings: dict[str, Any]) -> Tiles:
@@ -78,12 +117,23 @@ def padded(image: Image.Image, settings: dict[str, Any]) -> Tiles:
 
 
 TILINGS: dict[str, Callable[[Image.Image, dict[str, Any]], Tiles]] = {
+    "canvas": in_grid,
+    "fitted": fitted,
     "grid": in_grid,
     "middle": in_middle,
     "padded": padded,
+    "parts": in_parts,
     "pinpoints": in_pinpoint,
     "split": split,
 }
+
+
+def joined(tiles: list[Image.Image]) -> tuple[tuple[int, int, int], bytes]:
+    """The pixels of all tiles, uint8 RGB, and their shape: [tiles, rows, columns], or of tiles that differ in size
+    [1, 1, all pixels]."""
+    pixels, (columns, rows) = b"".join(tile.tobytes() for tile in tiles), tiles[0].size
+    is_even = all(tile.size == tiles[0].size for tile in tiles)
+    return (len(tiles), rows, columns) if is_even else (1, 1, len(pixels) // 3), pixels
 
 
 def size_of(height: int, width: int, settings: dict[str, Any]) -> tuple[int, int]:

@@ -55,6 +55,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (),
     "rope_theta": (),
     "sliding_window": (),
+    "use_bias": (False,),
     "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
     "use_parallel_residual": (False,),

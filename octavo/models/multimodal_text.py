@@ -32,6 +32,19 @@ QWEN2 = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32_768,
 }
+PADDLE = {
+    "vocab_size": 103_424,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": True,
+}
 TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "cohere2": ("Cohere2ForCausalLM", {}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
@@ -48,11 +61,15 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "granite": ("GraniteForCausalLM", {}),
     "gpt_oss": ("GptOssForCausalLM", {}),
     "kimi_k2": ("DeepseekV3ForCausalLM", {}),
+    "lfm2": ("Lfm2ForCausalLM", {}),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", {}),
     "llama4_text": ("Llama4ForCausalLM", {}),
     "llama": ("LlamaForCausalLM", LLAMA),
     "ministral3": ("Ministral3ForCausalLM", {}),
     "mistral": ("MistralForCausalLM", MISTRAL),
     "mistral4": ("Mistral4ForCausalLM", {}),
+    "paddleocr_vl": ("LlamaForCausalLM", PADDLE),
+    "paddleocr_vl_text": ("LlamaForCausalLM", PADDLE),
     "phi3": ("Phi3ForCausalLM", {}),
     "qwen2": ("Qwen2ForCausalLM", QWEN2),
     "qwen2_5_omni_text": ("Qwen2ForCausalLM", {}),
@@ -88,6 +105,7 @@ TEXT_PARTS: dict[str, str] = {
     "KimiK25ForConditionalGeneration": "kimi_k2",
     "KimiVLForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
+    "Lfm2VlForConditionalGeneration": "lfm2",
     "LightOnOcrForConditionalGeneration": "qwen3",
     "Llama4ForConditionalGeneration": "llama4_text",
     "LlavaForConditionalGeneration": "llama",
@@ -96,6 +114,7 @@ TEXT_PARTS: dict[str, str] = {
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "Mistral3ForConditionalGeneration": "mistral",
     "Ovis2ForConditionalGeneration": "qwen2",
+    "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
     "Qwen2AudioForConditionalGeneration": "qwen2",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
@@ -118,7 +137,7 @@ PREFIXES = {
 """Prefixes of the text part's weights, and the corresponding prefixes in a text-only checkpoint."""
 LEFT_OUT = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_encoder|vision_projection|visual|visual_embeddings_table|connector|"
-    r"multi_modal_projector|mm_projector|mlp1|patch_merge_mlp|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
+    r"multi_modal_projector|mm_projector|projector|mlp_AR|mlp1|patch_merge_mlp|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
     r"embed_audio|vision_embedder|view_seperator)\b"
 )
 """Names of the other parts."""

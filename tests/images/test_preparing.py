@@ -29,7 +29,17 @@ from octavo.errors import CheckpointError, InvalidParameter
 from octavo.images.families import HALF, PROCESSORS, read_processor
 from octavo.images.image_decoder import FORMATS, as_rgb, opened, prepared
 from octavo.images.preparer import ImagePreparer, placed
-from octavo.images.processors import AROUND_TILE, WHOLE, ImageProcessor, PreparedImage, place_of
+from octavo.images.processors import (
+    AROUND_TILE,
+    LFM_PLACE,
+    LFM_WHOLE,
+    LLAMA4_MARKS,
+    TILE_END,
+    WHOLE,
+    ImageProcessor,
+    PreparedImage,
+    place_of,
+)
 from octavo.images.resizing import ImageRefused
 from octavo.images.tiling import size_of, tiled
 from tests.tiers import nightly_after
@@ -287,6 +297,8 @@ def test_digests_tell_pixels_shapes_and_settings_apart() -> None:
 def folder_of(architecture: str, folder: Path) -> Path:
     """A checkpoint that says nothing of its images but that it takes some."""
     names = [AROUND_TILE, WHOLE, "<image>", *(place_of(row, column) for row in range(1, 5) for column in range(1, 5))]
+    names += [TILE_END, *LLAMA4_MARKS, LFM_WHOLE, "TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 13))]
+    names += [LFM_PLACE.format(row, column) for row in range(1, 11) for column in range(1, 11)]
     added = [{"content": name, "id": 300 + i} for i, name in enumerate(names)]
     config = {"architectures": [architecture], "vision_config": {"hidden_size": 64}}
     (folder / "config.json").write_text(json.dumps(config))

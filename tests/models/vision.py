@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import MagicMock, patch
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -43,41 +36,19 @@ from transformers import (
 )
 from transformers.models.gemma4 import image_processing_pil_gemma4
 
-IMAGE = 250
-"""Id of the placeholder."""
-TEXT = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-class Family(NamedTuple):
-    """How a family's checkpoints and their images are made."""
-
-    model_type: str
-    config: dict[str, Any]
-    processor: Callable[[], Any]
-    placeholders: Callable[[Any], Sequence[list[int]]]
-    """Tokens of each image, from what the processor gives."""
-    tokens: dict[str, int] = {}
-    """Ids that have to be in the tokenizer."""
-    rewrite: Callable[[Path], None] = lambda folder: None
-    """Writes the checkpoint in another form."""
-    is_original: bool = True
-    """Whether the library saves it under the names that published checkpoints have."""
-
-
-def _of_grid(found: Any) -> Sequence[list[int]]:
-    return [[IMAGE] * (int(grid.prod()) // 4) for grid in found["image_grid_thw"]]
+from tests.models.vision_base import (
+    IMAGE,
+    PIXTRAL_VISION,
+    QWEN_SIZE,
+    ROPE,
+    SMALL_TOWER,
+    TEXT,
+    Family,
+    of_grid,
+    tokenizer,
+    without_torchvision,
+)
+from tests.models.vision_tiled import TILED
 
 
 def _in_rows(found: Any, side: int = 28) -> Sequence[list[int]]:
@@ -118,32 +89,12 @@ def _in_split(found: Any) -> list[list[int]]:
     return [tokenizer(SPLIT_TOKENS).encode(text).ids for text in texts]
 
 
-def tokenizer(tokens: dict[str, int]) -> Tokenizer:
-    """A byte-level tokenizer with these tokens."""
-    others = (i for i in range(256) if i not in tokens.values())
-    made = Tokenizer(
-        BPE(vocab={**tokens, **{f"t{i}": i for i in others}}, merges=[("Ċ", "Ċ")] if "ĊĊ" in tokens else [])
-    )
-    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    made.decoder = ByteLevelDecoder()
-    made.add_special_tokens([text for text in tokens if text.startswith("<")])
-    return made
-
-
 POINTS = [[56, 56], [56, 112], [112, 56], [112, 112], [168, 56]]
 ONEVISION_PROCESSOR = partial(
     LlavaOnevisionImageProcessorPil, size={"height": 56, "width": 56}, image_grid_pinpoints=POINTS
 )
 CLIP_SIZE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 NEXT_PROCESSOR = partial(LlavaNextImageProcessorPil, image_grid_pinpoints=POINTS, **CLIP_SIZE)
-SMALL_TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "image_size": 56,
-    "patch_size": 14,
-}
 INTERNVL = {
     "text_config": {"model_type": "qwen3", **TEXT},
     "vision_config": {**SMALL_TOWER, "attention_bias": True},
@@ -176,14 +127,6 @@ class KimiProcessor:
     def save_pretrained(self, folder: Path) -> None:
         own = {"max_patches": 48, "size": {"max_height": 12, "max_width": 12}}
         (folder / "preprocessor_config.json").write_text(json.dumps(own))
-
-
-def without_torchvision(name: str, kind: str) -> Any:
-    """A module of the library that imports torchvision for resizing alone."""
-    stubs = {f"torchvision{end}": MagicMock() for end in ("", ".transforms", ".transforms.v2")}
-    stubs["torchvision.transforms.v2.functional"] = MagicMock()
-    with patch.dict(sys.modules, stubs):
-        return importlib.import_module(f"transformers.models.{name}.{kind}_{name}")
 
 
 def _as_moonshot(folder: Path) -> None:
@@ -300,7 +243,6 @@ GEMMA4_VISION = {
     "position_embedding_size": 40,
 }
 SPLIT_SIZE = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}, "return_row_col_info": True}
-QWEN_SIZE = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}
 QWEN3_PROCESSOR = partial(
     Qwen2VLImageProcessorPil,
     size={"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 30},
@@ -308,16 +250,7 @@ QWEN3_PROCESSOR = partial(
     image_mean=[0.5] * 3,
     image_std=[0.5] * 3,
 )
-ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
 HALF_ROPE = {**ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
-PIXTRAL_VISION = {
-    "model_type": "pixtral",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "patch_size": 14,
-}
 QWEN_VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
 QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 36}
 GLM_VISION = {**QWEN_VISION, "image_size": 56}
@@ -354,8 +287,10 @@ KIMI = {
     "tie_word_embeddings": False,
 }
 INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes")
+INPUTS += ("spatial_shapes",)
 """What models take of what processors give."""
 FAMILIES = {
+    **TILED,
     "qwen2_5_vl": Family(
         "qwen2_5_vl",
         {
@@ -370,7 +305,7 @@ FAMILIES = {
             "image_token_id": IMAGE,
         },
         lambda: Qwen2VLImageProcessorPil(size=QWEN_SIZE),
-        _of_grid,
+        of_grid,
     ),
     "qwen3_vl": Family(
         "qwen3_vl",
@@ -380,7 +315,7 @@ FAMILIES = {
             "image_token_id": IMAGE,
         },
         QWEN3_PROCESSOR,
-        _of_grid,
+        of_grid,
     ),
     "qwen3_vl_moe": Family(
         "qwen3_vl_moe",
@@ -396,7 +331,7 @@ FAMILIES = {
             "image_token_id": IMAGE,
         },
         QWEN3_PROCESSOR,
-        _of_grid,
+        of_grid,
     ),
     "qwen3_5": Family(
         "qwen3_5",
@@ -415,7 +350,7 @@ FAMILIES = {
             "image_token_id": IMAGE,
         },
         QWEN3_PROCESSOR,
-        _of_grid,
+        of_grid,
     ),
     "qwen2_vl": Family(
         "qwen2_vl",
@@ -425,13 +360,13 @@ FAMILIES = {
             "image_token_id": IMAGE,
         },
         lambda: Qwen2VLImageProcessorPil(size=QWEN_SIZE),
-        _of_grid,
+        of_grid,
     ),
     "glm4v": Family(
         "glm4v",
         {"text_config": {**TEXT, "rope_parameters": HALF_ROPE}, "vision_config": GLM_VISION, "image_token_id": IMAGE},
         GLM_PROCESSOR,
-        _of_grid,
+        of_grid,
     ),
     "glm4v_moe": Family(
         "glm4v_moe",
@@ -447,13 +382,13 @@ FAMILIES = {
             "image_token_id": IMAGE,
         },
         GLM_PROCESSOR,
-        _of_grid,
+        of_grid,
     ),
     "glm_ocr": Family(
         "glm_ocr",
         {"text_config": {**TEXT, "rope_parameters": ROPE}, "vision_config": GLM_VISION, "image_token_id": IMAGE},
         GLM_PROCESSOR,
-        _of_grid,
+        of_grid,
     ),
     "gemma4": Family(
         "gemma4",
@@ -551,8 +486,8 @@ FAMILIES = {
         _in_split,
         SPLIT_TOKENS,
     ),
-    "kimi_k25": Family("kimi_k25", KIMI, KimiProcessor, _of_grid, rewrite=_as_moonshot, is_original=False),
-    "kimi_vl": Family("kimi_k25", KIMI, KimiProcessor, _of_grid, rewrite=_as_kimi_vl, is_original=False),
+    "kimi_k25": Family("kimi_k25", KIMI, KimiProcessor, of_grid, rewrite=_as_moonshot, is_original=False),
+    "kimi_vl": Family("kimi_k25", KIMI, KimiProcessor, of_grid, rewrite=_as_kimi_vl, is_original=False),
     "llava": Family(
         "llava",
         LLAVA,
@@ -663,7 +598,7 @@ def expected_logprobs(name: str, model: PreTrainedModel, prompt: list[int], imag
         tokens += next(placeholders) if token == IMAGE else [token]
     ids = torch.tensor([tokens])
     kinds: dict[str, Any] = {}
-    if name.startswith(("qwen", "glm", "gemma")):
+    if name.startswith(("qwen", "glm", "gemma", "paddle")):
         kinds = {"token_type_ids" if name == "gemma3" else "mm_token_type_ids": (ids == IMAGE).int()}
     if name == "gemma4_unified":  # whose forward alone has other masks than its generation
         masks = model.create_masks_for_generate

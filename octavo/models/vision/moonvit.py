@@ -24,6 +24,7 @@ from octavo.models.vision.parts import (
     Feedforward,
     LayerNorm,
     attend,
+    in_halves,
     normalised,
     part,
     patches,
@@ -45,12 +46,6 @@ class MoonConfig(VisionConfig):
     merge: int
     num_places: tuple[int, int]
     """Rows and columns of the learned positions."""
-
-
-def in_halves(stored: Tensor, num_heads: int) -> Tensor:
-    """Rows of queries and keys, whose rotated pairs are stored next to each other, in the order of ``turn``."""
-    heads = stored.view(num_heads, -1, 2, *stored.shape[1:])
-    return heads.transpose(1, 2).reshape(stored.shape)
 
 
 class MoonLayer:

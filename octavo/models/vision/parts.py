@@ -17,6 +17,7 @@ from torch.nn import functional
 from octavo import ops
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
+from octavo.models.vision.tower import Pixels
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -85,11 +86,16 @@ class Feedforward:
     """Two maps with an activation between them."""
 
     def __init__(
-        self, weights: WeightLoader, names: tuple[str, str], sizes: tuple[int, int, int], activation: Activation
+        self,
+        weights: WeightLoader,
+        names: tuple[str, str],
+        sizes: tuple[int, int, int],
+        activation: Activation,
+        has_bias: bool = True,
     ) -> None:
         """``sizes``: inputs, numbers between the maps, outputs."""
-        self.up = Affine(weights, names[0], (sizes[1], sizes[0]))
-        self.down = Affine(weights, names[1], (sizes[2], sizes[1]))
+        self.up = Affine(weights, names[0], (sizes[1], sizes[0]), has_bias)
+        self.down = Affine(weights, names[1], (sizes[2], sizes[1]), has_bias)
         self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -128,11 +134,36 @@ def turn(x_NAH: Tensor, cos_NH: Tensor, sin_NH: Tensor) -> Tensor:
     return turned
 
 
+def in_halves(stored: Tensor, num_heads: int) -> Tensor:
+    """Rows of queries and keys, whose rotated pairs are stored next to each other, in the order of ``turn``."""
+    heads = stored.view(num_heads, -1, 2, *stored.shape[1:])
+    return heads.transpose(1, 2).reshape(stored.shape)
+
+
+def axial_angles(at: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [N, H], of patches at rows and columns [2, N]: the first half of a head's pairs rotates by the
+    row, the other by the column (Qwen2-VL)."""
+    powers = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=at.device) / (head_dim // 2)
+    half = torch.cat([place[:, None] / 10_000.0**powers for place in at.float()], dim=-1)
+    whole = torch.cat([half, half], dim=-1)
+    return whole.cos(), whole.sin()
+
+
 def merged(x_BND: Tensor, merge: int) -> Tensor:
     """Windows of ``merge`` x ``merge`` patches of square images in one row each: [B, N / merge^2, merge^2 * D]."""
     B, N, D = x_BND.shape
     side = round(N**0.5) // merge
     return x_BND.view(B, side, merge, side, merge, D).transpose(2, 3).reshape(B, side**2, merge**2 * D)
+
+
+def unpacked(image: Pixels) -> list[Tensor]:
+    """The tiles of an image, and last the entire one, which may have another size: uint8 [Y, X, C] each. The details
+    are rows and columns of tiles, rows and columns of pixels of a tile, and those of the entire image."""
+    rows, columns, tile_rows, tile_columns, height, width = image.details
+    flat = image.pixels.reshape(-1, 3)
+    size = tile_rows * tile_columns
+    tiles = flat[: rows * columns * size].view(rows * columns, tile_rows, tile_columns, 3)
+    return [*tiles, flat[rows * columns * size :].view(height, width, 3)]
 
 
 def normalised(pixels: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:

@@ -154,5 +154,17 @@ class Mistral3Tower(PixtralTower):
 
     def merged(self, x_ND: Tensor, rows: int, columns: int) -> Tensor:
         m = self.config.merge
-        grid = self.merger_norm(x_ND).view(rows // m, m, columns // m, m, -1)
-        return self.merger(grid.permute(0, 2, 4, 1, 3).reshape(rows * columns // m**2, -1))
+        new_rows, new_columns = rows // m, columns // m  # in LightOnOCR a last row may be left out
+        grid = self.merger_norm(x_ND).view(rows, columns, -1)[: new_rows * m, : new_columns * m]
+        windows = grid.reshape(new_rows, m, new_columns, m, -1).permute(0, 2, 4, 1, 3)
+        return self.merger(windows.reshape(new_rows * new_columns, -1))
+
+
+class LightOnTower(Mistral3Tower):
+    """The tower of LightOnOCR (LightOn), the same with other names."""
+
+    @staticmethod
+    def own_name(name: str) -> str:
+        """The name in Mistral Small 3."""
+        name = name.replace("vision_projection.", "multi_modal_projector.")
+        return name.replace("vision_encoder.", "vision_tower.")

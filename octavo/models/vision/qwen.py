@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.models.config_keys import ConfigKeys
+from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.loader import WeightLoader
 from octavo.models.vision.parts import (
     ACTIVATIONS,
@@ -26,6 +26,7 @@ from octavo.models.vision.parts import (
     LayerNorm,
     RMSNorm,
     attend,
+    axial_angles,
     normalised,
     part,
     patches,
@@ -55,6 +56,8 @@ class QwenConfig(VisionConfig):
     """Width of the feed-forward layer behind the layers, where the other sizes do not give it."""
     has_bias: bool = True
     has_qkv_bias: bool = True
+    num_kv_heads: int = 0
+    """Of keys and values; 0: as many as of queries."""
     norms_heads: bool = False
     """Whether queries and keys are normalised."""
     window: int = 0
@@ -70,13 +73,13 @@ class QwenConfig(VisionConfig):
 def read_qwen(keys: ConfigKeys, inner: ConfigKeys, activation: str, patch: int = 14, **fields: Any) -> QwenConfig:
     """Read the keys that all these towers have, with the family's default for two of them; ``fields`` are the others,
     and what a family has in their place."""
-    text = part(keys, "text_config") if keys.get("text_config") else keys
+    if "axes" not in fields:
+        fields["axes"] = read_axes(part(keys, "text_config") if keys.get("text_config") else keys)
     if "width" not in fields:
         fields |= {"width": inner.size("hidden_size"), "hidden_size": inner.size("out_hidden_size")}
         fields.setdefault("ffn_size", inner.size("intermediate_size"))
     return QwenConfig(
         merge=inner.size("spatial_merge_size", 2),
-        axes=read_axes(text),
         depth=inner.size("depth"),
         num_heads=inner.size("num_heads"),
         frames=inner.size("temporal_patch_size", 2),
@@ -110,13 +113,8 @@ class QwenTower:
 
     def angles(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all patches, [N, H]."""
-        H = self.config.width // self.config.num_heads
-        device = self.form.device
-        powers = torch.arange(0, H // 2, 2, dtype=torch.float32, device=device) / (H // 2)
-        at = places(rows, columns, self.config.merge, device).float()
-        half = torch.cat([place[:, None] / 10_000.0**powers for place in at], dim=-1)
-        whole = torch.cat([half, half], dim=-1)
-        return whole.cos(), whole.sin()
+        at = places(rows, columns, self.config.merge, self.form.device)
+        return axial_angles(at, self.config.width // self.config.num_heads)
 
 
 def norm_of(config: QwenConfig) -> type[RMSNorm] | type[LayerNorm]:
@@ -129,10 +127,11 @@ class QwenBlock:
 
     def __init__(self, config: QwenConfig, weights: WeightLoader, prefix: str) -> None:
         D = config.width
-        self.num_heads = config.num_heads
-        self.qkv = Affine(weights, f"{prefix}.attn.qkv", (3 * D, D), config.has_qkv_bias)
-        self.proj = Affine(weights, f"{prefix}.attn.proj", (D, D), config.has_bias)
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
         H, ends = D // config.num_heads, "qk" if config.norms_heads else ""
+        size = (self.num_heads + 2 * self.num_kv_heads) * H
+        self.qkv = Affine(weights, f"{prefix}.attn.qkv", (size, D), config.has_qkv_bias)
+        self.proj = Affine(weights, f"{prefix}.attn.proj", (D, D), config.has_bias)
         self.head_norms = [RMSNorm(weights, f"{prefix}.attn.{end}_norm", H, config.eps) for end in ends]
         self.norms = [norm_of(config)(weights, f"{prefix}.norm{i}", D, config.eps) for i in (1, 2)]
         self.mlp: Feedforward | GatedFeedforward
@@ -145,12 +144,13 @@ class QwenBlock:
 
     def __call__(self, x_ND: Tensor, angles: tuple[Tensor, Tensor], windows: list[Tensor]) -> Tensor:
         """``windows``: int64 [windows, patches of each]: the patches that attend to each other; all if empty."""
-        N, A = len(x_ND), self.num_heads
-        qkv = self.qkv(self.norms[0](x_ND)).view(N, 3 * A, -1)
-        qk, v = qkv[:, : 2 * A], qkv[:, 2 * A :]
+        N, A, K = len(x_ND), self.num_heads, self.num_kv_heads
+        qk, v = self.qkv(self.norms[0](x_ND)).view(N, A + 2 * K, -1).split_with_sizes([A + K, K], dim=1)
         if self.head_norms:
             qk = torch.cat([norm(x) for norm, x in zip(self.head_norms, qk.chunk(2, dim=1), strict=True)], dim=1)
-        q, k = turn(qk, *angles).chunk(2, dim=1)
+        q, k = turn(qk, *angles).split_with_sizes([A, K], dim=1)
+        if K < A:
+            k, v = (x.repeat_interleave(A // K, dim=1) for x in (k, v))
         if windows:
             attended = torch.empty_like(x_ND)
             for window in windows:
@@ -161,20 +161,26 @@ class QwenBlock:
         return x_ND + self.mlp(self.norms[1](x_ND))
 
 
+def read_windowed(keys: ConfigKeys, **fields: Any) -> QwenConfig:
+    """Read the configuration of a tower with windows."""
+    inner = part(keys, "vision_config")
+    return read_qwen(
+        keys,
+        inner,
+        "silu",
+        is_gated=True,
+        window=inner.size("window_size", 112) // inner.size("patch_size", 14),
+        full_layers=tuple(inner.get("fullatt_block_indexes", [7, 15, 23, 31])),
+        **fields,
+    )
+
+
 class Qwen25Tower(QwenTower):
     """The tower of Qwen2.5-VL."""
 
     @classmethod
     def read_config(cls, keys: ConfigKeys) -> QwenConfig:
-        inner = part(keys, "vision_config")
-        return read_qwen(
-            keys,
-            inner,
-            "silu",
-            is_gated=True,
-            window=inner.size("window_size", 112) // inner.size("patch_size", 14),
-            full_layers=tuple(inner.get("fullatt_block_indexes", [7, 15, 23, 31])),
-        )
+        return read_windowed(keys)
 
     def __init__(self, config: QwenConfig, weights: WeightLoader) -> None:
         super().__init__(config, weights)
@@ -203,6 +209,18 @@ class Qwen25Tower(QwenTower):
         found = torch.split(order, counts.tolist())
         sizes = sorted({len(window) for window in found})
         return [torch.stack([window for window in found if len(window) == size]) for size in sizes]
+
+
+class ExaoneTower(Qwen25Tower):
+    """The tower of EXAONE 4.5, with fewer heads of keys and values, for a decoder without axes of positions."""
+
+    @classmethod
+    def read_config(cls, keys: ConfigKeys) -> QwenConfig:
+        inner = part(keys, "vision_config")
+        heads, kv_heads = inner.size("num_heads"), inner.size("num_key_value_heads", 8)
+        if heads % kv_heads:
+            raise wrong("vision_config.num_key_value_heads", kv_heads, f"a divisor of {heads}, the heads of queries")
+        return read_windowed(keys, axes=(), num_kv_heads=kv_heads)
 
 
 class Qwen2Tower(Qwen25Tower):

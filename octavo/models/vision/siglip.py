@@ -27,6 +27,7 @@ from octavo.models.vision.parts import (
     normalised,
     part,
     patches,
+    turn,
 )
 from octavo.models.vision.tower import Pixels, VisionConfig
 
@@ -78,9 +79,12 @@ class SiglipLayer:
         names = f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"
         self.mlp = Feedforward(weights, names, (D, config.ffn_size, D), config.activation)
 
-    def __call__(self, x_BND: Tensor) -> Tensor:
+    def __call__(self, x_BND: Tensor, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """``angles``: cosines and sines by which queries and keys rotate, [B * N, H]."""
         inner = self.norms[0](x_BND)
         q, k, v = (affine(inner).view(*inner.shape[:-1], self.num_heads, -1) for affine in self.qkv)
+        if angles is not None:
+            q, k = (turn(x.flatten(0, -3), *angles).view_as(x) for x in (q, k))
         x_BND = x_BND + self.out(attend(q, k, v))
         return x_BND + self.mlp(self.norms[1](x_BND))
 

@@ -22,7 +22,7 @@ class Pixels(NamedTuple):
     """An image as towers take it."""
 
     pixels: Tensor
-    """uint8 [tiles, rows, columns, 3]."""
+    """uint8 [tiles, rows, columns, 3]; [1, 1, all pixels, 3] of tiles that differ in size."""
     details: tuple[int, ...]
     mean: Sequence[float]
     deviation: Sequence[float]

@@ -11,13 +11,16 @@ from octavo.models.config import architecture
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
+from octavo.models.vision.cohere import AyaTower, CohereTower
 from octavo.models.vision.gemma4 import Gemma4Tower, Gemma4UnifiedTower
 from octavo.models.vision.glm import Glm4vTower, GlmOcrTower
 from octavo.models.vision.internvl import InternVLChatTower, InternVLTower
+from octavo.models.vision.llama4 import Llama4Tower
 from octavo.models.vision.llava import LlavaNextTower, LlavaOnevisionTower, LlavaTower
 from octavo.models.vision.moonvit import MoonTower
-from octavo.models.vision.pixtral import Mistral3Tower, PixtralTower
-from octavo.models.vision.qwen import Qwen2Tower, Qwen3Tower, Qwen25Tower
+from octavo.models.vision.naflex import LfmTower, PaddleOCRTower
+from octavo.models.vision.pixtral import LightOnTower, Mistral3Tower, PixtralTower
+from octavo.models.vision.qwen import ExaoneTower, Qwen2Tower, Qwen3Tower, Qwen25Tower
 from octavo.models.vision.siglip import Gemma3Tower, Idefics3Tower
 from octavo.models.vision.tower import Tower, VisionConfig, axes_tensor
 from octavo.quant.stored.stored_weight import WeightFormat
@@ -36,6 +39,9 @@ class Family(Protocol):
 
 
 TOWERS: dict[str, Family] = {
+    "AyaVisionForConditionalGeneration": AyaTower,
+    "Cohere2VisionForConditionalGeneration": CohereTower,
+    "Exaone4_5_ForConditionalGeneration": ExaoneTower,
     "Gemma3ForConditionalGeneration": Gemma3Tower,
     "Gemma4ForConditionalGeneration": Gemma4Tower,
     "Gemma4UnifiedForConditionalGeneration": Gemma4UnifiedTower,
@@ -49,10 +55,15 @@ TOWERS: dict[str, Family] = {
     "KimiK25ForConditionalGeneration": MoonTower,
     "KimiVLForConditionalGeneration": MoonTower,
     "Kimi_K25ForConditionalGeneration": MoonTower,
+    "Lfm2VlForConditionalGeneration": LfmTower,
+    "LightOnOcrForConditionalGeneration": LightOnTower,
+    "Llama4ForConditionalGeneration": Llama4Tower,
     "LlavaForConditionalGeneration": LlavaTower,
     "LlavaNextForConditionalGeneration": LlavaNextTower,
+    "LlavaNextVideoForConditionalGeneration": LlavaNextTower,
     "LlavaOnevisionForConditionalGeneration": LlavaOnevisionTower,
     "Mistral3ForConditionalGeneration": Mistral3Tower,
+    "PaddleOCRVLForConditionalGeneration": PaddleOCRTower,
     "Qwen2VLForConditionalGeneration": Qwen2Tower,
     "Qwen2_5_VLForConditionalGeneration": Qwen25Tower,
     "Qwen3VLForConditionalGeneration": Qwen3Tower,

@@ -1,0 +1,128 @@
+"""What the checkpoints of families say whose images are cut into tiles that tokens separate, by family."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from octavo.images.family_keys import CLIP_DEVIATION, CLIP_MEAN, HALF, MOST_PIXELS, TOKENS, scaling
+from octavo.images.processors import (
+    LFM_PLACE,
+    LFM_WHOLE,
+    LLAMA4_MARKS,
+    TILE_END,
+    ImageProcessor,
+    in_ended,
+    in_named,
+    in_places,
+    in_separated,
+)
+
+logger = logging.getLogger(__name__)
+
+Maker = Callable[[Mapping[str, Any], Mapping[str, Any]], ImageProcessor | None]
+
+
+def _side_of(config: Mapping[str, Any], given: Mapping[str, Any], side: int, merge: int, patch: int) -> tuple[int, int]:
+    """Pixels of a tile's side, and its embeddings; ``side`` and ``patch`` are the family's defaults."""
+    inner = config["vision_config"]
+    side = int((given.get("size") or {}).get("height") or inner.get("image_size", side))
+    return side, (side // int(inner.get("patch_size", patch)) // merge) ** 2
+
+
+def _cohere(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    side, count = _side_of(config, given, 512, int(config.get("downsample_factor", 2)), 16)
+    splits = given.get("crop_to_patches") is not False
+    settings = {"rule": "canvas", "side": side, "height": side, "width": side, "tokens": count + 1, "least": 1}
+    settings |= {"most": int(given.get("max_patches") or 12) if splits else 1}
+    return ImageProcessor(
+        settings=settings | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        placeholder="<|IMG_PATCH|>",
+        before="<|START_OF_IMG|>",
+        after="<|END_OF_IMG|>",
+        token=int(config.get("image_token_id") or 255_036),
+        token_text="<|IMG_PATCH|>",
+        num_tokens=count,
+        vocabulary={TILE_END: config[TOKENS][TILE_END]},
+        layout=in_ended,
+        **scaling(given, CLIP_MEAN, CLIP_DEVIATION),
+    )
+
+
+def _aya(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor | None:
+    side, count = _side_of(config, given, 364, int(config.get("downsample_factor", 2)), 14)
+    least, most = int(given.get("min_patches") or 1), int(given.get("max_patches") or 12)
+    names = [*(f"TILE_{number}" for number in range(1, most + 1)), "TILE_GLOBAL"]
+    if missing := [name for name in names if name not in config[TOKENS]]:
+        logger.warning("images are refused: the vocabulary has no %s", ", ".join(missing))
+        return None
+    settings = {"rule": "grid", "height": side, "width": side, "tokens": count + 1, "least": least, "most": most}
+    return ImageProcessor(
+        settings=settings | {"resample": int(given.get("resample", 3)), "most_pixels": MOST_PIXELS},
+        placeholder="<image>",
+        before="<|START_OF_IMG|>",
+        after="<|END_OF_IMG|>",
+        token=int(config.get("image_token_index") or config.get("image_token_id") or 255_036),
+        token_text="<|IMG_PATCH|>",
+        num_tokens=count,
+        vocabulary={name: config[TOKENS][name] for name in names},
+        layout=in_named,
+        **scaling(given, CLIP_MEAN, CLIP_DEVIATION),
+    )
+
+
+def _llama4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    merge = round(1 / float(config["vision_config"].get("pixel_shuffle_ratio", 0.5)))
+    side, count = _side_of(config, given, 336, merge, 14)
+    settings = {"rule": "fitted", "side": side, "tokens": count + 1, "least": 1}
+    settings |= {"most": int(given.get("max_patches") or 16), "largest": bool(given.get("resize_to_max_canvas"))}
+    return ImageProcessor(
+        settings=settings | {"resample": int(given.get("resample", 2)), "most_pixels": MOST_PIXELS},
+        placeholder="<|image|>",
+        before="<|image_start|>",
+        after="<|image_end|>",
+        token=int(config.get("image_token_index") or config.get("image_token_id") or 200_092),
+        token_text="<|patch|>",
+        num_tokens=count,
+        vocabulary={mark: config[TOKENS][mark] for mark in LLAMA4_MARKS},
+        layout=in_separated,
+        **scaling(given, HALF, HALF),
+    )
+
+
+def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    if given.get("use_thumbnail") is False:
+        raise ValueError("use_thumbnail is false")
+    merge, patch = int(given.get("downsample_factor") or 2), int(given.get("encoder_patch_size") or 16)
+    tile, factor = int(given.get("tile_size") or 512), merge * patch
+    least, most = int(given.get("min_tiles") or 2), int(given.get("max_tiles") or 10)
+    if given.get("do_image_splitting") is False:
+        least = most = 1
+    counts = (given.get("min_image_tokens") or 64, given.get("max_image_tokens") or 256)
+    areas = {end: int(count) * factor**2 for end, count in zip(("least", "most"), counts, strict=True)}
+    settings = {"rule": "parts", "height": tile, "width": tile, "least": least, "most": most, "merge": merge}
+    settings |= {"whole": {"rule": "area", "factor": factor, "shortest": factor, **areas}}
+    settings |= {"tolerance": float(given.get("max_pixels_tolerance") or 2.0), "tokens": (tile // factor) ** 2}
+    places = [LFM_PLACE.format(row, column) for row in range(1, most + 1) for column in range(1, most // row + 1)]
+    return ImageProcessor(
+        settings=settings | {"resample": int(given.get("resample", 2)), "most_pixels": MOST_PIXELS},
+        placeholder="<image>",
+        before="<|image_start|>",
+        after="<|image_end|>",
+        token=int(config.get("image_token_id") or config.get("image_token_index") or 396),
+        token_text="<image>",
+        num_tokens=(tile // factor) ** 2,
+        vocabulary={text: config[TOKENS][text] for text in (*places, LFM_WHOLE)},
+        layout=in_places,
+        **scaling(given, HALF, HALF),
+    )
+
+
+TILED: dict[str, Maker] = {
+    "AyaVisionForConditionalGeneration": _aya,
+    "Cohere2VisionForConditionalGeneration": _cohere,
+    "Lfm2VlForConditionalGeneration": _lfm2,
+    "Llama4ForConditionalGeneration": _llama4,
+}
+"""By architecture of the checkpoint."""
