@@ -15,6 +15,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -206,6 +207,12 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             plain = functools.partial(ops.attention, qkv, heads, angles, angles, cache, rows)
             yield f"attention {max(lens[0])} {H} {cache_dtype}", plain
             yield f"invariant attention {max(lens[0])} {H} {cache_dtype}", functools.partial(_invariantly, plain)
+        if lens == SINGLE and dtype == torch.bfloat16:
+            cache, long = LayerCache(keys, values), replace(rows, has_long_context=True)
+            yield (
+                f"attention by warp {cache_dtype}",
+                functools.partial(ops.attention, qkv, kinds[1], None, None, cache, long),
+            )
         for N_latent in () if cache_dtype in packed else (4, 40):
             latents = make.cache(12, 1, 2 * 8 + 64, cache_dtype)
             shapes = (N_latent, 64, 24), (N_latent, 40, 64), (64,)
