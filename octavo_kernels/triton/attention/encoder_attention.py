@@ -52,7 +52,8 @@ def _tiles(ends: tuple[int, ...], lengths: range, rows: int, device: torch.devic
         if end - start in lengths:
             found += [(first, start, end) for first in range(start, end, rows)]
         start = end
-    return torch.tensor(found, dtype=torch.int32, device=device).view(-1, 3)
+    on_host = torch.tensor(found, dtype=torch.int32, pin_memory=device.type == "cuda").view(-1, 3)
+    return on_host.to(device, non_blocking=True)
 
 
 @encoder_attention.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
