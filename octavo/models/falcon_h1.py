@@ -11,9 +11,8 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.heads import StepAngles
-from octavo.layers.linear import Linear
+from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.mlp import MLP
-from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
