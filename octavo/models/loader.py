@@ -368,10 +368,14 @@ class WeightLoader:
         for others in set(range(X)).difference(self._own_experts(X)):
             self.tensors.leave_out(f"{prefix}.{others}.")
 
+        def matrix(index: int, name: str, size: tuple[int, int]) -> StoredWeight:
+            return self._method.matrix(f"{prefix}.{index}.{name}", size, self.tensors, False)
+
         def part(index: int, name: str, size: tuple[int, int], dim: int) -> StoredWeight:
             module = f"{prefix}.{index}.{name}"
-            stored = self._method.matrix(module, size, self.tensors, False)
-            return self._of_expert(module, quantized(module, stored, self.form), dim)
+            return self._of_expert(module, quantized(module, matrix(index, name, size), self.form), dim, unit)
+
+        unit = matrix(self._own_experts(X)[0], shape.down, (D, F)).column_block
 
         def biases(name: str, size: int) -> Tensor:
             return torch.stack([self._numbers(f"{prefix}.{i}.{name}.bias", (size,)) for i in range(X)])
@@ -381,6 +385,7 @@ class WeightLoader:
             lambda i: [part(i, name, (F, D), 0) for name in names],
             lambda i: [part(i, shape.down, (D, F), 1)],
             [biases(shape.gate, F), biases(shape.up, F), biases(shape.down, D)] if has_bias else None,
+            unit,
         )
 
     def stacked_experts(
@@ -405,20 +410,21 @@ class WeightLoader:
             is_transposed = shapes != ((X, 2 * F, D), (X, D, F))  # one alone may be a square
         gate_ups = self._method.stack(gate_up_name, (X, 2 * F, D), self.tensors, is_transposed)
         downs = self._method.stack(down_name, (X, D, F), self.tensors, is_transposed)
-        biases = None
+        unit, biases = downs[0].column_block, None
         if has_bias:
             gate_up_bias = self._numbers(f"{gate_up_name}_bias", (X, 2 * F))[:, torch.from_numpy(order)]
             biases = [*gate_up_bias.chunk(2, dim=1), self._numbers(f"{down_name}_bias", (X, D))]
 
         def gate_up(index: int) -> list[StoredWeight]:
             whole = quantized(gate_up_name, gate_ups[index], self.form)
-            return [self._of_expert(gate_up_name, whole.rows(half), 0) for half in (order[:F], order[F:])]
+            return [self._of_expert(gate_up_name, whole.rows(half), 0, unit) for half in (order[:F], order[F:])]
 
         return self._mixture(
             shape,
             gate_up,
-            lambda i: [self._of_expert(down_name, quantized(down_name, downs[i], self.form), 1)],
+            lambda i: [self._of_expert(down_name, quantized(down_name, downs[i], self.form), 1, unit)],
             biases,
+            unit,
         )
 
     def _mixture(
@@ -427,13 +433,15 @@ class WeightLoader:
         gate_up: Callable[[int], Sequence[StoredWeight]],
         down: Callable[[int], Sequence[StoredWeight]],
         biases: Sequence[Tensor] | None,
+        unit: int,
     ) -> Mixture:
-        """A mixture of stored experts; biases are those of the gates [X, F], ups [X, F] and downs [X, D]."""
+        """A mixture of stored experts, of whose width a rank has whole units; biases are those of the gates [X, F], ups
+        [X, F] and downs [X, D]."""
         own, is_whole = self._own_experts(shape.num_experts), self._has_whole_experts
         gate_up_bias = down_bias = None
         if biases is not None:
             gates, ups, downs = (bias[list(own)] for bias in biases)
-            parts = [self._of_expert("biases of experts", DenseStored((bias,)), 1) for bias in (gates, ups)]
+            parts = [self._of_expert("biases of experts", DenseStored((bias,)), 1, unit) for bias in (gates, ups)]
             gate_up_bias = self._counted(torch.cat([bias.dense(self.form) for bias in parts], dim=1))
             down_bias = self._placed(downs) if is_whole or self._shard.rank == 0 else None
         are_alike = self.tensors.is_dummy and self.form.outlined_for is not None
@@ -465,9 +473,9 @@ class WeightLoader:
     def _placement(self, num_experts: int) -> ExpertPlacement:
         return ExpertPlacement.even(num_experts, self.collective, self.form.num_spare_experts)
 
-    def _of_expert(self, name: str, stored: StoredWeight, dim: int) -> StoredWeight:
-        """This rank's part of a matrix of one of its experts."""
-        return stored if self._has_whole_experts else self._shard.part(name, stored, dim)
+    def _of_expert(self, name: str, stored: StoredWeight, dim: int, unit: int) -> StoredWeight:
+        """This rank's part of a matrix of one of its experts: whole units of its width."""
+        return stored if self._has_whole_experts else self._shard.part(name, stored, dim, unit)
 
     # Labels.
 

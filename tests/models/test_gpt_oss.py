@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from octavo.weights.safetensors import SafetensorsCheckpoint
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import SETTINGS, random_tokens
 from tests.ops.cpu_cases import needs_float_kernels
+from tests.tiers import nightly_after
 
 
 def decode_one_by_one(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -49,9 +51,9 @@ def test_mxfp4_is_decoded_to_the_bit(dtype: torch.dtype) -> None:
     assert torch.equal(torch.stack(dense), decode_one_by_one(blocks, scales).to(dtype))
 
 
-def make_packed(folder: Path) -> torch.nn.Module:
+def make_packed(folder: Path, **changes: Any) -> torch.nn.Module:
     """A checkpoint in the published form, and transformers' model of the same weights."""
-    model = make_checkpoint(folder, "gpt_oss/sinks")
+    model = make_checkpoint(folder, "gpt_oss/sinks", **changes)
     torch.manual_seed(0)
     tensors = load_file(folder / "model.safetensors")
     for name, weight in model.named_parameters():
@@ -78,6 +80,23 @@ def test_a_checkpoint_in_mxfp4_gives_what_its_widened_weights_give(tmp_path: Pat
     for i, found in enumerate((result.prompt_logprobs or [])[1:]):
         for token, logprob in (found or {}).items():
             assert logprob.logprob == pytest.approx(expected[i, token].item(), abs=1e-4)
+
+
+@needs_float_kernels
+@pytest.mark.parametrize(("blocks", "size"), nightly_after(1, [(3, 2), (5, 4)]))
+def test_ranks_have_whole_blocks_of_a_width_that_their_number_does_not_divide(
+    blocks: int, size: int, tmp_path: Path
+) -> None:
+    """As gpt-oss-120b's 90 blocks of 32 among four."""
+    make_packed(tmp_path, intermediate_size=32 * blocks)
+    prompt, params = random_tokens(60), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
+    found = []
+    for ranks in (1, size):
+        with LLM(tmp_path, dtype="float32", tensor_parallel_size=ranks, **SETTINGS) as llm:
+            found.append(llm.generate([prompt], params)[0].prompt_logprobs or [])
+    for one, several in zip(*(rows[1:] for rows in found), strict=True):
+        for token in (one or {}).keys() & (several or {}).keys():
+            assert several[token].logprob == pytest.approx(one[token].logprob, abs=1e-4)
 
 
 @needs_float_kernels

@@ -62,9 +62,13 @@ class GgufStored(StoredWeight):
     def join(self, others: Sequence[GgufStored]) -> GgufStored:
         return GgufStored(tuple(itertools.chain(self.parts, *(other.parts for other in others))))
 
-    def shard(self, dim: int, rank: int, size: int) -> GgufStored:
+    @property
+    def column_block(self) -> int:
+        return BLOCK_KINDS[self._kind].length
+
+    def shard(self, dim: int, rank: int, size: int, unit: int = 1) -> GgufStored:
         one, kind = self._one(), BLOCK_KINDS[self._kind]
-        own = shard_range(self.shape, dim, rank, size, unit=(1, kind.length)[dim])
+        own = shard_range(self.shape, dim, rank, size, (1, kind.length)[dim], unit)
         if dim == 0:
             return GgufStored((replace(one, shape=(len(own), one.shape[1]), data=one.data[own.start : own.stop]),))
         start, stop = kind.row_bytes(own.start), kind.row_bytes(own.stop)

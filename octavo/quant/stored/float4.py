@@ -81,8 +81,12 @@ class Float4Stored(StoredWeight):
             self.divides,
         )
 
-    def shard(self, dim: int, rank: int, size: int) -> Float4Stored:
-        own = shard_range(self.shape, dim, rank, size, unit=(1, self.group)[dim])
+    @property
+    def column_block(self) -> int:
+        return self.group
+
+    def shard(self, dim: int, rank: int, size: int, unit: int = 1) -> Float4Stored:
+        own = shard_range(self.shape, dim, rank, size, (1, self.group)[dim], unit)
         if dim == 0:
             return self._rows(slice(own.start, own.stop))
         return Float4Stored(

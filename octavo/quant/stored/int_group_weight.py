@@ -79,11 +79,11 @@ class GroupedStored(StoredWeight):
             zeros_NG=torch.cat(zeros) if zeros else None,
         )
 
-    def shard(self, dim: int, rank: int, size: int) -> GroupedStored:
-        own = shard_range(self.shape, dim, rank, size)
+    def shard(self, dim: int, rank: int, size: int, unit: int = 1) -> GroupedStored:
+        own = shard_range(self.shape, dim, rank, size, unit=unit)
         if dim == 1:
-            unit = 1 if self.order_K is not None else math.gcd(self.group, len(own))
-            return self._in_groups_of(unit)._columns(own)
+            group = 1 if self.order_K is not None else math.gcd(self.group, own.start, own.stop)
+            return self._in_groups_of(group)._columns(own)
         zeros = None if self.zeros_NG is None else self.zeros_NG[own.start : own.stop]
         codes, scales = (part[own.start : own.stop] for part in (self.codes_NK, self.scales_NG))
         return replace(self, codes_NK=codes, scales_NG=scales, zeros_NG=zeros)

@@ -69,15 +69,15 @@ class ScaledStored(StoredWeight):
         scales = torch.cat([part.scales for part in parts])
         return replace(self, values_NK=values_NK, scales=scales, block=(height, width))
 
-    def shard(self, dim: int, rank: int, size: int) -> ScaledStored:
-        own = shard_range(self.shape, dim, rank, size)
+    def shard(self, dim: int, rank: int, size: int, unit: int = 1) -> ScaledStored:
+        own = shard_range(self.shape, dim, rank, size, unit=unit)
         if dim == 0:
             return self.rows(np.arange(own.start, own.stop))
         height, width = self.block
-        unit = math.gcd(width, len(own))
-        scales = self.scales.repeat_interleave(width // unit, dim=1)
-        scales = scales[:, own.start // unit : own.stop // unit].contiguous()
-        return replace(self, values_NK=self.values_NK[:, own.start : own.stop], scales=scales, block=(height, unit))
+        narrow = math.gcd(width, own.start, own.stop)
+        scales = self.scales.repeat_interleave(width // narrow, dim=1)
+        scales = scales[:, own.start // narrow : own.stop // narrow].contiguous()
+        return replace(self, values_NK=self.values_NK[:, own.start : own.stop], scales=scales, block=(height, narrow))
 
     def fill(self, out_NK: Tensor) -> None:
         K, device, (height, width) = self.shape[1], out_NK.device, self.block

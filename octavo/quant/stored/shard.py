@@ -25,12 +25,12 @@ class Shard(NamedTuple):
     rank: int
     size: int
 
-    def part(self, name: str, stored: StoredWeight, dim: int) -> StoredWeight:
-        """This device's part of the rows (``dim`` 0) or columns (1)."""
+    def part(self, name: str, stored: StoredWeight, dim: int, unit: int = 1) -> StoredWeight:
+        """This device's part of the rows (``dim`` 0) or columns (1); see ``shard_range``."""
         if self.size == 1:
             return stored
         try:
-            return stored.shard(dim, *self)
+            return stored.shard(dim, *self, unit)
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from None
 

@@ -121,8 +121,13 @@ class StoredWeight(Protocol):
         """The rows of this weight, then those of the others, which must have equal layouts and column counts."""
         ...
 
-    def shard(self, dim: int, rank: int, size: int) -> Self:
-        """Part ``rank`` of ``size`` equal parts of the rows (``dim`` 0) or columns (1)."""
+    @property
+    def column_block(self) -> int:
+        """Columns of which a part has all or none."""
+        return 1
+
+    def shard(self, dim: int, rank: int, size: int, unit: int = 1) -> Self:
+        """Part ``rank`` of ``size`` parts of the rows (``dim`` 0) or columns (1); see ``shard_range``."""
         ...
 
     def fill(self, out_NK: Tensor) -> None:
@@ -250,8 +255,8 @@ class DenseStored(StoredWeight):
     def join(self, others: Sequence[DenseStored]) -> DenseStored:
         return DenseStored(tuple(itertools.chain(self.parts, *(other.parts for other in others))))
 
-    def shard(self, dim: int, rank: int, size: int) -> DenseStored:
-        own = shard_range(self.shape, dim, rank, size)
+    def shard(self, dim: int, rank: int, size: int, unit: int = 1) -> DenseStored:
+        own = shard_range(self.shape, dim, rank, size, unit=unit)
         return DenseStored((self._one().narrow(dim, own.start, len(own)),))
 
     def fill(self, out_NK: Tensor) -> None:
@@ -289,17 +294,18 @@ def bytes_by_format(weights: Iterable[Sized]) -> Counter[str]:
     return total
 
 
-def shard_range(shape: tuple[int, int], dim: int, rank: int, size: int, unit: int = 1) -> range:
-    """The rows (``dim`` 0) or columns (1) of part ``rank`` of ``size``.
+def shard_range(shape: tuple[int, int], dim: int, rank: int, size: int, block: int = 1, unit: int = 1) -> range:
+    """The rows (``dim`` 0) or columns (1) of part ``rank`` of ``size``: equal multiples of ``block``, or, where there
+    is a ``unit`` that ``block`` divides, whole units, of which parts have equally many or one more.
 
-    Raises ``CheckpointError`` if the parts are not equal multiples of ``unit``.
+    Raises ``CheckpointError`` for a shape that has no such parts.
     """
-    if shape[dim] % (size * unit):
+    if shape[dim] % (unit if unit > 1 else size * block) or shape[dim] < size * unit:
         what = ("rows", "columns")[dim]
-        units = f" in whole blocks of {unit}" if unit > 1 else ""
-        raise CheckpointError(f"{shape[dim]} {what} cannot be divided among {size} devices{units}")
-    own = shape[dim] // size
-    return range(rank * own, (rank + 1) * own)
+        blocks = f" in whole blocks of {max(block, unit)}" if max(block, unit) > 1 else ""
+        raise CheckpointError(f"{shape[dim]} {what} cannot be divided among {size} devices{blocks}")
+    count = shape[dim] // unit
+    return range(rank * count // size * unit, (rank + 1) * count // size * unit)
 
 
 def row_slices(shape: tuple[int, int]) -> Iterator[slice]:
