@@ -191,6 +191,8 @@ def _write_mixture(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -
             writer.add_expert_shared_feed_forward_length(num_shared * size)
     if "shared_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    if sections := (config.get("rope_parameters") or {}).get("mrope_section"):
+        writer.add_rope_dimension_sections([*sections, 0])
     if kind in SIGMOID or config.get("expert_selection_fn") == "sigmoid":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     elif kind == "cohere2_moe":

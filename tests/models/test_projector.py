@@ -38,6 +38,8 @@ KINDS |= dict.fromkeys(("qwen3_vl", "qwen3_5"), ("qwen3vl_merger", "<|image_pad|
 KINDS |= dict.fromkeys(("mistral3", "pixtral"), ("pixtral", "[IMG]")) | {"smolvlm": ("idefics3", "<image>")}
 KINDS |= dict.fromkeys(("gemma4", "gemma4_causal"), ("gemma4v", "<|image|>"))
 KINDS |= {"llava": ("mlp", "<image>"), "llava_next": ("mlp", "<unk>"), "glm4v": ("glm4v", "<|image|>")}
+TEXT |= {"glm4v_moe": ("glm4_moe", "glm4_moe"), "glm_ocr": ("glm4", "glm4")}
+KINDS |= dict.fromkeys(("glm4v_moe", "glm_ocr"), ("glm4v", "<|image|>"))
 KINDS |= dict.fromkeys(("internvl", "internvl_rms"), ("internvl", "<IMG_CONTEXT>"))
 
 
@@ -48,6 +50,9 @@ def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values
     if name == "internvl_rms":
         model.model.vision_tower.layernorm = torch.nn.Identity()  # which converters leave out
     given: dict[str, Any] = {**vision.written_config(whole)["text_config"], "model_type": TEXT[name][0]}
+    if name == "glm_ocr":
+        given["attention_bias"] = False  # which its class does not read
+        given["rope_parameters"]["partial_rotary_factor"] = 1.0  # as in the published configuration
     part = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
     whole_names = re.compile(r"^model\.(language_model|text_model)\.")
     own = {whole_names.sub("model.", key): tensor for key, tensor in model.state_dict().items()}

@@ -28,6 +28,7 @@ from octavo.weights.gguf.gguf_families import (
     read_llama,
     read_routing,
     read_scoring,
+    with_sections,
 )
 from octavo.weights.gguf.gguf_metadata import Metadata
 
@@ -59,12 +60,17 @@ def _list_sparse_layers(config: Config) -> None:
     config["mlp_layer_types"] = ["dense" if i < first else "sparse" for i in range(config["num_hidden_layers"])]
 
 
+GLM4V_MOE = "Glm4vMoeForConditionalGeneration"
+
+
 def _glm4_moe(data: Metadata, config: Config) -> None:
     _experts(data, config)
     must_be_sigmoid(data)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in data.file.tensors
     config.setdefault("partial_rotary_factor", 1.0)
-    data.get("rope.dimension_sections")  # of GLM-4.5V's text part: for text, all axes are equal
+    if data.has("rope.dimension_sections"):
+        config["architectures"] = [GLM4V_MOE]
+        with_sections(data, config)
 
 
 def _dots1(data: Metadata, config: Config) -> None:

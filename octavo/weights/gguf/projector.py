@@ -16,7 +16,7 @@ from octavo.weights.gguf.gguf_reader import GGUFFile
 
 logger = logging.getLogger(__name__)
 
-GLM4V_MODEL = "Glm4vForConditionalGeneration"
+GLM4V_MODEL, GLM4V_MOE = "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"
 QWEN25_VL = "Qwen2_5_VLForConditionalGeneration"
 SIGLIP = {
     "embeddings.patch_embedding": "v.patch_embd",
@@ -126,6 +126,8 @@ GLM4V = {
     **QWEN,
     **GATED,
     "visual.blocks.*.attn.qkv": "v.blk.*.attn_qkv",
+    "visual.blocks.*.attn.q_norm": "v.blk.*.attn_q_norm",
+    "visual.blocks.*.attn.k_norm": "v.blk.*.attn_k_norm",
     "visual.post_conv_layernorm": "v.norm_embd",
     "visual.embeddings.position_embedding": "v.position_embd",
     "visual.post_layernorm": "v.post_ln",
@@ -258,7 +260,10 @@ def _qwen25(data: Metadata) -> dict[str, Any]:
 
 
 def _glm4v(data: Metadata) -> dict[str, Any]:
+    """GLM-OCR's tower has no learned positions."""
+    is_ocr = "v.position_embd.weight" not in data.file.tensors
     return {
+        "outer": {"architectures": ["GlmOcrForConditionalGeneration"]} if is_ocr else {},
         "depth": data.count("vision.block_count"),
         "num_heads": data.count("vision.attention.head_count"),
         "out_hidden_size": data.count("vision.projection_dim"),
@@ -280,7 +285,11 @@ def _qwen3(data: Metadata) -> dict[str, Any]:
 
 MLP = "mlp"
 """LLaVA's, which the oldest files do not name."""
-QWEN3_TEXTS = ("Qwen3VLForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+QWEN3_TEXTS = (
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
 INTERN_TEXTS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 MISTRAL_TEXTS = ("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM")
 KINDS = {
@@ -288,7 +297,7 @@ KINDS = {
         "Gemma3ForConditionalGeneration", ("Gemma3ForCausalLM",), GEMMA3, _gemma3, ("<image_soft_token>",)
     ),
     "gemma4v": ProjectorKind("Gemma4ForConditionalGeneration", ("Gemma4ForCausalLM",), GEMMA4, _gemma4, ("<|image|>",)),
-    "glm4v": ProjectorKind(GLM4V_MODEL, (GLM4V_MODEL,), GLM4V, _glm4v, ("<|image|>",)),
+    "glm4v": ProjectorKind(GLM4V_MODEL, (GLM4V_MODEL, GLM4V_MOE), GLM4V, _glm4v, ("<|image|>",)),
     "idefics3": ProjectorKind(
         "SmolVLMForConditionalGeneration", ("LlamaForCausalLM",), IDEFICS3, _idefics3, ("<image>",)
     ),
