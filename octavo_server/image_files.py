@@ -127,18 +127,13 @@ class KeptImages:
         self._most, self._num_bytes = most_bytes, 0
         self._images: OrderedDict[tuple[str, str, bytes], PreparedImage] = OrderedDict()
 
-    async def prepared(
-        self, owner: str, preparer: ImagePreparer, source: Source, read: Callable[[], Awaitable[bytes]]
-    ) -> PreparedImage:
-        """The image of a source, prepared unless it is kept; ``read`` gives its bytes. A data: URL that is known is not
-        decoded. Raises as ``read`` and ``ImagePreparer.prepare`` do."""
-        given = source.value if source.kind == "data" else await read()
-        digest = await asyncio.to_thread(_digest, given)
+    async def prepared(self, owner: str, preparer: ImagePreparer, data: bytes, source: Source) -> PreparedImage:
+        """The image in a file, prepared unless it is kept. Raises as ``ImagePreparer.prepare`` does."""
+        digest = await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
         key = owner, source.detail, digest
         if key in self._images:
             self._images.move_to_end(key)
             return self._images[key]
-        data = await read() if isinstance(given, str) else given
         image = await asyncio.to_thread(preparer.prepare, data, source.detail, source.where)
         if key not in self._images:  # else it came twice at once
             self._images[key] = image
@@ -146,10 +141,6 @@ class KeptImages:
             while self._num_bytes > self._most:
                 self._num_bytes -= len(self._images.popitem(last=False)[1].pixels)
         return image
-
-
-def _digest(content: str | bytes) -> bytes:
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).digest()
 
 
 class ImageFiles:
@@ -193,10 +184,10 @@ class ImageFiles:
             message = f"A request may have {self._most_images} images or videos; this one has {len(parts)}."
             raise InvalidParameter("messages", message)
         found: list[PreparedMedia] = []
-        num_bytes = 0
+        num_bytes, num_images = 0, sum(part[0].get("type") not in VIDEO_PARTS for part in parts)
         for part in parts:
             async with self._places.place(owner):
-                media = await self._prepared(preparer, part, owner, read_file)
+                media = await self._prepared(preparer, part, num_images, owner, read_file)
             images = media.images if isinstance(media, PreparedVideo) else [media]
             num_bytes += sum(len(image.pixels) for image in images)
             if num_bytes > MOST_PREPARED_BYTES:
@@ -206,11 +197,13 @@ class ImageFiles:
         return found
 
     async def _prepared(
-        self, preparer: ImagePreparer, part: Part, owner: str, read_file: ReadFile | None
+        self, preparer: ImagePreparer, part: Part, num_images: int, owner: str, read_file: ReadFile | None
     ) -> PreparedMedia:
         if part[0].get("type") not in VIDEO_PARTS:
             source = source_of(part)
-            return await self._kept.prepared(owner, preparer, source, lambda: self._content(source, read_file))
+            source = source._replace(detail=preparer.processor.detail_of(source.detail, num_images))
+            data = await self._content(source, read_file)
+            return await self._kept.prepared(owner, preparer, data, source)
         sources, rate = video_sources(part)
         files = [await self._content(source, read_file) for source in sources]
         if (num_bytes := sum(map(len, files))) > self._most_bytes:

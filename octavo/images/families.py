@@ -41,6 +41,7 @@ from octavo.images.processors import (
 )
 from octavo.images.tiled_families import TILED, Maker
 from octavo.images.videos import VideoForm
+from octavo.weights.folder import with_architecture
 from octavo.weights.gguf.gguf_reader import vocabulary
 from octavo.weights.gguf.projector import open_projector
 
@@ -64,7 +65,7 @@ def read_processor(folder: Path) -> ImageProcessor | None:
         video: dict[str, Any] = {}
         known = {LINE_TOKENS.get(text, text): number for number, text in enumerate(tokens)}
     else:
-        config = _read(folder / "config.json")
+        config = with_architecture(_read(folder / "config.json"))
         own = _read(folder / "processor_config.json")
         given, known = own.get("image_processor") or _read(folder / "preprocessor_config.json"), _tokens(folder)
         video = own.get(VIDEO) or _read(folder / "video_preprocessor_config.json")

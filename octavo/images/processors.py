@@ -75,6 +75,13 @@ def in_lines(processor: ImageProcessor, image: PreparedImage) -> list[int]:
     return [processor.token] * (processor.num_tokens + rows * (columns + 1))
 
 
+def in_two_views(processor: ImageProcessor, image: PreparedImage) -> list[int]:
+    """The embeddings of the entire image line by line, one between, and those of its tiles line by line; one ends each
+    line (DeepSeek-VL2)."""
+    cells, (rows, columns) = processor.settings["cells"], image.details
+    return [processor.token] * (cells * (cells + 1) + 1 + rows * cells * (columns * cells + 1))
+
+
 def quarter(cells: int) -> int:
     """Embeddings of a frame with ``cells`` patches in a row."""
     return math.ceil(cells / 2) ** 2
@@ -156,6 +163,8 @@ class ImageProcessor:
     """Pixels of the side of an embedding, where images differ in size."""
     has_grid: bool = False
     """Whether rotary positions count rows and columns."""
+    most_in_tiles: int = 0
+    """Images of a request that are cut into several tiles, if there are no more; 0: however many there are."""
     num_tokens: int = 0
     """Embeddings of a tile, where all have as many."""
     vocabulary: Mapping[str, int] = field(default_factory=dict)
@@ -184,6 +193,10 @@ class ImageProcessor:
     def settings_for(self, detail: str) -> dict[str, Any]:
         """The settings for a client's ``detail``."""
         return low(dict(self.settings)) if detail == "low" else dict(self.settings)
+
+    def detail_of(self, detail: str, count: int) -> str:
+        """The ``detail`` of each of a request's ``count`` images, of which a client asked for one."""
+        return "low" if 0 < self.most_in_tiles < count else detail
 
     def limited(self, most_tokens: int) -> ImageProcessor:
         """A processor whose images have no more than so many tokens, as far as their size can be chosen."""

@@ -100,7 +100,7 @@ def low(settings: dict[str, Any]) -> dict[str, Any]:
             return {**settings, "least": 1, "most": 1}
         case "split":
             return {**settings, "longest": settings["side"]}
-        case "pinpoints":
+        case "pinpoints" | "padded pinpoints":
             return {**settings, "pinpoints": [min(settings["pinpoints"], key=math.prod)]}
     return settings
 
@@ -132,7 +132,7 @@ def limited(settings: dict[str, Any], most_tokens: int) -> dict[str, Any]:
             tiles = most_tokens // (settings["tokens"] + 4) - 1  # four tokens are around those of a tile
             longest = max(1, math.isqrt(max(1, tiles))) * settings["side"]
             return {**settings, "longest": min(settings["longest"], longest)}
-        case "pinpoints":
+        case "pinpoints" | "padded pinpoints":
             points = [point for point in settings["pinpoints"] if most_packed(point, settings) <= most_tokens]
             return {**settings, "pinpoints": points or [min(settings["pinpoints"], key=math.prod)]}
     return settings
@@ -226,7 +226,7 @@ def packed(height: int, width: int, point: tuple[int, int], settings: dict[str, 
 def most_packed(point: list[int], settings: dict[str, Any]) -> int:
     """Embeddings of an image that fills a size, those of the whole image and of line ends included."""
     _, _, rows, columns = packed(point[0], point[1], (point[0], point[1]), settings)
-    return int(settings["cells"]) ** 2 + rows * (columns + 1)
+    return int(settings["cells"]) ** 2 + rows * (columns + 1) + int(settings.get("between", 0))
 
 
 def split_sizes(height: int, width: int, settings: dict[str, Any]) -> list[tuple[int, int]]:

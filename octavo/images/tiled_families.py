@@ -17,6 +17,7 @@ from octavo.images.processors import (
     in_named,
     in_places,
     in_separated,
+    in_two_views,
 )
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,25 @@ def _llama4(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcess
     )
 
 
+def _deepseek_vl2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
+    inner, projector = config["vision_config"], config.get("projector_config") or {}
+    side, merge = int(inner.get("image_size", 384)), int(projector.get("downsample_ratio", 2))
+    sizes = config.get("candidate_resolutions") or given.get("candidate_resolutions") or [[side, side]]
+    scaled = scaling(given, HALF, HALF)
+    settings = {"rule": "padded pinpoints", "side": side, "pinpoints": [[height, width] for width, height in sizes]}
+    cells = -(-(side // int(inner.get("patch_size", 14))) // merge)
+    settings |= {"cells": cells, "between": cells + 1, "most": 0, "resample": 3}
+    return ImageProcessor(
+        settings=settings | {"grey": [int(mean * 255) for mean in scaled["mean"]], "most_pixels": MOST_PIXELS},
+        placeholder="<image>",
+        token=int(config[TOKENS]["<image>"]),
+        token_text="<image>",
+        most_in_tiles=2,
+        layout=in_two_views,
+        **scaled,
+    )
+
+
 def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor:
     if given.get("use_thumbnail") is False:
         raise ValueError("use_thumbnail is false")
@@ -122,6 +142,7 @@ def _lfm2(config: Mapping[str, Any], given: Mapping[str, Any]) -> ImageProcessor
 TILED: dict[str, Maker] = {
     "AyaVisionForConditionalGeneration": _aya,
     "Cohere2VisionForConditionalGeneration": _cohere,
+    "DeepseekVLV2ForCausalLM": _deepseek_vl2,
     "Lfm2VlForConditionalGeneration": _lfm2,
     "Llama4ForConditionalGeneration": _llama4,
 }

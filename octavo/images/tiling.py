@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from octavo.images.resizing import (
     RULES,
@@ -85,6 +85,15 @@ def in_pinpoint(image: Image.Image, settings: dict[str, Any]) -> Tiles:
     return [_resized(image, (side, side), settings), *_cut(filled, side, side)], numbers
 
 
+def in_padded_pinpoint(image: Image.Image, settings: dict[str, Any]) -> Tiles:
+    """The entire image, and tiles of it, each in the middle of grey where the ratio is another. The numbers: rows and
+    columns of tiles (DeepSeek-VL2)."""
+    side, point = settings["side"], best_pinpoint(image.height, image.width, settings)
+    grey, method = tuple(settings["grey"]), RESAMPLING[settings["resample"]]
+    whole, large = (ImageOps.pad(image, size, method, grey) for size in ((side, side), (point[1], point[0])))
+    return [whole, *_cut(large, side, side)], (point[0] // side, point[1] // side)
+
+
 def split(image: Image.Image, settings: dict[str, Any]) -> Tiles:
     """Tiles of the image and then the entire one; only that if it fits into a tile. The numbers: rows and columns of
     tiles, 0 if there are none but the entire image."""
@@ -122,6 +131,7 @@ TILINGS: dict[str, Callable[[Image.Image, dict[str, Any]], Tiles]] = {
     "grid": in_grid,
     "middle": in_middle,
     "padded": padded,
+    "padded pinpoints": in_padded_pinpoint,
     "parts": in_parts,
     "pinpoints": in_pinpoint,
     "split": split,

@@ -282,13 +282,15 @@ class LLM:
         if not prompt.images or self._images is None:
             return {"prompt_token_ids": prompt.encode(tokenizer)}
         media: dict[int, Any] = {}
+        detail_of, num_images = self._images.processor.detail_of, len(set(prompt.images) - set(prompt.videos))
         for number in prompt.images:
             part, where = conversation.images[number]
             source = source_in(part, where)
             if number in prompt.videos:
                 media[number] = self._images.prepare_video(*files_of(source, where), where)
             else:
-                media[number] = self._images.prepare(file_of(source, where), str(part.get("detail", "auto")), where)
+                detail = detail_of(str(part.get("detail", "auto")), num_images)
+                media[number] = self._images.prepare(file_of(source, where), detail, where)
         prompt, images = read_by_model(prompt, media)
         return {"prompt_token_ids": prompt.encode(tokenizer), "images": images}
 

@@ -178,7 +178,7 @@ def _with_media(prompt: Any, name: str, preparer: ImagePreparer | None) -> tuple
     if preparer is None:
         raise InvalidParameter(name, f"'{name}' has images, but this model reads text only.")
     given, processor = _from_mapping(prompt, name), preparer.processor
-    detail, found = str(prompt.get("detail", "auto")), list[PreparedImage]()
+    detail, found = processor.detail_of(str(prompt.get("detail", "auto")), len(images)), list[PreparedImage]()
     for place, image in enumerate(images):
         where, is_done = f"{name}.images[{place}]", isinstance(image, PreparedImage)
         found.append(image if is_done else preparer.prepare(file_of(image, where), detail, where))

@@ -56,6 +56,7 @@ class DeepseekConfig(DecoderConfig):
 
 def read_latent(keys: ConfigKeys, max_len: int | None, rope: Mapping[str, Any] | None = None) -> DeepseekConfig:
     """Read the configuration, without experts; ``rope``: the rotary keys, if they are not in the usual place."""
+    keys.must_be({"use_mla": (True,)})
     rotated, plain = keys.size("qk_rope_head_dim"), keys.size("qk_nope_head_dim")
     latent, given = keys.size("kv_lora_rank", 512), dict(rope or rope_values(keys))
     given.pop("partial_rotary_factor", None)

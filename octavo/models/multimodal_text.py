@@ -86,6 +86,7 @@ TEXT_MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 """``model_type`` of a text part to its architecture, and defaults that published configurations omit."""
 TEXT_PARTS: dict[str, str] = {
+    "DeepseekVLV2ForCausalLM": "deepseek_v2",
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2VisionForConditionalGeneration": "cohere2",
     "Exaone4_5_ForConditionalGeneration": "exaone4",
@@ -129,6 +130,8 @@ TEXT_PARTS: dict[str, str] = {
 }
 """Architecture of a checkpoint to the ``model_type`` of its text part, if the configuration does not say it."""
 PREFIXES = {
+    "language.model.": "model.",
+    "language.lm_head.": "lm_head.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
@@ -136,7 +139,7 @@ PREFIXES = {
 }
 """Prefixes of the text part's weights, and the corresponding prefixes in a text-only checkpoint."""
 LEFT_OUT = re.compile(
-    r"(model\.)?(vision_tower|vision_model|vision_encoder|vision_projection|visual|visual_embeddings_table|connector|"
+    r"(model\.)?(vision|vision_tower|vision_model|vision_encoder|vision_projection|visual|visual_embeddings_table|connector|"
     r"multi_modal_projector|mm_projector|projector|mlp_AR|mlp1|patch_merge_mlp|image_newline|image_tower|video_tower|audio_tower|embed_vision|"
     r"embed_audio|vision_embedder|view_seperator)\b"
 )
@@ -157,7 +160,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     whole = architecture(ConfigKeys(values))
     if whole not in TEXT_PARTS:
         return values
-    inner = values.get("text_config", values.get("llm_config"))
+    inner = next((values[name] for name in ("text_config", "llm_config", "language_config") if name in values), None)
     if inner is None and "hidden_size" in values:
         inner = {key: value for key, value in values.items() if not key.startswith(("vision_", "image_", "video_"))}
     if not isinstance(inner, Mapping):
@@ -165,6 +168,8 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = inner.get("model_type") or TEXT_PARTS[whole]
     if kind not in TEXT_MODELS:
         raise wrong("text_config.model_type", kind, f"one of {', '.join(TEXT_MODELS)}")
+    if kind == "deepseek_v2" and inner.get("topk_method") == "noaux_tc":  # the largest DeepSeek-VL2
+        kind = "deepseek_v3"
     name, defaults = TEXT_MODELS[kind]
     outer = {key: values[key] for key in OUTER if key in values}
     given = {key: value for key, value in {**outer, **inner}.items() if value is not None}

@@ -41,6 +41,16 @@ def find_file(folder: Path, name: str) -> Path | None:
     return path
 
 
+UNNAMED = {"deepseek_vl_v2": "DeepseekVLV2ForCausalLM"}
+"""Architectures of models whose configurations name none, by ``model_type``."""
+
+
+def with_architecture(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that names its architecture, if its ``model_type`` has one of ``UNNAMED``."""
+    name = UNNAMED.get(str(config.get("model_type")))
+    return config if name is None or config.get("architectures") else {**config, "architectures": [name]}
+
+
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     """The JSON object in the file ``name`` of ``folder``; ``None`` when there is no such file."""
     path = find_file(folder, name)

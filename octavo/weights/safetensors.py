@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from octavo.errors import CheckpointError
-from octavo.weights.folder import MAX_JSON_BYTES, find_file, parse_json, read_json
+from octavo.weights.folder import MAX_JSON_BYTES, find_file, parse_json, read_json, with_architecture
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -123,6 +123,7 @@ def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     config = read_json(folder, "config.json")
     if config is None:
         raise CheckpointError(f"{folder}: there is no config.json")
+    config = with_architecture(config)
     if config.get("quantization_config") is None:
         found = {name: settings for name in METHOD_FILES if (settings := read_json(folder, name)) is not None}
         if len(found) > 1:

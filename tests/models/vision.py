@@ -551,8 +551,12 @@ def make(folder: Path, name: str) -> PreTrainedModel:
     """Save a random checkpoint with the configuration of its processor."""
     torch.manual_seed(5)
     family = FAMILIES[name]
-    config = AutoConfig.for_model(family.model_type, **family.config)
-    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    model: PreTrainedModel
+    if family.model is not None:
+        model = family.model()
+    else:
+        config = AutoConfig.for_model(family.model_type, **family.config)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, buffer in model.named_buffers():  # of Gemma 4, whose limits are infinite and others empty
             if name.endswith(("_min", "_max")):

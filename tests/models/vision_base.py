@@ -63,6 +63,8 @@ class Family(NamedTuple):
     """Ids that have to be in the tokenizer."""
     rewrite: Callable[[Path], None] = lambda folder: None
     """Writes the checkpoint in another form."""
+    model: Callable[[], Any] | None = None
+    """Of a family that the library does not have."""
     is_original: bool = True
     """Whether the library saves it under the names that published checkpoints have."""
 

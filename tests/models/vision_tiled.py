@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from transformers import (
     AyaVisionProcessor,
     Cohere2VisionProcessor,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     GotOcr2ImageProcessorPil,
     Lfm2VlProcessor,
     Llama4Processor,
@@ -21,6 +25,8 @@ from transformers import (
     PixtralImageProcessorPil,
     ProcessorMixin,
     Qwen2VLImageProcessorPil,
+    SiglipVisionConfig,
+    SiglipVisionModel,
 )
 from transformers.image_utils import SizeDict
 
@@ -152,7 +158,118 @@ CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862
 AYA_PROCESSOR = partial(
     GotOcr2ImageProcessorPil, crop_to_patches=True, size={"height": TILE, "width": TILE}, max_patches=3
 )
+DEEPSEEK_TILE, GREY = 50, (127, 127, 127)
+"""A tile of three patches in a row and some pixels, which are left out."""
+DEEPSEEK_SIZES = [[50, 50], [50, 100], [100, 50]]
+DEEPSEEK_TEXT = {
+    **{key: value for key, value in TEXT.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "topk_method": "greedy",
+}
+
+
+class DeepseekProcessor:
+    """That of DeepSeek-VL2, as its repository has it: only up to two images are cut into tiles."""
+
+    def __call__(self, images: list[Image.Image], return_tensors: str) -> dict[str, Any]:
+        pixels, grids, side = list[torch.Tensor](), list[tuple[int, int]](), DEEPSEEK_TILE
+        for image in images:
+            sizes = DEEPSEEK_SIZES if len(images) <= 2 else DEEPSEEK_SIZES[:1]
+            width, height = max(sizes, key=partial(self.kept, image))
+            views = [
+                ImageOps.pad(image, size, Image.Resampling.BICUBIC, GREY) for size in ((side,) * 2, (width, height))
+            ]
+            tiles = [views[0], *cut_up(views[1], height // side, width // side, side)]
+            pixels += [torch.from_numpy(np.asarray(tile, np.float32) / 255 * 2 - 1).permute(2, 0, 1) for tile in tiles]
+            grids.append((height // side, width // side))
+        return {"pixel_values": torch.stack(pixels), "image_sizes": grids}
+
+    def kept(self, image: Image.Image, size: list[int]) -> tuple[int, int]:
+        """Pixels that an image keeps in a size, and how few of the size's are wasted."""
+        scale = min(size[0] / image.width, size[1] / image.height)
+        kept = min(int(image.width * scale) * int(image.height * scale), image.width * image.height)
+        return kept, kept - size[0] * size[1]
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Its own file says nothing that is no default."""
+
+
+class DeepseekVL2(torch.nn.Module):
+    """What DeepSeek-VL2 computes, put together of the library's SigLIP and DeepSeek-V2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tower = {**SMALL_TOWER, "num_hidden_layers": 2, "image_size": 42, "vision_use_head": False}
+        self.vision: Any = SiglipVisionModel(SiglipVisionConfig(**tower))
+        self.language: Any = DeepseekV2ForCausalLM(DeepseekV2Config(**DEEPSEEK_TEXT))
+        self.up, self.down = torch.nn.Linear(128, 64), torch.nn.Linear(64, 64)
+        self.image_newline, self.view_seperator = (torch.nn.Parameter(torch.randn(64)) for _ in range(2))
+
+    def embedded(self, pixels: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """The embeddings of all images."""
+        x = self.vision(pixels[:, :, :42, :42]).last_hidden_state.transpose(1, 2).unflatten(2, (3, 3))
+        x = functional.unfold(functional.pad(x, (0, 1, 0, 1)), 2, stride=2).transpose(1, 2)
+        tiles, found = self.down(functional.gelu(self.up(x))).unflatten(1, (2, 2)), list[torch.Tensor]()
+        for rows, columns in grids:
+            whole, own, tiles = tiles[0], tiles[1 : 1 + rows * columns], tiles[1 + rows * columns :]
+            large = torch.cat([torch.cat(list(own[row * columns :][:columns]), dim=1) for row in range(rows)])
+            lines = [[torch.cat([line, self.image_newline[None]]) for line in view] for view in (whole, large)]
+            found += [*lines[0], self.view_seperator[None], *lines[1]]
+        return torch.cat(found)
+
+    def forward(self, input_ids: torch.Tensor, **found: Any) -> Any:
+        x = self.language.get_input_embeddings()(input_ids)
+        if found:
+            x = x.clone()
+            x[input_ids == IMAGE] = self.embedded(found["pixel_values"], found["image_sizes"])
+        return self.language(inputs_embeds=x)
+
+    def save_pretrained(self, folder: Path, save_original_format: bool) -> None:
+        self.language.save_pretrained(folder, save_original_format=save_original_format)
+        stored = {f"language.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+        stored |= {"image_newline": self.image_newline, "view_seperator": self.view_seperator}
+        inner = getattr(self.vision, "vision_model", self.vision)
+        stored["vision.pos_embed"] = inner.embeddings.position_embedding.weight[None]
+        modules = {"vision.patch_embed.proj": inner.embeddings.patch_embedding, "vision.norm": inner.post_layernorm}
+        modules |= {"projector.layers.0": self.up, "projector.layers.2": self.down}
+        for i, layer in enumerate(inner.encoder.layers):
+            name, attention = f"vision.blocks.{i}", layer.self_attn
+            modules |= {f"{name}.norm1": layer.layer_norm1, f"{name}.norm2": layer.layer_norm2}
+            modules |= {f"{name}.mlp.fc1": layer.mlp.fc1, f"{name}.mlp.fc2": layer.mlp.fc2}
+            modules[f"{name}.attn.proj"] = attention.out_proj
+            for end in ("weight", "bias"):
+                parts = [getattr(getattr(attention, f"{part}_proj"), end) for part in "qkv"]
+                stored[f"{name}.attn.qkv.{end}"] = torch.cat(parts)
+        stored |= {f"{name}.{end}": getattr(of, end) for name, of in modules.items() for end in ("weight", "bias")}
+        kept = {name: tensor.detach().clone().contiguous() for name, tensor in stored.items()}
+        save_file(kept, folder / "model.safetensors")
+        vision = {"layers": 2, "width": 32, "heads": 2, "mlp_ratio": 1.5, "patch_size": 14, "image_size": 50}
+        projector = {"projector_type": "downsample_mlp_gelu", "n_embed": 64, "mlp_ratio": 1, "downsample_ratio": 2}
+        text = {"model_type": "deepseek_v2", **DEEPSEEK_TEXT, "use_mla": True}
+        config = {"model_type": "deepseek_vl_v2", "language_config": text, "projector_config": projector}
+        config |= {"vision_config": vision, "candidate_resolutions": DEEPSEEK_SIZES, "tile_tag": "2D"}
+        (folder / "config.json").write_text(json.dumps({**config, "global_view_pos": "head"}))
+
+
 TILED = {
+    "deepseek_vl2": Family(
+        "deepseek_vl_v2",
+        {},
+        DeepseekProcessor,
+        lambda found: [[IMAGE] * (7 + 2 * rows * (2 * columns + 1)) for rows, columns in found["image_sizes"]],
+        {"<image>": IMAGE},
+        model=DeepseekVL2,
+    ),
     "aya_vision": Family(
         "aya_vision",
         {"text_config": COHERE2, "vision_config": SIGLIP, "image_token_index": IMAGE},

@@ -12,6 +12,7 @@ from octavo.models.config_keys import ConfigKeys
 from octavo.models.loader import WeightLoader
 from octavo.models.registry import CausalLM
 from octavo.models.vision.cohere import AyaTower, CohereTower
+from octavo.models.vision.deepseek_vl2 import DeepseekVL2Tower
 from octavo.models.vision.gemma4 import Gemma4Tower, Gemma4UnifiedTower
 from octavo.models.vision.glm import Glm4vTower, GlmOcrTower
 from octavo.models.vision.internvl import InternVLChatTower, InternVLTower
@@ -41,6 +42,7 @@ class Family(Protocol):
 TOWERS: dict[str, Family] = {
     "AyaVisionForConditionalGeneration": AyaTower,
     "Cohere2VisionForConditionalGeneration": CohereTower,
+    "DeepseekVLV2ForCausalLM": DeepseekVL2Tower,
     "Exaone4_5_ForConditionalGeneration": ExaoneTower,
     "Gemma3ForConditionalGeneration": Gemma3Tower,
     "Gemma4ForConditionalGeneration": Gemma4Tower,
@@ -74,6 +76,7 @@ TOWERS: dict[str, Family] = {
 }
 PLACEHOLDERS = ("image", "video", "audio")
 TEXT = (
+    "language.",
     "language_model.",
     "model.language_model.",
     "lm_head.",
