@@ -66,7 +66,7 @@ class Glm4vTower(QwenTower):
             x_ND = x_ND + self.learned(rows, columns).to(x_ND.dtype)
         angles = self.angles(rows, columns)
         for block in self.blocks:
-            x_ND = block(x_ND, angles, [])
+            x_ND = block(x_ND, angles)
         merged = self.norm(x_ND).view(len(x_ND) // self.config.merge**2, -1)
         merged = functional.linear(merged, self.merge_map, self.merge_bias)
         return self.merger(functional.gelu(self.merger_norm(self.proj(merged))))

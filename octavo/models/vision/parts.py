@@ -119,11 +119,13 @@ class GatedFeedforward:
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
-def attend(q_NAH: Tensor, k_NAH: Tensor, v_NAH: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of all rows to all rows, for A heads: [..., N, A * H]. Keys and values may have fewer heads."""
+def attend(q_NAH: Tensor, k_NAH: Tensor, v_NAH: Tensor, scale: float | None = None, ends: Sequence[int] = ()) -> Tensor:
+    """Attention of all rows to all rows, for A heads: [..., N, A * H]. Keys and values may have fewer heads.
+
+    With ``ends``, of [N, A, H], rows attend to those up to the same end."""
     *others, N, A, H = q_NAH.shape
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q_NAH, k_NAH, v_NAH))
-    ends = range(N, len(q) + 1, N)
+    ends = ends or range(N, len(q) + 1, N)
     return ops.encoder_attention(q, k, v, ends, H**-0.5 if scale is None else scale).view(*others, N, A * H)
 
 

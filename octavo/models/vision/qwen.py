@@ -9,7 +9,9 @@ Shapes: N patches, D width of the tower, H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -142,22 +144,14 @@ class QwenBlock:
             first, second = (f"{prefix}.mlp.{name}" for name in config.ups)
             self.mlp = Feedforward(weights, (first, second), (D, config.ffn_size, D), config.activation)
 
-    def __call__(self, x_ND: Tensor, angles: tuple[Tensor, Tensor], windows: list[Tensor]) -> Tensor:
-        """``windows``: int64 [windows, patches of each]: the patches that attend to each other; all if empty."""
+    def __call__(self, x_ND: Tensor, angles: tuple[Tensor, Tensor], ends: Sequence[int] = ()) -> Tensor:
+        """``ends``: of the windows in which patches attend to each other; all do if it is empty."""
         N, A, K = len(x_ND), self.num_heads, self.num_kv_heads
         qk, v = self.qkv(self.norms[0](x_ND)).view(N, A + 2 * K, -1).split_with_sizes([A + K, K], dim=1)
         if self.head_norms:
             qk = torch.cat([norm(x) for norm, x in zip(self.head_norms, qk.chunk(2, dim=1), strict=True)], dim=1)
         q, k = turn(qk, *angles).split_with_sizes([A, K], dim=1)
-        if K < A:
-            k, v = (x.repeat_interleave(A // K, dim=1) for x in (k, v))
-        if windows:
-            attended = torch.empty_like(x_ND)
-            for window in windows:
-                attended[window] = attend(q[window], k[window], v[window])
-        else:
-            attended = attend(q, k, v)
-        x_ND = x_ND + self.proj(attended)
+        x_ND = x_ND + self.proj(attend(q, k, v, ends=ends))
         return x_ND + self.mlp(self.norms[1](x_ND))
 
 
@@ -173,6 +167,21 @@ def read_windowed(keys: ConfigKeys, **fields: Any) -> QwenConfig:
         full_layers=tuple(inner.get("fullatt_block_indexes", [7, 15, 23, 31])),
         **fields,
     )
+
+
+@lru_cache(maxsize=8)
+def windows(
+    rows: int, columns: int, config: QwenConfig, device: torch.device
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """The order of patches window by window, the way back, and the end of each window. Kept, as it is made on the
+    host."""
+    side = config.window // config.merge * config.merge
+    row, column = places(rows, columns, config.merge, torch.device("cpu")) // side
+    of_patch = row * -(-columns // side) + column
+    order = torch.argsort(of_patch, stable=True)
+    counts = torch.bincount(of_patch)
+    ends = counts[counts > 0].cumsum(0).tolist()
+    return order.to(device), torch.argsort(order).to(device), tuple(ends)
 
 
 class Qwen25Tower(QwenTower):
@@ -192,23 +201,16 @@ class Qwen25Tower(QwenTower):
     def __call__(self, image: Pixels) -> Tensor:
         """The embeddings of an image, row by row: [N / merge^2, D of the decoder]."""
         x_ND, rows, columns = self.embedded(image)
-        angles = self.angles(rows, columns)
-        windows = self.windows(rows, columns) if self.config.window else []
+        cos_NH, sin_NH = self.angles(rows, columns)
+        ends: Sequence[int] = ()
+        if self.config.window:
+            order, back, ends = windows(rows, columns, self.config, self.form.device)
+            x_ND, cos_NH, sin_NH = x_ND[order], cos_NH[order], sin_NH[order]
         for index, block in enumerate(self.blocks):
-            x_ND = block(x_ND, angles, [] if index in self.config.full_layers else windows)
+            x_ND = block(x_ND, (cos_NH, sin_NH), () if index in self.config.full_layers else ends)
+        if self.config.window:
+            x_ND = x_ND[back]
         return self.merger(self.norm(x_ND).view(len(x_ND) // self.config.merge**2, -1))
-
-    def windows(self, rows: int, columns: int) -> list[Tensor]:
-        """The patches of each attention window, by their number."""
-        config, device = self.config, self.form.device
-        side = config.window // config.merge * config.merge
-        row, column = places(rows, columns, config.merge, device) // side
-        of_patch = row * -(-columns // side) + column
-        order = torch.argsort(of_patch, stable=True)
-        counts = torch.bincount(of_patch)
-        found = torch.split(order, counts.tolist())
-        sizes = sorted({len(window) for window in found})
-        return [torch.stack([window for window in found if len(window) == size]) for size in sizes]
 
 
 class ExaoneTower(Qwen25Tower):
@@ -290,7 +292,7 @@ class Qwen3Tower(QwenTower):
         x_ND = x_ND + self.learned(rows, columns).to(x_ND.dtype)
         angles, deep = self.angles(rows, columns), []
         for index, block in enumerate(self.blocks):
-            x_ND = block(x_ND, angles, [])
+            x_ND = block(x_ND, angles)
             if index in self.config.deep_layers:
                 deep.append(self.deep_mergers[self.config.deep_layers.index(index)](x_ND))
         return torch.cat([self.merger(x_ND), *deep], dim=-1)
