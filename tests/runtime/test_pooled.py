@@ -27,6 +27,7 @@ from octavo.text.vectors import result_of
 from octavo.types import Output, Request, Task
 from tests.models.encoder_families import word_tokenizer
 from tests.models.families import ROWS, VOCAB_SIZE, make_checkpoint
+from tests.ops.cpu_cases import needs_float_kernels
 from tests.tiers import nightly_after
 
 FIRST = ("llama/gqa", "gpt2/small", "qwen3/biases", "gemma3/two_ropes")
@@ -139,6 +140,17 @@ def test_a_decoder_that_classifies_tokens(row: str, tmp_path: Path) -> None:
         with torch.inference_mode():
             logits = model(torch.tensor([text]), use_cache=False).logits[0]
         np.testing.assert_allclose(found, logits.softmax(dim=-1), atol=1e-5)
+
+
+@pytest.mark.slow
+@needs_float_kernels
+@pytest.mark.parametrize("task", nightly_after(1, ("classify", "token_classify")))
+def test_ranks_find_the_labels_of_one_device(task: Task, tmp_path: Path) -> None:
+    kind = AutoModelForSequenceClassification if task == "classify" else AutoModelForTokenClassification
+    made_with(kind, tmp_path, "qwen3/wide_heads", **LABELS)
+    one, two = (results(tmp_path, task, (task,), tensor_parallel_size=size) for size in (1, 2))
+    for found, expected in zip(two, one, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
