@@ -61,6 +61,7 @@ def families() -> Iterator[tuple[str, str, str, str, str]]:
             in_gguf[architecture] = f"{known}, {name}" if known else name
     in_gguf |= {"DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeLiteForCausalLM": "deepseek2"}
     in_gguf |= {"Olmo3ForCausalLM": "olmo2", "GraniteMoeSharedForCausalLM": "granitemoe"}
+    in_gguf |= {"FalconMambaForCausalLM": "mamba", "YoutuForCausalLM": "deepseek2"}
     yield "architecture", "GGUF", "LoRA", "windows", "about"
     shown = {}
     for name, family in sorted(ARCHITECTURES.items(), key=lambda item: item[0].lower()):

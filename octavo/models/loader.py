@@ -117,6 +117,13 @@ class WeightLoader:
         rows = MatrixRows(name, [Section(num_outputs, num_heads)])
         return self._counted(self._own(rows, self._stored(name, (num_outputs, num_inputs))).dense(self.form))
 
+    def vectors(self, names: Sequence[str], size: int) -> Tensor:
+        """A vector of each head, [heads, size], which the checkpoint stores one by one; heads are divided among
+        devices."""
+        rows = DenseStored((torch.stack([self._numbers(name, (size,)) for name in names]),))
+        count = len(names)
+        return self._counted(self._own(MatrixRows(names[0], [Section(count, count)]), rows).dense(self.form))
+
     def exact_part(self, name: str, section: Section) -> Tensor:
         """This device's part of a vector, in float32."""
         return self.exact_parts(name, [section])

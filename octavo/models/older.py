@@ -11,6 +11,7 @@ import dataclasses
 from functools import partial
 
 import numpy as np
+from torch import Tensor
 
 from octavo.layers.linear import Linear
 from octavo.models.config import ACTIVATIONS, FULL, SLIDING
@@ -18,7 +19,7 @@ from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import PLAIN_ACTIVATIONS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.loader import WeightLoader
-from octavo.models.parts import DecoderConfig, Names, NormPart
+from octavo.models.parts import DecoderConfig, HeadNorm, Names, NormPart
 from octavo.models.rope import rope_values
 from octavo.quant.stored.stored_weight import Order
 
@@ -287,7 +288,16 @@ class Starcoder2ForCausalLM(Decoder):
         )
 
 
+class StableLmLayer(DecoderLayer):
+    def own_weights(self, config: DecoderConfig, weights: WeightLoader, name: str, count: int) -> Tensor:
+        if weights.tensors.has(f"{name}.weight"):  # in GGUF files
+            return super().own_weights(config, weights, name, count)
+        return weights.vectors([f"{name}.norms.{i}.weight" for i in range(count)], self.part.head_dim)
+
+
 class StableLmForCausalLM(Decoder):
+    layer_class = StableLmLayer
+
     @classmethod
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         is_parallel = keys.flag("use_parallel_residual")
@@ -302,9 +312,9 @@ class StableLmForCausalLM(Decoder):
             mlp_bias=False,
             names=names._replace(head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm")),
         )
-        if keys.flag("qk_layernorm"):
-            raise wrong("qk_layernorm", True, "false")
-        return dataclasses.replace(config.with_attention(has_output_bias=False), is_parallel=is_parallel)
+        norm = HeadNorm("each") if keys.flag("qk_layernorm") else None  # of the 12B model
+        config = config.with_attention(has_output_bias=False, head_norm=norm)
+        return dataclasses.replace(config, is_parallel=is_parallel)
 
 
 PHI = Names(

@@ -82,6 +82,12 @@ _DEEPSEEK_V3_WORDS = (
     r" ?[\p{P}\p{S}]+[\r\n]*",
     _SPACES,
 )
+_AFMOE_SCRIPTS = (
+    r"[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0eff"
+    r"\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+"""Scripts of eastern Asia."""
+_AFMOE = (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _AFMOE_SCRIPTS, "|".join(_DEEPSEEK_V3_WORDS))
 _DEEPSEEK_V3 = (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", "|".join(_DEEPSEEK_V3_WORDS))
 
 
@@ -154,6 +160,7 @@ WORD_RULES = {
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), WordRule((_BLOOM,))),
     "viking": WordRule((_BLOOM, r"\p{N}")),
     "hunyuan-dense": WordRule(_DEEPSEEK_V3),
+    "afmoe": WordRule(_AFMOE),
     "joyai-llm": WordRule(_DEEPSEEK_V3),
     "falcon": WordRule(_FALCON),
     "seed-coder": WordRule((_SEED,)),

@@ -104,6 +104,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus/learned_activation": ("apertus", {}),
     "falcon/one_kv_head": ("falcon", {**FALCON, "multi_query": True}),
     "falcon/two_norms": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon/some_kv_heads": (
+        "falcon",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
     "falcon/sequential": (
         "falcon",
         {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "tie_word_embeddings": False},
@@ -152,6 +156,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi/parallel": ("phi", {**ROTATED_HALF}),
     "phimoe/chosen_in_turn": ("phimoe", {"num_local_experts": 5, "lm_head_bias": True, "attention_bias": True}),
     "stablelm/biases": ("stablelm", {**ROTATED_HALF, "use_qkv_bias": True}),
+    "stablelm/normed_heads": (
+        "stablelm",
+        {**ROTATED_HALF, "use_parallel_residual": True, "qk_layernorm": True},
+    ),
     "stablelm/parallel": ("stablelm", {**ROTATED_HALF, "use_parallel_residual": True}),
     "starcoder2/windows": ("starcoder2", {"sliding_window": 9}),
     "gemma4/own_embeddings": (

@@ -417,6 +417,8 @@ RANDOM = (
     "ln_2.weight",
     "ln_f.weight",
     "sinks",
+    "alpha_p",
+    "alpha_n",
     "_bias",
 )
 """Parameters that begin as all ones or zeros, where mistakes would not show."""

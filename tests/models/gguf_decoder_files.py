@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 DECODERS = {
+    "afmoe": "AFMOE",
+    "apertus": "APERTUS",
     "arcee": "ARCEE",
     "bloom": "BLOOM",
     "cohere": "COMMAND_R",
@@ -49,9 +51,9 @@ DECODERS = {
 WRITTEN = {"cohere2_moe": "cohere2moe", "hy_v3": "hy_v3"}
 """Architectures that the package does not know: their names, with the tensors of a known one."""
 PERMUTED = ("arcee", "granite", "granitemoe", "granitemoeshared", "ministral3", "olmo", "smollm3")
-LISTED = ("cohere2_moe", "exaone4", "exaone_moe", "mimo_v2_flash", "olmo3")
+LISTED = ("afmoe", "cohere2_moe", "exaone4", "exaone_moe", "mimo_v2_flash", "olmo3")
 """Those whose files say which layers have windows."""
-SIGMOID = ("dots1", "exaone_moe", "glm4_moe", "hy_v3", "mimo_v2_flash", "minimax_m2")
+SIGMOID = ("afmoe", "dots1", "exaone_moe", "glm4_moe", "hy_v3", "mimo_v2_flash", "minimax_m2")
 
 
 def converted_decoder(kind: str, config: dict[str, Any], name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -84,6 +86,10 @@ def converted_decoder(kind: str, config: dict[str, Any], name: str, tensor: Tens
         return {f"{layer}.ffn_gate_exps.weight": gates, f"{layer}.ffn_up_exps.weight": ups}
     if kind == "llama4_text" and name.endswith("experts.down_proj"):
         return {f"{layer}.ffn_down_exps.weight": tensor.transpose(1, 2)}
+    if ".act_fn." in name:
+        return {}
+    if name.endswith("expert_bias") and kind == "afmoe":
+        return {f"{layer}.exp_probs_b.bias": tensor}
     if kind == "hy_v3":
         name = name.replace("shared_mlp", "shared_experts").replace("router.gate", "gate")
         return {f"{layer}.exp_probs_b.bias" if name.endswith("expert_bias") else name: tensor}
@@ -125,6 +131,9 @@ def write_decoder_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any
             getattr(writer, f"add_{key}")(config[name])
     if kind in ("gpt_neox", "stablelm"):
         writer.add_parallel_residual(config["use_parallel_residual"])
+    if kind == "apertus":
+        writer.add_xielu_beta([0.5] * layers)
+        writer.add_xielu_eps([-1e-6] * layers)
     if kind == "mpt":
         writer.add_clamp_kqv(config["attn_config"]["clip_qkv"])
         writer.add_max_alibi_bias(config["attn_config"]["alibi_bias_max"])
@@ -197,13 +206,17 @@ def _write_mixture(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     elif kind == "cohere2_moe":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
-    if (scale := config.get("routed_scaling_factor") or config.get("router_scaling_factor")) is not None:
+    scales = (config.get(f"{name}_factor") for name in ("routed_scaling", "router_scaling"))
+    if (scale := next(filter(None, (*scales, config.get("route_scale"))), None)) is not None:
         writer.add_expert_weights_scale(scale)
     if "norm_topk_prob" in config and kind != "olmoe":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if (config.get("n_group") or 1) > 1:
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
+    if kind == "afmoe":
+        writer.add_expert_weights_norm(True)
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
     if "first_k_dense_replace" in config:
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     if "moe_layer_start_index" in config:

@@ -44,9 +44,13 @@ ARCHITECTURES = {
     "gpt_oss": "GPT_OSS",
     "deepseek_v2": "DEEPSEEK2",
     "deepseek_v3": "DEEPSEEK2",
+    "mistral4": "MISTRAL4",
+    "youtu": "DEEPSEEK2",
     **DECODERS,
     **HYBRIDS,
 }
+LATENT = ("deepseek_v3", "mistral4", "youtu")
+"""Those whose files have maps to keys and values apart."""
 WITHOUT_MODEL = ("mixtral", "kimi_linear", "lfm2_moe", "minimax_m2", "phimoe")
 """Those whose experts' names begin with the layers."""
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
@@ -80,15 +84,20 @@ def write_gguf(
     counts = (config.get(key) for key in ("num_hidden_layers", "n_layer", "n_layers"))
     layers = next(filter(None, counts), None) or len(config["layers_block_type"])
     names = gguf.get_tensor_name_map(arch, layers)
-    tensors = _converted(kind, config, load_file(folder / "model.safetensors"))
+    stored = load_file(folder / "model.safetensors")
+    if kind == "apertus":
+        for part in ("alpha_p", "alpha_n"):
+            numbers = [stored[f"model.layers.{i}.mlp.act_fn.{part}"].item() for i in range(layers)]
+            getattr(writer, f"add_xielu_{part}")(numbers)
+    tensors = _converted(kind, config, stored)
     known = {names.get_name(name, try_suffixes=(".weight", ".bias")) or name: part for name, part in tensors.items()}
-    for stored, tensor in (_fused(known) if fuses_queries else known).items():
+    for written, tensor in (_fused(known) if fuses_queries else known).items():
         values = tensor.float().numpy()
-        form = quantise(stored, values)
+        form = quantise(written, values)
         if form is None:
-            writer.add_tensor(stored, np.ascontiguousarray(values))
+            writer.add_tensor(written, np.ascontiguousarray(values))
         else:
-            writer.add_tensor(stored, gguf.quants.quantize(np.ascontiguousarray(values), form), raw_dtype=form)
+            writer.add_tensor(written, gguf.quants.quantize(np.ascontiguousarray(values), form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -117,6 +126,8 @@ def _converted(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) ->
             )
             base = re.sub(r"backbone(.*)\.mixer", r"model\1.mlp", base)
             experts.setdefault(f"{base}.experts.{match[3]}.weight", {})[int(match[2])] = tensor
+        elif match := re.fullmatch(r"(.*)\.norms\.(\d+)\.weight", name):
+            experts.setdefault(f"{match[1]}.weight", {})[int(match[2])] = tensor
         else:
             convert = converted_decoder if kind in DECODERS else converted if kind in HYBRIDS else _one
             found |= convert(kind, config, name, tensor)
@@ -150,7 +161,9 @@ def _one(kind: str, config: dict[str, Any], name: str, tensor: Tensor) -> dict[s
         return {name.replace("correction_bias", "correction.bias"): tensor}
     if kind == "gpt_oss" and (match := re.fullmatch(r"(.*\.)(gate_up_proj|down_proj)(_bias)?", name)):
         return _gpt_oss(match, tensor)
-    if kind == "deepseek_v3" and name.endswith("kv_b_proj.weight"):
+    if kind == "mistral4" and name.endswith(("gate_up_proj", "down_proj")):
+        return {f"{name}.weight": tensor}
+    if kind in LATENT and name.endswith("kv_b_proj.weight"):
         sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
         keys, values = tensor.view(config["num_attention_heads"], -1, config["kv_lora_rank"]).split(sizes, dim=1)
         return {name.replace("kv_b", "k_b"): keys.transpose(1, 2), name.replace("kv_b", "v_b"): values}
@@ -186,7 +199,7 @@ def _write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> N
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     _write_rope(writer, kind, config)
-    if kind.startswith("deepseek"):
+    if kind in ("deepseek_v2", *LATENT):
         _write_deepseek(writer, kind, config)
         return
     writer.add_head_count_kv(config["num_key_value_heads"])
@@ -281,25 +294,32 @@ def _write_rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> N
 
 
 def _write_deepseek(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:
-    """Newer files for V3, with maps to keys and values apart; older ones for V2."""
+    """Newer files for all but V2."""
     rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
     head = config["qk_nope_head_dim"] + rotated
-    if kind == "deepseek_v3":
+    if kind in LATENT:
         writer.add_head_count_kv(1)
         writer.add_key_length(rank + rotated)
         writer.add_value_length(rank)
         writer.add_key_length_mla(head)
         writer.add_value_length_mla(config["v_head_dim"])
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     else:
         writer.add_head_count_kv(config["num_attention_heads"])
         writer.add_key_length(head)
         writer.add_value_length(config["v_head_dim"])
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
     if config["q_lora_rank"] is not None:
         writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_kv_lora_rank(rank)
     writer.add_vocab_size(config["vocab_size"])
+    if kind == "youtu":
+        writer.add_leading_dense_block_count(config["num_hidden_layers"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_shared_count(0)
+        return
+    kinds = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(kinds.SIGMOID if kind == "deepseek_v3" else kinds.SOFTMAX)
+    if beta := config["rope_parameters"].get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(beta)
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_expert_count(config.get("n_routed_experts") or config["num_local_experts"])

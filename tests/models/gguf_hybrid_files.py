@@ -17,6 +17,8 @@ HYBRIDS = {
     "qwen3_5_moe_text": "QWEN35MOE",
     "lfm2": "LFM2",
     "lfm2_moe": "LFM2MOE",
+    "mamba": "MAMBA",
+    "falcon_mamba": "MAMBA",
     "mamba2": "MAMBA2",
     "nemotron_h": "NEMOTRON_H_MOE",
     "nemotron_h_dense": "NEMOTRON_H",
@@ -40,6 +42,8 @@ def converted(kind: str, config: dict[str, Any], name: str, tensor: Tensor) -> d
     if kind.startswith("lfm2"):
         name = name.replace("expert_bias", "expert_bias.bias")
         return {name: tensor.squeeze(1) if name.endswith("conv.conv.weight") else tensor}
+    if kind in ("mamba", "falcon_mamba"):
+        return {name: -tensor.exp() if name.endswith("A_log") else tensor.squeeze(1) if "conv1d.w" in name else tensor}
     return _mamba(kind, config, name, tensor)
 
 
@@ -165,6 +169,15 @@ def write_keys(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> No
     is_nemotron = kind.startswith("nemotron")
     (writer.add_layer_norm_eps if is_nemotron else writer.add_layer_norm_rms_eps)(eps)
     writer.add_vocab_size(config["vocab_size"])
+    if kind in ("mamba", "falcon_mamba"):
+        writer.add_head_count(0)
+        writer.add_feed_forward_length(0)
+        writer.add_ssm_conv_kernel(config["conv_kernel"])
+        writer.add_ssm_inner_size(config["intermediate_size"])
+        writer.add_ssm_state_size(config["state_size"])
+        writer.add_ssm_time_step_rank(config["time_step_rank"])
+        writer.add_ssm_dt_b_c_rms(kind == "falcon_mamba")
+        return
     if kind == "mamba2":
         writer.add_head_count(0)
         writer.add_feed_forward_length(0)

@@ -66,6 +66,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "lfm2/conv": {"block_auto_adjust_ff_dim": False},
     "lfm2/biases": {},
     "lfm2_moe/experts": {},
+    "mamba/alone": {},
+    "falcon_mamba/norms": {},
     "mamba2/alone": {},
     "mamba2/biases": {},
     "nemotron_h/experts": {
@@ -78,6 +80,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "falcon_h1/factors": {},
     "falcon_h1/gated_first": {"attention_bias": False, "mlp_bias": False},
     "kimi_linear/experts": {},
+    "afmoe/gated": {},
+    "apertus/learned_activation": rope("default"),
+    "mistral4/growing_queries": {},
+    "youtu/latent": {},
     "arcee/biases": {},
     "bloom/slopes": {},
     "cohere/normed_heads": {},
@@ -92,6 +98,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "exaone_moe/groups": {},
     "falcon/one_kv_head": {},
     "falcon/two_norms": {},
+    "falcon/some_kv_heads": {},
     "glm/fused": {},
     "glm4_moe/groups": {},
     "glm4_moe/normed_heads": {},
@@ -127,6 +134,7 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "stablelm/biases": {},
     "stablelm/parallel": {},
+    "stablelm/normed_heads": {},
     "starcoder2/windows": {},
 }
 """Rows of checkpoints, with what a file cannot say left at the family's default."""

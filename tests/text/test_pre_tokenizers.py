@@ -30,11 +30,17 @@ def cut(name: str, text: str) -> list[str]:
         ("deepseek-llm", "I ' ll Ġ ĠPAY Ġ 1 2 3 4 Ġfor Ċ Ċ Ġ 5 ĠABCdef , Ġdon ' t !"),
         ("deepseek-coder", "I ' ll Ġ ĠPAY Ġ 1 2 3 4 Ġfor Ċ Ċ Ġ 5 ĠABCdef , Ġdon ' t !"),
         ("deepseek-v3", "I 'll Ġ ĠPAY Ġ 123 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon 't !"),
+        ("afmoe", "I 'll Ġ ĠPAY Ġ 1 234 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon 't !"),
         ("default", "I ' ll Ġ ĠPAY Ġ 123 4 Ġfor ĊĊ Ġ 5 ĠABCdef , Ġdon ' t !"),
     ],
 )
 def test_known_cuts(name: str, pieces: str) -> None:
     assert " ".join(cut(name, TEXT)) == pieces
+
+
+def test_digits_are_grouped_from_the_end_of_a_number() -> None:
+    assert " ".join(cut("afmoe", "7 88 12345 1234567 123456")) == "7 Ġ 88 Ġ 12 345 Ġ 1 234 567 Ġ 123 456"
+    assert [len(piece) for piece in cut("afmoe", "ab日本カナ한국xy")] == [2, 18, 2]
 
 
 def test_every_rule_keeps_every_byte() -> None:

@@ -146,7 +146,7 @@ def test_rotary_scaling(opened: Opener) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported in GGUF files, supported are llama"),
+        ({"general.architecture": "rwkv7"}, "architecture 'rwkv7' is not supported in GGUF files, supported are llama"),
         ({"general.architecture": None}, "architecture 'None' is not supported"),
         ({"llama.block_count": None}, "'llama.block_count': is None, expected an integer from 1"),
         ({"llama.block_count": 1 << 30}, "'llama.block_count': 1073741824, but there are only 20 tensors"),

@@ -52,6 +52,8 @@ class GGUFCheckpoint:
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The type and shape of an existing parameter."""
         place = self._places[name]
+        if place.number is not None:
+            return "F32", (1,)
         tensor = self._file.tensors[place.tensor]
         if place.values is not None:
             (heads, latent, width), values = tensor.shape, self._file.tensors[place.values].shape
@@ -66,6 +68,8 @@ class GGUFCheckpoint:
         if name not in self._places:
             raise CheckpointError(f"{self.path}: there is no tensor for {name!r}; expected one of shape {shape}")
         place = self._places[name]
+        if place.number is not None:
+            return torch.full(shape, place.number)
         if place.values is not None:
             return self._joined(place.tensor, place.values, shape)
         tensor = self._file.tensors[place.tensor]

@@ -64,6 +64,15 @@ def _nemotron(data: Metadata, config: Config) -> None:
     config["hidden_act"], config["norms_include_one"] = "relu2", True
 
 
+def _apertus(data: Metadata, config: Config) -> None:
+    read_llama(data, config)
+    config["hidden_act"] = "xielu"
+    everything = Metadata(data.file, "")
+    for key, value in (("xielu.beta", 0.5), ("xielu.eps", -1e-6)):
+        if not np.allclose(everything.array(key), value, rtol=1e-2, atol=0):  # they were rounded to bfloat16
+            everything.fail(key, f"must be {value} in all layers")
+
+
 def _granite(data: Metadata, config: Config) -> None:
     read_llama(data, config)
     read_factors(data, config)
@@ -84,7 +93,7 @@ def _seed_oss(data: Metadata, config: Config) -> None:
 
 def _ernie(data: Metadata, config: Config) -> None:
     read_llama(data, config)
-    drop(config, "attention_bias")
+    drop(config, "attention_bias", "mlp_bias")
     config["use_bias"] = has_bias(data, "attn_q")
 
 
@@ -208,9 +217,11 @@ def _bloom(data: Metadata, config: Config) -> None:
 def _falcon(data: Metadata, config: Config) -> None:
     _read_old(data, config, eps="layer_norm_epsilon")
     config["num_kv_heads"] = config.pop("num_key_value_heads")
-    config["new_decoder_architecture"] = "blk.0.attn_norm_2.weight" in data.file.tensors
-    if not config["new_decoder_architecture"] and config["num_kv_heads"] not in (1, config["num_attention_heads"]):
-        data.fail("attention.head_count_kv", "with one norm a layer, as in Falcon 2 11B, must be 1 or all heads")
+    has_two_norms = "blk.0.attn_norm_2.weight" in data.file.tensors
+    is_new = has_two_norms or config["num_kv_heads"] not in (1, config["num_attention_heads"])
+    config["new_decoder_architecture"] = is_new
+    if is_new:  # Falcon 2 11B has one
+        config["num_ln_in_parallel_attn"] = 1 + has_two_norms
     config["multi_query"], config["bias"] = config["num_kv_heads"] == 1, has_bias(data, "attn_qkv")
     config["ffn_hidden_size"] = data.rows("blk.0.ffn_up.weight")
     drop(config, "intermediate_size", "attention_bias", "mlp_bias")
@@ -252,7 +263,7 @@ def _stablelm(data: Metadata, config: Config) -> None:
     config["use_qkv_bias"] = has_bias(data, "attn_q")
     data.flag("use_parallel_residual", True)  # older files say so of all models
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in data.file.tensors
-    config["qk_layernorm"] = "blk.0.attn_q_norm.weight" in data.file.tensors  # of the 12B model, which is refused
+    config["qk_layernorm"] = "blk.0.attn_q_norm.weight" in data.file.tensors  # of the 12B model
     drop(config, "attention_bias", "mlp_bias")
 
 
@@ -280,11 +291,15 @@ MPT = {
 }
 MPT_OUTER = {"token_embd": "transformer.wte", "output_norm": "transformer.norm_f", "output": "lm_head"}
 STARCODER = {**ATTENTION, "ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+STABLELM = {**LLAMA, "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}
+APERTUS = {**UNGATED, **HEAD_NORMS, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+XIELU = {f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n")}
 PHI = {**ATTENTION, "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
 PHI_OUTER = {**OUTER, "output_norm": "model.final_layernorm"}
 FALCON = GgufFamily("FalconForCausalLM", BLOOM, _falcon, BLOOM_OUTER, "transformer.h.", order=_fused_order)
 
 DECODERS: dict[str, GgufFamily] = {
+    "apertus": GgufFamily("ApertusForCausalLM", APERTUS, _apertus, numbers=XIELU),
     "arcee": GgufFamily("ArceeForCausalLM", UNGATED, _arcee, is_permuted=True),
     "bloom": GgufFamily("BloomForCausalLM", BLOOM, _bloom, BLOOM_OUTER, "transformer.h.", order=_fused_order),
     "chatglm": GgufFamily("GlmForCausalLM", GLM, _glm),
@@ -304,6 +319,6 @@ DECODERS: dict[str, GgufFamily] = {
     "phi2": GgufFamily("PhiForCausalLM", PHI, _phi2, PHI_OUTER),
     "seed_oss": GgufFamily("SeedOssForCausalLM", SEED, _seed_oss),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", LLAMA, _smollm3, is_permuted=True),
-    "stablelm": GgufFamily("StableLmForCausalLM", {**LLAMA, **HEAD_NORMS}, _stablelm),
+    "stablelm": GgufFamily("StableLmForCausalLM", STABLELM, _stablelm),
     "starcoder2": GgufFamily("Starcoder2ForCausalLM", STARCODER, _starcoder2),
 }

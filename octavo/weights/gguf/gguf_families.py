@@ -61,6 +61,8 @@ class TensorPlace(NamedTuple):
     """Which half of the rows, if the tensor has gates and ups."""
     rows: slice | None = None
     """Which rows, if the tensor has queries, then keys, then values."""
+    number: float | None = None
+    """The only number, if metadata has it in place of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class GgufFamily:
     has_attention: bool = True
     order: Callable[[Config, str, int], npt.NDArray[np.int64] | None] = lambda config, name, count: None
     """The index of the stored row for each of a parameter's rows, if they are in another order."""
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    """Metadata keys, without any prefix, with a number of each layer, to the parameter in a layer that it is."""
     variants: Mapping[str, GgufFamily] = field(default_factory=dict)
     """The families instead of this one, by a tensor of the first layer that only their files have."""
 
@@ -98,8 +102,16 @@ def translate(file: GGUFFile, families: Mapping[str, GgufFamily]) -> tuple[GgufF
         family = other if f"blk.0.{tensor}.weight" in file.tensors else family
     config = _common(data, family)
     family.configure(data, config)
+    places = _places(file, name, family, config)
+    for key, own in family.numbers.items():
+        found = Metadata(file, "").array(key)
+        if len(found) != config["num_hidden_layers"]:
+            raise CheckpointError(
+                f"{file.path}: metadata {key!r}: has {len(found)} numbers, expected one of each layer"
+            )
+        places |= {f"{family.layer_prefix}{i}.{own}": TensorPlace(key, number=value) for i, value in enumerate(found)}
     data.finish()
-    return family, config, _places(file, name, family, config)
+    return family, config, places
 
 
 def _common(data: Metadata, family: GgufFamily) -> Config:
@@ -372,7 +384,7 @@ def _gpt_oss(data: Metadata, config: Config) -> None:
     config["rope_scaling"]["truncate"] = False
 
 
-def _deepseek2(data: Metadata, config: Config) -> None:
+def read_deepseek2(data: Metadata, config: Config) -> None:
     """Expert groups are used only if the file has their number."""
     corrected = any(name.endswith(".exp_probs_b.bias") for name in data.file.tensors)  # scores of version 3
     gating = read_scoring(data, SIGMOID if corrected else SOFTMAX)
@@ -390,6 +402,11 @@ def _deepseek2(data: Metadata, config: Config) -> None:
     config["q_lora_rank"] = data.count("attention.q_lora_rank", 0, low=0) or None
     config["kv_lora_rank"] = data.count("attention.kv_lora_rank")
     config["intermediate_size"] = data.count("feed_forward_length")
+    if not data.has("expert_count"):
+        config["architectures"] = ["YoutuForCausalLM"]
+        for key in ("leading_dense_block_count", "expert_feed_forward_length", "expert_shared_count"):
+            data.get(key)  # which llama.cpp wants of all
+        return
     read_routing(data, config, is_normalised=False)
     config["n_shared_experts"] = data.count("expert_shared_count")
     config["first_k_dense_replace"] = data.count("leading_dense_block_count", 0, low=0)
@@ -538,7 +555,7 @@ FAMILIES: dict[str, GgufFamily] = {
     "gemma2": GgufFamily("Gemma2ForCausalLM", {**SANDWICH, **GATED}, _gemma2),
     "gemma3": GgufFamily("Gemma3ForCausalLM", {**SANDWICH, **GATED, **HEAD_NORMS}, _gemma3),
     "gemma4": GgufFamily("Gemma4ForCausalLM", GEMMA4, _gemma4, GEMMA4_OUTER),
-    "deepseek2": GgufFamily("DeepseekV2ForCausalLM", DEEPSEEK, _deepseek2),
+    "deepseek2": GgufFamily("DeepseekV2ForCausalLM", DEEPSEEK, read_deepseek2),
     "glm4": GgufFamily(
         "Glm4ForCausalLM",
         {

@@ -177,6 +177,7 @@ def _mamba_names(prefix: str) -> dict[str, str]:
     return {f"ssm_{part}": f"{prefix}.{own}" for part, own in {**parts, "out": "out_proj"}.items()}
 
 
+MAMBA = {**_mamba_names("mixer"), "attn_norm": "norm", "ssm_x": "mixer.x_proj", "ssm_dt": "mixer.dt_proj"}
 MAMBA_OUTER = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 NEMOTRON = {
     **_mamba_names("mixer"),
@@ -223,6 +224,17 @@ def _mamba2(data: Metadata, config: Config) -> None:
     config["conv_kernel"] = data.count("ssm.conv_kernel")
     config["layer_norm_epsilon"] = data.real("attention.layer_norm_rms_epsilon")
     config["use_conv_bias"], config["use_bias"] = has_bias(data, "ssm_conv1d"), has_bias(data, "ssm_in")
+
+
+def _mamba(data: Metadata, config: Config) -> None:
+    del config["num_attention_heads"]
+    data.get("feed_forward_length")  # 0
+    config["intermediate_size"], config["state_size"] = data.count("ssm.inner_size"), data.count("ssm.state_size")
+    config["time_step_rank"], config["conv_kernel"] = data.count("ssm.time_step_rank"), data.count("ssm.conv_kernel")
+    config["layer_norm_epsilon"] = data.real("attention.layer_norm_rms_epsilon")
+    config["use_conv_bias"], config["use_bias"] = has_bias(data, "ssm_conv1d"), has_bias(data, "ssm_in")
+    if data.flag("ssm.dt_b_c_rms", False):
+        config["architectures"] = ["FalconMambaForCausalLM"]
 
 
 def _nemotron_h(data: Metadata, config: Config) -> None:
@@ -357,6 +369,9 @@ HYBRIDS: dict[str, GgufFamily] = {
     "qwen35moe": GgufFamily("Qwen3_5MoeForCausalLM", DELTA_EXPERTS, _tiled_delta_experts, order=_tiled_order),
     "lfm2": GgufFamily("Lfm2ForCausalLM", LFM2_EXPERTS, _lfm2, LFM2_OUTER),
     "lfm2moe": GgufFamily("Lfm2MoeForCausalLM", LFM2_EXPERTS, _lfm2_moe, LFM2_OUTER),
+    "mamba": GgufFamily(
+        "MambaForCausalLM", MAMBA, _mamba, MAMBA_OUTER, layer_prefix="backbone.layers.", has_attention=False
+    ),
     "mamba2": GgufFamily(
         "Mamba2ForCausalLM", NEMOTRON, _mamba2, MAMBA_OUTER, layer_prefix="backbone.layers.", has_attention=False
     ),

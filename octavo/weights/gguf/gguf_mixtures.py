@@ -24,6 +24,7 @@ from octavo.weights.gguf.gguf_families import (
     Config,
     GgufFamily,
     must_be_sigmoid,
+    read_deepseek2,
     read_experts,
     read_llama,
     read_routing,
@@ -160,6 +161,31 @@ def _cohere2_moe(data: Metadata, config: Config) -> None:
     drop(config, "attention_bias")
 
 
+def _afmoe(data: Metadata, config: Config) -> None:
+    """Files are of models whose embeddings are scaled, and do not say so."""
+    _experts(data, config)
+    must_be_sigmoid(data)
+    config["num_experts"] = config.pop("n_routed_experts")
+    config["num_shared_experts"] = config.pop("n_shared_experts")
+    config["num_dense_layers"] = config.pop("first_k_dense_replace")
+    config["route_norm"], config["route_scale"] = config.pop("norm_topk_prob"), config.pop("routed_scaling_factor")
+    config["mup_enabled"] = True
+    data.get("expert_shared_feed_forward_length")
+    read_windows(data, config, every=4)
+
+
+def _mistral4(data: Metadata, config: Config) -> None:
+    read_deepseek2(data, config)
+    if config["architectures"] != ["Mistral4ForCausalLM"]:
+        data.fail("expert_gating_func", f"must be {SOFTMAX}, softmax")
+    scaling = config["rope_scaling"] = config["rope_scaling"] or {"rope_type": "default"}
+    if beta := data.real("attention.temperature_scale", 0.0, low=0.0):
+        period = scaling.get("original_max_position_embeddings")
+        if data.count("attention.temperature_length", period) != period:
+            data.fail("attention.temperature_length", f"must be that of rope.scaling.original_context_length, {period}")
+        scaling["llama_4_scaling_beta"] = beta
+
+
 def _minimax_m2(data: Metadata, config: Config) -> None:
     read_llama(data, config, ffn_size=data.count("expert_feed_forward_length"))
     must_be_sigmoid(data)
@@ -216,9 +242,19 @@ HY = {**GLM, **HUNYUAN_SHARED, "ffn_gate_inp": "mlp.router.gate", "exp_probs_b":
 GLM4 = {name: own for name, own in GLM.items() if name != "ffn_norm"}
 GLM4["post_attention_norm"] = "post_attention_layernorm"
 
+AFMOE = {
+    **GLM,
+    "attn_gate": "self_attn.gate_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_gate_inp": "mlp.router.gate",
+    "exp_probs_b": "mlp.expert_bias",
+}
 MIMO = {**GLM, "attn_sinks": "self_attn.attention_sink_bias"}
 
 MIXTURES: dict[str, GgufFamily] = {
+    "afmoe": GgufFamily("AfmoeForCausalLM", AFMOE, _afmoe),
     "cohere2moe": GgufFamily("Cohere2MoeForCausalLM", COHERE_MOE, _cohere2_moe),
     "dots1": GgufFamily("Dots1ForCausalLM", GLM, _dots1),
     "ernie4_5-moe": GgufFamily(
@@ -236,6 +272,11 @@ MIXTURES: dict[str, GgufFamily] = {
     "llama4": GgufFamily("Llama4ForCausalLM", LLAMA4, _llama4),
     "mimo2": GgufFamily("MiMoV2FlashForCausalLM", MIMO, _mimo2),
     "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM", MINIMAX, _minimax_m2),
+    "mistral4": GgufFamily(
+        "Mistral4ForCausalLM",
+        {**DEEPSEEK, "ffn_gate_up_exps": "mlp.experts.*.gate_proj|mlp.experts.*.up_proj"},
+        _mistral4,
+    ),
     "olmoe": GgufFamily("OlmoeForCausalLM", {**LLAMA, **HEAD_NORMS, **EXPERTS}, _olmoe),
     "phimoe": GgufFamily("PhimoeForCausalLM", MIXTRAL.layer, _phimoe),
 }
