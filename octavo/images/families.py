@@ -469,6 +469,7 @@ PROCESSORS: dict[str, Maker] = {
     "KimiK25ForConditionalGeneration": _kimi,
     "KimiVLForConditionalGeneration": _kimi,
     "Kimi_K25ForConditionalGeneration": _kimi,
+    "LightOnOCRForConditionalGeneration": _lighton,
     "LightOnOcrForConditionalGeneration": _lighton,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava_next,

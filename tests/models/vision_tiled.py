@@ -261,6 +261,13 @@ class DeepseekVL2(torch.nn.Module):
         (folder / "config.json").write_text(json.dumps({**config, "global_view_pos": "head"}))
 
 
+def _as_lighton(folder: Path) -> None:
+    """Under the name that published checkpoints have."""
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["LightOnOCRForConditionalGeneration"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 TILED = {
     "deepseek_vl2": Family(
         "deepseek_vl_v2",
@@ -369,6 +376,7 @@ TILED = {
         },
         lambda: PixtralImageProcessorPil(size={"longest_edge": 112}, patch_size=14),
         lambda found: [[IMAGE] * (int(rows) // 28 * (int(columns) // 28)) for rows, columns in found["image_sizes"]],
+        rewrite=_as_lighton,
     ),
     "llama4": Family(
         "llama4",

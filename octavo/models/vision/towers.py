@@ -58,6 +58,7 @@ TOWERS: dict[str, Family] = {
     "KimiVLForConditionalGeneration": MoonTower,
     "Kimi_K25ForConditionalGeneration": MoonTower,
     "Lfm2VlForConditionalGeneration": LfmTower,
+    "LightOnOCRForConditionalGeneration": LightOnTower,
     "LightOnOcrForConditionalGeneration": LightOnTower,
     "Llama4ForConditionalGeneration": Llama4Tower,
     "LlavaForConditionalGeneration": LlavaTower,
