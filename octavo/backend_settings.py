@@ -19,10 +19,7 @@ _SCHEDULER = frozenset(
     }
 )
 _CACHE = frozenset(
-    {
-        *("block_size", "num_kv_blocks", "enable_prefix_caching", "eviction_policy", "kv_watermark"),
-        "enable_kv_events",
-    }
+    {*("block_size", "num_kv_blocks", "enable_prefix_caching", "eviction_policy", "kv_watermark"), "enable_kv_events"}
 )
 _CHAT = frozenset({"chat_template", "allow_special_tokens_in_messages"})
 _WORKER = frozenset({"grpc_worker", "grpc_timeout", "grpc_ssl_ca_certs", "grpc_api_key"})

@@ -131,9 +131,7 @@ OPTIONS: dict[str, Option] = {
         ollama="repeat_penalty",
     ),
     "presence_penalty": Option(
-        *(float, -2.0, 2.0),
-        help="above 0 makes tokens of the output less likely",
-        ollama="presence_penalty",
+        *(float, -2.0, 2.0), help="above 0 makes tokens of the output less likely", ollama="presence_penalty"
     ),
     "frequency_penalty": Option(
         *(float, -2.0, 2.0),
@@ -230,8 +228,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_option(self, name, option)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
-                "min_tokens",
-                f"'min_tokens' ({self.min_tokens}) must not be above 'max_tokens' ({self.max_tokens}).",
+                "min_tokens", f"'min_tokens' ({self.min_tokens}) must not be above 'max_tokens' ({self.max_tokens})."
             )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:

@@ -64,9 +64,7 @@ class ServerSettings:
     )
     enable_auto_tool_choice: bool = setting(True, "accept tool_choice auto: the model decides whether to call a tool")
     reasoning_parser: str = setting(
-        "auto",
-        "format of the model's reasoning; auto: from its chat template",
-        REASONING_PARSERS,
+        "auto", "format of the model's reasoning; auto: from its chat template", REASONING_PARSERS
     )
     allow_runtime_lora_updating: bool = setting(
         False, "allow clients to load LoRA adapters from folders of this machine, and to unload them"

@@ -127,13 +127,18 @@ class KeptImages:
         self._most, self._num_bytes = most_bytes, 0
         self._images: OrderedDict[tuple[str, str, bytes], PreparedImage] = OrderedDict()
 
-    async def prepared(self, owner: str, preparer: ImagePreparer, data: bytes, source: Source) -> PreparedImage:
-        """The image in a file, prepared unless it is kept. Raises as ``ImagePreparer.prepare`` does."""
-        digest = await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
+    async def prepared(
+        self, owner: str, preparer: ImagePreparer, source: Source, read: Callable[[], Awaitable[bytes]]
+    ) -> PreparedImage:
+        """The image of a source, prepared unless it is kept; ``read`` gives its bytes. A data: URL that is known is not
+        decoded. Raises as ``read`` and ``ImagePreparer.prepare`` do."""
+        given = source.value if source.kind == "data" else await read()
+        digest = await asyncio.to_thread(_digest, given)
         key = owner, source.detail, digest
         if key in self._images:
             self._images.move_to_end(key)
             return self._images[key]
+        data = await read() if isinstance(given, str) else given
         image = await asyncio.to_thread(preparer.prepare, data, source.detail, source.where)
         if key not in self._images:  # else it came twice at once
             self._images[key] = image
@@ -141,6 +146,10 @@ class KeptImages:
             while self._num_bytes > self._most:
                 self._num_bytes -= len(self._images.popitem(last=False)[1].pixels)
         return image
+
+
+def _digest(content: str | bytes) -> bytes:
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).digest()
 
 
 class ImageFiles:
@@ -202,8 +211,7 @@ class ImageFiles:
         if part[0].get("type") not in VIDEO_PARTS:
             source = source_of(part)
             source = source._replace(detail=preparer.processor.detail_of(source.detail, num_images))
-            data = await self._content(source, read_file)
-            return await self._kept.prepared(owner, preparer, data, source)
+            return await self._kept.prepared(owner, preparer, source, lambda: self._content(source, read_file))
         sources, rate = video_sources(part)
         files = [await self._content(source, read_file) for source in sources]
         if (num_bytes := sum(map(len, files))) > self._most_bytes:

@@ -12,9 +12,7 @@ import torch
 
 from octavo.build.device_settings import quant_method, weight_format
 from octavo.config import EngineConfig
-from octavo.engine.device_drafts import DeviceDrafts
-from octavo.engine.ngram import NgramProposer
-from octavo.engine.proposer import Proposer
+from octavo.engine.proposer import DeviceDrafts, NgramProposer, Proposer
 from octavo.engine.suffix import SuffixProposer
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.config import ModelConfig

@@ -16,14 +16,7 @@ import torch
 
 from octavo import ops, plugins
 from octavo.backend_settings import WITHOUT_MODEL
-from octavo.build.build_drafter import (
-    NO_DRAFTER,
-    DraftTarget,
-    LoadedDrafter,
-    find_drafter,
-    load_drafter,
-    make_proposer,
-)
+from octavo.build.build_drafter import NO_DRAFTER, DraftTarget, LoadedDrafter, find_drafter, load_drafter, make_proposer
 from octavo.build.build_encoder import build_encoder, pooled_tasks
 from octavo.build.build_executor import ExecutorParts, make_executor, make_storage, step_limits
 from octavo.build.build_runner import make_grammars, make_runner

@@ -346,11 +346,7 @@ class Fetcher:
         self.submit = self._threads.submit
 
     def fetch(
-        self,
-        transfer: KVTransfer,
-        keys: list[bytes],
-        choose: Callable[[set[bytes]], list[bytes]],
-        most_bytes: int,
+        self, transfer: KVTransfer, keys: list[bytes], choose: Callable[[set[bytes]], list[bytes]], most_bytes: int
     ) -> Iterator[tuple[bytes, bytes]]:
         """Ask the server of ``transfer`` which of ``keys`` it has, and yield those of them that ``choose`` returns,
         with their contents, of at most ``most_bytes`` each. All of it is then released there.

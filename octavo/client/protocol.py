@@ -48,10 +48,7 @@ _BY_CODE: dict[Any, type[RequestError]] = {
 }
 _BY_STATUS: dict[int, type[RequestError]] = {
     kind.status: kind
-    for kind in (
-        *(AuthenticationError, RequestTooLarge, QueueFull),
-        *(RequestFailed, Unavailable, DeadlineExceeded),
-    )
+    for kind in (*(AuthenticationError, RequestTooLarge, QueueFull), *(RequestFailed, Unavailable, DeadlineExceeded))
 }
 
 

@@ -40,9 +40,12 @@ second are about as fast as people read, and a request that comes meanwhile wait
 SHORT_SECONDS, FULL_ROWS = 0.02, 1024
 """A step of prompts alone takes so long, or longer if it would have fewer rows: with these, products of matrices are
 about as fast on a GPU as with more, and a slow device never computes so many."""
-FULL_COST, GROWTH_OF_COSTS = 1.15, 1.002
-"""What a token may cost then, relative to steps of any size; and what such a cost becomes with each step, until it is
-measured again."""
+FULL_COST, COST_OF_HALF, GROWTH_OF_COSTS = 1.15, 1.25, 1.002
+"""What a token may cost then, relative to steps of any size; what it is taken to cost with half as many rows, which are
+tried where attention to a long context costs as much as all else; and what such a cost becomes with each step, until it
+is measured again."""
+LEAST_SHARE = 8
+"""A step's rows take at least one in so many parts of its time, whatever is predicted of attention."""
 LEAST_ROWS, MANY_LEFT = 256, 8192
 """Prompt tokens of a step of that length in which a short prompt is computed, at least, and those that the long one
 has left: with fewer, one step more is no small part of what it takes."""
@@ -97,8 +100,8 @@ class StepBudget:
         self._seconds_of_prompt_token = 0.0
         """In the last step that had enough of them, beyond those of its decodes or of one."""
         self._costs: dict[int, float] = {}
-        """Least seconds of a prompt token in steps of prompts alone, by the bit length of the number of tokens: early
-        tokens of a prompt cost less than later ones, and each prompt has some."""
+        """Least seconds of a prompt token in steps of prompts alone, by the bit length of the number of tokens, without
+        attention to what is before the step."""
         self._num_steps = 0
         self._num_choices = 0
         self._num_trials = Counter[int]()
@@ -154,10 +157,15 @@ class StepBudget:
 
     def _full_rows(self) -> int:
         """The fewest rows with which a prompt token costs about as little as with any number, as far as is known: of a
-        mixture of experts, which reads nearly all weights for few rows as well, they are more."""
-        rows, least = FULL_ROWS, min(self._costs.values(), default=0.0)
-        while rows < self.most and self._costs.get(rows.bit_length(), 0.0) > FULL_COST * least:
-            rows *= 2
+        mixture of experts, which reads nearly all weights for few rows as well, they are more; behind a long context,
+        where attention is most of the cost and takes as long in any steps, fewer."""
+        if not self._costs:
+            return FULL_ROWS
+        least = min(self._costs.values())
+        most = least + (FULL_COST - 1) * (least + self.model.pair_seconds * self._position)
+        rows, assumed = FULL_ROWS // 2, COST_OF_HALF * least
+        while rows < self.most and self._costs.get(rows.bit_length(), assumed) > most:
+            rows, assumed = 2 * rows, 0.0
         return rows
 
     def _seconds_of_decodes(self, num_decoding: int) -> float:
@@ -245,6 +253,11 @@ class StepBudget:
         if num_tokens >= LEAST_TELLING:
             seconds_of_prompts = seconds - self._seconds_of_decodes(max(1, self._num_decoding))
             self._seconds_of_prompt_token = max(0.0, seconds_of_prompts) / num_tokens
-        if num_tokens >= FULL_ROWS and not self._num_decoding:
-            size, cost = num_tokens.bit_length(), seconds / num_tokens
+        if (
+            num_tokens >= FULL_ROWS // 2
+            and not self._num_decoding
+            and (self.model.is_ready or work.context == work.tokens)
+        ):
+            of_rows = max(seconds - self.model.context_seconds(work), seconds / LEAST_SHARE)
+            size, cost = num_tokens.bit_length(), of_rows / num_tokens
             self._costs[size] = min(cost, GROWTH_OF_COSTS * self._costs.get(size, cost))

@@ -76,6 +76,7 @@ class StepEncoder:
         self.has_rope_sets = has_rope_sets
         self.route_bytes = route_bytes
         """Of the experts that are given for a position."""
+        self.takes_images = images is not None
         self.is_bidirectional = images is not None and images.is_bidirectional
 
     @property
@@ -114,9 +115,10 @@ class StepEncoder:
         sizes = PlanSizes(sum(counts), len(plan), max(counts, default=1), total, is_plain, longest)
         shape, uses_graph = self.choose_shape(sizes, kind)
         embedding_slots = _embedding_slots(plan, counts)
-        if embedding_slots is not None:
-            shape, uses_graph = shape._replace(has_images=True), False
-        shape = shape._replace(num_axes=self.num_axes)
+        spans = span_rows(plan, counts) if self.is_bidirectional else []
+        if embedding_slots is not None:  # decode graphs have none
+            uses_graph = uses_graph and shape.max_query_len > 1 and not spans
+        shape = self._with_images(shape, uses_graph, embedding_slots is not None)
         masks = list(self._masks(plan, of_seq, grammar_masks)) if needs & Needs.MASKS else []
         histories, lists = self._updates(plan, of_seq.tolist()) if has_extras else ([], [])
         return Step(
@@ -132,15 +134,20 @@ class StepEncoder:
             masks=masks,
             prompts=list(_prompt_rows(plan, counts)) if needs_rows else [],
             pooled=list(_pooled_rows(plan, counts, of_seq)) if needs_rows else [],
-            spans=span_rows(plan, counts) if self.is_bidirectional else [],
+            spans=spans,
             routes=list(self._given_routes(plan, counts)) if needs_rows else [],
             marks=marks,
         )
 
     def encode_padding(self, shape: StepShape, uses_graph: bool) -> Step:
         """A padding-only step, which compiles the kernels and captures the graph of this shape."""
-        shape = shape._replace(num_axes=self.num_axes)
+        shape = self._with_images(shape, uses_graph)
         return Step(shape, uses_graph, 0, 0, self._pack([], [], [], NO_INDICES, shape))
+
+    def _with_images(self, shape: StepShape, uses_graph: bool, has_images: bool = False) -> StepShape:
+        """A shape with what images add to steps: graphs with prefill are the same for text and for images."""
+        has_images |= self.takes_images and uses_graph and shape.max_query_len > 1
+        return shape._replace(has_images=has_images, num_axes=self.num_axes)
 
     # ---- the arrays
 
@@ -196,8 +203,8 @@ class StepEncoder:
         if shape.has_adapters and self.adapters is not None:
             numbers = [self.adapters.get(item.seq.request.adapter, NO_ADAPTER) for item in plan]
             arrays.fill("adapters", np.repeat(np.array(numbers, dtype=np.int32), lens), NO_ADAPTER)
-        if embedding_slots is not None:
-            arrays.fill("embedding_slots", embedding_slots, -1)
+        if shape.has_images:
+            arrays.fill("embedding_slots", NO_INDICES if embedding_slots is None else embedding_slots, -1)
         if shape.num_axes:
             arrays.fill_rows("rope_shifts", self._rope_shifts(plan, counts))
         if shape.has_extras:

@@ -163,6 +163,16 @@ class StepModel:
         """Predicted seconds of a step."""
         return max(0.0, float(np.interp(work.tokens, self.knots, self._at_knots())) + self._beside_rows(work))
 
+    def context_seconds(self, work: StepWork) -> float:
+        """Predicted seconds of what attention takes beyond the step's own tokens."""
+        each, terms = self._seconds_each(), linear_terms(work)
+        return each.context * terms.context + each.pairs * terms.pairs
+
+    @property
+    def pair_seconds(self) -> float:
+        """Predicted seconds of a pair of query and key."""
+        return self._seconds_each().pairs
+
     def draft_seconds(self, rows: int, count: int, position: float) -> float:
         """Seconds of verifying each of ``count`` drafts, on average at ``position``, in addition to ``rows``."""
         before, after = np.interp([rows, rows + count], self.knots, self._at_knots()).tolist()

@@ -1,6 +1,6 @@
-"""Linear maps.
+"""Linear maps, whole or with inputs that are divided among ranks.
 
-Shapes: T tokens, K inputs, N outputs.
+Shapes: T tokens, K inputs (of this rank), N outputs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.norm import Norm, RMSNorm
+from octavo.ops.collective import Collective
 from octavo.ops.linear import Activation, Fused, compose
 from octavo.quant.stored.stored_weight import LinearWeight
 
@@ -59,3 +60,15 @@ class Linear:
             ops.put_columns(part, y_TN, start, self.bias_N)
             start += part.shape[1]
         return y_TN
+
+
+class RowParallelLinear:
+    """A linear map of which each rank computes a part of the sum: ``partial``, whose results are added."""
+
+    def __init__(self, partial: Linear, collective: Collective) -> None:
+        self.partial = partial
+        self._collective = collective
+
+    def __call__(self, x_TK: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias + residual``; ``residual`` may be overwritten."""
+        return self._collective.all_reduce(self.partial(x_TK), residual)

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.linear import Linear
+from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.norm import Norm
-from octavo.layers.row_parallel import RowParallelLinear
 from octavo.ops.linear import Activation
 
 PlainActivation = Callable[[Tensor], Tensor]

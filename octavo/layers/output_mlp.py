@@ -10,10 +10,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from octavo import ops
-from octavo.layers.linear import Linear
+from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.mlp import MLP
 from octavo.layers.norm import RMSNorm
-from octavo.layers.row_parallel import RowParallelLinear
 from octavo.ops.grouped_linear import PackedGroups
 from octavo.quant.stored.packed import GroupedWeight
 

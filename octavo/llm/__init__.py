@@ -5,13 +5,13 @@ from octavo.llm.beam_search import BeamSearchOutput
 from octavo.llm.engine import Computed, Engine, StepResult
 from octavo.llm.engine_metrics import EngineMetrics, Percentiles
 from octavo.llm.llm import LLM
-from octavo.llm.metrics import RequestMetrics
 from octavo.llm.outputs import (
     ClassificationRequestOutput,
     CompletionOutput,
     EmbeddingRequestOutput,
     Logprob,
     PoolingRequestOutput,
+    RequestMetrics,
     RequestOutput,
     ScoringRequestOutput,
 )

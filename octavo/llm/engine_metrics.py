@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.llm.metrics import RequestMetrics
+from octavo.llm.outputs import RequestMetrics
 from octavo.types import EngineStats, FinishReason
 
 WINDOW = 10_000

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.layers.heads import StepAngles
-from octavo.layers.linear import Linear
+from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.mlp import MLP
-from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import DecoderLayer, FeedForward
@@ -116,10 +115,7 @@ class FalconH1ForCausalLM(Decoder):
             FalconH1Config,
             mamba=mamba,
             mamba_output_bias=keys.flag("projectors_bias"),
-            mixer_scales=(
-                keys.number("ssm_out_multiplier", 1.0),
-                into * keys.number("attention_out_multiplier", 1.0),
-            ),
+            mixer_scales=(keys.number("ssm_out_multiplier", 1.0), into * keys.number("attention_out_multiplier", 1.0)),
             mlp_scales=(of_gates, of_result),
             embedding_scale=keys.number("embedding_multiplier", 1.0),
             logit_scale=keys.number("lm_head_multiplier", 1.0),

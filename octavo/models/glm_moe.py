@@ -88,13 +88,7 @@ class MiniMaxM2ForCausalLM(Decoder):
         if width is not None and "partial_rotary_factor" not in given:
             given["partial_rotary_factor"] = keys.size("rotary_dim") / keys.size("head_dim", 128)
         config = read_decoder(keys, max_len, head_dim=128, theta=5e6, rope=given, mlp_bias=False)
-        moe = read_experts(
-            keys,
-            config,
-            count_keys=("num_local_experts", "num_experts"),
-            num_chosen=8,
-            normalises=True,
-        )
+        moe = read_experts(keys, config, count_keys=("num_local_experts", "num_experts"), num_chosen=8, normalises=True)
         keys.choice("scoring_func", {"sigmoid": None}, "sigmoid")
         keys.pass_over("use_routing_bias", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "use_qk_norm")
         keys.choice("qk_norm_type", {"per_layer": None}, "per_layer")

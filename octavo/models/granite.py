@@ -30,12 +30,7 @@ def with_factors(keys: ConfigKeys, config: DecoderConfig) -> DecoderConfig:
 def with_experts(keys: ConfigKeys, config: DecoderConfig, shared_size: int) -> DecoderConfig:
     """With experts in every layer, and a shared one of ``shared_size``, 0: none."""
     moe = read_experts(
-        keys,
-        config,
-        count_keys=("num_local_experts",),
-        num_chosen=2,
-        normalises=True,
-        shared_size=shared_size,
+        keys, config, count_keys=("num_local_experts",), num_chosen=2, normalises=True, shared_size=shared_size
     )
     part = ExpertsPart(
         moe=moe,

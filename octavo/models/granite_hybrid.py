@@ -10,15 +10,7 @@ from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.falcon_h1 import NAMES
 from octavo.models.granite import with_experts, with_factors
-from octavo.models.hybrid import (
-    LINEAR,
-    HybridLayer,
-    MambaSizes,
-    Recurrence,
-    layer_kinds,
-    load_mamba2,
-    read_bamba_sizes,
-)
+from octavo.models.hybrid import LINEAR, HybridLayer, MambaSizes, Recurrence, layer_kinds, load_mamba2, read_bamba_sizes
 from octavo.models.loader import WeightLoader
 from octavo.models.parts import DecoderConfig, Names
 

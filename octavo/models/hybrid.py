@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from octavo.layers.heads import StepAngles
-from octavo.layers.mamba import Mamba
-from octavo.layers.mamba2 import GatedNorm, Mamba2
 from octavo.layers.norm import RMSNorm
+from octavo.layers.recurrent import GatedNorm, Mamba, Mamba2
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder_layer import DecoderLayer
 from octavo.models.layer_cache import LayerCacheSpec, StateTensor, conv_state, recurrent_state, state_layer

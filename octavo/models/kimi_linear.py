@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.layers.gated_delta import KimiDelta
+from octavo.layers.recurrent import KimiDelta
 from octavo.layers.rotary import ProportionalRope
 from octavo.models import mixtral
 from octavo.models.config import FULL

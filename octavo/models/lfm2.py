@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.layers.short_conv import ShortConv
+from octavo.layers.recurrent import ShortConv
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder

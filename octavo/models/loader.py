@@ -22,9 +22,8 @@ from octavo.errors import CheckpointError
 from octavo.layers.embedding import Embedding, VocabParallelEmbedding
 from octavo.layers.expert_parallel import ExpertPlacement, HomeMixture, ParallelMixture, PartialMixture
 from octavo.layers.experts import Mixture, StoredExperts, make_mixture
-from octavo.layers.linear import Linear
+from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.layers.norm import LayerNorm, Norm, ParallelRMSNorm, RMSNorm
-from octavo.layers.row_parallel import RowParallelLinear
 from octavo.models.in_place import Kept
 from octavo.models.labels import LabelHead, LabelPart
 from octavo.models.layer_cache import LayerCacheSpec

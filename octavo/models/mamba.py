@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.layers.mamba import Mamba
 from octavo.layers.norm import RMSNorm
+from octavo.layers.recurrent import Mamba
 from octavo.models.config_keys import ConfigKeys
 from octavo.models.decoder import Decoder
 from octavo.models.hybrid import ScanSizes, load_mamba, read_rank

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.layers.mamba import Mamba
-from octavo.layers.mamba2 import Mamba2
 from octavo.layers.norm import RMSNorm
+from octavo.layers.recurrent import Mamba, Mamba2
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder
 from octavo.models.decoder_layer import FeedForward, no_feed_forward

@@ -129,11 +129,7 @@ class MiniMaxForCausalLM(Decoder):
         kinds = kinds or tuple(FULL if (i + 1) % 2 else LINEAR for i in range(num_layers))
         keys.pass_over("block_size", "shared_moe_mode", "attn_type_list")
         moe = read_experts(keys, config, count_keys=("num_local_experts",), num_chosen=2, normalises=True)
-        part = ExpertsPart(
-            moe=moe,
-            routing=Routing(moe.num_chosen, moe.normalises),
-            **EXPERTS,
-        )
+        part = ExpertsPart(moe=moe, routing=Routing(moe.num_chosen, moe.normalises), **EXPERTS)
         N, H = config.num_heads, config.head_dim
         of_lightning = state_layer(recurrent_state(N, H, H, N))
         config = config.with_experts(part).with_caches([of_lightning if kind == LINEAR else None for kind in kinds])

@@ -24,10 +24,4 @@ class MixtralForCausalLM(Decoder):
     def read_config(cls, keys: ConfigKeys, max_len: int | None) -> DecoderConfig:
         config = read_mistral(keys, max_len, eps=1e-5, theta=1e6)
         moe = read_experts(keys, config, count_keys=("num_local_experts",), num_chosen=2, normalises=True)
-        return config.with_experts(
-            ExpertsPart(
-                moe=moe,
-                routing=Routing(moe.num_chosen, moe.normalises),
-                **EXPERTS,
-            )
-        )
+        return config.with_experts(ExpertsPart(moe=moe, routing=Routing(moe.num_chosen, moe.normalises), **EXPERTS))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from octavo.layers.gated_delta import GatedDelta
+from octavo.layers.recurrent import GatedDelta
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder

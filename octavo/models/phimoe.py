@@ -74,18 +74,8 @@ class PhimoeForCausalLM(Decoder):
             mlp_bias=False,
         )
         keys.get("input_jitter_noise")
-        moe = read_experts(
-            keys,
-            config,
-            count_keys=("num_local_experts",),
-            num_chosen=2,
-            normalises=False,
-        )
-        part = ExpertsPart(
-            moe=moe,
-            routing=Routing(moe.num_chosen),
-            **EXPERTS,
-        )
+        moe = read_experts(keys, config, count_keys=("num_local_experts",), num_chosen=2, normalises=False)
+        part = ExpertsPart(moe=moe, routing=Routing(moe.num_chosen), **EXPERTS)
         has_bias = keys.flag("lm_head_bias")
         return dataclasses.replace(config.with_experts(part), has_head_bias=has_bias)
 

@@ -197,11 +197,7 @@ def _dense(folder: Path, name: str) -> DensePart:
         raise wrong("activation_function", function, f"one of {', '.join(FUNCTIONS)}")
     keys.must_be({"use_residual": (False,)})
     return DensePart(
-        folder / name,
-        keys.size("in_features"),
-        keys.size("out_features"),
-        keys.flag("bias", True),
-        FUNCTIONS[function],
+        folder / name, keys.size("in_features"), keys.size("out_features"), keys.flag("bias", True), FUNCTIONS[function]
     )
 
 

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.errors import CheckpointError
-from octavo.layers.gated_delta import GatedDelta
-from octavo.layers.linear import Linear
-from octavo.layers.row_parallel import RowParallelLinear
+from octavo.layers.linear import Linear, RowParallelLinear
+from octavo.layers.recurrent import GatedDelta
 from octavo.models.config import FULL
 from octavo.models.config_keys import ConfigKeys, wrong
 from octavo.models.decoder import NO_WINDOWS, Decoder, read_decoder

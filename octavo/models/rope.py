@@ -9,15 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.layers.rotary import (
-    DefaultRope,
-    DynamicRope,
-    FactorsRope,
-    LinearRope,
-    Llama3Rope,
-    SwitchedRope,
-    YarnRope,
-)
+from octavo.layers.rotary import DefaultRope, DynamicRope, FactorsRope, LinearRope, Llama3Rope, SwitchedRope, YarnRope
 from octavo.models.config_keys import ConfigKeys, wrong
 
 OLD_NAMES = {"su": "longrope"}

@@ -49,13 +49,7 @@ class DeltaHeads(NamedTuple):
 
 @op
 def gated_delta(
-    qkv_TC: Tensor,
-    dt: Tensor,
-    beta_TN: Tensor,
-    gate_TM: Tensor,
-    heads: DeltaHeads,
-    state: Tensor,
-    rows: StateRows,
+    qkv_TC: Tensor, dt: Tensor, beta_TN: Tensor, gate_TM: Tensor, heads: DeltaHeads, state: Tensor, rows: StateRows
 ) -> Tensor:
     """The heads' outputs, normalised and gated: a new tensor [T, N * V] of qkv's dtype. In float32 at least.
 

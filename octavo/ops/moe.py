@@ -44,12 +44,7 @@ class Routing(NamedTuple):
 
 @op
 def route(
-    x_TD: Tensor,
-    norm_D: Tensor | None,
-    eps: float,
-    weight_XD: Tensor,
-    routing: Routing,
-    given_TS: Tensor | None = None,
+    x_TD: Tensor, norm_D: Tensor | None, eps: float, weight_XD: Tensor, routing: Routing, given_TS: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalised rows [T, D], as of ``rms_norm``, or x itself without ``norm_D``; each one's experts, int64 [T, S]; and
     their shares, float32 [T, S].

@@ -125,7 +125,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
         """Whether the step consists of its arrays alone, so that it may run through a graph."""
         is_wide = self.num_top > MAX_LOGPROBS
         is_plain = not (self.masks or self.prompts or self.pooled or self.routes or self.marks)
-        return is_plain and not (self.shape.has_images or is_wide)
+        return is_plain and not (self.spans or is_wide)
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -39,7 +39,7 @@ class StepShape(NamedTuple):
     has_long_context: bool = False
     """Whether more programs share a context in decode attention. Any step can be computed either way."""
     has_images: bool = False
-    """Whether rows are embeddings of images. Such steps have no graph."""
+    """Whether rows may be embeddings of images: of a model that takes any, those of all graphs with prefill."""
     num_axes: int = 0
     """Axes of the model's rotary positions where they may differ from the positions of tokens; 0: they never do."""
 

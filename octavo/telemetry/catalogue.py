@@ -78,11 +78,7 @@ GAUGES: list[tuple[str, str, Reader]] = [
         "KV cache blocks that a prefill server keeps for decode servers.",
         lambda c: c.stats.num_transfer_held,
     ),
-    (
-        "octavo_kv_transfer_held_bytes",
-        "Host memory in use for them.",
-        lambda c: c.stats.transfer_held_bytes,
-    ),
+    ("octavo_kv_transfer_held_bytes", "Host memory in use for them.", lambda c: c.stats.transfer_held_bytes),
     (
         "octavo_recurrent_state_slots",
         "Slots for recurrent states, of running requests and of snapshots; 0 for models without recurrent state.",
@@ -123,11 +119,7 @@ GAUGES: list[tuple[str, str, Reader]] = [
 
 COUNTERS: list[tuple[str, str, Reader]] = [
     ("vllm:prompt_tokens", "Prompt tokens of requests that produced a first token.", lambda c: c.prompt_tokens),
-    (
-        "vllm:prompt_tokens_cached",
-        "Of vllm:prompt_tokens, those found in the prefix cache.",
-        lambda c: c.cached_tokens,
-    ),
+    ("vllm:prompt_tokens_cached", "Of vllm:prompt_tokens, those found in the prefix cache.", lambda c: c.cached_tokens),
     ("vllm:generation_tokens", "Output tokens delivered.", lambda c: c.output_tokens),
     (
         "vllm:num_preemptions",
@@ -278,11 +270,7 @@ HISTOGRAMS: list[tuple[str, str, str]] = [
         "prefill_time",
     ),
     ("vllm:request_decode_time_seconds", "First output token of a request to its last.", "decode_time"),
-    (
-        "vllm:request_inference_time_seconds",
-        "First step that computes a request to its last token.",
-        "inference_time",
-    ),
+    ("vllm:request_inference_time_seconds", "First step that computes a request to its last token.", "inference_time"),
     ("vllm:request_prompt_tokens", "Prompt tokens of each finished request.", "request_prompt_tokens"),
     (
         "vllm:request_prefill_kv_computed_tokens",

@@ -100,9 +100,7 @@ class Metrics(Counts, Collector):
 
     def _sleep_state(self) -> Metric:
         family = GaugeMetricFamily(
-            "vllm:engine_sleep_state",
-            "1 for the state that the engine is in.",
-            labels=[*self._names, "sleep_state"],
+            "vllm:engine_sleep_state", "1 for the state that the engine is in.", labels=[*self._names, "sleep_state"]
         )
         for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
             family.add_metric([*self._values, state], float(level == self.condition().sleep_level))

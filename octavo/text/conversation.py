@@ -113,8 +113,7 @@ class Conversation:
     def __post_init__(self) -> None:
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidParameter(
-                "continue_final_message",
-                "'continue_final_message' and 'add_generation_prompt' cannot both be true.",
+                "continue_final_message", "'continue_final_message' and 'add_generation_prompt' cannot both be true."
             )
         check_variables(self.tools, self.template_kwargs)
         marks = None if self.image_text is None else ImageMarks(_mark(), bool(self.image_text.video))

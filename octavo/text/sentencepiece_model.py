@@ -50,11 +50,7 @@ class SentencePieceVocab:
             raise self.fail("tokens", f"the pieces can be merged in more than {MAX_MERGES} ways")
         try:
             return models.BPE(
-                vocab=vocabulary,
-                merges=merges,
-                unk_token=self.unknown,
-                fuse_unk=True,
-                byte_fallback=has_byte_fallback,
+                vocab=vocabulary, merges=merges, unk_token=self.unknown, fuse_unk=True, byte_fallback=has_byte_fallback
             )
         except CANCELLATIONS:
             raise

@@ -144,7 +144,7 @@ def _element(tensor: Tensor) -> gl.dtype:
 
 
 @gluon.jit
-def softmax(
+def _softmax(
     scores_MC: gl.tensor, peak_M: gl.tensor, sum_M: gl.tensor, first_key: gl.tensor, position_M: gl.tensor,
     scale: gl.tensor, MASKED: gl.constexpr,
 ) -> tuple[gl.tensor, ...]:  # fmt: skip
@@ -183,7 +183,7 @@ def _next_chunk(
     scores_MC = warpgroup_mma_wait(1, deps=(scores,))
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage))
-    next_MC, peak_M, sum_M, shrink_M = softmax(scores_MC, peak_M, sum_M, chunk * KEYS, position_M, scale, MASKED)
+    next_MC, peak_M, sum_M, shrink_M = _softmax(scores_MC, peak_M, sum_M, chunk * KEYS, position_M, scale, MASKED)
     # The product reads its weights from registers until then: as its operand here, they keep theirs.
     acc_MH, weights_MC = warpgroup_mma_wait(0, deps=(acc, weights_MC))
     gl.thread_barrier()
@@ -247,7 +247,7 @@ def _consume(
         mbarrier.arrive(k_empty.index(stage))
         peak_M = gl.full([ROWS], -1.0e30, gl.float32, gl.SliceLayout(1, SCORES))
         sum_M = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-        weights_MC, peak_M, sum_M, _ = softmax(scores_MC, peak_M, sum_M, 0, position_M, scale, True)
+        weights_MC, peak_M, sum_M, _ = _softmax(scores_MC, peak_M, sum_M, 0, position_M, scale, True)
         weights_MC = gl.convert_layout(weights_MC.to(v_ring.dtype), WEIGHTS)
         acc_MH = gl.zeros([ROWS, H], gl.float32, SUMS)
         whole = gl.maximum(gl.minimum((shift + own + 1) // KEYS, chunks), 1)

@@ -49,21 +49,12 @@ def streamed_gemv(x_1K: Tensor, packed: PackedGroups, fused: Fused, config: Stre
     out_1N = x_1K.new_empty(1, outputs) if residual_1N is None else residual_1N
     offset, tiles = offset_of(packed, x_1K.dtype), outputs // TILE
     launch(
-        streamed_gemv_kernel,
-        (min(tiles, config.programs * num_multiprocessors(x_1K.device)),),
+        streamed_gemv_kernel, (min(tiles, config.programs * num_multiprocessors(x_1K.device)),),
         *(x_1K, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN),
-        *(bias_N, norm_K, residual_1N, out_1N, eps, tiles),
-        K=K,
-        CHUNK=chunk_of(packed.number),
-        GROUPS=len(packed.scales_GN),
-        OFFSET=offset,
-        EACH=config.chunks,
-        STAGES=config.stages,
-        ACTIVATION=activation,
-        ASSEMBLY=assembly(packed, x_1K.dtype, offset),
-        WARPS=config.warps,
-        num_warps=config.warps,
-    )
+        *(bias_N, norm_K, residual_1N, out_1N, eps, tiles), K=K, CHUNK=chunk_of(packed.number),
+        GROUPS=len(packed.scales_GN), OFFSET=offset, EACH=config.chunks, STAGES=config.stages, ACTIVATION=activation,
+        ASSEMBLY=assembly(packed, x_1K.dtype, offset), WARPS=config.warps, num_warps=config.warps,
+    )  # fmt: skip
     return out_1N
 
 

@@ -59,24 +59,14 @@ def streamed_output_mlp(
     chunks = tuple(packed.shape[1] // chunk_of(packed.number) for packed in (output, gate_up, down))
     inner_1F = x_1D.new_empty(1, down.shape[1])
     launch(
-        streamed_output_mlp_kernel,
-        (config.programs * num_multiprocessors(device),),
+        streamed_output_mlp_kernel, (config.programs * num_multiprocessors(device),),
         *(attended_1A, x_1D, inner_1F, counters(device, 1), norm_D, eps),
         *(part for packed in (output, gate_up, down) for part in _parts(packed)),
-        *(x_1D.shape[1] // TILE, inner_1F.shape[1] // TILE),
-        CHUNKS=chunks,
-        MOST=max(chunks),
-        GROUPS=tuple(len(packed.scales_GN) for packed in (output, gate_up, down)),
-        CHUNK=chunk_of(output.number),
-        OFFSET=offset,
-        EACH=config.chunks,
-        PLACES=config.places,
-        STAGES=config.stages,
-        ACTIVATION=activation,
-        ASSEMBLY=assembly(output, x_1D.dtype, offset),
-        WARPS=config.warps,
-        num_warps=config.warps,
-    )
+        *(x_1D.shape[1] // TILE, inner_1F.shape[1] // TILE), CHUNKS=chunks, MOST=max(chunks),
+        GROUPS=tuple(len(packed.scales_GN) for packed in (output, gate_up, down)), CHUNK=chunk_of(output.number),
+        OFFSET=offset, EACH=config.chunks, PLACES=config.places, STAGES=config.stages, ACTIVATION=activation,
+        ASSEMBLY=assembly(output, x_1D.dtype, offset), WARPS=config.warps, num_warps=config.warps,
+    )  # fmt: skip
     return x_1D
 
 

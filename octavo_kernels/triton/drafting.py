@@ -30,16 +30,9 @@ def accept_drafts_triton(tokens_R: Tensor, token_ids_T: Tensor, logits_indices_R
     """See ``ops.accept_drafts``."""
     num_accepted_S = torch.empty(len(cu_samples) - 1, dtype=torch.int32, device=tokens_R.device)
     launch(
-        _accept_kernel,
-        (len(num_accepted_S),),
-        tokens_R,
-        token_ids_T,
-        logits_indices_R,
-        cu_samples,
-        num_accepted_S,
-        SAMPLED=MOST_SAMPLED,
-        num_warps=1,
-    )
+        _accept_kernel, (len(num_accepted_S),), tokens_R, token_ids_T, logits_indices_R, cu_samples, num_accepted_S,
+        SAMPLED=MOST_SAMPLED, num_warps=1,
+    )  # fmt: skip
     return num_accepted_S
 
 
@@ -106,16 +99,9 @@ def drafts_behind_triton(token_ids_T: Tensor, logits_indices_R: Tensor, cu_sampl
     """See ``ops.drafts_behind``."""
     drafts_R = empty_indices(len(logits_indices_R), torch.int64, token_ids_T.device)
     launch(
-        _behind_kernel,
-        (len(cu_samples) - 1,),
-        token_ids_T,
-        logits_indices_R,
-        cu_samples,
-        drafts_R,
-        len(drafts_R),
-        SAMPLED=MOST_SAMPLED,
-        num_warps=1,
-    )
+        _behind_kernel, (len(cu_samples) - 1,), token_ids_T, logits_indices_R, cu_samples, drafts_R, len(drafts_R),
+        SAMPLED=MOST_SAMPLED, num_warps=1,
+    )  # fmt: skip
     return drafts_R
 
 
@@ -212,17 +198,10 @@ def draft_rows_triton(
     positions_PS, slots_GPS = longs[: P * S].view(P, S), longs[P * S :].view(G, P, S)
     found = DraftRows(positions_PS, slots_GPS, ints[: P * S].view(P, S), ints[P * S :])
     launch(
-        _rows_kernel,
-        (S,),
-        *(positions_T, last_rows_S, capacities_S, block_tables_GSB, *found),
-        *(S, B, block_tables_GSB.stride(0), block_tables_GSB.stride(1)),
-        P=P,
-        PASSES=triton.next_power_of_2(P),
-        GROUPS=G,
-        BLOCK_SIZE=block_size,
-        SEQS=triton.next_power_of_2(S),
-        num_warps=1,
-    )
+        _rows_kernel, (S,), *(positions_T, last_rows_S, capacities_S, block_tables_GSB, *found),
+        *(S, B, block_tables_GSB.stride(0), block_tables_GSB.stride(1)), P=P, PASSES=triton.next_power_of_2(P),
+        GROUPS=G, BLOCK_SIZE=block_size, SEQS=triton.next_power_of_2(S), num_warps=1,
+    )  # fmt: skip
     return found
 
 

@@ -58,25 +58,11 @@ def stage_step_triton(
 ) -> None:
     """See ``ops.stage_step``."""
     launch(
-        _stage_kernel,
-        (len(rows.cells_S),),
-        token_ids_T,
-        *rows,
-        *last,
-        packed_tables,
-        width,
-        block_tables_GSB,
-        rows.slots_GT.stride(0),
-        block_tables_GSB.stride(0),
-        block_tables_GSB.stride(1),
-        NUM_DRAFTS=0 if last.drafts_CK is None else last.drafts_CK.shape[1],
-        HAS_DRAFTS=rows.cu_samples is not None,
-        GROUPS=len(block_tables_GSB),
-        BLOCK_SIZE=block_size,
-        SAMPLED=MOST_SAMPLED,
-        BLOCK=BLOCK,
-        num_warps=1,
-    )
+        _stage_kernel, (len(rows.cells_S),), token_ids_T, *rows, *last, packed_tables, width, block_tables_GSB,
+        rows.slots_GT.stride(0), block_tables_GSB.stride(0), block_tables_GSB.stride(1),
+        NUM_DRAFTS=0 if last.drafts_CK is None else last.drafts_CK.shape[1], HAS_DRAFTS=rows.cu_samples is not None,
+        GROUPS=len(block_tables_GSB), BLOCK_SIZE=block_size, SAMPLED=MOST_SAMPLED, BLOCK=BLOCK, num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots_stride"])
@@ -149,25 +135,10 @@ def publish_tokens_triton(
     """See ``ops.publish_tokens``."""
     R = len(tokens_R)
     launch(
-        _publish_kernel,
-        (1,),
-        tokens_R,
-        positions_R,
-        cells_S,
-        last_tokens_C,
-        last_positions_C,
-        results_QN,
-        counter,
-        num_accepted_S,
-        cu_samples,
-        R,
-        len(cells_S),
-        results_QN.stride(0),
-        Q=len(results_QN),
-        BLOCK=max(FEWEST, triton.next_power_of_2(R)),
-        HAS_DRAFTS=num_accepted_S is not None,
-        num_warps=4,
-    )
+        _publish_kernel, (1,), tokens_R, positions_R, cells_S, last_tokens_C, last_positions_C, results_QN, counter,
+        num_accepted_S, cu_samples, R, len(cells_S), results_QN.stride(0), Q=len(results_QN),
+        BLOCK=max(FEWEST, triton.next_power_of_2(R)), HAS_DRAFTS=num_accepted_S is not None, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["R", "S"])

@@ -475,7 +475,7 @@ class AsyncEngine(RequestJournal):
     def _submit(self, live: LiveRequest) -> None:
         link = self._supervisor.link
         assert link is not None
-        link.send(wire.Submit(link.generation, live.replay()))
+        link.submit(live.replay())
 
     def _forget(self, live: LiveRequest) -> None:
         link = self._supervisor.link

@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 from octavo.errors import OctavoError
 from octavo.telemetry.cache_view import SessionOrder, SessionReport
 from octavo.telemetry.logs import current_format, current_level
-from octavo.types import EngineInfo, WeightOrder
+from octavo.types import EngineInfo, Request, WeightOrder
 from octavo_server.engines import wire
 from octavo_server.engines.process_exit import is_from_outside, num_oom_kills
+from octavo_server.engines.sent_pixels import KeptPixels
 
 POLL_SECONDS = 0.005
 GONE = "the engine process ended meanwhile; try again"
@@ -47,6 +48,7 @@ class EngineLink(asyncio.Protocol):
         """Those of the last answer to ``OrderWeights``."""
         self._asked: dict[object, list[tuple[asyncio.Future[Any], Any]]] = {}
         """Pending answers in order, by what is asked, and what each is if the process ends before it gives one."""
+        self._kept = KeptPixels(has_pixels=False)
         self._on_step = on_step
         self._reader = wire.FrameReader()
         self._transport: Any = None
@@ -85,6 +87,11 @@ class EngineLink(asyncio.Protocol):
     @property
     def is_ready(self) -> bool:
         return self.ready.done() and not self.closed.is_set() and self.ready.exception() is None
+
+    def submit(self, request: Request) -> None:
+        """Send a request, or drop it if the process is gone. Raises ``FrameError`` if it cannot be encoded."""
+        self.send(wire.Submit(self.generation, self._kept.without_known(request)))
+        self._kept.note(request.images)
 
     def send(self, message: wire.ToEngine) -> None:
         """Send one message, or drop it if the process is gone. Raises ``FrameError`` if it cannot be encoded."""

@@ -32,6 +32,7 @@ from octavo.telemetry.logs import log_to_stderr
 from octavo.telemetry.phases import Phases
 from octavo.types import ChecksumWeights, EngineInfo, EngineStats, Output, WeightOrder
 from octavo_server.engines import wire
+from octavo_server.engines.sent_pixels import KeptPixels
 
 SWITCH_INTERVAL = 0.0001
 """Seconds after which a thread yields the GIL. The step thread needs it several times per step and would wait 5 ms, the
@@ -96,6 +97,7 @@ class EngineLoop:
         self.engine = engine
         self.channel = channel
         self.generation = generation
+        self._kept = KeptPixels(has_pixels=True)
         self._refusals: list[wire.Refusal] = []
         self._progress = (0, 0)
         self._wants_view = False
@@ -132,6 +134,8 @@ class EngineLoop:
     def _handle(self, message: wire.ToEngine) -> None:
         match message:
             case wire.Submit(request=request):
+                request = self._kept.with_known(request)
+                self._kept.note(request.images)
                 try:
                     self.engine.add(request)
                 except RequestError as error:

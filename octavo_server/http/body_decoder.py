@@ -16,6 +16,7 @@ import json
 import math
 import re
 import sys
+import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from decimal import Decimal
@@ -352,12 +353,35 @@ MAX_SPOOLED_BYTES = 512 << 20
 """Of all bodies that arrive on disk."""
 PART_BYTES = 256 << 10
 """Written to disk at a time."""
+FREE_BYTES = 32 << 20
+"""Of large bodies that arrive in a second without pauses: some thirty images."""
+LEAST_PIECE = 16 << 10
+"""Bytes that a piece counts as, at least: small ones take as much time."""
 PIECE_SECONDS = 0.002
-"""Pause after each piece (64 to 320 KiB) of a large body, shared by all arriving bodies."""
+"""Pause after each piece (64 to 320 KiB) of a large body beyond these, shared by all arriving bodies."""
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 OF_BROWSERS = ("origin", "sec-fetch-site", "referer")
 """Headers of which a browser sends at least one with every request that a page of another site makes it post."""
 DECODED = ("gzip", "x-gzip", "deflate")
+
+
+class Pace:
+    """Limits the share of the processor that large bodies have, however many connections send them."""
+
+    def __init__(self) -> None:
+        self._places = Places(1)
+        self._num_free, self._since = float(FREE_BYTES), time.monotonic()
+
+    async def after(self, num_bytes: int, owner: str) -> None:
+        """Pause, if need be, after a piece of so many bytes."""
+        now = time.monotonic()
+        self._num_free = min(FREE_BYTES, self._num_free + (now - self._since) * FREE_BYTES)
+        self._num_free -= max(num_bytes, LEAST_PIECE)
+        self._since = now
+        if self._num_free < 0:
+            self._num_free = 0.0
+            async with self._places.place(owner):
+                await asyncio.sleep(PIECE_SECONDS)
 
 
 class BodyReceiver:
@@ -367,7 +391,7 @@ class BodyReceiver:
         self._max_bytes = max_bytes
         self._budget = ByteBudget(max_bytes + SPARE_BYTES)
         self._spooled = ByteBudget(MAX_SPOOLED_BYTES)
-        self._pace = Places(1)
+        self._pace = Pace()
         # One at a time: decoding two at once would hold the GIL twice as long and take twice the memory.
         self._decoding = Places(1)
 
@@ -455,9 +479,7 @@ class BodyReceiver:
                 if share.is_given_up:
                     raise _given_up()
                 if size > PIECE_BYTES:
-                    # Limits the CPU share of large bodies, however many connections send them.
-                    async with self._pace.place(owner):
-                        await asyncio.sleep(PIECE_SECONDS)
+                    await self._pace.after(len(piece), owner)
         unpacking.end()
 
 

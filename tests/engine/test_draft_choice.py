@@ -7,10 +7,9 @@ import random
 import pytest
 
 from octavo.cache.kv_cache import KVCache
-from octavo.engine.device_drafts import DeviceDrafts
 from octavo.engine.draft_choice import STEPS_BETWEEN_MEASUREMENTS, AcceptanceRates, DraftChoice
 from octavo.engine.drafter_switch import LONGEST_REST, TRIAL, DrafterSwitch
-from octavo.engine.proposer import Proposal
+from octavo.engine.proposer import DeviceDrafts, Proposal
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.engine.step_costs import LEAST_SEEN, StepCosts

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from octavo.cache.kv_cache import KVCache
-from octavo.engine.device_drafts import DeviceDrafts
 from octavo.engine.draft_choice import DraftChoice
 from octavo.engine.engine import Engine
+from octavo.engine.proposer import DeviceDrafts
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from octavo.engine.ngram import NgramProposer, Seen
+from octavo.engine.proposer import NgramProposer, Seen
 from octavo.engine.speculation import Speculation
 from octavo.speculative_config import Ngram
 from tests.engine.making import make_engine, make_request, run_to_end, tokens_of

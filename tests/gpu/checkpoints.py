@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 SHAPE: dict[str, Any] = {
@@ -19,6 +20,10 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Wide enough in its logits that no two tokens are nearly tied."""
+
+NEEDS_FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+NUM_RANKS = [2, pytest.param(4, marks=NEEDS_FOUR)]
+"""Two ranks share a GPU where there is one."""
 
 
 def write_checkpoint(folder: Path, model_type: str, **changes: Any) -> Path:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from octavo.runtime.ranks.process_group import device_collective
 from octavo_kernels.cpu.rank_memory import MappedRankMemory
+from octavo_kernels.triton.collective import SLOT_BYTES, PeerCollective
 
-ROWS = (1, 2, 3, 17, 64, 513, 4096)
+ROWS = (1, 2, 3, 17, 64, 513, 4096, 9001)
 WIDTH = 1024
 NUM_REPLAYS = 100
 CHAIN = 64
@@ -43,7 +44,9 @@ def main() -> None:
             own = parts(rows, size, dtype)
             residual = parts(rows + 1, 1, dtype)[0][:rows].contiguous()
             exact = sum(part.double() for part in own) + residual.double()
-            found = collective.all_reduce(own[rank].clone(), residual)
+            found = collective.all_reduce(own[rank].clone(), residual.clone())
+            if isinstance(collective, PeerCollective):
+                check_other_ways(collective, own[rank], residual, found)
             limit = 1e-5 if dtype == torch.float32 else 0.04
             torch.testing.assert_close(found.double(), exact, atol=limit, rtol=limit)
             assert torch.equal(collective.all_gather(own[rank]), torch.stack(own))
@@ -54,6 +57,15 @@ def main() -> None:
     digest = replayed(collective, rank, size, digest)
     replay_while_loading(collective, rank, size)
     print(digest)
+
+
+def check_other_ways(collective: PeerCollective, own: Tensor, residual: Tensor, expected: Tensor) -> None:
+    """The same bits in one shot and in two."""
+    chosen = collective.small_bytes, collective.one_shot_bytes
+    for limits in ((0, SLOT_BYTES), (0, 0)):
+        collective.small_bytes, collective.one_shot_bytes = limits
+        assert torch.equal(collective.all_reduce(own.clone(), residual.clone()), expected)
+    collective.small_bytes, collective.one_shot_bytes = chosen
 
 
 def replayed(collective: object, rank: int, size: int, digest: int) -> int:

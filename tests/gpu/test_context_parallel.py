@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
-from tests.gpu.checkpoints import write_checkpoint
+from tests.gpu.checkpoints import NEEDS_FOUR, NUM_RANKS, write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -55,7 +55,6 @@ SETTINGS: dict[str, Any] = {
     "device": "cuda",
     "dtype": "float32",
 }
-NEEDS_FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
 
 
@@ -109,9 +108,10 @@ def test_parts_give_the_tokens_of_one_rank(
 
 
 @pytest.mark.parametrize("model", ["one KV head", "latents"])
-def test_drafts_give_the_tokens_without_them(checkpoints: dict[str, Path], model: str) -> None:
+@pytest.mark.parametrize("size", NUM_RANKS)
+def test_drafts_give_the_tokens_without_them(checkpoints: dict[str, Path], model: str, size: int) -> None:
     expected = generate(checkpoints[model], 1, 1)
-    check_same(expected, generate(checkpoints[model], 2, 2, speculative_config=json.dumps(LOOKUP)))
+    check_same(expected, generate(checkpoints[model], size, size, speculative_config=json.dumps(LOOKUP)))
 
 
 @pytest.mark.parametrize("model", ["one KV head", "latents"])

@@ -1,4 +1,4 @@
-"""Experts divided among two ranks: kernels on one GPU, and engines on two, or on one that they share."""
+"""Experts divided among ranks: kernels on one GPU, and engines on several, or on one that two share."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from octavo.layers.expert_parallel import ExpertPlacement, PartialMixture
 from octavo.layers.experts import DenseMixture, GroupedMixture
 from octavo.ops.collective import SINGLE_RANK
 from octavo.ops.moe import Experts, GroupedExperts, Routing, join_experts, route
+from tests.gpu.checkpoints import NEEDS_FOUR
 from tests.gpu.graph_bits import assert_a_graph_gives_the_same_bits
 from tests.gpu.test_families import OF_GPU, check_alike, generate
 from tests.gpu.test_grouped_moe import joined
@@ -91,28 +92,31 @@ def test_a_graph_with_dependent_launch_gives_the_bits_of_plain_launches(T: int, 
     assert expected.isfinite().all()
 
 
-def check_next_to_one_rank(folder: Path, tolerance: float, **settings: Any) -> None:
+def check_next_to_one_rank(folder: Path, tolerance: float, size: int = 2, **settings: Any) -> None:
     """In every step the ranks compare their results, and would end if they were not equal."""
     one = generate(folder, **OF_GPU, **settings)
-    two = generate(folder, **OF_GPU, **settings, tensor_parallel_size=2, enable_expert_parallel=True)
-    check_alike(one, two, tolerance)
+    several = generate(folder, **OF_GPU, **settings, tensor_parallel_size=size, enable_expert_parallel=True)
+    check_alike(one, several, tolerance)
 
 
 @pytest.mark.parametrize(
-    ("row", "enforce_eager"),
+    ("row", "enforce_eager", "size"),
     [
-        ("qwen3_moe/normalised", True),
-        ("qwen3_moe/normalised", False),
-        ("mixtral/two_of_five", False),
-        ("qwen2_moe/shared", False),
-        ("deepseek_v3/groups", False),
-        ("glm4_moe/groups", False),
-        ("gpt_oss/sinks", False),
+        ("qwen3_moe/normalised", True, 2),
+        ("qwen3_moe/normalised", False, 2),
+        ("mixtral/two_of_five", False, 2),
+        ("qwen2_moe/shared", False, 2),
+        ("deepseek_v3/groups", False, 2),
+        ("glm4_moe/groups", False, 2),
+        ("gpt_oss/sinks", False, 2),
+        pytest.param("qwen3_moe/normalised", False, 4, marks=NEEDS_FOUR),
+        pytest.param("deepseek_v3/groups", False, 4, marks=NEEDS_FOUR),
+        pytest.param("gpt_oss/sinks", False, 4, marks=NEEDS_FOUR),
     ],
 )
-def test_two_ranks_give_the_tokens_of_one(row: str, enforce_eager: bool, tmp_path: Path) -> None:
+def test_ranks_give_the_tokens_of_one(row: str, enforce_eager: bool, size: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, row)
-    check_next_to_one_rank(tmp_path, 1e-3, enforce_eager=enforce_eager)
+    check_next_to_one_rank(tmp_path, 1e-3, size, enforce_eager=enforce_eager)
 
 
 @pytest.mark.parametrize("name", ["fp8, blocks", "int4, zeros", "mxfp4"])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from octavo_bench.dummy_models import write_model
-from tests.gpu.checkpoints import write_checkpoint
+from tests.gpu.checkpoints import NEEDS_FOUR, write_checkpoint
 from tests.gpu.test_tensor_parallel import SHAPE
 from tests.server.child_engine import until
 from tests.server.test_ranks import are_gone, finish, make_config, processes, running, send
@@ -33,11 +33,13 @@ def make_model(folder: Path) -> Path:
     return write_model(name, folder) if name else write_checkpoint(folder, "qwen3", **SHAPE)
 
 
-@pytest.mark.parametrize("rank", [1, 0])
-def test_a_killed_rank_changes_no_stream(tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "rank"), [(2, 1), (2, 0), pytest.param(4, 3, marks=NEEDS_FOUR), pytest.param(4, 0, marks=NEEDS_FOUR)]
+)
+def test_a_killed_rank_changes_no_stream(tmp_path: Path, size: int, rank: int) -> None:
     device = {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True, "max_model_len": 1024}
     sizes = {"max_num_seqs": 16, "engine_timeout": 60.0, "gpu_memory_utilization": 0.4}
-    config = make_config(make_model(tmp_path), **device, **sizes)
+    config = make_config(make_model(tmp_path), size, **device, **sizes)
 
     async def main() -> None:
         began = time.monotonic()
@@ -48,7 +50,7 @@ def test_a_killed_rank_changes_no_stream(tmp_path: Path, rank: int) -> None:
             await until(lambda: all(recorder.tokens for recorder in recorders), SECONDS)
             assert not any(recorder.done.is_set() for recorder in recorders)
             pids = processes(engine)
-            assert len(pids) == 2
+            assert len(pids) == size
             os.kill(pids[rank], signal.SIGKILL)
             killed = time.monotonic()
             await until(lambda: engine.pid != pids[0] and engine.is_ready, SECONDS)

@@ -1,4 +1,4 @@
-"""Two ranks over memory that they map from each other, on one GPU that they share or on two: kernels and engines."""
+"""Ranks over memory that they map from each other, on one GPU that two share or on one each: kernels and engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo_kernels.cpu.rank_memory import make_memory
-from tests.gpu.checkpoints import write_checkpoint
+from tests.gpu.checkpoints import NUM_RANKS, write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -41,20 +41,21 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Qwen3, whose heads and widths two divide."""
+    """A small random Qwen3, whose widths and query heads any number of ranks divides; four have copies of a KV head."""
     return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", **SHAPE)
 
 
-def test_ranks_sum_and_gather_over_peer_memory() -> None:
-    descriptor = make_memory(2)
+@pytest.mark.parametrize("size", NUM_RANKS)
+def test_ranks_sum_and_gather_over_peer_memory(size: int) -> None:
+    descriptor = make_memory(size)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.rank_exchange", str(rank), "2", str(descriptor)],
+            [sys.executable, "-m", "tests.gpu.rank_exchange", str(rank), str(size), str(descriptor)],
             pass_fds=[descriptor],
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(size)
     ]
     os.close(descriptor)
     try:
@@ -62,8 +63,9 @@ def test_ranks_sum_and_gather_over_peer_memory() -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert printed[0] == printed[1] != ""
+    assert [rank.returncode for rank in ranks] == [0] * size
+    assert len(set(printed)) == 1
+    assert printed[0]
 
 
 def generate(folder: Path, size: int, dtype: str, **settings: Any) -> list[Any]:
@@ -78,18 +80,20 @@ def generate(folder: Path, size: int, dtype: str, **settings: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_two_ranks_give_the_tokens_of_one(checkpoint: Path, enforce_eager: bool) -> None:
+@pytest.mark.parametrize("size", NUM_RANKS)
+def test_ranks_give_the_tokens_of_one(checkpoint: Path, enforce_eager: bool, size: int) -> None:
     """In every step the ranks compare their results, and would end if they were not equal."""
     one = generate(checkpoint, 1, "float32", enforce_eager=enforce_eager)
-    two = generate(checkpoint, 2, "float32", enforce_eager=enforce_eager)
-    for expected, found in zip(one, two, strict=True):
+    several = generate(checkpoint, size, "float32", enforce_eager=enforce_eager)
+    for expected, found in zip(one, several, strict=True):
         assert list(found.token_ids) == list(expected.token_ids)
         if expected.logprobs:
             assert math.isclose(found.cumulative_logprob, expected.cumulative_logprob, abs_tol=1e-2)
 
 
-def test_bfloat16_ranks_agree_and_repeat(checkpoint: Path) -> None:
+@pytest.mark.parametrize("size", NUM_RANKS)
+def test_bfloat16_ranks_agree_and_repeat(checkpoint: Path, size: int) -> None:
     """Chunks of prompts depend on times that were measured, so that results repeat with batch invariance only."""
     settings = {"dtype": "bfloat16", "batch_invariant": True}
-    first, second = ([list(o.token_ids) for o in generate(checkpoint, 2, **settings)] for _ in range(2))
+    first, second = ([list(o.token_ids) for o in generate(checkpoint, size, **settings)] for _ in range(2))
     assert first == second

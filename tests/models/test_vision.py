@@ -16,9 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.build import build_executor
 from octavo.engine.sequence_images import rope_shifts
 from octavo.errors import CheckpointError, InvalidParameter
 from octavo.images.preparer import placed
+from octavo.runtime.executors.stream_executor import StreamExecutor
+from octavo.steps.messages import Message, Reply, Step
 from octavo.types import ImageInput, Request
 from tests.models.vision import FAMILIES, IMAGE, as_png, expected_logprobs, make, picture, written_config
 from tests.tiers import nightly, nightly_after, one_in
@@ -107,6 +110,32 @@ def test_an_image_makes_a_difference(family: tuple[str, Path, PreTrainedModel], 
     (output,) = llm.generate(as_inputs([(tokens, [TALL])]), SCORED)
     turned = TALL.transpose(Image.Transpose.ROTATE_180)
     assert worst_difference(name, model, (tokens, [turned]), output) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", nightly("gemma3"), nightly("gemma4")], indirect=True)
+def test_steps_of_gpus(family: tuple[str, Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded as for graphs, in which any row may be an image's, and started before the one before has ended."""
+    name, _, model = family
+    steps: list[Step] = []
+
+    class Noting(StreamExecutor):
+        def send(self, message: Message) -> Reply[Any]:
+            steps.extend([message] if isinstance(message, Step) and message.num_seqs else [])
+            return super().send(message)
+
+    def on_stream(*args: Any, forward: Any, logits: Any, vocabulary: Any, **parts: Any) -> StreamExecutor:
+        return Noting(*args, **parts)
+
+    monkeypatch.setattr(build_executor, "HostExecutor", on_stream)
+    unscored = SamplingParams(temperature=0, max_tokens=3, logprobs=3)
+    with LLM(family[1], **SETTINGS, max_num_batched_tokens=48, max_num_seqs=8) as llm:
+        for params in (SCORED, unscored):
+            for prompt, output in zip(PROMPTS, llm.generate(as_inputs(PROMPTS), params), strict=True):
+                assert worst_difference(name, model, prompt, output) < TOLERANCE
+        llm.engine.check()
+    of_images = [step for step in steps if step.shape.has_images]
+    assert any(step.spans or (step.uses_graph and step.is_plain) for step in of_images)
+    assert not any(step.spans and (step.uses_graph or step.is_plain) for step in of_images)
 
 
 @every_family

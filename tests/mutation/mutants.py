@@ -66,13 +66,13 @@ MUTANTS = [
         "if not waiting:",
     ),
     Mutant(
-        "engine/ngram.py",
+        "engine/proposer.py",
         "for length in self.lengths:\n            start",
         "for length in self.lengths[:1]:\n            start",
     ),
-    Mutant("engine/ngram.py", "self._num_seen = max(self._num_seen, last - 1)", "self._num_seen = last"),
-    Mutant("engine/ngram.py", "grown[len(grown) - (last - start)]", "grown[0]"),
-    Mutant("engine/ngram.py", "num_pending + count)[num_pending:]", "count)"),
+    Mutant("engine/proposer.py", "self._num_seen = max(self._num_seen, last - 1)", "self._num_seen = last"),
+    Mutant("engine/proposer.py", "grown[len(grown) - (last - start)]", "grown[0]"),
+    Mutant("engine/proposer.py", "num_pending + count)[num_pending:]", "count)"),
     Mutant("engine/scheduled.py", "seq.num_rejected += num_rejected", "pass"),
     Mutant("types.py", "return self.start - (self.seq.num_rejected - self.num_rejected)", "return self.start"),
     # Queues and policies.

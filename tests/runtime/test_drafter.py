@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from octavo.cache.kv_cache import KVCache
-from octavo.engine.device_drafts import DeviceDrafts
 from octavo.engine.engine import Engine
+from octavo.engine.proposer import DeviceDrafts
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.speculation import Speculation
 from octavo.models.layer_cache import kv_groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import random
@@ -10,6 +11,7 @@ import socket
 import threading
 import time
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -203,6 +205,32 @@ def test_the_largest_share_is_given_up() -> None:
     assert gone == ["a", "c"], "what is whole stays"
     shares["b"].resize(0)
     assert budget.num_bytes == 0
+
+
+def test_bodies_pause_only_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, pauses = 5.0, 0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+
+    async def arrive(num_bytes: int, pieces: int) -> int:
+        before = pauses
+        for _ in range(pieces):
+            await pace.after(num_bytes, "someone")
+        return pauses - before
+
+    monkeypatch.setattr(body_decoder, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(body_decoder, "asyncio", SimpleNamespace(sleep=sleep))
+    pace = body_decoder.Pace()
+    assert asyncio.run(arrive(256 << 10, 128)) == 0, "32 MiB at once"
+    assert asyncio.run(arrive(256 << 10, 8)) == 8
+    now += 0.5
+    assert asyncio.run(arrive(1, 1024)) == 0, "half as many, and a byte counts as a piece"
+    assert asyncio.run(arrive(1, 8)) == 8
+    now += 3600
+    assert asyncio.run(arrive(64 << 10, 512)) == 0
+    assert asyncio.run(arrive(64 << 10, 1)) == 1
 
 
 def test_unfinished_bodies_together(serve_app: Any, monkeypatch: pytest.MonkeyPatch) -> None:

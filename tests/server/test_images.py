@@ -7,6 +7,7 @@ import base64
 import contextlib
 import io
 import json
+import random
 import threading
 import time
 import zlib
@@ -23,8 +24,10 @@ from octavo.config import ModelSettings
 from octavo.errors import InvalidParameter
 from octavo.images.preparer import ImagePreparer
 from octavo.images.processors import PreparedImage
+from octavo.sampling_params import SamplingParams
 from octavo.server_settings import ServerSettings
-from octavo.types import EngineInfo, Request
+from octavo.types import EngineInfo, ImageInput, Request
+from octavo_server.engines.sent_pixels import KeptPixels
 from octavo_server.image_files import ImageFiles, KeptImages, Source, is_public, source_of
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine, byte_tokenizer
@@ -138,7 +141,8 @@ def test_chat_completions(seeing: Seeing) -> None:
 
 
 def test_an_image_is_prepared_once_for_each_who_sends_it() -> None:
-    made = list[str]()
+    """Told by the text of a data: URL, which is decoded once as well, and of others by the file."""
+    made, read_from = list[str](), list[str]()
 
     class Preparer:
         def prepare(self, data: bytes, detail: str, where: str) -> PreparedImage:
@@ -146,7 +150,7 @@ def test_an_image_is_prepared_once_for_each_who_sends_it() -> None:
             return PreparedImage((1, 2, 2), (), data * 3)
 
     async def asked() -> None:
-        kept, preparer = KeptImages(most_bytes=40), cast(ImagePreparer, Preparer())
+        kept, preparer = KeptImages(most_bytes=80), cast(ImagePreparer, Preparer())
         for owner, data, detail, where in [
             ("a", b"wxyz", "auto", "first"),
             ("a", b"wxyz", "auto", "again"),
@@ -157,11 +161,20 @@ def test_an_image_is_prepared_once_for_each_who_sends_it() -> None:
             ("a", b"wxyz", "auto", "still there"),
             ("b", b"wxyz", "auto", "gone"),
         ]:
-            image = await kept.prepared(owner, preparer, data, Source("data", "", detail, where))
-            assert image.pixels == data * 3
+            for kind in ("data", "file"):
+
+                async def read(data: bytes = data, what: str = f"{kind} {where}") -> bytes:
+                    read_from.append(what)
+                    return data
+
+                source = Source(kind, f"data:,{data.decode()}", detail, f"{kind} {where}")
+                image = await kept.prepared(owner, preparer, source, read)
+                assert image.pixels == data * 3
 
     asyncio.run(asked())
-    assert made == ["first", "of another", "small", "too much", "gone"]
+    times = ("first", "of another", "small", "too much", "gone")
+    assert made == [f"{kind} {time}" for time in times for kind in ("data", "file")]
+    assert [what for what in read_from if what.startswith("data")] == [f"data {time}" for time in times]
 
 
 def test_placeholders_that_a_client_spells_stay_text(seeing: Seeing) -> None:
@@ -493,3 +506,24 @@ def test_a_journal_keeps_images(seeing: Seeing, tmp_path: Path) -> None:
     assert again.output_tokens == list(b"A")
     assert send(other).json() == answer.json()
     assert after.requests == [again]
+
+
+def test_both_ends_of_the_socket_keep_the_same_pixels() -> None:
+    """Whatever comes, in requests of several images: sizes are such that three or four are kept."""
+    rng = random.Random(5)
+    front, engine = KeptPixels(has_pixels=False, most_bytes=100), KeptPixels(has_pixels=True, most_bytes=100)
+    num_sent = num_images = 0
+    for number in range(300):
+        names = [rng.randrange(8) for _ in range(rng.randrange(5))]
+        images = [ImageInput(0, 1, 7, bytes([name]) * 32, (1, 1, 1), bytes([name + 1]) * (20 + name)) for name in names]
+        if rng.random() < 0.05:
+            images.append(ImageInput(0, 1, 7, b"large", (1, 1, 1), bytes(200)))
+        request = Request(number, [1], SamplingParams(), max_tokens=1, images=images)
+        sent = front.without_known(request)
+        front.note(request.images)
+        got = engine.with_known(sent)
+        engine.note(got.images)
+        assert got.images == images
+        num_sent += sum(bool(image.pixels) for image in sent.images)
+        num_images += len(images)
+    assert 0.3 * num_images < num_sent < 0.8 * num_images

@@ -8,7 +8,7 @@ Shapes: N patches, D width of the tower, H head dim, C colours, P side of a patc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -170,8 +170,13 @@ def unpacked(image: Pixels) -> list[Tensor]:
 
 def normalised(pixels: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
     """Pixels, uint8 [..., C], as the float32 numbers that towers were trained with."""
-    like = {"dtype": torch.float32, "device": pixels.device}
-    return (pixels.float() / 255 - torch.tensor(mean, **like)) / torch.tensor(deviation, **like)  # type: ignore[arg-type]
+    return (pixels.float() / 255 - _constants(tuple(mean), pixels.device)) / _constants(tuple(deviation), pixels.device)
+
+
+@lru_cache(maxsize=8)
+def _constants(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Kept on the device: an upload would wait for the step before."""
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 def patches(image_YXC: Tensor, side: int, merge: int = 1) -> Tensor:

@@ -23,9 +23,8 @@ from torch import Tensor
 from octavo.errors import CheckpointError
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.formats.plain import Plain
-from octavo.quant.stored.bit_unpacking import signed, unpack_fields
 from octavo.quant.stored.dummy_weights import dummy_grouped, is_quantised_dummy
-from octavo.quant.stored.groups import group_size, num_groups
+from octavo.quant.stored.groups import group_size, num_groups, signed, unpack_fields
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.stored_weight import StoredWeight
 from octavo.quant.tensors import Tensors

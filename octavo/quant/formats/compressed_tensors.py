@@ -23,10 +23,9 @@ from octavo.quant.config_reader import INSTEAD, QuantKeys
 from octavo.quant.formats.fp8 import read_fp8
 from octavo.quant.formats.plain import Plain
 from octavo.quant.module_matching import PATTERN, ModuleTargets, compiled
-from octavo.quant.stored.bit_unpacking import num_words, signed, unpack_fields
 from octavo.quant.stored.dummy_weights import dummy_float4, dummy_grouped, dummy_scaled, is_quantised_dummy
 from octavo.quant.stored.float4 import MXFP4_GROUP, NVFP4_GROUP, checked_exponents, read_mxfp4, read_nvfp4
-from octavo.quant.stored.groups import in_order, num_groups, read_order
+from octavo.quant.stored.groups import in_order, num_groups, num_words, read_order, signed, unpack_fields
 from octavo.quant.stored.int_group_weight import GroupedStored
 from octavo.quant.stored.scaled import ScaledStored
 from octavo.quant.stored.stored_weight import StoredWeight

@@ -26,9 +26,8 @@ from torch import Tensor
 from octavo.quant.config_reader import QuantKeys
 from octavo.quant.formats.plain import Plain
 from octavo.quant.module_matching import compiled
-from octavo.quant.stored.bit_unpacking import num_words, signed, unpack_fields
 from octavo.quant.stored.dummy_weights import dummy_grouped, is_quantised_dummy
-from octavo.quant.stored.groups import group_size, in_order, num_groups, read_order
+from octavo.quant.stored.groups import group_size, in_order, num_groups, num_words, read_order, signed, unpack_fields
 from octavo.quant.stored.stored_weight import StoredWeight
 from octavo.quant.tensors import Tensors
 

@@ -21,15 +21,7 @@ from octavo.quant.stored.float4 import NVFP4_GROUP, read_nvfp4
 from octavo.quant.stored.stored_weight import StoredWeight
 from octavo.quant.tensors import Tensors
 
-ALGORITHMS = (
-    "FP8",
-    "FP8_PER_CHANNEL_PER_TOKEN",
-    "FP8_PB_WO",
-    "NVFP4",
-    "NVFP4_AWQ",
-    "W4A16_NVFP4",
-    "MIXED_PRECISION",
-)
+ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MIXED_PRECISION")
 BLOCK = (128, 128)
 """Rows and columns of a block of FP8_PB_WO."""
 

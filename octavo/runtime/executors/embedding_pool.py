@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from octavo.errors import CANCELLATIONS, RunnerError
 from octavo.models.vision.tower import Pixels, Tower, VisionConfig
@@ -54,9 +57,16 @@ class EmbeddingPool:
         return Done(None)
 
     def _encode(self, image: ImageToEncode) -> None:
-        slots = torch.from_numpy(np.frombuffer(image.slots, np.int64).copy()).to(self.table.device)
-        pixels = torch.from_numpy(np.frombuffer(image.pixels, np.uint8).copy().reshape(*image.shape, 3))
-        rows = self._tower(Pixels(pixels.to(self.table.device), image.details, *self._scaling))
+        slots = self._uploaded(np.frombuffer(image.slots, np.int64))
+        pixels = self._uploaded(np.frombuffer(image.pixels, np.uint8)).view(*image.shape, 3)
+        rows = self._tower(Pixels(pixels, image.details, *self._scaling))
         if len(rows) != len(slots):
             raise ValueError(f"the tower made {len(rows)} embeddings of an image that has {len(slots)} tokens")
         self.table[slots] = rows.to(self.table.dtype)
+
+    def _uploaded(self, numbers: npt.NDArray[Any]) -> Tensor:
+        """On the device, without waiting for the step that it still computes."""
+        on_host = torch.from_numpy(numbers.copy())
+        if self.table.is_cuda:
+            on_host = on_host.pin_memory()
+        return on_host.to(self.table.device, non_blocking=True)

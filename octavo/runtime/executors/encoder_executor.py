@@ -18,15 +18,7 @@ from octavo.models.encoder import Encoder, PackedTexts
 from octavo.runtime.executors.host_executor import change_adapters
 from octavo.runtime.executors.pooler import TOKEN_TASKS, Pooler, as_vectors
 from octavo.runtime.replies import Done, FailedReply
-from octavo.steps.messages import (
-    NO_ADAPTER,
-    Encode,
-    EncoderText,
-    LoadAdapter,
-    Message,
-    Reply,
-    UnloadAdapter,
-)
+from octavo.steps.messages import NO_ADAPTER, Encode, EncoderText, LoadAdapter, Message, Reply, UnloadAdapter
 from octavo.types import Task
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 CALL = "<|call|>"
 ENDS = ("<|end|>", CALL, "<|return|>", START)
 ANSWER = AnswerMarks("", (f"{CHANNEL}final", MESSAGE), START)
-REASONING = (
-    f"{CHANNEL}analysis{MESSAGE}",
-    "<|end|>",
-    f"<|end|>{START}assistant{CHANNEL}final{MESSAGE}",
-)
+REASONING = (f"{CHANNEL}analysis{MESSAGE}", "<|end|>", f"<|end|>{START}assistant{CHANNEL}final{MESSAGE}")
 """What opens reasoning, what closes it, and what is forced where it is too long: the beginning of an answer."""
 FUNCTIONS = "functions."
 

@@ -161,10 +161,7 @@ def _invoke(prefix: str, opens: str, **more: Any) -> Tags:
 
 
 MINIMAX_M2 = _format(
-    "minimax_m2",
-    _invoke("", "minimax:tool_call"),
-    models="MiniMax M2",
-    signs=(("<minimax:tool_call>",),),
+    "minimax_m2", _invoke("", "minimax:tool_call"), models="MiniMax M2", signs=(("<minimax:tool_call>",),)
 )
 DEEPSEEK_V32 = _format(
     "deepseek_v32",
@@ -173,8 +170,5 @@ DEEPSEEK_V32 = _format(
     signs=((DSML, "function_calls"),),
 )
 DEEPSEEK_V4 = _format(
-    "deepseek_v4",
-    _invoke(DSML, "tool_calls", tells_strings=True),
-    models="DeepSeek V4",
-    signs=((DSML, "tool_calls"),),
+    "deepseek_v4", _invoke(DSML, "tool_calls", tells_strings=True), models="DeepSeek V4", signs=((DSML, "tool_calls"),)
 )

@@ -281,8 +281,7 @@ def _alignment(header: _Header, metadata: dict[str, Any]) -> int:
     is_power = type(alignment) is int and alignment > 0 and alignment & (alignment - 1) == 0
     if not is_power or alignment > MAX_ALIGNMENT:
         header.fail(
-            "metadata general.alignment",
-            f"found {_short(alignment)}, must be a power of two from 1 to {MAX_ALIGNMENT}",
+            "metadata general.alignment", f"found {_short(alignment)}, must be a power of two from 1 to {MAX_ALIGNMENT}"
         )
     return int(alignment)
 

@@ -285,11 +285,7 @@ def _qwen3(data: Metadata) -> dict[str, Any]:
 
 MLP = "mlp"
 """LLaVA's, which the oldest files do not name."""
-QWEN3_TEXTS = (
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
-)
+QWEN3_TEXTS = ("Qwen3VLForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 INTERN_TEXTS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 MISTRAL_TEXTS = ("LlamaForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM")
 KINDS = {

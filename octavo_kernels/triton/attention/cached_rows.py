@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo.ops.attention import HeadLayout, LayerCache
 from octavo.ops.cache_rows import GROUP, STORED, VECTOR, rotated_together
 from octavo_kernels.triton.attention.decode_qkv import load_angles, load_heads, load_norm, turned
-from octavo_kernels.triton.grouped.grouped_numbers import entry_of_uint4
+from octavo_kernels.triton.grouped.grouped_numbers import entry_of_uint4, int8_of_two, pairs_of_e4m3
 from octavo_kernels.triton.launch import after_predecessor, has_assembly, launch
 
 ROWS = 4
@@ -46,11 +46,19 @@ def least_width(cache: Tensor) -> int:
     return GROUP if cache.dtype == torch.uint8 else VECTOR
 
 
+def planes_of(cache: Tensor) -> int:
+    """How many numbers of a row are in a word of 16 bits: in so many ``planes`` a kernel takes them."""
+    return {torch.float8_e4m3fn: 2, torch.int8: 2, torch.uint8: 4}.get(cache.dtype, 1)
+
+
 def row_assembly(cache: Tensor, queries: torch.dtype) -> tuple[str, ...] | None:
-    """PTX for ``load_rows``, where it can be used and queries are bfloat16; a conversion of INT8 is an instruction."""
-    if queries != torch.bfloat16 or not is_packed(cache) or not has_assembly(cache.device):
+    """PTX for ``planes``, where it can be used and queries have 16 bits, and there are planes."""
+    if queries == torch.float32 or planes_of(cache) == 1 or not has_assembly(cache.device):
         return None
-    return tuple(entry_of_uint4(plane) for plane in range(4 if cache.dtype == torch.uint8 else 0))
+    if cache.dtype == torch.float8_e4m3fn:
+        return (pairs_of_e4m3(),)
+    of_plane = int8_of_two if cache.dtype == torch.int8 else entry_of_uint4
+    return tuple(of_plane(plane) for plane in range(planes_of(cache)))
 
 
 def pack_store(
@@ -232,14 +240,85 @@ def load_rows(
         codes = tl.load(cache + (slots * STRIDE + 4 + d), mask=is_row & (d < H), other=0)
         rows = codes.to(tl.float32 if ASSEMBLY is None else tl.bfloat16)
     else:
+        words, header = load_words(cache, slots, is_row, STRIDE, H, D, RUN, 4)
+        numbers = planes(words, header, RUN, 4, tl.float32 if ASSEMBLY is None else tl.bfloat16, ASSEMBLY)
+        rows = of_planes(numbers)
+    return rows, unit
+
+
+@triton.jit
+def load_words(
+    cache: tl.tensor, slots: tl.tensor, is_row: tl.tensor, STRIDE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    RUN: tl.constexpr, PLANES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Rows as ``load_rows`` has them, in words of PLANES numbers [C, D / PLANES], or as they are where that is one; and
+    their headers: of INT8 scales [1, C], of INT4 those of groups [C, D / 32]."""
+    w, header = tl.arange(0, D // PLANES), 1.0
+    if PLANES == 1:
+        words = tl.load(cache + (slots * STRIDE + w), mask=is_row & (w < H), other=0.0)
+    elif RUN == 0:
+        words = tl.load(_as(cache, tl.int16) + (slots * (STRIDE // 2) + w), mask=is_row & (w < H // 2), other=0)
+    elif RUN == 1:
+        header = tl.trans(tl.load(_as(cache, tl.float32) + slots * (STRIDE // 4), mask=is_row, other=0.0))
+        words = tl.load(_as(cache, tl.int16) + (slots * (STRIDE // 2) + 2 + w), mask=is_row & (w < H // 2), other=0)
+    else:
         NUM_GROUPS: tl.constexpr = (H + _GROUP - 1) // _GROUP
-        g, w = tl.arange(0, D // _GROUP), tl.arange(0, D // 4)
+        g = tl.arange(0, D // _GROUP)
         at = slots * (STRIDE // 4) + g
         header = tl.load(_as(cache, tl.int32) + at, mask=is_row & (g < NUM_GROUPS), other=0)
         at = slots * (STRIDE // 2) + 2 * NUM_GROUPS + w
-        word = tl.load(_as(cache, tl.int16) + at, mask=is_row & (w < H // 4), other=0)
-        rows = _unpacked(word, header, ASSEMBLY)
-    return rows, unit
+        words = tl.load(_as(cache, tl.int16) + at, mask=is_row & (w < H // 4), other=0)
+    return words, header
+
+
+@triton.jit
+def planes(
+    words: tl.tensor, header: tl.tensor, RUN: tl.constexpr, PLANES: tl.constexpr, TYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The numbers of ``load_words`` in TYPE: PLANES tensors of the words' shape, each with one number of every word."""
+    if PLANES == 1:
+        numbers = (words.to(TYPE),)
+    elif RUN == 0 and ASSEMBLY is not None:
+        numbers = tl.inline_asm_elementwise(
+            ASSEMBLY[0], "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif RUN <= 1:
+        numbers = (_of_8_bits(words, RUN, 0, TYPE, ASSEMBLY), _of_8_bits(words, RUN, 1, TYPE, ASSEMBLY))
+    else:
+        numbers = _of_4_bits(words, header, TYPE, ASSEMBLY)
+    return numbers
+
+
+@triton.jit
+def of_planes(numbers: tl.tensor) -> tl.tensor:
+    """Rows [R, D] of the planes [R, D / PLANES] of their numbers."""
+    if len(numbers) == 1:
+        rows = numbers[0]
+    else:
+        if len(numbers) == 2:
+            pairs = tl.join(numbers[0], numbers[1])
+        else:
+            pairs = tl.join(tl.join(numbers[0], numbers[2]), tl.join(numbers[1], numbers[3]))
+        rows = tl.reshape(pairs, [numbers[0].shape[0], len(numbers) * numbers[0].shape[1]])
+    return rows
+
+
+@triton.jit
+def words_of(x: tl.tensor, PLANES: tl.constexpr) -> tl.tensor:
+    """Numbers [.., D] of a cache's floating-point type as ``load_words`` has them."""
+    if PLANES == 2:
+        pairs = tl.reshape(x, x.shape[:-1] + (x.shape[-1] // 2, 2))  # noqa: RUF005  # Triton unpacks no tuples
+        first, second = tl.split(pairs.to(tl.uint8, bitcast=True).to(tl.int16))
+        x = first | (second << 8)
+    return x
+
+
+@triton.jit
+def as_words(cache: tl.tensor, PLANES: tl.constexpr) -> tl.tensor:
+    if PLANES > 1:
+        cache = _as(cache, tl.int16)
+    return cache
 
 
 @triton.jit
@@ -248,34 +327,49 @@ def _as(place: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _unpacked(word: tl.tensor, header: tl.tensor, ASSEMBLY: tl.constexpr) -> tl.tensor:
-    """The numbers [C, D] of words of four [C, D / 4], and of the headers of their groups [C, D / 32]."""
-    C: tl.constexpr = word.shape[0]
-    WORDS: tl.constexpr = word.shape[1]
+def _of_8_bits(
+    words: tl.tensor, RUN: tl.constexpr, PLANE: tl.constexpr, TYPE: tl.constexpr, ASSEMBLY: tl.constexpr
+) -> tl.tensor:
+    """One number of each word: of INT8, or where ``RUN`` is 0 of E4M3."""
+    if ASSEMBLY is not None:
+        x = tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,r", [words], dtype=TYPE.value, is_pure=True, pack=2)
+    else:
+        codes = (words >> (8 * PLANE)).to(tl.int8)
+        if RUN == 0:
+            codes = codes.to(tl.float8e4nv, bitcast=True)
+        x = codes.to(tl.float32).to(TYPE)
+    return x
+
+
+@triton.jit
+def _of_4_bits(words: tl.tensor, header: tl.tensor, TYPE: tl.constexpr, ASSEMBLY: tl.constexpr) -> tl.tensor:
+    """The four numbers of each word [.., D / 4], with the headers of groups [.., D / 32]."""
     scale, least = (header & -0x10000).to(tl.float32, bitcast=True), (header << 16).to(tl.float32, bitcast=True)
     if ASSEMBLY is not None:
-        scale, least = scale.to(tl.bfloat16), least.to(tl.bfloat16)
-    scale, least = _of_groups(scale, C, WORDS), _of_groups(least, C, WORDS)
-    first, second = _plane(word, scale, least, 0, ASSEMBLY), _plane(word, scale, least, 1, ASSEMBLY)
-    third, fourth = _plane(word, scale, least, 2, ASSEMBLY), _plane(word, scale, least, 3, ASSEMBLY)
-    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [C, 4 * WORDS])
+        scale, least = scale.to(TYPE), least.to(TYPE)
+    scale, least = _of_groups(scale, words), _of_groups(least, words)
+    numbers = ()
+    for plane in tl.static_range(4):
+        numbers += (_of_nibbles(words, scale, least, plane, TYPE, ASSEMBLY),)
+    return numbers
 
 
 @triton.jit
-def _of_groups(x: tl.tensor, C: tl.constexpr, WORDS: tl.constexpr) -> tl.tensor:
-    """What a group's words share, [C, D / 32], for each of them."""
-    GROUPS: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.broadcast_to(x[:, :, None], [C, GROUPS, WORDS // GROUPS]), [C, WORDS])
+def _of_groups(x: tl.tensor, words: tl.tensor) -> tl.tensor:
+    """What a group's words share, [.., D / 32], for each of them."""
+    each = tl.zeros([words.shape[-1] // x.shape[-1]], x.dtype)
+    return tl.reshape(tl.broadcast(tl.expand_dims(x, -1), each)[0], words.shape)
 
 
 @triton.jit
-def _plane(
-    word: tl.tensor, scale: tl.tensor, least: tl.tensor, PLANE: tl.constexpr, ASSEMBLY: tl.constexpr
-) -> tl.tensor:
+def _of_nibbles(
+    words: tl.tensor, scale: tl.tensor, least: tl.tensor, PLANE: tl.constexpr, TYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """One number of each word."""
     if ASSEMBLY is not None:
-        operands = [word, scale, least]
-        x = tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,r,r,r", operands, dtype=scale.dtype, is_pure=True, pack=2)
+        operands = [words, scale, least]
+        x = tl.inline_asm_elementwise(ASSEMBLY[PLANE], "=r,r,r,r", operands, dtype=TYPE.value, is_pure=True, pack=2)
     else:
-        x = ((word >> (4 * PLANE)) & 15).to(tl.float32) * scale + least
+        x = (((words >> (4 * PLANE)) & 15).to(tl.float32) * scale + least).to(TYPE)
     return x

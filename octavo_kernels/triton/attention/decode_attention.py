@@ -25,12 +25,16 @@ from torch import Tensor
 from octavo.ops.attention import HeadLayout, LayerCache, PagedRows
 from octavo.ops.collective import WHOLE_CONTEXT, ContextPart
 from octavo_kernels.triton.attention.cached_rows import (
+    as_words,
     is_packed,
-    least_width,
-    load_rows,
+    load_words,
+    of_planes,
+    planes,
+    planes_of,
     row_assembly,
     run_of,
     turned_back,
+    words_of,
 )
 from octavo_kernels.triton.attention.decode_qkv import divided, load_angles, load_heads, load_norm, load_scales, turned
 from octavo_kernels.triton.configs.decode_attention import DecodeConfig, config_for
@@ -87,6 +91,7 @@ def run_decode_attention(
     assert S * K <= MAX_PAIRS, f"{S} sequences of {K} kv heads are more than {MAX_PAIRS} pairs"
     assert keys.stride() == values.stride(), "keys and values must be laid out alike"
     assert prologue is None or not is_packed(keys), "rows of 8 or 4 bits are stored before"
+    assert H % planes_of(keys) == 0, f"head_dim {H} is no multiple of the {planes_of(keys)} numbers of a word"
     assert 1 == keys.stride(3) == x_TW.stride(1) == out_TW.stride(1) == block_tables_SB.stride(1)
     if prologue and prologue.cos_TR is not None and prologue.sin_TR is not None:
         assert prologue.cos_TR.stride() == prologue.sin_TR.stride() == (prologue.cos_TR.stride(0), 1)
@@ -139,7 +144,7 @@ def _constants(
 ) -> dict[str, Any]:
     """Compile-time constants of the kernel: as few as can be, since each of their values is a kernel to compile."""
     G, H = heads.num_heads // heads.num_kv_heads, heads.head_dim
-    padded_G, padded_H = triton.next_power_of_2(G), max(least_width(keys), triton.next_power_of_2(H))
+    padded_G, padded_H = triton.next_power_of_2(G), max(16 * planes_of(keys), triton.next_power_of_2(H))
     dot = config.dot or padded_G >= 16  # Triton turns sums of so many rows' products into a dot of its own, in TF32
     at_once = max(1, _COMBINED_AT_ONCE * 32 * config.warps // (padded_G * padded_H))
     return {
@@ -156,6 +161,7 @@ def _constants(
         "CAPPED": heads.softcap > 0,
         "PROLOGUE": prologue is not None,
         "TILE": config.tile,
+        "SHARES": config.warps if config.by_warp else 1,
         "SPLIT": config.splits > 1,
         "AT_ONCE": min(at_once, triton.next_power_of_2(config.splits)),
         "DOT": dot,
@@ -164,6 +170,7 @@ def _constants(
         "SLOT_STRIDE": keys.stride(2),
         "BLOCK_SIZE": keys.shape[2],
         "RUN": run_of(keys, H),
+        "PLANES": planes_of(keys),
         "ASSEMBLY": row_assembly(keys, dtype),
         "num_warps": config.warps,
         "maxnreg": config.registers,
@@ -181,25 +188,30 @@ def _decode_kernel(
     SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, RANK: tl.constexpr,
     PARTS: tl.constexpr, X: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
     GP: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    PROLOGUE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, DOT: tl.constexpr,
-    STAGES: tl.constexpr, RUN: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    PROLOGUE: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 at least), ``ROWS`` the queries of a tile."""
+    """``GP`` and ``HP`` are G and H filled up to powers of two (H to 16 numbers of a plane at least), ``ROWS`` the
+    queries of a tile. A tile has ``SHARES``: of the tensors of its positions, that is an axis before the others if
+    there are several, one for each warp."""
     split, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    d, g, t = tl.arange(0, HP), tl.arange(0, GP), tl.arange(0, TILE)
+    d, w, g = tl.arange(0, HP), tl.arange(0, HP // PLANES), tl.arange(0, GP)
+    t, t_of_share = _places(TILE, SHARES)
     if not PROLOGUE:
         after_predecessor(PDL)  # it stored the step's keys and values
     row, length, own, is_here = _row(seq, cu_seqlens, seq_lens, PROLOGUE, BY_ROW, RANK, PARTS)
     length, seen_from, num_runs, begin, last = _run(length, split, max_splits, min_tiles, RANK, PARTS, WINDOW, TILE)
     is_active, x, tables = split < num_runs, x + row * x_stride, tables + own * table_stride
-    at = _tile_start(tables, last, is_active, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
+    end = tl.where(is_active, length, 0)
+    at = _tile_start(tables, last, end, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE, SHARES)
     position = last * TILE + t
-    is_own = ((position == length - 1) & is_here & PROLOGUE)[:, None]
-    is_stored = ((position >= seen_from) & (position < length) & is_active)[:, None] & ~is_own
+    is_own = tl.expand_dims((position == length - 1) & is_here & PROLOGUE, -1)
+    is_stored = tl.expand_dims((position >= seen_from) & (position < end), -1) & ~is_own
     k_cache, v_cache = k_cache + kv_head * HEAD_STRIDE, v_cache + kv_head * HEAD_STRIDE
-    k, k_unit = load_rows(k_cache + at, t[:, None], is_stored, SLOT_STRIDE, H, HP, RUN, ASSEMBLY)
-    v, v_unit = load_rows(v_cache + at, t[:, None], is_stored, SLOT_STRIDE, H, HP, RUN, ASSEMBLY)
-    d_GD, d_TD = tl.broadcast_to(d[None, :], [GP, HP]), tl.broadcast_to(d[None, :], [TILE, HP])
+    k = load_words(k_cache + at, t_of_share, is_stored, SLOT_STRIDE, H, HP, RUN, PLANES)
+    v = load_words(v_cache + at, t_of_share, is_stored, SLOT_STRIDE, H, HP, RUN, PLANES)
+    d_GD, d_TD = tl.broadcast_to(d[None, :], [GP, HP]), tl.broadcast(d, is_own)[0]
     k_scale, v_scale = load_scales(k_scales, v_scales, kv_head)
     q_weights, k_weights = load_norm(q_norm, d_GD, H, R), load_norm(k_norm, d, H, R)
     if PROLOGUE:
@@ -216,16 +228,22 @@ def _decode_kernel(
 
     q = turned(q_heads, q_norm, q_weights, q_angles, eps, H, 1) if PROLOGUE else q_heads[0]
     q, g = _repeated(q.to(x.dtype.element_ty), g, ROWS)
+    q, scale = _planes_of_queries(q, scale * k_scale, RUN, PLANES, SHARES)
     slope = None if slopes is None else tl.load(slopes + kv_head * G + g, mask=g < G, other=0.0) * LOG2_E
     if PROLOGUE:
-        k_own = divided(turned(k_head, k_norm, k_weights, k_angles, eps, H, 0), k_scales, k_scale).to(k.dtype)
-        k, v = tl.where(is_own, k_own, k), tl.where(is_own, divided(v_own, v_scales, v_scale).to(v.dtype), v)
-        to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SLOT_STRIDE
-        tl.store(k_cache + to + d, k_own, mask=(d < H) & (slot >= 0) & (split == num_runs - 1))
-        tl.store(v_cache + to + d_TD, v, mask=is_own & (d < H) & (slot >= 0))
+        TYPE: tl.constexpr = k_cache.dtype.element_ty
+        k_own = divided(turned(k_head, k_norm, k_weights, k_angles, eps, H, 0), k_scales, k_scale)
+        k_own = words_of(k_own.to(TYPE), PLANES)
+        k = tl.where(is_own, k_own, k[0]), k[1]
+        v = tl.where(is_own, words_of(divided(v_own, v_scales, v_scale).to(TYPE), PLANES), v[0]), v[1]
+        to = (slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SLOT_STRIDE) // PLANES + w
+        is_word = (w < H // PLANES) & (slot >= 0)
+        tl.store(as_words(k_cache, PLANES) + to, k_own, mask=is_word & (split == num_runs - 1))
+        to = tl.broadcast(as_words(v_cache, PLANES) + to, is_own)[0]
+        tl.store(to, v[0], mask=is_own & is_word)
     peak, total, acc = _walk(
-        q, k, v, (k_unit, v_unit), k_cache, v_cache, tables, begin, last, seen_from, length, scale * k_scale,
-        cap, slope, block_stride, SLOT_STRIDE, BLOCK_SIZE, H, WINDOW, CAPPED, DOT, STAGES, RUN, ASSEMBLY,
+        q, k, v, k_cache, v_cache, tables, begin, last, seen_from, length, scale, cap, slope, block_stride,
+        SLOT_STRIDE, BLOCK_SIZE, H, HP, WINDOW, CAPPED, TILE, SHARES, DOT, STAGES, RUN, PLANES, ASSEMBLY,
     )  # fmt: skip
     _finish(
         out + row * out_stride, parts, logs, counters, (peak, total, acc * v_scale), sinks, split, num_runs,
@@ -278,13 +296,27 @@ def _run(
 
 
 @triton.jit
+def _places(TILE: tl.constexpr, SHARES: tl.constexpr) -> tl.tensor:
+    """A tile's positions from its start on, and those of a share from the share's, [C, 1]."""
+    t = tl.arange(0, TILE // SHARES)
+    t_of_share = t[:, None]
+    if SHARES > 1:
+        t = tl.arange(0, SHARES)[:, None] * (TILE // SHARES) + t[None, :]
+    return t, t_of_share
+
+
+@triton.jit
 def _tile_start(
-    tables: tl.tensor, index: tl.tensor, is_tile: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    tables: tl.tensor, index: tl.tensor, end: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Where the tile of this index starts in a head's part of the cache; tiles do not cross blocks."""
-    block = tl.load(tables + index * TILE // BLOCK_SIZE, mask=is_tile, other=0)
-    return block.to(tl.int64) * block_stride + index * TILE % BLOCK_SIZE * SLOT_STRIDE
+    """Where the tile of this index, or each share of it, starts in a head's part of the cache; anywhere if that is not
+    before the position ``end``. None of them crosses blocks."""
+    first = index * TILE
+    if SHARES > 1:
+        first += tl.arange(0, SHARES)[:, None, None] * (TILE // SHARES)
+    block = tl.load(tables + first // BLOCK_SIZE, mask=first < end, other=0)
+    return block.to(tl.int64) * block_stride + first % BLOCK_SIZE * SLOT_STRIDE
 
 
 @triton.jit
@@ -300,69 +332,127 @@ def _repeated(q: tl.tensor, g: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _planes_of_queries(
+    q: tl.tensor, scale: tl.tensor, RUN: tl.constexpr, PLANES: tl.constexpr, SHARES: tl.constexpr
+) -> tl.tensor:
+    """Queries [R, D] like the numbers of keys, which they are multiplied with: in planes, for each share of a tile, and
+    in float16 where those of 8-bit floating-point types are. By what products are then to be multiplied."""
+    R: tl.constexpr = q.shape[0]
+    D: tl.constexpr = q.shape[1]
+    if PLANES == 2 and RUN == 0 and q.dtype != tl.float32:
+        q = q.to(tl.float32)
+        bits = tl.max(tl.abs(q), 1, keep_dims=True).to(tl.int32, bitcast=True) & 0x7F800000
+        size = tl.maximum(bits.to(tl.float32, bitcast=True), 2.0**-100)  # the largest is below twice it
+        q, scale = (q / size).to(tl.float16), scale * size
+    if PLANES == 1:
+        parts = (q,)
+    else:
+        parts = tl.split(tl.reshape(q, [R, D // 2, 2]))
+        if PLANES == 4:
+            first, third = tl.split(tl.reshape(parts[0], [R, D // 4, 2]))
+            second, fourth = tl.split(tl.reshape(parts[1], [R, D // 4, 2]))
+            parts = first, second, third, fourth
+    if SHARES > 1:
+        shared = ()
+        for p in tl.static_range(PLANES):
+            shared += (tl.broadcast_to(parts[p][None, :, :], [SHARES, R, D // PLANES]),)
+        parts = shared
+    return parts, scale
+
+
+@triton.jit
 def _walk(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, units: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor,
-    tables: tl.tensor, begin: tl.tensor, last: tl.tensor, seen_from: tl.tensor, length: tl.tensor, scale: tl.tensor,
-    cap: tl.tensor, slope: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    H: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
-    RUN: tl.constexpr, ASSEMBLY: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, tables: tl.tensor,
+    begin: tl.tensor, last: tl.tensor, seen_from: tl.tensor, length: tl.tensor, scale: tl.tensor, cap: tl.tensor,
+    slope: tl.tensor, block_stride: tl.tensor, SLOT_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, H: tl.constexpr,
+    HP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr,
+    DOT: tl.constexpr, STAGES: tl.constexpr, RUN: tl.constexpr, PLANES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The sums of a run: its last tile, which is loaded, then the others from the first on.
 
     Tiles come through shared memory, ahead of their use; where one starts is looked up a round before it is asked for.
     """
-    TILE: tl.constexpr = k.shape[0]
-    HP: tl.constexpr = k.shape[1]
-    t = tl.arange(0, TILE)
-    peak = tl.full([q.shape[0]], NO_SCORE, tl.float32)
-    sums = peak, tl.zeros_like(peak), tl.zeros([q.shape[0], q.shape[1]], tl.float32)
-    at = _tile_start(tables, begin, begin < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
+    t, t_of_share = _places(TILE, SHARES)
+    acc = ()
+    for p in tl.static_range(PLANES):
+        acc += (tl.zeros(q[p].shape, tl.float32),)
+    peak = tl.sum(acc[0], -1) + NO_SCORE
+    sums = peak, tl.zeros_like(peak), acc
+    at = _tile_start(tables, begin, last * TILE, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE, SHARES)
     position = last * TILE + t
     is_seen = (position >= seen_from) & (position < length)
-    sums = _attend(q, k, v, units, is_seen, length - 1 - position, sums, scale, cap, slope, CAPPED, DOT)
+    distance = length - 1 - position
+    sums = _attend(q, k, v, is_seen, distance, sums, scale, cap, slope, CAPPED, DOT, RUN, PLANES, ASSEMBLY)
     for i in tl.range(begin, last, num_stages=STAGES):
         position = i * TILE + t
-        is_stored = tl.full([TILE, 1], True, tl.int1)
+        is_stored = tl.full(t_of_share.shape, True, tl.int1)
         if WINDOW > 0:  # slots before the window hold arbitrary values
-            is_stored &= (position >= seen_from)[:, None]
-        tile_k, k_unit = load_rows(k_cache + at, t[:, None], is_stored, SLOT_STRIDE, H, HP, RUN, ASSEMBLY)
-        tile_v, v_unit = load_rows(v_cache + at, t[:, None], is_stored, SLOT_STRIDE, H, HP, RUN, ASSEMBLY)
-        at = _tile_start(tables, i + 1, i + 1 < last, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE)
-        is_seen, distance, units = position >= seen_from, length - 1 - position, (k_unit, v_unit)
-        sums = _attend(q, tile_k, tile_v, units, is_seen, distance, sums, scale, cap, slope, CAPPED, DOT)
-    return sums
+            is_stored = tl.expand_dims(position >= seen_from, -1)
+        tile_k = load_words(k_cache + at, t_of_share, is_stored, SLOT_STRIDE, H, HP, RUN, PLANES)
+        tile_v = load_words(v_cache + at, t_of_share, is_stored, SLOT_STRIDE, H, HP, RUN, PLANES)
+        at = _tile_start(tables, i + 1, last * TILE, block_stride, SLOT_STRIDE, BLOCK_SIZE, TILE, SHARES)
+        is_seen, distance = position >= seen_from, length - 1 - position
+        sums = _attend(
+            q, tile_k, tile_v, is_seen, distance, sums, scale, cap, slope, CAPPED, DOT, RUN, PLANES, ASSEMBLY
+        )
+    peak, total, acc = sums
+    if SHARES > 1:
+        top, of_all = tl.max(peak, 0), ()
+        fade = tl.exp2(peak - top[None, :])
+        for p in tl.static_range(PLANES):
+            of_all += (tl.sum(acc[p] * fade[:, :, None], 0),)
+        peak, total, acc = top, tl.sum(total * fade, 0), of_all
+    return peak, total, of_planes(acc)
 
 
 @triton.jit
 def _attend(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, units: tl.tensor, is_seen: tl.tensor, distance: tl.tensor,
-    sums: tl.tensor, scale: tl.tensor, cap: tl.tensor, slope: tl.tensor | None, CAPPED: tl.constexpr, DOT: tl.constexpr,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, is_seen: tl.tensor, distance: tl.tensor, sums: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, slope: tl.tensor | None, CAPPED: tl.constexpr, DOT: tl.constexpr,
+    RUN: tl.constexpr, PLANES: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Add a tile to the sums: each query's largest score, its sum of weights, its weighted sum of values."""
     peak, total, acc = sums
-    k_unit, v_unit = units
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    if DOT:
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    else:
-        scores = tl.sum(q[:, None, :].to(tl.float32) * k[None, :, :].to(tl.float32), 2)
+    TYPE: tl.constexpr = q[0].dtype
+    keys, values = planes(k[0], k[1], RUN, PLANES, TYPE, ASSEMBLY), planes(v[0], v[1], RUN, PLANES, TYPE, ASSEMBLY)
+    k_unit, v_unit = 1.0, 1.0
+    if RUN == 1:
+        k_unit, v_unit = k[1], v[1]
+    scores = _scores(q[0], keys[0], None, DOT)
+    for p in tl.static_range(1, PLANES):
+        scores = _scores(q[p], keys[p], scores, DOT)
     scores *= scale * k_unit
     if CAPPED:
         small = tl.exp2(tl.abs(scores) * (-2 * LOG2_E))
         scores = cap * tl.where(scores < 0, -1.0, 1.0) * (1 - small) / (1 + small)
     if slope is not None:
-        scores -= slope[:, None] * distance[None, :]
-    scores = tl.where(is_seen[None, :], scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, 1))
+        scores -= slope[:, None] * tl.expand_dims(distance, -2)
+    scores = tl.where(tl.expand_dims(is_seen, -2), scores, float("-inf"))
+    # Small weights of float16 are not exact, so the largest is 2^15 there.
+    higher = tl.maximum(peak, tl.max(scores, -1) - (15.0 if q[0].dtype == tl.float16 else 0.0))
     fade = tl.exp2(peak - higher)
-    weights = tl.exp2(scores - higher[:, None])
-    total = total * fade + tl.sum(weights, 1)
+    weights = tl.exp2(scores - tl.expand_dims(higher, -1))
+    total = total * fade + tl.sum(weights, -1)
     weights *= v_unit
+    fade, added = tl.expand_dims(fade, -1), ()
+    for p in tl.static_range(PLANES):
+        if DOT:
+            added += (tl.dot(weights.to(TYPE), values[p], acc[p] * fade, input_precision="ieee"),)
+        else:
+            added += (acc[p] * fade + tl.sum(weights[:, :, None] * values[p][None, :, :].to(tl.float32), 1),)
+    return higher, total, added
+
+
+@triton.jit
+def _scores(q: tl.tensor, k: tl.tensor, scores: tl.tensor | None, DOT: tl.constexpr) -> tl.tensor:
+    """The products of a plane of queries and of keys, and of others."""
     if DOT:
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        products = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
     else:
-        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * v[None, :, :].to(tl.float32), 1)
-    return higher, total, acc
+        products = tl.sum(q[:, None, :].to(tl.float32) * k[None, :, :].to(tl.float32), 2)
+        if scores is not None:
+            products += scores
+    return products
 
 
 @triton.jit

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 PROGRAMS = 4 * 132
 """Programs that fill a device: a few for each multiprocessor of an H200."""
+RESIDENT = 3 * 132
+"""Programs of 4 warps that run at once on an H200, with the registers of ``LONG``."""
 MAX_SPLITS = 32
 MAX_LONG_SPLITS = 64
 """In a long context, where each has more to compute than sums to leave."""
@@ -27,10 +29,15 @@ class DecodeConfig(NamedTuple):
     """Most of a thread, so that more programs share a multiprocessor."""
     stages: int = 2
     """Tiles at once: those on their way through shared memory, and the one in use."""
+    by_warp: bool = False
+    """Whether each warp computes a share of a tile, of at least 16 positions, by itself until a run's end."""
 
 
 WIDEST = 256
 """Most bytes of a head in the table."""
+LONG = DecodeConfig(tile=64, warps=4, splits=1, min_tiles=2, registers=168, stages=3, by_warp=True)
+"""For long contexts and queries of 16 bits: warps wait for each other only where a tile arrives, and two more tiles are
+on their way. Its programs are as many as run at once, as one that waits for another to end takes twice as long."""
 TILE_BYTES_A_WARP = 4096
 """Of keys, and as many of values, at most, as in the table. The first tile, queries and sums are held in registers:
 with 32 keys of 512 bytes and 8 warps one program fits on a multiprocessor, with 16 keys and 2 warps four do."""
@@ -68,6 +75,8 @@ def config_for(
     waits for a tile's products before it asks for another tile.
     """
     head_bytes = _power_of_two(head_dim) * element
+    if has_long_context and element == 2 and head_bytes <= WIDEST and group <= 16:
+        return LONG._replace(splits=min(MAX_LONG_SPLITS, max(1, RESIDENT // pairs)))
     config = CONFIGS.get((_power_of_two(pairs), min(head_bytes, WIDEST))) or _default(pairs)
     if has_long_context:
         splits = min(MAX_LONG_SPLITS, max(config.splits, -(-PROGRAMS // pairs)))

@@ -129,21 +129,13 @@ def expert_gemm(
     uses_copy_engine = config.copy_engine and suits_copy_engine(weight)
     outputs = out_PN.shape[1]
     launch(
-        expert_gemm_kernel,
-        (triton.cdiv(outputs, config.block_n), len(tiles.expert)),
-        *(x, weight),
+        expert_gemm_kernel, (triton.cdiv(outputs, config.block_n), len(tiles.expert)), *(x, weight),
         TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]) if uses_copy_engine else None,
         *(bias_XN, share_P, out_PN, tiles.order_P, tiles.expert, tiles.first, tiles.rows),
-        *(outputs, K, len(tiles.order_P) // len(x)),
-        BLOCK_T=tiles.block,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        **activation,
-        EVEN_K=K % config.block_k == 0,
-        STAGES=config.stages,
-        TILES_ARE_OLD=share_P is not None,
-        num_warps=config.warps,
-    )
+        *(outputs, K, len(tiles.order_P) // len(x)), BLOCK_T=tiles.block, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, **activation, EVEN_K=K % config.block_k == 0, STAGES=config.stages,
+        TILES_ARE_OLD=share_P is not None, num_warps=config.warps,
+    )  # fmt: skip
     return out_PN
 
 

@@ -138,28 +138,17 @@ def moe_gemv(
     gated_PF = x_TD.new_empty(T * S, F)
     outputs = config.gate_up_rows // (2 if has_gates(experts.activation) else 1)
     launch(
-        expert_gate_up_kernel,
-        (T * S, triton.cdiv(F, outputs)),
-        *(x_TD, ids_TS, experts.gate_up, experts.gate_up_bias, gated_PF, F, S),
-        D=D,
-        OUTPUTS=outputs,
-        BLOCK_D=min(config.gate_up_columns, triton.next_power_of_2(D)),
-        **activation_of(experts.activation),
-        EVEN_F=F % outputs == 0,
-        num_warps=config.warps,
-    )
+        expert_gate_up_kernel, (T * S, triton.cdiv(F, outputs)),
+        *(x_TD, ids_TS, experts.gate_up, experts.gate_up_bias, gated_PF, F, S), D=D, OUTPUTS=outputs,
+        BLOCK_D=min(config.gate_up_columns, triton.next_power_of_2(D)), **activation_of(experts.activation),
+        EVEN_F=F % outputs == 0, num_warps=config.warps,
+    )  # fmt: skip
     out_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
     launch(
-        expert_down_kernel,
-        (T, triton.cdiv(D, config.down_rows)),
-        *(gated_PF, ids_TS, shares_TS, experts.down, experts.down_bias, residual_TD, out_TD, D),
-        F=F,
-        CHOSEN=S,
-        ARE_SOME=experts.num_routed > 0,
-        OUTPUTS=config.down_rows,
-        BLOCK_F=min(config.down_columns, triton.next_power_of_2(F)),
-        EVEN_D=D % config.down_rows == 0,
-        PREFETCH=config.prefetch,
-        num_warps=config.warps,
-    )
+        expert_down_kernel, (T, triton.cdiv(D, config.down_rows)),
+        *(gated_PF, ids_TS, shares_TS, experts.down, experts.down_bias, residual_TD, out_TD, D), F=F, CHOSEN=S,
+        ARE_SOME=experts.num_routed > 0, OUTPUTS=config.down_rows,
+        BLOCK_F=min(config.down_columns, triton.next_power_of_2(F)), EVEN_D=D % config.down_rows == 0,
+        PREFETCH=config.prefetch, num_warps=config.warps,
+    )  # fmt: skip
     return out_TD

@@ -83,21 +83,11 @@ def grouped_pairs(
     offset = offset_of(packed, x.dtype)
     with no_pdl() if config.release == "never" else contextlib.nullcontext():
         launch(
-            grouped_pair_kernel,
-            (P, triton.cdiv(N, config.block_n)),
+            grouped_pair_kernel, (P, triton.cdiv(N, config.block_n)),
             *(x, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN, bias_XN, ids, shares, out_PN),
-            *(N, num_rows, P // len(x), int(config.release == "late")),
-            K=K,
-            GROUPS=len(packed.scales_GN),
-            NUMBER=packed.number,
-            OFFSET=offset,
-            CHUNK=chunk_of(packed.number),
-            BLOCK_T=BLOCK_T,
-            BLOCK_N=config.block_n,
-            SPLIT=config.split,
-            STAGES=config.stages,
-            **activation,
-            ASSEMBLY=assembly(packed, x.dtype, offset),
+            *(N, num_rows, P // len(x), int(config.release == "late")), K=K, GROUPS=len(packed.scales_GN),
+            NUMBER=packed.number, OFFSET=offset, CHUNK=chunk_of(packed.number), BLOCK_T=BLOCK_T, BLOCK_N=config.block_n,
+            SPLIT=config.split, STAGES=config.stages, **activation, ASSEMBLY=assembly(packed, x.dtype, offset),
             num_warps=config.warps,
-        )
+        )  # fmt: skip
     return out_PN

@@ -84,19 +84,13 @@ def _expert_linear(
 ) -> Tensor:
     (num_rows, K), groups, N = packed.shape, len(packed.scales_GN), out_PN.shape[1]
     launch(
-        grouped_expert_kernel,
-        (triton.cdiv(N, BLOCK_N), len(tiles.expert)),
+        grouped_expert_kernel, (triton.cdiv(N, BLOCK_N), len(tiles.expert)),
         *(x, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN, bias, share, out_PN),
         *(tiles.order_P, tiles.expert, tiles.first, tiles.rows),
-        *(len(x), N, K, num_rows, packed.group, groups, len(tiles.order_P) // len(x)),
-        BLOCK_M=tiles.block,
-        BLOCK_N=BLOCK_N,
-        **parts_of(packed),
-        STAGES=STAGES,
-        **activation,
-        ASSEMBLY=entry_assembly(packed, x.dtype),
+        *(len(x), N, K, num_rows, packed.group, groups, len(tiles.order_P) // len(x)), BLOCK_M=tiles.block,
+        BLOCK_N=BLOCK_N, **parts_of(packed), STAGES=STAGES, **activation, ASSEMBLY=entry_assembly(packed, x.dtype),
         num_warps=4,
-    )
+    )  # fmt: skip
     return out_PN
 
 

@@ -225,12 +225,7 @@ def local_expert_ids_triton(ids_TS: Tensor, slots_XW: Tensor, load_X: Tensor | N
 
 @route.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
 def route_triton(
-    x_TD: Tensor,
-    norm_D: Tensor | None,
-    eps: float,
-    weight_XD: Tensor,
-    routing: Routing,
-    given_TS: Tensor | None = None,
+    x_TD: Tensor, norm_D: Tensor | None, eps: float, weight_XD: Tensor, routing: Routing, given_TS: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ops.route``; of experts of equal worth the first is selected."""
     (T, D), X, S = x_TD.shape, len(weight_XD), routing.num_chosen

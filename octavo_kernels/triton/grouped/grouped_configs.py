@@ -19,12 +19,7 @@ GroupedConfig = StreamedConfig | PipelinedConfig | GroupedGemvConfig | GroupedGe
 """``None`` makes the weight dense for cuBLAS."""
 TABLE = ConfigTable(
     "grouped_linear",
-    {
-        "streamed": StreamedConfig,
-        "pipelined": PipelinedConfig,
-        "gemv": GroupedGemvConfig,
-        "gemm": GroupedGemmConfig,
-    },
+    {"streamed": StreamedConfig, "pipelined": PipelinedConfig, "gemv": GroupedGemvConfig, "gemm": GroupedGemmConfig},
 )
 ROW_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 384, 512, 768, 1024)
 """Beyond these a dense copy is worth its bytes, which are written and read once."""

@@ -56,13 +56,9 @@ def dense(packed: PackedGroups, dtype: torch.dtype) -> Tensor:
     out_NK = torch.empty(N, K, dtype=dtype, device=packed.words.device)
     tiles, chunks = packed.words.shape[:2]
     launch(
-        dense_kernel,
-        (tiles, triton.cdiv(chunks, CHUNKS_AT_ONCE)),
+        dense_kernel, (tiles, triton.cdiv(chunks, CHUNKS_AT_ONCE)),
         *(packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN, out_NK, N, K, packed.group),
-        NUMBER=packed.number,
-        CHUNK=chunk_of(packed.number),
-        AT_ONCE=CHUNKS_AT_ONCE,
-        SHORT=packed.group < WORDS,
+        NUMBER=packed.number, CHUNK=chunk_of(packed.number), AT_ONCE=CHUNKS_AT_ONCE, SHORT=packed.group < WORDS,
         ASSEMBLY=assembly(packed, dtype),
-    )
+    )  # fmt: skip
     return out_NK

@@ -207,21 +207,13 @@ def grouped_gemm(
     sums = tiles * config.splits * (1 if activation is None else 2) * config.block_n * config.block_t
     groups = len(packed.scales_GN)
     launch(
-        grouped_gemm_kernel,
-        (tiles, config.splits if is_split else 1),
+        grouped_gemm_kernel, (tiles, config.splits if is_split else 1),
         *(x_TK, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN, bias_N, residual_TN, out_TN),
         x_TK.new_empty(sums, dtype=torch.float32) if is_split else None,
         counters(x_TK.device, MAX_TILES) if is_split else None,
-        *(T, outputs, K, packed.group, groups, int(config.release == "late")),
-        BLOCK_T=config.block_t,
-        BLOCK_N=config.block_n,
-        SPLITS=config.splits,
-        SPLITS_IN_TURN=splits_in_turn,
-        **parts_of(packed),
-        STAGES=config.stages,
-        ACTIVATION=activation,
-        BESIDE=TILES_BESIDE,
-        ASSEMBLY=entry_assembly(packed, x_TK.dtype),
+        *(T, outputs, K, packed.group, groups, int(config.release == "late")), BLOCK_T=config.block_t,
+        BLOCK_N=config.block_n, SPLITS=config.splits, SPLITS_IN_TURN=splits_in_turn, **parts_of(packed),
+        STAGES=config.stages, ACTIVATION=activation, BESIDE=TILES_BESIDE, ASSEMBLY=entry_assembly(packed, x_TK.dtype),
         num_warps=config.warps,
-    )
+    )  # fmt: skip
     return out_TN

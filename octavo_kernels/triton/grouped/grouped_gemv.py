@@ -252,23 +252,12 @@ def grouped_gemv(x_TK: Tensor, packed: PackedGroups, fused: Fused, config: Group
     offset = offset_of(packed, x_TK.dtype)
     with no_pdl() if config.release == "never" else contextlib.nullcontext():
         launch(
-            grouped_gemv_kernel,
-            (triton.cdiv(outputs, config.block_n),),
+            grouped_gemv_kernel, (triton.cdiv(outputs, config.block_n),),
             *(x_TK, packed.words, packed.scales_GN, packed.zeros_GN, packed.minima_GN),
-            *(bias_N, norm_K, residual_TN, out_TN),
-            *(eps, T, outputs, int(config.release == "late")),
-            K=K,
-            GROUPS=len(packed.scales_GN),
-            NUMBER=packed.number,
-            OFFSET=offset,
-            CHUNK=chunk_of(packed.number),
-            BLOCK_T=8 if T <= 8 else MAX_ROWS,
-            BLOCK_N=config.block_n,
-            SPLIT=config.split,
-            STAGES=config.stages,
-            ACTIVATION=activation,
-            PREFETCH=config.prefetch,
-            ASSEMBLY=assembly(packed, x_TK.dtype, offset),
+            *(bias_N, norm_K, residual_TN, out_TN), *(eps, T, outputs, int(config.release == "late")), K=K,
+            GROUPS=len(packed.scales_GN), NUMBER=packed.number, OFFSET=offset, CHUNK=chunk_of(packed.number),
+            BLOCK_T=8 if T <= 8 else MAX_ROWS, BLOCK_N=config.block_n, SPLIT=config.split, STAGES=config.stages,
+            ACTIVATION=activation, PREFETCH=config.prefetch, ASSEMBLY=assembly(packed, x_TK.dtype, offset),
             num_warps=config.warps,
-        )
+        )  # fmt: skip
     return out_TN

@@ -50,11 +50,7 @@ def grouped_linear_triton(x_TK: Tensor, packed: PackedGroups, fused: Fused = PLA
 
 
 def run_grouped(
-    x_TK: Tensor,
-    packed: PackedGroups,
-    fused: Fused,
-    config: GroupedConfig,
-    splits_in_turn: bool = False,
+    x_TK: Tensor, packed: PackedGroups, fused: Fused, config: GroupedConfig, splits_in_turn: bool = False
 ) -> Tensor:
     """``ops.grouped_linear`` in this configuration, whose kernel takes the product."""
     x_TK, fused = x_TK.contiguous(), contiguous(fused)

@@ -133,6 +133,19 @@ def entry_of_uint4(plane: int) -> str:
     return _ASSEMBLY.format(_int4(plane, True, 0) + "fma.rn.bf16x2 $0, $0, $2, $3;")
 
 
+def int8_of_two(plane: int) -> str:
+    """PTX that makes the numbers of this plane of two words of INT8 in bfloat16."""
+    return _ASSEMBLY.format(_int8(plane, True))
+
+
+def pairs_of_e4m3() -> str:
+    """PTX that makes the numbers of both planes of two words of E4M3 in float16, for GPUs that have float8."""
+    return (
+        "{.reg .b32 a; .reg .b16 l, h; prmt.b32 a, $2, 0, 0x3120; mov.b32 {l, h}, a; "
+        "cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h;}"
+    )
+
+
 def _text(number: Number, plane: int, is_bfloat16: bool, offset: int) -> str:
     if number in ("int4", "uint4"):
         return _int4(plane, is_bfloat16, None if offset else 8 if number == "int4" else 0)

@@ -289,17 +289,10 @@ def gemv(x_1K: Tensor, weight_NK: Tensor, fused: Fused, config: GemvConfig, scal
     walks = 0 < programs < tiles
     out_1N = x_1K.new_empty(1, outputs) if residual_1N is None else residual_1N
     launch(
-        walking_gemv_kernel if walks else gemv_kernel,
-        (programs if walks else tiles,),
+        walking_gemv_kernel if walks else gemv_kernel, (programs if walks else tiles,),
         *(x_1K, weight_NK, scales_N, bias_N, norm_K, residual_1N, out_1N),
-        *(eps, outputs, tiles, int(config.release == "late")),
-        K=K,
-        OUTPUTS=rows,
-        BLOCK_K=min(config.block_k, triton.next_power_of_2(K)),
-        ACTIVATION=activation,
-        EVEN_N=outputs % rows == 0,
-        PREFETCH=config.prefetch,
-        num_warps=config.warps,
-        **({"STAGES": config.stages} if walks else {}),
-    )
+        *(eps, outputs, tiles, int(config.release == "late")), K=K, OUTPUTS=rows,
+        BLOCK_K=min(config.block_k, triton.next_power_of_2(K)), ACTIVATION=activation, EVEN_N=outputs % rows == 0,
+        PREFETCH=config.prefetch, num_warps=config.warps, **{"STAGES": config.stages} if walks else {},
+    )  # fmt: skip
     return out_1N

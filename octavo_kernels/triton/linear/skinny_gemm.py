@@ -252,29 +252,17 @@ def skinny_gemm(
     copy_engine = config.copy_engine and suits_copy_engine(x_TK, weight_NK)
     values = ((1 if activation is None else 2) * config.block_n + 1) * block_t
     launch(
-        skinny_kernel,
-        (tiles, config.splits if is_split else 1),
-        x_TK,
+        skinny_kernel, (tiles, config.splits if is_split else 1), x_TK,
         TensorDescriptor.from_tensor(x_TK, [block_t, config.block_k]) if copy_engine else None,
-        None if scales is None else scales[0],
-        weight_NK,
+        None if scales is None else scales[0], weight_NK,
         TensorDescriptor.from_tensor(weight_NK, [config.block_n, config.block_k]) if copy_engine else None,
         *(None if scales is None else scales[1], bias_N, norm_K, residual_TN, out_TN),
         x_TK.new_empty(tiles * config.splits * values, dtype=torch.float32) if is_split else None,
-        counters(x_TK.device, MAX_TILES) if is_split else None,
-        *(eps, T, outputs, K, int(config.release == "late")),
-        BLOCK_T=block_t,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        SPLITS=config.splits,
-        SPLITS_IN_TURN=splits_in_turn,
-        ACTIVATION=activation,
-        EVEN_K=K % config.block_k == 0,
-        STAGES=config.stages,
-        GROUP=GROUP,
-        PREFETCH=config.prefetch,
-        num_warps=config.warps,
-    )
+        counters(x_TK.device, MAX_TILES) if is_split else None, *(eps, T, outputs, K, int(config.release == "late")),
+        BLOCK_T=block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.splits,
+        SPLITS_IN_TURN=splits_in_turn, ACTIVATION=activation, EVEN_K=K % config.block_k == 0, STAGES=config.stages,
+        GROUP=GROUP, PREFETCH=config.prefetch, num_warps=config.warps,
+    )  # fmt: skip
     return out_TN
 
 

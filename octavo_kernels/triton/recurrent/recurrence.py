@@ -1,4 +1,5 @@
-"""The recurrence of ops with state, one row after the other, for CUDA devices: gates, norms and state in one launch.
+"""``gated_delta``, ``state_space`` and ``linear_attention`` for CUDA devices: gates, norms and state in one launch, one
+row after the other.
 
 A program has some columns of one head's state in registers while all rows of a sequence pass. It reads the state once
 and writes it once, which for sequences of one row is all that takes time. A row's bits do not depend on the rows that
@@ -10,17 +11,25 @@ Shapes: S sequences, N heads, K numbers of a key, V of a value; a program's colu
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.gated_delta import DeltaHeads, gated_delta
+from octavo.ops.linear_attention import linear_attention
 from octavo.ops.recurrence import StateRows
-from octavo_kernels.triton.launch import after_predecessor, is_invariant, launch
+from octavo.ops.state_space import StateSpaceHeads, state_space
+from octavo_kernels.triton.launch import after_predecessor, declines_floats, is_invariant, launch
 from octavo_kernels.triton.recurrent.chunked import can_chunk, recur_chunks
 from octavo_kernels.triton.recurrent.rules import (
     DELTA,
     DELTA_BY_CHANNEL,
     EPS,
+    LINEAR,
+    STATE_SPACE,
     Inputs,
     decay_of,
     load_row,
@@ -99,9 +108,11 @@ def recurrence_kernel(
         tl.store(state_ptr + at_KB, state_KB.to(state_ptr.dtype.element_ty), mask=is_in)
 
 
-def recur(inputs: Inputs, state: Tensor, rows: StateRows, out: Tensor) -> Tensor:
-    """Launch the kernels; returns ``out``."""
+def recur(inputs: Inputs, state: Tensor, rows: StateRows) -> Tensor:
+    """Launch the kernels; returns the outputs [T, N V]."""
     (N, K, V), S, rule = state.shape[1:], len(rows.slots_S), inputs.rule
+    values = inputs.parts[2]
+    out = torch.empty((len(values), N * V), dtype=values.dtype, device=values.device)
     if len(out) == 0 or S == 0:
         return out
     most = ANY
@@ -122,3 +133,43 @@ def recur(inputs: Inputs, state: Tensor, rows: StateRows, out: Tensor) -> Tensor
     )
     # fmt: on
     return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, or a copy of it whose rows' numbers lie side by side."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+@gated_delta.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def gated_delta_triton(
+    qkv_TC: Tensor, dt: Tensor, beta_TN: Tensor, gate_TM: Tensor, heads: DeltaHeads, state: Tensor, rows: StateRows
+) -> Tensor:
+    """See ``ops.gated_delta``."""
+    q, k, v = _rows(qkv_TC).split_with_sizes(heads.sizes, dim=-1)
+    share = heads.num_heads // heads.num_key_heads
+    inputs = Inputs(
+        DELTA if heads.dt_bias.numel() == heads.num_heads else DELTA_BY_CHANNEL, (q, k, v), share, heads.norm_V,
+        dt=_rows(dt), beta=_rows(beta_TN), gate=_rows(gate_TM), a_log=heads.a_log_N, bias=heads.dt_bias,
+        gate_kind=heads.gate, eps=heads.norm_eps, beta_scale=heads.beta_scale, tile=share if heads.is_tiled else 1,
+    )  # fmt: skip
+    return recur(inputs, state, rows)
+
+
+@state_space.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def state_space_triton(xbc_TC: Tensor, dt_TN: Tensor, heads: StateSpaceHeads, state: Tensor, rows: StateRows) -> Tensor:
+    """See ``ops.state_space``."""
+    x, b, c = _rows(xbc_TC).split_with_sizes(heads.sizes, dim=-1)
+    inputs = Inputs(
+        STATE_SPACE, (c, b, x), heads.num_heads // heads.num_groups, heads.d_N,
+        dt=_rows(dt_TN), a_log=heads.a_log_N, bias=heads.dt_bias_N, limits=heads.dt_limits,
+    )  # fmt: skip
+    return recur(inputs, state, rows)
+
+
+@linear_attention.kernel(device="cuda", name="triton", preference=10, supports=declines_floats)
+def linear_attention_triton(
+    qkv_TC: Tensor, decay_N: Tensor, state: Tensor, rows: StateRows, activation: Literal["silu"] | None = None
+) -> Tensor:
+    """See ``ops.linear_attention``."""
+    q, k, v = _rows(qkv_TC).chunk(3, dim=-1)
+    return recur(Inputs(LINEAR, (q, k, v), 1, decay_N, activation=activation), state, rows)

@@ -152,17 +152,9 @@ def adjust_logits_triton(logits_RV: Tensor, adjustments: Adjustments) -> Tensor:
     )  # fmt: skip
     B, E = a.bias_ids_RB.shape[1], a.banned_ids_RE.shape[1]
     launch(
-        _adjust_kernel,
-        chunks,
-        logits_RV,
-        logits_RV.stride(0),
-        out_RV,
-        a.slot_R,
+        _adjust_kernel, chunks, logits_RV, logits_RV.stride(0), out_RV, a.slot_R,
         *(a.repetition_R, a.frequency_R, a.presence_R),
-        *(a.bias_ids_RB, a.bias_RB, a.banned_ids_RE, a.mask_RW, a.has_mask_R),
-        *(V, B, E, a.mask_RW.shape[1]),
-        BIASES=triton.next_power_of_2(max(B, 1)),
-        BANS=triton.next_power_of_2(max(E, 1)),
-        num_warps=8,
-    )
+        *(a.bias_ids_RB, a.bias_RB, a.banned_ids_RE, a.mask_RW, a.has_mask_R), *(V, B, E, a.mask_RW.shape[1]),
+        BIASES=triton.next_power_of_2(max(B, 1)), BANS=triton.next_power_of_2(max(E, 1)), num_warps=8,
+    )  # fmt: skip
     return out_RV

@@ -129,11 +129,7 @@ def fastest(timed: Sequence[Timed], present: Any) -> Any:
 
 
 def measure(
-    use: ProductUse,
-    rows: int,
-    configs: Sequence[Any],
-    weights: Sequence[Weight],
-    device: torch.device,
+    use: ProductUse, rows: int, configs: Sequence[Any], weights: Sequence[Weight], device: torch.device
 ) -> list[Timed]:
     """Times of those configurations that this device can run and that give the right result."""
     num_bytes = weights[0].num_bytes if isinstance(weights[0], PackedGroups) else weights[0].nbytes

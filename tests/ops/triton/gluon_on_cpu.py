@@ -77,7 +77,7 @@ class Shared:
     """A tensor in shared memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+        self.tensor, self.shape = tensor, tensor.shape
 
     def index(self, place: Any) -> Shared:
         return Shared(self.tensor[int(place)])
@@ -105,19 +105,16 @@ class Shared:
 
 
 class Barrier:
-    """Signals when it has been arrived at as often as it was said, and all bytes that were expected have come."""
+    """Signals when it has been arrived at, and all bytes that were expected have come."""
 
     def __init__(self) -> None:
-        self.changed, self.phase, self.count, self.arrivals, self.num_bytes = threading.Condition(), 0, 1, 1, 0
-
-    def begin(self, count: int) -> None:
-        self.count = self.arrivals = count
+        self.changed, self.phase, self.arrivals, self.num_bytes = threading.Condition(), 0, 1, 0
 
     def add(self, arrivals: int, num_bytes: int) -> None:
         with self.changed:
             self.arrivals, self.num_bytes = self.arrivals - arrivals, self.num_bytes + num_bytes
             if self.arrivals == 0 and self.num_bytes == 0:
-                self.phase, self.arrivals = self.phase + 1, self.count
+                self.phase, self.arrivals = self.phase + 1, 1
                 self.changed.notify_all()
 
     def wait(self, parity: Any) -> None:
@@ -155,10 +152,7 @@ class Kernel:
             arange=lambda begin, end, layout: value(torch.arange(begin, end)),
             zeros=lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)),
             minimum=lambda a, b: value(min(int(a), int(b))) if torch.as_tensor(a).ndim == 0 else a.clamp(max=b),
-            maximum=lambda a, b: value(max(int(a), int(b))) if torch.as_tensor(a).ndim == 0 else torch.maximum(a, b),
-            max=lambda numbers, axis: value(torch.amax(numbers, axis)),
-            exp2=torch.exp2,
-            full=lambda shape, number, dtype, layout: value(torch.full(shape, number, dtype=dtype)),
+            maximum=lambda a, b: value(max(int(a), int(b))),
             load=lambda pointer, **options: pointer.load(**options),
             where=torch.where,
             sum=lambda numbers, axis, keep_dims=False: value(torch.sum(numbers, axis, keepdim=keep_dims)),
@@ -180,10 +174,10 @@ class Kernel:
             "tma": SimpleNamespace(async_copy_global_to_shared=lambda copied, at, bar, to: copied.copy(at, bar, to)),
             "mbarrier": SimpleNamespace(
                 MBarrierLayout=lambda: Barrier,
-                init=lambda barrier, count: barrier.begin(count),
+                init=lambda barrier, count: None,
                 expect=lambda barrier, num_bytes: barrier.add(1, num_bytes),
                 wait=lambda barrier, parity: barrier.wait(parity),
-                arrive=lambda barrier, pred=True: barrier.add(1, 0) if pred else None,
+                arrive=lambda barrier, pred: barrier.add(1, 0) if pred else None,
             ),
             "async_copy": SimpleNamespace(
                 async_copy_global_to_shared=lambda to, pointer, **options: to.copy_from(pointer, **options),
@@ -193,8 +187,7 @@ class Kernel:
             "mma_v2": lambda left, right, sums: value(sums + left.float() @ right.float()),
             "warpgroup_mma": _multiply,
             "warpgroup_mma_init": lambda sums: sums,
-            "warpgroup_mma_wait": lambda count, deps: deps if len(deps) > 1 else deps[0],
-            "num_bytes": lambda rings: sum(ring.tensor[0].nbytes for ring in rings),
+            "warpgroup_mma_wait": lambda count, deps: deps,
             "fence_async_shared": lambda: None,
             "finish": _finish,
         }
@@ -252,8 +245,8 @@ def _assembly(text: str, constraints: str, operands: list[Any], dtype: torch.dty
     return value(halves(Registers(registers).run(text), dtype).flatten(-2).to(dtype))
 
 
-def _multiply(left: Any, right: Shared, sums: Value, use_acc: Any = True, is_async: bool = False) -> Value:
-    product = getattr(left, "tensor", left).float() @ right.tensor.float()
+def _multiply(left: Value, right: Shared, sums: Value, use_acc: Any, is_async: bool) -> Value:
+    product = left.float() @ right.tensor.float()
     return value(sums + product if use_acc else product)
 
 

@@ -15,6 +15,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -206,6 +207,12 @@ def _attentions(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             plain = functools.partial(ops.attention, qkv, heads, angles, angles, cache, rows)
             yield f"attention {max(lens[0])} {H} {cache_dtype}", plain
             yield f"invariant attention {max(lens[0])} {H} {cache_dtype}", functools.partial(_invariantly, plain)
+        if lens == SINGLE and dtype == torch.bfloat16:
+            cache, long = LayerCache(keys, values), replace(rows, has_long_context=True)
+            yield (
+                f"attention by warp {cache_dtype}",
+                functools.partial(ops.attention, qkv, kinds[1], None, None, cache, long),
+            )
         for N_latent in () if cache_dtype in packed else (4, 40):
             latents = make.cache(12, 1, 2 * 8 + 64, cache_dtype)
             shapes = (N_latent, 64, 24), (N_latent, 40, 64), (64,)
@@ -275,8 +282,8 @@ def _layers(make: Maker, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     for window, by_distance in ((0, None), (5, None), (0, table)):
         call = functools.partial(ops.encoder_attention, q, k, v, [3, 70], 0.2, window, by_distance)
         yield f"encoder_attention {window} {by_distance is None}", call
-    qkv, angles = make.floats(600, 12, 72, dtype=dtype), make.floats(600, 72)[:, :36]
-    yield "encoder_attention of images", functools.partial(ops.encoder_attention, *qkv.chunk(3, 1), [70, 600], 0.2)
+    qkv, angles = make.floats(70, 12, 72, dtype=dtype), make.floats(70, 72)[:, :36]
+    yield "encoder_attention of images", functools.partial(ops.encoder_attention, *qkv.chunk(3, 1), [70], 0.2)
     yield "apply_rope", functools.partial(ops.apply_rope, *qkv.split(6, 1), angles, angles)
     caches, rows = make.cache(4, 3, 24, dtype), make.floats(2, 3, 24, dtype=dtype)
     stored = functools.partial(ops.store_kv, rows, rows, caches, caches, make.ints([7, -1], torch.int64))

@@ -20,7 +20,8 @@ class Registers:
         self.values = {f"${i}": operand for i, operand in enumerate(operands, 1)}
 
     def run(self, text: str) -> Tensor:
-        """What $0 is after the text."""
+        """What $0 is after the text. A register of 32 may be taken apart into two of 16, named in braces."""
+        text = re.sub(r"mov\.b32 \{(\w+), (\w+)\}, (\w+);", r"and.b32 \1, \3, 0xffff; shr.b32 \2, \3, 16;", text)
         for part in re.split(r"[;{}]", text):
             if (part := part.strip()) and not part.startswith(".reg"):
                 found = STATEMENT.fullmatch(part)
@@ -42,6 +43,8 @@ class Registers:
             "lop3.b32": _lop3,
             "fma.rn.bf16x2": lambda a, b, c: packed(halves(a, kind) * halves(b, kind) + halves(c, kind), kind),
             "fma.rn.f16x2": lambda a, b, c: packed(halves(a, kind) * halves(b, kind) + halves(c, kind), kind),
+            "prmt.b32": _prmt,
+            "cvt.rn.f16x2.e4m3x2": lambda a: packed(_bytes(a)[..., :2].view(torch.float8_e4m3fn).double(), kind),
             "sub.f16x2": lambda a, b: packed(halves(a, kind) - halves(b, kind), kind),
         }
         return known[instruction]
@@ -50,6 +53,16 @@ class Registers:
 def _lop3(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
     assert table == 0xEA, "a & b | c"
     return a & b | c
+
+
+def _prmt(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
+    assert b == 0
+    chosen = [_bytes(a)[..., (int(selector) >> 4 * i) & 3].long() << 8 * i for i in range(4)]
+    return chosen[0] | chosen[1] | chosen[2] | chosen[3]
+
+
+def _bytes(registers: Tensor) -> Tensor:
+    return torch.stack([registers >> 8 * i & 0xFF for i in range(4)], dim=-1).to(torch.uint8)
 
 
 def halves(registers: Tensor, kind: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ NAN = float("nan")
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 ROUNDING = {torch.float32: 2**-22, torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float8_e4m3fn: 2**-3}
 SMALL = DecodeConfig(tile=16, warps=4, splits=3)
+BY_WARP = DecodeConfig(tile=32, warps=2, splits=3, stages=3, by_warp=True)
 EDGES = [1, 0, 2, 15, 16, 17, 33, 48, 100]
 """Lengths around the edges of blocks and tiles; 0 is a padded sequence."""
 
@@ -182,6 +184,28 @@ def test_dtypes(dtype: torch.dtype, is_float8: bool, device: str) -> None:
     check(Step([1, 16, 33, 90], layout(4, 2, 32, norm=True), device, dtype, cache_dtype))
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_each_warp_has_a_share_of_a_tile(splits: int, device: str) -> None:
+    """Shares may lie in several blocks, and behind a context's end."""
+    config = BY_WARP._replace(splits=splits)
+    check(Step(EDGES, layout(norm=True), device), config)
+    check(Step(EDGES, layout(10, 2, window=20, softcap=2.0, sinks_N=torch.arange(-5.0, 5)), device), config)
+    check(Step(EDGES, layout(slopes_N=2.0 ** -torch.arange(1.0, 5.0)), device, block_size=64), config)
+    check(Step(EDGES, layout(4, 2, 32), device, torch.bfloat16, torch.float8_e4m3fn), config)
+
+
+@pytest.mark.parametrize("size", [2.0**-60, 1.0, 2.0**60])
+def test_float8_takes_queries_of_any_size_and_small_weights_of_many_keys(size: float, device: str) -> None:
+    """Products of float16 would be infinite, or none, were queries not scaled; and 2^-19 is off by 1.5 %."""
+    step = Step([2000], layout(1, 1, 32), device, torch.bfloat16, torch.float8_e4m3fn, rotated=0)
+    keys, values, first = *step.cache[:2], step.rows.groups[0].block_tables_SB[0, 0]
+    keys[:], values[:] = torch.zeros(keys.shape), torch.full(values.shape, 448.0)
+    keys[first, :, 2], values[first, :, 2] = 1.0, 0.0
+    step.qkv[:, :32], step.qkv[:, 32:64], step.qkv[:, 64:] = size, 0.0, 448.0
+    step.heads = step.heads._replace(scale=(19 - 1 / 45) * math.log(2) / size / 32)
+    check(step, SMALL._replace(splits=1))
+
+
 @pytest.mark.parametrize(("block_size", "tile"), [(16, 16), (32, 16), (64, 32), (256, 64)])
 def test_tiles_within_blocks(block_size: int, tile: int, device: str) -> None:
     step = Step([1, block_size, block_size + 1, 2 * block_size + 40], layout(), device, block_size=block_size)
@@ -286,8 +310,10 @@ def test_every_shape_has_a_cut(pairs: int, H: int, block_size: int) -> None:
         assert config.splits >= 1
         assert config.min_tiles >= 1
         long = config_for(pairs, 4, H, element, block_size, has_long_context=True)
-        assert long.splits >= config.splits
-        assert long.splits == 64 or long.splits * pairs >= 4 * 132
+        most = 3 * 132 if long.by_warp else 4 * 132
+        assert long.splits == 64 or most - pairs < long.splits * pairs or long.splits == 1
+        assert long.by_warp == (element == 2 and H <= 128)
+        assert not long.by_warp or 16 <= long.tile // long.warps <= block_size
 
 
 def test_lone_queries_in_float32_are_multiplied_without_dots() -> None:

@@ -9,7 +9,14 @@ import torch
 
 from octavo.ops.grouped_linear import BITS, WORDS, PackedGroups
 from octavo_kernels.triton.grouped import grouped_numbers
-from octavo_kernels.triton.grouped.grouped_numbers import assembly, entry_assembly, entry_offset, offset_of
+from octavo_kernels.triton.grouped.grouped_numbers import (
+    assembly,
+    entry_assembly,
+    entry_offset,
+    int8_of_two,
+    offset_of,
+    pairs_of_e4m3,
+)
 from tests.ops.triton.ptx import Registers, halves, packed
 from tests.ops.triton.test_grouped_linear import random_groups
 
@@ -84,3 +91,17 @@ def test_numbers_are_exact(number: str, kind: torch.dtype) -> None:
         planes = [halves(Registers([words_of(weight)]).run(text), kind).flatten(2) for text in texts]
         assert all(plane.shape[2] == WORDS for plane in planes)
         assert torch.equal(torch.stack(planes, dim=2).flatten(1), ones.unpack().double() + offset)
+
+
+def test_words_of_a_cache() -> None:
+    """Both bytes of two words, of which the first has one number and then the other for all numbers."""
+    codes = torch.arange(256)
+    bytes_ = torch.stack((codes, codes.flip(0), codes.roll(7), codes.roll(50)), dim=-1).to(torch.uint8)
+    words = (bytes_.long() << torch.tensor([0, 8, 16, 24])).sum(-1)
+    floats, integers = (bytes_.view(kind).double() for kind in (torch.float8_e4m3fn, torch.int8))
+    run = Registers([words, words])
+    for found, plane in ((run.run(pairs_of_e4m3()), 0), (run.values["$1"], 1)):
+        torch.testing.assert_close(halves(found, torch.float16), floats[:, plane::2], rtol=0, atol=0, equal_nan=True)
+    for plane in range(2):
+        found = halves(Registers([words]).run(int8_of_two(plane)), torch.bfloat16)
+        assert torch.equal(found, integers[:, plane::2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -15,13 +14,19 @@ from octavo.models.layer_cache import recurrent_state, state_layer
 from octavo.ops.gated_norm import Gate
 from octavo.runtime.memory import chunk_bytes
 from octavo_kernels.triton.launch import invariant
+from octavo_kernels.triton.recurrent import causal_conv, recurrence, selective_scan
 from octavo_kernels.triton.recurrent.gated_norm import gated_norm_triton
 from octavo_kernels.triton.recurrent.recurrence import RECURRENT_ROWS
 from tests.ops.recurrent_cases import CASES, Case, delta_case, in_chunks, linear_case, state_space_case, step
 from tests.ops.triton.poison import poison_new_tensors
 from tests.triton_interpreter import quick_first
 
-NAMES = ("causal_conv", "gated_conv", "gated_delta", "state_space", "selective_scan", "linear_attention")
+NAMES = {
+    **dict.fromkeys(("causal_conv", "gated_conv"), causal_conv),
+    **dict.fromkeys(("gated_delta", "state_space", "linear_attention"), recurrence),
+    "selective_scan": selective_scan,
+}
+"""The ops, and the modules of their kernels."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +34,8 @@ def kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The ops run these kernels, whichever device the tensors are on: new ones are on the one under test."""
     torch.manual_seed(0)
     poison_new_tensors(monkeypatch)
-    for name in NAMES:
-        run = getattr(importlib.import_module(f"octavo_kernels.triton.recurrent.{name}"), f"{name}_triton")
+    for name, module in NAMES.items():
+        run = getattr(module, f"{name}_triton")
         monkeypatch.setattr(getattr(ops, name), "_choose", lambda *_, run=run: run)
         getattr(ops, name)._chosen.clear()
     with torch.device(device) if device != "cpu" else contextlib.nullcontext():
