@@ -278,7 +278,7 @@ def planes(
 ) -> tl.tensor:  # fmt: skip
     """The numbers of ``load_words`` in TYPE: PLANES tensors of the words' shape, each with one number of every word."""
     if PLANES == 1:
-        numbers = (words.to(TYPE),)
+        numbers: tl.tensor = (words.to(TYPE),)
     elif RUN == 0 and ASSEMBLY is not None:
         numbers = tl.inline_asm_elementwise(
             ASSEMBLY[0], "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -348,7 +348,7 @@ def _of_4_bits(words: tl.tensor, header: tl.tensor, TYPE: tl.constexpr, ASSEMBLY
     if ASSEMBLY is not None:
         scale, least = scale.to(TYPE), least.to(TYPE)
     scale, least = _of_groups(scale, words), _of_groups(least, words)
-    numbers = ()
+    numbers: tl.tensor = ()
     for plane in tl.static_range(4):
         numbers += (_of_nibbles(words, scale, least, plane, TYPE, ASSEMBLY),)
     return numbers

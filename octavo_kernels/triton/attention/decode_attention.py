@@ -345,7 +345,7 @@ def _planes_of_queries(
         size = tl.maximum(bits.to(tl.float32, bitcast=True), 2.0**-100)  # the largest is below twice it
         q, scale = (q / size).to(tl.float16), scale * size
     if PLANES == 1:
-        parts = (q,)
+        parts: tl.tensor = (q,)
     else:
         parts = tl.split(tl.reshape(q, [R, D // 2, 2]))
         if PLANES == 4:
@@ -353,7 +353,7 @@ def _planes_of_queries(
             second, fourth = tl.split(tl.reshape(parts[1], [R, D // 4, 2]))
             parts = first, second, third, fourth
     if SHARES > 1:
-        shared = ()
+        shared: tl.tensor = ()
         for p in tl.static_range(PLANES):
             shared += (tl.broadcast_to(parts[p][None, :, :], [SHARES, R, D // PLANES]),)
         parts = shared
@@ -373,7 +373,7 @@ def _walk(
     Tiles come through shared memory, ahead of their use; where one starts is looked up a round before it is asked for.
     """
     t, t_of_share = _places(TILE, SHARES)
-    acc = ()
+    acc: tl.tensor = ()
     for p in tl.static_range(PLANES):
         acc += (tl.zeros(q[p].shape, tl.float32),)
     peak = tl.sum(acc[0], -1) + NO_SCORE
@@ -397,8 +397,9 @@ def _walk(
         )
     peak, total, acc = sums
     if SHARES > 1:
-        top, of_all = tl.max(peak, 0), ()
+        top = tl.max(peak, 0)
         fade = tl.exp2(peak - top[None, :])
+        of_all: tl.tensor = ()
         for p in tl.static_range(PLANES):
             of_all += (tl.sum(acc[p] * fade[:, :, None], 0),)
         peak, total, acc = top, tl.sum(total * fade, 0), of_all
@@ -434,7 +435,8 @@ def _attend(
     weights = tl.exp2(scores - tl.expand_dims(higher, -1))
     total = total * fade + tl.sum(weights, -1)
     weights *= v_unit
-    fade, added = tl.expand_dims(fade, -1), ()
+    fade = tl.expand_dims(fade, -1)
+    added: tl.tensor = ()
     for p in tl.static_range(PLANES):
         if DOT:
             added += (tl.dot(weights.to(TYPE), values[p], acc[p] * fade, input_precision="ieee"),)
