@@ -77,7 +77,9 @@ def ropes_by_type(keys: ConfigKeys, theta: float, local_theta: float | None = No
 def with_local_rope(
     config: DecoderConfig, local: dict[str, Any], types: tuple[str, ...], max_len: int | None, rotary: float = 1.0
 ) -> DecoderConfig:
-    """With another rotary embedding in sliding layers."""
+    """With another rotary embedding in sliding layers, if there are any."""
+    if SLIDING not in types:
+        return config
     rope = config.rope(local, max_len, rotary_width(local, config.head_dim, rotary))
     config = dataclasses.replace(config, ropes=(*config.ropes, rope))
     return config.with_attention(rope=[int(kind == SLIDING) for kind in types])
