@@ -18,8 +18,9 @@ from tests.backends.onnx_export import export
 from tests.backends.workers import WorkerProcess
 from tests.conftest import Server, start_server
 from tests.llm.test_beam_search import plain_search
+from tests.tiers import nightly
 
-BACKENDS = ["octavo", "transformers", "transformers-own-cache", "grpc", "toy", "instant", "openai"]
+BACKENDS = ["octavo", "transformers", nightly("transformers-own-cache"), "grpc", "toy", "instant", "openai"]
 MAX_TOKENS = 12
 
 

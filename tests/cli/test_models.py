@@ -23,6 +23,7 @@ from octavo.weights.checkpoint import open_checkpoint
 from tests.models.adapter_files import make_adapter
 from tests.models.encoder_families import make_encoder
 from tests.models.families import FIRST_ROWS, ROWS, make_checkpoint
+from tests.tiers import one_in
 
 FITTING = ["--device", "cpu", "--num-kv-blocks", "40"]
 
@@ -45,6 +46,7 @@ def test_families_say_which_layers_have_windows() -> None:
     assert [features(name).windows for name in names] == ["all", "some", "some", "-"]
 
 
+@one_in(4)
 @pytest.mark.parametrize("row", FIRST_ROWS)
 def test_listed_features_match_those_of_checkpoints(row: str, tmp_path: Path) -> None:
     """Linear maps listed as not adaptable are not adaptable; every other map of a layer is."""

@@ -19,7 +19,7 @@ from octavo.types import Plan, Sampled, Scheduled, Sequence, Status
 from tests.engine.making import make_engine, make_request
 from tests.oracle import expected_output
 from tests.speculating import FromFunction
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 MAX_DRAFTS = 4
 
@@ -54,6 +54,7 @@ def test_what_is_chosen_is_worth_its_cost(cost_of_row: float, rate: float) -> No
     assert num_tokens / spent >= 0.98, "slower than without speculation"
 
 
+@one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_seqs", "cost_of_drafting"), [(1, 0.05), (1, 0.3), (1, 1.0), (16, 0.05), (16, 0.3)])
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.95])
@@ -230,6 +231,7 @@ def test_what_was_slow_once_is_tried_again(on_device: bool) -> None:
     assert sum(counts[-100:]) > 100
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("slower", nightly_after(2, [3, 200, 20]))
 @pytest.mark.parametrize("num_seqs", [1, 16])

@@ -13,9 +13,10 @@ from octavo.steps.limits import StepLimits
 from octavo.steps.shapes import StepKind, StepShape, exact_shape, graph_shapes, padded_shape, verification_shape
 from octavo.types import ON_DEVICE, GroupBlocks, Plan, Scheduled, Sequence
 from tests.engine.making import make_request
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 
+@one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", nightly_after(6, range(20)))
 def test_no_step_exceeds_the_largest(seed: int) -> None:

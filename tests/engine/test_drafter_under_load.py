@@ -130,7 +130,7 @@ def answer(engine: Engine, load: ClosedLoopSpec, rng: random.Random) -> int:
     return num_tokens
 
 
-@pytest.mark.parametrize(("name", "least"), nightly_after(3, [("W1", 1.4), ("W2", 1.9), ("W3", 1.1), ("W4", 0.98)]))
+@pytest.mark.parametrize(("name", "least"), nightly_after(1, [("W1", 1.4), ("W2", 1.9), ("W3", 1.1), ("W4", 0.98)]))
 def test_drafts_that_are_accepted_make_every_load_faster(name: str, least: float) -> None:
     """2.6 tokens a step at three drafts, with prompts in half of the steps or more."""
     assert tokens_per_second(name, 0.7225) > least * tokens_per_second(name, None)
@@ -144,6 +144,7 @@ def test_a_rest_ends_when_the_load_changes() -> None:
     assert tokens_per_second("W4 W3", 0.7225) > 0.97 * tokens_per_second("W3", 0.7225)
 
 
+@pytest.mark.nightly
 def test_drafts_that_hardly_pay_cost_little() -> None:
     """With 64 sequences, and prompts in most steps, a draft of three is right: few steps gain by drafts."""
     assert tokens_per_second("W3", 0.3) > 0.98 * tokens_per_second("W3", None)
@@ -156,7 +157,7 @@ def test_experts_that_drafts_choose_are_part_of_their_cost(name: str, least: flo
     assert drafted > least * tokens_per_second(name, None, seconds_of_mixture)
 
 
-@pytest.mark.parametrize("name", nightly_after(3, ["W1", "W2", "W3", "W4"]))
+@pytest.mark.parametrize("name", nightly_after(1, ["W1", "W2", "W3", "W4"]))
 def test_drafts_that_are_rejected_cost_little(name: str) -> None:
     rate, device = served(name, 0.0)
     assert rate > 0.98 * tokens_per_second(name, None)

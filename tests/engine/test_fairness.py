@@ -116,7 +116,7 @@ def test_bad_weights_are_refused(weights: str) -> None:
         make_engine(settings=SchedulerSettings(scheduling_policy="fair", tenant_weights=weights))
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_no_request_starves(policy: str) -> None:
@@ -159,6 +159,7 @@ def test_many_tenants_that_come_at_once_take_places_of_a_flood_in_one_step() -> 
     run_to_end(engine)
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", nightly_after(2, range(3)))

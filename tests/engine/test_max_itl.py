@@ -14,6 +14,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.types import Plan, Request
 from octavo_bench.virtual import StepCost, VirtualEngine
 from tests.engine.making import make_engine, make_request, planned
+from tests.tiers import one_in
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def worst_gaps(max_itl: float | None, cost: StepCost, depth: int = 1) -> tuple[f
     return gaps[-1], gaps[int(len(gaps) * 0.99)], engine.runner.num_computed / engine.runner.now
 
 
+@one_in(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("cost", [StepCost(), RoughCost(), StepCost(0.001, 0.0001, 0.0001)])
 @pytest.mark.parametrize("depth", [1, 2])

@@ -10,6 +10,7 @@ from octavo.types import Request
 from octavo_bench.virtual import StepCost, VirtualEngine, VirtualProgress
 from tests.engine.making import make_engine, make_request
 from tests.engine.test_max_itl import RoughCost
+from tests.tiers import one_in
 
 EVEN = StepCost()
 DEADLINE = SchedulerSettings(scheduling_policy="deadline")
@@ -43,6 +44,7 @@ def with_target(seconds: float) -> SchedulerSettings:
     return SchedulerSettings(scheduling_policy="deadline", tpot_target=seconds)
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("cost", [StepCost(), RoughCost()])

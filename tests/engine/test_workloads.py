@@ -128,7 +128,7 @@ def serve_all(seeds: range, name: str) -> None:
             raise AssertionError(f"workload {seed} with {name}: {error}") from error
 
 
-@one_in(2)
+@one_in(5)
 @pytest.mark.parametrize("name", FEATURES)
 def test_random_workloads(name: str) -> None:
     serve_all(range(NUM_QUICK), name)
@@ -195,6 +195,7 @@ def test_any_combination_of_features(seed: int, features: Features) -> None:
     serve(seed, features)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @any_workload
 @settings(max_examples=150, deadline=None)

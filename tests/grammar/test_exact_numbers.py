@@ -17,6 +17,7 @@ from octavo.grammar import forms
 from octavo.grammar.matchers import GrammarError, compile_matcher, normalised
 from octavo.grammar.number_ranges import Bound, integer_range, number_range
 from tests.grammar.walks import tokenizer, write
+from tests.tiers import one_in
 
 Schema = dict[str, Any]
 
@@ -131,6 +132,7 @@ def takes(matcher: LLMatcher, text: str) -> bool:
     return fresh.try_consume_tokens(tokens) == len(tokens) and fresh.is_accepting()
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(10))
 def test_what_ends_is_valid_in_arbitrary_precision(batch: int) -> None:

@@ -18,6 +18,7 @@ from octavo.grammar.vocabulary import PackedVocabulary, pack_tokens
 from octavo.system.child_worker import REFUSED, RENDERED
 from tests.grammar.test_compiler import BOMBS
 from tests.grammar.walks import EOS, VOCABULARY, allowed, tokenizer, write
+from tests.tiers import one_in
 
 CHOICES = [f"word {index}" for index in range(10_000)]
 
@@ -63,6 +64,7 @@ def trial() -> tester.Tester:
     return tester.Tester(VOCABULARY)
 
 
+@one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_large_forms_are_served(name: str) -> None:
@@ -84,6 +86,7 @@ def test_any_of_many_properties_may_be_written() -> None:
     assert matcher.is_accepting()
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPLOSIVE)
 def test_what_explodes_is_refused_in_bounded_time(name: str) -> None:
@@ -111,6 +114,7 @@ def test_numbers_that_end_the_process_of_llguidance_do_not_reach_it(number: floa
     assert trial().serve(forms.grammar_text(form))[0] == REFUSED
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*BOMBS, *LARGE])
 def test_what_passes_the_trial_can_be_written(name: str) -> None:

@@ -24,6 +24,7 @@ from octavo.types import Masks, Output, Plan, Request, Sampled, Scheduled
 from tests.grammar.walks import allowed
 from tests.oracle import VOCAB_SIZE, OracleRunner, Tables, ToyProposer, Trouble, choose, digest, empty_digest
 from tests.speculating import speculating
+from tests.tiers import one_in
 
 EOS = VOCAB_SIZE - 1
 CHARACTERS = '{}[]":,0123456789 abcdefghijklmnopqrstuvwxyz-_.n'
@@ -98,6 +99,7 @@ def random_request(rng: random.Random, request_id: int) -> Request:
     return request
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("drafts", [False, True])

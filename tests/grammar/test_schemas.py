@@ -15,6 +15,7 @@ from octavo.grammar import forms
 from octavo.grammar.matchers import GrammarError, compile_matcher, normalised
 from tests.grammar.schemas import SCHEMAS
 from tests.grammar.walks import tokenizer, write
+from tests.tiers import one_in
 
 TEXTS_PER_SCHEMA = 3
 
@@ -23,6 +24,7 @@ def test_there_are_enough_schemas() -> None:
     assert len({json.dumps(schema) for schema in SCHEMAS}) >= 300
 
 
+@one_in(2)
 @pytest.mark.parametrize("index", range(len(SCHEMAS)))
 def test_what_ends_is_valid(index: int) -> None:
     schema = SCHEMAS[index]

@@ -42,7 +42,7 @@ from octavo.images.processors import (
 )
 from octavo.images.resizing import ImageRefused
 from octavo.images.tiling import size_of, tiled
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 AREA = {"rule": "area", "factor": 28, "least": 56 * 56, "most": 28 * 28 * 40, "resample": 3, "most_pixels": 10**6}
 GROWN = {**AREA, "least": 8 * 28 * 28, "grows": True}
@@ -186,6 +186,7 @@ def theirs(data: bytes, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
     return patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * 14, columns * 14, 3)
 
 
+@one_in(3)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_pixels_are_those_of_the_library(rule: dict[str, Any]) -> None:
     assert len(NASTY) >= 30
@@ -312,6 +313,7 @@ def num_tokens(processor: ImageProcessor, width: int, height: int, detail: str =
     return len(processor.tokens(PreparedImage(shape, details, pixels)))
 
 
+@one_in(5)
 @pytest.mark.parametrize("architecture", PROCESSORS)
 def test_images_of_every_family_can_be_smaller(architecture: str, tmp_path: Path) -> None:
     """With ``detail`` low, and in an engine with few slots for embeddings."""

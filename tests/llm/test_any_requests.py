@@ -14,6 +14,7 @@ from octavo.grammar import forms
 from octavo.llm.outputs import RequestOutput
 from tests.llm.test_same_tokens import NGRAM, PLAIN
 from tests.llm.tiny import SETTINGS
+from tests.tiers import nightly_after
 
 SCHEMA = {"type": "object", "properties": {"ab": {"type": "integer"}, "c": {"items": {"enum": [1, "x", None]}}}}
 GRAMMARS = [
@@ -98,7 +99,7 @@ def without_rounding(results: list[RequestOutput]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", nightly_after(2, reversed(OTHERS)))
 def test_any_requests(tiny_checkpoint: Path, name: str) -> None:
     rng = random.Random(name)
     with LLM(tiny_checkpoint, **PLAIN) as plain, LLM(tiny_checkpoint, **{**SETTINGS, **OTHERS[name]}) as other:

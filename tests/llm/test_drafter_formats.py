@@ -13,6 +13,7 @@ from octavo.errors import ConfigError
 from octavo.models.registry import LoadedModel, load_model
 from tests.models.families import make_checkpoint
 from tests.quant.writers import awq, gptq, quantise
+from tests.tiers import one_in
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 8, "num_kv_blocks": 60, "max_num_batched_tokens": 48}
 WRITERS = {"gptq": gptq(4, 16), "awq": awq(16)}
@@ -28,6 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("target", "quantization", "drafter", "has_int4"),
     [

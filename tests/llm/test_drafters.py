@@ -193,7 +193,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drawn]]:
     return passes
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("name", [nightly(name) if name in MUCH_ALIKE else name for name in CASES])
 def test_logits_are_those_of_a_plain_reference(
     case_of: Made, name: str, drafted: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -330,7 +330,7 @@ def test_no_output_changes(case_of: Made, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     nightly_after(
-        2, ["eagle3 of its authors", "mtp of DeepSeek-V3", "draft_model with windows", DFLASH, "mtp of Qwen3.5"]
+        1, ["eagle3 of its authors", "mtp of DeepSeek-V3", "draft_model with windows", DFLASH, "mtp of Qwen3.5"]
     ),
 )
 def test_no_output_changes_a_step_ahead(case_of: Made, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +386,7 @@ def test_a_model_accepts_all_that_it_drafts_itself(case_of: Made, temperature: f
     assert stats.num_accepted_drafts == stats.num_drafts > 1000
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "distribution"])
+@pytest.mark.parametrize("acceptance", nightly_after(1, ("distribution", "exact")))
 def test_outputs_have_the_distribution_of_the_model(tmp_path: Path, acceptance: str) -> None:
     """Three tokens from a vocabulary of three, many times."""
     model = make_checkpoint(tmp_path / "model", "llama/gqa", vocab_size=3)

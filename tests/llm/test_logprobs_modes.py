@@ -128,7 +128,7 @@ SCORED: list[Any] = [
 
 
 @needs_float_kernels
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize(("row", "settings"), SCORED, ids=str)
 def test_a_scoring_pass_gives_the_bits_of_sampling(row: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Sampled together and behind cached prefixes; scored alone, together and in other chunks: no bit differs."""

@@ -55,6 +55,7 @@ def test_ranks_give_the_tokens_of_one_process_and_end_with_it(tmp_path: Path) ->
     assert ranks() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_parts", [2, *nightly_after(0, [1])])
 def test_prompt_lookup_gives_the_tokens_of_one_process_without_it(num_parts: int, tmp_path: Path) -> None:
     """Accepted are the tokens that would be sampled anyway, so drafts change nothing; some are right, some wrong.
@@ -71,6 +72,7 @@ def test_prompt_lookup_gives_the_tokens_of_one_process_without_it(num_parts: int
         assert 0 < stats.num_accepted_drafts < stats.num_drafts
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "rule",
     nightly_after(1, [{"acceptance": "distribution"}, {"acceptance": "synthetic", "synthetic_acceptance_length": 2.5}]),

@@ -13,7 +13,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.runtime.kv_storage import KVStorage
 from tests.models.families import VOCAB_SIZE, make_checkpoint
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 ROW = "qwen3_5/dense"
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "num_kv_blocks": 100}
@@ -104,6 +104,7 @@ FAMILIES = (
 )
 
 
+@one_in(2)
 @pytest.mark.parametrize("row", nightly_after(3, FAMILIES))
 def test_families_keep_their_bits_with_drafts_and_over_hits(tmp_path: Path, row: str) -> None:
     """States of every kind, those of convolutions too, are taken back where drafts are rejected, and found again."""

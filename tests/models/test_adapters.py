@@ -25,6 +25,7 @@ from tests.models.adapter_files import LLAMA_MAPS, make_adapter
 from tests.models.families import VOCAB_SIZE, make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.quant.writers import gptq, quantise
+from tests.tiers import one_in
 
 NEW_TOKENS = 12
 COUNT = 16
@@ -141,6 +142,7 @@ def test_a_merge_into_packed_weights_is_refused_before_they_are_loaded(
         build_engine(EngineConfig.from_flat(settings))
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("row", "targets"),
     [

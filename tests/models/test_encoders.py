@@ -37,7 +37,7 @@ from tests.models.encoder_families import (
     write_dense,
     write_pooling,
 )
-from tests.tiers import nightly
+from tests.tiers import nightly, one_in
 
 LENGTHS = (MAX_LEN, 1, 2, 17, 64, MAX_LEN - 1, 3, 40)
 TEXTS = [random.Random(i).choices(range(6, VOCAB_SIZE), k=length) for i, length in enumerate(LENGTHS)]
@@ -78,6 +78,7 @@ def token_vectors(model: PreTrainedModel, text: list[int]) -> torch.Tensor:
     return model.base_model(torch.tensor([text]), attention_mask=torch.ones(1, len(text))).last_hidden_state[0]
 
 
+@one_in(2)
 @pytest.mark.parametrize("row", often(OTHERS))
 def test_vectors_are_those_of_transformers(row: str, tmp_path: Path) -> None:
     model = make_encoder(tmp_path, row)
@@ -196,6 +197,7 @@ def logits(model: PreTrainedModel, text: list[int], second_start: int) -> torch.
     return model(torch.tensor([text]), **inputs).logits[0]
 
 
+@one_in(2)
 @pytest.mark.parametrize("row", often(JUDGES))
 def test_scores_are_those_of_transformers(row: str, tmp_path: Path) -> None:
     model = make_encoder(tmp_path, row)
@@ -231,6 +233,7 @@ def test_a_pooler_that_the_head_does_not_use_is_left_out(row: str, tmp_path: Pat
     np.testing.assert_array_equal(answers(build(tmp_path), "score"), expected)
 
 
+@one_in(3)
 @pytest.mark.parametrize("row", [f"{family}/Model" for family in SHAPES] + ["t5/relu", "gemma/bidirectional"])
 def test_an_answer_has_the_same_bits_alone(row: str, tmp_path: Path) -> None:
     make_encoder(tmp_path, row)

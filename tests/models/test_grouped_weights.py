@@ -10,6 +10,7 @@ import torch
 from octavo.quant.stored import packed
 from tests.models.test_quantised import checkpoint, logprobs
 from tests.quant.writers import compressed, fp8, gptq, quantise, replace_matrices
+from tests.tiers import one_in
 
 INT = {"type": "int", "strategy": "group", "group_size": 32}
 FORMATS = {
@@ -22,6 +23,7 @@ FORMATS = {
 }
 
 
+@one_in(5)
 @pytest.mark.parametrize("row", ["llama/biases", "qwen3_moe/normalised"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_groups_give_the_logits_of_their_matrices(

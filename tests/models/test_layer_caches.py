@@ -175,7 +175,7 @@ def engine_of(made: Made, *, is_tight: bool, streams: bool = False, records: boo
     return Engine(Scheduler(cache, max_num_seqs=3, max_num_batched_tokens=STEP), runner, depth=2 if streams else 1)
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize("streams", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize("is_tight", [False, True], ids=["roomy", "tight"])
 def test_tokens_are_those_without_a_cache(made: Made, is_tight: bool, streams: bool) -> None:

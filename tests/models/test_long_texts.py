@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from octavo import LLM, SamplingParams
 from tests.models.families import LONG, SHAPE, SHORT, VOCAB_SIZE, rope
+from tests.tiers import nightly_after
 
 ORIGINAL = 48
 KINDS: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ def logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("drafts", ["", DRAFTS])
+@pytest.mark.parametrize("drafts", nightly_after(1, (DRAFTS, "")))
 def test_each_token_has_the_factors_of_the_text_before_it(tmp_path: Path, drafts: str) -> None:
     """Alone, together and over the prefix cache: transformers computes the text before each token as one."""
     model = made(tmp_path, "phi3")

@@ -22,7 +22,7 @@ from octavo.weights.gguf.projector import open_projector, projector_of
 from tests.models import vision
 from tests.models.gguf_files import write_gguf, write_projector
 from tests.models.test_vision import PROMPTS, SCORED, SETTINGS, TOLERANCE, as_inputs, worst_difference
-from tests.tiers import nightly
+from tests.tiers import nightly, one_in
 
 Array = npt.NDArray[np.float32]
 TEXT = {"gemma3": ("gemma3_text", "gemma3_text"), "qwen2_5_vl": ("qwen2", "qwen2_vl_text")}
@@ -72,6 +72,7 @@ def made(name: str, folder: Path, form: Callable[[Array], Array] = lambda values
 DAILY = ("gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "smolvlm", "internvl_rms", "llava_next", "glm4v", "gemma4")
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", [*DAILY, *(nightly(name) for name in KINDS if name not in DAILY)])
 def test_a_tower_next_to_the_text_part(name: str, tmp_path: Path) -> None:
     model = made(name, tmp_path)

@@ -116,7 +116,7 @@ def logprobs(folder: Path, **settings: Any) -> tuple[Tensor, list[int]]:
     return table, list(output.token_ids)
 
 
-@one_in(3)
+@one_in(7)
 def test_dequantised_weights_give_the_logits_of_their_matrices(folders: tuple[Path, Path]) -> None:
     folder, plain = folders
     (found, answer), (expected, same) = (logprobs(path, dtype="float32") for path in (folder, plain))
@@ -125,7 +125,7 @@ def test_dequantised_weights_give_the_logits_of_their_matrices(folders: tuple[Pa
 
 
 @needs_float_kernels
-@one_in(3)
+@one_in(7)
 def test_packed_weights_are_close_to_their_matrices(folders: tuple[Path, Path]) -> None:
     """Activations are rounded to 8 bits for packed integers: log-probabilities move by a few hundredths.
 
@@ -141,6 +141,7 @@ def test_packed_weights_are_close_to_their_matrices(folders: tuple[Path, Path]) 
             break
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", ["gptq, in activation order", "fp8, blocks", "modelopt nvfp4", "int8"])
 def test_random_weights_need_no_files_of_weights(tmp_path: Path, name: str) -> None:
     checkpoint(tmp_path, "qwen3_moe/normalised")
@@ -171,6 +172,7 @@ def test_a_quantised_embedding_is_tied_to_the_head(tmp_path: Path) -> None:
     assert (packed - expected[0])[: len(PROMPT) - 1].abs().nanmean() < 0.05
 
 
+@one_in(7)
 def test_a_quantised_checkpoint_is_checked_from_its_headers(folders: tuple[Path, Path]) -> None:
     folder, plain = folders
     found, expected = (
@@ -182,7 +184,7 @@ def test_a_quantised_checkpoint_is_checked_from_its_headers(folders: tuple[Path,
 
 
 @needs_float_kernels
-@one_in(3)
+@one_in(7)
 @pytest.mark.parametrize("has_grouped_kernel", [False, True])
 @pytest.mark.parametrize("row", nightly_after(1, ["mixtral/two_of_five", "llama/biases"]))
 @pytest.mark.parametrize("name", FORMATS)

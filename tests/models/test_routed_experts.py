@@ -21,7 +21,7 @@ from octavo.runtime.executors.stream_executor import StreamExecutor
 from octavo.types import Request
 from tests.models.families import make_checkpoint
 from tests.models.test_architectures import random_tokens
-from tests.tiers import nightly
+from tests.tiers import nightly, one_in
 
 ROWS = [
     "qwen3_moe/normalised",
@@ -83,6 +83,7 @@ def generated(llm: LLM, prompt: list[int], **params: Any) -> tuple[list[int], Ex
     return output.outputs[0].token_ids, experts, output.num_cached_tokens
 
 
+@one_in(2)
 def test_they_are_those_of_transformers(made: tuple[Path, Any]) -> None:
     folder, reference = made
     with LLM(str(folder), **SETTINGS) as llm:

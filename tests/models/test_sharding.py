@@ -62,7 +62,7 @@ def matrix_of(weights: WeightLoader, name: str) -> tuple[Tensor, Tensor | None]:
     return weight.dense_NK[rows], None if bias is None else bias[rows]
 
 
-@one_in(2)
+@one_in(5)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_shards_of_every_map_make_the_map(architecture: str) -> None:
     _, whole = load(architecture, Shard(0, 1), ODD)

@@ -21,7 +21,7 @@ from octavo.images.processors import PreparedImage, PreparedVideo
 from octavo.types import ImageInput
 from tests.models.test_vision import GREEDY, SCORED, SETTINGS, TOLERANCE, WITH_STATE, words
 from tests.models.vision import FAMILIES, IMAGE, as_png, make, picture, without_torchvision
-from tests.tiers import nightly
+from tests.tiers import nightly, one_in
 
 VIDEO = 249
 """Id of the library's placeholder of a video, where it has one."""
@@ -162,6 +162,7 @@ def test_logits_are_those_of_transformers(family: Made, llm: LLM) -> None:
     llm.engine.check()
 
 
+@one_in(3)
 @every_family
 def test_frames_are_cached_and_cut_by_chunks(family: Made, llm: LLM) -> None:
     """A video that goes on where another one ended differs from its last frame on; chunks end within frames."""

@@ -93,6 +93,7 @@ def worst_difference(name: str, model: PreTrainedModel, prompt: Prompt, output: 
     )
 
 
+@one_in(2)
 @every_family
 def test_logits_are_those_of_transformers(family: tuple[str, Path, PreTrainedModel], llm: LLM) -> None:
     """One image and three of different sizes, first, last and nearly adjacent, batched with text; then decoding."""
@@ -139,7 +140,7 @@ def test_steps_of_gpus(family: tuple[str, Path, PreTrainedModel], monkeypatch: p
 
 
 @every_family
-@one_in(2)
+@one_in(5)
 def test_chunks_may_end_within_an_image(family: tuple[str, Path, PreTrainedModel]) -> None:
     name, folder, model = family
     with LLM(folder, **SETTINGS, max_num_batched_tokens=6, max_num_seqs=4) as llm:
@@ -148,6 +149,7 @@ def test_chunks_may_end_within_an_image(family: tuple[str, Path, PreTrainedModel
         llm.engine.check()
 
 
+@one_in(5)
 @common_families
 @pytest.mark.parametrize("num_shared", [4, 10, 14, 60], ids=["before", "at its start", "inside", "behind"])
 def test_prefixes_are_cached_with_images(num_shared: int, family: tuple[str, Path, PreTrainedModel], llm: LLM) -> None:
@@ -213,6 +215,7 @@ def test_turns_that_add_an_image_begin_at_snapshots_within_images(
         tokens = [*prompt[0], *output.outputs[0].token_ids, *words(39, seed=turn)]
 
 
+@one_in(5)
 @common_families
 def test_preempted_sequences_and_several_continuations(family: tuple[str, Path, PreTrainedModel]) -> None:
     name, folder, model = family

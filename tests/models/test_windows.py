@@ -16,6 +16,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from tests.models.families import MAX_LEN, make_checkpoint
 from tests.models.test_architectures import random_tokens
+from tests.tiers import one_in
 
 ROWS = {"mistral/window": 7, "phi3/short": 11, "mixtral/window": 11}
 STEP, BLOCK_SIZE = 12, 4
@@ -45,6 +46,7 @@ def watch(llm: LLM, look: Callable[[], int] | None = None) -> list[int]:
     return used
 
 
+@one_in(5)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_pool_of_one_window_serves_any_length(row: str, caching: bool, tmp_path: Path) -> None:

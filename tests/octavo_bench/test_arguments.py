@@ -9,10 +9,12 @@ import pytest
 from octavo.cli import build_parser, main
 from octavo.cli.settings import given_settings, load_config, setting_flags
 from octavo.config import EngineConfig, settings
+from tests.tiers import one_in
 
 PEER = "bench peer tiny --engine vllm --python /nowhere"
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("command", "told"),
     [

@@ -13,6 +13,7 @@ from octavo_bench.overhead import measure_waiting
 from octavo_bench.synthetic import SyntheticWork, external_fragmentation, run
 from octavo_fleet.backends.toy_models import WORDS, NextByFormula, highest_wave
 from tests.engine.making import make_request
+from tests.tiers import one_in
 from tests.timing import undisturbed
 
 KNOWN = {
@@ -97,6 +98,7 @@ def test_the_time_of_a_step_does_not_grow_with_the_requests() -> None:
     assert undisturbed(lambda: typical(4000), twice) < twice
 
 
+@one_in(3)
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_step_of_256_with_10_000_waiting_takes_less_than_a_millisecond(policy: str) -> None:
     """It takes about 0.4 ms, and more than twice that on a core whose other half is at work."""

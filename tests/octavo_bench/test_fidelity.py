@@ -131,6 +131,7 @@ def test_noise_of_single_steps_is_drawn_as_it_was() -> None:
         assert abs(row["itl_p50"]["predicted"]) < 0.1, row
 
 
+@pytest.mark.nightly
 def test_a_machine_that_becomes_slower_is_followed() -> None:
     """It is half as fast in the end, which calibrations before and after a workload see."""
     result = compared(lambda now: 1 + (now - 50) / 100, 20, 1)

@@ -15,6 +15,7 @@ from octavo.ops.linear import Fused
 from octavo.weights.gguf.blocks import Groups, dequantize, split_groups
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import EVERY_KIND, needs_float_kernels, poison_new_tensors, random_blocks, random_ordered
+from tests.tiers import one_in
 
 SHAPES = [(64, 512), (37, 768), (5, 256), (16, 1536)]
 
@@ -55,6 +56,7 @@ def test_scales_that_are_no_multiples_stay_floats() -> None:
     assert torch.equal(packed.unpack(), torch.from_numpy(dequantize(blocks)))
 
 
+@one_in(3)
 @needs_float_kernels
 @pytest.mark.parametrize("rows", [1, 2, 4, 16])
 @pytest.mark.parametrize("sign", [1.0, -1.0])

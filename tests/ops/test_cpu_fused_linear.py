@@ -15,6 +15,7 @@ from octavo.ops.block_linear import PackedBlocks
 from octavo.ops.linear import Activation, Fused
 from octavo_kernels.cpu import threads
 from tests.ops.cpu_cases import needs_float_kernels, poison_new_tensors, random_blocks, random_values
+from tests.tiers import one_in
 
 pytestmark = needs_float_kernels
 K = 64
@@ -48,6 +49,7 @@ def scaled(N: int) -> tuple[Apply, Tensor, float]:
     return lambda x, *rest: scaled_linear(x, weight, Fused(*rest)), weight.rows(torch.arange(N)), 2e-5
 
 
+@one_in(3)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("N", [64, 32, 40, 37])
 @pytest.mark.parametrize("make", [dense, of_encoder, blocks, scaled])

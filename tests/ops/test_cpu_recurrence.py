@@ -24,6 +24,7 @@ from tests.ops.recurrent_cases import (
     step,
     with_marks,
 )
+from tests.tiers import one_in
 
 pytestmark = needs_float_kernels
 
@@ -50,6 +51,7 @@ def states(name: str, case: Case, dtype: torch.dtype = torch.float32, num_slots:
     return torch.randn(num_slots, *case.state_shape).to(torch.float32 if "conv" in name else dtype)
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_close_to_float64(name: str, dtype: torch.dtype) -> None:

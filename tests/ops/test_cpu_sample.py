@@ -17,6 +17,7 @@ from octavo_kernels.cpu.sampling import sample_row
 from octavo_kernels.cpu.sampling.sample_row import BLOCK
 from tests.ops.cpu_cases import needs_float_kernels
 from tests.ops.sampling_cases import make_logits, mixed_params, uniform_params
+from tests.tiers import one_in
 
 pytestmark = needs_float_kernels
 V = 9001
@@ -31,6 +32,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     threads.set_num_threads(1)
 
 
+@one_in(5)
 @pytest.mark.parametrize("kind", ["flat", "peaked", "tied"])
 @pytest.mark.parametrize(("R", "size"), [(200, 1), (200, 3), (200, BLOCK), (40, V)])
 def test_rows_are_those_of_the_reference(R: int, size: int, kind: str, num_threads: int) -> None:

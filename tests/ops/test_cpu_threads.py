@@ -23,6 +23,7 @@ from octavo_kernels.cpu import threads
 from octavo_kernels.cpu.compiled import compiled, compiled_task
 from octavo_kernels.cpu.memory import fields, read, view
 from tests.ops.cpu_cases import needs_float_kernels
+from tests.tiers import nightly_after
 
 pytestmark = needs_float_kernels
 COUNTS = fields("counts size")
@@ -212,11 +213,12 @@ ops.block_linear(torch.zeros(1, 32), PackedBlocks.pack(random_blocks("Q4_1", 32,
 )
 
 
-def test_a_second_process_does_not_compile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", nightly_after(1, (ONE_KERNEL, PROGRAM)), ids=len)
+def test_a_second_process_does_not_compile(program: str, tmp_path: Path) -> None:
     environment = {**os.environ, "OCTAVO_CACHE_DIR": str(tmp_path)}
 
     def start() -> set[Path]:
-        subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, capture_output=True)
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True)
         return set(tmp_path.rglob("*.nb*"))
 
     first = start()

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops import dispatch
 from octavo.ops.linear import Activation, Fused
+from tests.tiers import one_in
 
 ATTENTION = importlib.import_module("octavo.ops.attention")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -134,6 +135,7 @@ def attend_plainly(
     return out
 
 
+@one_in(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_without_a_kernel_blocks_are_made_dense_with_the_reason() -> None:
 
 
 @needs_float_kernels
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_applying_a_weight_is_its_matrix_product(kind: str) -> None:
     blocks, x = random_blocks(kind, 24, 256), torch.randn(3, 256)

@@ -20,6 +20,7 @@ from octavo.runtime.drafting.acceptance import (
     synthetic,
     verified,
 )
+from tests.tiers import one_in
 
 NUM_DRAWS = 131_072
 TARGET = torch.tensor([0.1, 0.6, 0.3])
@@ -57,6 +58,7 @@ def test_draws_are_those_of_sampling() -> None:
     assert torch.equal(drawn(TARGET, given), ops.sample(TARGET.log().repeat(500, 1), given).long())
 
 
+@one_in(3)
 @pytest.mark.parametrize("draft", [[0.1, 0.6, 0.3], [0.8, 0.1, 0.1], [0.0, 0.0, 1.0], [1 / 3] * 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sampled_drafts_keep_the_distribution(draft: list[float], temperature: float) -> None:

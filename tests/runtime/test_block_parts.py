@@ -21,6 +21,7 @@ from octavo.types import Request
 from tests.cache.test_kv_cache import compute, make_sequence
 from tests.runtime.making import CPU, host_runner, stream_runner
 from tests.runtime.test_model_runner import MIXED, VOCAB, Loaded, run, tokens_of
+from tests.tiers import one_in
 
 BLOCK_SIZE = 8
 
@@ -40,6 +41,7 @@ def test_the_first_positions_are_copied_in_every_layer_and_nothing_else_changes(
     assert torch.equal(storage.pools[0][0], want)
 
 
+@one_in(3)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_blocks", [16, 60])
 @pytest.mark.parametrize("streams", [False, True], ids=["plain", "stream"])

@@ -27,6 +27,7 @@ from octavo.types import Request
 from tests.runtime.making import host_runner, stream_runner
 from tests.runtime.test_model_runner import CPU, VOCAB, Loaded, requests, run, tokens_of
 from tests.runtime.test_restricted_rows import EveryThird
+from tests.tiers import one_in
 
 NUM_DRAFTS = 3
 KINDS: list[dict[str, Any]] = [
@@ -102,6 +103,7 @@ def with_grammars(engine: Engine) -> Engine:
     return engine
 
 
+@one_in(3)
 @pytest.mark.parametrize("num_blocks", [100, 20])
 @pytest.mark.parametrize(("kind", "depth"), [("host", 1), ("stream", 1), ("stream", 2), ("stream", 3)])
 def test_no_token_changes(loaded: Loaded, kind: str, depth: int, num_blocks: int) -> None:

@@ -117,7 +117,7 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize("settings", nightly_after(4, SIZES), ids=str)
 @pytest.mark.parametrize("streams", [False, True], ids=["plain", "stream"])
 def test_tokens_are_those_of_one_group(

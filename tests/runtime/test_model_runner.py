@@ -29,6 +29,7 @@ from tests.models import families
 from tests.models.checkpoints import FolderSource, make_checkpoint
 from tests.runtime.making import CPU, host_runner
 from tests.speculating import speculating
+from tests.tiers import one_in
 
 VOCAB = 97
 
@@ -149,6 +150,7 @@ def test_greedy_tokens_are_those_of_transformers(loaded: Loaded, settings: dict[
     assert found == {r.id: loaded.greedy(r.prompt_tokens, r.max_tokens) for r in some}
 
 
+@one_in(5)
 @pytest.mark.parametrize("settings", ENGINES, ids=str)
 def test_mixed_requests_give_what_each_gives_alone(loaded: Loaded, settings: dict[str, Any]) -> None:
     some = [

@@ -13,6 +13,7 @@ import torch
 
 from octavo.runtime.ranks.process_group import DIVIDED_BYTES, ProcessGroupCollective
 from octavo_kernels.cpu.collective import SharedCollective, region_bytes
+from tests.tiers import nightly_after
 
 WIDTH = 64
 ROWS = (1, 5, DIVIDED_BYTES // (2 * WIDTH) + 1, DIVIDED_BYTES // WIDTH)
@@ -36,7 +37,7 @@ def exchange(host: SharedCollective) -> None:
             assert torch.equal(collective.all_gather(own), parts)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", nightly_after(1, (3, 2)))
 def test_sums_are_those_of_float32_in_the_order_of_ranks(size: int) -> None:
     memory = mmap.mmap(-1, region_bytes(size))
     children = []

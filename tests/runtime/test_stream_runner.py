@@ -58,6 +58,7 @@ from octavo_fleet.sim.clock import Clock
 from tests.runtime.making import CPU, stream_runner
 from tests.runtime.test_model_runner import MIXED, VOCAB, Loaded, requests, run, tokens_of
 from tests.speculating import speculating
+from tests.tiers import one_in
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,7 @@ ENGINES: list[dict[str, Any]] = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize("settings", ENGINES, ids=str)
 def test_greedy_tokens_are_those_of_transformers(loaded: Loaded, settings: dict[str, Any]) -> None:
     some = requests(10, temperature=0)
@@ -127,6 +129,7 @@ def tokens_alone(loaded: Loaded) -> list[list[int]]:
         return [tokens_of(run(loaded.engine(), [r]))[r.id] for r in requests_of_the_host_and_others()]
 
 
+@one_in(3)
 @pytest.mark.parametrize("settings", ENGINES, ids=str)
 def test_rows_of_the_device_and_of_the_host_together(
     loaded: Loaded, tokens_alone: list[list[int]], settings: dict[str, Any]
@@ -217,6 +220,7 @@ def test_drafts_are_verified(loaded: Loaded, params: dict[str, Any]) -> None:
         assert 0 < stats.num_accepted_drafts < stats.num_drafts
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "row", ["gpt2/small", "mixtral/window", "gpt_oss/sinks", "deepseek_v3/groups", "gemma2/capped"]
 )
@@ -276,6 +280,7 @@ def plain_extras(loaded: Loaded) -> dict[int, list[Output]]:
         return run(loaded.engine(), with_extras(16))
 
 
+@one_in(3)
 @pytest.mark.parametrize("settings", ENGINES, ids=str)
 def test_extras_are_those_of_the_plain_runner(
     loaded: Loaded, plain_extras: dict[int, list[Output]], settings: dict[str, Any]
@@ -286,6 +291,7 @@ def test_extras_are_those_of_the_plain_runner(
         assert engine.stats().num_preemptions > 0
 
 
+@one_in(3)
 @pytest.mark.parametrize("params", EXTRAS, ids=str)
 def test_each_extra_changes_what_it_is_about(loaded: Loaded, params: dict[str, Any]) -> None:
     """Else the comparisons above would show nothing."""

@@ -17,6 +17,7 @@ from octavo_server.http.server import MAX_UNFINISHED_HEADS
 from tests.server.conftest import Served
 from tests.server.in_process import InProcessEngine
 from tests.server.raw import request_bytes
+from tests.tiers import one_in
 
 MiB = 1 << 20
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -252,6 +253,7 @@ def answers(client: socket.socket, number: int) -> list[bytes]:
     return re.findall(rb"x-request-id: (\S+)", data)
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [17, 18, 20, 200, 3000])
 @pytest.mark.parametrize("size", [1 << 20, 1000])

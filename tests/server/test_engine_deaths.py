@@ -19,6 +19,7 @@ from octavo_server.engines import process_exit as endings
 from octavo_server.engines import supervisor
 from tests.server.child_engine import ROOT, SLOW, assert_right, finish, kill, make_engine, running, send, until
 from tests.server.fake_engine import expected
+from tests.tiers import nightly_after
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +126,7 @@ def test_an_engine_without_progress_is_a_hang_and_the_request_that_causes_it_is_
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("poison_at", "how"), [(0, "SIGSEGV"), (7, "SIGABRT"), (0, "exception")])
+@pytest.mark.parametrize(("poison_at", "how"), nightly_after(1, ((7, "SIGABRT"), (0, "SIGSEGV"), (0, "exception"))))
 def test_a_poisonous_request_is_failed_and_the_others_finish(poison_at: int, how: str) -> None:
     async def main() -> None:
         async with running(poison=POISON, poison_at=poison_at, poison_how=how, **SLOW) as engine:
@@ -163,7 +164,7 @@ def test_a_request_for_which_memory_runs_out_is_failed(tmp_path: Path, monkeypat
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("how", nightly_after(1, ("SIGKILL", "SIGTERM")))
 def test_kills_before_the_first_token_fail_no_request(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

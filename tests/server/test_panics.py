@@ -17,6 +17,7 @@ from tests.server.batches.test_batches import until_done as until_batch_done
 from tests.server.conftest import Served
 from tests.server.in_process import byte_tokenizer
 from tests.server.responses.test_responses import until_done as until_response_done
+from tests.tiers import one_in
 
 BAD = "x" * 40
 """A text at which the regular expression of ``tokenizer`` goes back more often than its library allows."""
@@ -52,6 +53,7 @@ def status(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return 500
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body"),

@@ -33,8 +33,8 @@ from tests.server.child_engine import Recorder, until
 from tests.tiers import nightly_after
 
 NUM_KILLS = int(os.environ.get("OCTAVO_RANK_KILLS", "2"))
-NUM_STREAMS = 16
-MAX_TOKENS = 60
+NUM_STREAMS = 8
+MAX_TOKENS = 40
 SECONDS = 180.0
 ATTACKS = [
     *((1, signal.SIGKILL), (0, signal.SIGSTOP), (0, signal.SIGKILL)),

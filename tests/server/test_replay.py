@@ -22,6 +22,7 @@ from octavo_server.engines.async_engine import AsyncEngine
 from octavo_server.engines.live_request import LiveRequest
 from tests.oracle import VOCAB_SIZE, digest, empty_digest, expected_output, logprob_at
 from tests.server.child_engine import command
+from tests.tiers import nightly_after
 
 NUM_KILLS = int(os.environ.get("OCTAVO_KILLS", "5"))
 NUM_LIVE = 24
@@ -76,7 +77,7 @@ def expected_prompt_logprobs(request: Request) -> list[TokenLogprobs]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 10 * NUM_KILLS)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", nightly_after(1, (2, 1)))
 def test_random_kills_change_no_token_and_no_logprob(depth: int) -> None:
     rng = random.Random(depth)
 

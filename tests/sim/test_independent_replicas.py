@@ -70,7 +70,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("workload", "router", "replicas", "settings"), nightly_after(3, CASES))
+@pytest.mark.parametrize(("workload", "router", "replicas", "settings"), nightly_after(1, CASES))
 def test_the_same_figures_together_and_independently(
     workload: str,
     router: str,
@@ -121,7 +121,7 @@ def test_only_independent_replicas_are_divided_among_processes(workload: str, ro
 
 @pytest.mark.parametrize(
     ("workload", "router", "processes"),
-    nightly_after(2, [("chat", "session", 2), ("trace", "round-robin", 3), ("timed", "round-robin", 2)]),
+    nightly_after(1, [("chat", "session", 2), ("trace", "round-robin", 3), ("timed", "round-robin", 2)]),
 )
 def test_the_same_figures_of_several_processes(workload: str, router: str, processes: int, tmp_path: Path) -> None:
     spec = spec_for(tmp_path, workload, router, 3, seed=4)
@@ -134,6 +134,7 @@ def test_the_same_figures_of_several_processes(workload: str, router: str, proce
     assert took["peak_memory_mb"] > alone["peak_memory_mb"]
 
 
+@pytest.mark.nightly
 def test_the_command_gives_the_same_json_with_any_number_of_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,7 @@ def test_memory_does_not_grow_with_the_requests(monkeypatch: pytest.MonkeyPatch)
             tracemalloc.stop()
 
     peak(50)
-    assert peak(1000) < 1.3 * peak(250)
+    assert peak(500) < 1.3 * peak(125)
 
 
 COMMANDS = [

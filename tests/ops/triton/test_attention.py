@@ -106,6 +106,7 @@ def test_steps_are_those_of_the_reference(spans: list[tuple[int, int]]) -> None:
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
+@one_in(2)
 @pytest.mark.parametrize("run", [attention, attention.reference, attention_triton])
 def test_a_layer_goes_by_the_tables_of_its_group(run: Callable[..., Tensor]) -> None:
     contexts, heads = Contexts([40, 70]), make_heads()

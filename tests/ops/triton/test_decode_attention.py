@@ -14,6 +14,7 @@ from octavo import ops
 from octavo.ops.attention import GroupRows, HeadLayout, LayerCache, PagedRows, SingleRows
 from octavo_kernels.triton.attention.decode_attention import Prologue, attend_single_rows, run_decode_attention
 from octavo_kernels.triton.configs.decode_attention import DecodeConfig, config_for
+from tests.tiers import one_in
 from tests.triton_interpreter import quick_first
 
 NAN = float("nan")
@@ -157,18 +158,21 @@ def check(step: Step, config: DecodeConfig | None = SMALL, worse: float = 1) -> 
     assert got[~is_row].isnan().all()
 
 
+@one_in(3)
 @pytest.mark.parametrize("dot", [True, False])
 @pytest.mark.parametrize("splits", quick_first(2, [3, 1, 8]))
 def test_ragged_contexts(dot: bool, splits: int, device: str) -> None:
     check(Step(EDGES, layout(norm=True), device), SMALL._replace(splits=splits, dot=dot))
 
 
+@one_in(2)
 @pytest.mark.parametrize(("N", "K"), quick_first(3, [(10, 2), (3, 3), (20, 1), (8, 2), (8, 1)]))
 def test_shared_heads(N: int, K: int, device: str) -> None:
     check(Step([1, 40, 100], layout(N, K), device))
     check(Step([1, 40, 100], layout(N, K), device), SMALL._replace(dot=False))
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("H", "rotated"), [(8, 4), (64, 32), (80, 40), (96, 48), (96, 12), (128, 64), (256, 32), (64, 0)]
 )
@@ -177,6 +181,7 @@ def test_head_dims(H: int, rotated: int, device: str) -> None:
     check(Step([1, 17, 70], layout(2, 1, H), device, rotated=rotated), SMALL._replace(dot=False))
 
 
+@one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_float8", [False, True])
 def test_dtypes(dtype: torch.dtype, is_float8: bool, device: str) -> None:
@@ -206,12 +211,14 @@ def test_float8_takes_queries_of_any_size_and_small_weights_of_many_keys(size: f
     check(step, SMALL._replace(splits=1))
 
 
+@one_in(3)
 @pytest.mark.parametrize(("block_size", "tile"), [(16, 16), (32, 16), (64, 32), (256, 64)])
 def test_tiles_within_blocks(block_size: int, tile: int, device: str) -> None:
     step = Step([1, block_size, block_size + 1, 2 * block_size + 40], layout(), device, block_size=block_size)
     check(step, SMALL._replace(tile=tile))
 
 
+@one_in(3)
 @pytest.mark.parametrize("window", [1, 15, 16, 40])
 def test_window(window: int, device: str) -> None:
     step = Step(EDGES, layout(window=window), device)
@@ -248,6 +255,7 @@ def test_many_steps_leave_the_counters_clean(device: str) -> None:
         check(Step([*lengths, 5], layout(), device, seed=seed), SMALL._replace(splits=5, min_tiles=2))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("lengths", quick_first(1, [[4096, 1, 6000], [9000]]))
 def test_many_programs_share_a_long_context(lengths: list[int], device: str) -> None:
     """By the choice for these sizes; the step may also have short ones."""
@@ -299,6 +307,7 @@ def test_a_row_is_the_same_in_any_batch(dtype: torch.dtype, device: str) -> None
     assert torch.equal(out, together[row].flatten(1))
 
 
+@one_in(7)
 @pytest.mark.parametrize("pairs", [1, 8, 100, 4096])
 @pytest.mark.parametrize("H", [64, 80, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 64, 256])

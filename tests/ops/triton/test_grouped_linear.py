@@ -120,7 +120,7 @@ def rows_for(name: str) -> int:
     return 1 if "gemv" in name else 5
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS.keys())
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_configuration_with_all_parts(device: str, name: str, parts: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def test_every_configuration_with_all_parts(device: str, name: str, parts: dict[
         case.check(run_grouped(*case.arguments(), CONFIGS[name]))
 
 
-@one_in(3)
+@one_in(7)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format(device: str, form: str, name: str) -> None:
@@ -141,6 +141,7 @@ def test_every_format(device: str, form: str, name: str) -> None:
         case.check(run_grouped(*case.arguments(), CONFIGS[name]))
 
 
+@one_in(7)
 @pytest.mark.parametrize(
     ("N", "K", "group"), [(1, 32, 32), (17, 96, 32), (16, 64, 64), (75, 33, 0), (2, 7, 0), (40, 192, 64)]
 )
@@ -151,6 +152,7 @@ def test_odd_shapes(device: str, name: str, N: int, K: int, group: int) -> None:
         case.check(run_grouped(*case.arguments(), CONFIGS[name]))
 
 
+@one_in(2)
 @pytest.mark.parametrize("T", [1, 2, 8, 9, 16, 17, 70, 130, 260])
 def test_rows_by_the_chosen_configuration(device: str, T: int) -> None:
     packed = random_groups(device, "int4", 70, 256, 128)
@@ -159,7 +161,7 @@ def test_rows_by_the_chosen_configuration(device: str, T: int) -> None:
         case.check(grouped_linear_triton(*case.arguments()))
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("number", ["int4", "uint4", "int8", "e4m3", "e2m1"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_code_is_exact(device: str, number: str, dtype: torch.dtype) -> None:

@@ -51,7 +51,7 @@ FORMATS = [
 ]
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize(("number", "group", "zeros"), FORMATS)
 @pytest.mark.parametrize("activation", quick_first(1, ["silu", ClampedSwish(1.7, 2.0), SquaredReLU()]))
 @pytest.mark.parametrize("T", [1, 30])

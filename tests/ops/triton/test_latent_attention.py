@@ -18,6 +18,7 @@ from octavo_kernels.triton.attention.latent_attention import attend_single_rows,
 from octavo_kernels.triton.attention.latent_outputs import latent_outputs
 from octavo_kernels.triton.launch import invariant
 from tests.ops.triton.poison import poison_new_tensors
+from tests.tiers import one_in
 from tests.triton_interpreter import quick_first
 
 NAN = float("nan")
@@ -136,17 +137,20 @@ def check(step: Step) -> None:
     assert error < TOLERANCE[step.q.dtype], f"largest error {error}"
 
 
+@one_in(3)
 @pytest.mark.parametrize(("dtype", "block_size"), KINDS)
 def test_single_rows(dtype: torch.dtype, block_size: int, device: str) -> None:
     lens = [min(length, 1) for length in EDGES]
     check(Step(lens, EDGES, device, dtype=dtype, block_size=block_size))
 
 
+@one_in(3)
 @pytest.mark.parametrize(("dtype", "block_size"), KINDS)
 def test_prompts_and_chunks(dtype: torch.dtype, block_size: int, device: str) -> None:
     check(Step(*RAGGED, device, dtype=dtype, block_size=block_size))
 
 
+@one_in(5)
 @pytest.mark.parametrize("N", [1, 5, 40])
 @pytest.mark.parametrize("is_single", [True, False])
 def test_numbers_of_heads(N: int, is_single: bool, device: str) -> None:
@@ -168,6 +172,7 @@ def test_float8_cache(is_single: bool, device: str) -> None:
     check(Step(*lens, device, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn))
 
 
+@one_in(3)
 @pytest.mark.parametrize("splits", [1, 2, 3, 100])
 @pytest.mark.parametrize("num_seqs", quick_first(2, [1, 3, 20]))
 def test_any_number_of_splits_gives_the_same(

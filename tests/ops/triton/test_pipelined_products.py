@@ -53,7 +53,7 @@ def weight_of(form: str, N: int, K: int | None = None) -> PackedGroups:
     return replace(packed, scales_GN=packed.scales_GN.to(dtype))
 
 
-@one_in(3)
+@one_in(7)
 @pytest.mark.parametrize("programs", quick_first(2, [1, 4, 3, 7]))
 @pytest.mark.parametrize(
     ("T", "block_t", "parts"), [(1, 16, "norm and silu"), (37, 16, "bias and residual"), (70, 64, "bias and residual")]

@@ -19,6 +19,7 @@ from octavo_kernels.triton.recurrent.gated_norm import gated_norm_triton
 from octavo_kernels.triton.recurrent.recurrence import RECURRENT_ROWS
 from tests.ops.recurrent_cases import CASES, Case, delta_case, in_chunks, linear_case, state_space_case, step
 from tests.ops.triton.poison import poison_new_tensors
+from tests.tiers import one_in
 from tests.triton_interpreter import quick_first
 
 NAMES = {
@@ -107,6 +108,7 @@ MIXED, MIXED_SLOTS = [(3, 3), (RECURRENT_ROWS + 1, 90), (0, 5), (130, 130), (1, 
 """Rows and lengths of sequences short and long, new and not, one of them padding."""
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", quick_first(4, LONG))
 @pytest.mark.parametrize("dtype", quick_first(1, [torch.bfloat16, torch.float32]))
 def test_long_sequences_in_chunks_are_close_to_float64(device: str, name: str, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ from octavo_kernels.triton.experts.route import FEW_ROWS, keep_routes_triton, lo
 from octavo_kernels.triton.launch import invariant
 from tests.ops.test_route import EPS, ROUTINGS, D, X, check, check_given, check_kept
 from tests.ops.triton.poison import poison_new_tensors
+from tests.tiers import one_in
 
 ROWS = [1, 5, FEW_ROWS + 11]
 
@@ -29,6 +30,7 @@ def numbers(T: int, D: int, X: int, dtype: torch.dtype, device: str) -> tuple[Te
     return x, norm, weight
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("T", ROWS)
 def test_selection(T: int, name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +40,7 @@ def test_selection(T: int, name: str, device: str, monkeypatch: pytest.MonkeyPat
         check(route_triton(x, norm, EPS, weight, on(device, ROUTINGS[name])), x, norm, weight, name)
 
 
+@one_in(5)
 @pytest.mark.parametrize(("x_dtype", "weight_dtype"), [("bfloat16", "bfloat16"), ("float16", "float32")])
 @pytest.mark.parametrize("T", ROWS)
 def test_types_and_uneven_sizes(T: int, x_dtype: str, weight_dtype: str, device: str) -> None:

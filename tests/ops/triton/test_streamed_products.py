@@ -16,6 +16,7 @@ from octavo_kernels.triton.grouped.grouped_linear import run_grouped
 from tests.ops.triton.gluon_on_cpu import Kernel
 from tests.ops.triton.test_grouped_linear import GroupedCase, after_attention, random_groups
 from tests.ops.triton.test_linear import PARTS
+from tests.tiers import one_in
 from tests.triton_interpreter import DEVICE, quick_first
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="there the kernels themselves are tested")
@@ -53,6 +54,7 @@ def weight_of(form: str, N: int, K: int) -> PackedGroups:
     return replace(packed, scales_GN=packed.scales_GN.to(dtype))
 
 
+@one_in(5)
 @pytest.mark.parametrize(
     ("parts", "config"),
     [
@@ -68,6 +70,7 @@ def test_products_agree_with_float64(form: str, parts: str, config: StreamedConf
     case.check(run_grouped(*case.arguments(), config))
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("form", "warps"),
     quick_first(3, [("int4", 8), ("uint4 with minima", 8), *((form, 4) for form in FORMS if "chunks" not in form)]),

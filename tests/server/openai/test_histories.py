@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.server.conftest import Served
 from tests.server.in_process import IM_END, TEMPLATE, InProcessEngine, byte_tokenizer
 from tests.text.family_templates import DEEPSEEK, GEMMA, GPT_OSS, LLAMA3, MISTRAL, QWEN3
+from tests.tiers import one_in
 
 EXAMPLES = int(os.environ.get("OCTAVO_EXAMPLES", "25"))
 TEMPLATES = {
@@ -110,6 +111,7 @@ def answered(served: Served, path: str, body: dict[str, Any]) -> Any:
     return answer.json()
 
 
+@one_in(3)
 @pytest.mark.slow
 @given(history=st.lists(MESSAGES, min_size=1, max_size=6))
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -123,6 +125,7 @@ def test_chat_completions(served: Served, history: list[dict[str, Any]]) -> None
         answered(served, "/v1/chat/completions", begun)
 
 
+@one_in(3)
 @pytest.mark.slow
 @given(history=st.lists(OLLAMA_MESSAGES, min_size=1, max_size=6))
 @settings(max_examples=EXAMPLES, deadline=None)

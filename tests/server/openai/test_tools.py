@@ -207,7 +207,7 @@ AS_JSON = {
 """Calls whose arguments a grammar constrains as one object of JSON, which models write otherwise."""
 
 
-@one_in(4)
+@one_in(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("parser", SETTINGS)
 @pytest.mark.parametrize("has_marks", nightly_after(1, (True, False)))
@@ -242,7 +242,7 @@ def test_a_call_that_is_asked_for_is_made_with_valid_arguments(serve_app: Any, p
     assert num_ended >= 4 or (parser == "openai" and not has_marks)
 
 
-@one_in(4)
+@one_in(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("parser", [name for name in SETTINGS if name != "none"])
 @pytest.mark.parametrize("has_marks", nightly_after(1, (False, True)))

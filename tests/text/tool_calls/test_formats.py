@@ -111,6 +111,7 @@ def same(pieces: list[Piece]) -> list[Any]:
     return [(p.name, json.loads(p.arguments)) if isinstance(p, Call) else p for p in pieces]
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", TOOL_FORMATS, ids=lambda format: format.name)
 def test_what_is_written_is_read_again_however_it_is_cut(format: ToolFormat) -> None:
@@ -134,6 +135,7 @@ def test_what_is_written_is_read_again_however_it_is_cut(format: ToolFormat) -> 
             assert parse(read, [text[:place], text[place:]]) == whole, text[:place]
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", TOOL_FORMATS, ids=lambda format: format.name)
 def test_a_message_that_is_cut_has_the_calls_so_far(format: ToolFormat) -> None:
@@ -173,7 +175,7 @@ HOSTILE = ("{opens}", '{opens}{{"a": "', "{value}", "</think>", "<think>", "{cal
 """What a message repeats: marks, beginnings of calls, ends of values, calls."""
 
 
-@one_in(3)
+@one_in(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", TOOL_FORMATS, ids=lambda format: format.name)
 def test_time_is_linear_in_the_text(format: ToolFormat) -> None:

@@ -55,6 +55,7 @@ def cuts_of(text: str, rng: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_any_text_means_the_same_however_it_is_cut(format: str) -> None:
@@ -92,7 +93,7 @@ def test_reasoning_comes_as_it_is_written() -> None:
     assert parser.push(" two</") == [Text("reasoning", " two")]
 
 
-@one_in(4)
+@one_in(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
