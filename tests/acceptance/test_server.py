@@ -49,7 +49,7 @@ def test_first_answer(server: Server) -> None:
         assert "4" in reply.json()["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("count", nightly_after(1, (8, 32)))
+@pytest.mark.parametrize("count", nightly_after(1, (12, 32)))
 def test_batching_preemption_and_streaming_change_nothing(
     serve: Callable[..., Server], tmp_path: Path, count: int
 ) -> None:
@@ -90,7 +90,7 @@ def test_guesses_change_nothing(server: Server, serve: Callable[..., Server]) ->
     assert 0 < stats["num_accepted_drafts"] <= stats["num_drafts"]
 
 
-@pytest.mark.parametrize("count", nightly_after(1, (14, 100)))
+@pytest.mark.parametrize("count", nightly_after(1, (30, 100)))
 def test_mixed_requests_with_drafts(server: Server, serve: Callable[..., Server], tmp_path: Path, count: int) -> None:
     """Bitwise what they are without, among drafts, preemptions and grammars."""
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}

@@ -89,6 +89,7 @@ def test_tokens_equal_generate_alone_and_batched(tmp_path: Path, family: str) ->
     assert (engine.stats().prefix_hits > 0) == (family in PAGED)
 
 
+@one_in(2)
 @pytest.mark.parametrize("kind", nightly_after(3, ["opt", "qwen2_vl", "roberta", "falcon_h1", "llava", "granite_swa"]))
 def test_heads_and_parts_for_text(tmp_path: Path, kind: str) -> None:
     """Heads that call a part of their decoder or read its attributes, models that also see images, and one whose first

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import COMMANDS, main
+from tests.tiers import one_in
 
 
 @pytest.fixture
@@ -39,6 +40,7 @@ LINES = [
 ]
 
 
+@one_in(2)
 @pytest.mark.parametrize("script", ["bash"], indirect=True)
 @pytest.mark.parametrize(("words", "expected"), LINES)
 def test_bash_completes(script: Path, words: list[str], expected: set[str]) -> None:

@@ -22,7 +22,7 @@ from octavo.types import Masks, Plan, Sampled
 from octavo_fleet.sim.clock import Clock
 from octavo_fleet.sim.closed_loops import WORKLOADS, ClosedLoopSpec
 from tests.engine.making import make_request
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 pytestmark = pytest.mark.slow
 
@@ -150,6 +150,7 @@ def test_drafts_that_hardly_pay_cost_little() -> None:
     assert tokens_per_second("W3", 0.3) > 0.98 * tokens_per_second("W3", None)
 
 
+@one_in(2)
 @pytest.mark.parametrize(("name", "least"), [("W2", 0.98), ("W1", 1.2)])
 def test_experts_that_drafts_choose_are_part_of_their_cost(name: str, least: float) -> None:
     """Two tokens a step at three drafts. One sequence gains nothing: its drafts would read three times the weights."""

@@ -146,6 +146,7 @@ def test_tiers_keep_the_hit_rate_of_a_cache_four_times_as_large(tmp_path: Path) 
     assert with_host == with_disk == roomy
 
 
+@one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 3.0])
 def test_states_that_were_given_up_come_back_with_their_blocks(
@@ -166,6 +167,7 @@ def test_states_that_were_given_up_come_back_with_their_blocks(
     assert share > roomy  # its first turns are found, too
 
 
+@one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_snapshots", [None, 3])
 def test_files_that_are_damaged_or_gone_cost_time_and_nothing_else(tmp_path: Path, num_snapshots: int | None) -> None:

@@ -11,7 +11,7 @@ from tests.fuzz import targets
 from tests.fuzz.target import Fault
 from tests.fuzz.template import in_child
 
-NUM_SEEDS, NUM_CHANGED = 8, 16
+NUM_SEEDS, NUM_CHANGED = 6, 10
 
 
 @pytest.mark.parametrize("name", targets.NAMES)

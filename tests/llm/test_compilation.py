@@ -16,6 +16,7 @@ from tests.llm.tiny import SETTINGS, write_checkpoint
 from tests.models.adapter_files import make_adapter
 from tests.models.families import make_checkpoint
 from tests.ops.cpu_cases import needs_float_kernels
+from tests.tiers import one_in
 
 pytestmark = needs_float_kernels
 
@@ -49,6 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", ["plain", "drafts", "drafter", "adapter"])
 def test_no_request_waits_until_a_kernel_is_compiled(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base, adapter = str(folder / "base"), "own" if kind == "adapter" else None

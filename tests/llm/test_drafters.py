@@ -476,6 +476,7 @@ def test_draft_tokens_that_the_model_does_not_have_are_refused(case_of: Made, tm
         LLM(case.target, **SETTINGS, speculative_config={**case.config, "model": draft})
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "write", [compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16), gptq(4, 16)]
 )

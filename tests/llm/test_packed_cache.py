@@ -23,7 +23,7 @@ from tests.tiers import nightly_after
 
 pytestmark = needs_float_kernels
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_model_len": 128}
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
 SHARED = random_tokens(60)
 PROMPTS = [SHARED + random_tokens(20, 1), random_tokens(3, 2), SHARED[:45] + random_tokens(9, 3), random_tokens(25, 4)]
 PROMPTS += [random_tokens(9, seed) for seed in (5, 6)]

@@ -68,6 +68,7 @@ def next_turn(prompt: list[int], answer: Told) -> list[int]:
     return [*prompt, *tokens, *words(9, len(prompt))]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -149,6 +149,7 @@ def worst_difference(made: Made, output: Any, frames: list[Any], rate: float = R
     )
 
 
+@one_in(3)
 @every_family
 def test_logits_are_those_of_transformers(family: Made, llm: LLM) -> None:
     """An odd number of frames, an even one, and text; batched."""

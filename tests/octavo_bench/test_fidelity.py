@@ -107,6 +107,7 @@ def test_what_a_step_takes_after_a_pause_is_learned(depth: int) -> None:
     assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]
 
 
+@pytest.mark.nightly
 def test_requests_are_taken_in_when_they_are_due_however_late_sleeps_end() -> None:
     result = compared(lambda now: 1.0, 20, 1, late=0.0015)
     assert result["within_predicted"] == result["within_replayed"] == 25, result["rows"]

@@ -19,7 +19,7 @@ from octavo.types import Request
 from octavo_bench.dummy_models import write_model
 from octavo_bench.offline import checked_step
 from octavo_bench.report_tables import render
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 ROOT = Path(__file__).parents[2]
 LEARN = ROOT / "docs/learn"
@@ -78,6 +78,7 @@ FEW = ("demo", "bench recompute", "bench sweep smollm2-135m --vary enforce_eager
 IN_ORDER = sorted(COMMANDS, key=lambda one: not one[1].startswith(FEW))
 
 
+@one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "command"), nightly_after(4, IN_ORDER))
 def test_commands_run(page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

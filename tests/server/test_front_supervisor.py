@@ -21,7 +21,7 @@ from octavo_server.front.service_manager import ALIVE, ServiceManager
 from tests.conftest import Server
 
 BOUND = 1.0
-NUM_STREAMS = 60
+NUM_STREAMS = 24
 """So many that they are not at their ends after some tenths of a second."""
 
 

@@ -12,6 +12,7 @@ from octavo.errors import Unavailable
 from octavo_server.engines.async_engine import AsyncEngine
 from tests.server.child_engine import SLOW, assert_right, finish, kill, running, send, until
 from tests.server.in_process import InProcessEngine
+from tests.tiers import one_in
 
 
 def process_of(engine: AsyncEngine) -> str:
@@ -144,6 +145,7 @@ def test_at_level_2_the_process_ends_also_from_level_1() -> None:
     asyncio.run(main())
 
 
+@one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["sleep_error", "wake_error", "death"])
 def test_a_process_that_cannot_sleep_or_wake_is_replaced(what: str) -> None:

@@ -21,6 +21,7 @@ from tests.server.child_engine import SLOW, assert_right, finish, kill, running,
 from tests.server.conftest import Served
 from tests.server.fake_engine import VOCAB, expected
 from tests.server.in_process import ANSWER, InProcessEngine, byte_tokenizer
+from tests.tiers import one_in
 
 
 @pytest.mark.slow
@@ -137,6 +138,7 @@ def test_weights_that_cannot_be_loaded_leave_the_earlier_ones() -> None:
     asyncio.run(main())
 
 
+@one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 def test_nothing_is_computed_while_the_server_is_paused(mode: Any) -> None:

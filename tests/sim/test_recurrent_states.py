@@ -9,7 +9,7 @@ from octavo.engine.engine import Engine
 from octavo_fleet.sim.report import LatencyTargets
 from octavo_fleet.sim.setup import SimulationSpec
 from octavo_fleet.sim.simulate import Simulation
-from tests.tiers import nightly_after
+from tests.tiers import nightly_after, one_in
 
 
 def served(spec: SimulationSpec, config: EngineConfig) -> tuple[Engine, float]:
@@ -21,6 +21,7 @@ def served(spec: SimulationSpec, config: EngineConfig) -> tuple[Engine, float]:
     return replica.engine, figures["prefix_hit_rate"]
 
 
+@one_in(2)
 @pytest.mark.parametrize("workload", nightly_after(2, ["agent", "shared-prefix", "chat", "multi-turn"]))
 @pytest.mark.parametrize("device", nightly_after(1, ["h100", "l4"]))
 def test_conversations_are_found_nearly_as_with_a_dense_model(workload: str, device: str) -> None:

@@ -123,5 +123,5 @@ def test_commands_of_the_page(command: list[str], tmp_path: Path, monkeypatch: p
     steps = [{"tokens": 1 + i % 8, "rows": 1, "context": 50 + i, "pairs": 50 + i, "seconds": 0.01} for i in range(80)]
     Path("steps.jsonl").write_text("\n".join(map(json.dumps, steps)))
     model = ["--model", "llama-3.1-8b"] if "MODEL" in command else []
-    assert main([*command, *model, "--num-prompts", "20"]) == 0
+    assert main([*command, *model, "--num-prompts", "8"]) == 0
     assert ("fleet.png" in command) == Path("fleet.png").exists()

@@ -72,6 +72,7 @@ def make() -> Iterator[Any]:
         template.close()
 
 
+@one_in(5)
 @pytest.mark.parametrize("source", [LLAMA3, CHATML, MISTRAL])
 @pytest.mark.parametrize("generation", [True, False])
 @pytest.mark.parametrize("tools", [None, TOOLS])

@@ -127,7 +127,7 @@ def _fetch_in_child(url: str, folder: Path) -> None:
 
 def test_processes_do_not_disturb_each_other(server: WheelServer, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    children = [context.Process(target=_fetch_in_child, args=(server.url, tmp_path)) for _ in range(4)]
+    children = [context.Process(target=_fetch_in_child, args=(server.url, tmp_path)) for _ in range(2)]
     for child in children:
         child.start()
     for child in children:

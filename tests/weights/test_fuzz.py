@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save
 
 from octavo.weights.checkpoint import open_checkpoint
+from tests.tiers import nightly_after
 from tests.weights import gguf_bytes as make
 from tests.weights.test_gguf import HOSTILE
 
@@ -61,19 +62,20 @@ def damaged(data: bytes, interesting: int, count: int, seed: int) -> list[bytes]
     return copies
 
 
-def test_damaged_gguf_files(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", nightly_after(1, (500, 2000)))
+def test_damaged_gguf_files(count: int, folder: Path, tmp_path: Path) -> None:
     whole = make.llama_file()
     (tmp_path / "whole.gguf").write_bytes(whole)
     checkpoint = open_checkpoint(tmp_path / "whole.gguf")
     places = checkpoint._places  # type: ignore[attr-defined]
     stored = {name: make.LLAMA_TENSORS[places[name].tensor][1] for name in checkpoint.names()}
     header_bytes = whole.index(b"blk.1.ffn_down.weight") + 64
-    for index, data in enumerate([whole, *damaged(whole, header_bytes, 2000, seed=0)]):
+    for index, data in enumerate([whole, *damaged(whole, header_bytes, count, seed=0)]):
         (folder / f"{index:04}.gguf").write_bytes(data)
     outcomes = list(load_many(folder, "load", stored).values())
     assert outcomes[0] == "loaded"
-    assert outcomes.count("loaded") > 100  # a changed weight, or a letter in a text, goes unseen
-    assert sum(outcome.startswith("refused") for outcome in outcomes) > 1000
+    assert outcomes.count("loaded") > count // 20  # a changed weight, or a letter in a text, goes unseen
+    assert sum(outcome.startswith("refused") for outcome in outcomes) > count // 2
 
 
 def test_hostile_gguf_files(folder: Path) -> None:

@@ -81,6 +81,7 @@ class Contexts:
         return list(out.split([*counts, 2]))[:-1]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "spans",
     quick_first(
@@ -190,7 +191,7 @@ def scales_of_heads() -> KVScales:
     return KVScales(torch.tensor([0.02, 5.0], device=DEVICE), torch.tensor([30.0, 0.3], device=DEVICE))
 
 
-@one_in(3)
+@one_in(2)
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("run", [attention.reference, attention_triton])
 def test_scales_of_a_cache_change_what_it_holds_and_not_the_results(run: Callable[..., Tensor], softcap: float) -> None:
@@ -207,6 +208,7 @@ def test_scales_of_a_cache_change_what_it_holds_and_not_the_results(run: Callabl
         torch.testing.assert_close(a * scale_K[:, None, None], b, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
+@one_in(2)
 @pytest.mark.parametrize("run", [attention.reference, attention_triton])
 def test_scales_keep_large_and_small_numbers_in_an_8_bit_cache(run: Callable[..., Tensor]) -> None:
     """Keys of a thousandth and values of hundreds of thousands; each stored number is off by 1/16 at most."""

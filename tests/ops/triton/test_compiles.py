@@ -15,26 +15,31 @@ import pytest
 import triton
 
 from octavo_kernels.triton.launch import GLUON_VERSION
+from tests.tiers import nightly_after
 from tests.triton_interpreter import DEVICE
 
 KERNELS = Path(__file__).parents[3] / "octavo_kernels"
 SCRIPT = """
+import sys
+from collections import Counter
+
 import torch
 from triton.compiler import compiler
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-passed, known = [], set()
+passed, known, most = Counter(), set(), int(sys.argv[1])
 
 class Passed(BaseException):
     pass
 
 def noting(made):
     def make_ir(self, *args, **kwargs):
-        if (key := self.hash()) not in known:  # what is launched with other sizes is often the same code
+        # What is launched with other sizes is often the same code.
+        if passed[self.name] < most and (key := self.hash()) not in known:
             known.add(key)
             made(self, *args, **kwargs)
-            passed.append(self.name)
+            passed[self.name] += 1
         raise Passed
 
     return make_ir
@@ -65,7 +70,7 @@ for name, call in calls(torch.device("cpu")):
         call()
     except Exception as error:
         print("FAILED", name, error)
-print(*set(passed))
+print(*passed)
 """
 
 
@@ -97,8 +102,10 @@ print(*built)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there they are compiled to the end")
-def test_every_launch_passes_the_front_end(tmp_path: Path) -> None:
-    printed = run_alone(SCRIPT, tmp_path)
+@pytest.mark.parametrize("most", nightly_after(1, (2, 10**6)))
+def test_every_launch_passes_the_front_end(most: int, tmp_path: Path) -> None:
+    """``most``: so many forms of a kernel."""
+    printed = run_alone(SCRIPT, tmp_path, str(most))
     assert "FAILED" not in printed, printed[-4000:]
     in_gluon = [
         KERNELS / "hopper" / name
@@ -114,9 +121,10 @@ def test_launchers_are_built_with_the_kernels_and_once(tmp_path: Path) -> None:
     assert run_alone(LAUNCHERS, tmp_path).split() == ["rms_norm_kernel"] * 2, "one for each type of numbers"
 
 
-def run_alone(script: str, cache: Path) -> str:
+def run_alone(script: str, cache: Path, *arguments: str) -> str:
     """What a process prints that compiles for real, into an empty cache."""
     environment = {"TRITON_CACHE_DIR": str(cache), "PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -292,6 +292,7 @@ def test_single_rows_of_a_mixed_step(device: str) -> None:
     assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(step.cache[:2], before[:2], strict=True))
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_is_the_same_in_any_batch(dtype: torch.dtype, device: str) -> None:
     step = Step([300, 1, 700, 64], layout(), device, dtype)
@@ -334,6 +335,7 @@ def test_lone_queries_in_float32_are_multiplied_without_dots() -> None:
     assert config_for(pairs=512 * 12, group=1, head_dim=64, element=2, block_size=64).dot
 
 
+@one_in(2)
 @pytest.mark.parametrize("window", [0, 9])
 def test_rows_of_drafts_are_computed_one_by_one(device: str, window: int) -> None:
     """Every row of a sequence attends up to its own position; padding rows are left as they are."""

@@ -159,6 +159,7 @@ def test_numbers_of_heads(N: int, is_single: bool, device: str) -> None:
     check(Step(*lens, device, N=N, dtype=torch.bfloat16))
 
 
+@one_in(3)
 @pytest.mark.parametrize(("R", "L"), [(4, 24), (32, 512)])
 @pytest.mark.parametrize("is_single", [True, False])
 def test_sizes_of_heads(R: int, L: int, is_single: bool, device: str) -> None:

@@ -17,6 +17,7 @@ from octavo_kernels.triton.attention.attention import merge_parts_triton, partia
 from octavo_kernels.triton.attention.latent_attention import partial_latent_attention_triton
 from octavo_kernels.triton.launch import invariant
 from tests.ops.triton.poison import poison_new_tensors
+from tests.tiers import one_in
 from tests.triton_interpreter import quick_first
 
 NAN = float("nan")
@@ -132,18 +133,21 @@ def test_parts_are_those_of_the_reference(
     check(step)
 
 
+@one_in(2)
 @pytest.mark.parametrize("lens", STEPS)
 def test_softcap_and_sinks(lens: tuple[list[int], list[int]], device: str) -> None:
     sinks_N = torch.linspace(-2, 4, 6, device=device)
     check(Step(*lens, 2, device, softcap=1.5, sinks_N=sinks_N))
 
 
+@one_in(2)
 @pytest.mark.parametrize("lens", STEPS)
 @pytest.mark.parametrize(("N", "H"), quick_first(1, [(14, 80), (40, 64), (2, 256)]))
 def test_numbers_and_sizes_of_heads(N: int, H: int, lens: tuple[list[int], list[int]], device: str) -> None:
     check(Step(*lens, 2, device, N=N, H=H, dtype=torch.bfloat16))
 
 
+@one_in(2)
 @pytest.mark.parametrize("lens", STEPS)
 def test_an_8_bit_cache(lens: tuple[list[int], list[int]], device: str) -> None:
     step = Step(*lens, 2, device, cache_dtype=torch.float8_e4m3fn)
@@ -190,6 +194,7 @@ def latent_runs(step: Step, latent_size: int, run: Any) -> Tensor:
     return torch.stack(results)
 
 
+@one_in(2)
 @pytest.mark.parametrize("lens", STEPS)
 @pytest.mark.parametrize(
     ("N", "dtype", "size"),

@@ -54,6 +54,7 @@ def exact(case: Case, x: torch.Tensor, state: torch.Tensor, rows: object) -> tor
         return case.run(x.double(), state, rows)  # type: ignore[arg-type]
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", quick_first(1, [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("lengths", [[(3, 3), (1, 9), (7, 12), (0, 4), (1, 1), (2, 2)], [(1, 1), (1, 9), (1, 4)]])
@@ -77,6 +78,7 @@ def test_close_to_float64(device: str, name: str, dtype: torch.dtype, lengths: l
     assert torch.equal(state[others].nan_to_num(7), before[others].nan_to_num(7))
 
 
+@one_in(5)
 @pytest.mark.parametrize("name", quick_first(6, ["conv", "gated conv", "delta", "state space", "scan", "linear"]))
 def test_same_bits_in_any_chunks_and_batch(device: str, name: str) -> None:
     case = CASES[name]()

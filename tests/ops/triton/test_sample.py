@@ -198,6 +198,7 @@ def test_rows_that_lie_apart(device: str) -> None:
     assert sample_triton(columns, on_device).tolist() == expected
 
 
+@one_in(2)
 @pytest.mark.parametrize("size", [70, 2100])
 def test_columns_may_be_a_part_of_the_vocabulary(size: int, device: str) -> None:
     whole_RV = make_logits("flat", 12, 4500, torch.float32)
@@ -214,6 +215,7 @@ def test_no_rows(device: str) -> None:
     assert sample_triton(torch.empty(0, 100, device=device), params).shape == (0,)
 
 
+@one_in(2)
 @pytest.mark.parametrize("params", [{"temperature": 1.5}, {"min_p": 0.3, "temperature": 2}], ids=str)
 def test_draws_follow_the_distribution(params: dict[str, float], device: str) -> None:
     R, V = (250 if device == "cpu" else 20_000), 8

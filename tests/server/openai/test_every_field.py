@@ -19,6 +19,7 @@ from octavo_server.dialects.responses import body as responses
 from octavo_server.http.body_decoder import BodyDecoder
 from tests.server.conftest import Served
 from tests.server.in_process import EOS, IM_END, SPECIAL, InProcessEngine, byte_tokenizer
+from tests.tiers import one_in
 
 READERS: dict[str, BodyDecoder[Any]] = {"completions": completions.decoder, "chat/completions": chat.decoder}
 OTHER_READERS: dict[str, tuple[BodyDecoder[Any], dict[str, Any]]] = {
@@ -155,6 +156,7 @@ def test_every_refused_field_is_named(server: Served, path: str) -> None:
             assert ask(server, path, **{name: nothing}).status_code == 200, (name, nothing)
 
 
+@one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", OTHER_READERS)
 def test_so_it_is_in_the_other_apis(server: Served, path: str) -> None:

@@ -17,6 +17,7 @@ from octavo.errors import RequestFailed, Unavailable
 from tests.server.conftest import Served, execute
 from tests.server.in_process import ANSWER, IM_END, InProcessEngine, byte_tokenizer
 from tests.server.responses.test_responses import CALLS, HERMES, TOOLS, client, post, until_done
+from tests.tiers import one_in
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,7 @@ def steps(served: Served, count: int) -> None:
         served.call(served.engine.step)
 
 
+@one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("body", [{}, {"background": False}, {"tools": TOOLS, "max_output_tokens": 200}])
 def test_every_rest_of_a_finished_stream(server: Served, body: dict[str, Any]) -> None:
