@@ -24,7 +24,7 @@ from octavo.models.vision.towers import LoadedTower, connect, load_tower, read_v
 from octavo.plugins import GPU
 from octavo.quant.stored.stored_weight import WeightFormat
 from octavo.quant.tensors import TensorSource
-from octavo.runtime.executors.embedding_pool import EmbeddingPool, pool_bytes
+from octavo.runtime.executors.embedding_pool import GRAPH_PIXELS, EmbeddingPool, pool_bytes
 from octavo.steps.limits import StepLimits
 from octavo.weights.checkpoint import Checkpoint
 from octavo.weights.gguf.gguf_checkpoint import ProjectorTensors
@@ -107,7 +107,8 @@ def load_vision(
 
 def temporary_bytes(loaded: LoadedTower, processor: ImageProcessor, num_slots: int, form: WeightFormat) -> int:
     """Bytes of a GPU that computing an image takes, at most: what a square takes, by its embeddings where images differ
-    in size. Towers use libraries that are slow when first called, which is done here, before the first request."""
+    in size, and what graphs keep. Towers use libraries that are slow when first called, which is done here, before the
+    first request."""
     if form.device.type != GPU:
         return 0
     from PIL import Image  # only here: most models take no images
@@ -123,10 +124,11 @@ def temporary_bytes(loaded: LoadedTower, processor: ImageProcessor, num_slots: i
         made = len(loaded.tower(Pixels(pixels, details, processor.mean, processor.deviation)))
     taken = torch.cuda.max_memory_allocated(form.device) - before
     torch.cuda.empty_cache()
+    of_graphs = taken * GRAPH_PIXELS // SQUARE**2
     if not processor.side:
-        return taken
+        return taken + of_graphs
     rows, columns = size_of(LARGEST, LARGEST, processor.limited(num_slots).settings_for("auto"))
-    return taken * max(1, -(-min(num_slots, rows * columns // processor.side**2) // made))
+    return taken * max(1, -(-min(num_slots, rows * columns // processor.side**2) // made)) + of_graphs
 
 
 def connected(vision: Vision | None, model: CausalLM) -> tuple[EmbeddingPool | None, ImageSettings | None]:

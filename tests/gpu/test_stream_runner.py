@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
-from octavo.runtime.executors.stream_executor import Graphs
+from octavo.runtime.executors.graphs import Graphs
 from octavo.steps.shapes import LONG_CONTEXT, StepShape
 from octavo_bench.offline import wait_until_prepared
 from tests.gpu.checkpoints import write_checkpoint

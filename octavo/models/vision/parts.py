@@ -8,7 +8,7 @@ Shapes: N patches, D width of the tower, H head dim, C colours, P side of a patc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -173,9 +173,9 @@ def normalised(pixels: Tensor, mean: Sequence[float], deviation: Sequence[float]
     return (pixels.float() / 255 - _constants(tuple(mean), pixels.device)) / _constants(tuple(deviation), pixels.device)
 
 
-@lru_cache(maxsize=8)
+@cache
 def _constants(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Kept on the device: an upload would wait for the step before."""
+    """Kept on the device: an upload would wait for the step before. Never freed, as captured graphs use it."""
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 

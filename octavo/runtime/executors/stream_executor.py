@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -34,6 +32,7 @@ from octavo.runtime.executors.block_copies import DeviceBlockCopies, HostBlockCo
 from octavo.runtime.executors.device_program import DeviceProgram, KernelTuner, with_distinct_layers
 from octavo.runtime.executors.embedding_pool import EmbeddingPool
 from octavo.runtime.executors.expert_moves import ExpertMoves
+from octavo.runtime.executors.graphs import Graphs
 from octavo.runtime.executors.host_executor import LAST_TOKEN, change_adapters, load_weights, read_checksums
 from octavo.runtime.executors.pooler import ChunkPooler, Pooler
 from octavo.runtime.executors.sleeping_memory import SleepingMemory
@@ -64,9 +63,7 @@ from octavo.steps.messages import (
     UseKernels,
     Wake,
 )
-from octavo.steps.shapes import StepShape
 from octavo.system.background import start_thread, stop_if_ending
-from octavo.system.collector import without_collections
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +134,8 @@ class StreamExecutor:
         self._stream = torch.cuda.Stream(device) if self._is_gpu else None  # type: ignore[no-untyped-call]
         has_graphs = self._is_gpu and not enforce_eager
         self._graphs = Graphs(self._program, self._backend.launched_early) if has_graphs else None
+        if has_graphs and embeddings is not None:
+            embeddings.use_graphs()
         self._copies = HostBlockCopies(storage) if self._stream is None else DeviceBlockCopies(storage, self._stream)
         self._compiling: Compiling | None = None
         self._pool = storage.tensors
@@ -248,6 +247,8 @@ class StreamExecutor:
         self._tuner = None
         if self._graphs is not None:
             self._graphs.clear()
+        if self._embeddings is not None:
+            self._embeddings.forget_graphs()
         try:
             with torch.inference_mode():
                 self._memory.free(self, self._pool)
@@ -301,49 +302,3 @@ class Compiling:
         self._thread.join()
         if self._error is not None:
             raise self._error
-
-
-class Graphs:
-    """Runs a function of a step's shape through CUDA graphs; each shape is captured on first use.
-
-    Everything runs on the current stream, which must not be the default one. ``around`` returns a context manager that
-    is active during capture.
-    """
-
-    def __init__(self, run: Callable[[StepShape], None], around: Callable[[], AbstractContextManager[None]]) -> None:
-        self._run = run
-        self._around = around
-        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, shape: StepShape) -> None:
-        """Run a step of this shape once."""
-        graph = self._graphs.get(shape)
-        if graph is None:
-            self._graphs[shape] = self._run_and_capture(shape)
-        else:
-            graph.replay()
-
-    def clear(self) -> None:
-        """Discard all graphs with their memory, while none runs; they are captured again on next use."""
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def _run_and_capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
-        """Run once, so that all lazy initialisation is done; then capture, which executes nothing.
-
-        A capture allocates in a pool of its own and cannot take memory that is cached elsewhere, so caches are emptied.
-        """
-        started = time.perf_counter()
-        with without_collections(), self._around():  # a tensor freed by the collector would end the capture
-            self._run(shape)
-            torch.cuda.current_stream().synchronize()
-            torch.cuda.empty_cache()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self._run(shape)
-            finally:
-                graph.capture_end()
-        logger.debug("captured %s in %.0f ms", shape, 1e3 * (time.perf_counter() - started))
-        return graph

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -47,8 +48,23 @@ def tile_for(element: int, head_dim: int, room: int) -> PrefillTile:
     return config_for(element, triton.next_power_of_2(head_dim), room)
 
 
-@functools.lru_cache(maxsize=8)
+_in_graphs: dict[tuple[Any, ...], Tensor] = {}
+"""Tiles that captured graphs use, which are never freed."""
+
+
 def _tiles(ends: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+    """As ``_new_tiles``, and kept if a graph is captured."""
+    key = ends, rows, device
+    if key not in _in_graphs:
+        found = _new_tiles(*key)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return found
+        _in_graphs[key] = found
+    return _in_graphs[key]
+
+
+@functools.lru_cache(maxsize=8)
+def _new_tiles(ends: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
     """The first row of each tile, and the first row and the end of its text: int32 [tiles, 3]. All layers of a step
     have the same."""
     found, start = [], 0
