@@ -169,19 +169,25 @@ def read_windowed(keys: ConfigKeys, **fields: Any) -> QwenConfig:
     )
 
 
-@lru_cache(maxsize=8)
 def windows(
     rows: int, columns: int, config: QwenConfig, device: torch.device
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """The order of patches window by window, the way back, and the end of each window. Kept, as it is made on the
-    host."""
+    """The order of patches window by window, the way back, and the end of each window."""
     side = config.window // config.merge * config.merge
-    row, column = places(rows, columns, config.merge, torch.device("cpu")) // side
-    of_patch = row * -(-columns // side) + column
-    order = torch.argsort(of_patch, stable=True)
-    counts = torch.bincount(of_patch)
-    ends = counts[counts > 0].cumsum(0).tolist()
-    return order.to(device), torch.argsort(order).to(device), tuple(ends)
+    order = torch.argsort(_window_of_patch(rows, columns, side, config.merge, device), stable=True)
+    return order, torch.argsort(order), _ends(rows, columns, side, config.merge)
+
+
+def _window_of_patch(rows: int, columns: int, side: int, merge: int, device: torch.device) -> Tensor:
+    row, column = places(rows, columns, merge, device) // side
+    return row * -(-columns // side) + column
+
+
+@lru_cache(maxsize=64)
+def _ends(rows: int, columns: int, side: int, merge: int) -> tuple[int, ...]:
+    """The end of each window, counted on the host: a GPU would be waited for."""
+    counts = torch.bincount(_window_of_patch(rows, columns, side, merge, torch.device("cpu")))
+    return tuple(counts[counts > 0].cumsum(0).tolist())
 
 
 class Qwen25Tower(QwenTower):
