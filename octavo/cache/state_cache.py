@@ -275,6 +275,7 @@ class StateCache:
             assert seq.state is not None, "a sequence holds blocks, and no state"
             slots += [slot for slot in (seq.state.slot, seq.state.spare) if slot >= 0]
             slots += [slot for _, slot in seq.state.pending]
+            assert seq.state.pending == sorted(seq.state.pending), "a snapshot is behind a later one"
         snapshots = [node.snapshot for node in self.tree.walk() if node.snapshot is not None]
         slots += [snapshot.slot for snapshot in snapshots]
         assert sorted(slots) == list(range(self.size.num_slots)), "a slot is lost, or used twice"
